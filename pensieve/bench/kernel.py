@@ -25,7 +25,7 @@ from pensieve.bench.timer import interleaved
 from pensieve.errors import PensieveError
 from pensieve.plan import Row, Sample
 from pensieve.statistics import median
-from pensieve.worker.torch.batch import Batch, BlockTables, Span, build_batch
+from pensieve.worker.torch.batch import Batch, BlockTables, Span, Spans, build_batch
 from pensieve.worker.torch.graphs import CudaRecorder
 from pensieve.worker.torch.kernels.backends import BACKENDS, ON_CPU, candidates, load_backend
 from pensieve.worker.torch.kernels.base import AttentionBackend, Plan
@@ -382,15 +382,15 @@ def contiguous(inputs: Inputs) -> Callable[[], torch.Tensor]:
 
 def one_at_a_time(backend: AttentionBackend, inputs: Inputs) -> Callable[[], torch.Tensor]:
     """One query of each request a launch, as with a kernel that takes single queries only. Rows of one length."""
-    spans = inputs.batch.spans
+    spans = list(inputs.batch.spans)
     new = spans[0].queries
     assert {span.queries for span in spans} == {new}
     plans: list[Plan] = []
     singles_of: list[tuple[torch.Tensor, ...]] = []
     for offset in range(new):
         at = torch.tensor([span.first + offset for span in spans], device=inputs.pool.device)
-        singles = tuple(
-            Span(row, span.start + offset, span.start + offset + 1, span.blocks) for row, span in enumerate(spans)
+        singles = Spans.of(
+            [Span(row, span.start + offset, span.start + offset + 1, span.blocks) for row, span in enumerate(spans)]
         )
         batch = Batch(
             inputs.batch.token_ids[at], inputs.batch.positions[at], inputs.batch.write_places[at], singles, at, ()

@@ -28,7 +28,7 @@ from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch.model import LoadedModel, load_model
 from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.sampler import Draws, draw, noise_start
+from pensieve.worker.torch.sampler import Draws, draw, noise_starts
 from pensieve.worker.torch.worker import TorchWorker
 from tests.simulated import policy_context
 
@@ -200,7 +200,7 @@ def _draws(turn: Turn) -> Draws | None:
     if not sampling.temperature:
         return None
     first = len(turn.tokens) - output
-    starts = torch.tensor([noise_start(turn.key, first + i) for i in range(output)])
+    starts = torch.from_numpy(noise_starts([turn.key] * output, range(first, first + output)))
 
     def column(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((output,), value, dtype=dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ def shuttle(tensors: KvTensors, transfer: Transfer, compute: Callable[[], None],
         compute()
         transfer.swap_in([Copy(2, homes, back)])
         transfer.swap_out([Copy(3, others, spare)])
-        transfer.require([SimpleNamespace(blocks=np.array(back))])
+        transfer.require(np.array(back))
         read: list[torch.Tensor] = []
         for layer in range(tensors.layers):
             transfer.wait_for_layer(layer)

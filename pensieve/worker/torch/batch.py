@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import overload
 
 import numpy as np
 import torch
@@ -70,56 +68,62 @@ class Span:
     first: int
     start: int
     stop: int
-    blocks: NDArray[np.int64]
+    blocks: Integers
 
     @property
     def queries(self) -> int:
         return self.stop - self.start
 
 
-class Spans(Sequence[Span]):
-    """Spans as arrays, for those who take them together; each as an object for those who ask for it.
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Spans as arrays [spans], since a plan takes them together. Spans of one query come first. chunks: how many blocks each
+    has; `blocks`: those of one span after the other's. Iterating makes a Span of each."""
 
-    first, start, stop: [spans]. blocks: all of theirs, one span's after the other's; chunks: how many each has.
-    """
-
-    def __init__(self, first: Integers, start: Integers, stop: Integers, chunks: Integers, blocks: Integers) -> None:
-        self.first, self.start, self.stop = first, start, stop
-        self.chunks, self.blocks = chunks, blocks
+    first: Integers
+    start: Integers
+    stop: Integers
+    chunks: Integers
+    blocks: Integers
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> Spans:
-        if isinstance(spans, Spans):
-            return spans
-        bounds = np.array([(span.first, span.start, span.stop) for span in spans], dtype=np.int64).reshape(-1, 3)
-        blocks = np.concatenate([span.blocks for span in spans]) if spans else _integers(())
-        return cls(bounds[:, 0], bounds[:, 1], bounds[:, 2], _integers([len(span.blocks) for span in spans]), blocks)
+        numbers = [(span.first, span.start, span.stop, len(span.blocks)) for span in spans]
+        first, start, stop, chunks = np.array(numbers, dtype=np.int64).reshape(-1, 4).T
+        return cls(first, start, stop, chunks, np.concatenate([_integers(()), *(span.blocks for span in spans)]))
 
     @property
-    def all_single(self) -> bool:
-        """Every span is one query; the last one tells, since the longer ones come last. Without making the objects."""
-        return bool(self.stop[-1] - self.start[-1] == 1)
+    def queries(self) -> Integers:
+        return self.stop - self.start
+
+    @property
+    def singles(self) -> int:
+        """How many are of one query."""
+        return int((self.queries == 1).sum())
+
+    @property
+    def tables(self) -> Integers:
+        """Where the blocks of each begin."""
+        return np.cumsum(self.chunks) - self.chunks
+
+    def lows(self, window: int | None) -> Integers:
+        """The first position that any query of each attends to."""
+        return np.zeros_like(self.start) if window is None else np.maximum(0, self.start - window + 1)
+
+    def cut(self, begin: int, end: int) -> Spans:
+        """Spans [begin, end)."""
+        some, bounds = slice(begin, end), [0, *np.cumsum(self.chunks).tolist()]
+        of = slice(bounds[begin], bounds[end])
+        return Spans(self.first[some], self.start[some], self.stop[some], self.chunks[some], self.blocks[of])
 
     def __len__(self) -> int:
         return len(self.first)
 
     def __iter__(self) -> Iterator[Span]:
-        return iter(self._each)
-
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Span]: ...
-
-    def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
-        return self._each[index]
-
-    @cached_property
-    def _each(self) -> list[Span]:
-        blocks = np.split(self.blocks, np.cumsum(self.chunks)[:-1])
         bounds = zip(self.first.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
-        return [Span(*bound, own) for bound, own in zip(bounds, blocks, strict=False)]
+        tables = zip(self.tables.tolist(), self.chunks.tolist(), strict=True)
+        for bound, (table, chunks) in zip(bounds, tables, strict=True):
+            yield Span(*bound, self.blocks[table : table + chunks])
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,7 @@ class Batch:
     token_ids: torch.Tensor
     positions: torch.Tensor
     write_places: torch.Tensor
-    spans: Sequence[Span]
+    spans: Spans
     logits_at: torch.Tensor
     sampled: tuple[tuple[int, Sample], ...]
     sampled_slots: torch.Tensor | None = None
@@ -145,7 +149,7 @@ class Batch:
     @property
     def all_single(self) -> bool:
         """Whether every row is one position."""
-        return Spans.of(self.spans).all_single
+        return self.spans.singles == len(self.spans)
 
 
 def build_batch(
@@ -239,11 +243,11 @@ def _longest_first(piece: _One) -> int:
     return -piece[0]
 
 
-def _integers(values: Sequence[int]) -> NDArray[np.int64]:
+def _integers(values: Sequence[int]) -> Integers:
     return np.array(values, dtype=np.int64)
 
 
-def _upload(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
+def _upload(arrays: Sequence[Integers], device: torch.device) -> list[torch.Tensor]:
     """All in one copy, which nobody waits for: pinned memory is kept until it is done. Each begins at 16 bytes, so that a
     kernel is compiled once and not for each alignment."""
     if device.type == "cpu":

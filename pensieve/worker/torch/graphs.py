@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 from pensieve.worker.torch.attention import Iteration
-from pensieve.worker.torch.batch import Batch, Span
+from pensieve.worker.torch.batch import Batch, Span, Spans
 from pensieve.worker.torch.forward import Forward
 from pensieve.worker.torch.kernels.base import CapturingBackend, StandingPlan
 
 Work = Callable[[], torch.Tensor]
+_NONE = Spans.of(())
 
 
 class Recorder(Protocol):
@@ -149,7 +150,7 @@ class DecodeGraphs:
                 break
             block = np.array([self._scratch], dtype=np.int64)
             rows = slice(0, size)
-            spans = tuple(Span(row, 0, 1, block) for row in range(size))
+            spans = Spans.of([Span(row, 0, 1, block) for row in range(size)])
             places = self._write_places[rows].fill_(self._scratch * self._chunk_tokens).clone()
             zeros = torch.zeros_like(places)
             self.run(Batch(zeros, zeros, places, spans, self._all_rows[rows], ()))
@@ -158,7 +159,7 @@ class DecodeGraphs:
         if size not in self._made:
             rows = slice(0, size)
             batch = Batch(
-                self._token_ids[rows], self._positions[rows], self._write_places[rows], (), self._all_rows[rows], ()
+                self._token_ids[rows], self._positions[rows], self._write_places[rows], _NONE, self._all_rows[rows], ()
             )
             plan = self._backend.standing(self._pool, self._chunk_tokens, size, self._max_blocks)
             self._made[size] = _Bucket(batch, plan)

@@ -22,7 +22,7 @@ _TOGETHER = 16  # rows drawn at once: each takes some ten float64 vectors of the
 class Draws:
     """How the rows with a temperature are drawn; the others are greedy. All [draws]; rows: their places among the logits.
 
-    starts: of the noise, see noise_start. limited: some row has a top_k or top_p.
+    starts: of the noise, see noise_starts. limited: some row has a top_k or top_p.
     """
 
     rows: torch.Tensor
@@ -89,14 +89,8 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     return torch.argmax(logits, dim=-1)
 
 
-def noise_start(key: int, position: int) -> int:
-    """Where the noise of one draw begins: a signed 64-bit integer."""
-    start = _mix_int(_mix_int(key) ^ (position & (2**64 - 1)))
-    return start - 2**64 if start >= 2**63 else start
-
-
 def noise_starts(keys: Sequence[int], positions: Sequence[int]) -> NDArray[np.int64]:
-    """Return noise_start of each key with its position."""
+    """Where the noise of each draw begins: a function of its key and position, [draws]."""
     unsigned = np.array([key & (2**64 - 1) for key in keys], dtype=np.uint64)
     return _mix_array(_mix_array(unsigned) ^ np.array(positions, dtype=np.int64).view(np.uint64)).view(np.int64)
 
@@ -139,17 +133,8 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The same function as `_mix_int`, of an array, which wraps around by itself."""
+    """The same function on the host, with the first counter added."""
     x = x + np.uint64(_GAMMA + 2**64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1 + 2**64)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2 + 2**64)
     return x ^ (x >> np.uint64(31))
-
-
-def _mix_int(x: int) -> int:
-    """The same function, of one Python integer; unsigned."""
-    mask = 2**64 - 1
-    x = (x + _GAMMA) & mask
-    x = ((x ^ (x >> 30)) * _MIX_1) & mask
-    x = ((x ^ (x >> 27)) * _MIX_2) & mask
-    return x ^ (x >> 31)

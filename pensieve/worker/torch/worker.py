@@ -16,7 +16,7 @@ from pensieve.errors import EngineMissing, HardwareMissing
 from pensieve.plan import Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.units import ceil_div
 from pensieve.worker.torch.attention import IMPLEMENTATION, Iteration
-from pensieve.worker.torch.batch import Batch, BlockTables, Spans, build_batch
+from pensieve.worker.torch.batch import Batch, BlockTables, build_batch
 from pensieve.worker.torch.flight import Flight, without_frames
 from pensieve.worker.torch.graphs import CudaRecorder, DecodeGraphs, Recorder
 from pensieve.worker.torch.kernels.base import CapturingBackend
@@ -275,8 +275,7 @@ class TorchWorker:
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Logits [sampled rows, vocab]; those of one position, unused, where no row is sampled."""
         transfer = self.transfer
-        attending = (Spans.of(batch.spans),)  # as arrays: no object a row on the way of every decode
-        waits = transfer.require(attending)
+        waits = transfer.require(batch.spans.blocks)
         if self._graphs is not None and self._graphs.takes(batch):
             if waits:  # a graph cannot wait in the middle; layers are loaded in order
                 transfer.wait_for_layer(self.tensors.layers - 1)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 
 from pensieve.plan import Row, Sample
+from pensieve.worker.torch import batch as batch_module
 from pensieve.worker.torch import sampler
-from pensieve.worker.torch.batch import Batch, BlockTables, Span, Spans, build_batch
-from pensieve.worker.torch.kernels.work_list import ranges_of
+from pensieve.worker.torch.batch import Batch, BlockTables, Spans, build_batch
+from pensieve.worker.torch.kernels.native import NativeBackend
 
 CPU = torch.device("cpu")
 CHUNK = 4
@@ -70,11 +72,14 @@ def test_every_position_has_its_token_its_place_and_its_sample(seed: int) -> Non
 def test_spans_as_arrays_and_as_objects_are_the_same() -> None:
     rows, tables = random_rows(random.Random(3))
     spans = build_batch(rows, tables, {}, CHUNK, CPU).spans
-    again = Spans.of([Span(s.first, s.start, s.stop, s.blocks) for s in spans])
-    one, other = ranges_of(spans, 99), ranges_of(again, 99)
-    for name in ("first", "start", "stop", "table", "tables"):
-        assert np.array_equal(getattr(one, name), getattr(other, name)), name
-    assert len(Spans.of(())) == 0
+    each = list(spans)
+    for cut, own in ((spans, each), (spans.cut(2, 4), each[2:4]), (spans.cut(0, 0), [])):
+        again = Spans.of(own)
+        for field in fields(Spans):
+            assert np.array_equal(getattr(cut, field.name), getattr(again, field.name)), field.name
+    for window in (None, 3):
+        lows = [0 if window is None else max(0, span.start - window + 1) for span in each]
+        assert spans.lows(window).tolist() == lows
 
 
 def test_a_row_of_another_length_than_its_tokens_is_a_bug() -> None:
@@ -88,11 +93,17 @@ def test_a_row_of_another_length_than_its_tokens_is_a_bug() -> None:
         build_batch([Row(5, ((0, 1),), (1,), None)], tables, {}, CHUNK, CPU)
 
 
-def test_the_noise_of_many_rows_begins_where_that_of_each_does() -> None:
+def test_the_noise_of_a_row_begins_where_splitmix64_says() -> None:
+    def mixed(x: int) -> int:
+        x = (x + 0x9E3779B97F4A7C15) % 2**64
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+        return x ^ (x >> 31)
+
     source = random.Random(1)
     pairs = [(source.randrange(2**64), source.randrange(2**40)) for _ in range(200)] + [(0, 0), (2**64 - 1, 1)]
     together = sampler.noise_starts([key for key, _ in pairs], [position for _, position in pairs])
-    assert together.tolist() == [sampler.noise_start(*pair) for pair in pairs]
+    assert together.view(np.uint64).tolist() == [mixed(mixed(key) ^ position) for key, position in pairs]
 
 
 def test_ordering_by_float32_keeps_what_ordering_the_scores_keeps() -> None:
@@ -140,12 +151,14 @@ def _seconds(work: object) -> float:
     return time.perf_counter() - began
 
 
-def test_a_decode_makes_no_object_a_row() -> None:
+def test_a_decode_makes_no_object_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "Span", None)
     tables = BlockTables()
     for slot in range(8):
         tables.overwrite(slot, 0, (slot,))
     rows = [Row(slot, ((1, 2),), (5,), Sample(2)) for slot in range(8)]
     batch = build_batch(rows, tables, {}, CHUNK, CPU)
-    assert batch.all_single and isinstance(batch.spans, Spans) and "_each" not in vars(batch.spans)
+    assert batch.all_single
+    NativeBackend(16).plan(batch, torch.zeros(1, 64, 2, 1, 16), CHUNK)
     rows[3] = Row(3, ((0, 2),), (5, 6), Sample(2))
     assert not build_batch(rows, tables, {}, CHUNK, CPU).all_single

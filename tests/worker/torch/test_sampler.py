@@ -5,7 +5,7 @@ import torch
 
 from pensieve.plan import Sample
 from pensieve.worker.torch.sampler import draw as draw_on_device
-from pensieve.worker.torch.sampler import draws_of, gumbel_noise, noise_start, numbers_of
+from pensieve.worker.torch.sampler import draws_of, gumbel_noise, noise_starts, numbers_of
 
 
 class Read:
@@ -21,7 +21,7 @@ draw = Read
 
 
 def noise_of(key: int, position: int, vocab: int) -> torch.Tensor:
-    return gumbel_noise(torch.tensor([noise_start(key, position)]), vocab)[0]
+    return gumbel_noise(torch.from_numpy(noise_starts([key], [position])), vocab)[0]
 
 
 def _logits(rows: int, vocab: int = 50, seed: int = 0) -> torch.Tensor:

@@ -14,7 +14,7 @@ from pensieve.errors import UnsupportedModel
 from pensieve.specs import ModelSpec
 from pensieve.worker.torch import weights as loading
 from pensieve.worker.torch.attention import Iteration, register
-from pensieve.worker.torch.batch import Batch
+from pensieve.worker.torch.batch import Batch, Spans
 from pensieve.worker.torch.forward import Forward, TransformersForward
 from pensieve.worker.torch.fused import build_fused
 from pensieve.worker.torch.kernels.reference import ReferenceBackend, ReferencePlan
@@ -94,7 +94,7 @@ class _Mistakes(_Plan):
         blocks = span.blocks.copy()
         if span.start:
             blocks[1] = blocks[0]
-        super().__init__(replace(batch, spans=(replace(span, blocks=blocks),)), pool, chunk_tokens)
+        super().__init__(replace(batch, spans=Spans.of([replace(span, blocks=blocks)])), pool, chunk_tokens)
 
 
 class _Loses(_Plan):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 
 from pensieve.errors import EngineMissing
-from pensieve.worker.torch.batch import Batch
+from pensieve.worker.torch.batch import Batch, Integers
 from pensieve.worker.torch.kernels.reference import write
 from pensieve.worker.torch.transfers.pinned import sent
 
@@ -36,11 +35,9 @@ class FlashInferPlan:
         self._chunk_tokens = chunk_tokens
         self._planned: set[_Key] = set()
         spans = batch.spans
-        self._queries = _indptr([span.queries for span in spans])
-        self._pages = _indptr([len(span.blocks) for span in spans])
-        blocks = np.maximum(np.concatenate([span.blocks for span in spans]), 0).astype(np.int32)
-        self._blocks = sent(blocks, pool.device)
-        self._last = torch.tensor([(span.stop - 1) % chunk_tokens + 1 for span in spans], dtype=torch.int32)
+        self._queries, self._pages = _indptr(spans.queries), _indptr(spans.chunks)
+        self._blocks = sent(np.maximum(spans.blocks, 0).astype(np.int32), pool.device)
+        self._last = torch.from_numpy(((spans.stop - 1) % chunk_tokens + 1).astype(np.int32))
 
     def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         write(pool, places, keys, values)
@@ -88,9 +85,9 @@ class FlashInferPlan:
         )
 
 
-def _indptr(counts: list[int]) -> torch.Tensor:
+def _indptr(counts: Integers) -> torch.Tensor:
     """[0, and the running sums], on the CPU: FlashInfer plans there."""
-    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
 
 
 class FlashInferBackend:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from pensieve.compiler import Library, load_library
-from pensieve.worker.torch.batch import Batch, Span
-from pensieve.worker.torch.kernels.reference import ReferencePlan, lowest_key
+from pensieve.worker.torch.batch import Batch, Spans
+from pensieve.worker.torch.kernels.reference import ReferencePlan
 
 _SOURCE = Path(__file__).with_name("native.c")
 _ADDRESS = ctypes.c_void_p
@@ -26,11 +25,10 @@ class NativePlan:
 
     def __init__(self, library: Library, batch: Batch, pool: torch.Tensor, chunk_tokens: int) -> None:
         self._library, self._chunk_tokens = library, chunk_tokens
-        spans = batch.spans
-        self._rows = next((row for row, span in enumerate(spans) if span.queries > 1), len(spans))
-        self._singles = _Rows(spans[: self._rows]) if self._rows else None
-        several = spans[self._rows :]
-        self._several = ReferencePlan(replace(batch, spans=several), pool, chunk_tokens) if several else None
+        spans, self._rows = batch.spans, batch.spans.singles
+        self._singles = _Rows(spans.cut(0, self._rows)) if self._rows else None
+        several = replace(batch, spans=spans.cut(self._rows, len(spans))) if self._rows < len(spans) else None
+        self._several = ReferencePlan(several, pool, chunk_tokens) if several else None
         self._threads = torch.get_num_threads() if library.threads else 1
 
     def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -95,18 +93,18 @@ def _by_token(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class _Rows:
     """Single queries as the arrays that the call takes. table: all rows' blocks, starts: where each row's begin."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
-        assert [span.first for span in spans] == list(range(len(spans)))
+    def __init__(self, spans: Spans) -> None:
+        assert (spans.first == np.arange(len(spans))).all()
         self._spans = spans
-        self.stops = np.array([span.stop for span in spans], dtype=np.int64)
-        self.starts = np.cumsum([0, *(len(span.blocks) for span in spans[:-1])], dtype=np.int64)
-        self.table = np.concatenate([span.blocks for span in spans])
+        self.stops, self.starts, self.table = (
+            np.ascontiguousarray(x) for x in (spans.stop, spans.tables, spans.blocks)
+        )
         self._lows: dict[int | None, NDArray[np.int64]] = {}
 
     def lows(self, window: int | None) -> NDArray[np.int64]:
         """The first position that each row attends to; one array a window, since layers alternate."""
         if window not in self._lows:
-            self._lows[window] = np.array([lowest_key(span, window) for span in self._spans], dtype=np.int64)
+            self._lows[window] = np.ascontiguousarray(self._spans.lows(window))
         return self._lows[window]
 
 

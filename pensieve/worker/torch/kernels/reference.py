@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pensieve.worker.torch.batch import Batch, Span
+from pensieve.worker.torch.batch import Batch, Integers, Span, Spans
 
 _SOFTCAP_QUERIES = 256  # a softcap forbids the fused kernel; this many queries at a time bound the matrix of scores
 _PADDING_TOKENS = 64  # rows of one decode group differ by at most this, or by a quarter
-_ALONE_TOKENS = 64  # on a CPU a decode row over at least this many positions attends by itself, without padding
-_RUN_TOKENS = 256  # and where its runs of blocks are this long on average, they are read where they lie
+_ALONE_TOKENS = (
+    64  # on a CPU a decode row over at least this many positions attends by itself: one gather of all is slower
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +48,7 @@ class _Decode:
     mask: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Direct:
-    """A span of one query that attends by itself. runs: its places; softmax has no order, so theirs is free.
-
-    in_place: attend run by run and join the results; otherwise the runs are copied together first.
-    """
-
-    first: int
-    runs: tuple[slice, ...]
-    in_place: bool
-
-
-_Work = _Fresh | _Append | _Decode | _Direct
+_Work = _Fresh | _Append | _Decode
 
 
 class ReferencePlan:
@@ -100,80 +89,48 @@ class ReferencePlan:
 
     def _prepare(self, window: int | None, capped: bool) -> Iterator[_Work]:
         spans = self._batch.spans
-        singles = next((i for i, span in enumerate(spans) if span.queries > 1), len(spans))
-        alone = {id(span): self._direct(span, window, capped) for span in spans[:singles]}
-        for together, group in groupby(spans[:singles], lambda span: alone[id(span)] is None):
-            if together:
-                yield from (self._decode(members, window) for members in _groups(list(group), window))
-            else:
-                yield from (piece for span in group if (piece := alone[id(span)]) is not None)
-        for span in spans[singles:]:
+        lengths = (spans.stop - spans.lows(window))[: spans.singles].tolist()
+        for begin, end in _groups(lengths, self._device.type == "cpu"):
+            yield self._decode(spans.cut(begin, end), window)
+        for span in spans.cut(spans.singles, len(spans)):
             if span.start == 0 and not capped and (window is None or span.stop <= window):
                 yield _Fresh(span.first, span.queries)
             else:
                 yield self._append(span, window)
 
-    def _direct(self, span: Span, window: int | None, capped: bool) -> _Direct | None:
-        """None on a GPU, where one kernel takes all rows, and for short contexts, which are cheap to pad."""
-        low = lowest_key(span, window)
-        length = span.stop - low
-        if self._device.type != "cpu" or length < _ALONE_TOKENS:
-            return None
-        runs = self._runs(span, low)
-        return _Direct(span.first, runs, len(runs) == 1 or (length >= len(runs) * _RUN_TOKENS and not capped))
-
     def _append(self, span: Span, window: int | None) -> _Append:
-        low = lowest_key(span, window)
+        low = 0 if window is None else max(0, span.start - window + 1)
         mask = torch.full((span.queries, span.stop - low), float("-inf"), dtype=self._dtype, device=self._device)
         if window is None:
             mask.triu_(span.start - low + 1)  # later than the query
         else:
             mask = mask.triu(span.start - low + 1) + mask.tril(span.start - low - window)  # or out of the window
-        return _Append(span.first, span.queries, self._places(span, low), mask)
+        return _Append(span.first, span.queries, self._places(span.blocks, low, span.stop), mask)
 
-    def _decode(self, group: Sequence[Span], window: int | None) -> _Decode:
-        lows = [lowest_key(span, window) for span in group]
-        lengths = [span.stop - low for span, low in zip(group, lows, strict=True)]
-        width = max(lengths)
-        if len(group) == 1:
-            return _Decode(group[0].first, 1, width, self._places(group[0], lows[0]), None)
-        chunk, device = self._chunk_tokens, self._device
-        tables = np.zeros((len(group), max(len(span.blocks) for span in group)), dtype=np.int64)
-        for index, span in enumerate(group):
-            tables[index, : len(span.blocks)] = span.blocks
-        low = torch.tensor(lows, device=device)[:, None]
-        column = torch.arange(width, device=device)[None, :]
-        beyond = column >= torch.tensor(lengths, device=device)[:, None]
+    def _decode(self, group: Spans, window: int | None) -> _Decode:
+        lows, first, rows = group.lows(window), int(group.first[0]), len(group)
+        lengths = group.stop - lows
+        width = int(lengths.max())
+        if rows == 1:
+            return _Decode(first, 1, width, self._places(group.blocks, int(lows[0]), int(group.stop[0])), None)
+        beyond = np.arange(width) >= lengths[:, None]
         # Padding repeats the row's first key, so that nothing is read that no one has written.
-        position = low + column.masked_fill(beyond, 0)
-        places = torch.from_numpy(tables).to(device).gather(1, position // chunk) * chunk + position % chunk
+        chunks, offsets = np.divmod(lows[:, None] + np.where(beyond, 0, np.arange(width)), self._chunk_tokens)
+        places = group.blocks[group.tables[:, None] + chunks] * self._chunk_tokens + offsets
         mask = None
-        if min(lengths) < width:
-            mask = torch.zeros(len(group), 1, 1, width, dtype=self._dtype, device=device)
-            mask.masked_fill_(beyond[:, None, None, :], float("-inf"))
-        return _Decode(group[0].first, len(group), width, places.view(-1), mask)
+        if beyond.any():
+            mask = torch.zeros(rows, 1, 1, width, dtype=self._dtype, device=self._device)
+            mask.masked_fill_(torch.from_numpy(beyond).to(self._device)[:, None, None], float("-inf"))
+        return _Decode(first, rows, width, torch.from_numpy(places.reshape(-1)).to(self._device), mask)
 
-    def _places(self, span: Span, low: int) -> torch.Tensor | slice:
-        """Places of positions [low, span.stop): a slice where their blocks are consecutive."""
-        runs = self._runs(span, low)
-        if len(runs) == 1:
-            return runs[0]
-        return torch.from_numpy(np.concatenate([np.arange(run.start, run.stop) for run in runs])).to(self._device)
-
-    def _runs(self, span: Span, low: int) -> tuple[slice, ...]:
-        """Places of positions [low, span.stop), a slice for each stretch of consecutive blocks."""
+    def _places(self, blocks: Integers, low: int, stop: int) -> torch.Tensor | slice:
+        """Of positions [low, stop), blocks being those of chunks from 0 on: a slice where they are consecutive."""
         chunk = self._chunk_tokens
-        blocks = span.blocks[low // chunk :]
-        cuts = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), len(blocks)]
-        runs = []
-        for first, last in pairwise(cuts):
-            start = int(blocks[first]) * chunk
-            begin = start + (low % chunk if first == 0 else 0)
-            end = start + (last - first) * chunk
-            if last == len(blocks):
-                end -= -span.stop % chunk
-            runs.append(slice(begin, end))
-        return tuple(runs)
+        if (np.diff(blocks[low // chunk :]) == 1).all():
+            start = int(blocks[low // chunk]) * chunk + low % chunk
+            return slice(start, start + stop - low)
+        chunks, offsets = np.divmod(np.arange(low, stop), chunk)
+        return torch.from_numpy(blocks[chunks] * chunk + offsets).to(self._device)
 
 
 class ReferenceBackend:
@@ -196,25 +153,15 @@ def write(pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: 
     pool[:, 1].index_copy_(0, places, values)
 
 
-def lowest_key(span: Span, window: int | None) -> int:
-    """The first position that any query of the span attends to."""
-    return 0 if window is None else max(0, span.start - window + 1)
-
-
-def _groups(spans: Sequence[Span], window: int | None) -> Iterator[list[Span]]:
-    """Cut spans, sorted by falling context, where padding to the first one's would waste too much."""
-    lengths = [span.stop - lowest_key(span, window) for span in spans]
+def _groups(lengths: Sequence[int], on_cpu: bool) -> Iterator[tuple[int, int]]:
+    """Cut rows of these lengths, which fall, where padding to a group's first one would waste too much."""
     cuts = [0]
     for index, length in enumerate(lengths):
         longest = lengths[cuts[-1]]
-        if longest - length > max(_PADDING_TOKENS, longest // 4):
+        alone = on_cpu and longest >= _ALONE_TOKENS
+        if index and (alone or longest - length > max(_PADDING_TOKENS, longest // 4)):
             cuts.append(index)
-    for start, stop in pairwise([*cuts, len(spans)]):
-        if stop > start:
-            yield list(spans[start:stop])
-
-
-_flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    return (bounds for bounds in pairwise([*cuts, len(lengths)]) if bounds[1] > bounds[0])
 
 
 def _attend(
@@ -227,9 +174,6 @@ def _attend(
     softcap: float | None,
 ) -> torch.Tensor:
     """[queries, heads, head_dim] of one piece of work."""
-    if isinstance(piece, _Direct):
-        folded = queries[piece.first].view(1, pool.shape[2], -1, pool.shape[3])  # [1, kv_heads, group, head_dim]
-        return _run_by_run(folded, pool, piece, scaling, softcap).view(1, -1, pool.shape[3])
     if isinstance(piece, _Decode):
         q = queries[piece.first : piece.first + piece.rows]
         kv = _read(pool, piece.places).view(piece.rows, piece.width, *pool.shape[1:])
@@ -248,38 +192,6 @@ def _attend(
     q = queries[here].unflatten(1, (pool.shape[2], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, queries, head_dim]
     k, v = (x.transpose(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
     return _kernel(q, k, v, mask, mask is None, scaling, softcap).permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def _run_by_run(
-    query: torch.Tensor, pool: torch.Tensor, piece: _Direct, scaling: float | None, softcap: float | None
-) -> torch.Tensor:
-    """[1, kv_heads, group, head_dim] over runs of a layer's pool, joined by their log-sum-exps.
-
-    The kernel walks one head after the other, in steps of a whole token that no prefetcher follows. So the keys and
-    values are brought into the cache from end to end first: by summing a run that lies in one piece, which takes a third
-    off a row's time, or by copying small ones together, a row at a time (all rows in one gather take three times as long).
-    """
-    if piece.in_place:
-        runs = [pool[run] for run in piece.runs]
-        assert all(run.is_contiguous() for run in runs), "K and V of a token, and successive tokens, lie side by side"
-    else:
-        runs = [torch.cat([pool[run] for run in piece.runs])]
-    outputs, weights = [], []
-    for kv in runs:
-        length, _, kv_heads, head_dim = kv.shape
-        shape, stride, start = (1, kv_heads, length, head_dim), (0, head_dim, kv.stride(0), 1), kv.storage_offset()
-        k, v = (kv.as_strided(shape, stride, offset) for offset in (start, start + kv.stride(1)))
-        if piece.in_place:
-            kv.sum()
-        if softcap is not None:
-            return _kernel(query, k, v, None, False, scaling, softcap).reshape(query.shape)
-        output, weight = _flash_on_cpu(query, k, v, scale=scaling)
-        outputs.append(output)
-        weights.append(weight)
-    if len(runs) == 1:
-        return outputs[0].reshape(query.shape)
-    shares = torch.softmax(torch.stack(weights), dim=0)  # [runs, 1, kv_heads, group]
-    return (torch.stack(outputs) * shares[..., None]).sum(dim=0)
 
 
 def _read(pool: torch.Tensor, places: torch.Tensor | slice) -> torch.Tensor:

@@ -19,18 +19,9 @@ try:
 except ImportError:  # an older Triton
     TensorDescriptor = None
 
-from pensieve.worker.torch.batch import Batch
+from pensieve.worker.torch.batch import Batch, Spans
 from pensieve.worker.torch.kernels.paged import attend_kernel, join_kernel, write_kernel
-from pensieve.worker.torch.kernels.work_list import (
-    ITEM,
-    JOIN,
-    LARGE,
-    Cutting,
-    Ranges,
-    WorkList,
-    ranges_of,
-    work_list,
-)
+from pensieve.worker.torch.kernels.work_list import ITEM, JOIN, LARGE, Cutting, WorkList, padded, work_list
 from pensieve.worker.torch.transfers.pinned import send, sent
 
 _LOG2_E = math.log2(math.e)
@@ -289,14 +280,13 @@ class OncePlan(_TritonPlan):
 
     def __init__(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int, backend: TritonBackend) -> None:
         super().__init__(pool, chunk_tokens, backend)
-        self._ranges = ranges_of(batch.spans)
-        self._tables = sent(self._ranges.tables, pool.device)
+        self._spans = batch.spans
+        self._tables = sent(batch.spans.blocks.astype(np.int32), pool.device)
 
     def _launch(self, geometry: Geometry, window: int | None) -> Launch:
-        most = int((self._ranges.stop - self._ranges.start).max())
-        large = most * geometry.group > geometry.small_rows
+        large = int(self._spans.queries.max()) * geometry.group > geometry.small_rows
         tiles = geometry.tiles(large, window, self._backend.descriptors)
-        work = work_list(self._ranges, geometry.cutting(tiles), window)
+        work = work_list(self._spans, geometry.cutting(tiles), window)
         nothing = np.zeros((0 if geometry in self._backend.joined else 1, JOIN), dtype=np.int32)
         self._backend.joined.add(geometry)
         items, joins = (
@@ -315,18 +305,18 @@ class StandingPlan(_TritonPlan):
         self._rows = rows
         self._tables = torch.zeros(rows * max_blocks, dtype=torch.int32, device=pool.device)
         self._cuttings: dict[int | None, Cutting] = {}
-        self._ranges: Ranges | None = None
+        self._spans: Spans | None = None
 
     def update(self, batch: Batch) -> None:
         assert batch.all_single and len(batch.spans) <= self._rows
-        self._ranges = ranges_of(batch.spans, self._rows)
-        assert len(self._ranges.tables) <= len(self._tables), "a row has more blocks than there is room for"
-        send(self._ranges.tables, self._tables[: len(self._ranges.tables)])
+        self._spans, blocks = padded(batch.spans, self._rows), batch.spans.blocks.astype(np.int32)
+        assert len(blocks) <= len(self._tables), "a row has more blocks than there is room for"
+        send(blocks, self._tables[: len(blocks)])
         for window, launch in self._launches.items():
-            self._fill(launch, work_list(self._ranges, self._cuttings[window], window))
+            self._fill(launch, work_list(self._spans, self._cuttings[window], window))
 
     def _launch(self, geometry: Geometry, window: int | None) -> Launch:
-        assert self._ranges is not None, "update() comes first"
+        assert self._spans is not None, "update() comes first"
         capturing = geometry.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         assert not capturing, (
             "attend once outside a capture first: a list made inside would be made again at every replay"
@@ -338,7 +328,7 @@ class StandingPlan(_TritonPlan):
             torch.zeros(size, dtype=torch.int32, device=geometry.device) for size in ((most, ITEM), (self._rows, JOIN))
         )
         launch = Launch(tiles, items, joins, *_partials(most, geometry), large=False)
-        self._fill(launch, work_list(self._ranges, cutting, window))
+        self._fill(launch, work_list(self._spans, cutting, window))
         return launch
 
     @staticmethod

@@ -23,15 +23,13 @@ class VarlenPlan:
         self._function = function
         self._chunk_tokens = chunk_tokens
         spans, device = batch.spans, pool.device
-        lengths = [len(span.blocks) for span in spans]
         # Entries beyond a span's blocks are never read, but must be blocks that exist.
-        tables = np.zeros((len(spans), max(lengths)), dtype=np.int32)
-        for row, span in zip(tables, spans, strict=True):
-            row[: len(span.blocks)] = np.maximum(span.blocks, 0)
-        firsts = np.cumsum([0, *(span.queries for span in spans)]).astype(np.int32)
-        stops = np.array([span.stop for span in spans], dtype=np.int32)
+        tables = np.zeros((len(spans), int(spans.chunks.max())), dtype=np.int32)
+        tables[np.arange(tables.shape[1]) < spans.chunks[:, None]] = np.maximum(spans.blocks, 0)
+        firsts = np.concatenate([[0], np.cumsum(spans.queries)]).astype(np.int32)
+        stops = spans.stop.astype(np.int32)
         self._tables, self._firsts, self._stops = (sent(x, device) for x in (tables, firsts, stops))
-        self._most_queries = max(span.queries for span in spans)
+        self._most_queries = int(spans.queries.max())
         self._most_keys = int(stops.max())
 
     def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -5,13 +5,12 @@ Everything is arrays: a batch of 10,000 queries is described in well under a mil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pensieve.worker.torch.batch import Integers, Span, Spans
+from pensieve.worker.torch.batch import Integers, Spans
 
 ITEM = 8
 """Integers a work item: kind (0 nothing, 1 small, 2 large), first query, queries, position of the first, where its block
@@ -38,17 +37,6 @@ class Cutting:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranges:
-    """Spans as arrays: query `first` and on are positions [start, stop); `tables` [blocks] holds a span's from `table` on."""
-
-    first: Integers
-    start: Integers
-    stop: Integers
-    table: Integers
-    tables: NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
 class WorkList:
     """items [n, ITEM], the heaviest first; joins [m, JOIN]; partial_rows: rows of partial results, each of all heads."""
 
@@ -58,29 +46,25 @@ class WorkList:
     kinds: frozenset[int]
 
 
-def ranges_of(spans: Sequence[Span], queries: int | None = None) -> Ranges:
-    """queries: how many there are; those that no span covers become spans over nothing, whose result is zero."""
-    spans = Spans.of(spans)
-    bounds = np.stack([spans.first, spans.start, spans.stop], axis=1)
-    table = np.cumsum(spans.chunks) - spans.chunks
-    tables = (spans.blocks if len(spans) else np.zeros(1)).astype(np.int32)
-    covered = int((bounds[:, 2] - bounds[:, 1]).sum())
-    if queries is not None and covered < queries:
-        idle = np.arange(covered, queries, dtype=np.int64)
-        empty = np.stack([idle, np.full_like(idle, -1), np.zeros_like(idle)], axis=1)  # one query at position -1
-        bounds, table = np.concatenate([bounds, empty]), np.concatenate([table, np.zeros_like(idle)])
-    return Ranges(bounds[:, 0], bounds[:, 1], bounds[:, 2], table, tables)
+def padded(spans: Spans, queries: int) -> Spans:
+    """With spans over nothing for the queries up to so many that no span covers: their result is zero."""
+    covered = int(spans.queries.sum())
+    idle = np.arange(covered, queries, dtype=np.int64)
+    nothing = np.zeros_like(idle)
+    bounds = ((spans.first, idle), (spans.start, nothing - 1), (spans.stop, nothing), (spans.chunks, nothing))
+    first, start, stop, chunks = (np.concatenate(both) for both in bounds)
+    return Spans(first, start, stop, chunks, spans.blocks)
 
 
-def work_list(ranges: Ranges, cutting: Cutting, window: int | None) -> WorkList:
+def work_list(spans: Spans, cutting: Cutting, window: int | None) -> WorkList:
     """At most `wanted_items` more items than tiles."""
-    queries = ranges.stop - ranges.start
+    queries = spans.queries
     small = queries <= cutting.small_queries
     per_tile = np.where(small, cutting.small_queries, cutting.large_queries)
     span, index = _repeated(-(-queries // per_tile))
     offset = index * per_tile[span]
     count = np.minimum(per_tile[span], queries[span] - offset)
-    first, start = ranges.first[span] + offset, ranges.start[span] + offset
+    first, start = spans.first[span] + offset, spans.start[span] + offset
     low = np.zeros_like(start) if window is None else np.maximum(0, start - window + 1)
     steps = np.maximum(1, -(-(start + count - low) // cutting.block_keys))
 
@@ -92,7 +76,7 @@ def work_list(ranges: Ranges, cutting: Cutting, window: int | None) -> WorkList:
 
     tile, split = _repeated(splits)
     kind = np.where(small[span], SMALL, LARGE)
-    columns = (kind, first, count, start, ranges.table[span])
+    columns = (kind, first, count, start, spans.tables[span])
     items = np.stack([*(x[tile] for x in columns), split, splits[tile], partial[tile]], axis=1)
     heaviest = np.argsort(-(steps / splits)[tile] * kind[tile], kind="stable")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,13 +17,14 @@ from time import perf_counter_ns
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pensieve.plan import DiskLoad, DiskStore, StepPlan
 from pensieve.worker.base import DISK_STAGING_BYTES
 from pensieve.worker.pool_file import PoolFile
 from pensieve.worker.torch.kv_tensors import KvTensors
 from pensieve.worker.torch.transfers.link import Link
-from pensieve.worker.torch.transfers.transfer import Attending, Transfer
+from pensieve.worker.torch.transfers.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -120,12 +121,11 @@ class DiskTransfer(Transfer):
                 self._changed.notify()
         return super().begin(plan)
 
-    def require(self, rows: Iterable[Attending]) -> bool:
-        rows = list(rows)
-        waits, self._required_read = super().require(rows), None
+    def require(self, blocks: NDArray[np.int64]) -> bool:
+        waits, self._required_read = super().require(blocks), None
         if self._reads:
-            blocks = set(np.unique(np.concatenate([row.blocks for row in rows])).tolist())
-            needed = (read for read in reversed(self._reads) if not blocks.isdisjoint(read.load.dst))
+            wanted = set(np.unique(blocks).tolist())
+            needed = (read for read in reversed(self._reads) if not wanted.isdisjoint(read.load.dst))
             self._required_read = next(needed, None)  # who waits for the newest waits for all
         return waits or self._required_read is not None
 

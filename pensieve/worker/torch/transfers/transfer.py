@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter_ns, sleep
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,13 +19,6 @@ from pensieve.worker.torch.transfers.lanes import CudaLink
 from pensieve.worker.torch.transfers.link import Haul, Link, Mark
 
 _POLL_S = 5e-5
-
-
-class Attending(Protocol):
-    """A row, as far as `require` reads it: its GPU blocks, below 0 where there is none."""
-
-    @property
-    def blocks(self) -> NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +93,9 @@ class Transfer:
         self._required = self._loads[-1] if self._loads else None
         return 0
 
-    def require(self, rows: Iterable[Attending]) -> bool:
-        """Let the next forward wait only for the loads that bring blocks of these rows. False where there are none.
+    def require(self, blocks: NDArray[np.int64]) -> bool:
+        """Let the next forward wait only for the loads that bring some of these GPU blocks (below 0: none). False where there
+        are no such loads.
 
         Raises RuntimeError where one of them has failed already.
         """
@@ -110,7 +103,7 @@ class Transfer:
         self._required = None
         if not self._loads and not self._lost:
             return False
-        numbers = set(np.unique(self._brought_by[np.concatenate([row.blocks for row in rows])]).tolist())
+        numbers = set(np.unique(self._brought_by[blocks]).tolist())
         for number in numbers & self._lost.keys():
             cause = self._lost[number]
             raise RuntimeError(f"A copy between the tiers failed: {cause}") from cause

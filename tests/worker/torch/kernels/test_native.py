@@ -10,6 +10,7 @@ import torch
 
 from pensieve.compiler import find_compiler
 from pensieve.errors import EngineMissing
+from pensieve.worker.torch.batch import Spans
 from pensieve.worker.torch.kernels.native import NativeBackend, NativePlan
 from pensieve.worker.torch.kernels.reference import write
 
@@ -145,9 +146,9 @@ def test_the_version_is_the_compilers(said: str, version: str) -> None:
 
 
 def _one(case: Case, row: int) -> torch.Tensor:
-    span = case.batch.spans[row]
+    span = list(case.batch.spans)[row]
     case.attend(_plan(case), None, None, None)  # everybody's keys are in the pool
-    batch = replace(case.batch, spans=(replace(span, first=0),))
+    batch = replace(case.batch, spans=Spans.of([replace(span, first=0)]))
     backend = NativeBackend(case.queries.shape[2], case.pool.dtype)
     plan = backend.plan(batch, case.pool, case.chunk)
     return plan.attend(case.pool[1], case.queries[row : row + 1], case.keys, case.values, None, None, None)

@@ -5,16 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.worker.torch.batch import Span
-from pensieve.worker.torch.kernels.work_list import LARGE, SMALL, Cutting, WorkList, ranges_of, work_list
+from pensieve.worker.torch.batch import Span, Spans
+from pensieve.worker.torch.kernels.work_list import LARGE, SMALL, Cutting, WorkList, padded, work_list
 
 
-def _spans(bounds: list[tuple[int, int]], chunk: int = 16) -> list[Span]:
+def _spans(bounds: list[tuple[int, int]], chunk: int = 16) -> Spans:
     spans, first = [], 0
     for start, stop in bounds:
         spans.append(Span(first, start, stop, np.arange(first, first + -(-stop // chunk), dtype=np.int64)))
         first += stop - start
-    return spans
+    return Spans.of(spans)
 
 
 def _pairs(work: WorkList, cutting: Cutting, window: int | None) -> list[tuple[int, int]]:
@@ -45,7 +45,7 @@ def test_every_query_meets_every_key_it_sees_once(
 ) -> None:
     cutting = Cutting(small, 8 * small, 16, wanted, least_keys=32)
     queries = sum(stop - start for start, stop in rows)
-    work = work_list(ranges_of(_spans(rows), queries + idle), cutting, window)
+    work = work_list(padded(_spans(rows), queries + idle), cutting, window)
     expected = [
         (span.first + i, key)
         for span in _spans(rows)
@@ -60,7 +60,7 @@ def test_every_query_meets_every_key_it_sees_once(
 @settings(max_examples=40, deadline=None)
 @given(bounds, st.integers(1, 40))
 def test_joins_name_each_split_once(rows: list[tuple[int, int]], wanted: int) -> None:
-    work = work_list(ranges_of(_spans(rows)), Cutting(2, 16, 16, wanted, least_keys=32), None)
+    work = work_list(_spans(rows), Cutting(2, 16, 16, wanted, least_keys=32), None)
     written = {}
     for _, first, count, _, _, split, splits, partial in work.items.tolist():
         if splits > 1:
@@ -77,7 +77,7 @@ def test_joins_name_each_split_once(rows: list[tuple[int, int]], wanted: int) ->
 
 
 def test_a_long_decode_row_is_split_beside_a_prefill() -> None:
-    work = work_list(ranges_of(_spans([(8191, 8192), (0, 256)])), Cutting(4, 32, 64, 66), None)
+    work = work_list(_spans([(8191, 8192), (0, 256)]), Cutting(4, 32, 64, 66), None)
     by_kind = {kind: work.items[work.items[:, 0] == kind] for kind in (SMALL, LARGE)}
     assert by_kind[SMALL][:, 6].min() > 16
     assert set(by_kind[LARGE][:, 6]) == {1}, "a prefill of 256 tokens has little to split"
@@ -87,12 +87,5 @@ def test_a_long_decode_row_is_split_beside_a_prefill() -> None:
 @pytest.mark.parametrize("batch", [64, 128])
 def test_enough_rows_are_not_split(batch: int) -> None:
     """128 rows of 8 KV heads occupy 132 multiprocessors by themselves."""
-    work = work_list(ranges_of(_spans([(4095, 4096)] * batch)), Cutting(4, 32, 64, 66), None)
+    work = work_list(_spans([(4095, 4096)] * batch), Cutting(4, 32, 64, 66), None)
     assert len(work.items) == batch and len(work.joins) == 0
-
-
-def test_tables_are_laid_end_to_end() -> None:
-    spans = _spans([(0, 20), (47, 48)])
-    ranges = ranges_of(spans)
-    for span, begin in zip(spans, ranges.table, strict=True):
-        assert ranges.tables[begin : begin + len(span.blocks)].tolist() == span.blocks.tolist()

@@ -57,8 +57,8 @@ def gated(**changes: Any) -> tuple[Transfer, KvTensors, Gate]:
     return Transfer(tensors, ThreadLink(copy=gate)), tensors, gate
 
 
-def rows(*blocks: int) -> list[Any]:
-    return [SimpleNamespace(blocks=np.array(blocks))]
+def rows(*blocks: int) -> Any:
+    return np.array(blocks)
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -110,7 +110,7 @@ def test_rows_that_attend_to_none_of_the_loaded_blocks_do_not_wait(open_at_the_e
     transfer.swap_in([Copy(2, (2,), (6,))])
     assert not transfer.require(rows(0, 1, 2, -1))
     transfer.wait_for_layer(1)  # would hang
-    assert transfer.require([*rows(0), *rows(1, 5)])
+    assert transfer.require(rows(0, 1, 5))
     gate.let(LAYERS)
     transfer.wait_for_layer(1)
     until(lambda: transfer.done() == (1,))
