@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from pensieve.worker.torch.kernels.reference import ReferenceBackend
 from pensieve.worker.torch.self_check import SelfCheck, check_against_eager
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +49,19 @@ def choose(
 ) -> Choice:
     """Try the attention backends in order, and warn of a fall-back. memory_bytes: see load_model. Raises what the last one
     raises: EngineMissing, UnsupportedModel."""
-    notes: list[str] = []
-    refused = False
-    for name, backend in _loaded(backends, device, dtype, spec.head_dim, chunk_tokens):
-        try:
-            if isinstance(backend, EngineMissing):
-                raise backend
-            found = _forward(module, spec, device, dtype, fused, backend, chunk_tokens, memory_bytes)
-        except (EngineMissing, UnsupportedModel) as error:
-            if name == backends[-1]:
-                raise
-            refused = refused or isinstance(error, UnsupportedModel)
-            notes.append(f"Not {name}: {error}")
-        else:
-            fell_back = refused or found.refused or _instead(name, backends)
-            chosen = Choice(found.forward, found.note, backend, " ".join(notes), fell_back, found.check)
-            _warn(spec, chosen)
-            return chosen
-    raise AssertionError("there is always a backend to try")
+
+    def serve(backend: AttentionBackend) -> tuple[AttentionBackend, _Found]:
+        return backend, _forward(module, spec, device, dtype, fused, backend, chunk_tokens, memory_bytes)
+
+    name, (backend, found), note, refused = _first(backends, device, dtype, spec.head_dim, chunk_tokens, serve)
+    fell_back = refused or found.refused or _instead(name, backends)
+    chosen = Choice(found.forward, found.note, backend, note, fell_back, found.check)
+    if fell_back:
+        _log.warning(
+            "%s is served by attention_backend=%s and the %s forward, since something better was refused or is missing. %s",
+            spec.name, name, found.forward.name, " ".join(filter(None, (note, found.note))),
+        )  # fmt: skip
+    return chosen
 
 
 def attention_here(
@@ -74,39 +70,37 @@ def attention_here(
     """What serves a model that passes its self-check: the backend's name, why no better one, and whether the reference
     serves in place of a kernel. Raises EngineMissing where what was asked for cannot run, ConfigError for an unknown name.
     """
-    notes: list[str] = []
     backends = candidates(asked, device.type)
-    for name, backend in _loaded(backends, device, dtype, head_dim, chunk_tokens):
-        if not isinstance(backend, EngineMissing):
-            return name, " ".join(notes), _instead(name, backends)
-        if name == backends[-1]:
-            raise backend
-        notes.append(f"Not {name}: {backend}")
+    name, _, note, _ = _first(backends, device, dtype, head_dim, chunk_tokens, lambda backend: backend)
+    return name, note, _instead(name, backends)
+
+
+def _first(
+    names: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    chunk_tokens: int,
+    serve: Callable[[AttentionBackend], _T],
+) -> tuple[str, _T, str, bool]:
+    """The first backend that loads and serves: its name, what `serve` made of it, why not the ones before, and whether
+    `serve` refused one of them. Raises what the last one raises."""
+    notes: list[str] = []
+    refused = False
+    for name in names:
+        try:
+            backend = load_backend(name, device, dtype, head_dim, chunk_tokens)
+            return name, serve(backend), " ".join(notes), refused
+        except (EngineMissing, UnsupportedModel) as error:
+            if name == names[-1]:
+                raise
+            refused = refused or isinstance(error, UnsupportedModel)
+            notes.append(f"Not {name}: {error}")
     raise AssertionError("there is always a backend to try")
 
 
-def _loaded(
-    names: Sequence[str], device: torch.device, dtype: torch.dtype, head_dim: int, chunk_tokens: int
-) -> Iterator[tuple[str, AttentionBackend | EngineMissing]]:
-    """Each backend, or why it cannot run here."""
-    for name in names:
-        try:
-            yield name, load_backend(name, device, dtype, head_dim, chunk_tokens)
-        except EngineMissing as error:
-            yield name, error
-
-
 def _instead(name: str, backends: Sequence[str]) -> bool:
-    return name == ReferenceBackend.name and name != backends[0]
-
-
-def _warn(spec: ModelSpec, chosen: Choice) -> None:
-    if chosen.fell_back:
-        reasons = " ".join(filter(None, (chosen.attention_note, chosen.forward_note)))
-        _log.warning(
-            "%s is served by attention_backend=%s and the %s forward, since something better was refused or is missing. %s",
-            spec.name, chosen.attention.name, chosen.forward.name, reasons,
-        )  # fmt: skip
+    return name == ReferenceBackend.name != backends[0]
 
 
 @dataclass(frozen=True, slots=True)
