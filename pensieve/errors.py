@@ -3,6 +3,20 @@
 Each message is a sentence that says what is wrong and what to do. `assert` is for our own bugs.
 """
 
+from pathlib import Path
+
+_RUNNERS = Path(__file__).resolve().parents[1] / "runners"
+
+
+def in_checkout() -> bool:
+    """Whether runners/ and the Makefile lie beside this package. From a wheel its commands are verbs of `pensieve`."""
+    return (_RUNNERS / "run.py").is_file()
+
+
+def typed(verb: str) -> str:
+    """A command as its reader types it: `python runners/run.py`, or `pensieve run` from a wheel."""
+    return f"python runners/{verb}.py" if in_checkout() else f"pensieve {verb}"
+
 
 class PensieveError(Exception):
     """Root of all errors that are the user's to fix."""

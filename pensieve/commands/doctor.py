@@ -23,7 +23,7 @@ from pensieve.compose.plan import AUTO
 from pensieve.compose.preflight import GPU_USABLE
 from pensieve.compose.schema import CacheConfig, HardwareConfig, ModelConfig
 from pensieve.compose.weights import local_weights
-from pensieve.errors import EngineMissing, PensieveError
+from pensieve.errors import EngineMissing, PensieveError, typed
 from pensieve.results.store import open_store
 from pensieve.specs import DTYPE_BYTES, ModelSpec
 from pensieve.trial.summary import installed
@@ -190,12 +190,12 @@ def _at_hand(model: ModelConfig) -> str:
 
 
 def _next(machine: Machine, fitting: list[str]) -> Iterator[str]:
-    yield "python runners/run.py -m                                   the tiny model, every baseline"
+    yield f"{typed('run')} -m                                   the tiny model, every baseline"
     larger = [name for name in ("llama3_8b", "opt_125m", "gpt2") if name in fitting]
     if machine.torch is not None and larger:
-        yield f"python runners/run.py model={larger[0]} cache=small -m"
+        yield f"{typed('run')} model={larger[0]} cache=small -m"
     if machine.kind == "cpu":
-        yield "python runners/run.py model=llama3_8b cache=small hardware=sim_a100_80g workload=chat_steady -m     simulated"
+        yield f"{typed('run')} model=llama3_8b cache=small hardware=sim_a100_80g workload=chat_steady -m     simulated"
 
 
 def _existing(folder: Path) -> Path:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from pensieve.compose import outputs_folder
-from pensieve.errors import HardwareMissing
+from pensieve.errors import HardwareMissing, typed
 from pensieve.trial.terminal import say
 
 Verdict = Literal["passed", "failed", "out of time", "not run"]
@@ -79,7 +79,7 @@ def gpu_run(checkout: Path, steps: Sequence[Step] | None = None) -> int:
     facts = environment(checkout)
     if not facts["gpu"]:
         raise HardwareMissing(
-            "doctor --gpu finds no CUDA device that this torch can use; python runners/doctor.py says what there is."
+            f"doctor --gpu finds no CUDA device that this torch can use; {typed('doctor')} says what there is."
         )
     steps = steps_for(int(facts["gpu_bytes"])) if steps is None else steps
     total = sum(step.limit_s for step in steps) / 60

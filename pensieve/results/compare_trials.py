@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from sqlalchemy import select
 
-from pensieve.errors import MissingSeries, MixedPanel, ResultsError
+from pensieve.errors import MissingSeries, MixedPanel, ResultsError, typed
 from pensieve.metric_registry import METRICS, metric_of
 from pensieve.metrics import Slo
 from pensieve.results.frame import conversation_means, paired, turn_frame, values_of
@@ -151,7 +151,7 @@ def select_trials(store: ResultsStore, words: str) -> list[Trial]:
             there = ", ".join(sorted(known)) or "nothing"
             raise ResultsError(f"No completed trial has {key}={value}; {key} is {there}.")
     if not trials:
-        raise ResultsError(f"No completed trial is meant by {words!r}; python runners/run.py -m makes some.")
+        raise ResultsError(f"No completed trial is meant by {words!r}; {typed('run')} -m makes some.")
     return trials
 
 

@@ -16,7 +16,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool, StaticPool
 
-from pensieve.errors import ResultsError
+from pensieve.errors import ResultsError, typed
 from pensieve.results.migrations import known_versions, upgrade
 from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base, version_table
 
@@ -246,7 +246,7 @@ def check_sqlite_file(path: Path, create: bool = True) -> None:
         if not path.exists() or path.stat().st_size == 0:
             if create:
                 return
-            raise ResultsError(f"There are no results at {path} yet; run `python runners/run.py -m` first.")
+            raise ResultsError(f"There are no results at {path} yet; run `{typed('run')} -m` first.")
         with path.open("rb") as file:
             header = file.read(100)
     except OSError as error:

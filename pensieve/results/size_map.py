@@ -24,7 +24,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from pensieve import metric_registry
-from pensieve.errors import MissingSeries
+from pensieve.errors import MissingSeries, typed
 from pensieve.metric_registry import Metric
 from pensieve.results.notes import load_line, plan_of
 from pensieve.results.prices import Prices
@@ -425,7 +425,7 @@ def read_map(store: ResultsStore, sweep: Sweep) -> SizeMap:
     """The map of a sweep. Raises MissingSeries where the sweep is no map."""
     asked = sweep.overrides.get(SETTINGS)
     if asked is None:
-        raise MissingSeries(f"Sweep {sweep.id} is no map of sizes; run `python runners/size.py`.")
+        raise MissingSeries(f"Sweep {sweep.id} is no map of sizes; run `{typed('size')}`.")
     question = Question.model_validate_json(asked)
     trials: dict[Place, dict[int, JobResult]] = {}
     failed: dict[Place, str] = {}

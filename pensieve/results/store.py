@@ -17,7 +17,7 @@ from sqlalchemy import URL, ColumnElement, Connection, Row, Select, delete, func
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from pensieve.errors import ResultsError, TrialRunning
+from pensieve.errors import ResultsError, TrialRunning, typed
 from pensieve.facts import Tier
 from pensieve.metric_registry import is_known
 from pensieve.metrics import MetricValue, Slo
@@ -549,7 +549,7 @@ def open_store(outputs: Path, url: str | None = None, create: bool = True) -> Re
             ) from None
     if url is None:
         if not create and not outputs.is_dir():
-            raise ResultsError(f"There are no results in {outputs} yet; run `python runners/run.py -m` first.")
+            raise ResultsError(f"There are no results in {outputs} yet; run `{typed('run')} -m` first.")
         url = URL.create("sqlite", database=str(outputs.absolute() / DATABASE_NAME)).render_as_string()
     return ResultsStore(url, root=outputs, create=create)
 

@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pensieve.errors import ResultsError
+from pensieve.errors import ResultsError, typed
 from pensieve.results.findings import LAST_TTFT, OURS, REFERENCE, Finding, findings, headline
 from pensieve.results.frame import CONVERSATION, GAP_COLUMNS, START, gap_closed, values_of
 from pensieve.results.note_texts import ABOVE, FACTS
@@ -113,7 +113,7 @@ class SweepTable:
             parts.append(Text("No trial of this sweep is completed."))
         codes = self.codes
         told = f"{len(codes)} note{'s' * (len(codes) != 1)}{': ' if codes else ''}{', '.join(codes)}"
-        parts.append(Text(f"{told} (python runners/results.py notes {self.sweep.id})"))
+        parts.append(Text(f"{told} ({typed('results')} notes {self.sweep.id})"))
         return Group(*parts)
 
     @property

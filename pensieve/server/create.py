@@ -19,7 +19,7 @@ from pensieve.compose import (
 )
 from pensieve.compose.folder import ended, nearest
 from pensieve.compose.target import locate
-from pensieve.errors import ConfigError, EngineMissing, PensieveError, ResultsError
+from pensieve.errors import ConfigError, EngineMissing, PensieveError, ResultsError, typed
 from pensieve.eviction.base import needs_future
 from pensieve.server.api import Server, as_arguments
 from pensieve.server.settings import ServeSettings
@@ -71,7 +71,7 @@ def _baseline(mode: str) -> dict[str, Any]:
             return option
         raise EngineMissing(
             f"mode={mode!r} is an outside engine, and create_server starts ours only; compare with it in trials "
-            f"(python runners/run.py baseline=pensieve,{mode} -m). Of ours, mode='prefix_cache' shares full blocks as vLLM "
+            f"({typed('run')} baseline=pensieve,{mode} -m). Of ours, mode='prefix_cache' shares full blocks as vLLM "
             "does, and mode='stateless' keeps nothing between turns."
         )
     ours = [name for name in known if read_option("baseline", name)["cache"]]
@@ -131,7 +131,7 @@ def plan_live(fields: Mapping[str, Any]) -> TrialPlan:
     if config.baseline.engine is not None:
         raise EngineMissing(
             f"baseline={config.baseline.name} is an outside engine, and only ours answer callers here. Compare with it in "
-            f"trials (python runners/run.py baseline=pensieve,{config.baseline.name} -m), or choose one of ours, such as "
+            f"trials ({typed('run')} baseline=pensieve,{config.baseline.name} -m), or choose one of ours, such as "
             "baseline=prefix_cache."
         )
     if needs_future(locate(str(config.eviction["_target_"]), f"eviction={config.eviction.get('name')}")):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pensieve.errors import in_checkout
 from pensieve.metrics import MetricValue
 from pensieve.results.mlflow_store import URL_ENV, remote_url
 from pensieve.results.notes import MOSTLY, load_changed, offered_rate, starting
@@ -86,8 +88,12 @@ def places(tracking: Tracking) -> list[str]:
     elif tracking.mlflow and remote_url() is not None:
         lines.append(f"MLflow:   the server that {URL_ENV} names")
     elif tracking.mlflow:
-        lines.append(f"MLflow:   make ui, then {UI_ADDRESS}/#/experiments   (reads {tracking.outputs / 'mlflow.db'})")
+        lines.append(f"MLflow:   {_ui(tracking.outputs / 'mlflow.db')}, then {UI_ADDRESS}/#/experiments")
     return lines
+
+
+def _ui(store: Path) -> str:
+    return f"make ui (reads {store})" if in_checkout() else f"mlflow ui --backend-store-uri sqlite:///{store}"
 
 
 def installed(package: str) -> bool:
