@@ -16,7 +16,6 @@ from pensieve.plan import Repeats, StepResult
 from pensieve.request import Request, TokenArray
 from pensieve.scheduler.active_request import ActiveRequest, turn_of
 from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.scheduler.fast_forward import FastForward, earlier_events
 from pensieve.scheduler.scheduler import Scheduler, Step
 from pensieve.session import Session
 from pensieve.worker.base import Worker
@@ -46,6 +45,7 @@ class Engine:
         limits: MemoryLimits | None = None,
         cost: CostModel | None = None,
         facts: Facts = SILENT,
+        scheduler: type[Scheduler] = Scheduler,
     ) -> None:
         """cost: what decisions go by. facts: where it is told what happens; what that returns of a request that ended is in
         its event `finished`."""
@@ -53,8 +53,7 @@ class Engine:
         self.cache = cache
         """For queries alone."""
         self.facts = facts
-        make = Scheduler if worker.computes or worker.depth > 1 else FastForward
-        self.scheduler = make(cache, settings, max_context, worker.depth > 1, cost, worker.computes, facts, limits)
+        self.scheduler = scheduler(cache, settings, max_context, worker.depth > 1, cost, worker.computes, facts, limits)
         self.sessions = self.scheduler.sessions
         self.worker = worker
         self.clock = clock
@@ -255,10 +254,9 @@ class Engine:
 
     def _commit_repeats(self, step: Step, repeats: Repeats, now_s: float) -> None:
         """Apply the further iterations of a repeated plan, as one result for each of them would have."""
-        assert isinstance(self.scheduler, FastForward)
-        emitted, ended_s = self.scheduler.forward(step, repeats, now_s), repeats.ended_ns[-1] / 1e9
-        if emitted:
-            self._events += earlier_events(step, repeats, emitted, self.counts_windows)
+        emitted, earlier = self.scheduler.forward(step, repeats, now_s, self.counts_windows)
+        self._events += earlier
+        ended_s = repeats.ended_ns[-1] / 1e9
         for (active, _), tokens in zip(step.rows, emitted, strict=False):
             self._events.append(Event("token", active.request.id, ended_s, tokens[-1]))
             if active.generated >= active.max_new_tokens:

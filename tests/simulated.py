@@ -19,6 +19,7 @@ from pensieve.plan import StepResult
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request
 from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.scheduler.fast_forward import scheduler_for
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.worker.simulated import SimulatedWorker
 
@@ -96,6 +97,7 @@ def make_engine(
         limits=limits,
         cost=cost,
         facts=books,
+        scheduler=scheduler_for(worker.computes, depth),
     )
     if holding:
         books.count_holding()

@@ -22,6 +22,7 @@ from pensieve.plan import StepPlan, StepResult
 from pensieve.record import TurnRecord
 from pensieve.request import Forced, Free, Request, tokens_of
 from pensieve.scheduler.composition import split, unified
+from pensieve.scheduler.fast_forward import scheduler_for
 from pensieve.worker.simulated import SimulatedWorker
 from tests.simulated import MACHINE, make_engine, request, run
 
@@ -93,6 +94,7 @@ def engine_of(depth: int, eos: frozenset[int] = frozenset(), **options: Any) -> 
         eos=eos,
         decode_text=letters,
         facts=Books(made.cache.chunk_tokens),
+        scheduler=scheduler_for(worker.computes, depth),
     )
 
 

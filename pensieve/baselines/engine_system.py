@@ -28,6 +28,7 @@ from pensieve.record import TurnRecord
 from pensieve.request import Request
 from pensieve.scheduler.composition import SchedulerSettings, high_watermark
 from pensieve.scheduler.copy_ahead import CopyChoice, choose_copy_ahead
+from pensieve.scheduler.fast_forward import scheduler_for
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.tokenizer import Tokenizer
 from pensieve.worker.base import Worker
@@ -151,6 +152,7 @@ class EngineSystem(ABC):
             limits=self._limits,
             cost=believed,
             facts=self.books,
+            scheduler=scheduler_for(self._worker.computes, self._worker.depth),
         )
         return report
 

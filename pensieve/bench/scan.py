@@ -20,6 +20,7 @@ from pensieve.engine import Engine
 from pensieve.eviction.base import PolicyContext
 from pensieve.request import Length, Request
 from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.scheduler.fast_forward import FastForward
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.worker.simulated import SimulatedWorker
 
@@ -57,6 +58,7 @@ def hit_rate(policy: str, live: float, in_turn: bool, seed: int = 0) -> float:
         clock=clock,
         max_context=_MODEL.max_context,
         facts=Books(_CHUNK),
+        scheduler=FastForward,
     )
     rng = random.Random(seed)
     conversations = round(live * (_GPU_BLOCKS + _CPU_BLOCKS) * _CHUNK / _CONVERSATION)

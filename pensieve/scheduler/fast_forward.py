@@ -71,14 +71,14 @@ class FastForward(Scheduler):
         size = self.cache.chunk_tokens
         return sum((length + further - 1) // size - (length - 1) // size for length in lengths)
 
-    def forward(self, step: Step, repeats: Repeats, now_s: float) -> list[TokenArray[int]]:
-        """Apply the further iterations of a plan, the first of which ended now. Returns the tokens that they appended to each
-        of the plan's first rows."""
+    def forward(
+        self, step: Step, repeats: Repeats, now_s: float, counted: bool
+    ) -> tuple[list[TokenArray[int]], list[Event]]:
         decodes = [active for active, _ in step.rows[: step.sampled]]
         emitted = [_append(active, repeats) for active in decodes]
         self._facts.repeated(step.plan, repeats, [active.request.id for active, _ in step.rows], emitted)
         self._take_blocks(step, [now_s, *(ended_ns / 1e9 for ended_ns in repeats.ended_ns[:-1])])
-        return emitted
+        return emitted, _earlier_events(decodes, repeats, emitted, counted) if emitted else []
 
     def _take_blocks(self, step: Step, planned_s: list[float]) -> None:
         """planned_s: when each further iteration would have been planned. The cache learns what they computed, and each
@@ -109,9 +109,16 @@ class FastForward(Scheduler):
             self.cache.advance(active.session, active.take(times * count))
 
 
-def earlier_events(step: Step, repeats: Repeats, emitted: list[TokenArray[int]], counted: bool) -> list[Event]:
+def scheduler_for(computes: bool, depth: int) -> type[Scheduler]:
+    """The scheduler for a worker that computes tokens or not, and has so many plans in flight."""
+    return Scheduler if computes or depth > 1 else FastForward
+
+
+def _earlier_events(
+    decodes: list[ActiveRequest], repeats: Repeats, emitted: list[TokenArray[int]], counted: bool
+) -> list[Event]:
     """The tokens of all further iterations but the last. counted: only how many they are."""
-    ids = [active.request.id for active, _ in step.rows[: step.sampled]]
+    ids = [active.request.id for active in decodes]
     times_s = [ended_ns / 1e9 for ended_ns in repeats.ended_ns[:-1]]
     if counted:
         return [Event("token", one, times_s[-1], tokens=len(times_s)) for one in ids] if times_s else []

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from pensieve.cache.base import CacheManager
 from pensieve.cost.base import CostModel
 from pensieve.errors import RequestRefused
+from pensieve.event import Event
 from pensieve.facts import SILENT, Facts
 from pensieve.idle_sessions import MemoryLimits
-from pensieve.plan import Copy, DiskLoad, Row, StepPlan, StepResult
+from pensieve.plan import Copy, DiskLoad, Repeats, Row, StepPlan, StepResult
+from pensieve.request import TokenArray
 from pensieve.runs import Run
 from pensieve.scheduler.active_request import ActiveRequest
 from pensieve.scheduler.composition import SchedulerSettings, high_watermark
@@ -440,6 +442,13 @@ class Scheduler:
     def _repeat(self, rows: list[tuple[ActiveRequest, Row]]) -> int:
         """Iterations that this plan may stand for."""
         return 1
+
+    def forward(
+        self, step: Step, repeats: Repeats, now_s: float, counted: bool
+    ) -> tuple[list[TokenArray[int]], list[Event]]:
+        """Apply the further iterations of a plan, the first of which ended now. Returns the tokens that they appended to each
+        of the plan's first rows, and the events of all but the last. counted: those tell only how many tokens there are."""
+        return [], []
 
     def _must_preempt(self) -> bool:
         """The next decodes need more blocks than there are, and only a preemption makes some free, for which nothing may be
