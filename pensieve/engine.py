@@ -11,12 +11,12 @@ from pensieve.clock import Clock
 from pensieve.cost.base import CostModel
 from pensieve.event import Event
 from pensieve.facts import SILENT, Computed, Facts
-from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import Repeats, StepResult
 from pensieve.request import Request, TokenArray
 from pensieve.scheduler.active_request import ActiveRequest, turn_of
 from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.scheduler.scheduler import Scheduler, Step
+from pensieve.scheduler.sessions import MemoryLimits
 from pensieve.session import Session
 from pensieve.worker.base import Worker
 

@@ -17,8 +17,6 @@ from pensieve.request import Request, TokenArray
 
 if TYPE_CHECKING:  # figures read records and load no core
     from pensieve.cost.base import CostModel, PositionPrices
-    from pensieve.facts import Admission
-    from pensieve.residency import Residency
 
 
 class ScratchFile:
@@ -68,7 +66,7 @@ _NO_TIMES: TokenArray[float] = array("d")
 class TurnRecord:
     """The columns of table `turn` (units in the names; None: not known or never admitted), and the tokens themselves.
 
-    Its methods alone change it. gpu_hit + cpu_hit + disk_hit + recomputed = history and history + new = prompt, read once, at
+    Its methods and the books alone change it. gpu_hit + cpu_hit + disk_hit + recomputed = history and history + new = prompt, read once, at
     the first admission. status: completed, timeout, cancelled, refused, failed.
     *_bytes: None: not counted; 0 is a count. Of steps that were collected before the turn ended. h2d_bytes: swapped in for
     its admission or resumption. d2h_bytes: of urgent swap-outs, its own KV when it was preempted and any conversation's
@@ -124,7 +122,7 @@ class TurnRecord:
     missed: tuple[Missed, ...] = ()
     found: tuple[tuple[tuple[int, int], ...], ...] = ()
     saved_s: tuple[float, ...] | None = None
-    """By tier (holding.TIERS): what the cost model says computing the positions found there would have taken. CPU positions
+    """By tier (books.holding.TIERS): what the cost model says computing the positions found there would have taken. CPU positions
     that were computed again all the same saved nothing. None: there is no cost model, or it was never admitted."""
     misses: tuple[Miss, ...] = ()
     """The ledger, of a turn that was admitted."""
@@ -167,29 +165,6 @@ class TurnRecord:
         return bool(self.token_ids) and self.status not in ("refused", "failed")
 
     # -- in the engine ------------------------------------------------------------------------------------------------
-
-    def admitted(
-        self, admission: Admission, residency: Residency, findable: tuple[int | None, int | None], now_s: float
-    ) -> None:
-        """Record its first admission: where its history was. findable: elsewhere_tokens and anywhere_tokens."""
-        self.admitted_s = now_s
-        self.prompt_tokens, self.history_tokens = residency.prompt, residency.history
-        self.gpu_hit_tokens, self.cpu_hit_tokens = residency.gpu_hit, residency.cpu_hit
-        self.disk_hit_tokens = residency.disk_hit
-        self.recomputed_tokens, self.new_tokens = residency.recomputed, residency.new
-        self.shared_hit_tokens = residency.shared_hit
-        self.elsewhere_tokens, self.anywhere_tokens = findable
-        self.cpu_recomputed_tokens = admission.again_tokens
-        self.found = residency.spared(admission)
-
-    def read_again(self, found: Residency) -> None:
-        """Correct where its history was: what its first admission read from disk was something else."""
-        self.disk_hit_tokens, self.recomputed_tokens = found.disk_hit, found.recomputed
-        self.found = (*self.found[:-1], found.on_disk)
-
-    def explained(self, missed: tuple[Missed, ...]) -> None:
-        """Set why each prompt position without KV had none."""
-        self.missed = missed
 
     def resumed(self, swapped_tokens: int, recomputed_tokens: int) -> None:
         """Add what an admission after a preemption cost."""

@@ -14,12 +14,12 @@ from pensieve.clock import VirtualClock
 from pensieve.engine import Engine
 from pensieve.eviction.base import PolicyContext
 from pensieve.eviction.retention_value import RetentionValue
-from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StepResult
 from pensieve.record import TurnRecord
 from pensieve.request import Length, Request
 from pensieve.scheduler.composition import SchedulerSettings
 from pensieve.scheduler.fast_forward import scheduler_for
+from pensieve.scheduler.sessions import MemoryLimits
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.worker.simulated import SimulatedWorker
 

@@ -21,9 +21,9 @@ from pensieve.cache.stateless import StatelessCache
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import VirtualClock
 from pensieve.engine import Engine
-from pensieve.idle_sessions import MemoryLimits
 from pensieve.record import TurnRecord
 from pensieve.request import Forced, Fork, Request, is_measured, tokens_of
+from pensieve.scheduler.sessions import MemoryLimits
 from tests.simulated import make_engine
 
 MANAGERS: dict[str, tuple[Callable[..., Any], int, int]] = {  # with GPU and CPU blocks

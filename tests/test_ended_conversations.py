@@ -14,9 +14,9 @@ from pensieve.cache.stateless import StatelessCache
 from pensieve.cache.two_tier import TwoTierCache
 from pensieve.clock import VirtualClock
 from pensieve.eviction.retention_value import RetentionValue
-from pensieve.idle_sessions import MemoryLimits
 from pensieve.replay import replay
 from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.scheduler.sessions import MemoryLimits
 from pensieve.worker.simulated import SimulatedWorker
 from pensieve.workload.sharegpt import sharegpt_workload
 from tests.scripted import context

@@ -21,11 +21,11 @@ from pensieve.eviction.fifo import Fifo
 from pensieve.eviction.learned_return import LearnedReturn
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
-from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StepPlan, StepResult
 from pensieve.record import TurnRecord
 from pensieve.request import Forced, Free, Length, Request, tokens_of
 from pensieve.scheduler.composition import split, unified
+from pensieve.scheduler.sessions import MemoryLimits
 from tests.simulated import MACHINE, make_engine, request, run
 
 

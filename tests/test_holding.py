@@ -13,6 +13,7 @@ import pytest
 
 from pensieve.block_hash import HashChain
 from pensieve.books.books import Books
+from pensieve.books.holding import EARLIER, Held
 from pensieve.cache.base import CacheManager
 from pensieve.cache.disk import DiskTier
 from pensieve.cache.prefix import PrefixCache
@@ -23,7 +24,6 @@ from pensieve.clock import VirtualClock
 from pensieve.cost.base import positions_s
 from pensieve.engine import Engine
 from pensieve.eviction.lru import Lru
-from pensieve.holding import EARLIER, Held
 from pensieve.record import TurnRecord
 from pensieve.request import Fork, tokens_of
 from pensieve.session import Session

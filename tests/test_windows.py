@@ -20,9 +20,9 @@ from pensieve.eviction.adaptive_retention import AdaptiveRetention
 from pensieve.eviction.learned_return import LearnedReturn
 from pensieve.eviction.lru import Lru
 from pensieve.eviction.retention_value import RetentionValue
-from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StepPlan
 from pensieve.record import TurnRecord
+from pensieve.scheduler.sessions import MemoryLimits
 from tests.simulated import make_engine, request
 
 CASES: dict[str, dict[str, Any]] = {

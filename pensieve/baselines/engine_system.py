@@ -11,6 +11,7 @@ from typing import Any
 
 from pensieve.baselines.base import Capabilities, Listener
 from pensieve.books.books import Books
+from pensieve.books.holding import Held
 from pensieve.cache.base import CacheManager
 from pensieve.cache.disk import DiskTier
 from pensieve.clock import Clock
@@ -21,14 +22,13 @@ from pensieve.errors import WorkerError
 from pensieve.event import Event
 from pensieve.eviction.base import EvictionPolicy, PolicyContext
 from pensieve.facts import Tier
-from pensieve.holding import Held
-from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StartReport
 from pensieve.record import TurnRecord
 from pensieve.request import Request
 from pensieve.scheduler.composition import SchedulerSettings, high_watermark
 from pensieve.scheduler.copy_ahead import CopyChoice, choose_copy_ahead
 from pensieve.scheduler.fast_forward import scheduler_for
+from pensieve.scheduler.sessions import MemoryLimits
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.tokenizer import Tokenizer
 from pensieve.worker.base import Worker

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pensieve.books.content import Content
+from pensieve.books.holding import Held, Holders, Holding
+from pensieve.books.residency import Asked, Losses, Residency
 from pensieve.cost.base import CostModel, PositionPrices, predicted_s
 from pensieve.facts import NOBODY_NOW, Admission, Computed, Facts, Found, Tier
-from pensieve.holding import Held, Holders, Holding
 from pensieve.plan import Repeats, StepPlan, StepResult
 from pensieve.record import TurnRecord
 from pensieve.request import Request, TokenArray
-from pensieve.residency import Asked, Losses, Residency, explained
 from pensieve.runs import Run
 from pensieve.session import Session
 
@@ -164,17 +164,16 @@ class Books(Facts):
         assert admission.found is not None
         residency = asked.residency(session, admission.found, self._losses, self._size)
         self._residency[request.id] = residency
+        record.admitted_s = now_s
+        record.elsewhere_tokens, record.anywhere_tokens = self._findable(session, asked, admission.found)
+        residency.enter(record, admission)
         found = residency.with_disk(admission.read) if admission.read else residency
-        record.admitted(admission, found, self._findable(session, asked, admission.found), now_s)
-        record.explained(explained(found, request.forgotten, request.known_tokens, asked.had))
+        found.enter_disk(record, request, asked.had)
 
     def resumed(self, request: Request, session: Session, admission: Admission, misread: bool) -> None:
         record, residency = self._records[request.id], self._residency.get(request.id)
         if misread and residency is not None:
-            found = residency.with_disk(admission.read)
-            record.read_again(found)
-            had = self._asked[request.id].had
-            record.explained(explained(found, request.forgotten, request.known_tokens, had))
+            residency.with_disk(admission.read).enter_disk(record, request, self._asked[request.id].had)
             return
         again = sum(max(0, min(stop, session.computed) - start) for start, stop in admission.work)
         record.resumed(admission.loaded_tokens, again)

@@ -27,9 +27,9 @@ from pensieve.engines.base import EngineSetup, OutsideEngine
 from pensieve.engines.system import OutsideSystem
 from pensieve.errors import CapacityError, ConfigError
 from pensieve.eviction.base import EvictionPolicy, PolicyContext
-from pensieve.idle_sessions import MemoryLimits
 from pensieve.request import tokens_of
 from pensieve.scheduler.composition import Composition
+from pensieve.scheduler.sessions import MemoryLimits
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.tokenizer import ByteTokenizer, Tokenizer
 from pensieve.worker.base import Worker

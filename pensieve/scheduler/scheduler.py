@@ -13,7 +13,6 @@ from pensieve.cost.base import CostModel
 from pensieve.errors import RequestRefused
 from pensieve.event import Event
 from pensieve.facts import SILENT, Facts
-from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import Copy, DiskLoad, Repeats, Row, StepPlan, StepResult
 from pensieve.request import TokenArray
 from pensieve.runs import Run
@@ -21,7 +20,7 @@ from pensieve.scheduler.active_request import ActiveRequest
 from pensieve.scheduler.composition import SchedulerSettings, high_watermark
 from pensieve.scheduler.copy_ahead import strategy_of
 from pensieve.scheduler.loads import DiskReads, Loads
-from pensieve.scheduler.sessions import Sessions
+from pensieve.scheduler.sessions import MemoryLimits, Sessions
 from pensieve.session import Session
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from pensieve.books.holding import TIERS, Held
 from pensieve.cost.base import PositionPrices
 from pensieve.facts import Tier
-from pensieve.holding import TIERS, Held
 from pensieve.metrics import MetricValue
 from pensieve.record import TurnRecord
 from pensieve.results.store import Holding

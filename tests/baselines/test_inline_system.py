@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from pensieve.errors import WorkerError
-from pensieve.idle_sessions import MemoryLimits
 from pensieve.plan import StepResult
+from pensieve.scheduler.sessions import MemoryLimits
 from pensieve.worker.simulated import SimulatedWorker
 from tests.baselines.systems import PATIENCE_S, Side, inline
 from tests.calls import calls_of

@@ -9,7 +9,7 @@ import pytest
 
 from pensieve.baselines.threaded_system import ThreadedSystem
 from pensieve.errors import WorkerError
-from pensieve.idle_sessions import MemoryLimits
+from pensieve.scheduler.sessions import MemoryLimits
 from tests.baselines.systems import PATIENCE_S, HeldWorker, Side, threaded
 from tests.simulated import request
 

@@ -11,8 +11,8 @@ from pensieve.cache.prefix import PrefixCache
 from pensieve.cache.slots import SlotCache
 from pensieve.cache.stateless import StatelessCache
 from pensieve.cache.two_tier import TwoTierCache
-from pensieve.idle_sessions import MemoryLimits
 from pensieve.request import Forced, Length, Request, tokens_of
+from pensieve.scheduler.sessions import MemoryLimits
 from tests.simulated import make_engine, request, run
 
 CACHES: dict[str, Any] = {

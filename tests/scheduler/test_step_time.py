@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from pensieve.engine import Engine
-from pensieve.idle_sessions import MemoryLimits
+from pensieve.scheduler.sessions import MemoryLimits
 from tests.calls import calls_of
 from tests.simulated import MACHINE, make_engine, request
 

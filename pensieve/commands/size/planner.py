@@ -18,11 +18,11 @@ from omegaconf import DictConfig
 from rich import box
 from rich.table import Table
 
+from pensieve.books.holding import TIERS
 from pensieve.commands.size.parallel import performing
 from pensieve.commands.size.question import Load, SizeSettings, check_question, question_of, read
 from pensieve.commands.size.refine import Answers, lacking
 from pensieve.compose import TrialConfig, check, resolved
-from pensieve.holding import TIERS
 from pensieve.results.digest import code_hash
 from pensieve.results.environment import git_commit, host
 from pensieve.results.identity import counts_for_sweep, sweep_key

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from pensieve.facts import Admission, Found
 from pensieve.ledger import Loss, Missed, joined
-from pensieve.request import TokenArray
+from pensieve.record import TurnRecord
+from pensieve.request import Request, TokenArray
 from pensieve.runs import Run, tokens_in, without
 from pensieve.session import Session
 
@@ -110,10 +111,6 @@ class Residency:
     def recomputed(self) -> int:
         return self.history - self.gpu_hit - self.cpu_hit - self.disk_hit
 
-    @property
-    def new(self) -> int:
-        return self.prompt - self.history
-
     def with_disk(self, read: Iterable[Run]) -> Residency:
         """Return a copy that counts these positions as found on disk, and no longer as missed."""
         missed, found = list(self.missed), list(self.on_disk)
@@ -126,10 +123,21 @@ class Residency:
             missed = sorted((one for one in left if one.start < one.stop), key=lambda one: one.start)
         return replace(self, missed=joined(missed), on_disk=tuple(found))
 
-    def spared(self, admission: Admission) -> tuple[tuple[Run, ...], ...]:
-        """The positions that were found and are not computed again, by tier (holding.TIERS)."""
+    def enter(self, record: TurnRecord, admission: Admission) -> None:
+        """Record where its history was, and which positions were found and are not computed again."""
+        record.prompt_tokens, record.history_tokens = self.prompt, self.history
+        record.gpu_hit_tokens, record.cpu_hit_tokens = self.gpu_hit, self.cpu_hit
+        record.new_tokens, record.shared_hit_tokens = self.prompt - self.history, self.shared_hit
+        record.cpu_recomputed_tokens = admission.again_tokens
         loaded = without(self.on_cpu, admission.work) if admission.again_tokens else self.on_cpu
-        return self.on_gpu, loaded, self.on_disk
+        record.found = (self.on_gpu, loaded)
+
+    def enter_disk(self, record: TurnRecord, request: Request, had: int) -> None:
+        """Record, after `enter` or where what was read from disk was something else, what came from there, and why each
+        prompt position without KV had none."""
+        record.disk_hit_tokens, record.recomputed_tokens = self.disk_hit, self.recomputed
+        record.found = (*record.found[:2], self.on_disk)
+        record.missed = explained(self, request.forgotten, request.known_tokens, had)
 
 
 @dataclass(frozen=True, slots=True)
