@@ -66,8 +66,8 @@ _NO_TIMES: TokenArray[float] = array("d")
 class TurnRecord:
     """The columns of table `turn` (units in the names; None: not known or never admitted), and the tokens themselves.
 
-    Its methods and the books alone change it. gpu_hit + cpu_hit + disk_hit + recomputed = history and history + new = prompt, read once, at
-    the first admission. status: completed, timeout, cancelled, refused, failed.
+    Its methods and the books alone change it. gpu_hit + cpu_hit + disk_hit + recomputed = history and history + new = prompt,
+    read once, at the first admission. status: completed, timeout, cancelled, refused, failed.
     *_bytes: None: not counted; 0 is a count. Of steps that were collected before the turn ended. h2d_bytes: swapped in for
     its admission or resumption. d2h_bytes: of urgent swap-outs, its own KV when it was preempted and any conversation's
     where it waited for the room; what is copied ahead of time is done for no turn, and in the trial's counter alone.
@@ -122,7 +122,7 @@ class TurnRecord:
     missed: tuple[Missed, ...] = ()
     found: tuple[tuple[tuple[int, int], ...], ...] = ()
     saved_s: tuple[float, ...] | None = None
-    """By tier (books.holding.TIERS): what the cost model says computing the positions found there would have taken. CPU positions
+    """By tier (holding.TIERS): what the cost model says computing the positions found there would have taken. CPU positions
     that were computed again all the same saved nothing. None: there is no cost model, or it was never admitted."""
     misses: tuple[Miss, ...] = ()
     """The ledger, of a turn that was admitted."""

@@ -45,9 +45,9 @@ class Talk:
         options = TorchOptions(transfer=DiskOptions(self.path, folder, identity, disk_blocks))
         limits = SchedulerSettings(**{"max_batch_tokens": 64, **settings})
         self.engine = CheckedEngine(load(name), cache, limits, 512, options=options)
-        cache.set_cost_model(COST, 2, 64)
-        cache.put_below(
-            DiskTier(
+        cache.begin(cost=COST, layers=2, batch_tokens=64)
+        cache.begin(
+            below=DiskTier(
                 disk_blocks, cache.chunk_tokens, load_s, 2, COST, self.engine.report.disk_kept, cache.counters.extra
             )
         )

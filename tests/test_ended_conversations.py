@@ -102,9 +102,9 @@ def test_limits_of_memory_decide_as_before(cache: str, limits: MemoryLimits, mon
 def test_a_disk_tier_keeps_the_names_of_its_chunks():
     system = system_of("pensieve")
     cache = system.engine.cache
-    cache.put_below(DiskTier(64, cache.chunk_tokens, 1e-3, MODEL.layers, system.cost, {}, {}))
+    cache.begin(below=DiskTier(64, cache.chunk_tokens, 1e-3, MODEL.layers, system.cost, {}, {}))
     known = system.engine.cache.open("a", 0.0)
-    assert not system.engine.cache.let_go(known)
+    assert not system.engine.cache.forget(known, if_empty=True)
 
 
 def test_a_conversation_with_a_request_under_way_is_not_forgotten():

@@ -61,7 +61,7 @@ def test_stateless_recomputes_its_history_and_gives_the_same_tokens() -> None:
     assert one.token_ids == other.token_ids
     assert (other.history_tokens, other.recomputed_tokens, other.gpu_hit_tokens) == (14, 14, 0)
     assert forgot.cache.cpu_blocks == 0, "no CPU tier, whatever it is given"
-    assert forgot.cache.available == forgot.cache.gpu_blocks
+    assert forgot.cache.room.available == forgot.cache.gpu_blocks
 
 
 def test_edited_prompt_keeps_the_common_prefix() -> None:
@@ -111,7 +111,7 @@ def test_swap_out_starts_ahead_of_time_and_keeps_the_gpu_copy() -> None:
     engine.submit(request(2, "b", tokens=1, output=1))
     run(engine)
     assert engine.cache.counters.swapped_out_blocks > 0
-    assert engine.cache.available >= 0.25 * 16
+    assert engine.cache.room.available >= 0.25 * 16
     engine.submit(request(3, "a", tokens=2, output=1, turn=2))
     turn = run(engine)[3]
     assert turn.cpu_hit_tokens == 0, "the copy on CPU was taken ahead of time; the one on GPU still serves"
@@ -273,7 +273,7 @@ def test_random_traffic_never_jams_and_keeps_its_tokens(seed: int) -> None:
         engine.forget(name)
     while engine.step(None) or engine.progressed:
         engine.cache.check()
-    assert engine.cache.available == engine.cache.gpu_blocks
+    assert engine.cache.room.available == engine.cache.gpu_blocks
 
 
 def test_idle_conversations_are_forgotten_after_their_time_and_beyond_the_bound() -> None:
@@ -331,7 +331,7 @@ def test_a_conversation_that_returns_during_its_swap_out_is_a_gpu_hit() -> None:
     while engine.busy:
         engine.step(None)
     engine.step(engine.clock.now_ns())  # copies start, and will take seconds
-    assert engine.cache.outgoing > 0
+    assert engine.cache.room.outgoing > 0
     engine.submit(request(2, "a", tokens=1, output=2, turn=2))
     turn = run(engine)[2]
     assert turn.gpu_hit_tokens == turn.history_tokens == 51
@@ -343,7 +343,7 @@ def test_blocks_of_a_forgotten_conversation_wait_for_its_copies() -> None:
     while engine.busy:
         engine.step(None)
     engine.step(engine.clock.now_ns())
-    under_way = engine.cache.outgoing
+    under_way = engine.cache.room.outgoing
     engine.forget("a")
     engine.cache.check()
     assert engine.cache.tiers.gpu.free == 16 - under_way, "quarantined until the copies are done"

@@ -66,8 +66,8 @@ def engine_of(name: str, rng: random.Random) -> Engine:
     engine = make_engine(hardware=replace(MACHINE, disk_bw=1e9), **parts)
     if disk_blocks:
         kept = {bytes([number]) * 32: number for number in range(3)}
-        engine.cache.put_below(DiskTier(disk_blocks, engine.cache.chunk_tokens, 1e-9, 4, Priced(), kept, {}))  # type: ignore[arg-type]
-    engine.cache.set_cost_model(Priced(), 4, 8)  # type: ignore[arg-type]
+        engine.cache.begin(below=DiskTier(disk_blocks, engine.cache.chunk_tokens, 1e-9, 4, Priced(), kept, {}))  # type: ignore[arg-type]
+    engine.cache.begin(cost=Priced(), layers=4, batch_tokens=8)  # type: ignore[arg-type]
     engine.facts.count_holding()
     return engine
 

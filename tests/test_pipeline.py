@@ -109,7 +109,7 @@ def settle(engine: Engine) -> None:
     while engine.step(None) or engine.progressed:
         engine.cache.check()
     assert not engine.busy
-    assert engine.cache.available == engine.cache.gpu_blocks
+    assert engine.cache.room.available == engine.cache.gpu_blocks
 
 
 def test_tokens_are_launched_before_they_are_known() -> None:

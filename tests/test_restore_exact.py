@@ -41,8 +41,10 @@ def engine(name: str, restore: Any, link: ThreadLink | None, budget: int, load_r
         cpu_blocks=80,
         restore=restore,
     )
-    cache.set_cost_model(
-        Profile(CHUNK, {128: 0.128, 256: 0.256}, load_ratio * CHUNK / 1000, {}), model.spec.layers, budget
+    cache.begin(
+        cost=Profile(CHUNK, {128: 0.128, 256: 0.256}, load_ratio * CHUNK / 1000, {}),
+        layers=model.spec.layers,
+        batch_tokens=budget,
     )
     return CheckedEngine(model, cache, SchedulerSettings(max_batch_tokens=budget), 512, link)
 
@@ -119,7 +121,7 @@ def test_a_split_by_the_measured_profile_generates_what_transformers_does() -> N
     token_s = measured.recompute_s(blocks * size // 2) / size
     link.throttle(model.spec.kv_bytes_per_token / (LINKS["gen4_x8"] * token_s))
     profile = replace(measured, load_chunk_s=load_s(worker, checked.clock, blocks))
-    cache.set_cost_model(profile, model.spec.layers, budget)
+    cache.begin(cost=profile, layers=model.spec.layers, batch_tokens=budget)
     checked._poison(everything=True)
     ask(checked, 1, "a", 700, 4, 1)
     ask(checked, 2, "b", 700, 2, 1)

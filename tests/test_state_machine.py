@@ -80,7 +80,9 @@ class Serving(RuleBasedStateMachine):
         make = partial(make, restore=restore) if make is TwoTierCache else make
         cache = make(policy=policy(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu)
         if isinstance(cache, TwoTierCache):
-            cache.set_cost_model(Profile(CHUNK, {128: 0.128, 256: 0.256}, load * CHUNK / 1000, {}), 2, budget)
+            cache.begin(
+                cost=Profile(CHUNK, {128: 0.128, 256: 0.256}, load * CHUNK / 1000, {}), layers=2, batch_tokens=budget
+            )
         limits = SchedulerSettings(
             composition=composition, max_batch_tokens=budget, max_batch_requests=requests, copy_ahead=ahead
         )
@@ -93,7 +95,7 @@ class Serving(RuleBasedStateMachine):
         if on_disk:
             cost = Profile(CHUNK, {128: 0.128, 256: 0.256}, 0.0, {})
             load_s, kept = load * CHUNK / 1000, self.engine.report.disk_kept
-            cache.put_below(DiskTier(disk_blocks, CHUNK, load_s, 2, cost, kept, cache.counters.extra))
+            cache.begin(below=DiskTier(disk_blocks, CHUNK, load_s, 2, cost, kept, cache.counters.extra))
         self.number = 0
         self.finished: dict[int, TurnRecord] = {}
 
@@ -169,7 +171,7 @@ class Serving(RuleBasedStateMachine):
         self.engine.forget(None)
         while self.engine.step() or self.engine.progressed:
             pass
-        assert self.engine.cache.available == self.engine.cache.gpu_blocks, "nothing leaks"
+        assert self.engine.cache.room.available == self.engine.cache.gpu_blocks, "nothing leaks"
         self.engine.torch_worker.close()
         rmtree(self.file.parent)
 

@@ -127,10 +127,11 @@ class EngineSystem(ABC):
             gpu_blocks=self._gpu_blocks,
             cpu_blocks=self._cpu_blocks,
         )
-        cache.set_cost_model(believed, parts, settings.max_batch_tokens)
+        below: DiskTier | None = None
         if self._disk_blocks:
             kept, counts = report.disk_kept, cache.counters.extra
-            cache.put_below(DiskTier(self._disk_blocks, size, report.disk_load_s, parts, believed, kept, counts))
+            below = DiskTier(self._disk_blocks, size, report.disk_load_s, parts, believed, kept, counts)
+        cache.begin(cost=believed, layers=parts, batch_tokens=settings.max_batch_tokens, below=below)
         self._copy_choice = choose_copy_ahead(
             settings.copy_ahead,
             cache.cpu_blocks,

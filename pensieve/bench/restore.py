@@ -168,7 +168,7 @@ class Returning:
 
     def set_cost_model(self) -> Profile:
         profile = self.profile
-        self.cache.set_cost_model(profile, self.model.spec.layers, self._batch_tokens)
+        self.cache.begin(cost=profile, layers=self.model.spec.layers, batch_tokens=self._batch_tokens)
         return profile
 
     def fill(self) -> None:
@@ -223,7 +223,7 @@ class Returning:
         assert session is not None
         self.cache.truncate(session, self.tokens)
         if not leave:
-            self.cache.reclaim(self.cache.gpu_blocks, self.clock.now_s())
+            self.cache.room.reclaim(self.cache.gpu_blocks, self.clock.now_s())
         return finished
 
 

@@ -109,8 +109,10 @@ class Episode:
         source = self.rng("model")
         model = _model(_architecture(source), source.choice(("auto", "reference")))
         if make is TwoTierCache:
-            cache.set_cost_model(
-                _cost(chunk, rng.choice((0.0, 0.1, 1.0, 10.0))), model.spec.layers, settings.max_batch_tokens
+            cache.begin(
+                cost=_cost(chunk, rng.choice((0.0, 0.1, 1.0, 10.0))),
+                layers=model.spec.layers,
+                batch_tokens=settings.max_batch_tokens,
             )
         # Copies in the background and now and then so slow that they outlast their plans, or made at once.
         link = ThreadLink(rng.choice((None, 2e6))) if rng.random() < 0.4 else None
@@ -139,7 +141,7 @@ def perform(engine: CheckedEngine, operations: Sequence[Operation]) -> Paths:
     engine.forget(None)
     while engine.step() or engine.progressed:
         pass
-    assert engine.cache.available == engine.cache.gpu_blocks, "blocks leaked"
+    assert engine.cache.room.available == engine.cache.gpu_blocks, "blocks leaked"
     engine.torch_worker.close()
     return engine.paths
 

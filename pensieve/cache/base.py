@@ -14,15 +14,6 @@ from pensieve.runs import ChunkRun, Run
 from pensieve.session import Session
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """GPU blocks that an admission takes. blocks: beyond those that the session has. own_available: of those that it has,
-    the ones that `available` counts until the session runs."""
-
-    blocks: int
-    own_available: int
-
-
 @dataclass(slots=True)
 class CacheCounters:
     """Counts since start. evicted: chunks that gave up their GPU block to make room for other KV, whether on CPU or not.
@@ -124,43 +115,28 @@ class Inspect(ABC):
         """Assert every invariant; for tests, its cost grows with everything there is."""
 
 
-class CacheManager(Inspect):
-    """Decides where KV is. Every baseline in the engine is one of these, under the same scheduler and worker.
-
-    What it knows is what holds once the plan being made has run: it changes when a plan is made, and a copy counts as done
-    when its ticket is reported. Times are seconds of the engine's clock, given as arguments. A query changes nothing.
-
-    request_blocks: the most blocks that one request can have; all there are, unless a subclass says less.
-    """
-
-    shares = False
-    """A session may use blocks that another one has written, also one that still runs."""
+class Room(ABC):
+    """The GPU blocks of a manager, as those ask who decide when blocks are made free: the scheduler, strategies of copying
+    ahead, fast forward. Answers hold until the manager or a session of it changes. The defaults are those of a single tier,
+    which copies nothing and whose idle blocks are all available."""
 
     grows = True
     """Decode takes blocks beyond those of the admission; if not, admissions need keep no reserve for it."""
 
-    def __init__(self, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int) -> None:
-        self.chunk_tokens = chunk_tokens
-        self.gpu_blocks = self.request_blocks = gpu_blocks
-        self.cpu_blocks = cpu_blocks
-        self.counters = CacheCounters()
-        self.facts: Facts = SILENT
-        self.below: LowerTier = NO_LOWER_TIER
-        self.sessions: dict[str, Session] = {}
-        """By name; `open` makes one, `forget` and `let_go` remove it."""
-        self._sessions_made = 0
-
-    # -- query --------------------------------------------------------------------------------------------------------
-
     @property
     @abstractmethod
     def available(self) -> int:
-        """GPU blocks to be had without waiting: free, or evictable without a copy."""
+        """Blocks to be had without waiting: free, or evictable without a copy."""
+
+    @abstractmethod
+    def lacking(self, session: Session, keep: int, length: int) -> int:
+        """Return how many blocks beyond those available an admission takes, of a prompt of `length` tokens whose first `keep`
+        are the session's own; 0 or less: it fits."""
 
     @property
-    @abstractmethod
     def outgoing(self) -> int:
-        """GPU blocks that become available when the copies under way are done."""
+        """Blocks that become available when the copies under way are done."""
+        return 0
 
     @property
     def copies_done(self) -> bool:
@@ -181,94 +157,71 @@ class CacheManager(Inspect):
         """Some of its KV is in the CPU tier."""
         return False
 
-    @abstractmethod
-    def demand(self, session: Session, keep: int, length: int) -> Demand:
-        """What admitting a prompt of `length` tokens takes, whose first `keep` are the session's own."""
-
-    # -- admit --------------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def admit(self, session: Session, keep: int, suffix: TokenArray[int], now_s: float) -> Admission:
-        """Truncate to `keep` tokens, append `suffix` (at least one), start the session, and reserve blocks for all of its
-        tokens and one to decode. The caller has checked that `available` covers the demand."""
-
-    @abstractmethod
-    def resume(self, session: Session, now_s: float) -> Admission:
-        """As `admit`, for a preempted request, whose tokens the session has already."""
-
-    @abstractmethod
-    def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
-        """Make room for positions below `length`: (first chunk, block ids) added, possibly none; None where no block is
-        available."""
-
-    # -- progress -----------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def advance(self, session: Session, runs: Iterable[Run]) -> None:
-        """Record that the plan being made computes these positions."""
-
-    @abstractmethod
-    def launched(self, step: int) -> None:
-        """Record that the plan of this number goes to the worker."""
-
-    @abstractmethod
-    def collected(self, step: int) -> None:
-        """Record that plans up to this number are over."""
-
-    @abstractmethod
-    def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
-        """Record that the copies with these tickets are over. valid: False where they failed, or their plan did, so that
-        nothing they wrote counts. Returns the running sessions that lost KV on GPU by it; their requests cannot go on."""
-
-    @abstractmethod
-    def invalidate(self, session: Session, written: Iterable[Run]) -> None:
-        """Invalidate the KV on GPU of every chunk that holds one of these positions: the plan that computed them failed."""
-
-    @abstractmethod
-    def preempt(self, session: Session, now_s: float) -> tuple[Copy, ...]:
-        """Stop a request in mid-turn: its chunks may be evicted from now on. Returns the copies, started at once, of those
-        that are on GPU only."""
-
-    def end_preempted(self, session: Session, now_s: float) -> None:
-        """Give up what `release` gives up beyond `preempt`: a preempted request has ended without running again."""
-        return None
-
-    @abstractmethod
-    def release(self, session: Session, now_s: float, finished: bool = True) -> None:
-        """End a request: its chunks may be evicted from now on, and reserved blocks that were not used are freed. finished:
-        False where the request waits again, so its turn is not over."""
-
-    # -- evict --------------------------------------------------------------------------------------------------------
-
-    @abstractmethod
     def swap_out(self, blocks: int, now_s: float, urgent: bool, spare: bool = False) -> tuple[Copy, ...]:
-        """Start copies until `blocks` more GPU blocks are available or outgoing; drops where no CPU block can be freed.
-        spare: only as far as there are CPU blocks that nothing has its only copy in."""
+        """Start copies until `blocks` more are available or outgoing; drops where no CPU block can be freed. spare: only as
+        far as there are CPU blocks that nothing has its only copy in. Returns the copies, for the plan being made."""
+        return ()
 
-    @abstractmethod
+    def swap_out_all(self, session: Session, now_s: float) -> tuple[Copy, ...]:
+        """Start copies of all that a session which does not run has on GPU only, and return them for the plan being made."""
+        return ()
+
     def drop(self, blocks: int, now_s: float) -> int:
         """Give up GPU chunks that are not on CPU, without a copy; returns how many blocks became available."""
+        return 0
 
-    def put_below(self, tier: LowerTier) -> None:
-        """Add a tier below the CPU's. Called once, before the first request. Managers without a CPU tier ignore it."""
-        return None
 
-    # -- lifecycle ----------------------------------------------------------------------------------------------------
+class CacheManager(Inspect):
+    """Decides where KV is. Every baseline in the engine is one of these, under the same scheduler and worker. The scheduler
+    alone calls it.
 
-    def set_cost_model(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
-        """Set what computing and loading take on this machine. Called once, before the first request."""
-        return None
+    What it knows is what holds once the plan being made has run: it changes when a plan is made, and a copy counts as done
+    when its ticket is reported. Times are seconds of the engine's clock, given as arguments.
 
-    def report_to(self, facts: Facts) -> None:
-        """Tell facts from now on. Called once, before the first request."""
-        assert not self.sessions
-        self.facts = facts
-        facts.tier("gpu", self.gpu_blocks)
-        facts.tier("cpu", self.cpu_blocks)
-        self.below.report_to(facts)
+    chunk_tokens, gpu_blocks, cpu_blocks: as made, for good. request_blocks: the most blocks that one request can have; all
+    there are, unless a subclass says less. sessions: by name; `open` makes one, `forget` removes it. below: the tier under
+    the CPU's.
+    """
+
+    shares = False
+    """A session may use blocks that another one has written, also one that still runs."""
+
+    room: Room
+    """What blocks there are, and ways to make more available."""
+
+    def __init__(self, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.gpu_blocks = self.request_blocks = gpu_blocks
+        self.cpu_blocks = cpu_blocks
+        self.counters = CacheCounters()
+        self.facts: Facts = SILENT
+        self.below: LowerTier = NO_LOWER_TIER
+        self.sessions: dict[str, Session] = {}
+        self._sessions_made = 0
+
+    def begin(
+        self,
+        *,
+        cost: CostModel | None = None,
+        layers: int = 1,
+        batch_tokens: int = 1,
+        below: LowerTier | None = None,
+        facts: Facts | None = None,
+    ) -> None:
+        """Take what it goes by from now on; each part is given once, before the first request. cost: what computing and
+        loading take, for a model of so many layers and iterations of so many positions. below: a tier under the CPU's.
+        facts: where to tell what happens. A manager without a CPU tier uses the last alone."""
+        if facts is not None:
+            assert not self.sessions
+            self.facts = facts
+            facts.tier("gpu", self.gpu_blocks)
+            facts.tier("cpu", self.cpu_blocks)
+            self.below.report_to(facts)
+
+    # -- a session ----------------------------------------------------------------------------------------------------
 
     def open(self, name: str, now_s: float, tenant: str = "") -> Session:
-        """Return the session of that name; make it if it is new."""
+        """Return the session of that name, which stays the same object until it is forgotten; make it if it is new."""
         session = self.sessions.get(name)
         if session is None:
             session = self.sessions[name] = Session(name, self._sessions_made, now_s, now_s, tenant=tenant)
@@ -276,40 +229,83 @@ class CacheManager(Inspect):
             self.facts.opened(session)
         return session
 
-    def recall(self, session: Session, tokens: TokenArray[int]) -> None:
-        """Restore the tokens that a new session had before the engine was started again: all but the last count as
-        computed, though none of their KV is in a tier of this engine but the disk."""
-        session.recall(tokens)
-
-    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
-        """Take over KV of an idle session that came from another machine. lengths: by chunk of `tokens`, the leading
-        offsets that came. Returns the number of tokens whose KV is taken; managers without a CPU tier take none."""
-        return 0
-
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
         """Begin a new session with the first `length` tokens of another one. A cache that shares by content finds
         their KV by itself; one that does not may move the parent's to the child, if it `takes_kv`."""
         child.begin_as(parent, length)
         self.facts.began_as(child)
 
+    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int] | None, now_s: float) -> int:
+        """Take over tokens of an idle session, and KV that came from another machine. lengths: by chunk, the leading offsets
+        that came. None: no KV came, and the session is new: all tokens but the last count as computed, by an earlier engine.
+        Returns the number of tokens whose KV is taken; managers without a CPU tier take none."""
+        if lengths is None:
+            session.recall(tokens)
+        return 0
+
     def reorder(self, session: Session) -> None:
-        """What the order of its chunks among the victims depends on has changed: whether a request of it waits, or when it
-        will be asked again."""
+        """Sort its chunks among the victims anew: whether a request of it waits has changed, or when it will be asked
+        again."""
 
     @abstractmethod
     def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
-        """Roll the session back (Session.rollback), and give up the KV of the tokens that are cut off."""
+        """Roll an idle session back (Session.rollback), and give up the KV of the tokens that are cut off."""
 
-    @abstractmethod
-    def forget(self, session: Session) -> None:
-        """Remove the session and its KV, as though it had never been asked."""
-
-    def let_go(self, session: Session) -> bool:
-        """Remove a session that nobody will ask again, unless it has KV here or something depends on it. Returns
-        whether it was removed; nothing changes for the others."""
-        return False
-
-    def _close(self, session: Session) -> None:
-        """Remove it from the sessions."""
+    def forget(self, session: Session, if_empty: bool = False) -> bool:
+        """Remove an idle session and its KV, as though it had never been asked. if_empty: only where it has no KV here and
+        nothing depends on it, so that nothing changes for the others. Returns whether it is gone."""
+        if not if_empty:
+            self._give_up(session)
+        elif self.sessions.get(session.name) is not session:
+            return True  # forgotten already
+        elif self._holds(session):
+            return False
         del self.sessions[session.name]
         self.facts.closed(session)
+        return True
+
+    @abstractmethod
+    def _give_up(self, session: Session) -> None:
+        """Give up its tokens and KV."""
+
+    @abstractmethod
+    def _holds(self, session: Session) -> bool:
+        """It has KV here, or something depends on it."""
+
+    # -- a request ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def admit(self, session: Session, keep: int, suffix: TokenArray[int] | None, now_s: float) -> Admission:
+        """Truncate to `keep` tokens, append `suffix` (at least one), start the session, and reserve blocks for all of its
+        tokens and one to decode. None: its request was preempted, and runs again with the tokens that the session has. The
+        caller has seen that nothing is `lacking`. The blocks are the session's until `release`."""
+
+    @abstractmethod
+    def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
+        """Make room for positions below `length`: (first chunk, block ids) added, possibly none; None where no block is
+        available."""
+
+    @abstractmethod
+    def advance(self, session: Session, runs: Iterable[Run]) -> None:
+        """Record that the plan being made computes these positions: they have KV from now on."""
+
+    @abstractmethod
+    def invalidate(self, session: Session, written: Iterable[Run]) -> None:
+        """Invalidate the KV on GPU of every chunk that holds one of these positions: the plan that computed them failed."""
+
+    @abstractmethod
+    def release(self, session: Session, now_s: float, finished: bool = True) -> None:
+        """Stop a request: its chunks may be evicted from now on, and reserved blocks that were not used are freed. finished:
+        False where it waits again; if it then ends without having run, it is released once more."""
+
+    # -- plans and copies ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def plans(self, oldest: int, following: int) -> None:
+        """Record that plans [oldest, following) are in flight: the worker may use the blocks that these have. A block that is
+        given up meanwhile is not handed out until they are over."""
+
+    @abstractmethod
+    def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
+        """Record that the copies with these tickets are over. valid: False where they failed, or their plan did, so that
+        nothing they wrote counts. Returns the running sessions that lost KV on GPU by it; their requests cannot go on."""

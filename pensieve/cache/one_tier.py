@@ -5,18 +5,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from pensieve.cache.base import CacheManager
+from pensieve.cache.base import CacheManager, Room
 from pensieve.facts import Admission, Found
-from pensieve.plan import Copy
 from pensieve.request import TokenArray
 from pensieve.session import Session
 
 
-class OneTier(CacheManager):
+class OneTier(CacheManager, Room):
     """A subclass says what a prompt finds (`_occupy`), and what becomes of it afterwards."""
 
     def __init__(self, chunk_tokens: int, gpu_blocks: int) -> None:
         super().__init__(chunk_tokens, gpu_blocks, cpu_blocks=0)
+        self.room = self
 
     @abstractmethod
     def _occupy(self, session: Session, now_s: float) -> int:
@@ -35,11 +35,20 @@ class OneTier(CacheManager):
         self.facts.truncating(session, length)
         session.rollback(length, computed)
 
-    @property
-    def outgoing(self) -> int:
-        return 0
+    @abstractmethod
+    def _vacate(self, session: Session, now_s: float) -> None:
+        """Its request has stopped: others may have its blocks."""
 
-    def admit(self, session: Session, keep: int, suffix: TokenArray[int], now_s: float) -> Admission:
+    def release(self, session: Session, now_s: float, finished: bool = True) -> None:
+        if session.running:
+            session.stop(now_s)
+            self.facts.rests(session)
+            self._vacate(session, now_s)
+
+    def admit(self, session: Session, keep: int, suffix: TokenArray[int] | None, now_s: float) -> Admission:
+        if suffix is None:
+            tokens = self._occupy(session, now_s)
+            return Admission(((tokens, len(session.tokens)),), self._table(session))
         if keep < len(session.tokens):
             self.truncate(session, keep)
         session.extend(suffix)
@@ -47,30 +56,12 @@ class OneTier(CacheManager):
         found = self._found(session, tokens)
         return Admission(((tokens, len(session.tokens)),), self._table(session), found)
 
-    def resume(self, session: Session, now_s: float) -> Admission:
-        tokens = self._occupy(session, now_s)
-        return Admission(((tokens, len(session.tokens)),), self._table(session))
-
-    def preempt(self, session: Session, now_s: float) -> tuple[Copy, ...]:
-        self.release(session, now_s)
-        return ()
-
-    def swap_out(self, blocks: int, now_s: float, urgent: bool, spare: bool = False) -> tuple[Copy, ...]:
-        return ()
-
-    def drop(self, blocks: int, now_s: float) -> int:
-        return 0  # everything idle is available already
-
     def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
         assert not tickets
         return []
 
-    def launched(self, step: int) -> None:
+    def plans(self, oldest: int, following: int) -> None:
         return None  # nothing is copied, so no block waits for a plan
 
-    def collected(self, step: int) -> None:
-        return None
-
-    def forget(self, session: Session) -> None:
+    def _give_up(self, session: Session) -> None:
         self.truncate(session, 0)
-        self._close(session)

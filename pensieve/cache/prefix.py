@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Any
 
 from pensieve.block_hash import BlockHash, HashChain
-from pensieve.cache.base import Demand
 from pensieve.cache.one_tier import OneTier
 from pensieve.cache.pool import BlockPool
 from pensieve.eviction.base import EvictionPolicy
@@ -54,11 +54,11 @@ class PrefixCache(OneTier):
         found = "".join("G" if name in self._block_of else "-" for name in full)
         return found.ljust(chunks_of(len(tokens), size), "-")
 
-    def demand(self, session: Session, keep: int, length: int) -> Demand:
+    def lacking(self, session: Session, keep: int, length: int) -> int:
         """What other sessions share is not counted: it may only make the admission cheaper."""
         matched = self._match(session, min(keep, length - 1))
         idle = sum(block in self._idle for block in matched)
-        return Demand(blocks=chunks_of(length + 1, self.chunk_tokens) - len(matched), own_available=idle)
+        return chunks_of(length + 1, self.chunk_tokens) - len(matched) + idle - self.available
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
         table = self._tables[session.number]
@@ -85,9 +85,7 @@ class PrefixCache(OneTier):
                 self._block_of[name] = block
                 self._hash_of[block] = name
 
-    def release(self, session: Session, now_s: float, finished: bool = True) -> None:
-        session.stop(now_s)
-        self.facts.rests(session)
+    def _vacate(self, session: Session, now_s: float) -> None:
         for block in reversed(self._tables.pop(session.number)):
             self._references[block] -= 1
             if not self._references[block]:
@@ -104,24 +102,19 @@ class PrefixCache(OneTier):
             for block in table[start // size : chunks_of(stop, size)]:
                 self._unregister(block)
 
-    def forget(self, session: Session) -> None:
+    def _give_up(self, session: Session) -> None:
         for name in session.named(len(session.tokens), self.chunk_tokens):
             block = self._block_of.get(name)
             if block is not None and block in self._idle:
                 del self._idle[block]
                 self._unregister(block)
                 self.gpu.release((block,))
-        super().forget(session)
+        super()._give_up(session)
 
-    def let_go(self, session: Session) -> bool:
+    def _holds(self, session: Session) -> bool:
         """Its blocks are known by content, not by whose they are; while one is here, a limit of memory may ask it to give
         that up."""
-        if self.sessions.get(session.name) is session:
-            hashes = session.named(len(session.tokens), self.chunk_tokens)
-            if any(name in self._block_of for name in hashes):
-                return False
-            self._close(session)
-        return True
+        return any(name in self._block_of for name in session.named(len(session.tokens), self.chunk_tokens))
 
     def check(self) -> None:
         used = set(self._references)
@@ -139,9 +132,9 @@ class PrefixCache(OneTier):
 
     # -- how --------------------------------------------------------------------------------------------------------
 
-    def report_to(self, facts: Facts) -> None:
-        super().report_to(facts)
-        self.gpu.facts = facts
+    def begin(self, *, facts: Facts | None = None, **others: Any) -> None:
+        super().begin(facts=facts, **others)
+        self.gpu.facts = self.facts
 
     def _match(self, session: Session, limit: int) -> list[int]:
         """The blocks of the longest registered prefix of at most `limit` tokens."""

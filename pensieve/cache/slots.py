@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pensieve.cache.base import Demand
 from pensieve.cache.one_tier import OneTier
 from pensieve.errors import CapacityError, ConfigError
 from pensieve.eviction.base import EvictionPolicy
@@ -107,8 +106,8 @@ class SlotCache(OneTier):
         chunks = chunks_of(len(session.tokens), self.chunk_tokens)
         return ("G" * chunks_of(found, self.chunk_tokens)).ljust(chunks, "-")
 
-    def demand(self, session: Session, keep: int, length: int) -> Demand:
-        return Demand(blocks=self.request_blocks, own_available=0)
+    def lacking(self, session: Session, keep: int, length: int) -> int:
+        return self.request_blocks - self.available
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
         return self.request_blocks, ()  # a slot has all its cells from the start
@@ -120,9 +119,7 @@ class SlotCache(OneTier):
             slot.tokens.extend(session.tokens[start:stop])
             session.advance(stop)
 
-    def release(self, session: Session, now_s: float, finished: bool = True) -> None:
-        session.stop(now_s)
-        self.facts.rests(session)
+    def _vacate(self, session: Session, now_s: float) -> None:
         self.facts.not_lost(session, 0, chunks_of(len(session.tokens), self.chunk_tokens))
         slot = self._slot_of.pop(session.number)
         slot.session, slot.used_s = None, now_s
@@ -131,19 +128,15 @@ class SlotCache(OneTier):
         slot = self._slot_of[session.number]
         del slot.tokens[min((start for start, _ in written), default=len(slot.tokens)) :]
 
-    def forget(self, session: Session) -> None:
+    def _give_up(self, session: Session) -> None:
         for slot in self.slots:
             if slot.last is session:
                 slot.clear()
                 self.facts.freed("gpu", slot.blocks[0], len(slot.blocks))
-        super().forget(session)
+        super()._give_up(session)
 
-    def let_go(self, session: Session) -> bool:
-        if self.sessions.get(session.name) is session:
-            if any(slot.last is session for slot in self.slots):
-                return False
-            self._close(session)
-        return True
+    def _holds(self, session: Session) -> bool:
+        return any(slot.last is session for slot in self.slots)
 
     def check(self) -> None:
         for slot in self.slots:

@@ -20,6 +20,3 @@ class StatelessCache(TwoTierCache):
         super().release(session, now_s, finished)
         if finished:
             self.tiers.discard(session, 0)
-
-    def end_preempted(self, session: Session, now_s: float) -> None:
-        self.tiers.discard(session, 0)

@@ -53,7 +53,6 @@ from pensieve.runs import ChunkRun, Run, merged
 from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated, runs_of
 
 _Place = tuple[bool, int]  # on GPU?, block
-_BEFORE_THE_FIRST = -1  # the number of no plan
 
 
 class Tiers:
@@ -460,7 +459,7 @@ class OpenCopies:
         """Chunks that will be clean and evictable when their copy is done."""
         self.incoming = 0
         """Chunks that are being copied from the CPU to the GPU."""
-        self.launched = self._collected = _BEFORE_THE_FIRST
+        self._oldest = self._following = 0  # plans in flight: [oldest, following)
 
     def open(self, moves: list[CopyRun], order: Sequence[Victim] = ()) -> int:
         """Issue a ticket for these copies, and mark their chunks as copying until it is closed. order: in which they were
@@ -543,12 +542,12 @@ class OpenCopies:
     @property
     def in_flight(self) -> bool:
         """A plan is launched and not collected."""
-        return self.launched > self._collected
+        return self._following > self._oldest
 
-    def collected(self, step: int) -> None:
-        """Release the blocks that waited for plans up to this one."""
-        self._collected = step
-        while self._after_plan and self._after_plan[0][0] <= step:
+    def plans(self, oldest: int, following: int) -> None:
+        """Record which plans are in flight, and release the blocks that waited for earlier ones."""
+        self._oldest, self._following = oldest, following
+        while self._after_plan and self._after_plan[0][0] < oldest:
             self._let_go(self._after_plan.popleft()[1])
 
     def retire(self, on_gpu: bool, session: Session, first: int, blocks: TokenArray[int], discarded: bool) -> None:
@@ -571,7 +570,7 @@ class OpenCopies:
                 continue
             self._holds[on_gpu, block] = holds
             if waits:
-                self._after_plan.append((self.launched, (on_gpu, block)))
+                self._after_plan.append((self._following - 1, (on_gpu, block)))
 
     def quarantined(self, on_gpu: bool) -> list[int]:
         return [block for tier, block in self._holds if tier is on_gpu]
@@ -589,7 +588,7 @@ class OpenCopies:
         assert holds == self._holds, "a block waits for what is over"
         plans = [plan for plan, _ in self._after_plan]
         assert plans == sorted(plans)
-        assert all(plan > self._collected for plan in plans), "a block waits for a plan that is over"
+        assert all(plan >= self._oldest for plan in plans), "a block waits for a plan that is over"
 
     def _count_copies(self, moved: CopyRun, more: int) -> None:
         copying = moved.session.chunks.copying

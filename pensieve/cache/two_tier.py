@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from pensieve.cache.base import CacheManager, Demand, LowerTier
+from pensieve.cache.base import CacheManager, LowerTier, Room
 from pensieve.cache.invariants import check_tiers
 from pensieve.cache.loops import Victim, session_and_chunk
 from pensieve.cache.restore import RestoreMode, Restorer
@@ -20,35 +20,16 @@ from pensieve.runs import Run, tokens_in
 from pensieve.session import NO_BLOCK, Session, View, chunks_of, common_prefix, repeated, runs_of
 
 
-class TwoTierCache(CacheManager):
-    """Decides what is copied, loaded, computed again and lost; tiers.py keeps where everything is.
+class TwoTierRoom(Room):
+    """Which blocks of both tiers can be had, and who gives up theirs.
 
-    Every KV position of a session is on GPU, on CPU, or missing (its raw token is kept, so it can be recomputed). With
-    cpu_blocks = 0 it is the GPU-only baseline: evicting a chunk drops it, and every idle chunk counts as available.
+    cpu_blocks: of the CPU tier. loaded_early: by number of a waiting session, its chunks that were loaded before its
+    admission (exchange.py): what finds its KV there counts them as on CPU.
     """
 
-    def __init__(
-        self,
-        *,
-        policy: EvictionPolicy,
-        chunk_tokens: int,
-        gpu_blocks: int,
-        cpu_blocks: int,
-        restore: RestoreMode = "load",
-    ) -> None:
-        super().__init__(chunk_tokens, gpu_blocks, cpu_blocks)
-        self.policy = as_policy(policy)
-        self.tiers = Tiers(self.policy, chunk_tokens, gpu_blocks, cpu_blocks, self.counters)
-        self.restorer = Restorer(restore, chunk_tokens, self.counters)
+    def __init__(self, tiers: Tiers) -> None:
+        self.tiers, self.cpu_blocks = tiers, tiers.cpu.blocks
         self.loaded_early: dict[int, set[int]] = {}
-        """By number of a waiting session, its chunks that were loaded before its admission (exchange.py): what finds its KV
-        there counts them as on CPU."""
-        self._running = 0
-
-    def set_cost_model(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
-        self.restorer.set_cost_model(cost, layers, batch_tokens)
-
-    # -- query --------------------------------------------------------------------------------------------------------
 
     @property
     def available(self) -> int:
@@ -74,153 +55,17 @@ class TwoTierCache(CacheManager):
     def on_cpu(self, session: Session) -> bool:
         return session.chunks.cpu.count(NO_BLOCK) < len(session.chunks)
 
-    @property
-    def gpu_blocks_used(self) -> int:
-        return self.gpu_blocks - self.tiers.gpu.free
-
-    @property
-    def cpu_blocks_used(self) -> int:
-        return self.cpu_blocks - self.tiers.cpu.free
-
-    def free_blocks(self) -> tuple[set[int], set[int]]:
-        return self.tiers.gpu.free_blocks(), self.tiers.cpu.free_blocks()
-
-    def demand(self, session: Session, keep: int, length: int) -> Demand:
-        total = chunks_of(
-            length + 1, self.chunk_tokens
-        )  # one position more: the first token decoded needs no new block
-        chunks, kept = session.chunks, chunks_of(keep, self.chunk_tokens)
+    def lacking(self, session: Session, keep: int, length: int) -> int:
+        size = self.tiers.chunk_tokens
+        total = chunks_of(length + 1, size)  # one position more: the first token decoded needs no new block
+        chunks, kept = session.chunks, chunks_of(keep, size)
         own = min(kept, len(chunks)) - chunks.gpu[:kept].count(NO_BLOCK)
         # With a plan in flight, blocks of chunks that are not kept go to quarantine: they are not to be had either.
         counted = len(chunks) if self.tiers.copies.in_flight else kept
         own_available = chunks.view.count(View.CLEAN, 0, counted)
         if not self.cpu_blocks:
             own_available += chunks.view.count(View.DIRTY, 0, counted)
-        return Demand(blocks=total - own, own_available=own_available)
-
-    def places(self, session: Session) -> str:
-        chunks, holds = session.chunks, self.below.holds
-        places = map(_letter, chunks.gpu_len[:], chunks.cpu_len[:])
-        letters = ["D" if x == "-" and holds(session, i) else x for i, x in enumerate(places)]
-        return "".join(letters).ljust(chunks_of(len(session.tokens), self.chunk_tokens), "-")
-
-    # -- admit --------------------------------------------------------------------------------------------------------
-
-    def admit(self, session: Session, keep: int, suffix: TokenArray[int], now_s: float) -> Admission:
-        found = found_in(session, keep, self.chunk_tokens, self.loaded_early.get(session.number, ()))
-        if keep < len(session.tokens):
-            self.truncate(session, keep)
-        session.extend(suffix)
-        if self.policy.observe is not None:
-            self.policy.observe(session, now_s)
-        return self._start(session, found, now_s)
-
-    def resume(self, session: Session, now_s: float) -> Admission:
-        return self._start(session, None, now_s)
-
-    def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
-        first = len(session.chunks)
-        count = chunks_of(length, self.chunk_tokens) - first
-        if count <= 0:
-            return first, ()
-        if count > self.available:
-            return None
-        column = session.chunks.gpu
-        last = column[-1] if count == 1 and first else NO_BLOCK
-        blocks = self.take_gpu(session, count, now_s, behind=None if last == NO_BLOCK else last)
-        session.chunks.add(count)
-        column[first:] = array("i", blocks)
-        return first, blocks
-
-    def _start(self, session: Session, found: Found | None, now_s: float) -> Admission:
-        """Reserve blocks for its tokens and one more, and decide which of its chunks are loaded and which computed."""
-        tiers, size, length = self.tiers, self.chunk_tokens, len(session.tokens)
-        chunks, total = session.chunks, chunks_of(length + 1, size)
-        chunks.add(total - len(chunks))
-        session.start(now_s)
-        self.facts.runs(session)
-        self._running += 1
-        tiers.pin(session)
-        lacking = chunks.without_gpu()
-        blocks = self.take_gpu(session, sum(stop - start for start, stop in lacking), now_s)
-        taken = 0
-        for start, stop in lacking:
-            chunks.gpu[start:stop] = array("i", blocks[taken : taken + stop - start])
-            taken += stop - start
-        restore = self.restorer.choose(session, tiers.copies.incoming, alone=self._running == 1)
-        swap_in = tiers.copy_in(session, runs_of(restore.load))
-        disk_ticket, read = self._read_from_below(session)
-        tiers.update_duplicates(session, tiers.on_cpu(session))
-        work = missing_runs(session, length, size)
-        table, loaded = tuple(chunks.gpu), restore.loaded_tokens + tokens_in(read)
-        return Admission(work, table, found, swap_in, loaded, restore.recomputed_tokens, disk_ticket, read)
-
-    # -- the tier below -----------------------------------------------------------------------------------------------
-
-    def put_below(self, tier: LowerTier) -> None:
-        self.below = self.tiers.below = tier
-        tier.report_to(self.facts)
-
-    def _read_from_below(self, session: Session) -> tuple[int | None, tuple[Run, ...]]:
-        """Start to read those chunks without KV for which reading is worth it; returns the ticket and the positions."""
-        runs = self.below.worth_reading(session)
-        if not runs:
-            return None, ()
-        ticket, size = self.tiers.read_in(session, runs), self.chunk_tokens
-        self.below.read(session, runs, ticket)
-        return ticket, tuple((start * size, stop * size) for start, stop in runs)
-
-    # -- progress -----------------------------------------------------------------------------------------------------
-
-    def advance(self, session: Session, runs: Iterable[Run]) -> None:
-        size, chunks = self.chunk_tokens, session.chunks
-        for start, stop in runs:
-            first, last = start // size, (stop - 1) // size
-            assert chunks.gpu[last] != NO_BLOCK
-            assert chunks.gpu_len[first] == start - first * size, "KV is computed in ascending order"
-            chunks.gpu_len[first:last] = repeated(size, last - first)
-            chunks.gpu_len[last] = stop - last * size
-            on_cpu = chunks.cpu[first : last + 1]
-            if on_cpu.count(NO_BLOCK) < len(on_cpu):
-                held = [index for index, block in enumerate(on_cpu, first) if block != NO_BLOCK]
-                self.tiers.update_duplicates(session, held)
-            session.advance(stop)
-
-    def launched(self, step: int) -> None:
-        self.tiers.copies.launched = step
-
-    def collected(self, step: int) -> None:
-        self.tiers.copies.collected(step)
-
-    def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
-        self.below.finished(tickets)
-        return self.tiers.finish(tickets, valid)
-
-    def invalidate(self, session: Session, written: Iterable[Run]) -> None:
-        size = self.chunk_tokens
-        for start, stop in written:
-            self.tiers.invalidate(session, start // size, chunks_of(stop, size))
-
-    def preempt(self, session: Session, now_s: float) -> tuple[Copy, ...]:
-        self._stop(session, now_s)
-        if not self.cpu_blocks:
-            return ()
-        as_victim, runs = self.tiers.dirty.as_victim, session.chunks.runs(View.DIRTY, 0, len(session.chunks))
-        dirty = [as_victim(session, index, now_s) for start, stop in runs for index in range(start, stop)]
-        return self.copy_out(dirty, now_s, urgent=True)
-
-    def release(self, session: Session, now_s: float, finished: bool = True) -> None:
-        if finished and self.policy.rest is not None:
-            self.policy.rest(session, now_s)
-        self._stop(session, now_s)
-
-    def _stop(self, session: Session, now_s: float) -> None:
-        session.stop(now_s)
-        self.facts.rests(session)
-        self._running -= 1
-        self.tiers.unpin(session)
-
-    # -- evict --------------------------------------------------------------------------------------------------------
+        return total - own + own_available - self.available
 
     def swap_out(self, blocks: int, now_s: float, urgent: bool, spare: bool = False) -> tuple[Copy, ...]:
         if spare:
@@ -228,6 +73,13 @@ class TwoTierCache(CacheManager):
         if not self.cpu_blocks or blocks <= 0:
             return ()
         return self.copy_out(self.tiers.dirty.choose(blocks, now_s, whole=not spare), now_s, urgent)
+
+    def swap_out_all(self, session: Session, now_s: float) -> tuple[Copy, ...]:
+        if not self.cpu_blocks:
+            return ()
+        as_victim, runs = self.tiers.dirty.as_victim, session.chunks.runs(View.DIRTY, 0, len(session.chunks))
+        dirty = [as_victim(session, index, now_s) for start, stop in runs for index in range(start, stop)]
+        return self.copy_out(dirty, now_s, urgent=True)
 
     def drop(self, blocks: int, now_s: float) -> int:
         return self._free_gpu(self.tiers.dirty, self.tiers.drop_gpu, blocks, now_s)
@@ -335,20 +187,174 @@ class TwoTierCache(CacheManager):
             return pool.allocate(count, session.number)
         return tuple(pool.allocate_after(behind, count, session.number))
 
+
+class TwoTierCache(CacheManager):
+    """Decides what is copied, loaded, computed again and lost; tiers.py keeps where everything is.
+
+    Every KV position of a session is on GPU, on CPU, or missing (its raw token is kept, so it can be recomputed). With
+    cpu_blocks = 0 it is the GPU-only baseline: evicting a chunk drops it, and every idle chunk counts as available.
+    """
+
+    room: TwoTierRoom
+
+    def __init__(
+        self,
+        *,
+        policy: EvictionPolicy,
+        chunk_tokens: int,
+        gpu_blocks: int,
+        cpu_blocks: int,
+        restore: RestoreMode = "load",
+    ) -> None:
+        super().__init__(chunk_tokens, gpu_blocks, cpu_blocks)
+        self.policy = as_policy(policy)
+        self.tiers = Tiers(self.policy, chunk_tokens, gpu_blocks, cpu_blocks, self.counters)
+        self.restorer = Restorer(restore, chunk_tokens, self.counters)
+        self.room = TwoTierRoom(self.tiers)
+        self._running = 0
+
+    def begin(
+        self,
+        *,
+        cost: CostModel | None = None,
+        layers: int = 1,
+        batch_tokens: int = 1,
+        below: LowerTier | None = None,
+        facts: Facts | None = None,
+    ) -> None:
+        if cost is not None:
+            self.restorer.set_cost_model(cost, layers, batch_tokens)
+        if below is not None:
+            self.below = self.tiers.below = below
+            below.report_to(self.facts)
+        super().begin(facts=facts)
+        self.tiers.report_to(self.facts)
+
+    # -- query --------------------------------------------------------------------------------------------------------
+
+    @property
+    def gpu_blocks_used(self) -> int:
+        return self.gpu_blocks - self.tiers.gpu.free
+
+    @property
+    def cpu_blocks_used(self) -> int:
+        return self.cpu_blocks - self.tiers.cpu.free
+
+    def free_blocks(self) -> tuple[set[int], set[int]]:
+        return self.tiers.gpu.free_blocks(), self.tiers.cpu.free_blocks()
+
+    def places(self, session: Session) -> str:
+        chunks, holds = session.chunks, self.below.holds
+        places = map(_letter, chunks.gpu_len[:], chunks.cpu_len[:])
+        letters = ["D" if x == "-" and holds(session, i) else x for i, x in enumerate(places)]
+        return "".join(letters).ljust(chunks_of(len(session.tokens), self.chunk_tokens), "-")
+
+    # -- admit --------------------------------------------------------------------------------------------------------
+
+    def admit(self, session: Session, keep: int, suffix: TokenArray[int] | None, now_s: float) -> Admission:
+        if suffix is None:
+            return self._start(session, None, now_s)
+        found = found_in(session, keep, self.chunk_tokens, self.room.loaded_early.get(session.number, ()))
+        if keep < len(session.tokens):
+            self.truncate(session, keep)
+        session.extend(suffix)
+        if self.policy.observe is not None:
+            self.policy.observe(session, now_s)
+        return self._start(session, found, now_s)
+
+    def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
+        first = len(session.chunks)
+        count = chunks_of(length, self.chunk_tokens) - first
+        if count <= 0:
+            return first, ()
+        if count > self.room.available:
+            return None
+        column = session.chunks.gpu
+        last = column[-1] if count == 1 and first else NO_BLOCK
+        blocks = self.room.take_gpu(session, count, now_s, behind=None if last == NO_BLOCK else last)
+        session.chunks.add(count)
+        column[first:] = array("i", blocks)
+        return first, blocks
+
+    def _start(self, session: Session, found: Found | None, now_s: float) -> Admission:
+        """Reserve blocks for its tokens and one more, and decide which of its chunks are loaded and which computed."""
+        tiers, size, length = self.tiers, self.chunk_tokens, len(session.tokens)
+        chunks, total = session.chunks, chunks_of(length + 1, size)
+        chunks.add(total - len(chunks))
+        session.start(now_s)
+        self.facts.runs(session)
+        self._running += 1
+        tiers.pin(session)
+        lacking = chunks.without_gpu()
+        blocks = self.room.take_gpu(session, sum(stop - start for start, stop in lacking), now_s)
+        taken = 0
+        for start, stop in lacking:
+            chunks.gpu[start:stop] = array("i", blocks[taken : taken + stop - start])
+            taken += stop - start
+        restore = self.restorer.choose(session, tiers.copies.incoming, alone=self._running == 1)
+        swap_in = tiers.copy_in(session, runs_of(restore.load))
+        disk_ticket, read = self._read_from_below(session)
+        tiers.update_duplicates(session, tiers.on_cpu(session))
+        work = missing_runs(session, length, size)
+        table, loaded = tuple(chunks.gpu), restore.loaded_tokens + tokens_in(read)
+        return Admission(work, table, found, swap_in, loaded, restore.recomputed_tokens, disk_ticket, read)
+
+    def _read_from_below(self, session: Session) -> tuple[int | None, tuple[Run, ...]]:
+        """Start to read those chunks without KV for which reading is worth it; returns the ticket and the positions."""
+        runs = self.below.worth_reading(session)
+        if not runs:
+            return None, ()
+        ticket, size = self.tiers.read_in(session, runs), self.chunk_tokens
+        self.below.read(session, runs, ticket)
+        return ticket, tuple((start * size, stop * size) for start, stop in runs)
+
+    # -- progress -----------------------------------------------------------------------------------------------------
+
+    def advance(self, session: Session, runs: Iterable[Run]) -> None:
+        size, chunks = self.chunk_tokens, session.chunks
+        for start, stop in runs:
+            first, last = start // size, (stop - 1) // size
+            assert chunks.gpu[last] != NO_BLOCK
+            assert chunks.gpu_len[first] == start - first * size, "KV is computed in ascending order"
+            chunks.gpu_len[first:last] = repeated(size, last - first)
+            chunks.gpu_len[last] = stop - last * size
+            on_cpu = chunks.cpu[first : last + 1]
+            if on_cpu.count(NO_BLOCK) < len(on_cpu):
+                held = [index for index, block in enumerate(on_cpu, first) if block != NO_BLOCK]
+                self.tiers.update_duplicates(session, held)
+            session.advance(stop)
+
+    def plans(self, oldest: int, following: int) -> None:
+        self.tiers.copies.plans(oldest, following)
+
+    def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
+        self.below.finished(tickets)
+        return self.tiers.finish(tickets, valid)
+
+    def invalidate(self, session: Session, written: Iterable[Run]) -> None:
+        size = self.chunk_tokens
+        for start, stop in written:
+            self.tiers.invalidate(session, start // size, chunks_of(stop, size))
+
+    def release(self, session: Session, now_s: float, finished: bool = True) -> None:
+        if not session.running:
+            return
+        if finished and self.policy.rest is not None:
+            self.policy.rest(session, now_s)
+        session.stop(now_s)
+        self.facts.rests(session)
+        self._running -= 1
+        self.tiers.unpin(session)
+
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
-    def report_to(self, facts: Facts) -> None:
-        super().report_to(facts)
-        self.tiers.report_to(facts)
-
-    def recall(self, session: Session, tokens: TokenArray[int]) -> None:
-        super().recall(session, tokens)
-        session.chunks.add(chunks_of(len(tokens), self.chunk_tokens))
-
-    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
+    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int] | None, now_s: float) -> int:
         """Store the KV in CPU blocks that are free, or of duplicates, or of the policy's victims. Where these do not
         suffice, the last chunks get them, which take longest to compute."""
         size, chunks, tiers = self.chunk_tokens, session.chunks, self.tiers
+        if lengths is None:
+            chunks.add(chunks_of(len(tokens), size))
+            return super().receive(session, tokens, None, now_s)
         keep = common_prefix(session.tokens, tokens)
         for index, length in enumerate(lengths[: len(chunks)]):
             if length > chunks[index].resident_len > 0:
@@ -361,8 +367,8 @@ class TwoTierCache(CacheManager):
         wanted = [index for index, length in enumerate(lengths) if length and not chunks[index].resident_len]
         tiers.free_duplicates(max(0, len(wanted) - tiers.cpu.free))
         lacking = max(0, len(wanted) - tiers.cpu.free)
-        others = self.victims_of_others(tiers.cpu_only, session, View.CPU_ONLY, lacking, now_s)
-        self.give_up(tiers.cpu_only, others, tiers.drop_cpu)
+        others = self.room.victims_of_others(tiers.cpu_only, session, View.CPU_ONLY, lacking, now_s)
+        self.room.give_up(tiers.cpu_only, others, tiers.drop_cpu)
         taken = wanted[max(0, len(wanted) - tiers.cpu.free) :]
         for index, block in zip(taken, tiers.cpu.allocate(len(taken), session.number), strict=True):
             chunks.cpu[index], chunks.cpu_len[index] = block, lengths[index]
@@ -372,7 +378,7 @@ class TwoTierCache(CacheManager):
 
     def reorder(self, session: Session) -> None:
         if not session.waiting or session.running:
-            self.loaded_early.pop(session.number, None)
+            self.room.loaded_early.pop(session.number, None)
         self.tiers.reorder(session)
 
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
@@ -388,19 +394,13 @@ class TwoTierCache(CacheManager):
         session.rollback(length, computed)
         self.tiers.cut(session, length)
 
-    def forget(self, session: Session) -> None:
+    def _give_up(self, session: Session) -> None:
         self.below.forget(session)
         self.truncate(session, 0)
-        self._close(session)
 
-    def let_go(self, session: Session) -> bool:
-        if self.sessions.get(session.name) is not session:
-            return True  # forgotten already
-        somewhere = self.on_cpu(session) or session.chunks.gpu.count(NO_BLOCK) < len(session.chunks)
-        if somewhere or self.below.blocks or self.tiers.copies.any_of(session):
-            return False
-        self._close(session)
-        return True
+    def _holds(self, session: Session) -> bool:
+        somewhere = self.room.on_cpu(session) or session.chunks.gpu.count(NO_BLOCK) < len(session.chunks)
+        return bool(somewhere or self.below.blocks or self.tiers.copies.any_of(session))
 
     def check(self) -> None:
         assert self._running == sum(session.running for session in self.sessions.values())

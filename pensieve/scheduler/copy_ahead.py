@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pensieve.cache.base import CacheManager
+from pensieve.cache.base import Room
 from pensieve.cache.exchange import Exchange
-from pensieve.cache.two_tier import TwoTierCache
+from pensieve.cache.two_tier import TwoTierRoom
 from pensieve.plan import Copy
 from pensieve.session import Session
 
@@ -60,7 +60,7 @@ def _by_link(one_memory: bool, hidden: float | None) -> CopyChoice:
     return CopyChoice("paper" if hidden >= WORTH_HIDING else "never", share)
 
 
-class Room(NamedTuple):
+class RoomMade(NamedTuple):
     """Copies that make room. loads: to the GPU, and leaving: to the CPU, for the head of the queue; ahead: to the CPU, before
     anybody waits for it."""
 
@@ -72,19 +72,19 @@ class Room(NamedTuple):
 class Paper:
     """At once for a head that lacks blocks; ahead of time below the low watermark and up to the high one (section 4.3.2)."""
 
-    def __init__(self, cache: CacheManager, low: int, high: int) -> None:
+    def __init__(self, room: Room, low: int, high: int) -> None:
         """low, high: GPU blocks that are free or clean, or will be."""
-        self._cache, self._low, self._high = cache, low, high
+        self._room, self._low, self._high = room, low, high
 
-    def make_room(self, head: Session | None, lacking: int, now_s: float) -> Room:
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> RoomMade:
         """Start copies. head: who lacks so many blocks; None: nobody does."""
-        wanted = max(self._ahead(), lacking - self._cache.outgoing if lacking else 0)
-        copies = self._cache.swap_out(wanted, now_s, urgent=bool(lacking))
-        return Room(ahead=copies) if head is None else Room(leaving=copies)
+        wanted = max(self._ahead(), lacking - self._room.outgoing if lacking else 0)
+        copies = self._room.swap_out(wanted, now_s, urgent=bool(lacking))
+        return RoomMade(ahead=copies) if head is None else RoomMade(leaving=copies)
 
     def on_its_way(self, in_flight: bool) -> bool:
         """Whether copies are under way that give the head of the queue blocks."""
-        return bool(self._cache.outgoing)
+        return bool(self._room.outgoing)
 
     def begins_below(self, frees_copies: bool) -> int:
         """Of how many available and outgoing blocks the next plan would copy ahead of time. frees_copies: a request under
@@ -96,45 +96,45 @@ class Paper:
         return False
 
     def _ahead(self) -> int:
-        have = self._cache.available + self._cache.outgoing
+        have = self._room.available + self._room.outgoing
         return self._high - have if have < self._low else 0
 
 
 class Spare(Paper):
     """As the paper, but ahead of time only into CPU blocks that no chunk has its only copy in."""
 
-    def make_room(self, head: Session | None, lacking: int, now_s: float) -> Room:
-        ahead, urgent = self._ahead(), lacking - self._cache.outgoing
-        leaving = self._cache.swap_out(urgent, now_s, urgent=True)
-        return Room(
-            leaving=leaving, ahead=self._cache.swap_out(ahead - max(urgent, 0), now_s, urgent=False, spare=True)
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> RoomMade:
+        ahead, urgent = self._ahead(), lacking - self._room.outgoing
+        leaving = self._room.swap_out(urgent, now_s, urgent=True)
+        return RoomMade(
+            leaving=leaving, ahead=self._room.swap_out(ahead - max(urgent, 0), now_s, urgent=False, spare=True)
         )
 
     def begins_below(self, frees_copies: bool) -> int:
-        return self._low if self._cache.spare_cpu_blocks or frees_copies else 0
+        return self._low if self._room.spare_cpu_blocks or frees_copies else 0
 
 
 class Never(Paper):
     """Nothing ahead of time: the head changes places with what has the GPU, a part at a time (cache/exchange.py)."""
 
-    def __init__(self, cache: CacheManager) -> None:
-        super().__init__(cache, 0, 0)
-        self._exchange = Exchange(cache) if isinstance(cache, TwoTierCache) and cache.cpu_blocks else None
+    def __init__(self, room: Room) -> None:
+        super().__init__(room, 0, 0)
+        self._exchange = Exchange(room) if isinstance(room, TwoTierRoom) and room.cpu_blocks else None
 
-    def make_room(self, head: Session | None, lacking: int, now_s: float) -> Room:
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> RoomMade:
         if head is None or self._exchange is None:
-            return Room()
-        return Room(*self._exchange.step(head, lacking, now_s))
+            return RoomMade()
+        return RoomMade(*self._exchange.step(head, lacking, now_s))
 
     def on_its_way(self, in_flight: bool) -> bool:
-        return bool(self._cache.outgoing) or in_flight or not self._cache.copies_done
+        return bool(self._room.outgoing) or in_flight or not self._room.copies_done
 
     def changes_places(self, head: Session) -> bool:
-        return self._cache.on_cpu(head)
+        return self._room.on_cpu(head)
 
 
-def strategy_of(mode: AskedCopyAhead, cache: CacheManager, low: int, high: int) -> Paper:
+def strategy_of(mode: AskedCopyAhead, room: Room, low: int, high: int) -> Paper:
     """low, high: the watermarks in GPU blocks."""
     if mode == "never":
-        return Never(cache)
-    return Spare(cache, low, high) if mode == "spare" else Paper(cache, low, high)
+        return Never(room)
+    return Spare(room, low, high) if mode == "spare" else Paper(room, low, high)

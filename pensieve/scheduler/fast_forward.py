@@ -22,7 +22,7 @@ class FastForward(Scheduler):
         nor copy anything. Decodes go on by one position, and a prefill that fills up the iteration by as many as it has now.
         When a copy ends, only the worker knows: it stops then. A deferred head is admitted no sooner, unless what is computed
         meanwhile may shorten its prompt (shares), or the work under way decides (admit_beyond_budget)."""
-        cache, settings, copying = self.cache, self.settings, self._copying
+        cache, room, settings, copying = self.cache, self.cache.room, self.settings, self._copying
         if not rows or self._awaits_loads:
             return 1
         head = self.queue.head() if self._slots else None
@@ -50,15 +50,15 @@ class FastForward(Scheduler):
         lacking = self._lacking(head, head.kept()) if head is not None else 0
         if not further or (not prefills and len(rows) < len(self.running)) or (head is not None and lacking <= 0):
             return 1
-        if cache.grows:
-            room = cache.available
-            if cache.can_swap_out:
-                frees = any(row.sample is None and cache.on_cpu(active.session) for active, row in rows)
+        if room.grows:
+            blocks = room.available
+            if room.can_swap_out:
+                frees = any(row.sample is None and room.on_cpu(active.session) for active, row in rows)
                 ahead = copying.begins_below(frees)
-                wanted = max(ahead, room + lacking if lacking else 0)
-                room = min(room, room + cache.outgoing - wanted)
-            if self._blocks_for(lengths, further) > room:
-                further = max(0, bisect_right(range(further), room, key=partial(self._blocks_for, lengths)) - 1)
+                wanted = max(ahead, blocks + lacking if lacking else 0)
+                blocks = min(blocks, blocks + room.outgoing - wanted)
+            if self._blocks_for(lengths, further) > blocks:
+                further = max(0, bisect_right(range(further), blocks, key=partial(self._blocks_for, lengths)) - 1)
         return 1 + further
 
     @property

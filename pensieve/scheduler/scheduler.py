@@ -109,8 +109,8 @@ class Scheduler:
         limits: MemoryLimits | None = None,
     ) -> None:
         """ahead: plans are made while an earlier one is in flight."""
-        cache.report_to(facts)
-        self.cache = cache
+        cache.begin(facts=facts)
+        self.cache, self._room = cache, cache.room
         self.sessions = Sessions(cache, limits or MemoryLimits(), facts)
         self.in_flight: deque[Step] = deque()
         """Plans that are launched and not collected, the oldest first."""
@@ -131,7 +131,7 @@ class Scheduler:
         self._unsent = _Draft()  # admissions that no plan has told the worker of
         low = math.ceil(settings.swap_out_start * cache.gpu_blocks)
         high = high_watermark(settings.swap_out_stop, cache.gpu_blocks)
-        self._copying = strategy_of(settings.copy_ahead, cache, low, high)
+        self._copying = strategy_of(settings.copy_ahead, cache.room, low, high)
         self._reserve = math.ceil(settings.admission_reserve * cache.gpu_blocks)
 
     def refusal(self, active: ActiveRequest) -> RequestRefused | None:
@@ -175,7 +175,7 @@ class Scheduler:
             # Nothing runs and nothing is on its way: lose idle KV rather than stand still, unless what was dropped for
             # want of CPU room is enough. More than once where the policy's choice was the head's own.
             still = self._admit(draft, now_s)
-            if not self.running and still == lacking and not self.cache.drop(lacking, now_s):
+            if not self.running and still == lacking and not self._room.drop(lacking, now_s):
                 break
             lacking = still
             rows = self._compose(draft, now_s)
@@ -191,7 +191,7 @@ class Scheduler:
         step = self.in_flight.popleft()
         assert step.plan.step == result.step, "plans are collected in the order of their launch"
         self._facts.collected(step.plan, step.copied_for, result)
-        self.cache.collected(step.plan.step)
+        self._tell_plans()
         for active in step.members:
             active.collected()
         return step
@@ -288,7 +288,7 @@ class Scheduler:
         self._deferred.discard(active.arrival)
         self._waits_no_more(active)
         if active.preempted:
-            self.cache.end_preempted(active.session, now_s)
+            self.cache.release(active.session, now_s)
 
     def _launch(
         self, draft: _Draft, rows: list[tuple[ActiveRequest, Row]], repeat: int, horizon_ns: int | None
@@ -309,7 +309,6 @@ class Scheduler:
         sampled = sum([row.sample is not None for _, row in rows])
         self.counters.steps += 1
         self.counters.batched_tokens += tokens
-        self.cache.launched(plan.step)
         reads = [one.ticket for one in plan.disk if isinstance(one, DiskLoad)]
         tickets = (*[copy.ticket for copy in (*plan.swap_in, *plan.swap_out)], *reads)
         members = list(dict.fromkeys([*[active for active, _ in rows], *draft.admitted]))
@@ -317,7 +316,12 @@ class Scheduler:
             active.launched()
         step = Step(plan, computed, tokens, sampled, draft.admitted, members, tickets, draft.copied_for)
         self.in_flight.append(step)
+        self._tell_plans()
         return step
+
+    def _tell_plans(self) -> None:
+        following = self.counters.steps
+        self.cache.plans(self.in_flight[0].plan.step if self.in_flight else following, following)
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -347,10 +351,8 @@ class Scheduler:
 
     def _lacking(self, head: ActiveRequest, keep: int) -> int:
         """Blocks that its admission takes beyond those available; 0 or less: it fits."""
-        cache = self.cache
-        demand = cache.demand(head.session, keep, head.prompt_length())
-        reserve = self._reserve if self.running and cache.grows else 0
-        return demand.blocks + demand.own_available + reserve - cache.available
+        reserve = self._reserve if self.running and self._room.grows else 0
+        return self._room.lacking(head.session, keep, head.prompt_length()) + reserve
 
     def _start(self, active: ActiveRequest, keep: int, draft: _Draft, now_s: float) -> None:
         """Admit the request, or resume it, into a slot of its own."""
@@ -358,7 +360,7 @@ class Scheduler:
         facts, request = self._facts, active.request
         self._deferred.discard(active.arrival)
         if active.preempted:
-            admission = cache.resume(session, now_s)
+            admission = cache.admit(session, keep, None, now_s)
             facts.resumed(request, session, admission, active.misread)
         else:
             active.remember_session(keep)
@@ -412,7 +414,7 @@ class Scheduler:
     ) -> bool:
         """Take a block for the next decoded position. Returns False where the request skips this iteration, or was
         preempted."""
-        cache, session = self.cache, active.session
+        cache, room, session = self.cache, self._room, active.session
         length = active.work[0][1]
         self._facts.room_for(session, now_s)
         while True:
@@ -422,10 +424,10 @@ class Scheduler:
                     assert active.slot is not None
                     draft.tables.append((active.slot, *added))
                 return True
-            if cache.outgoing:
+            if room.outgoing:
                 return False  # blocks are on their way
-            draft.add_swap_out(cache.swap_out(1, now_s, urgent=True), active)
-            if cache.outgoing or cache.available:
+            draft.add_swap_out(room.swap_out(1, now_s, urgent=True), active)
+            if room.outgoing or room.available:
                 continue
             if self.in_flight:
                 self._must_drain = True
@@ -435,7 +437,7 @@ class Scheduler:
                 self._preempt(victim, draft, now_s)
                 if victim is active:
                     return False
-            elif not cache.drop(1, now_s):
+            elif not room.drop(1, now_s):
                 return False  # the other blocks are in this very plan; the next iteration preempts
 
     def _repeat(self, rows: list[tuple[ActiveRequest, Row]]) -> int:
@@ -457,7 +459,7 @@ class Scheduler:
             return False  # copies to the CPU tier make room without a preemption
         size = cache.chunk_tokens
         needed = sum(active.decoding and active.work[0][0] % size == 0 for active in self.running)
-        return needed > cache.available
+        return needed > self._room.available
 
     def _latest_not_in(self, rows: list[tuple[ActiveRequest, Row]]) -> ActiveRequest | None:
         """The running request that arrived last, of those that this iteration does not compute yet."""
@@ -470,7 +472,8 @@ class Scheduler:
         self._expect_no_load(active)
         self._slots.append(active.preempt())
         self._waits(active)
-        draft.add_swap_out(self.cache.preempt(active.session, now_s), active)
+        self.cache.release(active.session, now_s, finished=False)
+        draft.add_swap_out(self._room.swap_out_all(active.session, now_s), active)
         self.queue.push_back(active)
 
     # -- making room --------------------------------------------------------------------------------------------------

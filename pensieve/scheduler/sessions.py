@@ -123,7 +123,7 @@ class Sessions:
         """A request will be queued for it. A new one begins with what its request says it held before."""
         session.next_use_s = request.next_use_s
         if new and request.forgotten is not None and request.forgotten[1] == "restarted":
-            self._cache.recall(session, request.prompt[: request.forgotten[0] + 1])
+            self._cache.receive(session, request.prompt[: request.forgotten[0] + 1], None, session.created_s)
         parent = self._cache.sessions.get(request.fork.session) if new and request.fork is not None else None
         if parent is not None and request.fork is not None:
             self._cache.fork(parent, session, request.fork.tokens, request.fork.takes_kv)
@@ -175,7 +175,7 @@ class Sessions:
             self._over.append(known)
         for _ in range(min(_LOOKED_AT, len(self._over))):
             over = self._over.popleft()
-            if over.name in self._under_way or not self._cache.let_go(over):
+            if over.name in self._under_way or not self._cache.forget(over, if_empty=True):
                 self._over.append(over)
             else:
                 self._idle.let_go(over)
@@ -184,7 +184,7 @@ class Sessions:
         """Delete what an earlier engine left on disk of a session that has none here. tokens: all but the last had KV."""
         if tokens and self._cache.sessions.get(name) is None:
             known = self._cache.open(name, now_s, tenant)
-            self._cache.recall(known, tokens)
+            self._cache.receive(known, tokens, None, now_s)
             self._cache.forget(known)
 
     def receive(self, name: str, tenant: str, tokens: TokenArray[int], lengths: Sequence[int], now_ns: int) -> int:

@@ -115,7 +115,7 @@ def test_the_disk_is_the_machines_and_what_cannot_be_is_refused() -> None:
 def test_a_chunk_that_only_an_undone_turn_has_filled_goes_nowhere() -> None:
     """The last token of a turn is computed with the next one: if that is undone, its KV may be there, and does not count."""
     cache = TwoTierCache(policy=Lru(policy_context(4, 8, 0)), chunk_tokens=4, gpu_blocks=8, cpu_blocks=0)
-    cache.put_below(DiskTier(8, 4, 0.0, 2, Profile(4, {128: 0.128, 256: 0.256}, 0.001, {}), {}, {}))
+    cache.begin(below=DiskTier(8, 4, 0.0, 2, Profile(4, {128: 0.128, 256: 0.256}, 0.001, {}), {}, {}))
     session = cache.open("a", 0.0)
     cache.admit(session, 0, array("i", range(7)), 0.0)
     cache.advance(session, [(0, 7)])
@@ -126,7 +126,7 @@ def test_a_chunk_that_only_an_undone_turn_has_filled_goes_nowhere() -> None:
     cache.release(session, 3.0)
     cache.truncate(session, 8, computed=7)
     cache.check()
-    assert cache.drop(2, 4.0) == 2
+    assert cache.room.drop(2, 4.0) == 2
     assert [work.key for work in cache.below.take_work()] != [] and cache.below.used == 1
     cache.check()
 

@@ -33,9 +33,9 @@ def under_way(chunks: int) -> tuple[TwoTierCache, tuple[Copy, ...]]:
     """Each chunk of a conversation is being copied out, while a plan is in flight."""
     cache = cache_of(chunks + 1)
     rest(cache, "a", chunks)
-    copies = cache.swap_out(chunks, 0.0, urgent=False)
-    cache.launched(0)
-    assert cache.outgoing == chunks
+    copies = cache.room.swap_out(chunks, 0.0, urgent=False)
+    cache.plans(0, 1)
+    assert cache.room.outgoing == chunks
     return cache, copies
 
 
@@ -53,7 +53,7 @@ def edit(cache: TwoTierCache, name: str, length: int) -> None:
 
 def test_asking_what_is_on_its_way_costs_the_same_however_much_it_is() -> None:
     few, many = under_way(40)[0], under_way(400)[0]
-    assert calls_of(lambda: few.outgoing) == calls_of(lambda: many.outgoing)
+    assert calls_of(lambda: few.room.outgoing) == calls_of(lambda: many.room.outgoing)
     assert calls_of(lambda: few.tiers.copies.incoming) == calls_of(lambda: many.tiers.copies.incoming)
 
 
@@ -63,7 +63,7 @@ def test_forgetting_a_conversation_under_way_costs_its_own_size() -> None:
     assert costs[1] < 12 * costs[0]
     for cache in (few, many):
         cache.check()
-        assert cache.outgoing == 0, "of a forgotten conversation nothing becomes available as a clean chunk"
+        assert cache.room.outgoing == 0, "of a forgotten conversation nothing becomes available as a clean chunk"
 
 
 def test_editing_a_conversation_under_way_costs_the_same_however_long_it_is() -> None:
@@ -80,10 +80,10 @@ def test_a_step_does_not_look_at_blocks_that_still_wait_for_their_copies() -> No
     for chunks in (40, 400):
         cache, copies = under_way(chunks)
         cache.forget(session_of(cache, "a"))
-        cache.collected(0)
+        cache.plans(1, 1)
         assert cache.tiers.gpu.free == 1, "all the others are read by copies"
-        cache.launched(1)
-        costs.append(calls_of(lambda cache=cache: cache.collected(1)))
+        cache.plans(1, 2)
+        costs.append(calls_of(lambda cache=cache: cache.plans(2, 2)))
         cache.check()
         cache.finish([copy.ticket for copy in copies], valid=True)
         cache.check()
@@ -97,7 +97,7 @@ def test_blocks_wait_for_the_plan_even_if_their_copies_end_before_it() -> None:
     cache.finish([copy.ticket for copy in copies], valid=True)
     cache.check()
     assert (cache.tiers.gpu.free, cache.tiers.cpu.free) == (1, 1), "the plan in flight may still write them"
-    cache.collected(0)
+    cache.plans(1, 1)
     cache.check()
     assert cache.tiers.gpu.free == cache.tiers.cpu.free == 7
 
@@ -105,17 +105,17 @@ def test_blocks_wait_for_the_plan_even_if_their_copies_end_before_it() -> None:
 def test_a_return_during_the_copy_takes_its_chunks_from_what_is_outgoing_and_its_end_gives_them_back() -> None:
     cache, copies = under_way(6)
     session = session_of(cache, "a")
-    cache.collected(0)
+    cache.plans(1, 1)
     cache.admit(session, 20, array("i", [1]), 1.0)  # 5 whole chunks are kept, the sixth is cut and written again
     cache.check()
-    assert cache.outgoing == 0
+    assert cache.room.outgoing == 0
     cache.advance(session, [(20, 21)])
     cache.release(session, 2.0)
     cache.check()
-    assert cache.outgoing == 5
+    assert cache.room.outgoing == 5
     cache.finish([copy.ticket for copy in copies], valid=True)
     cache.check()
-    assert cache.outgoing == 0
+    assert cache.room.outgoing == 0
     assert cache.tiers.clean.chunks == 5
 
 
@@ -133,15 +133,14 @@ def test_the_counts_hold_through_random_moves(seed: int) -> None:
         if move == "turn" and not session.running:
             suffix = array("i", range(rng.randint(1, 20)))
             length = len(session.tokens) + len(suffix)
-            demand = cache.demand(session, len(session.tokens), length)
-            if demand.blocks + demand.own_available <= cache.available:
+            if cache.room.lacking(session, len(session.tokens), length) <= 0:
                 admission = cache.admit(session, len(session.tokens), suffix, float(now))
                 cache.advance(session, admission.work)
                 tickets += [copy.ticket for copy in admission.swap_in]
         elif move == "turn":
             cache.release(session, float(now))
         elif move == "out":
-            tickets += [copy.ticket for copy in cache.swap_out(rng.randint(1, 12), float(now), urgent=False)]
+            tickets += [copy.ticket for copy in cache.room.swap_out(rng.randint(1, 12), float(now), urgent=False)]
         elif move in ("end", "fail") and tickets:
             ticket = tickets.pop(rng.randrange(len(tickets)))
             if move == "end":
@@ -156,12 +155,12 @@ def test_the_counts_hold_through_random_moves(seed: int) -> None:
             cache.forget(session)
         elif move == "plan" and step == collected:
             step += 1
-            cache.launched(step)
+            cache.plans(step, step + 1)
         elif move == "plan":
             collected = step
-            cache.collected(step)
+            cache.plans(step + 1, step + 1)
         cache.check()
-    cache.collected(step)
+    cache.plans(step + 1, step + 1)
     cache.finish(tickets, valid=True)
     for name in list(cache.sessions):
         session = session_of(cache, name)

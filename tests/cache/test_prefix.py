@@ -41,11 +41,11 @@ def test_running_together_two_equal_prompts_hold_blocks_once() -> None:
     engine.submit(asked(1, "a", list(range(16)), output=8))
     for _ in range(2):
         engine.step(None)
-    used = engine.cache.gpu_blocks - engine.cache.available
+    used = engine.cache.gpu_blocks - engine.cache.room.available
     engine.submit(asked(2, "b", list(range(16)), output=2))
     engine.step(None)
     engine.cache.check()
-    assert engine.cache.gpu_blocks - engine.cache.available <= used + 2, "three of its blocks are the other's"
+    assert engine.cache.gpu_blocks - engine.cache.room.available <= used + 2, "three of its blocks are the other's"
     run(engine)
 
 

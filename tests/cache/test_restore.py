@@ -106,7 +106,7 @@ def returning(mode: str, hardware: HardwareSpec, tokens: int = 400, budget: int 
     engine = make_engine(blocks, 2 * blocks, cache=partial(TwoTierCache, restore=mode), hardware=hardware,
                          max_batch_tokens=budget)  # fmt: skip
     assert isinstance(engine.cache, TwoTierCache)
-    engine.cache.set_cost_model(Roofline(MODEL, hardware, 4), MODEL.layers, budget)
+    engine.cache.begin(cost=Roofline(MODEL, hardware, 4), layers=MODEL.layers, batch_tokens=budget)
     run(engine)
     for number, name in ((1, "a"), (2, "b")):
         engine.submit(request(number, name, tokens + 8 * number, 2))
@@ -156,7 +156,7 @@ def test_savings_of_an_8b_model_on_slow_and_fast_links(h2d_bw: float, least: flo
 def test_with_another_request_running_everything_is_loaded() -> None:
     engine = make_engine(200, 400, cache=partial(TwoTierCache, restore="hybrid"), max_batch_tokens=64)
     assert isinstance(engine.cache, TwoTierCache)
-    engine.cache.set_cost_model(Cost(load=1.0, chunk=0.5), MODEL.layers, 64)
+    engine.cache.begin(cost=Cost(load=1.0, chunk=0.5), layers=MODEL.layers, batch_tokens=64)
     engine.submit(request(1, "a", 600, 2))
     run(engine)
     engine.submit(request(2, "b", 700, 2))
@@ -200,13 +200,13 @@ def test_while_a_plan_is_in_flight_truncated_blocks_do_not_count_as_available() 
         pass  # copies out what is idle
     cache, session = engine.cache, engine.cache.open("a", 0.0)
     assert isinstance(cache, TwoTierCache) and cache.tiers.clean.chunks == 16
-    assert cache.demand(session, 8, 20).own_available == 2
-    cache.launched(cache.tiers.copies.launched + 1)
-    assert cache.demand(session, 8, 20).own_available == 16
-    available, demand = cache.available, cache.demand(session, 8, 20)
+    fits, step = -cache.room.lacking(session, 8, 20), engine.scheduler.counters.steps
+    cache.plans(step, step + 1)
+    left = -cache.room.lacking(session, 8, 20)
+    assert left == fits - 14, "two of its sixteen clean chunks are kept"
     cache.admit(session, 8, request(2, "a", 12, 1).prompt, 1.0)
     cache.check()
-    assert cache.available == available - demand.blocks - demand.own_available
+    assert cache.room.available == left
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -221,7 +221,7 @@ def test_random_traffic_keeps_its_tokens_however_chunks_are_restored(seed: int) 
             max_batch_tokens=rng.choice((3, 16)), max_batch_requests=rng.choice((1, 4)),
         )  # fmt: skip
         assert isinstance(engine.cache, TwoTierCache)
-        engine.cache.set_cost_model(Cost(load=rng.choice((0.3, 1.0, 3.0))), MODEL.layers, 16)
+        engine.cache.begin(cost=Cost(load=rng.choice((0.3, 1.0, 3.0))), layers=MODEL.layers, batch_tokens=16)
         asked = random.Random(seed + 100)
         turns: dict[int, TurnRecord] = {}
         for number in range(1, 31):

@@ -145,7 +145,7 @@ def converse(
     )
     settings = SchedulerSettings(max_batch_tokens=48, max_batch_requests=REQUESTS)
     cost = Profile(CHUNK, {128: 0.128, 256: 0.256}, 2 * CHUNK / 1000, {})  # loading is twice as dear as computing
-    store.set_cost_model(cost, model.spec.layers, settings.max_batch_tokens)
+    store.begin(cost=cost, layers=model.spec.layers, batch_tokens=settings.max_batch_tokens)
     engine = Serving(model, store, settings, options)
     device.forget()
     counted = dict(device.counts)

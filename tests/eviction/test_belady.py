@@ -40,12 +40,12 @@ def test_of_two_that_wait_the_one_that_is_served_last_goes_first(policy: Any) ->
     cache.reorder(first)
     second.mark_waiting(2)
     cache.reorder(second)
-    cache.drop(1, 5.0)
+    cache.room.drop(1, 5.0)
     lost = [session.name for session in (first, second) if session.chunks[0].gpu is None]
     assert lost == (["second"] if policy is Belady else ["first"])
     first.unmark_waiting(1)  # it is admitted, ends, and is next asked long after the second one
     cache.reorder(first)
-    cache.drop(1, 6.0)
+    cache.room.drop(1, 6.0)
     assert first.chunks[0].gpu is None
     cache.check()
 

@@ -24,7 +24,7 @@ def converse(model: LoadedModel, mode: RestoreMode, options: TorchOptions, link:
     cache = TwoTierCache(policy=policy, chunk_tokens=CHUNK, gpu_blocks=GPU_BLOCKS, cpu_blocks=CPU_BLOCKS, restore=mode)
     settings = SchedulerSettings(max_batch_tokens=48, max_batch_requests=REQUESTS)
     cost = Profile(CHUNK, {128: 0.128, 256: 0.256}, 2 * CHUNK / 1000, {})  # loading is twice as dear as computing
-    cache.set_cost_model(cost, model.spec.layers, settings.max_batch_tokens)
+    cache.begin(cost=cost, layers=model.spec.layers, batch_tokens=settings.max_batch_tokens)
     engine = CheckedEngine(model, cache, settings, CONTEXT, link, options)
     return perform(engine, Episode(5, 0).operations(turns))
 

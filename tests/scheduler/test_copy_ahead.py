@@ -85,7 +85,7 @@ def test_what_was_loaded_before_its_admission_is_found_on_cpu() -> None:
     found, on_gpu, engine = rounds("abcdef", 12, 12, "never", random.Random(1))
     loaded = engine.cache.counters.swapped_in_blocks * 4
     assert loaded > 0 and found > on_gpu, "it had been on CPU when it was asked"
-    assert not engine.cache.loaded_early
+    assert not engine.cache.room.loaded_early
 
 
 def test_without_a_cpu_tier_the_modes_are_one() -> None:
@@ -104,10 +104,10 @@ def idle(cache: TwoTierCache, name: str, chunks: int) -> None:
 def test_a_copy_ahead_of_time_costs_nobody_its_only_copy(ahead: str) -> None:
     cache = TwoTierCache(policy=Lru(policy_context(4, 12, 6)), chunk_tokens=4, gpu_blocks=12, cpu_blocks=6)
     idle(cache, "a", 5)
-    cache.finish([copy.ticket for copy in cache.swap_out(5, 1.0, urgent=False)], valid=True)
-    cache.reclaim(5, 1.0)
+    cache.finish([copy.ticket for copy in cache.room.swap_out(5, 1.0, urgent=False)], valid=True)
+    cache.room.reclaim(5, 1.0)
     idle(cache, "b", 5)
-    copies = cache.swap_out(4, 2.0, urgent=False, spare=ahead == "spare")
+    copies = cache.room.swap_out(4, 2.0, urgent=False, spare=ahead == "spare")
     assert [len(copy.src) for copy in copies] == ([4] if ahead == "paper" else [1])
     assert cache.counters.dropped_chunks == (3 if ahead == "paper" else 0)
     cache.check()
@@ -118,17 +118,17 @@ def test_the_head_changes_places_with_what_leaves_the_gpu() -> None:
     that becomes free is used by the next."""
     cache = TwoTierCache(policy=Lru(policy_context(4, 6, 6)), chunk_tokens=4, gpu_blocks=6, cpu_blocks=6)
     idle(cache, "a", 6)
-    cache.finish([copy.ticket for copy in cache.swap_out(6, 1.0, urgent=False)], valid=True)
-    cache.reclaim(6, 1.0)
+    cache.finish([copy.ticket for copy in cache.room.swap_out(6, 1.0, urgent=False)], valid=True)
+    cache.room.reclaim(6, 1.0)
     idle(cache, "b", 6)
     a = cache.sessions.get("a")
     assert a is not None and cache.places(a) == "CCCCCC"
     a.mark_waiting(1)
     cache.reorder(a)
     plans = 0
-    while (lacking := cache.demand(a, 20, 22).blocks + cache.demand(a, 20, 22).own_available - cache.available) > 0:
-        loads, outs = Exchange(cache).step(a, lacking, 2.0)
-        assert loads or outs or cache.outgoing
+    while (lacking := cache.room.lacking(a, 20, 22)) > 0:
+        loads, outs = Exchange(cache.room).step(a, lacking, 2.0)
+        assert loads or outs or cache.room.outgoing
         cache.finish([copy.ticket for copy in (*loads, *outs)], valid=True)
         cache.check()
         plans += 1
@@ -148,7 +148,7 @@ def test_the_head_does_not_give_up_its_own_chunks_for_its_own_chunks() -> None:
     cache = TwoTierCache(policy=Lru(policy_context(4, 14, 20)), chunk_tokens=4, gpu_blocks=14, cpu_blocks=20)
     for number, name in enumerate("ab"):
         idle(cache, name, 6 - 2 * number)
-        cache.finish([copy.ticket for copy in cache.swap_out(6, 1.0, urgent=False)], valid=True)
+        cache.finish([copy.ticket for copy in cache.room.swap_out(6, 1.0, urgent=False)], valid=True)
     running = cache.open("running", 0.0)
     cache.admit(running, 0, array("i", range(23)), 2.0)  # six blocks, two of them from the oldest
     a, b = cache.sessions.get("a"), cache.sessions.get("b")
@@ -160,10 +160,9 @@ def test_the_head_does_not_give_up_its_own_chunks_for_its_own_chunks() -> None:
     cache.reorder(b)
     loaded = 0
     for _ in range(20):
-        demand = cache.demand(a, 20, 50)
-        lacking = demand.blocks + demand.own_available - cache.available
+        lacking = cache.room.lacking(a, 20, 50)
         assert lacking > 0
-        loads, outs = Exchange(cache).step(a, lacking, 3.0)
+        loads, outs = Exchange(cache.room).step(a, lacking, 3.0)
         loaded += sum(len(copy.src) for copy in loads)
         cache.finish([copy.ticket for copy in (*loads, *outs)], valid=True)
         cache.check()

@@ -63,7 +63,7 @@ def serve(
     cache = TwoTierCache(
         policy=Lru(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu
     )
-    cache.set_cost_model(cost, model.layers, 512)
+    cache.begin(cost=cost, layers=model.layers, batch_tokens=512)
     worker.start(gpu, cpu)
     settings = SchedulerSettings(max_batch_requests=64, load_apart=load_apart)
     engine = Engine(

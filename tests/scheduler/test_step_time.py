@@ -55,9 +55,9 @@ def test_a_step_does_not_grow_with_the_copies_under_way() -> None:
     """Over a link that hardly moves: every idle conversation is on its way out, each by a ticket of its own."""
     link = {"hardware": replace(MACHINE, d2h_bw=1.0), "swap_out_start": 1.0, "swap_out_stop": 1.0}
     few, many = engine_with(idle=100, **link), engine_with(idle=1000, **link)
-    assert (few.cache.outgoing, many.cache.outgoing) == (99, 999), "all but the one that ended last"
+    assert (few.cache.room.outgoing, many.cache.room.outgoing) == (99, 999), "all but the one that ended last"
     costs = [calls_a_step(engine, 10_000) for engine in (few, many)]
-    assert many.cache.outgoing >= 1000
+    assert many.cache.room.outgoing >= 1000
     assert abs(costs[1] - costs[0]) < 0.1 * costs[0]
 
 
