@@ -22,7 +22,10 @@ def without(runs: Iterable[Run], gone: Iterable[Run]) -> tuple[Run, ...]:
 
 def tokens_in(runs: Iterable[Run]) -> int:
     """How many positions the runs have together."""
-    return sum([stop - start for start, stop in runs])
+    total = 0
+    for start, stop in runs:
+        total += stop - start
+    return total
 
 
 def merged(runs: Iterable[Run]) -> tuple[Run, ...]:

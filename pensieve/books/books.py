@@ -15,7 +15,7 @@ from pensieve.facts import NOBODY_NOW, Admission, Computed, Facts, Found, Tier
 from pensieve.plan import Repeats, StepPlan, StepResult
 from pensieve.record import TurnRecord
 from pensieve.request import Request, TokenArray
-from pensieve.runs import Run
+from pensieve.runs import Run, tokens_in
 from pensieve.session import Session
 
 _LONG_ROW = 128  # positions of a row whose time the cost model should tell
@@ -268,6 +268,6 @@ class Books(Facts):
 
     def _count_prediction(self, runs: Sequence[Run], compute_ns: int) -> None:
         """Add predicted and measured time of an iteration that computed one row, if that was long enough."""
-        if self._cost is not None and sum(stop - start for start, stop in runs) >= _LONG_ROW:
+        if self._cost is not None and tokens_in(runs) >= _LONG_ROW:
             self.counts.predicted_ns += round(predicted_s(self._cost, runs, self._size) * 1e9)
             self.counts.predictable_ns += compute_ns

@@ -330,11 +330,13 @@ class Tiers:
             for start, stop in moved.existing()
             for index in range(start, stop)
         }
-        chosen = list(existing)
-        if len(running) > 1:
-            chosen = [key for key in map(session_and_chunk, order) if key in existing]
-        for key in chosen:
-            self.update_duplicates(existing[key], key[1:])
+        if len(running) == 1:
+            (session,) = running.values()
+            self.update_duplicates(session, [index for _, index in existing])
+            return
+        for key in map(session_and_chunk, order):
+            if key in existing:
+                self.update_duplicates(existing[key], key[1:])
 
     # -- how --------------------------------------------------------------------------------------------------------
 

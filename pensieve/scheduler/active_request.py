@@ -19,14 +19,14 @@ from pensieve.stop import StopSearch
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
-    """One request; its methods are the transitions of its life and alone change it:
+    """One request; its methods are the transitions of its life and alone change it, but for in_flight:
 
         arrive -> waiting -- start --> running -- close --> closed, until no launched plan has a part of it
                      ^                    |
                      +----- preempt ------+
 
-    and while it runs, for each iteration: next_row and launched, then collected and, where the row was sampled, append.
-    Whoever calls start, preempt or leave_slot keeps the slots and tells the cache.
+    and while it runs, for each iteration: next_row, then, where the row was sampled, append. Whoever calls start, preempt or
+    leave_slot keeps the slots and tells the cache; whoever launches and collects plans counts in_flight.
 
     arrival: its place in the order of arrival, kept when it is preempted. work: positions without KV, ascending; the last
     one ends at the last known token, so a decode is work of one position. slot: the worker's, while it runs. in_flight:
@@ -177,14 +177,6 @@ class ActiveRequest:
                 self.decode_next()
         return Row(self.slot, runs, ids, sample)
 
-    def launched(self) -> None:
-        """Count a launched plan that has a part of it."""
-        self.in_flight += 1
-
-    def collected(self) -> None:
-        """Stop counting a plan that has a part of it: it is over."""
-        self.in_flight -= 1
-
     def discard_result(self) -> None:
         """Discard what the plan just collected has computed for it, with the token that it sampled."""
         assert not self.in_flight
@@ -216,14 +208,10 @@ class ActiveRequest:
             self.work.append((position, position + 1))
             self.work_tokens = 1
 
-    def wait_after_misread(self) -> int:
-        """Make it wait again, since what it read from disk was not what it had asked for; returns the slot it had."""
-        self.misread = True
-        return self.preempt()
-
-    def preempt(self) -> int:
-        """Make it wait again until blocks are available; returns the slot it had."""
-        self.preempted = True
+    def preempt(self, misread: bool = False) -> int:
+        """Make it wait again until blocks are available; misread: since what it read from disk was not what it had asked
+        for. Returns the slot it had."""
+        self.preempted, self.misread = True, misread
         return self.leave_slot()
 
     def leave_slot(self) -> int:

@@ -191,9 +191,10 @@ class Scheduler:
         step = self.in_flight.popleft()
         assert step.plan.step == result.step, "plans are collected in the order of their launch"
         self._facts.collected(step.plan, step.copied_for, result)
-        self._tell_plans()
+        following = self.counters.steps
+        self.cache.plans(self.in_flight[0].plan.step if self.in_flight else following, following)
         for active in step.members:
-            active.collected()
+            active.in_flight -= 1
         return step
 
     def copied(self, tickets: Sequence[int]) -> None:
@@ -269,12 +270,7 @@ class Scheduler:
     def start_over(self, active: ActiveRequest, now_s: float) -> None:
         """Make a request wait again, as though it had been preempted, because something else was read from disk than was
         asked for; what has no KV then is computed."""
-        self.running.remove(active)
-        self._expect_no_load(active)
-        self._slots.append(active.wait_after_misread())
-        self._waits(active)
-        self.cache.release(active.session, now_s, finished=False)
-        self.queue.push_back(active)
+        self._stop(active, now_s, misread=True)
 
     def _expect_no_load(self, active: ActiveRequest) -> None:
         """Stop waiting for what it loads or reads: it no longer runs."""
@@ -304,24 +300,26 @@ class Scheduler:
             repeat=repeat,
             horizon_ns=horizon_ns,
         )
-        computed = [(active, row.runs) for active, row in rows]
-        tokens = sum([stop - start for _, runs in computed for start, stop in runs])
-        sampled = sum([row.sample is not None for _, row in rows])
+        computed, tokens, sampled = [], 0, 0
+        members: dict[ActiveRequest, None] = {}
+        for active, row in rows:
+            computed.append((active, row.runs))
+            members[active] = None
+            sampled += row.sample is not None
+            for start, stop in row.runs:
+                tokens += stop - start
+        members.update(dict.fromkeys(draft.admitted))
+        for active in members:
+            active.in_flight += 1
         self.counters.steps += 1
         self.counters.batched_tokens += tokens
-        reads = [one.ticket for one in plan.disk if isinstance(one, DiskLoad)]
-        tickets = (*[copy.ticket for copy in (*plan.swap_in, *plan.swap_out)], *reads)
-        members = list(dict.fromkeys([*[active for active, _ in rows], *draft.admitted]))
-        for active in members:
-            active.launched()
-        step = Step(plan, computed, tokens, sampled, draft.admitted, members, tickets, draft.copied_for)
+        tickets = [copy.ticket for copy in (*plan.swap_in, *plan.swap_out)]
+        if plan.disk:
+            tickets += [one.ticket for one in plan.disk if isinstance(one, DiskLoad)]
+        step = Step(plan, computed, tokens, sampled, draft.admitted, list(members), tuple(tickets), draft.copied_for)
         self.in_flight.append(step)
-        self._tell_plans()
+        self.cache.plans(self.in_flight[0].plan.step, self.counters.steps)
         return step
-
-    def _tell_plans(self) -> None:
-        following = self.counters.steps
-        self.cache.plans(self.in_flight[0].plan.step if self.in_flight else following, following)
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -468,12 +466,16 @@ class Scheduler:
 
     def _preempt(self, active: ActiveRequest, draft: _Draft, now_s: float) -> None:
         self.counters.preempted += 1
+        self._stop(active, now_s, misread=False)
+        draft.add_swap_out(self._room.swap_out_all(active.session, now_s), active)
+
+    def _stop(self, active: ActiveRequest, now_s: float, misread: bool) -> None:
+        """Make a running request wait again."""
         self.running.remove(active)
         self._expect_no_load(active)
-        self._slots.append(active.preempt())
+        self._slots.append(active.preempt(misread))
         self._waits(active)
         self.cache.release(active.session, now_s, finished=False)
-        draft.add_swap_out(self._room.swap_out_all(active.session, now_s), active)
         self.queue.push_back(active)
 
     # -- making room --------------------------------------------------------------------------------------------------
