@@ -10,13 +10,46 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from pensieve.ledger import Miss, Missed, ledger_of, seconds_of
 from pensieve.request import Request, TokenArray
 
-if TYPE_CHECKING:  # figures read records and load no core
-    from pensieve.cost.base import CostModel, PositionPrices
+Cause = Literal["new", "edited", "evicted", "expired", "restarted", "never_stored"]
+"""new: never said before in this conversation. edited: other tokens stood in its place. evicted: its KV was given up for a
+request of `evicted_by`. expired, restarted: the conversation was forgotten for its age, or the server was started again.
+never_stored: its KV was computed and not kept, by design (stateless; the part of a block at the end of a turn in
+prefix_cache), since its step failed, or since another conversation that shared it was forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """For whose request KV was given up, and when, in seconds of the engine's clock."""
+
+    by: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """Positions [start, stop) of a prompt that had no KV."""
+
+    start: int
+    stop: int
+    cause: Cause
+    loss: Loss | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A line of a turn's ledger. ms: of the turn's time to first token, or to its end without one. evicted_by, evicted_s:
+    the conversation for whose request, and when the last of these tokens was given up; evicted_by None beside them: several
+    others."""
+
+    cause: Cause
+    tokens: int
+    ms: float
+    evicted_by: str | None = None
+    evicted_s: float | None = None
 
 
 class ScratchFile:
@@ -212,16 +245,6 @@ class TurnRecord:
             self.ttft_ms = (self.first_token_s - self.intended_s) * 1e3
         self.output_tokens = len(self.token_ids)
         self.output_sha256 = hashlib.sha256(self.token_ids.tobytes()).hexdigest()
-
-    def account(self, cost: CostModel, prices: PositionPrices, chunk_tokens: int) -> None:
-        """Price, once it is over, what it computed again and what it found (seconds), and make its ledger."""
-        if self.history_tokens is not None:
-            self.recomputed_s = seconds_of(self.missed, self.history_tokens, prices)
-            self.saved_s = tuple(prices.of(runs) for runs in self.found)
-        waited_ms = self.latency_ms if self.ttft_ms is None else self.ttft_ms
-        if waited_ms is not None and self.missed:
-            self.misses = ledger_of(self.missed, waited_ms, cost, chunk_tokens)
-        self.missed = self.found = ()
 
     # -- outside the engine -------------------------------------------------------------------------------------------
 

@@ -7,11 +7,12 @@ from array import array
 
 import pytest
 
+from pensieve.books.ledger import MOST_EVICTORS, joined, ledger_of
 from pensieve.cache.prefix import PrefixCache
 from pensieve.cache.slots import SlotCache
 from pensieve.cache.stateless import StatelessCache
 from pensieve.cache.two_tier import TwoTierCache
-from pensieve.ledger import MOST_EVICTORS, Loss, Missed, joined, ledger_of
+from pensieve.record import Loss, Missed
 from pensieve.request import Fork, Length, Request, Sampling
 from pensieve.scheduler.composition import SchedulerSettings
 from tests.baselines.systems import inline

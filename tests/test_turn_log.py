@@ -10,8 +10,7 @@ from array import array
 
 import pytest
 
-from pensieve.ledger import Miss
-from pensieve.record import ScratchFile, TurnRecord
+from pensieve.record import Miss, ScratchFile, TurnRecord
 from pensieve.turn_log import Chosen, TurnLog, chosen
 
 LET_GO = {"token_ids", "margins", "emitted_s", "stored"}

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pensieve.books.content import Content
 from pensieve.books.holding import Held, Holders, Holding
-from pensieve.books.residency import Asked, Losses, Residency
+from pensieve.books.ledger import Asked, Losses, Residency, account
 from pensieve.cost.base import CostModel, PositionPrices, predicted_s
 from pensieve.facts import NOBODY_NOW, Admission, Computed, Facts, Found, Tier
 from pensieve.plan import Repeats, StepPlan, StepResult
@@ -185,7 +185,7 @@ class Books(Facts):
         self._residency.pop(request.id, None)
         record.close(status, reason, now_s, error)
         if self._cost is not None and self._prices is not None:
-            record.account(self._cost, self._prices, self._size)
+            account(record, self._cost, self._prices, self._size)
         return record
 
     def _findable(self, session: Session, asked: Asked, found: Found) -> tuple[int | None, int | None]:

@@ -16,8 +16,7 @@ from pensieve.compose import read_option
 from pensieve.compose.settings import check_node
 from pensieve.compose.weights import check_weights, model_config
 from pensieve.errors import ConfigError, PensieveError
-from pensieve.ledger import Miss
-from pensieve.record import TurnRecord
+from pensieve.record import Miss, TurnRecord
 from pensieve.request import Free
 from pensieve.server.api import Server, Stream
 from pensieve.server.create import server_of

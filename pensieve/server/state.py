@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.errors import ConfigError
-from pensieve.ledger import Miss
-from pensieve.record import TurnRecord
+from pensieve.record import Miss, TurnRecord
 from pensieve.server.conversations import Conversation, Conversations, Mark, Message
 from pensieve.server.responses import ResponseStore, Stored
 

@@ -11,8 +11,8 @@ import pytest
 from analysis.ledgers import break_even, holding, holding_table, miss_causes
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
-from pensieve.ledger import Miss
 from pensieve.metrics import MetricValue
+from pensieve.record import Miss
 from pensieve.results.prices import Prices
 from pensieve.results.store import Holding, ResultsStore
 from tests.analysis.sweeps import answered, fill

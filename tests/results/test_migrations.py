@@ -10,8 +10,7 @@ from sqlalchemy import inspect, text
 from sqlalchemy.exc import IntegrityError
 
 from pensieve.errors import ResultsError
-from pensieve.ledger import Miss
-from pensieve.record import TurnRecord
+from pensieve.record import Miss, TurnRecord
 from pensieve.results import database, migrations
 from pensieve.results.database import Database
 from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base

@@ -1,17 +1,21 @@
-"""Where the history of an admitted prompt was, and why what lacked KV did."""
+"""Where the history of an admitted prompt was, why what lacked KV did, and what of the time to first token that took.
+
+A turn that ended without a token (cancelled in prefill, timed out, failed) has a ledger of the time until it ended."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from pensieve.cost.base import CostModel, PositionPrices, marginal_s
 from pensieve.facts import Admission, Found
-from pensieve.ledger import Loss, Missed, joined
-from pensieve.record import TurnRecord
+from pensieve.record import Cause, Loss, Miss, Missed, TurnRecord
 from pensieve.request import Request, TokenArray
 from pensieve.runs import Run, tokens_in, without
 from pensieve.session import Session
+
+MOST_EVICTORS = 8
 
 REMEMBERED = 16
 """Pools of evicted blocks of whose content the loss is remembered."""
@@ -208,3 +212,62 @@ def explained(
         runs += (Missed(place, start, "new"), Missed(start, one.stop, one.cause, one.loss))
         place = max(place, one.stop)
     return joined((*runs, Missed(place, residency.prompt, "new")))
+
+
+def account(record: TurnRecord, cost: CostModel, prices: PositionPrices, chunk_tokens: int) -> None:
+    """Price, once it is over, what it computed again and what it found (seconds), and make its ledger."""
+    if (history := record.history_tokens) is not None:
+        again = [(one.start, min(one.stop, history)) for one in record.missed if one.start < history]
+        record.recomputed_s = prices.of(again)
+        record.saved_s = tuple([prices.of(runs) for runs in record.found])
+    waited_ms = record.latency_ms if record.ttft_ms is None else record.ttft_ms
+    if waited_ms is not None and record.missed:
+        record.misses = ledger_of(record.missed, waited_ms, cost, chunk_tokens)
+    record.missed = record.found = ()
+
+
+def ledger_of(missed: Sequence[Missed], waited_ms: float, cost: CostModel, chunk_tokens: int) -> tuple[Miss, ...]:
+    """Divide the time that a turn waited for its first token among the causes of its missed positions, in proportion to
+    what the cost model says each position takes to compute. Returns a line for each cause and evicting conversation (the
+    MOST_EVICTORS largest): their tokens add up to the positions missed, their ms to waited_ms."""
+    seconds: dict[tuple[Cause, str | None], float] = {}
+    tokens: dict[tuple[Cause, str | None], int] = {}
+    when: dict[tuple[Cause, str | None], float] = {}
+    for one in missed:
+        key = (one.cause, one.loss.by if one.loss else None)
+        seconds[key] = seconds.get(key, 0.0) + marginal_s(cost, one.start, one.stop, chunk_tokens)
+        tokens[key] = tokens.get(key, 0) + one.stop - one.start
+        if one.loss is not None:
+            when[key] = max(when.get(key, one.loss.at_s), one.loss.at_s)
+    named = sorted((key for key in tokens if key[1] is not None), key=lambda key: (-tokens[key], key))
+    for key in named[MOST_EVICTORS:]:
+        rest = (key[0], None)
+        tokens[rest] = tokens.get(rest, 0) + tokens.pop(key)
+        seconds[rest] = seconds.get(rest, 0.0) + seconds.pop(key)
+        when[rest] = max(when.get(rest, when[key]), when.pop(key))
+    total = sum(seconds.values())
+    count = sum(tokens.values())
+    return tuple(
+        Miss(
+            cause,
+            tokens[cause, by],
+            waited_ms * (seconds[cause, by] / total if total else tokens[cause, by] / count),
+            by,
+            when.get((cause, by)),
+        )
+        for cause, by in tokens
+    )
+
+
+def joined(missed: Iterable[Missed]) -> tuple[Missed, ...]:
+    """Join neighbours of one cause and loss, and leave empty ones out."""
+    runs: list[Missed] = []
+    for one in missed:
+        if one.start >= one.stop:
+            continue
+        last = runs[-1] if runs else None
+        if last is not None and (last.stop, last.cause, last.loss) == (one.start, one.cause, one.loss):
+            runs[-1] = Missed(last.start, one.stop, one.cause, one.loss)
+        else:
+            runs.append(one)
+    return tuple(runs)
