@@ -152,8 +152,12 @@ class Engine:
 
     def step(self, until_ns: int | None) -> list[Event]:
         """Perform one iteration, or finish copies, or reach `until_ns`; returns what requests got."""
-        while self._may_launch() and (step := self._plan(until_ns)) is not None:
-            self.worker.launch(step.plan)
+        scheduler, worker = self.scheduler, self.worker
+        while len(scheduler.in_flight) < worker.depth and not scheduler.must_drain:
+            step = self._plan(until_ns)
+            if step is None:
+                break
+            worker.launch(step.plan)
         self._collect(until_ns)
         return self.take_events()
 
@@ -163,9 +167,6 @@ class Engine:
         return events
 
     # -- plan ---------------------------------------------------------------------------------------------------------
-
-    def _may_launch(self) -> bool:
-        return len(self.scheduler.in_flight) < self.worker.depth and not self.scheduler.must_drain
 
     def _plan(self, until_ns: int | None) -> Step | None:
         """Plan the next iteration, and close the requests that turn out to be too large for the machine."""

@@ -7,8 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from pensieve.plan import Copy, Repeats, StepPlan, StepResult
 from pensieve.request import Request, TokenArray
-from pensieve.runs import Run
-from pensieve.session import Session
+from pensieve.session import Run, Session
 
 Tier = Literal["gpu", "cpu", "disk"]
 

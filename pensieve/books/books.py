@@ -15,8 +15,7 @@ from pensieve.facts import NOBODY_NOW, Admission, Computed, Facts, Found, Tier
 from pensieve.plan import Repeats, StepPlan, StepResult
 from pensieve.record import TurnRecord
 from pensieve.request import Request, TokenArray
-from pensieve.runs import Run, tokens_in
-from pensieve.session import Session
+from pensieve.session import Run, Session, tokens_in
 
 _LONG_ROW = 128  # positions of a row whose time the cost model should tell
 

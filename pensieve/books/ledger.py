@@ -12,8 +12,7 @@ from pensieve.cost.base import CostModel, PositionPrices, marginal_s
 from pensieve.facts import Admission, Found
 from pensieve.record import Cause, Loss, Miss, Missed, TurnRecord
 from pensieve.request import Request, TokenArray
-from pensieve.runs import Run, tokens_in, without
-from pensieve.session import Session
+from pensieve.session import Run, Session, tokens_in, without
 
 MOST_EVICTORS = 8
 

@@ -10,8 +10,7 @@ from pensieve.cost.base import CostModel
 from pensieve.facts import SILENT, Admission, Facts
 from pensieve.plan import Copy, DiskLoad, DiskStore
 from pensieve.request import TokenArray
-from pensieve.runs import ChunkRun, Run
-from pensieve.session import Session
+from pensieve.session import ChunkRun, Run, Session
 
 
 @dataclass(slots=True)

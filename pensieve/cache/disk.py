@@ -20,8 +20,7 @@ from pensieve.cache.tiers import missing_runs
 from pensieve.cost.base import CostModel, predicted_s
 from pensieve.facts import SILENT, Facts
 from pensieve.plan import DiskLoad, DiskStore
-from pensieve.runs import ChunkRun, without
-from pensieve.session import Session, runs_of
+from pensieve.session import ChunkRun, Session, runs_of, without
 
 
 class DiskTier(LowerTier):

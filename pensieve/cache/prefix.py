@@ -11,8 +11,7 @@ from pensieve.cache.one_tier import OneTier
 from pensieve.cache.pool import BlockPool
 from pensieve.eviction.base import EvictionPolicy
 from pensieve.facts import Facts, Found
-from pensieve.runs import Run
-from pensieve.session import Session, chunks_of
+from pensieve.session import Run, Session, chunks_of
 
 
 class PrefixCache(OneTier):

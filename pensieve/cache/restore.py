@@ -12,8 +12,7 @@ from pensieve.cache.base import CacheCounters
 from pensieve.cache.tiers import missing_runs
 from pensieve.cost.base import CostModel
 from pensieve.errors import ConfigError
-from pensieve.runs import Run, merged, tokens_in
-from pensieve.session import Session
+from pensieve.session import Run, Session, merged, tokens_in
 from pensieve.units import ceil_div
 
 RestoreMode = Literal["load", "hybrid", "recompute"]

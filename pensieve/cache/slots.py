@@ -10,8 +10,7 @@ from pensieve.cache.one_tier import OneTier
 from pensieve.errors import CapacityError, ConfigError
 from pensieve.eviction.base import EvictionPolicy
 from pensieve.request import TokenArray, tokens_of
-from pensieve.runs import Run
-from pensieve.session import Session, chunks_of, common_prefix
+from pensieve.session import Run, Session, chunks_of, common_prefix
 
 MOST_SLOTS = 4  # that are chosen where nobody says how many
 

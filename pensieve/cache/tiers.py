@@ -49,8 +49,7 @@ from pensieve.eviction.base import EvictionPolicy
 from pensieve.facts import SILENT, Facts, Found
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
-from pensieve.runs import ChunkRun, Run, merged
-from pensieve.session import NO_BLOCK, Session, View, chunks_of, repeated, runs_of
+from pensieve.session import NO_BLOCK, ChunkRun, Run, Session, View, chunks_of, merged, repeated, runs_of
 
 _Place = tuple[bool, int]  # on GPU?, block
 

@@ -16,8 +16,7 @@ from pensieve.eviction.base import EvictionPolicy, as_policy
 from pensieve.facts import Admission, Facts, Found
 from pensieve.plan import Copy
 from pensieve.request import TokenArray
-from pensieve.runs import Run, tokens_in
-from pensieve.session import NO_BLOCK, Session, View, chunks_of, common_prefix, repeated, runs_of
+from pensieve.session import NO_BLOCK, Run, Session, View, chunks_of, common_prefix, repeated, runs_of, tokens_in
 
 
 class TwoTierRoom(Room):

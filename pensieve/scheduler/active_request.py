@@ -12,8 +12,7 @@ from pensieve.errors import CapacityError, ContextLengthError, RequestRefused
 from pensieve.facts import Admission
 from pensieve.plan import Row, Sample
 from pensieve.request import UNNUMBERED, Forced, Free, Request, Sampling, TokenArray
-from pensieve.runs import Run, tokens_in
-from pensieve.session import Session, chunks_of, common_prefix
+from pensieve.session import Run, Session, chunks_of, common_prefix, tokens_in
 from pensieve.stop import StopSearch
 
 

@@ -9,9 +9,9 @@ from itertools import repeat
 from pensieve.event import Event
 from pensieve.plan import Repeats, Row
 from pensieve.request import Forced, TokenArray
-from pensieve.runs import tokens_in
 from pensieve.scheduler.active_request import ActiveRequest
 from pensieve.scheduler.scheduler import Scheduler, Step
+from pensieve.session import tokens_in
 
 
 class FastForward(Scheduler):

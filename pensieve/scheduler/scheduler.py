@@ -15,13 +15,12 @@ from pensieve.event import Event
 from pensieve.facts import SILENT, Facts
 from pensieve.plan import Copy, DiskLoad, Repeats, Row, StepPlan, StepResult
 from pensieve.request import TokenArray
-from pensieve.runs import Run
 from pensieve.scheduler.active_request import ActiveRequest
 from pensieve.scheduler.composition import SchedulerSettings, high_watermark
 from pensieve.scheduler.copy_ahead import strategy_of
 from pensieve.scheduler.loads import DiskReads, Loads
 from pensieve.scheduler.sessions import MemoryLimits, Sessions
-from pensieve.session import Session
+from pensieve.session import Run, Session
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pensieve.cache.base import CacheManager
@@ -36,76 +36,25 @@ class _Idle:
     since_ns: int
 
 
-class IdleSessions:
-    """Sessions without a request, the one idle longest first. A call costs what it forgets, whoever else is idle."""
-
-    def __init__(self, limits: MemoryLimits) -> None:
-        ttl_s = limits.ttl_s
-        self._ttl_ns = None if ttl_s is None or math.isinf(ttl_s) else round(ttl_s * 1e9)
-        self._most_tokens = limits.tokens
-        self._idle: OrderedDict[str, _Idle] = OrderedDict()
-        self.tokens = 0
-
-    @property
-    def next_expiry_ns(self) -> int | None:
-        """When the next session will have been idle for too long; None: never, as things stand."""
-        if self._ttl_ns is None or not self._idle:
-            return None
-        return next(iter(self._idle.values())).since_ns + self._ttl_ns
-
-    def add(self, session: Session, now_ns: int) -> None:
-        """Count a session as idle: its last request ended."""
-        self.remove(session.name)
-        self._idle[session.name] = _Idle(session, len(session.tokens), now_ns)
-        self.tokens += len(session.tokens)
-
-    def remove(self, name: str) -> None:
-        """Stop counting a session, also one that the cache has let go: a request of it arrived, or it was forgotten."""
-        known = self._idle.pop(name, None)
-        if known is not None:
-            self.tokens -= known.tokens
-
-    def clear(self) -> None:
-        """Stop counting all of them."""
-        self._idle.clear()
-        self.tokens = 0
-
-    def let_go(self, session: Session) -> None:
-        """Record that the cache has let the session go. Where there are limits its tokens and age go on counting, so
-        that which others are forgotten does not depend on it."""
-        known = self._idle.get(session.name)
-        if known is None or known.session is not session:
-            return  # it was forgotten, and its name may be another session's by now
-        if self._ttl_ns is None and self._most_tokens is None:
-            self.remove(session.name)
-        else:
-            self._idle[session.name] = _Idle(None, known.tokens, known.since_ns)
-
-    def take_surplus(self, now_ns: int) -> Iterator[Session | None]:
-        """Yield the sessions to forget now, and remove each; None for one that the cache has let go before."""
-        while self._idle:
-            expiry_ns = self.next_expiry_ns
-            expired = expiry_ns is not None and expiry_ns <= now_ns
-            if not expired and (self._most_tokens is None or self.tokens <= self._most_tokens):
-                return
-            _, oldest = self._idle.popitem(last=False)
-            self.tokens -= oldest.tokens
-            yield oldest.session
-
-
 class Sessions:
-    """A session with a request under way is never forgotten."""
+    """A session with a request under way is never forgotten; of the others the one idle longest goes first. A call costs what
+    it forgets, whoever else is idle."""
 
     def __init__(self, cache: CacheManager, limits: MemoryLimits, facts: Facts) -> None:
         self._cache, self._facts = cache, facts
+        self._ttl_ns = None if limits.ttl_s is None or math.isinf(limits.ttl_s) else round(limits.ttl_s * 1e9)
+        self._most_tokens = limits.tokens
         self._under_way: dict[str, int] = {}  # session name -> its requests under way
-        self._idle = IdleSessions(limits)
+        self._idle: OrderedDict[str, _Idle] = OrderedDict()  # by name, the one idle longest first
+        self._idle_tokens = 0
         self._over: deque[Session] = deque()  # sessions that will not be asked again
 
     @property
     def next_expiry_ns(self) -> int | None:
         """When the next idle session is to be forgotten for its age; None: not before another request ends."""
-        return self._idle.next_expiry_ns
+        if self._ttl_ns is None or not self._idle:
+            return None
+        return next(iter(self._idle.values())).since_ns + self._ttl_ns
 
     def asked(self, request: Request, now_s: float) -> tuple[Session, bool]:
         """Return the session of a request that has arrived, and whether it is new."""
@@ -131,7 +80,7 @@ class Sessions:
     def begin(self, session: Session) -> None:
         """A request of it is under way from now on."""
         self._under_way[session.name] = self._under_way.get(session.name, 0) + 1
-        self._idle.remove(session.name)
+        self._not_idle(session.name)
 
     def end(self, session: Session, now_ns: int) -> None:
         """A request of it is over; it becomes idle if it has no other."""
@@ -139,7 +88,7 @@ class Sessions:
         self._under_way[name] -= 1
         if not self._under_way[name]:
             del self._under_way[name]
-            self._idle.add(session, now_ns)
+            self._rests(session, now_ns)
 
     def expect(self, name: str, next_use_s: float | None) -> None:
         """Set when the schedule will ask it again; read by offline policies only."""
@@ -151,21 +100,28 @@ class Sessions:
     def forget(self, name: str | None) -> None:
         """Free a session, or all, where no request is under way. No plan is in flight."""
         if name is None:
-            self._idle.clear()
+            self._idle.clear()  # also those that the cache has let go
+            self._idle_tokens = 0
         for one in [name] if name is not None else list(self._cache.sessions):
             if one in self._under_way:
                 continue
-            self._idle.remove(one)
+            self._not_idle(one)
             known = self._cache.sessions.get(one)
             if known is not None:
                 self._cache.forget(known)
 
     def forget_surplus(self, now_ns: int) -> None:
         """Forget sessions that were idle for too long, or are too many."""
-        for session in self._idle.take_surplus(now_ns):
+        while self._idle:
+            expiry_ns = self.next_expiry_ns
+            expired = expiry_ns is not None and expiry_ns <= now_ns
+            if not expired and (self._most_tokens is None or self._idle_tokens <= self._most_tokens):
+                return
+            _, oldest = self._idle.popitem(last=False)
+            self._idle_tokens -= oldest.tokens
             self._facts.expired()
-            if session is not None:
-                self._cache.forget(session)
+            if oldest.session is not None:
+                self._cache.forget(oldest.session)
 
     def ended(self, name: str) -> None:
         """Let go of a session that nobody will ask again, without any change for others: its KV stays until its blocks
@@ -178,7 +134,7 @@ class Sessions:
             if over.name in self._under_way or not self._cache.forget(over, if_empty=True):
                 self._over.append(over)
             else:
-                self._idle.let_go(over)
+                self._let_go(over)
 
     def disown(self, name: str, tenant: str, tokens: TokenArray[int], now_s: float) -> None:
         """Delete what an earlier engine left on disk of a session that has none here. tokens: all but the last had KV."""
@@ -195,5 +151,28 @@ class Sessions:
         now_s = now_ns / 1e9
         known = self._cache.open(name, now_s, tenant)
         taken = self._cache.receive(known, tokens, lengths, now_s)
-        self._idle.add(known, now_ns)
+        self._rests(known, now_ns)
         return taken
+
+    def _rests(self, session: Session, now_ns: int) -> None:
+        """Count a session as idle: its last request ended."""
+        self._not_idle(session.name)
+        self._idle[session.name] = _Idle(session, len(session.tokens), now_ns)
+        self._idle_tokens += len(session.tokens)
+
+    def _not_idle(self, name: str) -> None:
+        """Stop counting a session, also one that the cache has let go: a request of it arrived, or it was forgotten."""
+        known = self._idle.pop(name, None)
+        if known is not None:
+            self._idle_tokens -= known.tokens
+
+    def _let_go(self, session: Session) -> None:
+        """Record that the cache has let the session go. Where there are limits its tokens and age go on counting, so
+        that which others are forgotten does not depend on it."""
+        known = self._idle.get(session.name)
+        if known is None or known.session is not session:
+            return  # it was forgotten, and its name may be another session's by now
+        if self._ttl_ns is None and self._most_tokens is None:
+            self._not_idle(session.name)
+        else:
+            self._idle[session.name] = _Idle(None, known.tokens, known.since_ns)

@@ -338,7 +338,12 @@ class SimulatedWorker:
 
     def _finished_copies(self) -> tuple[int, ...]:
         now = self._clock.now_ns()
-        return tuple(ticket for way in self._ways() for one in done_by(way, now) for ticket in self._end(way, one))
+        finished: list[int] = []
+        for way in self._ways():
+            if way:
+                for one in done_by(way, now):
+                    finished += self._end(way, one)
+        return tuple(finished)
 
     def _ways(self) -> tuple[Way, Way, Way]:
         return self._link.inward, self._link.outward, self._reading
