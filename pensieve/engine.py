@@ -206,7 +206,8 @@ class Engine:
         if result.step is None:
             self.facts.collected(None, {}, result)
             scheduler.copied(result.done)
-            self._start_over(misread)
+            if misread:
+                scheduler.start_over(misread, self.clock.now_s())
             return
         step = scheduler.collected(result)
         now_s = ended_ns / 1e9
@@ -225,7 +226,8 @@ class Engine:
         for active in step.members:
             if active.closed:
                 self._release(active)
-        self._start_over(misread)
+        if misread:
+            scheduler.start_over(misread, self.clock.now_s())
 
     def _commit_rows(self, step: Step, result: StepResult, now_s: float, misread: Sequence[ActiveRequest]) -> None:
         """Give times and tokens to the requests that had a row. A request that was closed meanwhile gets none, and the
@@ -281,12 +283,6 @@ class Engine:
         """Fail the requests that run on KV that these copies should have brought."""
         failing = self.scheduler.copies_failed(tickets)
         self._fail_requests(failing, "A copy between the CPU and the GPU tier failed.", self.clock.now_s())
-
-    def _start_over(self, misread: Sequence[ActiveRequest]) -> None:
-        """Make these requests wait again, and compute what they could not read."""
-        for active in misread:
-            if not active.closed and active.slot is not None:
-                self.scheduler.start_over(active, self.clock.now_s())
 
     def _fail_requests(self, failing: Sequence[ActiveRequest], error: str, now_s: float) -> None:
         """Close these requests as failed; nobody else is touched."""

@@ -198,7 +198,8 @@ class Scheduler:
 
     def copied(self, tickets: Sequence[int]) -> None:
         """These copies are done."""
-        self.cache.finish(tickets, valid=True)
+        if tickets:
+            self.cache.finish(tickets, valid=True)
 
     def copies_failed(self, tickets: Sequence[int]) -> list[ActiveRequest]:
         """These copies failed, or their plan did. Returns the requests that run on KV that they should have brought."""
@@ -207,7 +208,8 @@ class Scheduler:
     def read(self, result: StepResult) -> list[ActiveRequest]:
         """Some reads from disk have ended, as the result says. Returns the requests that read something else than was asked
         for; `start_over` makes them wait again."""
-        self.cache.below.remove(result.unkept)
+        if result.unkept:
+            self.cache.below.remove(result.unkept)
         misread = self._running_on(self.cache.finish(result.unread, valid=False)) if result.unread else []
         if self._disk_reads is not None:
             self._disk_reads.done((*result.done, *result.unread))
@@ -266,10 +268,12 @@ class Scheduler:
             cache.truncate(session, length, active.computed_before)
             session.extend(active.replaced)
 
-    def start_over(self, active: ActiveRequest, now_s: float) -> None:
-        """Make a request wait again, as though it had been preempted, because something else was read from disk than was
+    def start_over(self, misread: Sequence[ActiveRequest], now_s: float) -> None:
+        """Make requests wait again, as though they had been preempted, because something else was read from disk than was
         asked for; what has no KV then is computed."""
-        self._stop(active, now_s, misread=True)
+        for active in misread:
+            if not active.closed and active.slot is not None:
+                self._wait_again(active, now_s, misread=True)
 
     def _expect_no_load(self, active: ActiveRequest) -> None:
         """Stop waiting for what it loads or reads: it no longer runs."""
@@ -465,10 +469,10 @@ class Scheduler:
 
     def _preempt(self, active: ActiveRequest, draft: _Draft, now_s: float) -> None:
         self.counters.preempted += 1
-        self._stop(active, now_s, misread=False)
+        self._wait_again(active, now_s, misread=False)
         draft.add_swap_out(self._room.swap_out_all(active.session, now_s), active)
 
-    def _stop(self, active: ActiveRequest, now_s: float, misread: bool) -> None:
+    def _wait_again(self, active: ActiveRequest, now_s: float, misread: bool) -> None:
         """Make a running request wait again."""
         self.running.remove(active)
         self._expect_no_load(active)
