@@ -37,6 +37,7 @@ import pensieve.commands.run
 import pensieve.eviction.retention_value
 import pensieve.worker.simulated
 import pensieve.workload.chat  # noqa: F401
+from pensieve.results import mlflow_store
 from pensieve.results.digest import code_hash
 from pensieve.results.environment import environment
 from pensieve.trial import sweep
@@ -132,6 +133,7 @@ def _run(
     if not figures:
         sweep.draw_figures = lambda *_: []
     GlobalHydra.instance().clear()
+    mlflow_store.say_not_logged.cache_clear()
     os.environ.clear()
     os.environ.update(given)
     os.chdir(cwd)

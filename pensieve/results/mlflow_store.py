@@ -79,6 +79,7 @@ def reason_of(error: Exception) -> str | None:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
+@functools.lru_cache(maxsize=8)  # a sweep meets the same full disk at each trial
 def say_not_logged(reason: str) -> None:
     _log.warning("Nothing was logged to MLflow (%s); the results database is complete without it.", reason)
 

@@ -86,6 +86,7 @@ def guarded(app: Callable[[], object], config_name: str = "config") -> None:
         app()
         return
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    logging.raiseExceptions = False  # a log file on a full disk: its trace would bury the sentence
     try:
         _run(app, config_name)
     except SystemExit as left:

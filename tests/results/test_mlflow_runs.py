@@ -203,6 +203,7 @@ def test_an_mlflow_that_fails_costs_no_trial(tmp_path: Path, caplog: pytest.LogC
     store = open_store(tmp_path)
     sweep = open_sweep(store)
     (tmp_path / "mlflow.db").write_bytes(b"not a database" * 100)
+    mlflow_store.say_not_logged.cache_clear()
     with caplog.at_level(logging.WARNING, logger="pensieve"):
         assert mlflow_runs.start_parent(tmp_path, store, sweep, "e") is None
     sentences = [r.getMessage() for r in caplog.records if r.name.startswith("pensieve")]
