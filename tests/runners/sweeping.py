@@ -9,6 +9,7 @@ import time
 from hydra.core.global_hydra import GlobalHydra
 
 import runners.run as runner
+from pensieve.results import mlflow_store
 from tests.typed import FORK, warm_up  # and what a trial imports late
 
 SHORT = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")
@@ -40,6 +41,7 @@ def _sweep(outputs, arguments):
     os.environ["PENSIEVE_OUTPUTS"] = str(outputs)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     GlobalHydra.instance().clear()
+    mlflow_store.say_not_logged.cache_clear()
     sys.argv = [str(runner.__file__), *arguments]
     status = 0
     try:
