@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def recorded(store: ResultsStore, command: str) -> Source:
     """The newest completed sweep of this command. Raises MissingSeries where there is none."""
     for sweep in store.answering_sweeps():
-        if (sweep.command, sweep.status) == (command, "completed"):
+        asked = (sweep.command or "").removesuffix(" force=true")  # the same trials, run again
+        if (asked, sweep.status) == (command, "completed"):
             return open_source(store, sweep.id)
     raise MissingSeries(f"No completed sweep is of this command; run it first: {command}")
 
