@@ -8,7 +8,12 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parents[1]
 WORDS, LINE, NUMBERS = 35, 160, 9
 """Words of a sentence, characters of a line, numbers of a paragraph: what none may exceed."""
-PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
+PAGES = [
+    CHECKOUT / "README.md",
+    CHECKOUT / "LOG.md",
+    CHECKOUT / "CHANGELOG.md",
+    *sorted((CHECKOUT / "docs").rglob("*.md")),
+]
 
 
 def prose(text: str) -> list[str]:
