@@ -13,9 +13,9 @@ from matplotlib.ticker import FuncFormatter
 from analysis import estimates, marks, style, tables
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Panel, Source, number
-from pensieve.metric_registry import PERCENTILES
-from pensieve.results.frame import ByConversation, by_conversation, positive_ratio
-from pensieve.statistics import Estimate, PairedRatio, enough_for
+from pensieve.lab.metric_registry import PERCENTILES
+from pensieve.lab.results.frame import ByConversation, by_conversation, positive_ratio
+from pensieve.lab.statistics import Estimate, PairedRatio, enough_for
 
 AXIS, PROMPT = "workload.agents", "workload.reason_tokens"
 STAGES = ("reason", "reflect")

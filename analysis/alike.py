@@ -10,8 +10,8 @@ from typing import Any
 
 from analysis.sweep import Cell, Panel, Source
 from pensieve.errors import MixedPanel
-from pensieve.results.schema import Trial
-from pensieve.results.trials import field_of
+from pensieve.lab.results.schema import Trial
+from pensieve.lab.results.trials import field_of
 from pensieve.units import ceil_div
 
 Reported = Mapping[str, Any]

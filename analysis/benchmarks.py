@@ -13,9 +13,9 @@ from analysis.marks import Bar, Group
 from analysis.registry import Figure, Plot, figure
 from analysis.sweep import Cell, Panel, Source
 from pensieve.errors import MissingSeries
-from pensieve.metrics import MetricValue
-from pensieve.results.store import JobResult
-from pensieve.statistics import Estimate, PairedRatio, paired_ratio
+from pensieve.lab.metrics import MetricValue
+from pensieve.lab.results.store import JobResult
+from pensieve.lab.statistics import Estimate, PairedRatio, paired_ratio
 
 SEQUENTIAL, PIPELINED = "sequential", "pipelined"
 

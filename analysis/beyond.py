@@ -21,10 +21,10 @@ from analysis.marks import Bar, Group
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Panel, Source
 from pensieve.errors import MissingSeries
-from pensieve.metric_registry import REAL
-from pensieve.results.frame import conversation_sums, paired, values_of
-from pensieve.results.trials import varying_axes
-from pensieve.statistics import Estimate, paired_ratio
+from pensieve.lab.metric_registry import REAL
+from pensieve.lab.results.frame import conversation_sums, paired, values_of
+from pensieve.lab.results.trials import varying_axes
+from pensieve.lab.statistics import Estimate, paired_ratio
 
 RATE = "workload.request_rate"
 TIMES = ("ttft_ms", "normalized_latency_ms")

@@ -15,11 +15,11 @@ from analysis import marks, style
 from analysis.estimates import over_seeds, percent, percentile
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Panel, Source
-from pensieve.results.findings import RECOMPUTED as HISTORY_RECOMPUTED
-from pensieve.results.findings import REFERENCE, Finding
-from pensieve.results.frame import PAPERS, by_conversation, found_more, values_of
-from pensieve.results.trials import varying_axes
-from pensieve.statistics import FEWEST_GROUPS, Estimate
+from pensieve.lab.results.findings import RECOMPUTED as HISTORY_RECOMPUTED
+from pensieve.lab.results.findings import REFERENCE, Finding
+from pensieve.lab.results.frame import PAPERS, by_conversation, found_more, values_of
+from pensieve.lab.results.trials import varying_axes
+from pensieve.lab.statistics import FEWEST_GROUPS, Estimate
 from pensieve.units import significant
 
 PARTS = {

@@ -16,9 +16,9 @@ from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Panel, Source
 from analysis.tables import estimated
 from pensieve.errors import MissingSeries
-from pensieve.results.frame import by_conversation, values_of
-from pensieve.results.trials import field_of
-from pensieve.statistics import Estimate
+from pensieve.lab.results.frame import by_conversation, values_of
+from pensieve.lab.results.trials import field_of
+from pensieve.lab.statistics import Estimate
 
 ROUTER, REPLICAS = "hardware.router", "hardware.replicas"
 MIGRATION, NETWORK = "hardware.migration", "hardware.network_gbps"

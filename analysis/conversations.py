@@ -14,9 +14,9 @@ from analysis import marks, style, tables
 from analysis.estimates import as_estimate, median
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import DEFAULT_COMMAND, Panel, Source
-from pensieve.results.findings import REFERENCE
-from pensieve.results.frame import paired, speed_up, values_of
-from pensieve.statistics import Estimate, PairedRatio
+from pensieve.lab.results.findings import REFERENCE
+from pensieve.lab.results.frame import paired, speed_up, values_of
+from pensieve.lab.statistics import Estimate, PairedRatio
 
 ByTurn = Mapping[int, Estimate]
 Ratios = Mapping[str, PairedRatio | None]

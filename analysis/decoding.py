@@ -18,8 +18,8 @@ from analysis.marks import Bar, Group
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Source
 from pensieve.errors import MissingSeries
-from pensieve.results.frame import by_conversation, values_of
-from pensieve.statistics import Estimate
+from pensieve.lab.results.frame import by_conversation, values_of
+from pensieve.lab.statistics import Estimate
 from pensieve.units import significant
 
 COMMAND = "python runners/run.py experiment=machine/llm_decode -m"

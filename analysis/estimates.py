@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from pensieve.results.frame import ByConversation, by_conversation, conversation_sums
-from pensieve.statistics import (
+from pensieve.lab.results.frame import ByConversation, by_conversation, conversation_sums
+from pensieve.lab.statistics import (
     Estimate,
     PairedRatio,
     estimate_mean,

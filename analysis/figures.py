@@ -20,8 +20,8 @@ from analysis import registry, style, tables
 from analysis.registry import Drawing, Figure
 from analysis.sweep import Source, all_sweeps, latest_of, open_source
 from pensieve.errors import MissingSeries, PensieveError, ResultsError
-from pensieve.results.prices import Prices
-from pensieve.results.store import LATEST, ResultsStore, figures_folder, open_store
+from pensieve.lab.results.prices import Prices
+from pensieve.lab.results.store import LATEST, ResultsStore, figures_folder, open_store
 
 FAMILIES = (
     "conversations",

@@ -23,8 +23,8 @@ from analysis.page import particulars
 from analysis.provenance import ranges
 from analysis.sweep import Source, open_source
 from pensieve.errors import MissingSeries, PensieveError
-from pensieve.results.store import ResultsStore, open_store
-from pensieve.results.sweep_table import sweep_table
+from pensieve.lab.results.store import ResultsStore, open_store
+from pensieve.lab.results.sweep_table import sweep_table
 
 ENTRIES = Path(__file__).with_name("gallery.yaml")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "gallery.md"

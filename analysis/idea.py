@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from analysis import style
+from pensieve.core.request import is_measured
 from pensieve.errors import MissingSeries, PensieveError
-from pensieve.request import is_measured
-from pensieve.results.store import JobResult, ResultsStore, open_store
+from pensieve.lab.results.store import JobResult, ResultsStore, open_store
 
 COMMAND = (
     "python runners/run.py -m hardware=sim_a100_80g model=llama3_8b cache=small seed=0 baseline=pensieve,stateless"

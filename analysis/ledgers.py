@@ -13,12 +13,12 @@ from analysis import marks, style, tables
 from analysis.estimates import over_seeds
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Source
+from pensieve.core.facts import Tier
 from pensieve.errors import MissingSeries
-from pensieve.facts import Tier
-from pensieve.results.prices import Worth, prefill_seconds
-from pensieve.results.size_map import is_map
-from pensieve.results.store import Holding
-from pensieve.statistics import Estimate
+from pensieve.lab.results.prices import Worth, prefill_seconds
+from pensieve.lab.results.size_map import is_map
+from pensieve.lab.results.store import Holding
+from pensieve.lab.statistics import Estimate
 
 COMMAND = "python runners/run.py -m"
 CAUSES = {

@@ -14,17 +14,17 @@ from analysis.conversations import CLASSES
 from analysis.estimates import mean, over_seeds, percentile
 from analysis.registry import Plot, columns, figure
 from analysis.sweep import NO_VALUE, Cell, Panel, Source, number
-from pensieve.compose.folder import conf_folder
 from pensieve.errors import MissingSeries
-from pensieve.results.claims import Claim, read_claims
-from pensieve.results.claims.claim import unmet
-from pensieve.results.claims.measures import crossing
-from pensieve.results.frame import by_conversation, positive_ratio, values_of
-from pensieve.results.notes import load_changed, offered_rate, starting
-from pensieve.results.schema import Trial
-from pensieve.results.slo import slo_of_sweep
-from pensieve.results.trials import TrialGroup
-from pensieve.statistics import FEWEST_GROUPS, Estimate, PairedRatio
+from pensieve.lab.compose.folder import conf_folder
+from pensieve.lab.results.claims import Claim, read_claims
+from pensieve.lab.results.claims.claim import unmet
+from pensieve.lab.results.claims.measures import crossing
+from pensieve.lab.results.frame import by_conversation, positive_ratio, values_of
+from pensieve.lab.results.notes import load_changed, offered_rate, starting
+from pensieve.lab.results.schema import Trial
+from pensieve.lab.results.slo import slo_of_sweep
+from pensieve.lab.results.trials import TrialGroup
+from pensieve.lab.statistics import FEWEST_GROUPS, Estimate, PairedRatio
 
 P = TypeVar("P")
 

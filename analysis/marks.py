@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from analysis import style
-from pensieve.statistics import Estimate
+from pensieve.lab.statistics import Estimate
 
 BAR_IN = 0.14  # one bar and its value
 LABEL_SIZE = 6.0

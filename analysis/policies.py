@@ -14,9 +14,9 @@ from analysis.estimates import as_estimate, over_seeds, seed_means
 from analysis.marks import Bar, Group
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Panel, Source
-from pensieve.results.findings import REFERENCE
-from pensieve.results.frame import PAPERS, START, found_more, gap_closed
-from pensieve.statistics import Estimate, PairedRatio
+from pensieve.lab.results.findings import REFERENCE
+from pensieve.lab.results.frame import PAPERS, START, found_more, gap_closed
+from pensieve.lab.statistics import Estimate, PairedRatio
 
 AXIS = "eviction"
 COMMAND = "python runners/run.py experiment=policies -m"

@@ -18,8 +18,8 @@ from analysis.marks import Bar, Group
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Panel, Source, number
 from pensieve.errors import MissingSeries
-from pensieve.results.frame import PROBES, by_round, conversations_of
-from pensieve.statistics import Estimate, Line, PairedRatio, estimate_percentile_by_seed, fit_line, paired_ratio
+from pensieve.lab.results.frame import PROBES, by_round, conversations_of
+from pensieve.lab.statistics import Estimate, Line, PairedRatio, estimate_percentile_by_seed, fit_line, paired_ratio
 
 WORKLOAD = "prefix_invalidation"
 NO_HITS = "no hits"

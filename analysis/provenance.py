@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pensieve.errors import MixedPanel
-from pensieve.results.schema import Sweep, Trial
-from pensieve.results.trials import Mixture
+from pensieve.lab.results.schema import Sweep, Trial
+from pensieve.lab.results.trials import Mixture
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from analysis import style, tables
 from analysis.provenance import brief, footnote
 from analysis.sweep import Panel, Source
 from analysis.tables import Table
-from pensieve.statistics import FEWEST_GROUPS, Estimate
+from pensieve.lab.statistics import FEWEST_GROUPS, Estimate
 
 Row = Mapping[str, Any]
 

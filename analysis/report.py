@@ -17,11 +17,11 @@ from analysis import figures, registry, style
 from analysis.page import document, outcomes, particulars
 from analysis.page.document import Page, Picture, Verdicted
 from analysis.sweep import Source
-from pensieve.compose.folder import conf_folder
 from pensieve.errors import PensieveError, ResultsError
-from pensieve.results.claims import Claim, Judged, judge_sweep, read_claims, record_claims
-from pensieve.results.mlflow_runs import log_text_of_sweep
-from pensieve.results.store import report_file
+from pensieve.lab.compose.folder import conf_folder
+from pensieve.lab.results.claims import Claim, Judged, judge_sweep, read_claims, record_claims
+from pensieve.lab.results.mlflow_runs import log_text_of_sweep
+from pensieve.lab.results.store import report_file
 
 AS_TABLES = ("speedup",)
 """Drawn for papers; the page has the same numbers as text."""

@@ -16,10 +16,10 @@ from analysis.provenance import trace
 from analysis.registry import Plot, figure
 from analysis.sweep import Panel, Source
 from pensieve.errors import MissingSeries
-from pensieve.results.frame import conversations_of
-from pensieve.results.size_map import Place, SizeMap, is_map, read_map, spaced
-from pensieve.results.trials import mixtures
-from pensieve.statistics import FEWEST_GROUPS
+from pensieve.lab.results.frame import conversations_of
+from pensieve.lab.results.size_map import Place, SizeMap, is_map, read_map, spaced
+from pensieve.lab.results.trials import mixtures
+from pensieve.lab.statistics import FEWEST_GROUPS
 
 KNEE, BORDER = "#D55E00", "#E7298A"  # both are seen on either map, and on a dark ground
 DISK = "cache.disk"

@@ -13,11 +13,11 @@ from sqlalchemy import select
 
 from analysis.provenance import Provenance, trace
 from pensieve.errors import ConfigError, MissingSeries
-from pensieve.results.frame import all_turns, chosen_turns, conversations_of
-from pensieve.results.prices import Prices
-from pensieve.results.schema import Sweep, SweepTrial, Trial
-from pensieve.results.store import JobResult, ResultsStore
-from pensieve.results.trials import axis_value, mixtures, varying_axes
+from pensieve.lab.results.frame import all_turns, chosen_turns, conversations_of
+from pensieve.lab.results.prices import Prices
+from pensieve.lab.results.schema import Sweep, SweepTrial, Trial
+from pensieve.lab.results.store import JobResult, ResultsStore
+from pensieve.lab.results.trials import axis_value, mixtures, varying_axes
 from pensieve.units import parse_capacity
 
 DEFAULT_COMMAND = "python runners/run.py -m"

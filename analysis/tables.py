@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from pensieve.statistics import Estimate, PairedRatio
+from pensieve.lab.statistics import Estimate, PairedRatio
 from pensieve.units import NONE as NONE  # told to whoever makes a table
 
 Table = Sequence[Mapping[str, str]]

@@ -13,9 +13,9 @@ __all__ = ["Generation", "PensieveError", "Server", "create_server"]
 __getattr__ = from_modules(
     __name__,
     {
-        "create_server": "pensieve.server.create",
-        "Server": "pensieve.server.api",
-        "Generation": "pensieve.server.api",
+        "create_server": "pensieve.serve.server.create",
+        "Server": "pensieve.serve.server.api",
+        "Generation": "pensieve.serve.server.api",
         "PensieveError": "pensieve.errors",
     },
 )

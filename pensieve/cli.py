@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from pensieve.results.store import ResultsStore
+    from pensieve.lab.results.store import ResultsStore
 
 MAIN_METRICS = (
     "ttft_ms_mean",
@@ -92,8 +92,8 @@ def run() -> int:
     with _imports():
         import hydra
 
-        from pensieve.compose import conf_folder, outputs_folder
-        from pensieve.trial.terminal import guarded
+        from pensieve.lab.compose import conf_folder, outputs_folder
+        from pensieve.lab.trial.terminal import guarded
 
     os.environ["PENSIEVE_OUTPUTS"] = str(outputs_folder())  # absolute, also for the processes of a launcher
     guarded(hydra.main(config_path=str(conf_folder()), config_name="config", version_base="1.3")(_run_job))
@@ -103,7 +103,7 @@ def run() -> int:
 def _run_job(cfg: DictConfig) -> None:
     """Hydra has composed the configuration: only now is more than Hydra needed."""
     with _imports():
-        from pensieve.commands.run import run_job
+        from pensieve.lab.commands.run import run_job
 
     run_job(cfg)
 
@@ -115,16 +115,16 @@ def size() -> int:
         import hydra
         from hydra.core.hydra_config import HydraConfig
 
-        from pensieve.compose import conf_folder, outputs_folder
-        from pensieve.trial.terminal import guarded
+        from pensieve.lab.compose import conf_folder, outputs_folder
+        from pensieve.lab.trial.terminal import guarded
 
     os.environ["PENSIEVE_OUTPUTS"] = str(outputs_folder())  # absolute, also for the processes that run its trials
 
     @hydra.main(config_path=str(conf_folder()), config_name="size", version_base="1.3")
     def app(cfg: DictConfig) -> None:
         with _imports():
-            from pensieve.commands.size.planner import size as run_map
             from pensieve.errors import PensieveError
+            from pensieve.lab.commands.size.planner import size as run_map
 
         hydra_node = HydraConfig.get()
         if hydra_node.mode is not None and hydra_node.mode.name == "MULTIRUN":
@@ -147,10 +147,10 @@ def bench() -> int:
         from hydra.core.hydra_config import HydraConfig
         from omegaconf import OmegaConf
 
-        from pensieve.bench import run_target
-        from pensieve.compose import conf_folder
         from pensieve.errors import PensieveError
-        from pensieve.trial.terminal import guarded
+        from pensieve.lab.bench import run_target
+        from pensieve.lab.compose import conf_folder
+        from pensieve.lab.trial.terminal import guarded
 
     @hydra.main(config_path=str(conf_folder()), config_name="bench", version_base="1.3")
     def app(cfg: DictConfig) -> None:
@@ -170,17 +170,17 @@ def bench() -> int:
 
 def serve() -> int:
     """A server with the API of OpenAI: [group=option] [serve.port=8000]."""
-    return _live("serve", "pensieve.server.command")
+    return _live("serve", "pensieve.serve.server.command")
 
 
 def chat() -> int:
     """Talk to a model in the terminal: [group=option] [chat.script=FILE]."""
-    return _live("chat", "pensieve.server.chat")
+    return _live("chat", "pensieve.serve.server.chat")
 
 
 def profile() -> int:
     """Measure this machine for its cost model and for simulating it: [group=option] [profile.to=FILE]."""
-    return _live("profile", "pensieve.commands.profile")
+    return _live("profile", "pensieve.lab.commands.profile")
 
 
 def _live(verb: str, module: str) -> int:
@@ -191,9 +191,9 @@ def _live(verb: str, module: str) -> int:
         from hydra.core.hydra_config import HydraConfig
         from omegaconf import OmegaConf
 
-        from pensieve.compose import conf_folder
         from pensieve.errors import PensieveError
-        from pensieve.trial.terminal import guarded
+        from pensieve.lab.compose import conf_folder
+        from pensieve.lab.trial.terminal import guarded
 
         command = getattr(import_module(module), verb)
 
@@ -216,10 +216,10 @@ def _live(verb: str, module: str) -> int:
 def doctor() -> int:
     """What this machine has, which models fit on it, and what to type next."""
     with _imports():
-        from pensieve.commands.doctor import report
-        from pensieve.commands.gpu_run import gpu_run
         from pensieve.errors import PensieveError
-        from pensieve.trial.terminal import say
+        from pensieve.lab.commands.doctor import report
+        from pensieve.lab.commands.gpu_run import gpu_run
+        from pensieve.lab.trial.terminal import say
 
     parser = argparse.ArgumentParser(description=doctor.__doc__)
     parser.add_argument(
@@ -243,12 +243,12 @@ def doctor() -> int:
 def compare() -> int:
     """Two sweeps, or two sets of trials, metric by metric: A B."""
     with _imports():
-        from pensieve.compose import outputs_folder
         from pensieve.errors import PensieveError
-        from pensieve.metrics import Slo
-        from pensieve.results.compare_trials import compare_trials, named_sweeps, objective_of, select_trials
-        from pensieve.results.store import open_store
-        from pensieve.trial.terminal import console
+        from pensieve.lab.compose import outputs_folder
+        from pensieve.lab.metrics import Slo
+        from pensieve.lab.results.compare_trials import compare_trials, named_sweeps, objective_of, select_trials
+        from pensieve.lab.results.store import open_store
+        from pensieve.lab.trial.terminal import console
 
     parser = argparse.ArgumentParser(
         description=compare.__doc__, epilog=COMPARE_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -291,9 +291,9 @@ def results(argv: Sequence[str] | None = None) -> int:
         return _complete(_results_parser())
     sys.path.insert(0, os.getcwd())  # reproduce: a policy of one's own in the current folder
     with _imports():
-        from pensieve.compose import outputs_folder
         from pensieve.errors import PensieveError
-        from pensieve.results.store import open_store
+        from pensieve.lab.compose import outputs_folder
+        from pensieve.lab.results.store import open_store
 
     options = _results_parser().parse_args(argv)
     try:
@@ -392,15 +392,15 @@ def _first_positional(actions: Iterable[argparse.Action]) -> str:
 
 
 def _ids(of: str) -> list[str]:
-    from pensieve.compose import outputs_folder
     from pensieve.errors import PensieveError
+    from pensieve.lab.compose import outputs_folder
 
     if of not in ("sweep", "trial"):
         return []
     from sqlalchemy import select
 
-    from pensieve.results.schema import Sweep, Trial
-    from pensieve.results.store import open_store
+    from pensieve.lab.results.schema import Sweep, Trial
+    from pensieve.lab.results.store import open_store
 
     try:
         with open_store(outputs_folder(), create=False).database.reading() as connection:
@@ -421,7 +421,7 @@ def _database_url(url_env: str | None) -> str | None:
 
 
 def _list(store: ResultsStore, options: argparse.Namespace) -> int:
-    from pensieve.results.listing import list_sweeps, list_trials
+    from pensieve.lab.results.listing import list_sweeps, list_trials
 
     limit = options.limit or None
     if options.sweep is not None:
@@ -433,7 +433,7 @@ def _list(store: ResultsStore, options: argparse.Namespace) -> int:
 
 
 def _show(store: ResultsStore, options: argparse.Namespace) -> int:
-    from pensieve.results.listing import show_trial
+    from pensieve.lab.results.listing import show_trial
 
     _print(show_trial(store, options.trial))
     return 0
@@ -452,8 +452,8 @@ def _trial_number(store: ResultsStore, asked: str) -> int:
 
 
 def _read(store: ResultsStore, options: argparse.Namespace) -> int:
-    from pensieve.commands.read import beside, conversation_lines, conversation_of, side_by_side
-    from pensieve.trial.terminal import console
+    from pensieve.lab.commands.read import beside, conversation_lines, conversation_of, side_by_side
+    from pensieve.lab.trial.terminal import console
 
     if options.trial == "latest" and (pair := beside(store, store.sweep_named("latest"))):
         session, said = conversation_of(store, pair[0].id, options.session)
@@ -469,17 +469,17 @@ def _read(store: ResultsStore, options: argparse.Namespace) -> int:
 
 
 def _notes(store: ResultsStore, options: argparse.Namespace) -> int:
-    from pensieve.results.sweep_table import sweep_table
-    from pensieve.trial.terminal import console
+    from pensieve.lab.results.sweep_table import sweep_table
+    from pensieve.lab.trial.terminal import console
 
     console().print(sweep_table(store, store.sweep_named(options.sweep).id).particulars)
     return 0
 
 
 def _export(store: ResultsStore, options: argparse.Namespace) -> int:
-    from pensieve.compose import outputs_folder
-    from pensieve.results.export import export_sweep
-    from pensieve.results.store import LATEST
+    from pensieve.lab.compose import outputs_folder
+    from pensieve.lab.results.export import export_sweep
+    from pensieve.lab.results.store import LATEST
 
     sweep_id = options.named if options.sweep is None else options.sweep
     if sweep_id is None:
@@ -491,13 +491,13 @@ def _export(store: ResultsStore, options: argparse.Namespace) -> int:
 
 
 def _reproduce(store: ResultsStore, options: argparse.Namespace) -> int:
-    from pensieve.commands.reproduce import reproduce
+    from pensieve.lab.commands.reproduce import reproduce
 
     return reproduce(store, options.trial, _say)
 
 
 def _prune(store: ResultsStore, options: argparse.Namespace) -> int:
-    from pensieve.results.prune import prunable, prune
+    from pensieve.lab.results.prune import prunable, prune
     from pensieve.units import format_bytes
 
     chosen = prunable(store, options.failed)
@@ -516,8 +516,8 @@ def _prune(store: ResultsStore, options: argparse.Namespace) -> int:
 
 
 def _rebuild(store: ResultsStore, _options: argparse.Namespace) -> int:
-    from pensieve.compose import outputs_folder
-    from pensieve.results.mlflow_runs import rebuild_mlflow
+    from pensieve.lab.compose import outputs_folder
+    from pensieve.lab.results.mlflow_runs import rebuild_mlflow
 
     made = rebuild_mlflow(outputs_folder(), store, _say)
     print(f"{made} MLflow runs were made from {store.database.shown}.")
@@ -525,8 +525,8 @@ def _rebuild(store: ResultsStore, _options: argparse.Namespace) -> int:
 
 
 def _bundle(store: ResultsStore, options: argparse.Namespace) -> int:
-    from pensieve.compose import conf_folder, outputs_folder
-    from pensieve.results.export import bundle_sweep
+    from pensieve.lab.compose import conf_folder, outputs_folder
+    from pensieve.lab.results.export import bundle_sweep
 
     path = options.to or outputs_folder() / "bundle" / f"sweep-{options.sweep}.zip"
     print(bundle_sweep(store, options.sweep, conf_folder().parent, path))

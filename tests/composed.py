@@ -11,8 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from pensieve.baselines.base import System
-from pensieve.compose import (
+from pensieve.lab.compose import (
     TrialConfig,
     build_system,
     build_tokenizer,
@@ -21,7 +20,8 @@ from pensieve.compose import (
     conf_folder,
     plan_trial,
 )
-from pensieve.replay import ReplayRecord, replay
+from pensieve.lab.replay import ReplayRecord, replay
+from pensieve.serve.systems.base import System
 
 SMALL = ("hardware=sim_h100", "tracking=off")
 SHORT = ("workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pensieve.results import mlflow_store
+from pensieve.lab.results import mlflow_store
 from tests.composed_once import composing_once
 
 
@@ -76,7 +76,7 @@ def _copied_mlflow(request, monkeypatch, empty_mlflow):
 @pytest.fixture(autouse=True)
 def _not_live(request, monkeypatch):
     """No process beside each real trial; tests of what is shown while a trial runs ask for `live_mlflow`."""
-    module = sys.modules.get("pensieve.trial.mlflow_process")
+    module = sys.modules.get("pensieve.lab.trial.mlflow_process")
     if module is not None and "live_mlflow" not in request.fixturenames:
         monkeypatch.setattr(module, "find_spec", lambda package: None)
 

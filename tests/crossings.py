@@ -10,8 +10,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 import pensieve
-from pensieve.record import TurnRecord
-from pensieve.request import Free, Request
+from pensieve.core.request import Free, Request
+from pensieve.serve.record import TurnRecord
 from tests.baselines.systems import inline
 from tests.simulated import request
 
@@ -91,7 +91,7 @@ def restored_turn() -> Crossed:
 
 def generated_turn() -> Crossed:
     """The same through create_server(...).generate on sim_h100, where others have to leave the GPU for it."""
-    from pensieve.server import create_server
+    from pensieve.serve.server import create_server
 
     with create_server(device="sim_h100", gpu_cache="320 tokens", cpu_cache="2048 tokens") as server:
         for session in "abcd":

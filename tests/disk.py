@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pensieve.bench.exact import CheckedEngine
-from pensieve.cache.disk import DiskTier
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.cost.profile import Profile
-from pensieve.eviction.lru import Lru
-from pensieve.record import TurnRecord
-from pensieve.request import Length, Request, TokenArray
-from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.transfers.disk import DiskOptions
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.policies.lru import Lru
+from pensieve.core.request import Length, Request, TokenArray
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.device.options import TorchOptions
+from pensieve.lab.bench.exact import CheckedEngine
+from pensieve.plugins.tiers.disk import DiskTier
+from pensieve.plugins.tiers.disk_transfer import DiskOptions
+from pensieve.serve.record import TurnRecord
+from pensieve.sim.profile import Profile
 from tests.simulated import policy_context
 from tests.test_exactness import load
 from tests.worker.torch.driver import random_tokens

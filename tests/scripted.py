@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from pensieve.baselines.base import Capabilities, Event
-from pensieve.clock import VirtualClock
-from pensieve.plan import StartReport
-from pensieve.record import TurnRecord
-from pensieve.request import Request, TokenArray
-from pensieve.workload.base import WorkloadContext
+from pensieve.core.clock import VirtualClock
+from pensieve.core.plan import StartReport
+from pensieve.core.request import Request, TokenArray
+from pensieve.lab.workload.base import WorkloadContext
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.base import Capabilities, Event
 
 
 @dataclass(frozen=True)

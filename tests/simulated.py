@@ -8,20 +8,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from pensieve.books.books import Books
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.clock import VirtualClock
-from pensieve.engine import Engine
-from pensieve.eviction.base import PolicyContext
-from pensieve.eviction.retention_value import RetentionValue
-from pensieve.plan import StepResult
-from pensieve.record import TurnRecord
-from pensieve.request import Length, Request
-from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.scheduler.fast_forward import scheduler_for
-from pensieve.scheduler.sessions import MemoryLimits
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import VirtualClock
+from pensieve.core.engine import Engine
+from pensieve.core.plan import StepResult
+from pensieve.core.policies.base import PolicyContext
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.request import Length, Request
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.core.scheduler.sessions import MemoryLimits
+from pensieve.serve.books.books import Books
+from pensieve.serve.record import TurnRecord
+from pensieve.sim.fast_forward import scheduler_for
+from pensieve.sim.worker import SimulatedWorker
 from pensieve.specs import HardwareSpec, ModelSpec
-from pensieve.worker.simulated import SimulatedWorker
 
 MODEL = ModelSpec(
     name="toy",

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.bound import LEVELS, Idle, Prices, bound_metrics, most_kept, most_saved, offline_bound
-from pensieve.record import TurnRecord
+from pensieve.lab.bound import LEVELS, Idle, Prices, bound_metrics, most_kept, most_saved, offline_bound
+from pensieve.serve.record import TurnRecord
 
 intervals = st.lists(
     st.builds(

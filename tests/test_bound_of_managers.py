@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.bound import Prices, offline_bound
-from pensieve.cache.prefix import PrefixCache
-from pensieve.cache.slots import SlotCache
-from pensieve.cache.stateless import StatelessCache
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.clock import VirtualClock
-from pensieve.engine import Engine
-from pensieve.record import TurnRecord
-from pensieve.request import Forced, Fork, Request, is_measured, tokens_of
-from pensieve.scheduler.sessions import MemoryLimits
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import VirtualClock
+from pensieve.core.engine import Engine
+from pensieve.core.request import Forced, Fork, Request, is_measured, tokens_of
+from pensieve.core.scheduler.sessions import MemoryLimits
+from pensieve.lab.bound import Prices, offline_bound
+from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.slots import SlotCache
+from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.serve.record import TurnRecord
 from tests.simulated import make_engine
 
 MANAGERS: dict[str, tuple[Callable[..., Any], int, int]] = {  # with GPU and CPU blocks

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.chat_template import ChatTemplate
 from pensieve.errors import ConfigError
-from pensieve.tokenizer import ByteTokenizer, HubTokenizer
+from pensieve.serve.chat_template import ChatTemplate
+from pensieve.serve.tokenizer import ByteTokenizer, HubTokenizer
 from tests.chat import CHATML, GEMMA_2, LLAMA_3, MISTRAL, SPECIALS, THINKING, dialogue, save_tokenizer
 
 PUBLISHED = {"chatml": CHATML, "llama3": LLAMA_3, "gemma2": GEMMA_2, "mistral": MISTRAL}

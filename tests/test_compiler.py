@@ -121,7 +121,7 @@ def test_without_openmp_it_runs_on_one_thread(source: Path, monkeypatch: pytest.
 def test_small_numbers_stay_numbers() -> None:
     """Linking with -ffast-math would make the whole process flush denormal numbers to zero."""
     code = (
-        "import torch; from pensieve.worker.torch.kernels.native import NativeBackend; "
+        "import torch; from pensieve.device.kernels.native import NativeBackend; "
         "NativeBackend(64); print(float(torch.tensor(1e-40) * 0.5) > 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
-from pensieve.worker.pool_file import PoolFile
-from pensieve.worker.torch.worker import TorchWorker
+from pensieve.plugins.tiers.pool_file import PoolFile
 from tests.disk import CHUNK, OTHERS, Talk
 from tests.worker.torch.driver import random_tokens
 

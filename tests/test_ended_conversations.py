@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from pensieve.baselines.inline_system import InlineSystem
-from pensieve.cache.disk import DiskTier
-from pensieve.cache.prefix import PrefixCache
-from pensieve.cache.slots import SlotCache
-from pensieve.cache.stateless import StatelessCache
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.clock import VirtualClock
-from pensieve.eviction.retention_value import RetentionValue
-from pensieve.replay import replay
-from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.scheduler.sessions import MemoryLimits
-from pensieve.worker.simulated import SimulatedWorker
-from pensieve.workload.sharegpt import sharegpt_workload
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import VirtualClock
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.core.scheduler.sessions import MemoryLimits
+from pensieve.lab.replay import replay
+from pensieve.lab.workload.sharegpt import sharegpt_workload
+from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.slots import SlotCache
+from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.plugins.tiers.disk import DiskTier
+from pensieve.serve.systems.inline_system import InlineSystem
+from pensieve.sim.worker import SimulatedWorker
 from tests.scripted import context
 from tests.simulated import MACHINE, MODEL, request
 

@@ -10,22 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.cache.prefix import PrefixCache
-from pensieve.cache.slots import SlotCache
-from pensieve.cache.stateless import StatelessCache
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.eviction.adaptive_retention import AdaptiveRetention
-from pensieve.eviction.belady import Belady
-from pensieve.eviction.conversation_lru import ConversationLru
-from pensieve.eviction.fifo import Fifo
-from pensieve.eviction.learned_return import LearnedReturn
-from pensieve.eviction.lru import Lru
-from pensieve.eviction.retention_value import RetentionValue
-from pensieve.plan import StepPlan, StepResult
-from pensieve.record import TurnRecord
-from pensieve.request import Forced, Free, Length, Request, tokens_of
-from pensieve.scheduler.composition import split, unified
-from pensieve.scheduler.sessions import MemoryLimits
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.plan import StepPlan, StepResult
+from pensieve.core.policies.belady import Belady
+from pensieve.core.policies.conversation_lru import ConversationLru
+from pensieve.core.policies.fifo import Fifo
+from pensieve.core.policies.lru import Lru
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.request import Forced, Free, Length, Request, tokens_of
+from pensieve.core.scheduler.composition import split, unified
+from pensieve.core.scheduler.sessions import MemoryLimits
+from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.slots import SlotCache
+from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
+from pensieve.plugins.policies.learned_return import LearnedReturn
+from pensieve.serve.record import TurnRecord
 from tests.simulated import MACHINE, make_engine, request, run
 
 

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from pensieve.books.books import Books
-from pensieve.cache.stateless import StatelessCache
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.clock import WallClock
-from pensieve.engine import Engine
-from pensieve.eviction.retention_value import RetentionValue
-from pensieve.record import TurnRecord
-from pensieve.request import Length, Request, Sampling, TokenArray
-from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.worker.torch.model import LoadedModel
-from pensieve.worker.torch.worker import TorchWorker
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import WallClock
+from pensieve.core.engine import Engine
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.request import Length, Request, Sampling, TokenArray
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.device.model import LoadedModel
+from pensieve.device.worker import TorchWorker
+from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.serve.books.books import Books
+from pensieve.serve.record import TurnRecord
 from tests.simulated import policy_context
 from tests.worker.torch.driver import ARCHITECTURES, plain_logits, random_tokens, tiny_model
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pensieve.cache.two_tier import TwoTierCache
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.hint import Hint
+from pensieve.core.policies.base import EvictionPolicy
+from pensieve.core.session import Session
 from pensieve.errors import ConfigError
-from pensieve.eviction.base import EvictionPolicy
-from pensieve.hint import Hint
-from pensieve.session import Session
 from tests.simulated import make_engine, request, run
 
 

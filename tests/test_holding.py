@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from pensieve.block_hash import HashChain
-from pensieve.books.books import Books
-from pensieve.books.holding import EARLIER, Held
-from pensieve.cache.base import CacheManager
-from pensieve.cache.disk import DiskTier
-from pensieve.cache.prefix import PrefixCache
-from pensieve.cache.slots import SlotCache
-from pensieve.cache.stateless import StatelessCache
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.clock import VirtualClock
-from pensieve.cost.base import positions_s
-from pensieve.engine import Engine
-from pensieve.eviction.lru import Lru
-from pensieve.record import TurnRecord
-from pensieve.request import Fork, tokens_of
-from pensieve.session import Session
+from pensieve.core.block_hash import HashChain
+from pensieve.core.cache.base import CacheManager
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import VirtualClock
+from pensieve.core.cost import positions_s
+from pensieve.core.engine import Engine
+from pensieve.core.policies.lru import Lru
+from pensieve.core.request import Fork, tokens_of
+from pensieve.core.session import Session
+from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.slots import SlotCache
+from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.plugins.tiers.disk import DiskTier
+from pensieve.serve.books.books import Books
+from pensieve.serve.books.holding import EARLIER, Held
+from pensieve.serve.record import TurnRecord
 from tests.simulated import MACHINE, make_engine, request
 from tests.test_bound_of_managers import Dear, trace
 from tests.test_windows import CASES, drive

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from pensieve import hub
-from pensieve.compose import model_config
-from pensieve.compose.weights import check_weights
 from pensieve.errors import WeightsMissing
+from pensieve.lab.compose import model_config
+from pensieve.lab.compose.weights import check_weights
 from tests.hub_cache import COMMIT, fill, unreachable
 
 

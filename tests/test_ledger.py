@@ -7,14 +7,14 @@ from array import array
 
 import pytest
 
-from pensieve.books.ledger import MOST_EVICTORS, joined, ledger_of
-from pensieve.cache.prefix import PrefixCache
-from pensieve.cache.slots import SlotCache
-from pensieve.cache.stateless import StatelessCache
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.record import Loss, Missed
-from pensieve.request import Fork, Length, Request, Sampling
-from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.request import Fork, Length, Request, Sampling
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.slots import SlotCache
+from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.serve.books.ledger import MOST_EVICTORS, joined, ledger_of
+from pensieve.serve.record import Loss, Missed
 from tests.baselines.systems import inline
 
 KINDS = {"pensieve": TwoTierCache, "prefix_cache": PrefixCache, "llama_slots": SlotCache, "stateless": StatelessCache}

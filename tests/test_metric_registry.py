@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.metric_registry import METRICS, REAL, is_known, metric_of
+from pensieve.lab.metric_registry import METRICS, REAL, is_known, metric_of
 
 PACKAGE = Path(__file__).parents[1] / "pensieve"
 

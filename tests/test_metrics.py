@@ -2,12 +2,12 @@ from array import array
 
 import pytest
 
-import pensieve.metrics
-from pensieve.metrics import Measurement, MetricValue, Slo, slo_metrics, summarise, thin_percentiles
-from pensieve.plan import StartReport
-from pensieve.record import TurnRecord
-from pensieve.replay import replay
-from pensieve.workload.chat import ChatWorkload
+import pensieve.lab.metrics
+from pensieve.core.plan import StartReport
+from pensieve.lab.metrics import Measurement, MetricValue, Slo, slo_metrics, summarise, thin_percentiles
+from pensieve.lab.replay import replay
+from pensieve.lab.workload.chat import ChatWorkload
+from pensieve.serve.record import TurnRecord
 from tests.scripted import Latency, ScriptedSystem, context
 
 
@@ -272,7 +272,7 @@ def test_plans_have_a_size_and_a_way_only_where_they_go_to_other_processes():
 def test_more_times_between_tokens_than_memory_holds_have_no_interval_and_the_same_values(monkeypatch):
     record = replay(ScriptedSystem(lambda request: Latency(first=40, gap=3 + request.id % 7)), ChatWorkload(context()))
     held = table(summarise(record.measurement))
-    monkeypatch.setattr(pensieve.metrics, "MOST_IN_MEMORY", 100)
+    monkeypatch.setattr(pensieve.lab.metrics, "MOST_IN_MEMORY", 100)
     read = table(summarise(record.measurement))
     times = [held.pop((f"itl_ms_{one}", "")) for one in ("mean", "p50", "p90", "p99")]
     again = [read.pop((f"itl_ms_{one}", "")) for one in ("mean", "p50", "p90", "p99")]

@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from pensieve.books.books import Books
-from pensieve.cache.prefix import PrefixCache
-from pensieve.cache.slots import SlotCache
-from pensieve.cache.stateless import StatelessCache
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.engine import Engine
-from pensieve.eviction.belady import Belady
-from pensieve.eviction.lru import Lru
-from pensieve.eviction.retention_value import RetentionValue
-from pensieve.plan import StepPlan, StepResult
-from pensieve.record import TurnRecord
-from pensieve.request import Forced, Free, Request, tokens_of
-from pensieve.scheduler.composition import split, unified
-from pensieve.scheduler.fast_forward import scheduler_for
-from pensieve.worker.simulated import SimulatedWorker
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.engine import Engine
+from pensieve.core.plan import StepPlan, StepResult
+from pensieve.core.policies.belady import Belady
+from pensieve.core.policies.lru import Lru
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.request import Forced, Free, Request, tokens_of
+from pensieve.core.scheduler.composition import split, unified
+from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.slots import SlotCache
+from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.serve.books.books import Books
+from pensieve.serve.record import TurnRecord
+from pensieve.sim.fast_forward import scheduler_for
+from pensieve.sim.worker import SimulatedWorker
 from tests.simulated import MACHINE, make_engine, request, run
 
 VOCAB = 97

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from pensieve.progress import LINE_INTERVAL_S, TrialProgress
+from pensieve.lab.progress import LINE_INTERVAL_S, TrialProgress
 
 
 class Terminal(io.StringIO):

@@ -11,8 +11,8 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
-from pensieve.compose import check, options, plan_trial
-from pensieve.trial.jobs import compose_jobs, plan_jobs
+from pensieve.lab.compose import check, options, plan_trial
+from pensieve.lab.trial.jobs import compose_jobs, plan_jobs
 from tests.composed import hydra_session
 from tests.test_recipes import NAMED, blocks_of
 from tests.typed import typed

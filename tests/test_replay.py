@@ -5,18 +5,18 @@ from itertools import pairwise
 
 import pytest
 
-from pensieve.baselines.base import Capabilities
-from pensieve.baselines.inline_system import InlineSystem
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.clock import VirtualClock
-from pensieve.eviction.retention_value import RetentionValue
-from pensieve.metrics import summarise
-from pensieve.replay import replay
-from pensieve.request import Length, Request
-from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.worker.simulated import SimulatedWorker
-from pensieve.workload.base import Arrival, WorkloadPlan
-from pensieve.workload.chat import ChatWorkload
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import VirtualClock
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.request import Length, Request
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.lab.metrics import summarise
+from pensieve.lab.replay import replay
+from pensieve.lab.workload.base import Arrival, WorkloadPlan
+from pensieve.lab.workload.chat import ChatWorkload
+from pensieve.serve.systems.base import Capabilities
+from pensieve.serve.systems.inline_system import InlineSystem
+from pensieve.sim.worker import SimulatedWorker
 from tests.scripted import Latency, ScriptedSystem, context
 from tests.simulated import MACHINE, MODEL
 
@@ -353,7 +353,7 @@ def test_nothing_to_do_is_a_record_too():
 
 
 def test_a_wall_clock_is_waited_on():
-    from pensieve.clock import WallClock
+    from pensieve.core.clock import WallClock
 
     class OnTheWall(ScriptedSystem):
         def __init__(self):

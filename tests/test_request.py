@@ -7,9 +7,9 @@ from array import array
 import numpy as np
 import pytest
 
+from pensieve.core.request import Forced, Free, Length, Request, Sampling, stops_of, tokens_of
 from pensieve.errors import CapacityError, ConfigError, ContextLengthError, RequestRefused, refused
-from pensieve.record import TurnRecord
-from pensieve.request import Forced, Free, Length, Request, Sampling, stops_of, tokens_of
+from pensieve.serve.record import TurnRecord
 
 NAN, INF = float("nan"), float("inf")
 

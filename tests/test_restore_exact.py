@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from pensieve.baselines.profiling import load_s, profile_of
-from pensieve.bench.exact import CheckedEngine
-from pensieve.bench.models import spec_of
-from pensieve.bench.swap import LINKS
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.cost.profile import Profile
-from pensieve.engine import Engine
-from pensieve.eviction.retention_value import RetentionValue
-from pensieve.plan import StepResult
-from pensieve.record import TurnRecord
-from pensieve.request import Length, Request
-from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.worker.torch.model import load_model
-from pensieve.worker.torch.transfers.thread_link import Piece, ThreadLink, copy_runs
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.engine import Engine
+from pensieve.core.plan import StepResult
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.request import Length, Request
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.device.model import load_model
+from pensieve.lab.bench.exact import CheckedEngine
+from pensieve.lab.bench.models import spec_of
+from pensieve.lab.bench.swap import LINKS
+from pensieve.plugins.device.thread_link import Piece, ThreadLink, copy_runs
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.profiling import load_s, profile_of
+from pensieve.sim.profile import Profile
 from tests.simulated import policy_context
 from tests.test_exactness import load
 from tests.worker.torch.driver import plain_generate, random_tokens

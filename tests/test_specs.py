@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pensieve.compose import plan_trial
 from pensieve.errors import UnsupportedModel
+from pensieve.lab.compose import plan_trial
 from pensieve.specs import GATED, PLAIN, ModelSpec
 from tests.composed import checked
 from tests.hub_cache import fill, unreachable

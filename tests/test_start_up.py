@@ -37,12 +37,12 @@ for arguments, part in (
 ):
     text = said(*arguments)
     assert part in text, (arguments, text)
-    found = loaded(*DATABASE, *NUMBERS, *ENGINES, "pydantic", "pensieve.commands.run")
+    found = loaded(*DATABASE, *NUMBERS, *ENGINES, "pydantic", "pensieve.lab.commands.run")
     assert not found, (arguments, found)
 for arguments in (["cache.gpu=3Gx"], ["cache.gpu=3Gx", "-m"]):
     text = said(*arguments)
     assert "no known unit" in text, (arguments, text)
-    found = loaded(*DATABASE, *NUMBERS, *ENGINES, "pensieve.trial.run")
+    found = loaded(*DATABASE, *NUMBERS, *ENGINES, "pensieve.lab.trial.run")
     assert not found, (arguments, found)
 
 SHORT = ["hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2", "tracking.mlflow=false"]
@@ -53,8 +53,8 @@ assert "Database:" in text, text
 
 import importlib.util
 if importlib.util.find_spec("fastapi"):
-    import pensieve.server.command
-    found = loaded("ray", "grpc", "torch", "pensieve.replicas")
+    import pensieve.serve.server.command
+    found = loaded("ray", "grpc", "torch", "pensieve.plugins.replicas")
     assert not found, ("serve", found)
 print("as it should be")
 """

@@ -14,27 +14,27 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pensieve.bench.exact import CheckedEngine
-from pensieve.cache.disk import DiskTier
-from pensieve.cache.prefix import PrefixCache
-from pensieve.cache.slots import SlotCache
-from pensieve.cache.stateless import StatelessCache
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.cost.profile import Profile
-from pensieve.eviction.adaptive_retention import AdaptiveRetention
-from pensieve.eviction.arc import Arc
-from pensieve.eviction.conversation_lru import ConversationLru
-from pensieve.eviction.fifo import Fifo
-from pensieve.eviction.learned_return import LearnedReturn
-from pensieve.eviction.lru import Lru
-from pensieve.eviction.retention_value import RetentionValue
-from pensieve.eviction.s3_fifo import S3Fifo
-from pensieve.record import TurnRecord
-from pensieve.request import Length, Request, Sampling, tokens_of
-from pensieve.scheduler.composition import SchedulerSettings, split, unified
-from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.transfers.disk import DiskOptions
-from pensieve.worker.torch.transfers.thread_link import ThreadLink
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.policies.conversation_lru import ConversationLru
+from pensieve.core.policies.fifo import Fifo
+from pensieve.core.policies.lru import Lru
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.request import Length, Request, Sampling, tokens_of
+from pensieve.core.scheduler.composition import SchedulerSettings, split, unified
+from pensieve.device.options import TorchOptions
+from pensieve.lab.bench.exact import CheckedEngine
+from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.slots import SlotCache
+from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.plugins.device.thread_link import ThreadLink
+from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
+from pensieve.plugins.policies.arc import Arc
+from pensieve.plugins.policies.learned_return import LearnedReturn
+from pensieve.plugins.policies.s3_fifo import S3Fifo
+from pensieve.plugins.tiers.disk import DiskTier
+from pensieve.plugins.tiers.disk_transfer import DiskOptions
+from pensieve.serve.record import TurnRecord
+from pensieve.sim.profile import Profile
 from tests.simulated import policy_context
 from tests.worker.torch.driver import tiny_model
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pensieve.errors import MissingSeries
-from pensieve.metric_registry import NONNEGATIVE, PERCENT, REAL, SHARE
-from pensieve.statistics import (
+from pensieve.lab.metric_registry import NONNEGATIVE, PERCENT, REAL, SHARE
+from pensieve.lab.statistics import (
     enough_for,
     estimate_mean,
     estimate_percentile_by_seed,

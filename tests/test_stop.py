@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from pensieve.stop import StopSearch, before_stop
-from pensieve.tokenizer import ByteTokenizer, HubTokenizer
+from pensieve.core.stop import StopSearch, before_stop
+from pensieve.serve.tokenizer import ByteTokenizer, HubTokenizer
 
 TEXT = ["the cat sat on the mat, don't stop now", "中文 и кириллица 🙂🙃 naïve café", "a  b   c\n\nEND of it. </s> ##x"]
 

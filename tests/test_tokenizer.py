@@ -6,7 +6,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from pensieve.errors import WeightsMissing
-from pensieve.tokenizer import ByteTokenizer, HubTokenizer
+from pensieve.serve.tokenizer import ByteTokenizer, HubTokenizer
 
 
 @pytest.fixture

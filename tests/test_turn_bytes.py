@@ -8,11 +8,11 @@ from itertools import product
 
 import pytest
 
-from pensieve.metrics import summarise
-from pensieve.plan import StepPlan, StepResult
-from pensieve.replay import replay
-from pensieve.worker.simulated import SimulatedWorker
-from pensieve.workload.chat import ChatWorkload
+from pensieve.core.plan import StepPlan, StepResult
+from pensieve.lab.metrics import summarise
+from pensieve.lab.replay import replay
+from pensieve.lab.workload.chat import ChatWorkload
+from pensieve.sim.worker import SimulatedWorker
 from tests.composed import replayed
 from tests.scripted import ScriptedSystem, context
 from tests.simulated import MODEL, make_engine, request, run

@@ -10,8 +10,8 @@ from array import array
 
 import pytest
 
-from pensieve.record import Miss, ScratchFile, TurnRecord
-from pensieve.turn_log import Chosen, TurnLog, chosen
+from pensieve.lab.turn_log import Chosen, TurnLog, chosen
+from pensieve.serve.record import Miss, ScratchFile, TurnRecord
 
 LET_GO = {"token_ids", "margins", "emitted_s", "stored"}
 

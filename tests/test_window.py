@@ -1,7 +1,7 @@
 import pytest
 
-from pensieve.record import TurnRecord
-from pensieve.window import FEWEST_TURNS, find_window
+from pensieve.lab.window import FEWEST_TURNS, find_window
+from pensieve.serve.record import TurnRecord
 
 
 def turn(session, finished_s, tokens=10, status="completed"):

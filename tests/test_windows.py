@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from pensieve.cache.prefix import PrefixCache
-from pensieve.cache.slots import SlotCache
-from pensieve.cache.stateless import StatelessCache
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.clock import VirtualClock
-from pensieve.engine import Engine
-from pensieve.eviction import duel
-from pensieve.eviction.adaptive_retention import AdaptiveRetention
-from pensieve.eviction.learned_return import LearnedReturn
-from pensieve.eviction.lru import Lru
-from pensieve.eviction.retention_value import RetentionValue
-from pensieve.plan import StepPlan
-from pensieve.record import TurnRecord
-from pensieve.scheduler.sessions import MemoryLimits
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import VirtualClock
+from pensieve.core.engine import Engine
+from pensieve.core.plan import StepPlan
+from pensieve.core.policies.lru import Lru
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.scheduler.sessions import MemoryLimits
+from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.slots import SlotCache
+from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.plugins.policies import duel
+from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
+from pensieve.plugins.policies.learned_return import LearnedReturn
+from pensieve.serve.record import TurnRecord
 from tests.simulated import make_engine, request
 
 CASES: dict[str, dict[str, Any]] = {

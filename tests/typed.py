@@ -29,18 +29,18 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 
-import pensieve.baselines.profiling
-import pensieve.baselines.threaded_system
-import pensieve.cache.stateless
-import pensieve.cache.two_tier
-import pensieve.commands.run
-import pensieve.eviction.retention_value
-import pensieve.worker.simulated
-import pensieve.workload.chat  # noqa: F401
-from pensieve.results import mlflow_store
-from pensieve.results.digest import code_hash
-from pensieve.results.environment import environment
-from pensieve.trial import sweep
+import pensieve.core.cache.two_tier
+import pensieve.core.policies.retention_value
+import pensieve.lab.commands.run
+import pensieve.lab.workload.chat
+import pensieve.plugins.caches.stateless
+import pensieve.serve.systems.profiling
+import pensieve.serve.systems.threaded_system
+import pensieve.sim.worker  # noqa: F401
+from pensieve.lab.results import mlflow_store
+from pensieve.lab.results.digest import code_hash
+from pensieve.lab.results.environment import environment
+from pensieve.lab.trial import sweep
 from tests.composed import composed
 
 CHECKOUT = Path(__file__).resolve().parents[1]

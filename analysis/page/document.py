@@ -13,9 +13,9 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from pensieve.results.claims.claim import Bounds
-from pensieve.results.claims.judge import VERDICTS, Verdict
-from pensieve.results.claims.measures import Measured
+from pensieve.lab.results.claims.claim import Bounds
+from pensieve.lab.results.claims.judge import VERDICTS, Verdict
+from pensieve.lab.results.claims.measures import Measured
 
 HERE = Path(__file__).resolve().parent
 LEADING = 3

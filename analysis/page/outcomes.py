@@ -9,10 +9,10 @@ from analysis.page.document import Table
 from analysis.page.particulars import UPFRONT
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
-from pensieve.results.claims.measures import Sides, Which, speedup
-from pensieve.results.findings import REFERENCE
-from pensieve.results.sweep_table import SweepRow, sweep_table
-from pensieve.results.trials import Evidence, mixtures
+from pensieve.lab.results.claims.measures import Sides, Which, speedup
+from pensieve.lab.results.findings import REFERENCE
+from pensieve.lab.results.sweep_table import SweepRow, sweep_table
+from pensieve.lab.results.trials import Evidence, mixtures
 from pensieve.units import NONE, percent, three_digits
 
 _IN_A_TABLE = ("not_completed", "never_begun")  # what did not complete has one of its own

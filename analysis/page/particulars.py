@@ -9,11 +9,11 @@ from typing import Any
 from analysis.page.document import Table
 from analysis.provenance import device_of, ranges
 from analysis.sweep import DEFAULT_COMMAND, Source
-from pensieve.results.claims import Judged
-from pensieve.results.notes import NOTE_COLUMNS, notes
-from pensieve.results.schema import Trial
-from pensieve.results.store import JobResult
-from pensieve.results.trials import Evidence, axis_value, differences, flat, varying_axes
+from pensieve.lab.results.claims import Judged
+from pensieve.lab.results.notes import NOTE_COLUMNS, notes
+from pensieve.lab.results.schema import Trial
+from pensieve.lab.results.store import JobResult
+from pensieve.lab.results.trials import Evidence, axis_value, differences, flat, varying_axes
 from pensieve.units import NONE, three_digits
 
 _GROUPS = ("model", "cache", "eviction", "scheduler", "baseline", "workload", "hardware")

@@ -8,7 +8,7 @@ import pytest
 from matplotlib import pyplot as plt
 
 from analysis import style
-from pensieve.results.store import ResultsStore
+from pensieve.lab.results.store import ResultsStore
 from tests.analysis.sweeps import Drawn
 from tests.results.trials import MEMORY
 

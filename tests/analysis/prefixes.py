@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from analysis.sweep import Source
-from pensieve.record import TurnRecord
-from pensieve.results.store import ResultsStore
+from pensieve.lab.results.store import ResultsStore
+from pensieve.serve.record import TurnRecord
 from tests.analysis.sweeps import fill, written
 from tests.results.trials import turn
 

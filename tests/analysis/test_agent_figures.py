@@ -9,7 +9,7 @@ from analysis import agents, style
 from analysis.agents import agent_ratios, agent_scaling, agent_stages, agent_table
 from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
-from pensieve.results.store import ResultsStore
+from pensieve.lab.results.store import ResultsStore
 from tests.analysis.prefixes import colours, marks, swapped
 from tests.analysis.sweeps import fill, flat
 from tests.results.trials import MEMORY, turn

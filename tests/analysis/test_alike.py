@@ -12,7 +12,7 @@ from analysis.alike import panels_of_engines
 from analysis.prefix import cache_architecture, invalidation_cost, invalidation_table, prefix_overview
 from analysis.sweep import Source, open_source
 from pensieve.errors import MixedPanel
-from pensieve.results.store import ResultsStore
+from pensieve.lab.results.store import ResultsStore
 from tests.analysis.prefixes import FAST, prefix_sweep
 from tests.results.trials import MEMORY
 

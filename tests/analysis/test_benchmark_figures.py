@@ -10,11 +10,11 @@ import pytest
 from analysis import benchmarks, figures
 from analysis.benchmarks import kernel, swap
 from analysis.sweep import Source, open_source
-from pensieve.bench.case import Case, Figure, Measured, Result
-from pensieve.bench.record import Record, Setting
-from pensieve.compose.machine import Device
 from pensieve.errors import MissingSeries, MixedPanel
-from pensieve.results.store import ResultsStore, open_store
+from pensieve.lab.bench.case import Case, Figure, Measured, Result
+from pensieve.lab.bench.record import Record, Setting
+from pensieve.lab.compose.machine import Device
+from pensieve.lab.results.store import ResultsStore, open_store
 from tests.analysis.prefixes import colours, marks, swapped
 from tests.results.trials import MEMORY
 

@@ -12,8 +12,8 @@ from sqlalchemy import text
 from analysis.beyond import FACTORS, RATE, finding, sections
 from analysis.registry import FIGURES
 from analysis.sweep import Source
-from pensieve.compose import conf_folder
-from pensieve.results.store import ResultsStore
+from pensieve.lab.compose import conf_folder
+from pensieve.lab.results.store import ResultsStore
 from tests.analysis.sweeps import answered, fill
 
 SEEDS = (0, 1, 2, 3, 4)

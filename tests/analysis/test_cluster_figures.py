@@ -12,8 +12,8 @@ from analysis.cluster import cluster, migration, replica_routing
 from analysis.registry import Figure
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
-from pensieve.results.store import ResultsStore
-from pensieve.trial.samples import ENGINE, Reading
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.trial.samples import ENGINE, Reading
 from tests.analysis.sweeps import answered, fill
 from tests.results.trials import MEMORY
 

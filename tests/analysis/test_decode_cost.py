@@ -8,8 +8,8 @@ import pytest
 from analysis import style
 from analysis.decoding import decode_cost
 from pensieve.errors import MissingSeries
-from pensieve.metrics import summarise
-from pensieve.results.store import ResultsStore
+from pensieve.lab.metrics import summarise
+from pensieve.lab.results.store import ResultsStore
 from tests.analysis.prefixes import colours, marks, swapped
 from tests.analysis.sweeps import fill
 from tests.composed import replayed

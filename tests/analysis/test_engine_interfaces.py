@@ -7,7 +7,7 @@ import pytest
 from analysis.prefix import engine_interfaces
 from analysis.sweep import open_source
 from pensieve.errors import MixedPanel
-from pensieve.results.store import ResultsStore
+from pensieve.lab.results.store import ResultsStore
 from tests.analysis.prefixes import FAST, prefix_turns
 from tests.analysis.sweeps import fill
 from tests.results.trials import MEMORY

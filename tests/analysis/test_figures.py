@@ -4,7 +4,7 @@ import pytest
 
 from analysis import figures, registry
 from analysis.sweep import open_source
-from pensieve.results.store import open_store
+from pensieve.lab.results.store import open_store
 from tests.analysis.sweeps import answered, fill
 from tests.results.trials import add_trial, conversation_turns
 

@@ -8,7 +8,7 @@ import yaml
 from PIL import Image
 
 from analysis import gallery, registry
-from pensieve.results.store import open_store
+from pensieve.lab.results.store import open_store
 from tests.analysis.test_report import fill
 from tests.test_words import too_much
 

@@ -4,7 +4,7 @@ import pytest
 
 from analysis.load import goodput
 from analysis.sweep import open_source
-from pensieve.results.store import ResultsStore
+from pensieve.lab.results.store import ResultsStore
 from tests.analysis.sweeps import answered, fill, flat
 from tests.results.trials import MEMORY
 

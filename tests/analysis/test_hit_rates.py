@@ -7,8 +7,8 @@ import pytest
 from analysis.caches import hit_rates, shares, short
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
-from pensieve.results.store import ResultsStore
-from pensieve.results.sweep_table import sweep_table
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.results.sweep_table import sweep_table
 from tests.analysis.sweeps import answered, fill, flat
 from tests.results.trials import MEMORY, turn
 

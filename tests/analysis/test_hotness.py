@@ -7,7 +7,7 @@ from analysis.conversations import hotness, speedup
 from analysis.load import hotness_load
 from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
-from pensieve.results.store import ResultsStore
+from pensieve.lab.results.store import ResultsStore
 from tests.analysis.sweeps import answered, fill
 from tests.results.trials import MEMORY
 

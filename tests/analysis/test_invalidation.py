@@ -5,7 +5,7 @@ import pytest
 from analysis import prefix
 from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
-from pensieve.results.frame import by_conversation, by_round
+from pensieve.lab.results.frame import by_conversation, by_round
 from tests.analysis.prefixes import CACHED, FAST, NOTHING, ROUNDS, SLOW, prefix_sweep, prefix_turns
 from tests.analysis.sweeps import fill
 from tests.results.trials import conversation_turns

@@ -11,10 +11,10 @@ import pytest
 from analysis.ledgers import break_even, holding, holding_table, miss_causes
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
-from pensieve.metrics import MetricValue
-from pensieve.record import Miss
-from pensieve.results.prices import Prices
-from pensieve.results.store import Holding, ResultsStore
+from pensieve.lab.metrics import MetricValue
+from pensieve.lab.results.prices import Prices
+from pensieve.lab.results.store import Holding, ResultsStore
+from pensieve.serve.record import Miss
 from tests.analysis.sweeps import answered, fill
 from tests.results.trials import MEMORY
 

@@ -11,10 +11,10 @@ from analysis import marks
 from analysis.marks import Bar
 from analysis.policies import policy_gap, policy_table
 from analysis.sweep import Source
-from pensieve.results.frame import gap_closed, turn_frame
-from pensieve.results.store import ResultsStore
-from pensieve.results.sweep_table import sweep_table
-from pensieve.statistics import Estimate
+from pensieve.lab.results.frame import gap_closed, turn_frame
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.results.sweep_table import sweep_table
+from pensieve.lab.statistics import Estimate
 from tests.analysis.sweeps import answered, fill
 
 SESSIONS = "abcdef"

@@ -19,7 +19,7 @@ from analysis.prefix import (
 )
 from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
-from pensieve.results.store import ResultsStore
+from pensieve.lab.results.store import ResultsStore
 from tests.analysis.prefixes import CACHED, FAST, NOTHING, SLOW, colours, marks, prefix_sweep, swapped
 from tests.results.trials import MEMORY
 
@@ -194,7 +194,7 @@ def test_the_table_says_the_same_as_the_overview(drawn, tmp_path, capsys, monkey
 
 def test_the_table_is_printed_before_its_files_are_named(tmp_path, monkeypatch, capsys, drawn):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    from pensieve.results.store import open_store
+    from pensieve.lab.results.store import open_store
 
     prefix_sweep(open_store(tmp_path), STRAIGHT, blocks=("512/256",))
     assert figures.main(["invalidation_table"]) == 0

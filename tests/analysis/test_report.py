@@ -6,9 +6,9 @@ from analysis import registry, report
 from analysis.page import outcomes, particulars
 from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
-from pensieve.results import mlflow_runs
-from pensieve.results.claims import recorded_claims
-from pensieve.results.store import ResultsStore, open_store
+from pensieve.lab.results import mlflow_runs
+from pensieve.lab.results.claims import recorded_claims
+from pensieve.lab.results.store import ResultsStore, open_store
 from tests.analysis.test_page import assert_self_contained, read
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep, trial_fields
 
@@ -264,7 +264,7 @@ def test_a_value_has_as_many_digits_as_it_deserves(numbers, unit, shown):
 
 
 def test_a_benchmark_shows_its_cases():
-    from pensieve.metrics import MetricValue
+    from pensieve.lab.metrics import MetricValue
 
     store = ResultsStore(MEMORY)
     sweep = open_sweep(store)

@@ -11,7 +11,7 @@ import pytest
 from analysis.cluster import replica_routing
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
-from pensieve.results.store import ResultsStore
+from pensieve.lab.results.store import ResultsStore
 from tests.analysis.sweeps import answered, fill
 from tests.baselines.test_cluster_system import run
 from tests.results.trials import MEMORY

@@ -11,9 +11,9 @@ from rich.console import Console
 from analysis.figures import draw_all
 from analysis.registry import FIGURES
 from analysis.sweep import Source
-from pensieve.commands.size.planner import _cpu_table
-from pensieve.metrics import MetricValue
-from pensieve.results.size_map import SETTINGS, Question, read_map
+from pensieve.lab.commands.size.planner import _cpu_table
+from pensieve.lab.metrics import MetricValue
+from pensieve.lab.results.size_map import SETTINGS, Question, read_map
 from tests.analysis.sweeps import answered
 from tests.results.trials import trial_fields
 

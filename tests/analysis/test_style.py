@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgb
 
 from analysis import style
 from analysis.style import in_the_dark
-from pensieve.compose import options
+from pensieve.lab.compose import options
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,8 +56,8 @@ def test_the_texts_and_the_legend_stand_above_the_axes_and_the_small_print_below
 def test_drawing_loads_no_engine_and_no_torch():
     code = (
         "import sys; import analysis.figures; "
-        "print([n for n in sys.modules if n == 'torch' or n.startswith(('pensieve.engine', 'pensieve.cache', "
-        "'pensieve.scheduler', 'pensieve.worker', 'pensieve.replay'))])"
+        "print([n for n in sys.modules if n == 'torch' or n.startswith(('pensieve.core.engine', 'pensieve.core.cache', "
+        "'pensieve.core.scheduler', 'pensieve.worker', 'pensieve.lab.replay'))])"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

@@ -10,7 +10,7 @@ from analysis import marks, style, tables
 from analysis.marks import Bar, Group
 from analysis.prefix import signed
 from analysis.registry import columns
-from pensieve.statistics import Estimate, PairedRatio
+from pensieve.lab.statistics import Estimate, PairedRatio
 
 TABLE = [
     {"engine": "pensieve", "hit\n(ms)": "10.7\n[10.1, 11.3]", "miss\n(ms)": "1,234\n[1,000, 2,000]"},

@@ -8,7 +8,7 @@ from analysis import style
 from analysis.load import throughput_latency
 from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
-from pensieve.results.store import ResultsStore
+from pensieve.lab.results.store import ResultsStore
 from tests.analysis.sweeps import answered, fill, flat
 from tests.results.trials import MEMORY
 

@@ -9,7 +9,7 @@ from analysis import conversations, figures, style
 from analysis.conversations import ttft_by_turn
 from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
-from pensieve.results.store import ResultsStore, open_store
+from pensieve.lab.results.store import ResultsStore, open_store
 from tests.analysis.sweeps import answered, fill
 from tests.results.trials import MEMORY, conversation_turns, trial_fields, turn
 

@@ -10,7 +10,7 @@ import pytest
 from analysis.policies import value_of_hint
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
-from pensieve.results.store import ResultsStore
+from pensieve.lab.results.store import ResultsStore
 from tests.analysis.sweeps import answered, fill
 from tests.results.trials import MEMORY
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from pensieve.baselines.inline_system import InlineSystem
-from pensieve.baselines.threaded_system import ThreadedSystem
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.clock import VirtualClock, WallClock
-from pensieve.cost.base import CostModel
-from pensieve.cost.roofline import Roofline
-from pensieve.eviction.retention_value import RetentionValue
-from pensieve.plan import StartReport, StepPlan, StepResult
-from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.worker.simulated import SimulatedWorker
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import VirtualClock, WallClock
+from pensieve.core.cost import CostModel
+from pensieve.core.plan import StartReport, StepPlan, StepResult
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.serve.systems.inline_system import InlineSystem
+from pensieve.serve.systems.threaded_system import ThreadedSystem
+from pensieve.sim.roofline import Roofline
+from pensieve.sim.worker import SimulatedWorker
 from tests.simulated import MACHINE, MODEL
 
 PATIENCE_S = 100.0  # after which a thread that should have come back is taken to hang

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from pensieve.baselines import cluster_system
-from pensieve.baselines.cluster_system import COUNTED, ClusterSystem
-from pensieve.baselines.outlook import Outlook
-from pensieve.baselines.routing import ROUTERS, Fleet, affinity
-from pensieve.compose import build_cluster, build_system, build_tokenizer, build_workload, plan_trial
-from pensieve.plan import StepPlan
-from pensieve.record import TurnRecord
-from pensieve.replay import replay
-from pensieve.request import Length, Request, tokens_of
-from pensieve.worker.simulated import SimulatedWorker
-from pensieve.workload.base import Following
-from pensieve.workload.chance import uniform
+from pensieve.core.plan import StepPlan
+from pensieve.core.request import Length, Request, tokens_of
+from pensieve.lab.compose import build_cluster, build_system, build_tokenizer, build_workload, plan_trial
+from pensieve.lab.replay import replay
+from pensieve.lab.workload.base import Following
+from pensieve.lab.workload.chance import uniform
+from pensieve.plugins.cluster import cluster_system
+from pensieve.plugins.cluster.cluster_system import COUNTED, ClusterSystem
+from pensieve.plugins.cluster.outlook import Outlook
+from pensieve.plugins.cluster.routing import ROUTERS, Fleet, affinity
+from pensieve.serve.record import TurnRecord
+from pensieve.sim.worker import SimulatedWorker
 from tests.composed import checked
 
 SMALL = ("model=llama_25m", "cache.gpu='704 tokens'", "cache.cpu='512 tokens'")

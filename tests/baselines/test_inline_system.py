@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
+from pensieve.core.plan import StepResult
+from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.errors import WorkerError
-from pensieve.plan import StepResult
-from pensieve.scheduler.sessions import MemoryLimits
-from pensieve.worker.simulated import SimulatedWorker
+from pensieve.sim.worker import SimulatedWorker
 from tests.baselines.systems import PATIENCE_S, Side, inline
 from tests.calls import calls_of
 from tests.simulated import request

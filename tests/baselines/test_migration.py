@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from pensieve.baselines.cluster_system import ClusterSystem
-from pensieve.baselines.migration import KvTransfer, Migration, Network, computing_s
-from pensieve.record import TurnRecord
-from pensieve.request import Request
+from pensieve.core.request import Request
+from pensieve.plugins.cluster.cluster_system import ClusterSystem
+from pensieve.plugins.cluster.migration import KvTransfer, Migration, Network, computing_s
+from pensieve.serve.record import TurnRecord
 from tests.baselines.test_cluster_system import run, said
 
 ROOM = ("hardware.router=random", "hardware.replicas=4", "cache.gpu='4096 tokens'", "cache.cpu='4096 tokens'")

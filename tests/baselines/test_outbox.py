@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from pensieve.baselines.outbox import Outbox
-from pensieve.clock import WallClock
+from pensieve.core.clock import WallClock
+from pensieve.core.event import Event
 from pensieve.errors import WorkerError
-from pensieve.event import Event
+from pensieve.serve.systems.outbox import Outbox
 
 
 def token(request_id: int) -> Event:

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from pensieve.baselines.threaded_system import ThreadedSystem
+from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.errors import WorkerError
-from pensieve.scheduler.sessions import MemoryLimits
+from pensieve.serve.systems.threaded_system import ThreadedSystem
 from tests.baselines.systems import PATIENCE_S, HeldWorker, Side, threaded
 from tests.simulated import request
 
@@ -198,7 +198,7 @@ def test_who_asks_is_told_of_the_end_of_the_engine(started: tuple[ThreadedSystem
 
 @pytest.mark.parametrize("begun", [False, True], ids=["submitted", "begun"])
 @pytest.mark.parametrize(
-    "part", ["pensieve.engine.ActiveRequest.arrive", "pensieve.scheduler.scheduler.Scheduler.submit"]
+    "part", ["pensieve.core.engine.ActiveRequest.arrive", "pensieve.core.scheduler.scheduler.Scheduler.submit"]
 )
 def test_a_request_that_the_engine_cannot_take_fails_alone(
     started: tuple[ThreadedSystem, HeldWorker], monkeypatch: pytest.MonkeyPatch, begun: bool, part: str

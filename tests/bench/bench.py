@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from pensieve.bench.record import Record
-from pensieve.bench.session import Bench, Options
-from pensieve.compose.machine import Device
-from pensieve.compose.schema import HardwareConfig
-from pensieve.results.store import open_store
-from pensieve.trial.tracking import Tracking
+from pensieve.lab.bench.record import Record
+from pensieve.lab.bench.session import Bench, Options
+from pensieve.lab.compose.machine import Device
+from pensieve.lab.compose.schema import HardwareConfig
+from pensieve.lab.results.store import open_store
+from pensieve.lab.trial.tracking import Tracking
 
 CPU = Device("cpu", "cpu", "cpu", "a processor", 1, 2**33, 2**33)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.bench.case import Case, Measured, Result
+from pensieve.lab.bench.case import Case, Measured, Result
 
 
 def test_the_value_is_the_median_and_five_have_no_interval() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from pensieve.bench import RECORDED, run_target
-from pensieve.bench.case import Case, Figure, Measured
-from pensieve.bench.session import Bench
-from pensieve.compose import read_option
 from pensieve.errors import ConfigError, HardwareMissing
-from pensieve.results.store import open_store
+from pensieve.lab.bench import RECORDED, run_target
+from pensieve.lab.bench.case import Case, Figure, Measured
+from pensieve.lab.bench.session import Bench
+from pensieve.lab.compose import read_option
+from pensieve.lab.results.store import open_store
 
 CASES = {
     "whole": (Case("a", 1.0), [Measured("ours", [1.5, 1.6]), Measured("sdpa", [3.0])]),
@@ -34,7 +34,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def target_that(monkeypatch: pytest.MonkeyPatch, name: str, run: Any) -> None:
     module = ModuleType(name)
     module.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, f"pensieve.bench.{name}", module)
+    monkeypatch.setitem(sys.modules, f"pensieve.lab.bench.{name}", module)
     monkeypatch.setitem(RECORDED, name, (name, "run"))
 
 
@@ -101,7 +101,7 @@ def test_unknown_targets_and_options_are_one_sentence(config: dict[str, Any]) ->
 
 def test_every_recorded_target_is_there() -> None:
     for module, function in RECORDED.values():
-        assert callable(getattr(import_module(f"pensieve.bench.{module}"), function))
+        assert callable(getattr(import_module(f"pensieve.lab.bench.{module}"), function))
 
 
 FIELDS = [

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from pensieve.bench import cpu_path
-from pensieve.bench.cpu_path import Step, Timing
 from pensieve.errors import PensieveError
+from pensieve.lab.bench import cpu_path
+from pensieve.lab.bench.cpu_path import Step, Timing
 from tests.bench.bench import make_bench
 from tests.worker.torch.driver import tiny_model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.bench.density import Density, largest
+from pensieve.lab.bench.density import Density, largest
 
 
 @pytest.mark.parametrize("limit", [*range(20), 31, 32, 33])

@@ -3,7 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.bench.kernel import (
+from pensieve.compiler import find_compiler
+from pensieve.device.kernels.reference import ReferenceBackend
+from pensieve.errors import EngineMissing
+from pensieve.lab.bench.kernel import (
     Runs,
     Shape,
     contiguous,
@@ -16,9 +19,6 @@ from pensieve.bench.kernel import (
     plain_cases,
     recovery_runs,
 )
-from pensieve.compiler import find_compiler
-from pensieve.errors import EngineMissing
-from pensieve.worker.torch.kernels.reference import ReferenceBackend
 
 SHAPE = Shape(heads=4, kv_heads=2, dim=16, chunk=8)
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.bench.kernel_code import KNOWN, resident
+from pensieve.lab.bench.kernel_code import KNOWN, resident
 
 pytest.importorskip("triton")
 

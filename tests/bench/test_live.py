@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from hydra import compose
 
-from pensieve.bench import overload as overload_module
-from pensieve.bench import run_target
-from pensieve.bench import steady as steady_module
-from pensieve.bench import wire as wire_module
-from pensieve.bench.live_server import hardware_overrides
-from pensieve.bench.overload import Outcome, overload
-from pensieve.bench.steady import Seen, slope, steady
-from pensieve.bench.wire import Timed, wire
-from pensieve.compose import resolved
 from pensieve.errors import ConfigError
+from pensieve.lab.bench import overload as overload_module
+from pensieve.lab.bench import run_target
+from pensieve.lab.bench import steady as steady_module
+from pensieve.lab.bench import wire as wire_module
+from pensieve.lab.bench.live_server import hardware_overrides
+from pensieve.lab.bench.overload import Outcome, overload
+from pensieve.lab.bench.steady import Seen, slope, steady
+from pensieve.lab.bench.wire import Timed, wire
+from pensieve.lab.compose import resolved
 from tests.composed import hydra_session
 
 EVERY_S, SAMPLES = 0.5, 480

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.bench.case import Case, Figure, Measured
-from pensieve.bench.timer import interleaved
+from pensieve.lab.bench.case import Case, Figure, Measured
+from pensieve.lab.bench.timer import interleaved
 from tests.bench.bench import make_bench
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.bench.restore import Returning, UnusedTier
-from pensieve.worker.torch.model import LoadedModel, load_model
-from pensieve.worker.torch.transfers.thread_link import ThreadLink
+from pensieve.device.model import LoadedModel, load_model
+from pensieve.lab.bench.restore import Returning, UnusedTier
+from pensieve.plugins.device.thread_link import ThreadLink
 from tests.worker.torch.driver import tiny_spec
 
 

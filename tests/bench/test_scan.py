@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.bench.scan import ENOUGH, hit_rate
+from pensieve.lab.bench.scan import ENOUGH, hit_rate
 
 
 @pytest.mark.parametrize("live", [1.8, pytest.param(3.7, marks=pytest.mark.slow)])

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 from hydra import initialize_config_dir
 
-from pensieve.bench import serve
-from pensieve.bench.models import plain_module
-from pensieve.bench.peers import TransformersSystem
-from pensieve.compose import conf_folder, read_option
-from pensieve.compose.machine import find_device
-from pensieve.compose.schema import HardwareConfig
-from pensieve.replay import replay
-from pensieve.workload.base import WorkloadContext
-from pensieve.workload.chat import ChatWorkload
+from pensieve.lab.bench import serve
+from pensieve.lab.bench.models import plain_module
+from pensieve.lab.bench.peers import TransformersSystem
+from pensieve.lab.compose import conf_folder, read_option
+from pensieve.lab.compose.machine import find_device
+from pensieve.lab.compose.schema import HardwareConfig
+from pensieve.lab.replay import replay
+from pensieve.lab.workload.base import WorkloadContext
+from pensieve.lab.workload.chat import ChatWorkload
 from tests.bench.bench import make_bench
 from tests.worker.torch.driver import tiny_model
 

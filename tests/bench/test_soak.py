@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from pensieve.bench.exact import CheckedEngine, Mismatch, Paths
-from pensieve.bench.soak import Episode, Operation, shrink, soak
-from pensieve.cache.two_tier import TwoTierCache
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.lab.bench.exact import CheckedEngine, Mismatch, Paths
+from pensieve.lab.bench.soak import Episode, Operation, shrink, soak
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_a_wrong_logit_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_path_that_no_turn_took_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = dict.fromkeys(Paths.__slots__, 3) | {"turns": 5, "worst": 0.0, "preempted": 0, "hole": 0}
-    monkeypatch.setattr("pensieve.bench.soak._fault", lambda *_: Paths(**taken))
+    monkeypatch.setattr("pensieve.lab.bench.soak._fault", lambda *_: Paths(**taken))
     said: list[str] = []
     assert soak(5, seed=0, say=said.append) == 0
     assert said[-1].startswith("Not hit, and so not checked: hole, preempted; ")

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pensieve.bench import steps
-from pensieve.bench.models import plain_module
-from pensieve.bench.peers import Generate, batched_gaps_ms, continuous_batching, prompts
-from pensieve.bench.steps import Stepper, prompt
-from pensieve.worker.torch.model import LoadedModel
-from pensieve.worker.torch.options import TorchOptions
+from pensieve.device.model import LoadedModel
+from pensieve.device.options import TorchOptions
+from pensieve.lab.bench import steps
+from pensieve.lab.bench.models import plain_module
+from pensieve.lab.bench.peers import Generate, batched_gaps_ms, continuous_batching, prompts
+from pensieve.lab.bench.steps import Stepper, prompt
 from tests.bench.bench import make_bench
 from tests.worker.torch.driver import tiny_model, tiny_spec
 

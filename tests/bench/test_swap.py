@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pensieve.bench import swap
-from pensieve.plan import Copy
-from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.model import LoadedModel, load_model
-from pensieve.worker.torch.transfers.copies import CallCopier
-from pensieve.worker.torch.transfers.link import Copier
-from pensieve.worker.torch.transfers.thread_link import ThreadLink, copy_runs
+from pensieve.core.plan import Copy
+from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.model import LoadedModel, load_model
+from pensieve.device.transfers.copies import CallCopier
+from pensieve.device.transfers.link import Copier
+from pensieve.lab.bench import swap
+from pensieve.plugins.device.thread_link import ThreadLink, copy_runs
 from tests.bench.bench import make_bench
 from tests.worker.torch.driver import tiny_spec
 from tests.worker.torch.transfers.named import Named

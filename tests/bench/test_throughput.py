@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.bench.serve import MARGIN, Point, Reached, Turn, all_hit_ratio, at_latency, common_latency, turn_s
-from pensieve.cost.roofline import Roofline
+from pensieve.lab.bench.serve import MARGIN, Point, Reached, Turn, all_hit_ratio, at_latency, common_latency, turn_s
+from pensieve.sim.roofline import Roofline
 from pensieve.specs import HardwareSpec, ModelSpec
 from tests.worker.torch.driver import tiny_spec
 

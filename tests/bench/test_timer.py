@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.bench import timer
-from pensieve.bench.timer import gaps_pct, interleaved
+from pensieve.lab.bench import timer
+from pensieve.lab.bench.timer import gaps_pct, interleaved
 
 CPU = torch.device("cpu")
 

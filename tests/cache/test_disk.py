@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from pensieve.bound import offline_bound
-from pensieve.cache.disk import DiskTier
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.clock import VirtualClock
-from pensieve.compose import check, model_config, plan_trial, read_option
-from pensieve.cost.profile import Profile
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import VirtualClock
+from pensieve.core.plan import DiskLoad, DiskStore, StepPlan
+from pensieve.core.policies.lru import Lru
 from pensieve.errors import ConfigError, HardwareMissing
-from pensieve.eviction.lru import Lru
-from pensieve.plan import DiskLoad, DiskStore, StepPlan
-from pensieve.record import TurnRecord
-from pensieve.server.create import server_of
-from pensieve.worker.simulated import SimulatedWorker
+from pensieve.lab.bound import offline_bound
+from pensieve.lab.compose import check, model_config, plan_trial, read_option
+from pensieve.plugins.tiers.disk import DiskTier
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.server.create import server_of
+from pensieve.sim.profile import Profile
+from pensieve.sim.worker import SimulatedWorker
 from tests.simulated import MACHINE, MODEL, policy_context
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pensieve.cache.prefix import PrefixCache
-from pensieve.cache.slots import SlotCache
-from pensieve.cache.stateless import StatelessCache
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.request import Forced, Length, Request, tokens_of
-from pensieve.scheduler.sessions import MemoryLimits
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.request import Forced, Length, Request, tokens_of
+from pensieve.core.scheduler.sessions import MemoryLimits
+from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.slots import SlotCache
+from pensieve.plugins.caches.stateless import StatelessCache
 from tests.simulated import make_engine, request, run
 
 CACHES: dict[str, Any] = {

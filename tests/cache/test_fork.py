@@ -6,8 +6,8 @@ from array import array
 
 import pytest
 
-from pensieve.request import Fork, Length, Request, Sampling
-from pensieve.scheduler.active_request import noise_key
+from pensieve.core.request import Fork, Length, Request, Sampling
+from pensieve.core.scheduler.active_request import noise_key
 from tests.baselines.systems import inline
 
 
@@ -31,9 +31,9 @@ def first_turn(**parts):
 
 
 def kinds():
-    from pensieve.cache.prefix import PrefixCache
-    from pensieve.cache.slots import SlotCache
-    from pensieve.cache.two_tier import TwoTierCache
+    from pensieve.core.cache.two_tier import TwoTierCache
+    from pensieve.plugins.caches.prefix import PrefixCache
+    from pensieve.plugins.caches.slots import SlotCache
 
     return {"pensieve": TwoTierCache, "prefix_cache": PrefixCache, "llama_slots": SlotCache}
 

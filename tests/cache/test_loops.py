@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.cache import loops, victims
-from pensieve.cache.loops import PLAIN, Head, NativeLoops, Stretch, Victim
-from pensieve.cache.victims import VictimIndex
+from pensieve.core.cache import loops, victims
+from pensieve.core.cache.loops import PLAIN, Head, NativeLoops, Stretch, Victim
+from pensieve.core.cache.victims import VictimIndex
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.session import Chunks, Session, View
 from pensieve.errors import EngineMissing
-from pensieve.eviction.retention_value import RetentionValue
-from pensieve.session import Chunks, Session, View
 from tests.simulated import policy_context
 
 SCORES = st.sampled_from([-2.5, -1.0, -0.0, 0.0, 1.0, 3.0, float("inf")])

@@ -7,10 +7,10 @@ from array import array
 
 import pytest
 
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.eviction.lru import Lru
-from pensieve.plan import Copy
-from pensieve.session import Chunks, Session
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.plan import Copy
+from pensieve.core.policies.lru import Lru
+from pensieve.core.session import Chunks, Session
 from tests.calls import calls_of
 from tests.simulated import policy_context
 

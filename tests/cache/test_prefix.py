@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pensieve.cache.prefix import PrefixCache
-from pensieve.cache.slots import SlotCache
-from pensieve.request import Length, Request, tokens_of
+from pensieve.core.request import Length, Request, tokens_of
+from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.slots import SlotCache
 from tests.simulated import make_engine, request, run
 
 

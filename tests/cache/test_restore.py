@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pensieve.cache.restore import CpuChunks, RestoreTimes
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.cost.roofline import Roofline
-from pensieve.engine import Engine
+from pensieve.core.cache.restore import CpuChunks, RestoreTimes
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.engine import Engine
 from pensieve.errors import ConfigError
-from pensieve.record import TurnRecord
+from pensieve.serve.record import TurnRecord
+from pensieve.sim.roofline import Roofline
 from pensieve.specs import HardwareSpec, ModelSpec
 from tests.simulated import MACHINE, MODEL, make_engine, request, run
 

@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 
 from pensieve import create_server
-from pensieve.cache.slots import SlotCache
-from pensieve.engine import Engine
+from pensieve.core.engine import Engine
+from pensieve.core.request import Length, Request, tokens_of
 from pensieve.errors import ConfigError
-from pensieve.request import Length, Request, tokens_of
+from pensieve.plugins.caches.slots import SlotCache
 from tests.simulated import make_engine, policy_context, run
 
 

@@ -6,22 +6,22 @@ from collections.abc import Hashable
 
 import pytest
 
-from pensieve.cache.victims import VictimIndex
+from pensieve.core.cache.victims import VictimIndex
+from pensieve.core.hint import Hint
+from pensieve.core.policies.base import EvictionPolicy, tells_scores
+from pensieve.core.policies.belady import Belady
+from pensieve.core.policies.conversation_lru import ConversationLru
+from pensieve.core.policies.fifo import Fifo
+from pensieve.core.policies.lru import Lru
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.request import tokens_of
+from pensieve.core.session import Chunks, Session, View
 from pensieve.errors import PolicyError
-from pensieve.eviction.adaptive_retention import AdaptiveRetention
-from pensieve.eviction.base import EvictionPolicy, tells_scores
-from pensieve.eviction.belady import Belady
-from pensieve.eviction.conversation_lru import ConversationLru
-from pensieve.eviction.fifo import Fifo
-from pensieve.eviction.hinted import Hinted
-from pensieve.eviction.lru import Lru
-from pensieve.eviction.oracle_hint import OracleHint
-from pensieve.eviction.retention_value import RetentionValue
-from pensieve.eviction.stop_reason import StopReasonFirst
-from pensieve.eviction.ttl import Ttl
-from pensieve.hint import Hint
-from pensieve.request import tokens_of
-from pensieve.session import Chunks, Session, View
+from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
+from pensieve.plugins.policies.hinted import Hinted
+from pensieve.plugins.policies.oracle_hint import OracleHint
+from pensieve.plugins.policies.stop_reason import StopReasonFirst
+from pensieve.plugins.policies.ttl import Ttl
 from tests.simulated import policy_context
 
 

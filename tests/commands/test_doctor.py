@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.commands.doctor import Machine, _attention
+from pensieve.device import choice
 from pensieve.errors import EngineMissing
-from pensieve.worker.torch import choice
+from pensieve.lab.commands.doctor import Machine, _attention
 
 
 def _machine(version: str | None) -> Machine:

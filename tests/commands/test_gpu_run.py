@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.bench import ALL
-from pensieve.commands import gpu_run
-from pensieve.commands.gpu_run import Step, steps_for
 from pensieve.errors import HardwareMissing
+from pensieve.lab.bench import ALL
+from pensieve.lab.commands import gpu_run
+from pensieve.lab.commands.gpu_run import Step, steps_for
 from tests.commands.test_doctor import __file__ as _here
 
 CHECKOUT = Path(_here).resolve().parents[2]

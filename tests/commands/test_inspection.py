@@ -1,8 +1,8 @@
 import pytest
 
-from pensieve.commands.inspection import inspection_lines, inspection_of, print_inspections
-from pensieve.commands.run import is_inspection
-from pensieve.compose import options, plan_trial
+from pensieve.lab.commands.inspection import inspection_lines, inspection_of, print_inspections
+from pensieve.lab.commands.run import is_inspection
+from pensieve.lab.compose import options, plan_trial
 from tests.composed import SHORT, checked
 
 NEEDS_A_FILE = {"trace"}

@@ -6,13 +6,13 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from pensieve.commands.read import SaidTurn, conversation_lines, conversation_of, side_by_side
-from pensieve.compose import resolved
 from pensieve.errors import ResultsError
-from pensieve.results.tokens import read_tokens
-from pensieve.tokenizer import ByteTokenizer
-from pensieve.trial import Job, run_trial
-from pensieve.trial.tracking import open_tracking
+from pensieve.lab.commands.read import SaidTurn, conversation_lines, conversation_of, side_by_side
+from pensieve.lab.compose import resolved
+from pensieve.lab.results.tokens import read_tokens
+from pensieve.lab.trial import Job, run_trial
+from pensieve.lab.trial.tracking import open_tracking
+from pensieve.serve.tokenizer import ByteTokenizer
 from tests.composed import SHORT, checked, composed
 
 

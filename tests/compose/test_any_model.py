@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pensieve import create_server
-from pensieve.compose import check, plan_trial, resolved
-from pensieve.compose.weights import check_weights, local_weights
 from pensieve.errors import ConfigError, UnsupportedModel, WeightsMissing
-from pensieve.trial.identity import identity_of
+from pensieve.lab.compose import check, plan_trial, resolved
+from pensieve.lab.compose.weights import check_weights, local_weights
+from pensieve.lab.trial.identity import identity_of
 from tests.chat import CHATML, save_tokenizer
 from tests.composed import checked, composed
 from tests.hub_cache import fill, unreachable

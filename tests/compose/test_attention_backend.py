@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from pensieve.compose import build_system, plan_trial, resolved
-from pensieve.compose.preflight import preflight
 from pensieve.errors import ConfigError, EngineMissing
-from pensieve.results.identity import config_hash
+from pensieve.lab.compose import build_system, plan_trial, resolved
+from pensieve.lab.compose.preflight import preflight
+from pensieve.lab.results.identity import config_hash
 from tests.composed import checked, composed
 
 
@@ -44,7 +44,7 @@ def test_the_model_is_loaded_with_it_the_size_of_the_blocks_and_the_memory_there
         seen.update(options)
         raise EngineMissing("enough seen")
 
-    monkeypatch.setattr("pensieve.worker.torch.model.load_model", load)
+    monkeypatch.setattr("pensieve.device.model.load_model", load)
     with pytest.raises(EngineMissing, match="enough seen"):
         build_system(plan_trial(checked("hardware=cpu", "attention_backend=varlen", "cache.chunk_tokens=64")))
     assert (seen["attention"], seen["chunk_tokens"], seen["memory_bytes"]) == ("varlen", 64, None)

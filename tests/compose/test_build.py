@@ -3,9 +3,9 @@ import sys
 
 import pytest
 
-from pensieve.compose import build_system, build_tokenizer, build_workload, check, plan_trial
 from pensieve.errors import ConfigError
-from pensieve.replay import replay
+from pensieve.lab.compose import build_system, build_tokenizer, build_workload, check, plan_trial
+from pensieve.lab.replay import replay
 from tests.composed import SHORT, checked, composed
 
 
@@ -47,8 +47,8 @@ def test_bytes_need_a_vocabulary_for_them():
 
 def test_composing_a_simulation_imports_no_torch():
     code = (
-        "import sys; from tests.composed import checked, SHORT; from pensieve.compose import *; "
-        "from pensieve.compose.preflight import preflight; "
+        "import sys; from tests.composed import checked, SHORT; from pensieve.lab.compose import *; "
+        "from pensieve.lab.compose.preflight import preflight; "
         "p = plan_trial(checked(*SHORT)); preflight(p); build_system(p).start(); "
         "assert not {'torch', 'transformers'} & set(sys.modules), 'torch was imported'"
     )

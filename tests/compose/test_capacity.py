@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from pensieve.baselines.engine_system import EngineSystem
-from pensieve.compose import plan_trial
-from pensieve.compose.build import build_system
-from pensieve.compose.machine import Device
-from pensieve.compose.plan import auto_gpu_blocks, plans_in_flight
-from pensieve.compose.preflight import check_memory
 from pensieve.errors import ConfigError, HardwareMissing
+from pensieve.lab.compose import plan_trial
+from pensieve.lab.compose.build import build_system
+from pensieve.lab.compose.machine import Device
+from pensieve.lab.compose.plan import auto_gpu_blocks, plans_in_flight
+from pensieve.lab.compose.preflight import check_memory
+from pensieve.serve.systems.engine_system import EngineSystem
 from pensieve.specs import ModelSpec
 from tests.composed import checked
 
@@ -99,7 +99,7 @@ def test_graphs_off_is_understood_however_yaml_reads_it():
 
 
 def test_a_spec_without_room_says_so_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("pensieve.compose.plan.free_host_memory_bytes", lambda: 64 * 2**20)
+    monkeypatch.setattr("pensieve.lab.compose.plan.free_host_memory_bytes", lambda: 64 * 2**20)
     with pytest.raises(HardwareMissing, match=r"64\.0 MiB free"):
         plan_trial(checked("hardware=cpu", "cache.gpu=auto"))
     assert isinstance(plan_trial(checked("hardware=cpu")).model, ModelSpec)

@@ -5,9 +5,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException
 
-from pensieve.compose import conf_folder
-from pensieve.compose.explain import explain, explain_crash, explain_value_error, is_the_users
 from pensieve.errors import ConfigError, WorkerError
+from pensieve.lab.compose import conf_folder
+from pensieve.lab.compose.explain import explain, explain_crash, explain_value_error, is_the_users
 from pensieve.units import parse_capacity
 
 

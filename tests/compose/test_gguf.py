@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from pensieve import create_server
-from pensieve.compose import build_outside, build_tokenizer, gguf, model_config, plan_trial, resolved
-from pensieve.compose.weights import check_weights, own_folder, weights_identity, weights_kind
 from pensieve.errors import EngineMissing, WeightsMissing
-from pensieve.trial.identity import identity_of
+from pensieve.lab.compose import build_outside, build_tokenizer, gguf, model_config, plan_trial, resolved
+from pensieve.lab.compose.weights import check_weights, own_folder, weights_identity, weights_kind
+from pensieve.lab.trial.identity import identity_of
 from tests.chat import dialogue
 from tests.composed import checked, composed
 from tests.engines.small import ask, prompt, served
@@ -38,7 +38,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Every file that is dequantised from here on."""
-    from pensieve.worker.torch import gguf as reader
+    from pensieve.plugins.device import gguf as reader
 
     made: list[Path] = []
     real = reader.dequantise

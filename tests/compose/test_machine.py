@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.compose.machine import Device, free_device_bytes
+from pensieve.lab.compose.machine import Device, free_device_bytes
 
 
 def test_what_this_process_holds_of_a_gpu_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,12 @@ from time import process_time
 import pytest
 import torch
 
-from pensieve.compose import model_config
-from pensieve.compose.tokenizer import build_tokenizer
-from pensieve.compose.weights import check_weights, own_folder
+from pensieve.device.weights import load_module
 from pensieve.errors import PensieveError
+from pensieve.lab.compose import model_config
+from pensieve.lab.compose.tokenizer import build_tokenizer
+from pensieve.lab.compose.weights import check_weights, own_folder
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch.weights import load_module
 from tests.tiny_gguf import write_gguf
 
 pytest.importorskip("gguf")
@@ -46,7 +46,7 @@ def load(source: Path) -> None:
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The files of a model, and the GGUF file that they were made of. They load."""
-    from pensieve.worker.torch.gguf import dequantise
+    from pensieve.plugins.device.gguf import dequantise
 
     with pytest.MonkeyPatch.context() as patch:
         at = tmp_path_factory.mktemp("good")

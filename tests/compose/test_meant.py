@@ -2,8 +2,8 @@
 
 import pytest
 
-from pensieve.compose import options
-from pensieve.compose.meant import as_meant
+from pensieve.lab.compose import options
+from pensieve.lab.compose.meant import as_meant
 
 SIMULATED = ["workload=trace", "model=llama3_8b", "cache=small", "hardware=sim_a100_80g"]
 

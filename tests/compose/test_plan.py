@@ -4,12 +4,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pensieve.compose import plan_trial
-from pensieve.compose.machine import Device, find_device
-from pensieve.compose.plan import model_spec
-from pensieve.compose.preflight import check_memory, preflight
-from pensieve.compose.schema import HardwareConfig
 from pensieve.errors import CapacityError, ConfigError, EngineMissing, HardwareMissing, UnsupportedModel, WeightsMissing
+from pensieve.lab.compose import plan_trial
+from pensieve.lab.compose.machine import Device, find_device
+from pensieve.lab.compose.plan import model_spec
+from pensieve.lab.compose.preflight import check_memory, preflight
+from pensieve.lab.compose.schema import HardwareConfig
 from tests.composed import checked
 
 KV_8B = 2 * 32 * 8 * 128 * 2
@@ -96,8 +96,12 @@ def test_what_cannot_be_planned(overrides, error, parts):
     [
         (("cache.gpu='32 tokens'",), CapacityError, ["cache.gpu='32 tokens'", '"128 tokens"']),
         (("cache.gpu='512 tokens'",), CapacityError, ["longest conversation", "cache.gpu"]),
-        (("eviction=lru", "eviction._target_=pensieve.eviction.no.No"), EngineMissing, ["eviction=lru"]),
-        (("scheduler.composition._target_=pensieve.scheduler.composition.no",), EngineMissing, ["scheduler=unified"]),
+        (("eviction=lru", "eviction._target_=pensieve.core.policies.no.No"), EngineMissing, ["eviction=lru"]),
+        (
+            ("scheduler.composition._target_=pensieve.core.scheduler.composition.no",),
+            EngineMissing,
+            ["scheduler=unified"],
+        ),
         (("+workload.user=3",), ConfigError, ["workload.user", "did you mean workload.users"]),
         (
             ("model=llama3_8b", "hardware=sim_gtx1650", "cache=cramped"),
@@ -133,7 +137,7 @@ def test_a_cpu_holds_both_tiers_and_says_what_to_use_instead():
 def test_weights_that_cannot_be_had(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     gqa = checked("model=llama2_13b_gqa", "model.weights=hub").model
-    from pensieve.compose.weights import check_weights
+    from pensieve.lab.compose.weights import check_weights
 
     with pytest.raises(WeightsMissing, match=r"model\.weights=random"):
         check_weights(gqa)
@@ -148,7 +152,7 @@ def test_weights_that_cannot_be_had(monkeypatch, tmp_path):
 
 
 def test_a_cpu_has_no_more_devices_than_cores(monkeypatch):
-    monkeypatch.setattr("pensieve.compose.machine.cores", lambda: 2)
+    monkeypatch.setattr("pensieve.lab.compose.machine.cores", lambda: 2)
     with pytest.raises(
         HardwareMissing, match=r"hardware\.gpus=8: on the CPU .* 2 cores.*=sim_a100_80g hardware\.gpus=8"
     ):
@@ -162,7 +166,7 @@ TWO = ("hardware=cpu", "hardware.gpus=2", "model.weights=random")
 
 
 def test_a_model_is_divided_by_its_kv_heads(monkeypatch):
-    monkeypatch.setattr("pensieve.compose.machine.cores", lambda: 4)
+    monkeypatch.setattr("pensieve.lab.compose.machine.cores", lambda: 4)
     one, two = (plan_trial(checked(*TWO, "cache.gpu=64MiB", f"hardware.gpus={gpus}")) for gpus in (1, 2))
     assert two.gpu_blocks == 2 * one.gpu_blocks, "cache.gpu is a device's"
     assert two.hardware.gpu_memory_bytes * 2 == one.hardware.gpu_memory_bytes, "and a CPU's memory is shared"
@@ -183,7 +187,7 @@ def test_a_model_is_divided_by_its_kv_heads(monkeypatch):
     ],
 )
 def test_what_one_process_does_alone_is_refused_with_several(monkeypatch, override, named):
-    monkeypatch.setattr("pensieve.compose.machine.cores", lambda: 2)
+    monkeypatch.setattr("pensieve.lab.compose.machine.cores", lambda: 2)
     with pytest.raises(ConfigError, match=rf"hardware\.gpus=2 divides .* {named} .*leave one of the two out"):
         plan_trial(checked(*TWO, override))
 
@@ -201,7 +205,7 @@ def test_what_real_replicas_do_not_do_is_refused(override, advice):
 
 
 def test_who_computes_in_other_processes(monkeypatch):
-    monkeypatch.setattr("pensieve.compose.machine.cores", lambda: 2)
+    monkeypatch.setattr("pensieve.lab.compose.machine.cores", lambda: 2)
     simulated = ("hardware=sim_h100", "hardware.router=affinity", "hardware.replicas=2")
     for overrides, elsewhere in ((TWO, True), (REPLICAS, True), (("hardware=cpu",), False), (simulated, False)):
         assert plan_trial(checked(*overrides)).computes_elsewhere is elsewhere

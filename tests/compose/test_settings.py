@@ -1,7 +1,7 @@
 import pytest
 
-from pensieve.compose import check, resolved
 from pensieve.errors import ConfigError
+from pensieve.lab.compose import check, resolved
 from tests.composed import checked, composed
 
 

@@ -2,8 +2,8 @@ import sys
 
 import pytest
 
-from pensieve.compose.target import factory, locate
 from pensieve.errors import ConfigError, EngineMissing
+from pensieve.lab.compose.target import factory, locate
 
 MODULE = """
 class Policy:
@@ -32,6 +32,7 @@ class Cache:
 def module(tmp_path, monkeypatch):
     (tmp_path / "outside_module.py").write_text(MODULE)
     (tmp_path / "needy_module.py").write_text("import a_package_that_nobody_has\nclass Policy: ...\n")
+    (tmp_path / "older_module.py").write_text("from pensieve.eviction.base import EvictionPolicy\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
     sys.modules.pop("outside_module", None)
@@ -91,10 +92,11 @@ def test_fields_are_held_against_the_signature(fields, sentence):
 @pytest.mark.parametrize(
     ("dotted", "sentence"),
     [
-        ("pensieve.eviction.nowhere.Nothing", "this version does not have it yet"),
-        ("pensieve.eviction.lru.Nothing", "this version does not have it yet"),
+        ("pensieve.core.policies.nowhere.Nothing", "this version does not have it: CHANGELOG.md"),
+        ("pensieve.core.policies.lru.Nothing", "this version does not have it: CHANGELOG.md"),
         ("outside_module.Nothing", "cannot be found from the current folder"),
         ("no_such_module.Nothing", "cannot be found from the current folder"),
+        ("older_module.Policy", "imports pensieve.eviction, and this version does not have it: CHANGELOG.md"),
         ("needy_module.Policy", "needs the package a_package_that_nobody_has"),
     ],
 )

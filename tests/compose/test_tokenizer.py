@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
-from pensieve.compose import build_tokenizer, model_config
-from pensieve.compose.schema import ModelConfig
-from pensieve.compose.tokenizer import has_tokenizer, read_tokenizer
 from pensieve.errors import WeightsMissing
+from pensieve.lab.compose import build_tokenizer, model_config
+from pensieve.lab.compose.schema import ModelConfig
+from pensieve.lab.compose.tokenizer import has_tokenizer, read_tokenizer
 from tests.chat import LLAMA_3, MERGES, save_tokenizer
 from tests.hub_cache import fill, unreachable
 

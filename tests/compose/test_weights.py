@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from pensieve.compose import model_config, options, outputs_folder, read_option
-from pensieve.compose.weights import check_weights, local_weights, weights_kind
 from pensieve.errors import ConfigError, WeightsMissing
+from pensieve.lab.compose import model_config, options, outputs_folder, read_option
+from pensieve.lab.compose.weights import check_weights, local_weights, weights_kind
 from pensieve.specs import ModelSpec
 
 LLAMA = {

@@ -4,7 +4,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from pensieve.compose import read_option
+from pensieve.lab.compose import read_option
 from tests import composed_once
 from tests.composed import hydra_session
 

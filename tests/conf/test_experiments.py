@@ -7,8 +7,8 @@ import pytest
 from hydra import compose
 from omegaconf import OmegaConf
 
-from pensieve.compose import check, conf_folder, options
-from pensieve.compose.help import FOLDERS, choices, clause
+from pensieve.lab.compose import check, conf_folder, options
+from pensieve.lab.compose.help import FOLDERS, choices, clause
 from tests.composed import hydra_session
 
 EXPERIMENTS = options("experiment")

@@ -3,10 +3,10 @@
 import pytest
 import yaml
 
-from pensieve.compose import check, conf_folder, options, plan_trial, read_option, resolved
-from pensieve.compose.folder import BASES
-from pensieve.compose.schema import ModelConfig
 from pensieve.errors import ConfigError, EngineMissing
+from pensieve.lab.compose import check, conf_folder, options, plan_trial, read_option, resolved
+from pensieve.lab.compose.folder import BASES
+from pensieve.lab.compose.schema import ModelConfig
 from pensieve.specs import ModelSpec
 from tests.composed import composed
 

@@ -1,6 +1,6 @@
 import pytest
 
-from pensieve.cost.capacity import Batches, stateless_capacity
+from pensieve.sim.capacity import Batches, stateless_capacity
 
 
 class Cost:

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.compose import options, read_option
-from pensieve.compose.machine import find_device, hardware_spec
-from pensieve.compose.schema import HardwareConfig
-from pensieve.cost.roofline import Roofline
-from pensieve.cost.simulated import simulated_cost
-from pensieve.plan import Copy, StepPlan
+from pensieve.core.plan import Copy, StepPlan
+from pensieve.lab.compose import options, read_option
+from pensieve.lab.compose.machine import find_device, hardware_spec
+from pensieve.lab.compose.schema import HardwareConfig
+from pensieve.sim.cost import simulated_cost
+from pensieve.sim.roofline import Roofline
 from tests.simulated import MACHINE, MODEL
 from tests.worker.test_simulated import perform, started
 

@@ -8,24 +8,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pensieve.baselines.profiling import load_s, profile_of
-from pensieve.clock import VirtualClock
-from pensieve.commands.profile import profile
-from pensieve.compose import check, plan_trial, resolved
-from pensieve.compose.build import _measured_before
-from pensieve.compose.plan import awaits_profile
-from pensieve.cost.machine_profile import Grid, MachineProfile, ProfiledCost, middle_of, powers_of_two, read_profile
-from pensieve.cost.simulated import simulated_cost
+from pensieve.core.clock import VirtualClock
 from pensieve.errors import ConfigError
-from pensieve.metrics import summarise
-from pensieve.scheduler.fast_forward import FastForward
-from pensieve.trial import machine
-from pensieve.trial.fidelity_here import MEASURED_AT
-from pensieve.trial.job import Job
-from pensieve.trial.machine import _grid, host_times, measure_beside, measure_grids, measure_machine
-from pensieve.trial.run import run_trial
-from pensieve.trial.tracking import open_tracking
-from pensieve.worker.simulated import SimulatedWorker
+from pensieve.lab.commands.profile import profile
+from pensieve.lab.compose import check, plan_trial, resolved
+from pensieve.lab.compose.build import _measured_before
+from pensieve.lab.compose.plan import awaits_profile
+from pensieve.lab.metrics import summarise
+from pensieve.lab.trial import machine
+from pensieve.lab.trial.fidelity_here import MEASURED_AT
+from pensieve.lab.trial.job import Job
+from pensieve.lab.trial.machine import _grid, host_times, measure_beside, measure_grids, measure_machine
+from pensieve.lab.trial.run import run_trial
+from pensieve.lab.trial.tracking import open_tracking
+from pensieve.serve.systems.profiling import load_s, profile_of
+from pensieve.sim.cost import simulated_cost
+from pensieve.sim.fast_forward import FastForward
+from pensieve.sim.machine_profile import Grid, MachineProfile, ProfiledCost, middle_of, powers_of_two, read_profile
+from pensieve.sim.worker import SimulatedWorker
 from tests.composed import composed, replayed
 
 POOL = 2048  # tokens of each tier

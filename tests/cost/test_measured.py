@@ -11,15 +11,15 @@ from itertools import pairwise
 
 import pytest
 
-from pensieve.compose import read_option
-from pensieve.compose.machine import find_device, hardware_spec
-from pensieve.compose.schema import HardwareConfig, ModelConfig
-from pensieve.cost.kernel_tables import AttentionGrid, nearest, read, tables_of
-from pensieve.cost.measured import MeasuredCost, _MeasuredAttention, attention_fit, graph_size, shape_of
-from pensieve.cost.roofline import Roofline
-from pensieve.cost.simulated import simulated_cost
-from pensieve.cost.tables import derive
 from pensieve.errors import ConfigError
+from pensieve.lab.compose import read_option
+from pensieve.lab.compose.machine import find_device, hardware_spec
+from pensieve.lab.compose.schema import HardwareConfig, ModelConfig
+from pensieve.sim.cost import simulated_cost
+from pensieve.sim.kernel_tables import AttentionGrid, nearest, read, tables_of
+from pensieve.sim.measured import MeasuredCost, _MeasuredAttention, attention_fit, graph_size, shape_of
+from pensieve.sim.roofline import Roofline
+from pensieve.sim.tables import derive
 from pensieve.specs import ModelSpec
 from tests.shared_data import shared
 
@@ -231,7 +231,7 @@ def _terms(hardware: str) -> dict[str, str]:
 
 
 def test_the_fitted_attention_meets_the_cells_that_it_was_fitted_to_as_far_as_it_says():
-    from pensieve.cost.tables.fit_attention import errors
+    from pensieve.sim.tables.fit_attention import errors
 
     fit, told = attention_fit()
     again = errors(fit, "rtx4090")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.cost.mistaken import MistakenCost, mistaken
-from pensieve.cost.roofline import Roofline
+from pensieve.sim.mistaken import MistakenCost, mistaken
+from pensieve.sim.roofline import Roofline
 from tests.composed import checked, replayed
 from tests.simulated import MACHINE, MODEL
 

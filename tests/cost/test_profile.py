@@ -7,19 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.baselines.profiling import profile_of
-from pensieve.cache.restore import CpuChunks, RestoreTimes
-from pensieve.clock import VirtualClock
-from pensieve.compose import read_option
-from pensieve.compose.folder import options
-from pensieve.compose.machine import find_device, hardware_spec
-from pensieve.compose.schema import HardwareConfig, ModelConfig
-from pensieve.cost.base import predicted_s
-from pensieve.cost.profile import WHOLE, Profile, measure
-from pensieve.cost.roofline import Roofline
+from pensieve.core.cache.restore import CpuChunks, RestoreTimes
+from pensieve.core.clock import VirtualClock
+from pensieve.core.cost import predicted_s
 from pensieve.errors import WorkerError
+from pensieve.lab.compose import read_option
+from pensieve.lab.compose.folder import options
+from pensieve.lab.compose.machine import find_device, hardware_spec
+from pensieve.lab.compose.schema import HardwareConfig, ModelConfig
+from pensieve.serve.systems.profiling import profile_of
+from pensieve.sim.profile import WHOLE, Profile, measure
+from pensieve.sim.roofline import Roofline
+from pensieve.sim.worker import SimulatedWorker
 from pensieve.specs import ModelSpec
-from pensieve.worker.simulated import SimulatedWorker
 from tests.simulated import MACHINE, MODEL
 
 OVERHEAD, LINEAR, QUADRATIC = 4e-3, 1e-4, 2e-8  # seconds: a step, a token, a pair of tokens

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.cost.measured import MeasuredCost
-from pensieve.cost.roofline import Roofline, attended_pairs
+from pensieve.sim.measured import MeasuredCost
+from pensieve.sim.roofline import Roofline, attended_pairs
 from pensieve.specs import ModelSpec
 from tests.cost.test_measured import cost_of, model_of
 from tests.simulated import MACHINE, MODEL

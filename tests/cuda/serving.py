@@ -12,24 +12,24 @@ from typing import Any
 
 import torch
 
-from pensieve.bench.exact import CheckedEngine, Paths, WatchedWorker, plain_logits
-from pensieve.bench.soak import Episode, perform
-from pensieve.books.books import Books
-from pensieve.cache.restore import RestoreMode
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.clock import WallClock
-from pensieve.cost.profile import Profile
-from pensieve.engine import Engine
-from pensieve.eviction.retention_value import RetentionValue
-from pensieve.plan import Copy, Row, Sample, StepPlan, StepResult
-from pensieve.request import Sampling
-from pensieve.scheduler.active_request import ActiveRequest
-from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.core.cache.restore import RestoreMode
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import WallClock
+from pensieve.core.engine import Engine
+from pensieve.core.plan import Copy, Row, Sample, StepPlan, StepResult
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.request import Sampling
+from pensieve.core.scheduler.active_request import ActiveRequest
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.device.model import LoadedModel, load_model
+from pensieve.device.options import TorchOptions
+from pensieve.device.sampler import Draws, draw, noise_starts
+from pensieve.device.worker import TorchWorker
+from pensieve.lab.bench.exact import CheckedEngine, Paths, WatchedWorker, plain_logits
+from pensieve.lab.bench.soak import Episode, perform
+from pensieve.serve.books.books import Books
+from pensieve.sim.profile import Profile
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch.model import LoadedModel, load_model
-from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.sampler import Draws, draw, noise_starts
-from pensieve.worker.torch.worker import TorchWorker
 from tests.simulated import policy_context
 
 from .standin.findings import Finding, listed

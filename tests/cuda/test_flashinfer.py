@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.worker.torch.kernels import flashinfer
-from pensieve.worker.torch.kernels.flashinfer import FlashInferBackend
-from pensieve.worker.torch.options import TorchOptions
+from pensieve.device.options import TorchOptions
+from pensieve.plugins.device import flashinfer
+from pensieve.plugins.device.flashinfer import FlashInferBackend
 
 from .serving import Hand, tiny
 from .standin.findings import listed

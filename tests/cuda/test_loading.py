@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from pensieve.device import weights as loading
+from pensieve.device.attention import register
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch import weights as loading
-from pensieve.worker.torch.attention import register
 
 from .standin import operations
 from .standin.machine import CUDA, Machine

@@ -10,9 +10,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from pensieve.worker.torch import batch, flight, graphs
-from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.transfers import lanes, pinned
+from pensieve.device import batch, flight, graphs
+from pensieve.device.options import TorchOptions
+from pensieve.device.transfers import lanes, pinned
 
 from .conftest import needs_triton
 from .serving import Copy, Hand, tiny
@@ -44,7 +44,7 @@ def scenario(device: Machine) -> None:
 
 
 def hand_prompt(tokens: tuple[int, ...]) -> Any:
-    from pensieve.plan import Row, Sample
+    from pensieve.core.plan import Row, Sample
 
     return Row(0, ((0, len(tokens)),), tokens, Sample(len(tokens)))
 
@@ -79,7 +79,7 @@ def lists_sent_from_pageable_memory(patch: Patch) -> None:
     def send(values: Any, target: torch.Tensor) -> None:
         target.copy_(torch.from_numpy(values), non_blocking=True)
 
-    from pensieve.worker.torch.kernels import triton_backend
+    from pensieve.device.kernels import triton_backend
 
     patch.setattr(pinned, "send", send)
     patch.setattr(triton_backend, "send", send)

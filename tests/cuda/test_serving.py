@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.cache.restore import RestoreMode
+from pensieve.core.cache.restore import RestoreMode
+from pensieve.device.options import TorchOptions
+from pensieve.device.transfers import lanes
 from pensieve.errors import HardwareMissing
-from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.transfers import lanes
 from tests.gpu.shortage import fail_and_go_on
 
 from .conftest import needs_triton
@@ -77,7 +77,7 @@ def test_without_graphs(device: Machine, attention: str) -> None:
 
 
 def check_token(tokens: list[int], token: int) -> None:
-    from pensieve.bench.exact import plain_logits
+    from pensieve.lab.bench.exact import plain_logits
 
     assert int(plain_logits(reference("llama"), tokens)[-1].argmax()) == token
 
@@ -113,7 +113,7 @@ def test_models_are_captured_and_wait_for_nothing(device: Machine, name: str, fu
 
 
 def plain(name: str, tokens: list[int]) -> torch.Tensor:
-    from pensieve.bench.exact import plain_logits
+    from pensieve.lab.bench.exact import plain_logits
 
     return plain_logits(reference(name), tokens)
 

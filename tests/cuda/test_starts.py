@@ -6,13 +6,13 @@ import gc
 
 import pytest
 
-from pensieve.clock import WallClock
-from pensieve.plan import Row, Sample
+from pensieve.core.clock import WallClock
+from pensieve.core.plan import Row, Sample
+from pensieve.device.model import load_model
+from pensieve.device.options import TorchOptions
+from pensieve.device.transfers.pinned import kept
+from pensieve.device.worker import TorchWorker
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch.model import load_model
-from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.transfers.pinned import kept
-from pensieve.worker.torch.worker import TorchWorker
 
 from .conftest import needs_triton
 from .serving import CHUNK, SIZES, Hand, tiny

@@ -8,7 +8,7 @@ from array import array
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from pensieve.session import common_prefix
+from pensieve.core.session import common_prefix
 
 
 class Endpoint(ThreadingHTTPServer):

@@ -6,9 +6,9 @@ from array import array
 from dataclasses import replace
 from typing import Any
 
-from pensieve.engines.base import EngineSetup
-from pensieve.record import TurnRecord
-from pensieve.request import Length, Request
+from pensieve.core.request import Length, Request
+from pensieve.plugins.engines.base import EngineSetup
+from pensieve.serve.record import TurnRecord
 from pensieve.specs import ModelSpec
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {

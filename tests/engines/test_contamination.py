@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pensieve.compose import resolved
-from pensieve.results.trials import mixtures
-from pensieve.trial import Job, run_trial
-from pensieve.trial.summary import summary
-from pensieve.trial.tracking import Tracking, open_tracking
+from pensieve.lab.compose import resolved
+from pensieve.lab.results.trials import mixtures
+from pensieve.lab.trial import Job, run_trial
+from pensieve.lab.trial.summary import summary
+from pensieve.lab.trial.tracking import Tracking, open_tracking
 from tests.composed import checked, composed
 from tests.engines.endpoint import Endpoint
 

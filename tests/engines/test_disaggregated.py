@@ -19,16 +19,16 @@ from typing import Any
 import psutil
 import pytest
 
-from pensieve.engines.disaggregated import messages, model_server, simulated
-from pensieve.engines.disaggregated.client import FullyAware, PartiallyAware, SemanticBlind
-from pensieve.engines.disaggregated.messages import KV, LOGITS
-from pensieve.engines.disaggregated.wire import PIECE_BYTES, Wire
-from pensieve.engines.system import OutsideSystem
-from pensieve.engines.transformers_peers import NativePytorch
-from pensieve.engines.weights import plain_module
+from pensieve.core.request import Free, Request
 from pensieve.errors import ConfigError, WorkerError
-from pensieve.record import TurnRecord
-from pensieve.request import Free, Request
+from pensieve.plugins.engines.disaggregated import messages, model_server, simulated
+from pensieve.plugins.engines.disaggregated.client import FullyAware, PartiallyAware, SemanticBlind
+from pensieve.plugins.engines.disaggregated.messages import KV, LOGITS
+from pensieve.plugins.engines.disaggregated.wire import PIECE_BYTES, Wire
+from pensieve.plugins.engines.system import OutsideSystem
+from pensieve.plugins.engines.transformers_peers import NativePytorch
+from pensieve.plugins.engines.weights import plain_module
+from pensieve.serve.record import TurnRecord
 from tests.engines.small import ARCHITECTURES, ask, prompt, served, setup_of
 
 KINDS = (FullyAware, PartiallyAware, SemanticBlind)
@@ -215,7 +215,7 @@ def test_what_crosses_grows_as_each_knows(opened: Opened) -> None:
 def test_the_blind_ones_weights_come_with_each_step_and_are_gone_after_it() -> None:
     import torch
 
-    from pensieve.engines.disaggregated.remote_model import RemoteModel, tensor_of, weight_arrays
+    from pensieve.plugins.engines.disaggregated.remote_model import RemoteModel, tensor_of, weight_arrays
 
     setup = setup_of("tied_llama")
     weights, model = weight_arrays(plain_module(setup)), RemoteModel(setup, keeps_weights=False)
@@ -236,7 +236,7 @@ def test_the_blind_ones_weights_come_with_each_step_and_are_gone_after_it() -> N
 def test_kv_that_was_changed_on_the_way_changes_the_answer() -> None:
     import torch
 
-    from pensieve.engines.disaggregated.remote_model import RemoteModel, tensor_of
+    from pensieve.plugins.engines.disaggregated.remote_model import RemoteModel, tensor_of
 
     model = RemoteModel(setup_of(), keeps_weights=True)
     first, _, _ = model.step(prompt(8), {})

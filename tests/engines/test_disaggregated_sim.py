@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.compose import build_simulated, build_tokenizer, build_workload, plan_trial
 from pensieve.errors import ConfigError, EngineMissing
-from pensieve.replay import replay
+from pensieve.lab.compose import build_simulated, build_tokenizer, build_workload, plan_trial
+from pensieve.lab.replay import replay
 from tests.composed import checked, replayed
 
 DECODE = ("model=llama3_8b", "cache=small", "workload=decode", "workload.iterations=4", "workload.discard=1")

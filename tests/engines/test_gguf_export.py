@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.engines.gguf_export import refuse_family, tokens_in, with_words, word, write_gguf
-from pensieve.engines.weights import gguf_file, model_folder, plain_module
 from pensieve.errors import UnsupportedModel, WeightsMissing
+from pensieve.plugins.engines.gguf_export import refuse_family, tokens_in, with_words, word, write_gguf
+from pensieve.plugins.engines.weights import gguf_file, model_folder, plain_module
 from tests.engines.small import ARCHITECTURES, setup_of
 
 gguf = pytest.importorskip("gguf")

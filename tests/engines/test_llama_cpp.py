@@ -13,12 +13,12 @@ import httpx
 import psutil
 import pytest
 
-from pensieve.engines import llama_cpp
-from pensieve.engines.llama_cpp import LlamaCpp, LlamaCppHttp, reported
-from pensieve.engines.system import OutsideSystem
-from pensieve.engines.weights import plain_module
+from pensieve.core.request import Free, Request
 from pensieve.errors import ConfigError, EngineFailed, EngineMissing, UnsupportedModel, WorkerError
-from pensieve.request import Free, Request
+from pensieve.plugins.engines import llama_cpp
+from pensieve.plugins.engines.llama_cpp import LlamaCpp, LlamaCppHttp, reported
+from pensieve.plugins.engines.system import OutsideSystem
+from pensieve.plugins.engines.weights import plain_module
 from tests.engines.small import ask, greedy, prompt, served, setup_of
 
 pytest.importorskip("xllamacpp")
@@ -337,7 +337,7 @@ def test_a_start_that_fails_says_what_llama_cpp_said(
 ) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF but not really")
-    monkeypatch.setattr("pensieve.engines.llama_cpp.gguf_file", lambda *_: broken)
+    monkeypatch.setattr("pensieve.plugins.engines.llama_cpp.gguf_file", lambda *_: broken)
     with pytest.raises(EngineFailed, match=r"broken\.gguf"):
         opened(kind)
 

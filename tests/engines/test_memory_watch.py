@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from pensieve.engines import memory_watch
-from pensieve.engines.memory_watch import MemoryWatch, resident_bytes, this_process, with_children
+from pensieve.plugins.engines import memory_watch
+from pensieve.plugins.engines.memory_watch import MemoryWatch, resident_bytes, this_process, with_children
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, limit: int | None, held: dict[int, int]) -> tuple[MemoryWatch, list[int]]:

@@ -10,14 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from pensieve.engines.completions import CompletionsClient
-from pensieve.engines.gguf_export import write_gguf
-from pensieve.engines.openai_http import OpenAIHttp
-from pensieve.engines.system import OutsideSystem
-from pensieve.engines.weights import plain_module
+from pensieve.core.request import Length, Request
 from pensieve.errors import ConfigError, EngineFailed, WorkerError
-from pensieve.request import Length, Request
-from pensieve.tokenizer import ByteTokenizer
+from pensieve.plugins.engines.completions import CompletionsClient
+from pensieve.plugins.engines.gguf_export import write_gguf
+from pensieve.plugins.engines.openai_http import OpenAIHttp
+from pensieve.plugins.engines.system import OutsideSystem
+from pensieve.plugins.engines.weights import plain_module
+from pensieve.serve.tokenizer import ByteTokenizer
 from tests.engines.endpoint import Endpoint
 from tests.engines.small import ask, greedy, prompt, served, setup_of
 
@@ -304,8 +304,8 @@ def test_llama_cpp_s_own_endpoint_gives_the_tokens_of_plain_decoding(tmp_path: P
     """Asked in token ids; it gives text, whose words are ids in our exported files."""
     xllamacpp = pytest.importorskip("xllamacpp")
     pytest.importorskip("gguf")
-    from pensieve.engines.gguf_export import tokens_in
-    from pensieve.engines.llama_cpp import LlamaCpp, params_of
+    from pensieve.plugins.engines.gguf_export import tokens_in
+    from pensieve.plugins.engines.llama_cpp import LlamaCpp, params_of
 
     class Words(ByteTokenizer):
         def encode(self, text: str) -> list[int]:
@@ -331,7 +331,7 @@ def test_llama_cpp_s_own_endpoint_gives_the_tokens_of_plain_decoding(tmp_path: P
 def test_our_own_server_over_the_wire(tmp_path: Path) -> None:
     """Whole prompts in token ids, whose replies go on past the end of sequence; what returns from CPU is told as that."""
     pytest.importorskip("fastapi")
-    from pensieve.server import create_server
+    from pensieve.serve.server import create_server
     from tests.server.live import REAL, serving
 
     def turns(system: Any, stream: bool) -> list[Any]:

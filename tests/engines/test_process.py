@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pensieve.engines import process
-from pensieve.engines.process import EngineProcess, free_port
 from pensieve.errors import EngineFailed
+from pensieve.plugins.engines import process
+from pensieve.plugins.engines.process import EngineProcess, free_port
 
 PATIENCE_S = 100.0
 
@@ -103,7 +103,7 @@ def test_the_engine_dies_with_its_trial_also_after_kill_9(tmp_path: Path) -> Non
     parent = textwrap.dedent(
         f"""
         import pathlib, time
-        from pensieve.engines.process import EngineProcess
+        from pensieve.plugins.engines.process import EngineProcess
         ended = EngineProcess("engine", ["/bin/sh", "-c", "echo no such model; exit 3"])
         while ended.alive:
             time.sleep(0.02)

@@ -14,15 +14,15 @@ from unittest.mock import MagicMock
 import psutil
 import pytest
 
-from pensieve.compose import build_outside, build_tokenizer, build_workload, plan_trial
-from pensieve.engines.base import EngineSetup
-from pensieve.engines.memory_watch import resident_bytes
-from pensieve.engines.ray_agents import RayKeepalive, RayServerless
-from pensieve.engines.replica import Replica
-from pensieve.engines.system import OutsideSystem
-from pensieve.engines.weights import plain_module
+from pensieve.core.request import Length, Request
 from pensieve.errors import CapacityError, EngineMissing, MemoryRanOut, RequestFailed
-from pensieve.request import Length, Request
+from pensieve.lab.compose import build_outside, build_tokenizer, build_workload, plan_trial
+from pensieve.plugins.engines.base import EngineSetup
+from pensieve.plugins.engines.memory_watch import resident_bytes
+from pensieve.plugins.engines.ray_agents import RayKeepalive, RayServerless
+from pensieve.plugins.engines.replica import Replica
+from pensieve.plugins.engines.system import OutsideSystem
+from pensieve.plugins.engines.weights import plain_module
 from tests.composed import checked
 from tests.engines.small import ask, greedy, prompt, served, setup_of
 
@@ -61,8 +61,8 @@ def test_a_replica_loads_its_model_within_its_memory(monkeypatch: pytest.MonkeyP
         seen.append(memory_bytes)
         raise RuntimeError("not enough memory")
 
-    monkeypatch.setattr("pensieve.engines.replica.forbid_more", seen.append)
-    monkeypatch.setattr("pensieve.worker.torch.model.load_model", load)
+    monkeypatch.setattr("pensieve.plugins.engines.replica.forbid_more", seen.append)
+    monkeypatch.setattr("pensieve.device.model.load_model", load)
     setup = setup_of()
     kv = 256 * setup.model.kv_bytes_per_token
     for share, weights in ((None, 2**31 - kv), (2**29, 2**29 - kv)):
@@ -93,7 +93,7 @@ def test_weights_are_packed_as_in_one_engine_of_a_processes_share(
             raise NotImplementedError
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(exceptions=SimpleNamespace(RayError=OSError)))
-    monkeypatch.setattr("pensieve.engines.ray_agents.remote", lambda *_, **__: Remote())
+    monkeypatch.setattr("pensieve.plugins.engines.ray_agents.remote", lambda *_, **__: Remote())
     setup = setup_of(device=device, memory_bytes=2**31 + 1, conversations=conversations)
     with pytest.raises(NotImplementedError):
         kind(setup).answer(message(1, "a", 1, prompt(4)), None)
@@ -120,7 +120,7 @@ def test_a_hundred_agents_may_share_a_gpu_so_that_its_memory_is_the_limit(
         raise NotImplementedError
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
-    monkeypatch.setattr("pensieve.engines.ray_agents.remote", remote)
+    monkeypatch.setattr("pensieve.plugins.engines.ray_agents.remote", remote)
     with pytest.raises(NotImplementedError):
         kind(replace(setup_of(), device=device)).answer(message(1, "a", 1, prompt(4)), None)
     assert asked == [share]
@@ -151,8 +151,8 @@ def test_closing_ends_requests_that_ray_never_answers(kind: type[Any], monkeypat
 
     monkeypatch.setitem(sys.modules, "ray", Silent())
     called = MagicMock()
-    monkeypatch.setattr("pensieve.engines.ray_agents.remote", called)
-    monkeypatch.setattr("pensieve.engines.ray_cluster.RayCluster.close", lambda self: None)
+    monkeypatch.setattr("pensieve.plugins.engines.ray_agents.remote", called)
+    monkeypatch.setattr("pensieve.plugins.engines.ray_cluster.RayCluster.close", lambda self: None)
     engine = kind(setup_of())
     found: list[Exception] = []
 
@@ -177,7 +177,7 @@ def test_closing_ends_requests_that_ray_never_answers(kind: type[Any], monkeypat
 def test_actors_keep_their_agents_until_memory_ends_and_tasks_keep_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """One Ray for both, since it takes seconds to start."""
     pytest.importorskip("ray")
-    from pensieve.engines.ray_cluster import RayCluster
+    from pensieve.plugins.engines.ray_cluster import RayCluster
 
     setup = setup_of()
     module, before = plain_module(setup), _descendants()

@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 import pytest
 
-from pensieve.baselines.base import Capabilities
-from pensieve.compose import build_tokenizer, build_workload, plan_trial
-from pensieve.engines.base import Channel, Reply
-from pensieve.engines.system import OutsideSystem
+from pensieve.core.plan import StartReport
+from pensieve.core.request import Forced, Request, Sampling
 from pensieve.errors import ContextLengthError, EngineFailed, RequestFailed, WorkerError
-from pensieve.plan import StartReport
-from pensieve.record import TurnRecord
-from pensieve.replay import replay
-from pensieve.request import Forced, Request, Sampling
+from pensieve.lab.compose import build_tokenizer, build_workload, plan_trial
+from pensieve.lab.replay import replay
+from pensieve.plugins.engines.base import Channel, Reply
+from pensieve.plugins.engines.system import OutsideSystem
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.base import Capabilities
 from tests.composed import SHORT, checked
 from tests.engines.small import ask, prompt, served
 from tests.scripted import ScriptedSystem

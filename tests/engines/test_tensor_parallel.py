@@ -16,25 +16,25 @@ from typing import Any
 import psutil
 import pytest
 
-from pensieve.baselines.threaded_system import ThreadedSystem
-from pensieve.books.books import Books
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.clock import WallClock
-from pensieve.engine import Engine
-from pensieve.engines.rank_messages import Setup, launch, launched, receive, send
-from pensieve.engines.ranks import Together
-from pensieve.engines.tensor_parallel import TensorParallelWorker
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import WallClock
+from pensieve.core.engine import Engine
+from pensieve.core.event import Event
+from pensieve.core.plan import Copy, Row, Sample, StartReport, StepPlan, StepResult
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.request import Length, Request, Sampling
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.device.options import TorchOptions
+from pensieve.device.worker import TorchWorker
 from pensieve.errors import UnsupportedModel, WorkerError
-from pensieve.event import Event
-from pensieve.eviction.retention_value import RetentionValue
-from pensieve.plan import Copy, Row, Sample, StartReport, StepPlan, StepResult
-from pensieve.record import TurnRecord
-from pensieve.request import Length, Request, Sampling
-from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.plugins.device.sharding import refuse_unsharded
+from pensieve.plugins.engines.rank_messages import Setup, launch, launched, receive, send
+from pensieve.plugins.engines.ranks import Together
+from pensieve.plugins.engines.tensor_parallel import TensorParallelWorker
+from pensieve.serve.books.books import Books
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.threaded_system import ThreadedSystem
 from pensieve.specs import HardwareSpec
-from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.sharding import refuse_unsharded
-from pensieve.worker.torch.worker import TorchWorker
 from tests.engines.test_process import until
 from tests.simulated import policy_context
 from tests.worker.torch.driver import plain_generate, random_tokens, tiny_model, tiny_spec

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pensieve.engines.system import OutsideSystem
-from pensieve.engines.transformers_peers import ContinuousBatching, NativePytorch, sized
-from pensieve.engines.weights import plain_module
-from pensieve.request import Free, Request
+from pensieve.core.request import Free, Request
+from pensieve.plugins.engines.system import OutsideSystem
+from pensieve.plugins.engines.transformers_peers import ContinuousBatching, NativePytorch, sized
+from pensieve.plugins.engines.weights import plain_module
 from tests.engines.small import ask, greedy, prompt, served, setup_of
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pensieve.engines.openai_http import OpenAIHttp
-from pensieve.engines.process import QUIET
-from pensieve.engines.system import OutsideSystem
-from pensieve.engines.vllm import ENVIRONMENT_ENV, Vllm, VllmHttp, reported
-from pensieve.engines.weights import plain_module
 from pensieve.errors import EngineFailed, EngineMissing, UnsupportedModel
+from pensieve.plugins.engines.openai_http import OpenAIHttp
+from pensieve.plugins.engines.process import QUIET
+from pensieve.plugins.engines.system import OutsideSystem
+from pensieve.plugins.engines.vllm import ENVIRONMENT_ENV, Vllm, VllmHttp, reported
+from pensieve.plugins.engines.weights import plain_module
 from tests.engines.small import ask, greedy, prompt, served, setup_of
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from pensieve.cache.two_tier import TwoTierCache
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.policies.base import EvictionPolicy, as_policy, needs_future
+from pensieve.core.policies.belady import Belady
+from pensieve.core.policies.lru import Lru
+from pensieve.core.session import Session
 from pensieve.errors import ConfigError
-from pensieve.eviction.adaptive_retention import AdaptiveRetention
-from pensieve.eviction.base import EvictionPolicy, as_policy, needs_future
-from pensieve.eviction.belady import Belady
-from pensieve.eviction.lru import Lru
-from pensieve.session import Session
+from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from tests.simulated import make_engine, policy_context, request, run
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pensieve.bound import offline_bound
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.clock import VirtualClock
-from pensieve.eviction.belady import Belady
-from pensieve.record import TurnRecord
-from pensieve.session import Session
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import VirtualClock
+from pensieve.core.policies.belady import Belady
+from pensieve.core.session import Session
+from pensieve.lab.bound import offline_bound
+from pensieve.serve.record import TurnRecord
 from tests.simulated import make_engine, policy_context, request, run
 
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from pensieve.eviction import duel
-from pensieve.eviction.duel import MOST, Duel, Held, Shadow, least_recent
-from pensieve.eviction.learned_return import LearnedReturn
+from pensieve.plugins.policies import duel
+from pensieve.plugins.policies.duel import MOST, Duel, Held, Shadow, least_recent
+from pensieve.plugins.policies.learned_return import LearnedReturn
 from tests.eviction.world import Key, World, context, holds
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from pensieve.cache.victims import VictimIndex
+from pensieve.core.cache.victims import VictimIndex
+from pensieve.core.hint import Hint
+from pensieve.core.policies.base import EvictionPolicy, needs_future
+from pensieve.core.session import Session, View
 from pensieve.errors import ConfigError
-from pensieve.eviction.base import EvictionPolicy, needs_future
-from pensieve.eviction.hinted import Hinted
-from pensieve.eviction.oracle_hint import OracleHint
-from pensieve.eviction.stop_reason import StopReasonFirst
-from pensieve.eviction.ttl import Ttl
-from pensieve.hint import Hint
-from pensieve.session import Session, View
+from pensieve.plugins.policies.hinted import Hinted
+from pensieve.plugins.policies.oracle_hint import OracleHint
+from pensieve.plugins.policies.stop_reason import StopReasonFirst
+from pensieve.plugins.policies.ttl import Ttl
 from tests.simulated import policy_context
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from pensieve.cache.victims import VictimIndex
+from pensieve.core.cache.victims import VictimIndex
+from pensieve.core.hint import Hint
+from pensieve.core.policies.lru import Lru
+from pensieve.core.session import Chunks, Session, View
 from pensieve.errors import ConfigError
-from pensieve.eviction import return_times
-from pensieve.eviction.learned_return import LearnedReturn
-from pensieve.eviction.lru import Lru
-from pensieve.eviction.return_times import AGES, BINS, Forgetting, Habit, rates_of
-from pensieve.hint import Hint
-from pensieve.session import Chunks, Session, View
+from pensieve.plugins.policies import return_times
+from pensieve.plugins.policies.learned_return import LearnedReturn
+from pensieve.plugins.policies.return_times import AGES, BINS, Forgetting, Habit, rates_of
 from tests.eviction.world import Key, World, context, holds
 from tests.simulated import policy_context
 

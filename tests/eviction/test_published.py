@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from pensieve.eviction.arc import Arc, ArcDirectory
-from pensieve.eviction.flop_efficiency import FlopEfficiency
-from pensieve.eviction.s3_fifo import S3Fifo
-from pensieve.eviction.steps_to_use import StepsToUse
-from pensieve.eviction.tail_lru import TailLru
-from pensieve.eviction.tool_ttl import ToolTtl, best_time
-from pensieve.hint import Hint
-from pensieve.session import Session
+from pensieve.core.hint import Hint
+from pensieve.core.session import Session
+from pensieve.plugins.policies.arc import Arc, ArcDirectory
+from pensieve.plugins.policies.flop_efficiency import FlopEfficiency
+from pensieve.plugins.policies.s3_fifo import S3Fifo
+from pensieve.plugins.policies.steps_to_use import StepsToUse
+from pensieve.plugins.policies.tail_lru import TailLru
+from pensieve.plugins.policies.tool_ttl import ToolTtl, best_time
 from tests.eviction.world import Key, World, context, holds
 
 CAPACITY = 48

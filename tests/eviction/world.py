@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pensieve.cache.victims import VictimIndex
-from pensieve.eviction.base import EvictionPolicy, PolicyContext
-from pensieve.hint import Hint
-from pensieve.session import Chunks, Session, View
+from pensieve.core.cache.victims import VictimIndex
+from pensieve.core.hint import Hint
+from pensieve.core.policies.base import EvictionPolicy, PolicyContext
+from pensieve.core.session import Chunks, Session, View
 from tests.simulated import policy_context
 
 CHUNKS = 6

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from pensieve.baselines.inline_system import InlineSystem
-from pensieve.compose import build_system, build_tokenizer, plan_trial
-from pensieve.hint import Hint
-from pensieve.record import TurnRecord
-from pensieve.request import Forced, Fork, Free, Length, Request, Sampling
-from pensieve.worker import simulated
+from pensieve.core.hint import Hint
+from pensieve.core.request import Forced, Fork, Free, Length, Request, Sampling
+from pensieve.lab.compose import build_system, build_tokenizer, plan_trial
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.inline_system import InlineSystem
+from pensieve.sim import worker as simulated
 from tests.composed import checked
 from tests.frozen.rows import COUNTERS, TIMES, TURN, Rows
 from tests.frozen.workers import Faulty, Stepwise, Twin

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pensieve.request import Fork
+from pensieve.core.request import Fork
 from tests.frozen.play import Play, at_random
 from tests.frozen.rows import Rows
 from tests.frozen.trials import rows_of

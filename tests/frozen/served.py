@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.record import TurnRecord
+from pensieve.serve.record import TurnRecord
 from tests.frozen.play import rows_of as rows_of_turns
 from tests.frozen.rows import Rows
 from tests.server.live import serving
@@ -17,7 +17,7 @@ def rows() -> Rows:
     """Who speaks names the conversation by `session_id`, or by what it has said so far alone."""
     import httpx
 
-    from pensieve.server import create_server
+    from pensieve.serve.server import create_server
 
     turns: list[TurnRecord] = []
     numbers = count()

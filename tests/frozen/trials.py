@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 import pytest
 from sqlalchemy import Connection, text
 
-from pensieve.compose import resolved
-from pensieve.trial import Job, run_trial
-from pensieve.trial.tracking import Tracking, open_tracking
+from pensieve.lab.compose import resolved
+from pensieve.lab.trial import Job, run_trial
+from pensieve.lab.trial.tracking import Tracking, open_tracking
 from tests.composed import checked, composed
 from tests.frozen.rows import HOLDING, METRICS, MISS, TIMES, TURN, Rows
 

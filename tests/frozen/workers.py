@@ -11,9 +11,9 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from pensieve.plan import StartReport, StepPlan, StepResult
+from pensieve.core.plan import StartReport, StepPlan, StepResult
+from pensieve.sim.worker import SimulatedWorker
 from pensieve.specs import ModelSpec
-from pensieve.worker.simulated import SimulatedWorker
 
 FAILS, COPY_FAILS, MISREADS = 37, 23, 3  # every so many plans with rows, copies, and loads from disk
 
@@ -74,9 +74,9 @@ class Twin(Stepwise):
         self, model: ModelSpec, hardware: Any, clock: Any, chunk_tokens: int, depth: int, disk_blocks: int
     ) -> None:
         super().__init__(model, hardware, clock, chunk_tokens, depth)
-        from pensieve.worker.torch.options import TorchOptions
-        from pensieve.worker.torch.transfers.disk import DiskOptions
-        from pensieve.worker.torch.worker import TorchWorker
+        from pensieve.device.options import TorchOptions
+        from pensieve.device.worker import TorchWorker
+        from pensieve.plugins.tiers.disk_transfer import DiskOptions
 
         options = TorchOptions(depth=depth)
         if disk_blocks:
@@ -116,6 +116,6 @@ class Twin(Stepwise):
 @cache
 def _loaded(model: ModelSpec) -> Any:
     """In float32, with random weights."""
-    from pensieve.worker.torch.model import load_model
+    from pensieve.device.model import load_model
 
     return load_model(replace(model, dtype="float32"), "random", None, None, 0, "cpu", threads=1)

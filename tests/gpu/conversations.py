@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pensieve.bench.exact import CheckedEngine, Paths
-from pensieve.bench.soak import Episode, perform
-from pensieve.cache.restore import RestoreMode
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.cost.profile import Profile
-from pensieve.eviction.retention_value import RetentionValue
-from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.worker.torch.model import LoadedModel
-from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.transfers.link import Link
+from pensieve.core.cache.restore import RestoreMode
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.device.model import LoadedModel
+from pensieve.device.options import TorchOptions
+from pensieve.device.transfers.link import Link
+from pensieve.lab.bench.exact import CheckedEngine, Paths
+from pensieve.lab.bench.soak import Episode, perform
+from pensieve.sim.profile import Profile
 from tests.simulated import policy_context
 
 CHUNK, GPU_BLOCKS, CPU_BLOCKS, CONTEXT, REQUESTS = 8, 36, 40, 512, 8

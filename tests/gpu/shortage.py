@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from pensieve.books.books import Books
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.clock import WallClock
-from pensieve.engine import Engine
-from pensieve.eviction.lru import Lru
-from pensieve.record import TurnRecord
-from pensieve.request import Length, Request
-from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.worker.torch.model import LoadedModel
-from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.worker import TorchWorker
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import WallClock
+from pensieve.core.engine import Engine
+from pensieve.core.policies.lru import Lru
+from pensieve.core.request import Length, Request
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.device.model import LoadedModel
+from pensieve.device.options import TorchOptions
+from pensieve.device.worker import TorchWorker
+from pensieve.serve.books.books import Books
+from pensieve.serve.record import TurnRecord
 from tests.simulated import policy_context
 from tests.worker.torch.driver import random_tokens
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from pensieve.plan import Copy
-from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.transfers.transfer import Transfer
+from pensieve.core.plan import Copy
+from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.transfers.transfer import Transfer
 
 
 def shuttle(tensors: KvTensors, transfer: Transfer, compute: Callable[[], None], rounds: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from pensieve.device.model import LoadedModel, load_model
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch.model import LoadedModel, load_model
 
 _COMMON = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024}
 SIZES: dict[str, dict[str, Any]] = {

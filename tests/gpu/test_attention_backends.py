@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pensieve.device.kernels.backends import BACKENDS, load_backend
+from pensieve.device.kernels.base import AttentionBackend, CapturingBackend
 from pensieve.errors import EngineMissing, UnsupportedModel
-from pensieve.worker.torch.kernels.backends import BACKENDS, load_backend
-from pensieve.worker.torch.kernels.base import AttentionBackend, CapturingBackend
 
 from ..worker.torch.kernels.cases import MIXED, Heads, Runs, make_case
 

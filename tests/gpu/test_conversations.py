@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.cache.restore import RestoreMode
-from pensieve.worker.torch.options import TorchOptions
+from pensieve.core.cache.restore import RestoreMode
+from pensieve.device.options import TorchOptions
 
 from .conversations import CHUNK, REQUESTS, TURNS, check_paths, converse
 from .small import small_model

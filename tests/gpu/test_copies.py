@@ -7,18 +7,18 @@ import random
 import pytest
 import torch
 
-from pensieve.clock import WallClock
+from pensieve.core.clock import WallClock
+from pensieve.core.plan import Copy
+from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.model import load_model
+from pensieve.device.options import TorchOptions
+from pensieve.device.transfers.copies import BatchCopier, CallCopier, choose_copier
+from pensieve.device.transfers.lanes import CudaLink
+from pensieve.device.transfers.link import Copier
+from pensieve.device.transfers.transfer import Transfer
+from pensieve.device.worker import TorchWorker
 from pensieve.errors import EngineMissing
-from pensieve.plan import Copy
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.model import load_model
-from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.transfers.copies import BatchCopier, CallCopier, choose_copier
-from pensieve.worker.torch.transfers.lanes import CudaLink
-from pensieve.worker.torch.transfers.link import Copier
-from pensieve.worker.torch.transfers.transfer import Transfer
-from pensieve.worker.torch.worker import TorchWorker
 
 CHUNK, BLOCKS = 32, 600
 SIZES = {

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from pensieve.bench.models import plain_module
-from pensieve.bench.peers import Generate, batched_gaps_ms, continuous_batching, prompts
-from pensieve.bench.steps import Stepper
-from pensieve.bench.timer import idle_pct
-from pensieve.clock import WallClock
-from pensieve.plan import Row, Sample, StepPlan
-from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.profiled import ProfiledWorker
-from pensieve.worker.torch.worker import TorchWorker
+from pensieve.core.clock import WallClock
+from pensieve.core.plan import Row, Sample, StepPlan
+from pensieve.device.options import TorchOptions
+from pensieve.device.worker import TorchWorker
+from pensieve.lab.bench.models import plain_module
+from pensieve.lab.bench.peers import Generate, batched_gaps_ms, continuous_batching, prompts
+from pensieve.lab.bench.steps import Stepper
+from pensieve.lab.bench.timer import idle_pct
+from pensieve.plugins.device.profiled import ProfiledWorker
 
 from .small import small_model
 

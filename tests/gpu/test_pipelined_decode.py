@@ -9,17 +9,17 @@ from functools import cache
 import pytest
 import torch
 
-from pensieve.books.books import Books
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.clock import WallClock
-from pensieve.engine import Engine
-from pensieve.eviction.lru import Lru
-from pensieve.plan import Row, Sample, StepPlan
-from pensieve.request import Length, Request, Sampling
-from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.worker.torch.model import LoadedModel
-from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.worker import TorchWorker
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import WallClock
+from pensieve.core.engine import Engine
+from pensieve.core.plan import Row, Sample, StepPlan
+from pensieve.core.policies.lru import Lru
+from pensieve.core.request import Length, Request, Sampling
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.device.model import LoadedModel
+from pensieve.device.options import TorchOptions
+from pensieve.device.worker import TorchWorker
+from pensieve.serve.books.books import Books
 from tests.simulated import policy_context
 from tests.worker.torch.driver import random_tokens
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.transfers.copies import choose_copier
+from pensieve.device.transfers.lanes import CudaLink
+from pensieve.device.transfers.link import Link
+from pensieve.device.transfers.pinned import pinned_bytes
+from pensieve.device.transfers.transfer import Transfer
+from pensieve.plugins.device.thread_link import ThreadLink, copy_and_wait
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.transfers.copies import choose_copier
-from pensieve.worker.torch.transfers.lanes import CudaLink
-from pensieve.worker.torch.transfers.link import Link
-from pensieve.worker.torch.transfers.pinned import pinned_bytes
-from pensieve.worker.torch.transfers.thread_link import ThreadLink, copy_and_wait
-from pensieve.worker.torch.transfers.transfer import Transfer
 
 from .shuttle import shuttle
 from .small import SIZES

@@ -11,14 +11,14 @@ import pytest
 pytest.importorskip("ray")
 pytest.importorskip("grpc_reflection")
 
-from pensieve.compose import check, plan_trial
-from pensieve.compose.build import _weights_memory_bytes
-from pensieve.compose.machine import find_device, memory_limit_bytes
 from pensieve.errors import ConfigError, HardwareMissing
-from pensieve.replicas import build as build_module
-from pensieve.replicas.build import build_replicas
-from pensieve.replicas.system import Scaling
-from pensieve.trial.identity import device_facts
+from pensieve.lab.compose import check, plan_trial
+from pensieve.lab.compose.build import _weights_memory_bytes
+from pensieve.lab.compose.machine import find_device, memory_limit_bytes
+from pensieve.lab.trial.identity import device_facts
+from pensieve.plugins.replicas import build as build_module
+from pensieve.plugins.replicas.build import build_replicas
+from pensieve.plugins.replicas.system import Scaling
 from tests.composed import checked
 
 REAL = ("hardware=replicas", "hardware.device=cpu", "model.weights=random")

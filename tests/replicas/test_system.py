@@ -18,19 +18,19 @@ pytest.importorskip("grpc_reflection")
 import ray
 from ray.serve.request_router import ReplicaID
 
-from pensieve.baselines.base import AnsweringSystem
-from pensieve.baselines.routing import Fleet, affinity
-from pensieve.clock import WallClock
-from pensieve.event import Event
-from pensieve.plan import StepResult
-from pensieve.record import TurnRecord
-from pensieve.replicas import engine as engine_module
-from pensieve.replicas import system as system_module
-from pensieve.replicas.call_routing import CallRouting, Candidate, numbers_of, running, unregister
-from pensieve.replicas.engine import EngineReplica
-from pensieve.replicas.router import SessionRouter
-from pensieve.replicas.system import ATTEMPTS, ReplicaSystem, Scaling, reason_in
-from pensieve.request import Length, Request, Sampling, tokens_of
+from pensieve.core.clock import WallClock
+from pensieve.core.event import Event
+from pensieve.core.plan import StepResult
+from pensieve.core.request import Length, Request, Sampling, tokens_of
+from pensieve.plugins.cluster.routing import Fleet, affinity
+from pensieve.plugins.replicas import engine as engine_module
+from pensieve.plugins.replicas import system as system_module
+from pensieve.plugins.replicas.call_routing import CallRouting, Candidate, numbers_of, running, unregister
+from pensieve.plugins.replicas.engine import EngineReplica
+from pensieve.plugins.replicas.router import SessionRouter
+from pensieve.plugins.replicas.system import ATTEMPTS, ReplicaSystem, Scaling, reason_in
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.base import AnsweringSystem
 from tests.baselines.systems import PATIENCE_S, HeldWorker, PricedSystem, Side, parts
 
 NAMES = ("one", "two", "three")
@@ -101,7 +101,7 @@ class Actors:
             worker.held_at = position
 
     def chosen(self, routing: CallRouting) -> str:
-        from pensieve.baselines.routing import ROUTERS
+        from pensieve.plugins.cluster.routing import ROUTERS
 
         if routing.to is not None:
             return routing.to if routing.to in self.alive else next(iter(self.alive))
@@ -346,7 +346,7 @@ def test_times_are_those_of_the_callers_clock() -> None:
 
 
 def test_a_fork_is_served_where_the_conversation_is_that_it_comes_from() -> None:
-    from pensieve.request import Fork
+    from pensieve.core.request import Fork
 
     with replicas() as (system, _):
         homes = []
@@ -574,7 +574,7 @@ def test_which_replicas_run_is_known_after_ray_has_set_the_class_anew() -> None:
     """As it does whenever it hears of the deployment: it has sent the class about as a value."""
     from ray import cloudpickle
 
-    from pensieve.replicas import router as module
+    from pensieve.plugins.replicas import router as module
 
     cloudpickle.register_pickle_by_value(module)
     try:

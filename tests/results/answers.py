@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from pensieve.metrics import MetricValue
-from pensieve.record import TurnRecord
-from pensieve.results.store import ResultsStore
-from pensieve.results.sweep_table import SweepTable, sweep_table
+from pensieve.lab.metrics import MetricValue
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.results.sweep_table import SweepTable, sweep_table
+from pensieve.serve.record import TurnRecord
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
 FLAT = [40.0, 40.0, 40.0]

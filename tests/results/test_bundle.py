@@ -9,8 +9,8 @@ import pytest
 
 from analysis import figures, style
 from pensieve.errors import MissingSeries, ResultsError
-from pensieve.results.export import bundle_sweep
-from pensieve.results.store import open_store
+from pensieve.lab.results.export import bundle_sweep
+from pensieve.lab.results.store import open_store
 from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
 
 CHECKOUT = Path(__file__).resolve().parents[2]

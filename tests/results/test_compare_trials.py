@@ -4,8 +4,8 @@ import pytest
 from rich.console import Console
 
 from pensieve.errors import MissingSeries, MixedPanel
-from pensieve.results.compare_trials import ComparedTrials, _row, compare_trials, select_trials
-from pensieve.results.store import ResultsStore
+from pensieve.lab.results.compare_trials import ComparedTrials, _row, compare_trials, select_trials
+from pensieve.lab.results.store import ResultsStore
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
 

@@ -14,9 +14,9 @@ import pytest
 from sqlalchemy import event, text
 
 from pensieve.errors import ResultsError
-from pensieve.results.database import Database, check_sqlite_file
-from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE
-from pensieve.results.store import ResultsStore, open_store
+from pensieve.lab.results.database import Database, check_sqlite_file
+from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE
+from pensieve.lab.results.store import ResultsStore, open_store
 from tests.results.trials import conversation_turns, trial_fields, turn, write_tokens
 
 FORK = multiprocessing.get_context("fork")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import pensieve
-from pensieve.results import digest
-from pensieve.results.digest import cached, code_hash, content_hash
+from pensieve.lab.results import digest
+from pensieve.lab.results.digest import cached, code_hash, content_hash
 
 SOURCE = '''"""What it is."""
 
@@ -30,32 +30,57 @@ int twice(int value) {
 RUN = """
 from __future__ import annotations
 from typing import TYPE_CHECKING
-from pensieve import cache
-from pensieve.cache import Lru
-from pensieve.results.store import Store
+from pensieve.core import cache
+from pensieve.core.cache import Lru
+from pensieve.lab.results.store import Store
 if TYPE_CHECKING:
     from pensieve.kinds import Kind
 
 def real():
-    from pensieve.worker.torch import kernels
+    from pensieve.device import kernels
     import_module(f"pensieve.formats.{name}")
     run("helper.py")
 """
+PACKAGES = (
+    "",
+    "core/",
+    "lab/",
+    "serve/",
+    "plugins/",
+    "lab/trial/",
+    "device/",
+    "formats/",
+    "plugins/engines/",
+    "serve/server/",
+)
 FILES = {
-    "__init__.py": "", "trial/__init__.py": "", "trial/run.py": RUN, "trial/helper.py": SOURCE, "kinds.py": SOURCE,
-    "cache/__init__.py": "if TYPE_CHECKING:\n    from pensieve.cache.lru import Lru", "cache/lru.py": SOURCE,
-    "cache/loops.c": C_SOURCE, "cache/tables/h100/rates.json": SOURCE, "results/store.py": "import pensieve.unseen",
-    "unseen.py": SOURCE, "formats/__init__.py": "", "formats/azure.py": SOURCE, "worker/__init__.py": "",
-    "worker/torch/__init__.py": "", "worker/torch/kernels.py": SOURCE, "worker/torch/native.c": C_SOURCE,
-    "engines/__init__.py": "", "engines/llama_cpp.py": "from .base import Engine", "engines/base.py": SOURCE,
-    "engines/openai_http.py": SOURCE, "server/__init__.py": "", "server/command.py": "import pensieve.server.api",
-    "server/api.py": SOURCE, "server/page.html": SOURCE, "bench/command.py": SOURCE, "trial/__pycache__/run.pyc": SOURCE,
-}  # fmt: skip
+    **{f"{room}__init__.py": "" for room in PACKAGES},
+    "lab/trial/run.py": RUN,
+    "core/cache/__init__.py": "if TYPE_CHECKING:\n    from pensieve.core.cache.lru import Lru",
+    "core/cache/loops.c": C_SOURCE,
+    "device/native.c": C_SOURCE,
+    "lab/results/store.py": "import pensieve.unseen",
+    "plugins/engines/llama_cpp.py": "from .base import Engine",
+    "serve/server/command.py": "import pensieve.serve.server.api",
+    **dict.fromkeys(
+        (
+            *("lab/trial/helper.py", "lab/trial/__pycache__/run.pyc", "lab/bench/command.py", "kinds.py", "unseen.py"),
+            *("core/cache/lru.py", "core/cache/tables/h100/rates.json", "formats/azure.py", "device/kernels.py"),
+            *(
+                "plugins/engines/base.py",
+                "plugins/engines/openai_http.py",
+                "serve/server/api.py",
+                "serve/server/page.html",
+            ),
+        ),
+        SOURCE,
+    ),
+}
 SIM = {"hardware": {"simulated": True}}
 
 
 def engine(name: str) -> dict[str, Any]:
-    return {"baseline": {"engine": {"_target_": f"pensieve.engines.{name}"}, "simulated": None}}
+    return {"baseline": {"engine": {"_target_": f"pensieve.plugins.engines.{name}"}, "simulated": None}}
 
 
 @pytest.fixture
@@ -83,27 +108,29 @@ def code_changes(file: Path, old: str, new: str, **asked: Any) -> bool:
 @pytest.mark.parametrize(
     ("name", "simulated", "real", "serving"),
     [
-        ("trial/helper.py", True, True, False),  # run by its path
+        ("lab/trial/helper.py", True, True, False),  # run by its path
         ("kinds.py", False, False, False),  # for type checkers
-        ("cache/lru.py", True, True, False),  # resolved by its package on first use
-        ("cache/loops.c", True, True, False),
-        ("cache/tables/h100/rates.json", True, True, False),
+        ("core/cache/lru.py", True, True, False),  # resolved by its package on first use
+        ("core/cache/loops.c", True, True, False),
+        ("core/cache/tables/h100/rates.json", True, True, False),
         ("unseen.py", False, False, False),  # by the results alone
         ("formats/azure.py", True, True, False),  # by import_module
-        ("worker/torch/kernels.py", False, True, False),
-        ("worker/torch/native.c", False, True, False),
-        ("engines/llama_cpp.py", False, False, False),
-        ("server/api.py", False, False, True),
-        ("server/page.html", False, False, True),
-        ("bench/command.py", False, False, False),
-        ("trial/__pycache__/run.pyc", False, False, False),
+        ("device/kernels.py", False, True, False),
+        ("device/native.c", False, True, False),
+        ("plugins/engines/llama_cpp.py", False, False, False),
+        ("serve/server/api.py", False, False, True),
+        ("serve/server/page.html", False, False, True),
+        ("lab/bench/command.py", False, False, False),
+        ("lab/trial/__pycache__/run.pyc", False, False, False),
     ],
 )
 def test_which_files_of_the_package_count(package: Path, name: str, simulated: bool, real: bool, serving: bool) -> None:
     for asked, counts in (
-        ({"config": SIM}, simulated), ({"config": {}}, real), ({"entry": "pensieve.server.command"}, serving),
+        ({"config": SIM}, simulated), ({"config": {}}, real), ({"entry": "pensieve.serve.server.command"}, serving),
     ):  # fmt: skip
-        old, new = ("import", "import pensieve.kinds, ") if name == "engines/llama_cpp.py" else ("2 *", "2 * 1 *")
+        old, new = (
+            ("import", "import pensieve.kinds, ") if name == "plugins/engines/llama_cpp.py" else ("2 *", "2 * 1 *")
+        )
         assert code_changes(package / name, old, new, **asked) is counts
 
 
@@ -116,31 +143,31 @@ def test_which_files_of_the_package_count(package: Path, name: str, simulated: b
     ],
 )
 def test_an_engine_counts_for_the_trials_that_it_serves(package: Path, ran: str, edited: str, counts: bool) -> None:
-    assert code_changes(package / "engines" / edited, "2 *", "3 *", config=engine(ran)) is counts
-    assert not code_changes(package / "engines" / edited, "3 *", "2 *", config={**SIM, **engine(ran)})
+    assert code_changes(package / "plugins/engines" / edited, "2 *", "3 *", config=engine(ran)) is counts
+    assert not code_changes(package / "plugins/engines" / edited, "3 *", "2 *", config={**SIM, **engine(ran)})
 
 
 def test_what_does_not_count_is_there() -> None:
-    root = Path(digest.__file__).parents[1]
+    root = Path(pensieve.__file__).parent
     assert [name for name in (*digest.NOT_CODE, *digest.NOT_SIMULATED) if not (root / name).exists()] == []
 
 
 @pytest.mark.parametrize(
     ("name", "old", "new", "counts"),
     [
-        ("cache/lru.py", "# a comment", "# another", False),
-        ("cache/lru.py", "Twice as much", "Two times", False),
-        ("cache/lru.py", "What it is", "That", False),
-        ("cache/lru.py", "2 * value", "(2\n        * value)", False),
-        ("cache/lru.py", "value: int", "value: float", True),
-        ("cache/lru.py", "-> int:", "-> int:\n    print(value)", True),
-        ("cache/lru.py", "def", "no Python", True),
-        ("cache/loops.c", "Twice as much.", "Two\n * times.", False),
-        ("cache/loops.c", "but this", "not this", False),
-        ("cache/loops.c", "    return", "\n  return", False),
-        ("cache/loops.c", "nor this", "not this", True),
-        ("cache/loops.c", "2 *", "3 *", True),
-        ("cache/tables/h100/rates.json", "What", "what", True),
+        ("core/cache/lru.py", "# a comment", "# another", False),
+        ("core/cache/lru.py", "Twice as much", "Two times", False),
+        ("core/cache/lru.py", "What it is", "That", False),
+        ("core/cache/lru.py", "2 * value", "(2\n        * value)", False),
+        ("core/cache/lru.py", "value: int", "value: float", True),
+        ("core/cache/lru.py", "-> int:", "-> int:\n    print(value)", True),
+        ("core/cache/lru.py", "def", "no Python", True),
+        ("core/cache/loops.c", "Twice as much.", "Two\n * times.", False),
+        ("core/cache/loops.c", "but this", "not this", False),
+        ("core/cache/loops.c", "    return", "\n  return", False),
+        ("core/cache/loops.c", "nor this", "not this", True),
+        ("core/cache/loops.c", "2 *", "3 *", True),
+        ("core/cache/tables/h100/rates.json", "What", "what", True),
     ],
 )
 def test_what_of_a_source_counts(package: Path, name: str, old: str, new: str, counts: bool) -> None:
@@ -180,10 +207,10 @@ def test_all_that_a_trial_loads_counts(tmp_path: Path, hardware: str) -> None:
 import sys
 from pathlib import Path
 import pensieve
-from pensieve.compose import resolved
-from pensieve.results.digest import NOT_CODE, NOT_SIMULATED, code_of
-from pensieve.trial import Job, run_trial
-from pensieve.trial.tracking import open_tracking
+from pensieve.lab.compose import resolved
+from pensieve.lab.results.digest import NOT_CODE, NOT_SIMULATED, code_of
+from pensieve.lab.trial import Job, run_trial
+from pensieve.lab.trial.tracking import open_tracking
 from tests.composed import SHORT, checked, composed
 words = (*SHORT, *sys.argv[1:])
 job = Job("a", Path.cwd())
@@ -215,10 +242,10 @@ def test_a_users_own_module_counts_and_is_not_imported(tmp_path: Path, monkeypat
     module = tmp_path / "my_policy_module.py"
     module.write_text("raise RuntimeError('imported')")
     config = {
-        "eviction": {"list": [{"_target_": "my_policy_module.MyPolicy"}], "_target_": "pensieve.eviction.lru.Lru"}
+        "eviction": {"list": [{"_target_": "my_policy_module.MyPolicy"}], "_target_": "pensieve.core.policies.lru.Lru"}
     }
     before = code_hash(config)
-    assert before != code_hash({"eviction": {"_target_": "pensieve.eviction.lru.Lru"}})
+    assert before != code_hash({"eviction": {"_target_": "pensieve.core.policies.lru.Lru"}})
     module.write_text("class MyPolicy: ...")
     changed = code_hash(config)
     assert changed != before
@@ -235,7 +262,11 @@ def test_a_users_own_composition_counts(tmp_path: Path, monkeypatch: pytest.Monk
     module.write_text("def compose(): return 1")
     config = {"scheduler": {"composition": "my_composition.compose"}}
     before = code_hash(config)
-    assert before != code_hash({"scheduler": {"composition": "pensieve.scheduler.composition.unified"}}) == code_hash()
+    assert (
+        before
+        != code_hash({"scheduler": {"composition": "pensieve.core.scheduler.composition.unified"}})
+        == code_hash()
+    )
     module.write_text("def compose(): return 2")
     assert code_hash(config) != before
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pensieve.results import environment as environment_module
-from pensieve.results.environment import _git, environment
+from pensieve.lab.results import environment as environment_module
+from pensieve.lab.results.environment import _git, environment
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -32,7 +32,7 @@ def test_the_machine_is_described_and_read_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_torch_is_not_imported_for_it_but_asked_when_there() -> None:
     code = (
-        "import sys, json; from pensieve.results.environment import environment; e = environment();"
+        "import sys, json; from pensieve.lab.results.environment import environment; e = environment();"
         "assert 'torch' not in sys.modules and 'mlflow' not in sys.modules; assert e['torch_threads'] is None;"
         "import types; t = types.ModuleType('torch'); t.get_num_threads = lambda: 7; sys.modules['torch'] = t;"
         "print(environment()['torch_threads'])"

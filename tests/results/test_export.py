@@ -5,8 +5,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pensieve.errors import MissingSeries, ResultsError
-from pensieve.results.export import baseline_report, export_sweep
-from pensieve.results.store import TURN_COLUMNS, open_store
+from pensieve.lab.results.export import baseline_report, export_sweep
+from pensieve.lab.results.store import TURN_COLUMNS, open_store
 from tests.results.trials import add_trial, conversation_turns, open_sweep, turn
 
 FIELDS = ["baseline", "model_id", "prompt_tokens", "new_tokens", "batch_size", "runs", "aggregates"]

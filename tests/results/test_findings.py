@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pensieve.record import TurnRecord
-from pensieve.results.findings import LAST_TTFT, RECOMPUTED, Finding
-from pensieve.results.sweep_table import SweepTable
-from pensieve.statistics import PairedRatio
+from pensieve.lab.results.findings import LAST_TTFT, RECOMPUTED, Finding
+from pensieve.lab.results.sweep_table import SweepTable
+from pensieve.lab.statistics import PairedRatio
+from pensieve.serve.record import TurnRecord
 from tests.results.answers import CHANCE, FLAT, RISING, told, turns
 from tests.results.trials import turn
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from pensieve.results.digest import code_hash, content_hash
-from pensieve.results.identity import (
+from pensieve.lab.results.digest import code_hash, content_hash
+from pensieve.lab.results.identity import (
     Identity,
     config_hash,
     counts_for_sweep,
@@ -17,7 +17,7 @@ from pensieve.results.identity import (
     platform_of,
     sweep_key,
 )
-from pensieve.results.store import ResultsStore
+from pensieve.lab.results.store import ResultsStore
 from tests.results.trials import MEMORY, trial_fields
 
 CONFIG: dict[str, Any] = {

@@ -4,10 +4,10 @@ import pytest
 from sqlalchemy import insert
 
 from pensieve.errors import ResultsError
-from pensieve.metrics import MetricValue
-from pensieve.results.listing import list_sweeps, list_trials, show_trial
-from pensieve.results.schema import MetricRow, Trial
-from pensieve.results.store import open_store
+from pensieve.lab.metrics import MetricValue
+from pensieve.lab.results.listing import list_sweeps, list_trials, show_trial
+from pensieve.lab.results.schema import MetricRow, Trial
+from pensieve.lab.results.store import open_store
 from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
 
 

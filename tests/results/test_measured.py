@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 import pensieve
+from pensieve.core.request import is_measured
 from pensieve.errors import RequestFailed
-from pensieve.metrics import Measurement, summarise
-from pensieve.request import is_measured
-from pensieve.results.export import baseline_report
-from pensieve.results.frame import measured_turns
-from pensieve.results.mlflow_runs import ttft_by_turn
-from pensieve.results.store import ResultsStore
-from pensieve.results.sweep_table import sweep_table
-from pensieve.results.trials import Evidence
-from pensieve.trial.run import _refuse_empty
+from pensieve.lab.metrics import Measurement, summarise
+from pensieve.lab.results.export import baseline_report
+from pensieve.lab.results.frame import measured_turns
+from pensieve.lab.results.mlflow_runs import ttft_by_turn
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.results.sweep_table import sweep_table
+from pensieve.lab.results.trials import Evidence
+from pensieve.lab.trial.run import _refuse_empty
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn
 
 PHASES = ("warmup", "hit", "rewarm", "throughput")

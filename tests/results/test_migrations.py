@@ -10,11 +10,11 @@ from sqlalchemy import inspect, text
 from sqlalchemy.exc import IntegrityError
 
 from pensieve.errors import ResultsError
-from pensieve.record import Miss, TurnRecord
-from pensieve.results import database, migrations
-from pensieve.results.database import Database
-from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base
-from pensieve.results.store import Holding, open_store
+from pensieve.lab.results import database, migrations
+from pensieve.lab.results.database import Database
+from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base
+from pensieve.lab.results.store import Holding, open_store
+from pensieve.serve.record import Miss, TurnRecord
 from tests.results.test_database import in_another_process
 from tests.results.test_schema import CONTRACT
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from sqlalchemy import insert
 
-from pensieve.results.mlflow_store import mlflow_url
-from pensieve.results.schema import MetricRow, SweepTrial, Trial
-from pensieve.results.store import open_store
+from pensieve.lab.results.mlflow_store import mlflow_url
+from pensieve.lab.results.schema import MetricRow, SweepTrial, Trial
+from pensieve.lab.results.store import open_store
 from tests.composed import SHORT
 from tests.results.browser import CHROMIUM, Page
 from tests.results.trials import add_trial, conversation_turns, open_sweep

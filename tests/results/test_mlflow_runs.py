@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from pensieve.errors import ResultsError
-from pensieve.metrics import Measurement, summarise
-from pensieve.results import mlflow_runs, mlflow_store
-from pensieve.results.store import open_store
-from pensieve.results.sweep_table import sweep_table
+from pensieve.lab.metrics import Measurement, summarise
+from pensieve.lab.results import mlflow_runs, mlflow_store
+from pensieve.lab.results.store import open_store
+from pensieve.lab.results.sweep_table import sweep_table
 from tests.results.test_database import FORK
 from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.results import mlflow_live
-from pensieve.results.mlflow_runs import headline_metrics, log_trial
-from pensieve.results.mlflow_store import client_of
-from pensieve.results.mlflow_view import Series, Served, series_of, served
-from pensieve.results.store import ENGINE, Reading, open_store
-from pensieve.results.sweep_table import sweep_table
+from pensieve.lab.results import mlflow_live
+from pensieve.lab.results.mlflow_runs import headline_metrics, log_trial
+from pensieve.lab.results.mlflow_store import client_of
+from pensieve.lab.results.mlflow_view import Series, Served, series_of, served
+from pensieve.lab.results.store import ENGINE, Reading, open_store
+from pensieve.lab.results.sweep_table import sweep_table
 from tests.results.trials import add_trial, conversation_turns, open_sweep, turn
 
 
@@ -107,7 +107,7 @@ def test_what_is_written_live_is_completed_by_the_copy(tmp_path: Path) -> None:
 
 
 def mlflow_live_tags(row):  # type: ignore[no-untyped-def]
-    from pensieve.results.mlflow_view import trial_tags
+    from pensieve.lab.results.mlflow_view import trial_tags
 
     return {**trial_tags(row, None, None, reused=False), "status": "running"}
 

@@ -4,9 +4,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from pensieve.results.mlflow_view import data_files, is_param, note, sweep_name, sweep_tags, trial_name, trial_tags
-from pensieve.results.schema import Sweep, Trial
-from pensieve.results.trials import swept_axes
+from pensieve.lab.results.mlflow_view import data_files, is_param, note, sweep_name, sweep_tags, trial_name, trial_tags
+from pensieve.lab.results.schema import Sweep, Trial
+from pensieve.lab.results.trials import swept_axes
 from tests.results.trials import trial_fields
 
 BEGAN = datetime(2026, 11, 22, 3, 31, tzinfo=UTC)

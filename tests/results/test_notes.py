@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pensieve.record import TurnRecord
-from pensieve.results.note_texts import ABOVE, FACTS, TEXTS
-from pensieve.results.notes import load_line
-from pensieve.results.store import ResultsStore
-from pensieve.results.sweep_table import sweep_table
+from pensieve.lab.results.note_texts import ABOVE, FACTS, TEXTS
+from pensieve.lab.results.notes import load_line
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.results.sweep_table import sweep_table
+from pensieve.serve.record import TurnRecord
 from tests.results.answers import FLAT, RISING, told, turns, values_of, where
 from tests.results.trials import MEMORY, add_trial, open_sweep, trial_fields, turn
 

@@ -12,9 +12,9 @@ import pytest
 from sqlalchemy import inspect, text
 
 from pensieve.errors import ResultsError
-from pensieve.results import database, migrations
-from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE
-from pensieve.results.store import Reading, ResultsStore, open_store
+from pensieve.lab.results import database, migrations
+from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE
+from pensieve.lab.results.store import Reading, ResultsStore, open_store
 from tests.composed import SHORT, composed
 from tests.results.test_database import FORK, in_another_process
 from tests.results.test_schema import CONTRACT
@@ -177,9 +177,9 @@ def test_an_older_schema_is_upgraded(url, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_tracking_postgres_and_no_password_in_any_record(url, tmp_path, monkeypatch):
-    from pensieve.compose import check, resolved
-    from pensieve.trial import Job, run_trial
-    from pensieve.trial.tracking import open_tracking
+    from pensieve.lab.compose import check, resolved
+    from pensieve.lab.trial import Job, run_trial
+    from pensieve.lab.trial.tracking import open_tracking
 
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     monkeypatch.setenv("PENSIEVE_DB_URL", url)

@@ -1,7 +1,7 @@
 import pytest
 
-from pensieve.results.prune import prunable, prune
-from pensieve.results.store import open_store
+from pensieve.lab.results.prune import prunable, prune
+from pensieve.lab.results.store import open_store
 from tests.results.test_database import in_another_process
 from tests.results.trials import conversation_turns, open_sweep, trial_fields
 

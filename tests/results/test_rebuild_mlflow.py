@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.results import mlflow_runs, mlflow_store
-from pensieve.results.mlflow_runs import rebuild_mlflow
-from pensieve.results.store import open_store
+from pensieve.lab.results import mlflow_runs, mlflow_store
+from pensieve.lab.results.mlflow_runs import rebuild_mlflow
+from pensieve.lab.results.store import open_store
 from tests.results.test_database import FORK, in_another_process
 from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
 

@@ -8,10 +8,10 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from pensieve.metrics import MetricValue
-from pensieve.record import TurnRecord
-from pensieve.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base, Trial
-from pensieve.results.store import ResultsStore
+from pensieve.lab.metrics import MetricValue
+from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base, Trial
+from pensieve.lab.results.store import ResultsStore
+from pensieve.serve.record import TurnRecord
 from tests.results.trials import MEMORY, trial_fields
 
 CONTRACT = {

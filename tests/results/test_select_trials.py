@@ -1,9 +1,9 @@
 import pytest
 
 from pensieve.errors import ResultsError
-from pensieve.results.compare_trials import select_trials
-from pensieve.results.store import ResultsStore
-from pensieve.results.trials import differences, flat, text_of
+from pensieve.lab.results.compare_trials import select_trials
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.results.trials import differences, flat, text_of
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pensieve.results.compare_trials import compare_trials, select_trials
-from pensieve.results.served_by import footer
-from pensieve.results.store import ResultsStore
-from pensieve.results.sweep_table import sweep_table
-from pensieve.trial.summary import summary
+from pensieve.lab.results.compare_trials import compare_trials, select_trials
+from pensieve.lab.results.served_by import footer
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.results.sweep_table import sweep_table
+from pensieve.lab.trial.summary import summary
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
 

@@ -14,9 +14,9 @@ import pytest
 from sqlalchemy import event, text
 
 from pensieve.errors import ResultsError
-from pensieve.metrics import MetricValue
-from pensieve.results.environment import Owner, is_alive, this_process
-from pensieve.results.store import TURN_COLUMNS, Reading, ResultsStore, open_store
+from pensieve.lab.metrics import MetricValue
+from pensieve.lab.results.environment import Owner, is_alive, this_process
+from pensieve.lab.results.store import TURN_COLUMNS, Reading, ResultsStore, open_store
 from tests.results.test_database import in_another_process
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep, trial_fields, turn
 

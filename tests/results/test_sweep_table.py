@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from pensieve.errors import ResultsError
-from pensieve.metrics import MetricValue
-from pensieve.record import TurnRecord
-from pensieve.results.store import ResultsStore
-from pensieve.results.sweep_table import SweepRow, sweep_table
+from pensieve.lab.metrics import MetricValue
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.results.sweep_table import SweepRow, sweep_table
+from pensieve.serve.record import TurnRecord
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
 FAST = [40.0, 42.0, 44.0, 46.0, 48.0, 50.0]

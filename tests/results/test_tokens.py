@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pensieve.errors import ResultsError
-from pensieve.record import TurnRecord
-from pensieve.results import tokens as tokens_module
-from pensieve.results.tokens import TokenFile, compare_tokens, read_tokens
+from pensieve.lab.results import tokens as tokens_module
+from pensieve.lab.results.tokens import TokenFile, compare_tokens, read_tokens
+from pensieve.serve.record import TurnRecord
 from tests.results.trials import turn, write_tokens
 
 

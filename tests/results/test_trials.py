@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from pensieve.results.trials import mixtures
+from pensieve.lab.results.trials import mixtures
 
 
 def trial(number: int, forward: str | None, baseline: str = "pensieve", **config: Any) -> Any:

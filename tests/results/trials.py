@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pensieve.metrics import MetricValue
-from pensieve.record import TurnRecord
-from pensieve.results.store import ResultsStore
-from pensieve.results.tokens import TokenFile
+from pensieve.lab.metrics import MetricValue
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.results.tokens import TokenFile
+from pensieve.serve.record import TurnRecord
 
 MEMORY = "sqlite://"
 

@@ -9,7 +9,7 @@ import time
 from hydra.core.global_hydra import GlobalHydra
 
 import runners.run as runner
-from pensieve.results import mlflow_store
+from pensieve.lab.results import mlflow_store
 from tests.typed import FORK, warm_up  # and what a trial imports late
 
 SHORT = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")

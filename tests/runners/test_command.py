@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pensieve import cli
-from pensieve.trial.terminal import command_line
+from pensieve.lab.trial.terminal import command_line
 from tests.test_recipes import UNFINISHED
 
 CHECKOUT = Path(__file__).resolve().parents[2]

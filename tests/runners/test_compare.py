@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.compose import resolved
-from pensieve.trial import Job, run_trial
-from pensieve.trial.tracking import open_tracking
+from pensieve.lab.compose import resolved
+from pensieve.lab.trial import Job, run_trial
+from pensieve.lab.trial.tracking import open_tracking
 from tests.composed import SHORT as SHORTER
 from tests.composed import checked, composed
 from tests.typed import typed

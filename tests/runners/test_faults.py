@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from pensieve.results import store as store_module
-from pensieve.results.store import open_store
-from pensieve.results.sweep_table import sweep_table
+from pensieve.lab.results import store as store_module
+from pensieve.lab.results.store import open_store
+from pensieve.lab.results.sweep_table import sweep_table
 from tests.results.trials import trial_fields
 from tests.runners.sweeping import SHORT, kill, start, wait_until
 
@@ -22,7 +22,7 @@ JOBS = 4
 @pytest.fixture(autouse=True)
 def no_figure(monkeypatch):
     """The figure costs two seconds a sweep and is drawn from the same rows."""
-    monkeypatch.setattr("pensieve.trial.sweep.draw_figures", lambda *_: [])
+    monkeypatch.setattr("pensieve.lab.trial.sweep.draw_figures", lambda *_: [])
 
 
 def query(outputs, text):
@@ -198,7 +198,7 @@ def test_a_disk_that_fills_up_in_a_sweep(tmp_path, monkeypatch):
 
 
 def test_a_database_that_stays_locked(tmp_path, monkeypatch):
-    monkeypatch.setattr("pensieve.results.database.BUSY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("pensieve.lab.results.database.BUSY_TIMEOUT_S", 0.2)
     outputs = tmp_path / "outputs"
     open_store(outputs)
     holder = sqlite3.connect(outputs / "results.db", isolation_level=None)

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from pensieve.errors import TrialRunning
-from pensieve.results.mlflow_runs import rebuild_mlflow
-from pensieve.results.mlflow_store import ensure_store
-from pensieve.results.store import open_store
-from pensieve.trial import run as run_module
+from pensieve.lab.results.mlflow_runs import rebuild_mlflow
+from pensieve.lab.results.mlflow_store import ensure_store
+from pensieve.lab.results.store import open_store
+from pensieve.lab.trial import run as run_module
 from tests.results.test_database import FORK
 from tests.runners.sweeping import SHORT, kill, start, wait_until
 from tests.runners.test_faults import check_whole, completed, query, said
@@ -30,7 +30,7 @@ KILLED_WORKER = "A process of the sweep was killed"
 @pytest.fixture(autouse=True)
 def no_figure(monkeypatch):
     """The figure costs two seconds a sweep and is drawn from the same rows."""
-    monkeypatch.setattr("pensieve.trial.sweep.draw_figures", lambda *_: [])
+    monkeypatch.setattr("pensieve.lab.trial.sweep.draw_figures", lambda *_: [])
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_a_command_repeated_at_once_waits_for_the_worker_that_was_left(tmp_path,
         return claim(self, columns, again)
 
     monkeypatch.setattr(type(store), "claim_trial", refused_once)
-    monkeypatch.setattr("pensieve.trial.run.ORPHAN_S", -1.0)
+    monkeypatch.setattr("pensieve.lab.trial.run.ORPHAN_S", -1.0)
     process = start(outputs, *SHORT, "-m", "seed=0", "baseline=pensieve", "tracking.mlflow=false")
     process.join(100)
     assert process.exitcode == 0, said(outputs)

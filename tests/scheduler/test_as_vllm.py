@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pensieve.cache.prefix import PrefixCache
-from pensieve.plan import StepPlan
+from pensieve.core.plan import StepPlan
+from pensieve.plugins.caches.prefix import PrefixCache
 from tests.simulated import make_engine, request, run
 
 

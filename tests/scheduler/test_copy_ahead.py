@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from pensieve.baselines.profiling import hidden_share
-from pensieve.cache.exchange import Exchange
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.clock import VirtualClock
+from pensieve.core.cache.exchange import Exchange
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import VirtualClock
+from pensieve.core.plan import StepPlan, StepResult
+from pensieve.core.policies.conversation_lru import ConversationLru
+from pensieve.core.policies.lru import Lru
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.request import is_measured
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.core.scheduler.copy_ahead import WORTH_HIDING, choose_copy_ahead
 from pensieve.errors import ConfigError
-from pensieve.eviction.adaptive_retention import AdaptiveRetention
-from pensieve.eviction.conversation_lru import ConversationLru
-from pensieve.eviction.lru import Lru
-from pensieve.eviction.retention_value import RetentionValue
-from pensieve.plan import StepPlan, StepResult
-from pensieve.record import TurnRecord
-from pensieve.request import is_measured
-from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.scheduler.copy_ahead import WORTH_HIDING, choose_copy_ahead
+from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.profiling import hidden_share
+from pensieve.sim.worker import SimulatedWorker
 from pensieve.specs import HardwareSpec
-from pensieve.worker.simulated import SimulatedWorker
 from tests.baselines.systems import threaded
 from tests.composed import replayed
 from tests.simulated import MACHINE, MODEL, make_engine, policy_context, request, run

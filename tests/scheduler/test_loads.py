@@ -8,17 +8,17 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pensieve.books.books import Books
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.clock import VirtualClock
-from pensieve.compose import plan_trial
-from pensieve.cost.roofline import Roofline
-from pensieve.engine import Engine
-from pensieve.eviction.lru import Lru
-from pensieve.request import Length, Request, tokens_of
-from pensieve.scheduler.composition import SchedulerSettings
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import VirtualClock
+from pensieve.core.engine import Engine
+from pensieve.core.policies.lru import Lru
+from pensieve.core.request import Length, Request, tokens_of
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.lab.compose import plan_trial
+from pensieve.serve.books.books import Books
+from pensieve.sim.roofline import Roofline
+from pensieve.sim.worker import SimulatedWorker
 from pensieve.specs import HardwareSpec, ModelSpec
-from pensieve.worker.simulated import SimulatedWorker
 from tests.composed import checked
 from tests.simulated import policy_context
 

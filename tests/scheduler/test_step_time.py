@@ -6,8 +6,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from pensieve.engine import Engine
-from pensieve.scheduler.sessions import MemoryLimits
+from pensieve.core.engine import Engine
+from pensieve.core.scheduler.sessions import MemoryLimits
 from tests.calls import calls_of
 from tests.simulated import MACHINE, make_engine, request
 

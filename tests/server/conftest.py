@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="package")
 def one_model() -> Iterator[None]:
-    from pensieve.worker.torch.shelf import open_shelf
+    from pensieve.plugins.device.shelf import open_shelf
 
     with open_shelf():
         yield
@@ -20,6 +20,6 @@ def one_model() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def no_sweeps() -> None:
     with suppress(ModuleNotFoundError):  # of the extra serve: then there is none
-        from pensieve.server import app
+        from pensieve.serve.server import app
 
         app.SWEEP_S = 1e6

@@ -14,13 +14,13 @@ import pytest
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 import uvicorn
 
-from pensieve.event import Event
-from pensieve.server import create_server
-from pensieve.server.api import Server
-from pensieve.server.app import App
-from pensieve.server.command import uvicorn_config
-from pensieve.server.settings import ServeSettings, Tenants
-from pensieve.server.state import StateFile
+from pensieve.core.event import Event
+from pensieve.serve.server import create_server
+from pensieve.serve.server.api import Server
+from pensieve.serve.server.app import App
+from pensieve.serve.server.command import uvicorn_config
+from pensieve.serve.server.settings import ServeSettings, Tenants
+from pensieve.serve.server.state import StateFile
 
 PATIENCE_S = 100.0
 """For what happens at once where nothing is wrong. No test may pass or fail by how fast a machine is: it waits for what it

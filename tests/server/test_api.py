@@ -15,9 +15,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from pensieve import create_server
-from pensieve.compose import read_option
 from pensieve.errors import CapacityError, ConfigError, ContextLengthError, EngineMissing, PensieveError, RequestRefused
-from pensieve.server.create import plan_live
+from pensieve.lab.compose import read_option
+from pensieve.serve.server.create import plan_live
 
 
 def server(mode: str = "pensieve", **fields: Any) -> Any:
@@ -82,7 +82,7 @@ def test_stop_string_ends_the_reply_and_is_not_part_of_it() -> None:
 
 def test_a_reply_ends_with_any_token_that_the_model_says_ends_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chat models name several, and their tokenizer one."""
-    from pensieve.worker.torch.model import LoadedModel
+    from pensieve.device.model import LoadedModel
 
     asked = {"prompt_ids": [5, 6, 7], "max_new_tokens": 6}
     with server() as s:

@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("fastapi")
 from fastapi.exceptions import RequestValidationError
 
-from pensieve.server import body_route
-from pensieve.server.app import App, create_app
-from pensieve.server.body_route import read_body
-from pensieve.server.schemas import ChatBody, ResponseBody
-from pensieve.server.settings import ServeSettings, Tenants
+from pensieve.serve.server import body_route
+from pensieve.serve.server.app import App, create_app
+from pensieve.serve.server.body_route import read_body
+from pensieve.serve.server.schemas import ChatBody, ResponseBody
+from pensieve.serve.server.settings import ServeSettings, Tenants
 from tests.server.live import simulated
 
 JSON = "application/json"

@@ -10,11 +10,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from pensieve.compose import conf_folder
 from pensieve.errors import ConfigError
-from pensieve.server import chat as chat_module
-from pensieve.server import create_server
-from pensieve.server.chat import ChatSettings, Conversation, chat, questions_of
+from pensieve.lab.compose import conf_folder
+from pensieve.serve.server import chat as chat_module
+from pensieve.serve.server import create_server
+from pensieve.serve.server.chat import ChatSettings, Conversation, chat, questions_of
 from tests.server.live import SIMULATED
 
 SETTINGS = ChatSettings(max_new_tokens=6, temperature=0.0)

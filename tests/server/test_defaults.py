@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from pensieve.core.plan import StartReport
+from pensieve.core.request import Sampling
 from pensieve.errors import ConfigError
-from pensieve.plan import StartReport
-from pensieve.request import Sampling
-from pensieve.server.chat import ChatSettings, Conversation
+from pensieve.serve.server.chat import ChatSettings, Conversation
 from tests.server.live import simulated
 from tests.worker.torch.driver import tiny_model
 

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from pensieve.core.hint import Hint
 from pensieve.errors import ConfigError
-from pensieve.hint import Hint
-from pensieve.server import create_server
+from pensieve.serve.server import create_server
 from tests.server.live import SIMULATED, simulated, until
 
 

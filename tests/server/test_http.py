@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from pensieve.errors import ConfigError
-from pensieve.server.settings import ServeSettings, tenants_of
+from pensieve.serve.server.settings import ServeSettings, tenants_of
 from tests.baselines.systems import Side
 from tests.server.live import PATIENCE_S, simulated, until
 
@@ -203,7 +203,7 @@ def test_tenants_see_nothing_of_each_other() -> None:
 
 
 def test_prefixes_are_not_shared_between_tenants_where_blocks_are() -> None:
-    from pensieve.server import create_server
+    from pensieve.serve.server import create_server
     from tests.server.live import SIMULATED, serving
 
     text = "a prompt that both of them send, long enough for two chunks of thirty-two tokens"
@@ -234,9 +234,9 @@ def test_too_much_is_refused_before_it_costs_anything() -> None:
 
 
 def test_a_full_queue_sheds_and_recovers() -> None:
-    from pensieve.baselines.threaded_system import ThreadedSystem
-    from pensieve.server.api import Server
-    from pensieve.tokenizer import ByteTokenizer
+    from pensieve.serve.server.api import Server
+    from pensieve.serve.systems.threaded_system import ThreadedSystem
+    from pensieve.serve.tokenizer import ByteTokenizer
     from tests.baselines.systems import threaded
     from tests.server.live import serving
 

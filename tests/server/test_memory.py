@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from pensieve.baselines import threaded_system
 from pensieve.errors import TooManySessions
-from pensieve.record import TurnRecord
-from pensieve.server import memory
-from pensieve.server.api import Server
-from pensieve.server.conversations import Conversations, Mark
-from pensieve.server.state import CACHE_BYTES, StateFile
-from pensieve.tokenizer import ByteTokenizer
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.server import memory
+from pensieve.serve.server.api import Server
+from pensieve.serve.server.conversations import Conversations, Mark
+from pensieve.serve.server.state import CACHE_BYTES, StateFile
+from pensieve.serve.systems import threaded_system
+from pensieve.serve.tokenizer import ByteTokenizer
 from tests.baselines.systems import threaded
 
 
@@ -208,7 +208,7 @@ def test_what_the_file_of_conversations_comes_to_hold_is_what_is_reserved_for_it
 
 _HEAPS = """
 import ctypes, sys, threading
-from pensieve.server import memory
+from pensieve.serve.server import memory
 if "one" in sys.argv:
     memory.one_heap()
 def free():

@@ -10,10 +10,10 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
-from pensieve.event import Event  # noqa: E402
-from pensieve.server import create_server  # noqa: E402
-from pensieve.server.command import uvicorn_config  # noqa: E402
-from pensieve.server.feed import Feed  # noqa: E402
+from pensieve.core.event import Event  # noqa: E402
+from pensieve.serve.server import create_server  # noqa: E402
+from pensieve.serve.server.command import uvicorn_config  # noqa: E402
+from pensieve.serve.server.feed import Feed  # noqa: E402
 from tests.server.live import PATIENCE_S, REAL, Hold, held, serving, until  # noqa: E402
 
 

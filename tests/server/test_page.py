@@ -15,7 +15,7 @@ pytest.importorskip("fastapi")
 from tests.server.live import SIMULATED, serving, simulated
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-PAGE = files("pensieve.server").joinpath("page.html").read_text(encoding="utf-8")
+PAGE = files("pensieve.serve.server").joinpath("page.html").read_text(encoding="utf-8")
 
 
 def test_it_is_one_file_without_any_other_address() -> None:
@@ -33,7 +33,7 @@ def test_it_may_load_and_ask_this_server_only() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 def test_a_browser_shows_conversations_their_chunks_and_a_streamed_reply() -> None:
-    from pensieve.server import create_server
+    from pensieve.serve.server import create_server
 
     def shown(address: str) -> str:
         command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000"]

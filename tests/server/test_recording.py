@@ -10,10 +10,10 @@ from sqlalchemy import func, select
 pytest.importorskip("fastapi")
 
 from pensieve.errors import ConfigError, TrialRunning
-from pensieve.results.schema import miss_table
-from pensieve.results.store import open_store
-from pensieve.server.create import server_of
-from pensieve.server.recording import start_recording
+from pensieve.lab.results.schema import miss_table
+from pensieve.lab.results.store import open_store
+from pensieve.serve.server.create import server_of
+from pensieve.serve.server.recording import start_recording
 from tests.server.test_chat import composed
 
 

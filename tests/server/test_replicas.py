@@ -18,13 +18,13 @@ import psutil
 import pytest
 
 pytest.importorskip("fastapi")
-from pensieve.compose import resolved
 from pensieve.errors import ConfigError, EngineFailed, EngineMissing
-from pensieve.server import command
-from pensieve.server.app import App
-from pensieve.server.command import make_replicas, settings_of
-from pensieve.server.settings import Replicas, ServeSettings
-from pensieve.server.state import StateFile
+from pensieve.lab.compose import resolved
+from pensieve.serve.server import command
+from pensieve.serve.server.app import App
+from pensieve.serve.server.command import make_replicas, settings_of
+from pensieve.serve.server.settings import Replicas, ServeSettings
+from pensieve.serve.server.state import StateFile
 from tests.server.live import serving, until
 from tests.server.test_chat import composed
 from tests.server.test_http import ALICE, BOB, KEYS, OPERATOR
@@ -78,7 +78,7 @@ def http(should_exit: bool) -> Any:
 def test_who_is_stopped_while_replicas_load_has_not_failed(stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     pytest.importorskip("grpc_reflection")
-    from pensieve.replicas.system import ReplicaSystem, Scaling
+    from pensieve.plugins.replicas.system import ReplicaSystem, Scaling
 
     steps: list[str] = []
 

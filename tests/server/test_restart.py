@@ -23,13 +23,13 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve.errors import ConfigError
-from pensieve.server import command, create_server, memory
-from pensieve.server.app import App
-from pensieve.server.command import open_state
-from pensieve.server.conversations import Conversations
-from pensieve.server.responses import ResponseStore
-from pensieve.server.settings import ServeSettings, Tenants
-from pensieve.server.state import CACHE_BYTES, StateFile
+from pensieve.serve.server import command, create_server, memory
+from pensieve.serve.server.app import App
+from pensieve.serve.server.command import open_state
+from pensieve.serve.server.conversations import Conversations
+from pensieve.serve.server.responses import ResponseStore
+from pensieve.serve.server.settings import ServeSettings, Tenants
+from pensieve.serve.server.state import CACHE_BYTES, StateFile
 from tests.server.live import PATIENCE_S, REAL, SIMULATED, serving, until
 from tests.server.test_chat import composed
 from tests.server.test_http import ALICE, BOB, KEYS, OPERATOR, ask
@@ -365,7 +365,7 @@ def test_kill_9_in_mid_stream_and_a_new_process(tmp_path: Path) -> None:
     undisturbed run is in this process, which has room for all, and answers with the same tokens."""
     import transformers.modeling_utils  # noqa: F401  once, rather than in both processes: eight seconds each
 
-    import pensieve.worker.torch.worker  # noqa: F401
+    import pensieve.device.worker  # noqa: F401
 
     # Together more than the tiers hold, whenever copies are made: 14 blocks for about 20. No token of these replies is near
     # a tie (the least margin of 743 is 0.0006), so how many threads compute them decides none.

@@ -19,16 +19,16 @@ import pytest
 pytest.importorskip("fastapi")
 from starlette.requests import Request as Starlette
 
-from pensieve.record import TurnRecord
-from pensieve.request import Request
-from pensieve.server import create_server
-from pensieve.server.api import Stream
-from pensieve.server.command import Connection
-from pensieve.server.conversations import Conversation, Mark
-from pensieve.server.feed import Feed
-from pensieve.server.turn import Turn
-from pensieve.session import Session
-from pensieve.tokenizer import ByteTokenizer
+from pensieve.core.request import Request
+from pensieve.core.session import Session
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.server import create_server
+from pensieve.serve.server.api import Stream
+from pensieve.serve.server.command import Connection
+from pensieve.serve.server.conversations import Conversation, Mark
+from pensieve.serve.server.feed import Feed
+from pensieve.serve.server.turn import Turn
+from pensieve.serve.tokenizer import ByteTokenizer
 from tests.baselines.systems import Side
 from tests.server.live import PATIENCE_S, SIMULATED, serving, simulated, until
 from tests.server.test_http import ask
@@ -74,8 +74,8 @@ def test_no_request_that_the_document_allows_or_not_makes_the_server_fail() -> N
 
 @pytest.mark.slow
 def test_clients_that_hang_up_in_mid_stream_leave_nothing() -> None:
-    from pensieve.server.api import Server
-    from pensieve.tokenizer import ByteTokenizer
+    from pensieve.serve.server.api import Server
+    from pensieve.serve.tokenizer import ByteTokenizer
     from tests.baselines.systems import threaded
 
     system, _ = threaded()
@@ -177,8 +177,8 @@ def test_a_client_that_sends_its_body_and_leaves_is_not_served() -> None:
 
 
 def test_a_server_that_is_told_to_stop_lets_replies_end() -> None:
-    from pensieve.server.api import Server
-    from pensieve.tokenizer import ByteTokenizer
+    from pensieve.serve.server.api import Server
+    from pensieve.serve.tokenizer import ByteTokenizer
     from tests.baselines.systems import threaded
 
     system, worker = threaded()

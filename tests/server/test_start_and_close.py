@@ -10,12 +10,12 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
+from pensieve.core.plan import StepResult
 from pensieve.errors import ConfigError, RequestFailed
-from pensieve.plan import StepResult
-from pensieve.server import command
-from pensieve.server.api import Server
-from pensieve.tokenizer import ByteTokenizer
-from pensieve.worker.simulated import SimulatedWorker
+from pensieve.serve.server import command
+from pensieve.serve.server.api import Server
+from pensieve.serve.tokenizer import ByteTokenizer
+from pensieve.sim.worker import SimulatedWorker
 from tests.baselines.systems import PATIENCE_S, Side, inline, threaded
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import pensieve.server
+import pensieve.serve.server
+from pensieve.core.event import Event
 from pensieve.errors import CapacityError, ConfigError, RequestFailed
-from pensieve.event import Event
-from pensieve.server.api import Stream
+from pensieve.serve.server.api import Stream
 from tests.server.live import PATIENCE_S, Hold, held, until
 
 REAL = {"device": "cpu", "weights": "random", "gpu_cache": "1024 tokens", "cpu_cache": "1024 tokens"}
@@ -21,13 +21,13 @@ SIMULATED = {"device": "sim_h100", "gpu_cache": "1024 tokens", "cpu_cache": "204
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Any]:
-    with pensieve.server.create_server(**REAL) as s:
+    with pensieve.serve.server.create_server(**REAL) as s:
         yield s
 
 
 @pytest.fixture
 def simulated() -> Iterator[Any]:
-    with pensieve.server.create_server(**SIMULATED) as s:
+    with pensieve.serve.server.create_server(**SIMULATED) as s:
         yield s
 
 
@@ -113,7 +113,7 @@ def test_a_stream_that_is_cancelled_at_once_ends(server: Any) -> None:
 
 
 def test_closing_ends_streams_and_futures(early: Hold) -> None:
-    server = pensieve.server.create_server(**REAL)
+    server = pensieve.serve.server.create_server(**REAL)
     running = server.stream("a", text="Hello", max_new_tokens=900, ignore_eos=True)
     next(iter(running))
     assert early.reached.wait(PATIENCE_S)

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from pensieve.server.text import TextStream
-from pensieve.stop import before_stop
-from pensieve.tokenizer import ByteTokenizer
+from pensieve.core.stop import before_stop
+from pensieve.serve.server.text import TextStream
+from pensieve.serve.tokenizer import ByteTokenizer
 
 decode = ByteTokenizer().decode
 

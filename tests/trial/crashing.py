@@ -6,7 +6,7 @@ import signal
 import time
 from pathlib import Path
 
-from pensieve.eviction.lru import Lru
+from pensieve.core.policies.lru import Lru
 
 
 class Crash(Lru):

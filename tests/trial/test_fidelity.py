@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.compose import check
-from pensieve.compose.build import build_system, build_tokenizer, build_workload
-from pensieve.compose.plan import plan_trial
 from pensieve.errors import ConfigError, MalformedInput
-from pensieve.record import TurnRecord
-from pensieve.replay import replay
-from pensieve.trial.fidelity import fidelity_metrics, verdict, what_waiting_hides
-from pensieve.workload.base import WorkloadContext
-from pensieve.workload.vllm_run import VllmRun, vllm_run
-from pensieve.workload.vllm_runs.reading import RealRequest, read_run, setting, shipped, shipped_run
+from pensieve.lab.compose import check
+from pensieve.lab.compose.build import build_system, build_tokenizer, build_workload
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.replay import replay
+from pensieve.lab.trial.fidelity import fidelity_metrics, verdict, what_waiting_hides
+from pensieve.lab.workload.base import WorkloadContext
+from pensieve.lab.workload.vllm_run import VllmRun, vllm_run
+from pensieve.lab.workload.vllm_runs.reading import RealRequest, read_run, setting, shipped, shipped_run
+from pensieve.serve.record import TurnRecord
 from tests.composed import composed
 from tests.shared_data import shared
 

@@ -3,8 +3,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from pensieve.results.store import ResultsStore
-from pensieve.trial.fidelity_here import (
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.trial.fidelity_here import (
     MEASURED_AT,
     Compared,
     Errors,

@@ -5,9 +5,9 @@ from collections import defaultdict
 import pytest
 from sqlalchemy import text
 
-from pensieve.compose import plan_trial
-from pensieve.cost.base import positions_s
-from pensieve.cost.simulated import simulated_cost
+from pensieve.core.cost import positions_s
+from pensieve.lab.compose import plan_trial
+from pensieve.sim.cost import simulated_cost
 from tests.composed import checked
 from tests.trial.test_run import run, tracking  # noqa: F401  a fixture
 

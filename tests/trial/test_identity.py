@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.compose import plan_trial, resolved
-from pensieve.compose.machine import Device
-from pensieve.results.identity import _platform_change, explain_difference
-from pensieve.results.store import ResultsStore
-from pensieve.trial.identity import device_facts, identity_of
+from pensieve.lab.compose import plan_trial, resolved
+from pensieve.lab.compose.machine import Device
+from pensieve.lab.results.identity import _platform_change, explain_difference
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.trial.identity import device_facts, identity_of
 from tests.composed import checked, composed
 from tests.results.trials import MEMORY, trial_fields
 
@@ -86,8 +86,8 @@ def test_a_backend_asked_for_by_name_is_not_looked_for_twice(monkeypatch):
     ],
 )
 def test_on_a_gpu(words, triton, wanted, monkeypatch):
-    from pensieve.compose import plan
-    from pensieve.worker.torch.kernels import backends
+    from pensieve.device.kernels import backends
+    from pensieve.lab.compose import plan
 
     gpu = Device("cuda", "cuda:0", "GPU-1", "NVIDIA X", 1, 2**34, 2**34)
     monkeypatch.setattr(plan, "find_device", lambda hardware: gpu)
@@ -99,12 +99,12 @@ def test_on_a_gpu(words, triton, wanted, monkeypatch):
 
 def test_what_can_be_captured_is_what_the_backends_say():
     pytest.importorskip("triton")
-    from pensieve.worker.torch.kernels.backends import CAPTURING
-    from pensieve.worker.torch.kernels.flashinfer import FlashInferBackend
-    from pensieve.worker.torch.kernels.native import NativeBackend
-    from pensieve.worker.torch.kernels.reference import ReferenceBackend
-    from pensieve.worker.torch.kernels.triton_backend import TritonBackend, TritonPointersBackend
-    from pensieve.worker.torch.kernels.varlen import VarlenBackend
+    from pensieve.device.kernels.backends import CAPTURING
+    from pensieve.device.kernels.native import NativeBackend
+    from pensieve.device.kernels.reference import ReferenceBackend
+    from pensieve.device.kernels.triton_backend import TritonBackend, TritonPointersBackend
+    from pensieve.plugins.device.flashinfer import FlashInferBackend
+    from pensieve.plugins.device.varlen import VarlenBackend
 
     alone = (FlashInferBackend, NativeBackend, ReferenceBackend, TritonBackend, TritonPointersBackend, VarlenBackend)
     assert {one.name for one in alone if one.captures} == CAPTURING

@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
-from pensieve.trial import terminal
-from pensieve.trial.terminal import ends_interrupted, interrupts_held, raise_if_interrupted, remember_interrupts
+from pensieve.lab.trial import terminal
+from pensieve.lab.trial.terminal import ends_interrupted, interrupts_held, raise_if_interrupted, remember_interrupts
 
 
 @pytest.fixture(autouse=True)

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from pensieve.compose import check, resolved
 from pensieve.errors import TrialTimeout
-from pensieve.results.store import open_store
-from pensieve.trial import Job, isolate, run_trial
-from pensieve.trial.liveness import Deadline
-from pensieve.trial.run import _isolated
-from pensieve.trial.tracking import Tracking
+from pensieve.lab.compose import check, resolved
+from pensieve.lab.results.store import open_store
+from pensieve.lab.trial import Job, isolate, run_trial
+from pensieve.lab.trial.liveness import Deadline
+from pensieve.lab.trial.run import _isolated
+from pensieve.lab.trial.tracking import Tracking
 from tests.composed import SHORT, composed
 
 CRASHING = "++eviction._target_=tests.trial.crashing.Crash"

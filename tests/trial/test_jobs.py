@@ -9,10 +9,10 @@ from hydra.errors import ConfigCompositionException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
-from pensieve.commands.run import run_job
 from pensieve.errors import ConfigError
-from pensieve.trial.job import Outcome
-from pensieve.trial.jobs import compose_jobs, compose_once, plan_jobs
+from pensieve.lab.commands.run import run_job
+from pensieve.lab.trial.job import Outcome
+from pensieve.lab.trial.jobs import compose_jobs, compose_once, plan_jobs
 from tests.composed import hydra_session
 
 
@@ -127,8 +127,10 @@ def test_a_sweep_composes_each_of_its_jobs_once(monkeypatch, tmp_path):
 
     monkeypatch.setattr(ConfigLoaderImpl, "_load_configuration_impl", counted)
     ran = []
-    monkeypatch.setattr("pensieve.trial.sweep.run_trial", lambda config, *_: ran.append(config) or Outcome(0, "failed"))
-    monkeypatch.setattr("pensieve.trial.sweep.OpenSweep.finish", lambda sweep: True)
+    monkeypatch.setattr(
+        "pensieve.lab.trial.sweep.run_trial", lambda config, *_: ran.append(config) or Outcome(0, "failed")
+    )
+    monkeypatch.setattr("pensieve.lab.trial.sweep.OpenSweep.finish", lambda sweep: True)
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     axes = ["seed=0,1,2", "baseline=pensieve,gpu_only,stateless", "cache=small,medium"]
     hydra = GlobalHydra.instance().hydra

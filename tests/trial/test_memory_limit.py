@@ -2,9 +2,9 @@
 
 import pytest
 
-from pensieve.compose import build_system, build_tokenizer, build_workload, plan_trial
-from pensieve.metrics import summarise
-from pensieve.replay import replay
+from pensieve.lab.compose import build_system, build_tokenizer, build_workload, plan_trial
+from pensieve.lab.metrics import summarise
+from pensieve.lab.replay import replay
 from tests.composed import checked
 
 GROWTH = ("workload.reason_tokens=192", "workload.reason_output=32", "workload.observation_tokens=64",

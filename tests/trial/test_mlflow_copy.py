@@ -8,10 +8,10 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pensieve import cli
-from pensieve.results import mlflow_runs, mlflow_store
-from pensieve.results.store import open_store
-from pensieve.trial import mlflow, terminal
-from pensieve.trial import run as run_module
+from pensieve.lab.results import mlflow_runs, mlflow_store
+from pensieve.lab.results.store import open_store
+from pensieve.lab.trial import mlflow, terminal
+from pensieve.lab.trial import run as run_module
 
 SHORT = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")
 
@@ -22,7 +22,7 @@ def typed(tmp_path, monkeypatch, capsys):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setattr("pensieve.trial.sweep.draw_figures", lambda *_: [])
+    monkeypatch.setattr("pensieve.lab.trial.sweep.draw_figures", lambda *_: [])
 
     def run(*arguments):
         GlobalHydra.instance().clear()
@@ -84,7 +84,7 @@ def test_a_trial_that_fails_or_is_interrupted_is_marked_in_mlflow(typed, tmp_pat
 
 
 def test_an_error_of_ours_loses_no_copy(typed, tmp_path, monkeypatch):
-    monkeypatch.setattr("pensieve.trial.sweep.summary", None)  # a bug while printing, raised in our own file
+    monkeypatch.setattr("pensieve.lab.trial.sweep.summary", None)  # a bug while printing, raised in our own file
     with pytest.raises(TypeError):
         typed()
     assert runs(tmp_path) == [("1", "FINISHED", None)]
@@ -93,7 +93,7 @@ def test_an_error_of_ours_loses_no_copy(typed, tmp_path, monkeypatch):
 def test_a_simulated_sweep_is_copied_after_its_table(typed, tmp_path, monkeypatch, written):
     shown = []
     table = mlflow_runs.start_parent
-    monkeypatch.setattr("pensieve.trial.sweep.places", lambda tracking: shown.append(list(written)) or [])
+    monkeypatch.setattr("pensieve.lab.trial.sweep.places", lambda tracking: shown.append(list(written)) or [])
     assert mlflow_runs.start_parent is table
     status, _ = typed("-m", "seed=0", "baseline=pensieve,stateless")
     assert status == 0
@@ -130,7 +130,7 @@ def test_ctrl_c_while_mlflow_is_written_leaves_no_half_run_and_the_same_command_
 
 def test_a_trial_whose_process_was_killed_before_the_copy_is_copied_by_the_same_command(typed, tmp_path, monkeypatch):
     with monkeypatch.context() as killed:
-        killed.setattr("pensieve.trial.sweep.copy_waiting", lambda: None)
+        killed.setattr("pensieve.lab.trial.sweep.copy_waiting", lambda: None)
         assert typed()[0] == 0
     mlflow._waiting.clear()
     assert open_store(tmp_path).trial(1).mlflow_run_id is None

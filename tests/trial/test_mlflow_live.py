@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from pensieve.results.store import open_store
-from pensieve.trial import mlflow, mlflow_process
-from pensieve.trial.job import Job
-from pensieve.trial.mlflow import LiveRun
-from pensieve.trial.tracking import Tracking
+from pensieve.lab.results.store import open_store
+from pensieve.lab.trial import mlflow, mlflow_process
+from pensieve.lab.trial.job import Job
+from pensieve.lab.trial.mlflow import LiveRun
+from pensieve.lab.trial.tracking import Tracking
 from tests.results.trials import trial_fields, turn
 
 ANSWERS = """

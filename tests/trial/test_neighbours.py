@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pensieve.trial import samples
-from pensieve.trial.samples import Neighbours
+from pensieve.lab.trial import samples
+from pensieve.lab.trial.samples import Neighbours
 
 Times = namedtuple("Times", "user nice system idle iowait irq softirq steal guest guest_nice")
 Own = namedtuple("Own", "user system children_user children_system")

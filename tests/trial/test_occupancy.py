@@ -3,10 +3,10 @@ from itertools import pairwise
 
 import pytest
 
-from pensieve.clock import VirtualClock, WallClock
+from pensieve.core.clock import VirtualClock, WallClock
 from pensieve.errors import ResultsError
-from pensieve.results.store import open_store
-from pensieve.trial.samples import MOST_MOMENTS, Occupancy
+from pensieve.lab.results.store import open_store
+from pensieve.lab.trial.samples import MOST_MOMENTS, Occupancy
 from tests.results.trials import trial_fields
 from tests.trial.test_run import run, tracking  # noqa: F401  a fixture
 

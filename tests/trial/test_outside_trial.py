@@ -2,15 +2,15 @@
 
 import pytest
 
-from pensieve.compose import plan_trial, resolved
-from pensieve.compose.preflight import preflight
 from pensieve.errors import EngineMissing, UnsupportedModel
-from pensieve.results.export import baseline_report
-from pensieve.results.store import JobResult
-from pensieve.results.tokens import compare_tokens
-from pensieve.trial import Job, run_trial
-from pensieve.trial.identity import identity_of
-from pensieve.trial.tracking import Tracking, open_tracking
+from pensieve.lab.compose import plan_trial, resolved
+from pensieve.lab.compose.preflight import preflight
+from pensieve.lab.results.export import baseline_report
+from pensieve.lab.results.store import JobResult
+from pensieve.lab.results.tokens import compare_tokens
+from pensieve.lab.trial import Job, run_trial
+from pensieve.lab.trial.identity import identity_of
+from pensieve.lab.trial.tracking import Tracking, open_tracking
 from tests.composed import SHORT, checked, composed
 
 SMALLEST = (

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.compose import check, resolved
-from pensieve.trial.job import Job
-from pensieve.trial.run import run_trial
-from pensieve.trial.tracking import open_tracking
+from pensieve.lab.compose import check, resolved
+from pensieve.lab.trial.job import Job
+from pensieve.lab.trial.run import run_trial
+from pensieve.lab.trial.tracking import open_tracking
 from tests.composed import composed
 from tests.hub_cache import unreachable
 

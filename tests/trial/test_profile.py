@@ -2,9 +2,9 @@
 
 import pytest
 
-from pensieve.compose import resolved
-from pensieve.trial import Job, run_trial
-from pensieve.trial.tracking import open_tracking
+from pensieve.lab.compose import resolved
+from pensieve.lab.trial import Job, run_trial
+from pensieve.lab.trial.tracking import open_tracking
 from tests.composed import checked, composed
 
 SHORT = (

@@ -9,15 +9,15 @@ import torch
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from pensieve.compose import plan_trial, resolved
-from pensieve.results.store import open_store
-from pensieve.results.tokens import read_tokens
-from pensieve.trial import Job, isolate, run_trial
-from pensieve.trial import sweep as sweep_module
-from pensieve.trial.job import Outcome
-from pensieve.trial.run import _shares_process
-from pensieve.trial.tracking import Tracking
-from pensieve.worker.torch import shelf
+from pensieve.lab.compose import plan_trial, resolved
+from pensieve.lab.results.store import open_store
+from pensieve.lab.results.tokens import read_tokens
+from pensieve.lab.trial import Job, isolate, run_trial
+from pensieve.lab.trial import sweep as sweep_module
+from pensieve.lab.trial.job import Outcome
+from pensieve.lab.trial.run import _shares_process
+from pensieve.lab.trial.tracking import Tracking
+from pensieve.plugins.device import shelf
 from tests.composed import SHORT, checked, composed
 
 REAL = (
@@ -78,7 +78,7 @@ def test_a_trial_with_the_model_of_the_one_before_is_the_same_trial(store, tmp_p
 
 
 def test_a_failed_trial_leaves_no_model_to_the_next_one(store, tmp_path, monkeypatch):
-    from pensieve.trial import run as run_module
+    from pensieve.lab.trial import run as run_module
 
     def fails(*_):
         assert shelf.kept_host_bytes() > 0
@@ -169,7 +169,7 @@ def test_a_process_serves_trials_until_one_needs_its_own(store, tmp_path):
 
 @pytest.mark.parametrize("overrides", [("hardware=replicas", "hardware.device=cpu"), ("hardware.gpus=2",)])
 def test_the_model_that_was_kept_makes_room_where_other_processes_load_it(store, tmp_path, monkeypatch, overrides):
-    from pensieve.trial import run as run_module
+    from pensieve.lab.trial import run as run_module
 
     class Met(Exception):
         """The trial has gone far enough."""
@@ -177,7 +177,7 @@ def test_the_model_that_was_kept_makes_room_where_other_processes_load_it(store,
     def starts(*_):
         raise Met(f"kept: {shelf.kept_host_bytes()} bytes")
 
-    monkeypatch.setattr("pensieve.compose.machine.cores", lambda: 2)
+    monkeypatch.setattr("pensieve.lab.compose.machine.cores", lambda: 2)
     for name in ("_replicas", "build_system"):
         monkeypatch.setattr(run_module, name, starts)
     words = (*REAL, *overrides)

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import select
 
-from pensieve.compose import resolved
 from pensieve.errors import CapacityError, ConfigError, ResultsError
-from pensieve.results.listing import list_trials
-from pensieve.results.schema import MetricRow, Trial
-from pensieve.results.slo import SLO_METRICS
-from pensieve.results.store import ResultsStore
-from pensieve.results.tokens import read_tokens
-from pensieve.trial import Job, run_trial, terminal
-from pensieve.trial import run as run_module
-from pensieve.trial.liveness import Heartbeat
-from pensieve.trial.summary import brief
-from pensieve.trial.tracking import Tracking, open_tracking
+from pensieve.lab.compose import resolved
+from pensieve.lab.results.listing import list_trials
+from pensieve.lab.results.schema import MetricRow, Trial
+from pensieve.lab.results.slo import SLO_METRICS
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.results.tokens import read_tokens
+from pensieve.lab.trial import Job, run_trial, terminal
+from pensieve.lab.trial import run as run_module
+from pensieve.lab.trial.liveness import Heartbeat
+from pensieve.lab.trial.summary import brief
+from pensieve.lab.trial.tracking import Tracking, open_tracking
 from tests.composed import SHORT, checked, composed
 
 
@@ -97,7 +97,7 @@ def test_a_completed_trial_is_not_run_again(tracking):
 
 def test_changed_code_runs_again_and_says_so(tracking, monkeypatch):
     first = run(tracking)
-    monkeypatch.setattr("pensieve.results.identity.code_of", lambda *_: {"pensieve/engine.py": "other"})
+    monkeypatch.setattr("pensieve.lab.results.identity.code_of", lambda *_: {"pensieve/core/engine.py": "other"})
     accepted = run(tracking, "resume=config")
     assert accepted.reused
     assert accepted.trial_id == first.trial_id
@@ -268,7 +268,7 @@ def test_a_mistake_in_the_configuration_leaves_no_trial(tracking, overrides, err
 )
 def test_a_policy_that_fails_is_named_with_its_file(tracking, tmp_path, monkeypatch, body, says):
     (tmp_path / "my_bad_policy.py").write_text(
-        "from pensieve.eviction.lru import Lru\nclass Mine(Lru):\n    def order(self, session, chunk):\n"
+        "from pensieve.core.policies.lru import Lru\nclass Mine(Lru):\n    def order(self, session, chunk):\n"
         f"        return {body}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

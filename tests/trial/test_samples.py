@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pensieve.clock import WallClock
-from pensieve.compose.machine import Device
-from pensieve.results import environment
-from pensieve.results.store import open_store
-from pensieve.trial import samples
-from pensieve.trial.samples import CpuMeter, DeviceSampler, NvmlMeter, Quantity, meter_of
+from pensieve.core.clock import WallClock
+from pensieve.lab.compose.machine import Device
+from pensieve.lab.results import environment
+from pensieve.lab.results.store import open_store
+from pensieve.lab.trial import samples
+from pensieve.lab.trial.samples import CpuMeter, DeviceSampler, NvmlMeter, Quantity, meter_of
 from tests.results.trials import trial_fields
 
 CPU = Device("cpu", "cpu", "cpu", "this CPU", 1, 1, 1)

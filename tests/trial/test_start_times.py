@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.compose import plan_trial
-from pensieve.results.store import ResultsStore, open_store
-from pensieve.server import create
-from pensieve.trial import start_times
-from pensieve.trial.start_times import LastStart, announce, last_start, sentence
-from pensieve.worker.torch import shelf
+from pensieve.lab.compose import plan_trial
+from pensieve.lab.results.store import ResultsStore, open_store
+from pensieve.lab.trial import start_times
+from pensieve.lab.trial.start_times import LastStart, announce, last_start, sentence
+from pensieve.plugins.device import shelf
+from pensieve.serve.server import create
 from tests.composed import checked
 from tests.results.trials import MEMORY, add_trial, open_sweep
 
@@ -101,7 +101,7 @@ def test_a_model_in_memory_needs_no_announcement(plan, monkeypatch):
     announce(plan, ResultsStore(MEMORY), said.append)
     assert said == ["a sentence"]
     other, own = (plan_trial(checked("hardware=cpu", f"model.seed={seed}")) for seed in (1, 0))
-    monkeypatch.setattr("pensieve.worker.torch.model.load_model", lambda *_, **__: "a model")
+    monkeypatch.setattr("pensieve.device.model.load_model", lambda *_, **__: "a model")
     with shelf.open_shelf():
         shelf.take_model(shelf.ModelAsked(own.model, "random", None, None, 0, "cpu", None, "auto", own.chunk_tokens))
         announce(own, ResultsStore(MEMORY), said.append)

@@ -6,7 +6,7 @@ import pytest
 from hydra.types import RunMode
 
 from pensieve.errors import ConfigError
-from pensieve.trial.sweep import BASIC_LAUNCHER, _refuse_strange_folder
+from pensieve.lab.trial.sweep import BASIC_LAUNCHER, _refuse_strange_folder
 
 
 def hydra_of(mode, launcher):

@@ -7,13 +7,13 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from pensieve import cli
-from pensieve.compose import TrialConfig
-from pensieve.results.store import ResultsStore, open_store
-from pensieve.results.sweep_table import sweep_table
-from pensieve.trial import sweep as sweep_module
-from pensieve.trial import terminal
-from pensieve.trial.job import Outcome
-from pensieve.trial.sweep import figure_lines
+from pensieve.lab.compose import TrialConfig
+from pensieve.lab.results.store import ResultsStore, open_store
+from pensieve.lab.results.sweep_table import sweep_table
+from pensieve.lab.trial import sweep as sweep_module
+from pensieve.lab.trial import terminal
+from pensieve.lab.trial.job import Outcome
+from pensieve.lab.trial.sweep import figure_lines
 
 FOLDER = Path("/outputs/figures/sweep-3")
 ONE_TRIAL = (
@@ -29,7 +29,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Typed]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setattr("pensieve.trial.sweep.draw_figures", lambda *_: [])
+    monkeypatch.setattr("pensieve.lab.trial.sweep.draw_figures", lambda *_: [])
 
     def run(*arguments: str) -> object:
         GlobalHydra.instance().clear()

@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from sqlalchemy import update
 
-from pensieve.results.schema import Sweep, Trial
-from pensieve.results.store import ResultsStore
+from pensieve.lab.results.schema import Sweep, Trial
+from pensieve.lab.results.store import ResultsStore
 from pensieve.units import duration
 from tests.results.trials import MEMORY, add_trial, open_sweep
 

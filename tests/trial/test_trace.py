@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pensieve.worker.timeline import Timeline
+from pensieve.sim.timeline import Timeline
 from tests.trial.test_disk import SMALL
 from tests.trial.test_run import run, tracking  # noqa: F401  a fixture
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pensieve.worker.simulated import DuplexLink, UnderWay, done_by
+from pensieve.sim.worker import DuplexLink, UnderWay, done_by
 
 Asked = tuple[str, int, int, bool]  # way, when, what it takes alone, after the loads
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from pensieve.clock import VirtualClock
-from pensieve.cost.roofline import Roofline
-from pensieve.plan import Copy, Row, Sample, StepPlan
-from pensieve.worker.simulated import SimulatedWorker
+from pensieve.core.clock import VirtualClock
+from pensieve.core.plan import Copy, Row, Sample, StepPlan
+from pensieve.sim.roofline import Roofline
+from pensieve.sim.worker import SimulatedWorker
 from tests.simulated import MACHINE, MODEL
 
 

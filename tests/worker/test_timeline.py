@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.compose import check
 from pensieve.errors import ConfigError
-from pensieve.worker.simulated import SimulatedWorker
-from pensieve.worker.timeline import Timeline
+from pensieve.lab.compose import check
+from pensieve.sim.timeline import Timeline
+from pensieve.sim.worker import SimulatedWorker
 from tests.composed import composed
 from tests.simulated import make_engine, request, run
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from pensieve.record import TurnRecord
-from pensieve.workload.base import Arrival, Workload
+from pensieve.lab.workload.base import Arrival, Workload
+from pensieve.serve.record import TurnRecord
 
 
 def finished(arrival: Arrival, at_s: float, status: str = "completed") -> TurnRecord:

@@ -1,10 +1,10 @@
 import pytest
 
+from pensieve.core.hint import Hint
 from pensieve.errors import ConfigError
-from pensieve.hint import Hint
-from pensieve.metrics import summarise
-from pensieve.replay import replay
-from pensieve.workload.agents import AgentsWorkload
+from pensieve.lab.metrics import summarise
+from pensieve.lab.replay import replay
+from pensieve.lab.workload.agents import AgentsWorkload
 from tests.scripted import Latency, ScriptedSystem, context
 from tests.workload.dry import drive
 

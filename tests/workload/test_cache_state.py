@@ -2,16 +2,16 @@ from dataclasses import replace
 
 import pytest
 
+from pensieve.core.request import is_measured
 from pensieve.errors import MeasurementInvalid
-from pensieve.record import TurnRecord
-from pensieve.replay import replay
-from pensieve.request import is_measured
-from pensieve.workload.agents import AgentsWorkload
-from pensieve.workload.cache_state import BEFORE, SALT_TOKENS, in_state
-from pensieve.workload.chat import ChatWorkload
-from pensieve.workload.prefix_invalidation import PrefixInvalidationWorkload
-from pensieve.workload.rounds import RoundsWorkload
-from pensieve.workload.start_state import check_start, contamination
+from pensieve.lab.replay import replay
+from pensieve.lab.workload.agents import AgentsWorkload
+from pensieve.lab.workload.cache_state import BEFORE, SALT_TOKENS, in_state
+from pensieve.lab.workload.chat import ChatWorkload
+from pensieve.lab.workload.prefix_invalidation import PrefixInvalidationWorkload
+from pensieve.lab.workload.rounds import RoundsWorkload
+from pensieve.lab.workload.start_state import check_start, contamination
+from pensieve.serve.record import TurnRecord
 from tests.composed import SHORT, replayed
 from tests.scripted import ScriptedSystem, context
 from tests.workload.dry import drive

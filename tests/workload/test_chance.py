@@ -2,7 +2,7 @@ import hashlib
 import subprocess
 import sys
 
-from pensieve.workload.chance import between, exponential, part_of, shuffled, uniform
+from pensieve.lab.workload.chance import between, exponential, part_of, shuffled, uniform
 
 
 def test_draws_depend_on_seed_and_names_alone():
@@ -11,7 +11,7 @@ def test_draws_depend_on_seed_and_names_alone():
 
 
 def test_draws_are_the_same_in_another_process():
-    code = "from pensieve.workload.chance import uniform; print(repr(uniform(3, 'think', 'bread', 2)))"
+    code = "from pensieve.lab.workload.chance import uniform; print(repr(uniform(3, 'think', 'bread', 2)))"
     other = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7"}
     )

@@ -2,10 +2,10 @@ import math
 
 import pytest
 
+from pensieve.core.request import Free, Length
 from pensieve.errors import ConfigError
-from pensieve.record import TurnRecord
-from pensieve.request import Free, Length
-from pensieve.workload.chat import ChatWorkload
+from pensieve.lab.workload.chat import ChatWorkload
+from pensieve.serve.record import TurnRecord
 from tests.scripted import context
 
 

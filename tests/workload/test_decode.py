@@ -1,9 +1,9 @@
 import pytest
 
 from pensieve.errors import ConfigError
-from pensieve.metrics import summarise
-from pensieve.replay import replay
-from pensieve.workload.decode import DecodeWorkload
+from pensieve.lab.metrics import summarise
+from pensieve.lab.replay import replay
+from pensieve.lab.workload.decode import DecodeWorkload
 from tests.scripted import Latency, ScriptedSystem, context
 from tests.workload.dry import drive
 

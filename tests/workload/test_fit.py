@@ -3,8 +3,8 @@ from array import array
 import pytest
 
 from pensieve.errors import ConfigError
-from pensieve.workload.fit import Fit, fitted, synthesised, warmups
-from pensieve.workload.recording import Blocks, Call, Conversation, Count, Parts, Text, hashes_of
+from pensieve.lab.workload.fit import Fit, fitted, synthesised, warmups
+from pensieve.lab.workload.recording import Blocks, Call, Conversation, Count, Parts, Text, hashes_of
 from tests.scripted import context
 
 

@@ -3,9 +3,9 @@ from collections import Counter
 import pytest
 
 from pensieve.errors import ConfigError
-from pensieve.metrics import summarise
-from pensieve.replay import replay
-from pensieve.workload.hotness import HotnessWorkload, class_of
+from pensieve.lab.metrics import summarise
+from pensieve.lab.replay import replay
+from pensieve.lab.workload.hotness import HotnessWorkload, class_of
 from tests.scripted import Latency, ScriptedSystem, context
 from tests.workload.dry import drive
 

@@ -2,12 +2,12 @@ from array import array
 
 import pytest
 
-from pensieve.request import Length, Request
-from pensieve.workload.agents import AgentsWorkload
-from pensieve.workload.base import Arrival, WorkloadPlan
-from pensieve.workload.chat import ChatWorkload
-from pensieve.workload.inspection import inspect
-from pensieve.workload.prefix_invalidation import PrefixInvalidationWorkload
+from pensieve.core.request import Length, Request
+from pensieve.lab.workload.agents import AgentsWorkload
+from pensieve.lab.workload.base import Arrival, WorkloadPlan
+from pensieve.lab.workload.chat import ChatWorkload
+from pensieve.lab.workload.inspection import inspect
+from pensieve.lab.workload.prefix_invalidation import PrefixInvalidationWorkload
 from tests.scripted import context
 
 

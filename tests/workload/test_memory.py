@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from pensieve.errors import ConfigError
-from pensieve.replay import replay
-from pensieve.workload.agents import AgentsWorkload
-from pensieve.workload.chat import ChatWorkload
-from pensieve.workload.fields import TURN_BYTES
-from pensieve.workload.hotness import HotnessWorkload
-from pensieve.workload.sharegpt import sharegpt_workload
+from pensieve.lab.replay import replay
+from pensieve.lab.workload.agents import AgentsWorkload
+from pensieve.lab.workload.chat import ChatWorkload
+from pensieve.lab.workload.fields import TURN_BYTES
+from pensieve.lab.workload.hotness import HotnessWorkload
+from pensieve.lab.workload.sharegpt import sharegpt_workload
 from tests.scripted import ScriptedSystem, context
 
 FREE = 8 * 2**30

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.chat_template import ChatTemplate
-from pensieve.record import TurnRecord
-from pensieve.tokenizer import HubTokenizer
-from pensieve.workload.base import WorkloadContext, said_end, unless_said
-from pensieve.workload.chat import ChatWorkload
+from pensieve.lab.workload.base import WorkloadContext, said_end, unless_said
+from pensieve.lab.workload.chat import ChatWorkload
+from pensieve.serve.chat_template import ChatTemplate
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.tokenizer import HubTokenizer
 from tests.chat import CHATML, dialogue, save_tokenizer
 from tests.scripted import context
 

@@ -2,11 +2,11 @@ from array import array
 
 import pytest
 
-from pensieve.replay import replay
-from pensieve.request import Free, Length
-from pensieve.workload.fit import Fit, fitted, warmups
-from pensieve.workload.playback import Pauses, Playback, Poisson, Recorded, Users
-from pensieve.workload.recording import Call, Conversation, Count
+from pensieve.core.request import Free, Length
+from pensieve.lab.replay import replay
+from pensieve.lab.workload.fit import Fit, fitted, warmups
+from pensieve.lab.workload.playback import Pauses, Playback, Poisson, Recorded, Users
+from pensieve.lab.workload.recording import Call, Conversation, Count
 from tests.scripted import ScriptedSystem, context
 from tests.workload.dry import drive, finished
 

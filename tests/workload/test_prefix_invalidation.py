@@ -3,12 +3,12 @@ from itertools import pairwise
 
 import pytest
 
-from pensieve.cache.stateless import StatelessCache
 from pensieve.errors import ConfigError
-from pensieve.metrics import Measurement, summarise
-from pensieve.replay import replay
-from pensieve.workload.prefix_invalidation import PrefixInvalidationWorkload
-from pensieve.workload.start_state import check_start
+from pensieve.lab.metrics import Measurement, summarise
+from pensieve.lab.replay import replay
+from pensieve.lab.workload.prefix_invalidation import PrefixInvalidationWorkload
+from pensieve.lab.workload.start_state import check_start
+from pensieve.plugins.caches.stateless import StatelessCache
 from tests.composed import replayed
 from tests.scripted import Latency, ScriptedSystem, context
 from tests.simulated import make_engine

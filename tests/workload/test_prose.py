@@ -1,4 +1,4 @@
-from pensieve.workload.prose import prose, vocabulary
+from pensieve.lab.workload.prose import prose, vocabulary
 from tests.scripted import context
 
 

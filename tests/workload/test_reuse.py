@@ -3,9 +3,9 @@ import random
 
 import pytest
 
-from pensieve.workload.chance import exponential
-from pensieve.workload.recording import Blocks, Call, Conversation, Count, Recording, hashes_of
-from pensieve.workload.reuse import (
+from pensieve.lab.workload.chance import exponential
+from pensieve.lab.workload.recording import Blocks, Call, Conversation, Count, Recording, hashes_of
+from pensieve.lab.workload.reuse import (
     Asked,
     back_within,
     block_reuse,

@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 
 from pensieve.errors import ConfigError
-from pensieve.workload.rounds import RoundsWorkload
+from pensieve.lab.workload.rounds import RoundsWorkload
 from tests.scripted import context
 from tests.workload.dry import drive
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.compose import build_tokenizer, make_workload, plan_trial
+from pensieve.core.request import Free
 from pensieve.errors import ConfigError, EngineMissing, MalformedInput
-from pensieve.request import Free
-from pensieve.results.identity import config_hash
-from pensieve.workload.sharegpt import sharegpt_workload
+from pensieve.lab.compose import build_tokenizer, make_workload, plan_trial
+from pensieve.lab.results.identity import config_hash
+from pensieve.lab.workload.sharegpt import sharegpt_workload
 from tests.composed import checked, composed
 from tests.scripted import context
 from tests.workload.dry import drive
@@ -150,7 +150,7 @@ def test_both_options_compose(real):
 
 def test_a_file_is_identified_by_what_is_in_it(real, tmp_path):
     def identity(path):
-        from pensieve.compose import resolved
+        from pensieve.lab.compose import resolved
 
         return config_hash(resolved(composed("workload=sharegpt", f"workload.path={path}")))
 
@@ -164,7 +164,7 @@ def test_a_file_is_identified_by_what_is_in_it(real, tmp_path):
 
 @pytest.fixture
 def few_means(monkeypatch):
-    monkeypatch.setattr("pensieve.workload.sharegpt.MEANS_OF", 100)
+    monkeypatch.setattr("pensieve.lab.workload.sharegpt.MEANS_OF", 100)
 
 
 def capacity(lengths):

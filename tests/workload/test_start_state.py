@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from pensieve.errors import MeasurementInvalid
-from pensieve.record import TurnRecord
-from pensieve.workload.base import WorkloadPlan
-from pensieve.workload.start_state import CHANCE_TOKENS, check_start, contamination, unverified
+from pensieve.lab.workload.base import WorkloadPlan
+from pensieve.lab.workload.start_state import CHANCE_TOKENS, check_start, contamination, unverified
+from pensieve.serve.record import TurnRecord
 
 
 def plan(state):

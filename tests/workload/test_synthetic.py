@@ -2,8 +2,8 @@ from statistics import mean, median
 
 import pytest
 
-from pensieve.statistics import nearest_rank
-from pensieve.workload.synthetic import SHAREGPT, ULTRACHAT, draw
+from pensieve.lab.statistics import nearest_rank
+from pensieve.lab.workload.synthetic import SHAREGPT, ULTRACHAT, draw
 
 
 @pytest.mark.parametrize("published", [SHAREGPT, ULTRACHAT])

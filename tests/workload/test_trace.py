@@ -3,7 +3,7 @@ import json
 import pytest
 
 from pensieve.errors import ConfigError, MalformedInput
-from pensieve.workload.trace import trace_workload
+from pensieve.lab.workload.trace import trace_workload
 from tests.composed import replayed
 from tests.scripted import context
 from tests.shared_data import shared

@@ -11,19 +11,19 @@ from hydra import compose
 from omegaconf import DictConfig
 
 from pensieve import cli
-from pensieve.commands.size import parallel
-from pensieve.commands.size.planner import _keeping_table, size
-from pensieve.commands.size.question import question_of, read
-from pensieve.commands.size.refine import lacking
-from pensieve.compose import check, resolved
-from pensieve.compose.folder import conf_folder
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
-from pensieve.results.prices import Prices
-from pensieve.results.size_map import Cell, SizeMap, read_map
-from pensieve.results.store import open_store
-from pensieve.statistics import nearest_rank
-from pensieve.trial import Job, run_trial
-from pensieve.trial.tracking import open_tracking
+from pensieve.lab.commands.size import parallel
+from pensieve.lab.commands.size.planner import _keeping_table, size
+from pensieve.lab.commands.size.question import question_of, read
+from pensieve.lab.commands.size.refine import lacking
+from pensieve.lab.compose import check, resolved
+from pensieve.lab.compose.folder import conf_folder
+from pensieve.lab.results.prices import Prices
+from pensieve.lab.results.size_map import Cell, SizeMap, read_map
+from pensieve.lab.results.store import open_store
+from pensieve.lab.statistics import nearest_rank
+from pensieve.lab.trial import Job, run_trial
+from pensieve.lab.trial.tracking import open_tracking
 from tests.composed import hydra_session
 
 LOAD = (
@@ -48,7 +48,7 @@ MAP = (f"size.gpu={listed(GPU)}", f"size.cpu={listed(CPU)}", "size.processes=1",
 @pytest.fixture
 def outputs(tmp_path, monkeypatch):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    monkeypatch.setattr("pensieve.commands.size.planner.draw_figures", lambda *_: [])
+    monkeypatch.setattr("pensieve.lab.commands.size.planner.draw_figures", lambda *_: [])
     return tmp_path
 
 
@@ -295,9 +295,9 @@ def test_what_cannot_be_mapped_gets_a_sentence(outputs, overrides, error, part):
 
 
 def test_the_default_sizes_hold_the_longest_conversation_of_every_seed_and_fit_the_machine():
-    from pensieve.commands.size.question import check_question, question_of, read
-    from pensieve.compose import plan_trial
-    from pensieve.compose.preflight import check_memory
+    from pensieve.lab.commands.size.question import check_question, question_of, read
+    from pensieve.lab.compose import plan_trial
+    from pensieve.lab.compose.preflight import check_memory
     from pensieve.units import parse_capacity
 
     for machine, points in (("sim_a100_80g", 12), ("sim_gtx1650", 5)):
@@ -344,7 +344,7 @@ def test_a_map_beside_a_disk_is_one_of_its_own(outputs, capsys):
 
 
 def test_a_place_of_a_map_with_disks_has_three_indices_and_its_own_job():
-    from pensieve.results.size_map import Question
+    from pensieve.lab.results.size_map import Question
 
     question = Question(
         gpu=("1GB", "2GB"), cpu=("0GB", "1GB", "2GB"), seeds=(5, 7), disk=("", "9GB"), modes=(("a",) * 3,) * 2
@@ -382,7 +382,7 @@ class Made:
 
 
 def made(cells, **question):
-    from pensieve.results.size_map import Question
+    from pensieve.lab.results.size_map import Question
 
     sizes = {"gpu": ("20GB", "40GB", "80GB"), "cpu": ("0GB", "90GB", "220GB"), "seeds": (0, 1), **question}
     return SizeMap(
@@ -434,8 +434,8 @@ def test_a_size_is_recommended_only_where_its_whole_interval_meets_the_objective
 
 def test_the_cells_just_below_the_smallest_run_with_every_seed(monkeypatch):
     """With the second seed a smaller cell suffices, which did not run with the first: with that a larger one does not."""
-    from pensieve.commands.size import planner
-    from pensieve.results.size_map import Question
+    from pensieve.lab.commands.size import planner
+    from pensieve.lab.results.size_map import Question
 
     sizes = tuple(f"{size}GB" for size in range(12))
     question = Question(gpu=("8GB", "16GB"), cpu=sizes, seeds=(0, 1), knee=0.95)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.commands.size.refine import coarse, lacking
-from pensieve.scheduler.copy_ahead import choose_copy_ahead
+from pensieve.core.scheduler.copy_ahead import choose_copy_ahead
+from pensieve.lab.commands.size.refine import coarse, lacking
 
 
 def explore(shape, *questions, failing=(), mode=lambda place: ""):

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from pensieve.worker.torch import graphs
-from pensieve.worker.torch.attention import register
+from pensieve.device import graphs
+from pensieve.device.attention import register
 
 from . import kernels
 from .calls import Calls
@@ -78,8 +78,8 @@ def stand_in(lag: int = 3, card: Card | None = None) -> Iterator[Machine]:
 
 
 def _replacements(device: Machine) -> list[tuple[Any, str, Any]]:
-    from pensieve.worker.torch import kv_tensors
-    from pensieve.worker.torch.transfers import copies
+    from pensieve.device import kv_tensors
+    from pensieve.device.transfers import copies
 
     run, make_pools, make_generator = threading.Thread.run, kv_tensors.KvTensors.__init__, torch.Generator
 
@@ -106,7 +106,7 @@ def _replacements(device: Machine) -> list[tuple[Any, str, Any]]:
         (copies, "find_batch_call", lambda: kernels.batch_call),
     ]
     if find_spec("triton") is not None:
-        from pensieve.worker.torch.kernels import triton_backend
+        from pensieve.device.kernels import triton_backend
 
         places += [
             (triton_backend, "attend_kernel", kernels.ATTEND),

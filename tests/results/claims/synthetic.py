@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pensieve.record import TurnRecord
-from pensieve.results.claims.claim import Claim
-from pensieve.results.claims.measures import MEASURES, Measured, Sides
-from pensieve.results.store import ResultsStore
-from pensieve.results.trials import Evidence
+from pensieve.lab.results.claims.claim import Claim
+from pensieve.lab.results.claims.measures import MEASURES, Measured, Sides
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.results.trials import Evidence
+from pensieve.serve.record import TurnRecord
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn
 
 Turns = Callable[[int], Sequence[TurnRecord]]

@@ -2,10 +2,10 @@
 
 import pytest
 
-from pensieve.compose import conf_folder, options
 from pensieve.errors import ConfigError
-from pensieve.results.claims import read_claims
-from pensieve.results.claims.claim import Claimed
+from pensieve.lab.compose import conf_folder, options
+from pensieve.lab.results.claims import read_claims
+from pensieve.lab.results.claims.claim import Claimed
 
 ONE = """
 - name: speedup

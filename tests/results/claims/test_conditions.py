@@ -2,8 +2,8 @@
 
 import pytest
 
-from pensieve.results.claims.claim import Limits, unmet
-from pensieve.results.schema import Trial
+from pensieve.lab.results.claims.claim import Limits, unmet
+from pensieve.lab.results.schema import Trial
 from tests.results.trials import trial_fields
 
 

@@ -3,11 +3,11 @@
 import pytest
 from sqlalchemy import func, select
 
-from pensieve.compose import conf_folder
 from pensieve.errors import ResultsError
-from pensieve.results.claims import judge_sweep, read_claims, record_claims, recorded_claims
-from pensieve.results.schema import ClaimRow
-from pensieve.results.store import ResultsStore
+from pensieve.lab.compose import conf_folder
+from pensieve.lab.results.claims import judge_sweep, read_claims, record_claims, recorded_claims
+from pensieve.lab.results.schema import ClaimRow
+from pensieve.lab.results.store import ResultsStore
 from tests.results.claims.synthetic import claim, sweep, talk
 from tests.results.trials import MEMORY, add_trial, open_sweep
 

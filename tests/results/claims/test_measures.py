@@ -3,8 +3,8 @@
 import pytest
 
 from pensieve.errors import MissingSeries
-from pensieve.metrics import MetricValue
-from pensieve.results.claims.measures import MEASURES, arguments_of, crossing, fisher_interval
+from pensieve.lab.metrics import MetricValue
+from pensieve.lab.results.claims.measures import MEASURES, arguments_of, crossing, fisher_interval
 from tests.results.claims.synthetic import measure, numbered, sweep, talk
 from tests.results.trials import add_trial, turn
 

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from pensieve.compose import conf_folder
-from pensieve.results.claims.claim import Bounds, read_claims
-from pensieve.results.claims.judge import judge
-from pensieve.results.claims.measures import Measured
+from pensieve.lab.compose import conf_folder
+from pensieve.lab.results.claims.claim import Bounds, read_claims
+from pensieve.lab.results.claims.judge import judge
+from pensieve.lab.results.claims.measures import Measured
 
 RANGE = Bounds(1.5, 2.5, 1.5, "1.5 to 2.5")
 ABOVE = Bounds(2.0, None, 2.0, "> 2")

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from pensieve.worker.torch.model import LoadedModel
+from pensieve.device.model import LoadedModel
 
 from .driver import ARCHITECTURES, tiny_model
 

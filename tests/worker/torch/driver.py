@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from transformers import GenerationConfig
 
-from pensieve.clock import WallClock
-from pensieve.plan import Copy, Row, Sample, StepPlan, StepResult
+from pensieve.core.clock import WallClock
+from pensieve.core.plan import Copy, Row, Sample, StepPlan, StepResult
+from pensieve.device.attention import IMPLEMENTATION
+from pensieve.device.model import LoadedModel, load_model
+from pensieve.device.options import TorchOptions
+from pensieve.device.transfers.link import Link
+from pensieve.device.worker import TorchWorker
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch.attention import IMPLEMENTATION
-from pensieve.worker.torch.model import LoadedModel, load_model
-from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.transfers.link import Link
-from pensieve.worker.torch.worker import TorchWorker
 
 _COMMON = {
     "hidden_size": 64,

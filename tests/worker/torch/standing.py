@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pensieve.worker.torch.batch import Batch
-from pensieve.worker.torch.fused import build_fused
-from pensieve.worker.torch.graphs import Work
-from pensieve.worker.torch.kernels.reference import ReferenceBackend, write
-from pensieve.worker.torch.model import LoadedModel
+from pensieve.device.batch import Batch
+from pensieve.device.fused import build_fused
+from pensieve.device.graphs import Work
+from pensieve.device.kernels.reference import ReferenceBackend, write
+from pensieve.device.model import LoadedModel
 
 from .driver import tiny_model
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pensieve.core.plan import Row, Sample
+from pensieve.device.attention import Iteration, attending, paged_attention
+from pensieve.device.batch import Batch, BlockTables, build_batch
+from pensieve.device.kernels import reference
 from pensieve.errors import UnsupportedModel
-from pensieve.plan import Row, Sample
-from pensieve.worker.torch.attention import Iteration, attending, paged_attention
-from pensieve.worker.torch.batch import Batch, BlockTables, build_batch
-from pensieve.worker.torch.kernels import reference
 
 CHUNK, HEADS, KV_HEADS, DIM = 4, 4, 2, 8
 CPU = torch.device("cpu")

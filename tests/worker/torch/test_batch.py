@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.plan import Row, Sample
-from pensieve.worker.torch import batch as batch_module
-from pensieve.worker.torch import sampler
-from pensieve.worker.torch.batch import Batch, BlockTables, Spans, build_batch
-from pensieve.worker.torch.kernels.native import NativeBackend
+from pensieve.core.plan import Row, Sample
+from pensieve.device import batch as batch_module
+from pensieve.device import sampler
+from pensieve.device.batch import Batch, BlockTables, Spans, build_batch
+from pensieve.device.kernels.native import NativeBackend
 
 CPU = torch.device("cpu")
 CHUNK = 4

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from pensieve.device import choice
+from pensieve.device.choice import Choice, attention_here, choose
+from pensieve.device.kernels.base import AttentionBackend
+from pensieve.device.kernels.reference import ReferenceBackend, ReferencePlan
+from pensieve.device.model import LoadedModel
 from pensieve.errors import EngineMissing, UnsupportedModel
-from pensieve.worker.torch import choice
-from pensieve.worker.torch.choice import Choice, attention_here, choose
-from pensieve.worker.torch.kernels.base import AttentionBackend
-from pensieve.worker.torch.kernels.reference import ReferenceBackend, ReferencePlan
-from pensieve.worker.torch.model import LoadedModel
 
 CPU = torch.device("cpu")
 

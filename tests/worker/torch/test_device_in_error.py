@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from pensieve.clock import WallClock
-from pensieve.plan import Copy, Row, Sample, StepPlan
-from pensieve.worker.torch.model import LoadedModel
-from pensieve.worker.torch.transfers import lanes
-from pensieve.worker.torch.transfers.lanes import CudaLink
-from pensieve.worker.torch.transfers.link import Haul, Mark
-from pensieve.worker.torch.worker import TorchWorker
+from pensieve.core.clock import WallClock
+from pensieve.core.plan import Copy, Row, Sample, StepPlan
+from pensieve.device.model import LoadedModel
+from pensieve.device.transfers import lanes
+from pensieve.device.transfers.lanes import CudaLink
+from pensieve.device.transfers.link import Haul, Mark
+from pensieve.device.worker import TorchWorker
 
 from .driver import Driver, random_tokens
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.plan import Copy
-from pensieve.worker.torch.model import LoadedModel
+from pensieve.core.plan import Copy
+from pensieve.device.model import LoadedModel
 
 from .driver import Driver, converse, plain_generate, plain_logits, random_tokens
 

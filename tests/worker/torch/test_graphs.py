@@ -7,16 +7,16 @@ from functools import cache
 import pytest
 import torch
 
-from pensieve.bench.exact import CheckedEngine
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.eviction.lru import Lru
-from pensieve.plan import Copy, Row, Sample
-from pensieve.request import Length, Request, Sampling
-from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.worker.torch.graphs import buckets_up_to
-from pensieve.worker.torch.model import LoadedModel
-from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.worker import TorchWorker
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.plan import Copy, Row, Sample
+from pensieve.core.policies.lru import Lru
+from pensieve.core.request import Length, Request, Sampling
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.device.graphs import buckets_up_to
+from pensieve.device.model import LoadedModel
+from pensieve.device.options import TorchOptions
+from pensieve.device.worker import TorchWorker
+from pensieve.lab.bench.exact import CheckedEngine
 from tests.simulated import policy_context
 
 from .driver import Driver, random_tokens

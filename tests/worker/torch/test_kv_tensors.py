@@ -4,9 +4,9 @@ import psutil
 import pytest
 import torch
 
+from pensieve.device import kv_tensors
+from pensieve.device.kv_tensors import KvTensors
 from pensieve.errors import HardwareMissing
-from pensieve.worker.torch import kv_tensors
-from pensieve.worker.torch.kv_tensors import KvTensors
 
 from .driver import tiny_spec
 

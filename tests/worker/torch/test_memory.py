@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from pensieve.books.books import Books
-from pensieve.cache.two_tier import TwoTierCache
-from pensieve.clock import WallClock
-from pensieve.engine import Engine
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import WallClock
+from pensieve.core.engine import Engine
+from pensieve.core.plan import Row
+from pensieve.core.policies.lru import Lru
+from pensieve.core.request import Length, Request
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.device import kv_tensors
+from pensieve.device.memory import blocks_in, find_room, largest_rows, rounded
+from pensieve.device.model import LoadedModel
+from pensieve.device.options import TorchOptions
+from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
-from pensieve.eviction.lru import Lru
-from pensieve.plan import Row
-from pensieve.record import TurnRecord
-from pensieve.request import Length, Request
-from pensieve.scheduler.composition import SchedulerSettings
-from pensieve.worker.torch import kv_tensors
-from pensieve.worker.torch.memory import blocks_in, find_room, largest_rows, rounded
-from pensieve.worker.torch.model import LoadedModel
-from pensieve.worker.torch.options import TorchOptions
-from pensieve.worker.torch.worker import TorchWorker
+from pensieve.serve.books.books import Books
+from pensieve.serve.record import TurnRecord
 from tests.simulated import policy_context
 
 from .driver import plain_generate, random_tokens

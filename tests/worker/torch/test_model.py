@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AttentionInterface
 
-from pensieve.compose.weights import folder_architecture
+from pensieve.device.attention import IMPLEMENTATION, paged_attention
+from pensieve.device.model import LoadedModel, load_model, resolve_device
 from pensieve.errors import HardwareMissing, UnsupportedModel, WeightsMissing
+from pensieve.lab.compose.weights import folder_architecture
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch.attention import IMPLEMENTATION, paged_attention
-from pensieve.worker.torch.model import LoadedModel, load_model, resolve_device
 
 from .driver import ARCHITECTURES, Driver, plain_logits, random_tokens, tiny_model, tiny_spec
 
@@ -282,7 +282,7 @@ def _twice(module: Any, *args: Any, **kwargs: Any) -> Any:
 )
 def test_the_self_check_rejects_a_wrong_attention(wrong: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("model", "weights"):
-        monkeypatch.setattr(f"pensieve.worker.torch.{place}.register", lambda: None)
+        monkeypatch.setattr(f"pensieve.device.{place}.register", lambda: None)
     monkeypatch.setitem(AttentionInterface._global_mapping, IMPLEMENTATION, wrong)
     with pytest.raises(UnsupportedModel, match=words):
         _load(tiny_spec("llama"), fused=False)

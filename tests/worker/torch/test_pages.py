@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pensieve.baselines import profiling
-from pensieve.compose import build_system, plan_trial
-from pensieve.engines.memory_watch import resident_bytes
-from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.model import load_model
-from pensieve.worker.torch.pages import return_file_pages
+from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.model import load_model
+from pensieve.device.pages import return_file_pages
+from pensieve.lab.compose import build_system, plan_trial
+from pensieve.plugins.engines.memory_watch import resident_bytes
+from pensieve.serve.systems import profiling
 from tests.composed import checked
 from tests.worker.torch.driver import plain_logits, tiny_spec
 
@@ -106,7 +106,7 @@ def test_nothing_is_returned_where_the_system_does_not_say_what_is_a_file(
     save_file({"a": torch.arange(2**18, dtype=torch.float32)}, file)
     stored = load_file(file)["a"]
     own = torch.from_numpy(np.full(2**22, 7, np.uint8))
-    monkeypatch.setattr("pensieve.worker.torch.pages._MAPS", tmp_path / "unreadable")
+    monkeypatch.setattr("pensieve.device.pages._MAPS", tmp_path / "unreadable")
     assert return_file_pages([own, stored]) == 0
     assert bool((own == 7).all()) and stored.equal(torch.arange(2**18, dtype=torch.float32))
 

@@ -1,10 +1,10 @@
 import gzip
 import json
 
-from pensieve.clock import WallClock
-from pensieve.plan import Row, Sample, StepPlan
-from pensieve.worker.torch.profiled import ProfiledWorker
-from pensieve.worker.torch.worker import TorchWorker
+from pensieve.core.clock import WallClock
+from pensieve.core.plan import Row, Sample, StepPlan
+from pensieve.device.worker import TorchWorker
+from pensieve.plugins.device.profiled import ProfiledWorker
 from tests.worker.torch.driver import tiny_model
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pensieve.worker.torch import graphs
-from pensieve.worker.torch.graphs import CudaRecorder
+from pensieve.device import graphs
+from pensieve.device.graphs import CudaRecorder
 
 
 class Stream:

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.plan import Sample
-from pensieve.worker.torch.sampler import draw as draw_on_device
-from pensieve.worker.torch.sampler import draws_of, gumbel_noise, noise_starts, numbers_of
+from pensieve.core.plan import Sample
+from pensieve.device.sampler import draw as draw_on_device
+from pensieve.device.sampler import draws_of, gumbel_noise, noise_starts, numbers_of
 
 
 class Read:

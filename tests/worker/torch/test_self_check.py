@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from pensieve.device import weights as loading
+from pensieve.device.attention import Iteration, register
+from pensieve.device.batch import Batch, Spans
+from pensieve.device.forward import Forward, TransformersForward
+from pensieve.device.fused import build_fused
+from pensieve.device.kernels.reference import ReferenceBackend, ReferencePlan
+from pensieve.device.self_check import MULTIPLE, SelfCheck, check_against_eager
+from pensieve.device.upcast import upcast
 from pensieve.errors import UnsupportedModel
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch import weights as loading
-from pensieve.worker.torch.attention import Iteration, register
-from pensieve.worker.torch.batch import Batch, Spans
-from pensieve.worker.torch.forward import Forward, TransformersForward
-from pensieve.worker.torch.fused import build_fused
-from pensieve.worker.torch.kernels.reference import ReferenceBackend, ReferencePlan
-from pensieve.worker.torch.self_check import MULTIPLE, SelfCheck, check_against_eager
-from pensieve.worker.torch.upcast import upcast
 
 from .driver import ARCHITECTURES
 

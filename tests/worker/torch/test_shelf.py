@@ -2,7 +2,7 @@ import gc
 import weakref
 from dataclasses import replace
 
-from pensieve.worker.torch.shelf import ModelAsked, empty, kept_host_bytes, open_shelf, take_model
+from pensieve.plugins.device.shelf import ModelAsked, empty, kept_host_bytes, open_shelf, take_model
 from tests.worker.torch.driver import tiny_spec
 
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.clock import WallClock
+from pensieve.core.clock import WallClock
+from pensieve.core.plan import Copy, Row, Sample
+from pensieve.device.model import LoadedModel
+from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
-from pensieve.plan import Copy, Row, Sample
-from pensieve.worker.torch.model import LoadedModel
-from pensieve.worker.torch.worker import TorchWorker
 
 from .driver import Driver, random_tokens, tiny_model
 

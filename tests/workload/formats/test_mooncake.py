@@ -3,8 +3,8 @@ from array import array
 
 import pytest
 
-from pensieve.workload.formats import load
-from pensieve.workload.formats.mooncake import continuations, shared_prefix
+from pensieve.lab.workload.formats import load
+from pensieve.lab.workload.formats.mooncake import continuations, shared_prefix
 
 
 def test_a_request_continues_the_one_it_shares_most_with_beyond_the_common_prefix():

@@ -6,9 +6,9 @@ from statistics import mean, pstdev
 
 import pytest
 
-from pensieve.statistics import nearest_rank
-from pensieve.workload.formats import load
-from pensieve.workload.reuse import block_reuse, recorded_blocks
+from pensieve.lab.statistics import nearest_rank
+from pensieve.lab.workload.formats import load
+from pensieve.lab.workload.reuse import block_reuse, recorded_blocks
 from tests.shared_data import shared
 
 

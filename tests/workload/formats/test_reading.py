@@ -3,7 +3,7 @@ import logging
 import pytest
 
 from pensieve.errors import ConfigError, MalformedInput
-from pensieve.workload.formats import FORMATS, load
+from pensieve.lab.workload.formats import FORMATS, load
 
 GOOD = '{"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": [7]}'
 BAD = {

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from pensieve.errors import ConfigError, MalformedInput
-from pensieve.workload.formats import load
-from pensieve.workload.recording import Begun, Text
-from pensieve.workload.trace import trace_workload
+from pensieve.lab.workload.formats import load
+from pensieve.lab.workload.recording import Begun, Text
+from pensieve.lab.workload.trace import trace_workload
 from tests.scripted import context
 from tests.workload.dry import drive
 

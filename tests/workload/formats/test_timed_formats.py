@@ -5,10 +5,10 @@ import json
 import pytest
 
 from pensieve.errors import MalformedInput
-from pensieve.workload.formats import load
-from pensieve.workload.formats.azure import seconds
-from pensieve.workload.formats.ragpulse import pieces
-from pensieve.workload.formats.reading import Malformed
+from pensieve.lab.workload.formats import load
+from pensieve.lab.workload.formats.azure import seconds
+from pensieve.lab.workload.formats.ragpulse import pieces
+from pensieve.lab.workload.formats.reading import Malformed
 
 
 def shape(recording):

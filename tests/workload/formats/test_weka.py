@@ -4,13 +4,13 @@ import json
 
 import pytest
 
+from pensieve.core.hint import Hint
 from pensieve.errors import ConfigError, MalformedInput
-from pensieve.hint import Hint
-from pensieve.replay import replay
-from pensieve.workload.formats import load
-from pensieve.workload.recording import Begun
-from pensieve.workload.reuse import block_reuse, furthest_reuse, started_over
-from pensieve.workload.trace import trace_workload
+from pensieve.lab.replay import replay
+from pensieve.lab.workload.formats import load
+from pensieve.lab.workload.recording import Begun
+from pensieve.lab.workload.reuse import block_reuse, furthest_reuse, started_over
+from pensieve.lab.workload.trace import trace_workload
 from tests.composed import replayed
 from tests.scripted import ScriptedSystem, context
 from tests.shared_data import shared

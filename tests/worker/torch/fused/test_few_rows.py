@@ -16,17 +16,17 @@ import torch.nn.functional as F
 
 from pensieve import compiler
 from pensieve.compiler import compiler_version, find_compiler, load_library, processor
+from pensieve.core.plan import Row, Sample
+from pensieve.device.attention import Iteration
+from pensieve.device.batch import BlockTables, build_batch
+from pensieve.device.fused import build_fused, few_rows, linear, rotary
+from pensieve.device.fused.decoder import FusedModel
+from pensieve.device.fused.few_rows import FEW_ROWS, FewRows
+from pensieve.device.fused.row_kernels import RowKernels
+from pensieve.device.kernels.native import NativeBackend
+from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.model import LoadedModel
 from pensieve.errors import EngineMissing
-from pensieve.plan import Row, Sample
-from pensieve.worker.torch.attention import Iteration
-from pensieve.worker.torch.batch import BlockTables, build_batch
-from pensieve.worker.torch.fused import build_fused, few_rows, linear, rotary
-from pensieve.worker.torch.fused.decoder import FusedModel
-from pensieve.worker.torch.fused.few_rows import FEW_ROWS, FewRows
-from pensieve.worker.torch.fused.row_kernels import RowKernels
-from pensieve.worker.torch.kernels.native import NativeBackend
-from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.model import LoadedModel
 from tests.worker.torch.driver import ARCHITECTURES, plain_logits, random_tokens
 
 try:

@@ -11,18 +11,18 @@ import psutil
 import pytest
 import torch
 
+from pensieve.core.plan import Row, Sample
+from pensieve.device import choice as loading
+from pensieve.device.attention import Iteration
+from pensieve.device.batch import BlockTables, build_batch
+from pensieve.device.fused import build_fused
+from pensieve.device.fused.decoder import FusedModel
+from pensieve.device.fused.few_rows import FewRows
+from pensieve.device.fused.linear import Linear, packable
+from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.model import LoadedModel, load_model
 from pensieve.errors import EngineMissing
-from pensieve.plan import Row, Sample
 from pensieve.specs import ModelSpec
-from pensieve.worker.torch import choice as loading
-from pensieve.worker.torch.attention import Iteration
-from pensieve.worker.torch.batch import BlockTables, build_batch
-from pensieve.worker.torch.fused import build_fused
-from pensieve.worker.torch.fused.decoder import FusedModel
-from pensieve.worker.torch.fused.few_rows import FewRows
-from pensieve.worker.torch.fused.linear import Linear, packable
-from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.model import LoadedModel, load_model
 from tests.worker.torch.driver import ARCHITECTURES, Driver, plain_logits, random_tokens, tiny_model, tiny_spec
 
 CHUNK = 8
@@ -98,7 +98,7 @@ def test_weights_that_onednn_multiplies_here_and_that_fit_twice_are_packed(
             assert packable(copy.deepcopy(llama.module).to(dtype)) is here
     assert not packable(copy.deepcopy(llama.module).to(torch.float64))
     little = type("Memory", (), {"available": llama.spec.weight_bytes, "total": 2**40})
-    monkeypatch.setattr("pensieve.worker.torch.fused.linear.psutil.virtual_memory", lambda: little)
+    monkeypatch.setattr("pensieve.device.fused.linear.psutil.virtual_memory", lambda: little)
     assert not packable(llama.module)
     assert tiny_model("llama").forward.name == "fused"
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from pensieve.compiler import find_compiler
+from pensieve.device.fused import build_fused
+from pensieve.device.fused.decoder import FusedModel
+from pensieve.device.fused.few_rows import FEW_ROWS
+from pensieve.device.model import LoadedModel, load_model
 from pensieve.errors import EngineMissing
-from pensieve.worker.torch.fused import build_fused
-from pensieve.worker.torch.fused.decoder import FusedModel
-from pensieve.worker.torch.fused.few_rows import FEW_ROWS
-from pensieve.worker.torch.fused.int8 import Int8Weights, quantise, rounded
-from pensieve.worker.torch.model import LoadedModel, load_model
+from pensieve.plugins.device.int8 import Int8Weights, quantise, rounded
 
 from ..driver import ARCHITECTURES, Driver, converse, plain_logits, random_tokens, tiny_spec
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.worker.torch.attention import register
-from pensieve.worker.torch.fused import build_fused
-from pensieve.worker.torch.weights import _random
+from pensieve.device.attention import register
+from pensieve.device.fused import build_fused
+from pensieve.device.weights import _random
 from tests.worker.torch.driver import tiny_spec
 
 

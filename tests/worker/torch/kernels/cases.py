@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pensieve.plan import Row, Sample
-from pensieve.worker.torch.batch import Batch, BlockTables, build_batch
-from pensieve.worker.torch.kernels.base import Plan
+from pensieve.core.plan import Row, Sample
+from pensieve.device.batch import Batch, BlockTables, build_batch
+from pensieve.device.kernels.base import Plan
 
 Runs = Sequence[tuple[int, int]]
 

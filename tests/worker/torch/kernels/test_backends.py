@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from pensieve.device.kernels import backends
+from pensieve.device.kernels.backends import BACKENDS, candidates, load_backend
 from pensieve.errors import ConfigError, EngineMissing
-from pensieve.worker.torch.kernels import backends
-from pensieve.worker.torch.kernels.backends import BACKENDS, candidates, load_backend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

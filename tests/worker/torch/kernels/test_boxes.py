@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.worker.torch.kernels import triton_backend
-from pensieve.worker.torch.kernels.triton_backend import OncePlan, TritonBackend, TritonPointersBackend
+from pensieve.device.kernels import triton_backend
+from pensieve.device.kernels.triton_backend import OncePlan, TritonBackend, TritonPointersBackend
 
 from .cases import Heads, Runs, make_case
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.bench.kernel_code import KNOWN, attention_code, compiled
+from pensieve.lab.bench.kernel_code import KNOWN, attention_code, compiled
 
 from .conftest import INTERPRETED
 
@@ -65,7 +65,7 @@ def test_prompts_fetch_boxes_where_the_gpu_has_them(
 
 
 def test_decode_rows_are_loaded_by_pointers_everywhere() -> None:
-    from pensieve.worker.torch.kernels.triton_backend import tiles_for
+    from pensieve.device.kernels.triton_backend import tiles_for
 
     for architecture, machine in KNOWN.items():
         tiles = [
@@ -85,7 +85,7 @@ def test_decode_rows_are_loaded_by_pointers_everywhere() -> None:
     ids=str,
 )  # fmt: skip
 def test_boxes_fit(changed: dict[str, int], fit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pensieve.worker.torch.kernels import triton_backend
+    from pensieve.device.kernels import triton_backend
 
     case = {"capability": 9, "itemsize": 2, "head_dim": 128, "chunk_tokens": 32, "window": None, **changed}
     assert triton_backend.boxes_fit(**case) is fit
@@ -98,7 +98,7 @@ def test_the_small_kernels_compile_without_shared_copies(
     architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from pensieve.worker.torch.kernels.paged import join_kernel, write_kernel
+    from pensieve.device.kernels.paged import join_kernel, write_kernel
 
     options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
     join = compiled(join_kernel, architecture, options, HEADS=32, HEAD_DIM=128, PADDED_DIM=128, BLOCK_S=16)
@@ -110,7 +110,7 @@ def test_the_small_kernels_compile_without_shared_copies(
 @pytest.mark.parametrize("kibibytes", [99, 163, 227])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_tiles_fit_the_device(itemsize: int, kibibytes: int) -> None:
-    from pensieve.worker.torch.kernels.triton_backend import tiles_for
+    from pensieve.device.kernels.triton_backend import tiles_for
 
     for dim in (16, 64, 128, 256):
         for large in (False, True):
@@ -125,7 +125,7 @@ def test_tiles_fit_the_device(itemsize: int, kibibytes: int) -> None:
 @pytest.mark.parametrize("large", [False, True])
 def test_consumer_blackwell_has_the_tiles_of_ada(large: bool, dim: int) -> None:
     """It has Ada's shared memory and no wgmma; a tile of 64 rows that keeps its stages has one for heads of 256."""
-    from pensieve.worker.torch.kernels.triton_backend import tiles_for
+    from pensieve.device.kernels.triton_backend import tiles_for
 
     ada, blackwell, hopper = (tiles_for(dim, 2, 16, large, 99 * 1024, capability) for capability in (8, 12, 9))
     assert ada == blackwell and (not large or dim < 256 or ada.stages == 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.worker.torch.model import LoadedModel, load_model
+from pensieve.device.model import LoadedModel, load_model
 
 from ..driver import Driver, plain_generate, random_tokens, tiny_spec
 

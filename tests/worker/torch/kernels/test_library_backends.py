@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from pensieve.device.kernels.reference import ReferencePlan
 from pensieve.errors import EngineMissing, UnsupportedModel
-from pensieve.worker.torch.kernels import varlen
-from pensieve.worker.torch.kernels.flashinfer import FlashInferPlan
-from pensieve.worker.torch.kernels.reference import ReferencePlan
-from pensieve.worker.torch.kernels.varlen import VarlenBackend, VarlenPlan
+from pensieve.plugins.device import varlen
+from pensieve.plugins.device.flashinfer import FlashInferPlan
+from pensieve.plugins.device.varlen import VarlenBackend, VarlenPlan
 
 from .cases import MIXED, Case, make_case
 
@@ -122,7 +122,7 @@ def _plan(name: str, case: Case, wrappers: dict[Any, Any]) -> Any:
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("name", ["reference", "varlen", "flashinfer"])
 def test_mixed_rows_equal_the_definition(name: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pensieve.worker.torch.kernels.flashinfer._WORKSPACE_BYTES", 16)
+    monkeypatch.setattr("pensieve.plugins.device.flashinfer._WORKSPACE_BYTES", 16)
     wrappers: dict[Any, Any] = {}
     for seed in range(2):  # a second iteration plans anew in what the first one made
         case = make_case(MIXED, seed=seed)
@@ -132,7 +132,7 @@ def test_mixed_rows_equal_the_definition(name: str, window: int | None, monkeypa
 
 
 def test_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pensieve.worker.torch.kernels.flashinfer._WORKSPACE_BYTES", 16)
+    monkeypatch.setattr("pensieve.plugins.device.flashinfer._WORKSPACE_BYTES", 16)
     case = make_case(MIXED)
     for name in ("reference", "flashinfer"):
         case.check(case.attend(_plan(name, case, {}), 0.3, None, 2.0), case.expected(0.3, None, 2.0))

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from pensieve.compiler import find_compiler
+from pensieve.device.batch import Spans
+from pensieve.device.kernels.native import NativeBackend, NativePlan
+from pensieve.device.kernels.reference import write
 from pensieve.errors import EngineMissing
-from pensieve.worker.torch.batch import Spans
-from pensieve.worker.torch.kernels.native import NativeBackend, NativePlan
-from pensieve.worker.torch.kernels.reference import write
 
 from .cases import MIXED, Case, Heads, Runs, make_case
 

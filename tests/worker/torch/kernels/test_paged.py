@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from pensieve.worker.torch.kernels.triton_backend import OncePlan, TritonBackend
+from pensieve.device.kernels.triton_backend import OncePlan, TritonBackend
 
 from .cases import MIXED, Heads, Runs, make_case
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.worker.torch.kernels.triton_backend import StandingPlan, TritonBackend
+from pensieve.device.kernels.triton_backend import StandingPlan, TritonBackend
 
 from .cases import Case, Heads, Runs, make_case
 

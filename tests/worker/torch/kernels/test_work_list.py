@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.worker.torch.batch import Span, Spans
-from pensieve.worker.torch.kernels.work_list import LARGE, SMALL, Cutting, WorkList, padded, work_list
+from pensieve.device.batch import Span, Spans
+from pensieve.device.kernels.work_list import LARGE, SMALL, Cutting, WorkList, padded, work_list
 
 
 def _spans(bounds: list[tuple[int, int]], chunk: int = 16) -> Spans:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from pensieve.worker.block_runs import BlockRun
-from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.transfers.link import Haul
-from pensieve.worker.torch.transfers.thread_link import copy_runs, pieces_of
+from pensieve.core.block_runs import BlockRun
+from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.transfers.link import Haul
+from pensieve.plugins.device.thread_link import copy_runs, pieces_of
 from tests.worker.torch.driver import tiny_spec
 
 BLOCKS = 48

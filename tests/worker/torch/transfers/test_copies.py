@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from pensieve.core.block_runs import BlockRun
+from pensieve.device.transfers import driver
+from pensieve.device.transfers.copies import BatchCopier, CallCopier, choose_copier, find_fault, first_sound
+from pensieve.device.transfers.driver import BATCH_CALL, Attributes
+from pensieve.device.transfers.link import Copier, Haul
 from pensieve.errors import EngineMissing, HardwareMissing
-from pensieve.worker.block_runs import BlockRun
-from pensieve.worker.torch.transfers import driver
-from pensieve.worker.torch.transfers.copies import BatchCopier, CallCopier, choose_copier, find_fault, first_sound
-from pensieve.worker.torch.transfers.driver import BATCH_CALL, Attributes
-from pensieve.worker.torch.transfers.link import Copier, Haul
 from tests.worker.torch.transfers.named import RUNS, Named, tensors
 
 

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.plan import Copy
-from pensieve.worker.block_runs import BlockRun
-from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.transfers import thread_link
-from pensieve.worker.torch.transfers.lanes import CudaLink
-from pensieve.worker.torch.transfers.link import Haul
-from pensieve.worker.torch.transfers.thread_link import Piece, ThreadLink, copy_runs
-from pensieve.worker.torch.transfers.transfer import Transfer
+from pensieve.core.block_runs import BlockRun
+from pensieve.core.plan import Copy
+from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.transfers.lanes import CudaLink
+from pensieve.device.transfers.link import Haul
+from pensieve.device.transfers.transfer import Transfer
+from pensieve.plugins.device import thread_link
+from pensieve.plugins.device.thread_link import Piece, ThreadLink, copy_runs
 from tests.worker.torch.driver import Driver, random_tokens, tiny_model, tiny_spec
 
 LAYERS, BLOCKS = 2, 16

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pensieve.worker.torch.transfers.pinned import kept, pinned_bytes
+from pensieve.device.transfers.pinned import kept, pinned_bytes
 
 
 def runtime(monkeypatch: pytest.MonkeyPatch, answer: int) -> list[tuple[Any, ...]]:

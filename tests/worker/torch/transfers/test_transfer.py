@@ -4,10 +4,10 @@ import random
 
 import torch
 
-from pensieve.plan import Copy
-from pensieve.worker.block_runs import BlockRun, merge_copies
-from pensieve.worker.torch.kv_tensors import KvTensors
-from pensieve.worker.torch.transfers.transfer import Transfer
+from pensieve.core.block_runs import BlockRun, merge_copies
+from pensieve.core.plan import Copy
+from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.transfers.transfer import Transfer
 from tests.worker.torch.driver import tiny_spec
 
 

@@ -1,4 +1,0 @@
-"""The commands whose work is trials, records of trials, or a look at this machine, a file each.
-
-pensieve.cli parses what was typed and calls them. Those of a server are in pensieve.server, benchmarks in pensieve.bench.
-"""

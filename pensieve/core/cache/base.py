@@ -1,0 +1,310 @@
+"""The contract of the cache: what the scheduler asks a manager, phase by phase, and what a manager asks a tier below."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pensieve.core.cost import CostModel
+from pensieve.core.facts import SILENT, Admission, Facts
+from pensieve.core.plan import Copy, DiskLoad, DiskStore
+from pensieve.core.request import TokenArray
+from pensieve.core.session import ChunkRun, Run, Session
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Counts since start. evicted: chunks that gave up their GPU block to make room for other KV, whether on CPU or not.
+    dropped: chunks that gave up their last copy in memory to make room. What goes with a turn that is over, an edit or a
+    conversation that is forgotten makes room for nobody, and is in neither. extra: what one manager alone counts, by metric
+    name."""
+
+    evicted_chunks: int = 0
+    dropped_chunks: int = 0
+    swapped_in_blocks: int = 0
+    swapped_out_blocks: int = 0
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class LowerTier:
+    """Keeps full chunks that would be lost, and says which are worth reading. These methods are those of no tier: they store
+    nothing and find nothing."""
+
+    blocks = 0
+    """Chunks that it holds at most."""
+
+    @property
+    def used(self) -> int:
+        """Chunks that it holds."""
+        return 0
+
+    @property
+    def has_work(self) -> bool:
+        """Writes or reads were decided that no plan has taken yet."""
+        return False
+
+    def holds(self, session: Session, index: int) -> bool:
+        """Whether it has this chunk, as far as its name is known. Any thread may ask."""
+        return False
+
+    def worth_reading(self, session: Session) -> list[ChunkRun]:
+        """Choose which chunks without KV are read, as runs: those with which the prompt is predicted to be done sooner than
+        if they were computed with the rest of it."""
+        return []
+
+    def store(self, session: Session, start: int, stop: int, on_gpu: bool) -> None:
+        """Store the full ones of these chunks, which are about to give up the last blocks that have their KV."""
+
+    def read(self, session: Session, runs: Iterable[ChunkRun], ticket: int) -> None:
+        """Read these chunks into the GPU blocks that they have, under this ticket."""
+
+    def take_work(self) -> tuple[DiskStore | DiskLoad, ...]:
+        """Return, once, the writes and reads that the plan being made shall perform, in the order in which they were
+        decided."""
+        return ()
+
+    def finished(self, tickets: Iterable[int]) -> None:
+        """Reads with these tickets are over, among others that are none of its own."""
+
+    def remove(self, names: Iterable[bytes]) -> None:
+        """Free the blocks of these chunks, which the store lacks or holds damaged."""
+
+    def forget(self, session: Session) -> None:
+        """Delete all chunks of the session from the store, also those that a fork has in common with it."""
+
+    def report_to(self, facts: Facts) -> None:
+        """Tell from now on which session a block serves: the one that wrote or read it last."""
+
+    def check(self) -> None:
+        """Assert every invariant; for tests."""
+
+
+NO_LOWER_TIER = LowerTier()
+
+
+class Inspect(ABC):
+    """What gauges, the record of a trial and tests ask of a manager; nothing here changes anything or decides."""
+
+    @property
+    @abstractmethod
+    def gpu_blocks_used(self) -> int:
+        """With KV, or reserved for a request that runs."""
+
+    @property
+    def cpu_blocks_used(self) -> int:
+        return 0
+
+    def free_blocks(self) -> tuple[set[int], set[int]]:
+        """GPU and CPU blocks that nobody may read, as far as it knows them by number; for tests."""
+        return set(), set()
+
+    @property
+    def chosen(self) -> Mapping[str, float]:
+        """Settings that it was not given and chose itself, for the record of a trial."""
+        return {}
+
+    @abstractmethod
+    def places(self, session: Session) -> str:
+        """Where the KV of each of its chunks is, a letter each: G on GPU, B on GPU and CPU, C on CPU, D on disk,
+        - nowhere."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Assert every invariant; for tests, its cost grows with everything there is."""
+
+
+class Room(ABC):
+    """The GPU blocks of a manager, as those ask who decide when blocks are made free: the scheduler, strategies of copying
+    ahead, fast forward. Answers hold until the manager or a session of it changes. The defaults are those of a single tier,
+    which copies nothing and whose idle blocks are all available."""
+
+    grows = True
+    """Decode takes blocks beyond those of the admission; if not, admissions need keep no reserve for it."""
+
+    @property
+    @abstractmethod
+    def available(self) -> int:
+        """Blocks to be had without waiting: free, or evictable without a copy."""
+
+    @abstractmethod
+    def lacking(self, session: Session, keep: int, length: int) -> int:
+        """Return how many blocks beyond those available an admission takes, of a prompt of `length` tokens whose first `keep`
+        are the session's own; 0 or less: it fits."""
+
+    @property
+    def outgoing(self) -> int:
+        """Blocks that become available when the copies under way are done."""
+        return 0
+
+    @property
+    def copies_done(self) -> bool:
+        """No copy is under way whose end would change what may be evicted."""
+        return True
+
+    @property
+    def can_swap_out(self) -> bool:
+        """Something could be copied to a CPU tier."""
+        return False
+
+    @property
+    def spare_cpu_blocks(self) -> int:
+        """CPU blocks that are free or hold a second copy: using them for something else loses no KV."""
+        return 0
+
+    def on_cpu(self, session: Session) -> bool:
+        """Some of its KV is in the CPU tier."""
+        return False
+
+    def swap_out(self, blocks: int, now_s: float, urgent: bool, spare: bool = False) -> tuple[Copy, ...]:
+        """Start copies until `blocks` more are available or outgoing; drops where no CPU block can be freed. spare: only as
+        far as there are CPU blocks that nothing has its only copy in. Returns the copies, for the plan being made."""
+        return ()
+
+    def swap_out_all(self, session: Session, now_s: float) -> tuple[Copy, ...]:
+        """Start copies of all that a session which does not run has on GPU only, and return them for the plan being made."""
+        return ()
+
+    def drop(self, blocks: int, now_s: float) -> int:
+        """Give up GPU chunks that are not on CPU, without a copy; returns how many blocks became available."""
+        return 0
+
+
+class CacheManager(Inspect):
+    """Decides where KV is. Every baseline in the engine is one of these, under the same scheduler and worker. The scheduler
+    alone calls it.
+
+    What it knows is what holds once the plan being made has run: it changes when a plan is made, and a copy counts as done
+    when its ticket is reported. Times are seconds of the engine's clock, given as arguments.
+
+    chunk_tokens, gpu_blocks, cpu_blocks: as made, for good. request_blocks: the most blocks that one request can have; all
+    there are, unless a subclass says less. sessions: by name; `open` makes one, `forget` removes it. below: the tier under
+    the CPU's.
+    """
+
+    shares = False
+    """A session may use blocks that another one has written, also one that still runs."""
+
+    room: Room
+    """What blocks there are, and ways to make more available."""
+
+    def __init__(self, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.gpu_blocks = self.request_blocks = gpu_blocks
+        self.cpu_blocks = cpu_blocks
+        self.counters = CacheCounters()
+        self.facts: Facts = SILENT
+        self.below: LowerTier = NO_LOWER_TIER
+        self.sessions: dict[str, Session] = {}
+        self._sessions_made = 0
+
+    def begin(
+        self,
+        *,
+        cost: CostModel | None = None,
+        layers: int = 1,
+        batch_tokens: int = 1,
+        below: LowerTier | None = None,
+        facts: Facts | None = None,
+    ) -> None:
+        """Take what it goes by from now on; each part is given once, before the first request. cost: what computing and
+        loading take, for a model of so many layers and iterations of so many positions. below: a tier under the CPU's.
+        facts: where to tell what happens. A manager without a CPU tier uses the last alone."""
+        if facts is not None:
+            assert not self.sessions
+            self.facts = facts
+            facts.tier("gpu", self.gpu_blocks)
+            facts.tier("cpu", self.cpu_blocks)
+            self.below.report_to(facts)
+
+    # -- a session ----------------------------------------------------------------------------------------------------
+
+    def open(self, name: str, now_s: float, tenant: str = "") -> Session:
+        """Return the session of that name, which stays the same object until it is forgotten; make it if it is new."""
+        session = self.sessions.get(name)
+        if session is None:
+            session = self.sessions[name] = Session(name, self._sessions_made, now_s, now_s, tenant=tenant)
+            self._sessions_made += 1
+            self.facts.opened(session)
+        return session
+
+    def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
+        """Begin a new session with the first `length` tokens of another one. A cache that shares by content finds
+        their KV by itself; one that does not may move the parent's to the child, if it `takes_kv`."""
+        child.begin_as(parent, length)
+        self.facts.began_as(child)
+
+    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int] | None, now_s: float) -> int:
+        """Take over tokens of an idle session, and KV that came from another machine. lengths: by chunk, the leading offsets
+        that came. None: no KV came, and the session is new: all tokens but the last count as computed, by an earlier engine.
+        Returns the number of tokens whose KV is taken; managers without a CPU tier take none."""
+        if lengths is None:
+            session.recall(tokens)
+        return 0
+
+    def reorder(self, session: Session) -> None:
+        """Sort its chunks among the victims anew: whether a request of it waits has changed, or when it will be asked
+        again."""
+
+    @abstractmethod
+    def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
+        """Roll an idle session back (Session.rollback), and give up the KV of the tokens that are cut off."""
+
+    def forget(self, session: Session, if_empty: bool = False) -> bool:
+        """Remove an idle session and its KV, as though it had never been asked. if_empty: only where it has no KV here and
+        nothing depends on it, so that nothing changes for the others. Returns whether it is gone."""
+        if not if_empty:
+            self._give_up(session)
+        elif self.sessions.get(session.name) is not session:
+            return True  # forgotten already
+        elif self._holds(session):
+            return False
+        del self.sessions[session.name]
+        self.facts.closed(session)
+        return True
+
+    @abstractmethod
+    def _give_up(self, session: Session) -> None:
+        """Give up its tokens and KV."""
+
+    @abstractmethod
+    def _holds(self, session: Session) -> bool:
+        """It has KV here, or something depends on it."""
+
+    # -- a request ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def admit(self, session: Session, keep: int, suffix: TokenArray[int] | None, now_s: float) -> Admission:
+        """Truncate to `keep` tokens, append `suffix` (at least one), start the session, and reserve blocks for all of its
+        tokens and one to decode. None: its request was preempted, and runs again with the tokens that the session has. The
+        caller has seen that nothing is `lacking`. The blocks are the session's until `release`."""
+
+    @abstractmethod
+    def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
+        """Make room for positions below `length`: (first chunk, block ids) added, possibly none; None where no block is
+        available."""
+
+    @abstractmethod
+    def advance(self, session: Session, runs: Iterable[Run]) -> None:
+        """Record that the plan being made computes these positions: they have KV from now on."""
+
+    @abstractmethod
+    def invalidate(self, session: Session, written: Iterable[Run]) -> None:
+        """Invalidate the KV on GPU of every chunk that holds one of these positions: the plan that computed them failed."""
+
+    @abstractmethod
+    def release(self, session: Session, now_s: float, finished: bool = True) -> None:
+        """Stop a request: its chunks may be evicted from now on, and reserved blocks that were not used are freed. finished:
+        False where it waits again; if it then ends without having run, it is released once more."""
+
+    # -- plans and copies ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def plans(self, oldest: int, following: int) -> None:
+        """Record that plans [oldest, following) are in flight: the worker may use the blocks that these have. A block that is
+        given up meanwhile is not handed out until they are over."""
+
+    @abstractmethod
+    def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
+        """Record that the copies with these tickets are over. valid: False where they failed, or their plan did, so that
+        nothing they wrote counts. Returns the running sessions that lost KV on GPU by it; their requests cannot go on."""

@@ -1,0 +1,201 @@
+"""Which of a returning session's CPU chunks are loaded, and which are computed again while the others load."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import gt
+from typing import Literal, get_args
+
+from pensieve.core.cache.base import CacheCounters
+from pensieve.core.cache.tiers import missing_runs
+from pensieve.core.cost import CostModel
+from pensieve.core.session import Run, Session, merged, tokens_in
+from pensieve.errors import ConfigError
+from pensieve.units import ceil_div
+
+RestoreMode = Literal["load", "hybrid", "recompute"]
+"""load: all chunks on CPU are copied back, as in the paper. recompute: none is. hybrid: the split that the cost model
+predicts to be the fastest, neither of the two included being slower."""
+
+_CANDIDATES = 32  # splits tried around the crossing, within an iteration's worth of chunks to either side
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The first `recomputed` of the chunks on CPU are computed again. Predicted seconds until the first output token: of
+    this split, of loading everything, and of recomputing everything."""
+
+    recomputed: int
+    predicted_s: float
+    load_s: float
+    recompute_s: float
+
+
+@dataclass(slots=True)
+class RestoreTimes:
+    """Predicts how long a restore takes on a device that does nothing else, and chooses the fastest split.
+
+    Iterations of `batch_tokens` positions follow each other, each costing step_s and its chunks' recompute_s; the loads go
+    on meanwhile, layer by layer, load_s a chunk. Only an iteration with a position above a loaded chunk waits for them: of
+    its `layers` layers each for its own (paper section 4.3.3).
+    """
+
+    cost: CostModel
+    chunk_tokens: int
+    layers: int
+    batch_tokens: int
+    _until: list[float] = field(default_factory=lambda: [0.0])  # seconds to compute chunks [0, i)
+
+    def choose(self, missing: Sequence[Run], on_cpu: Sequence[Run], backlog: int) -> Split:
+        """The fastest split, of equally fast ones that which loads most.
+
+        missing: positions in neither tier, the new prompt included, ascending. on_cpu: positions a chunk, ascending.
+        backlog: chunks that the link has still to load for others.
+        """
+
+        cpu_chunks = CpuChunks(on_cpu)
+
+        def computes_longer(recomputed: int) -> bool:
+            below, _ = _cut_at(merged(sorted((*missing, *cpu_chunks.runs(recomputed)))), on_cpu[recomputed][0])
+            return self._alone_s(below) >= (backlog + chunks - recomputed) * self.cost.load_s()
+
+        # What is computed before the loads are needed grows with the split and the time of the loads falls, so they cross
+        # once. An iteration counts as a whole, so the best split is the crossing or lies within an iteration of it.
+        chunks = len(on_cpu)
+        crossing = bisect_left(range(chunks), True, key=computes_longer)
+        reach = ceil_div(self.batch_tokens, self.chunk_tokens)
+        around = range(max(0, crossing - reach), min(chunks, crossing + reach) + 1, ceil_div(2 * reach, _CANDIDATES))
+        seconds = {
+            count: self.finish_s(missing, cpu_chunks, count, backlog) for count in {0, crossing, chunks, *around}
+        }
+        best = min(seconds, key=lambda count: (seconds[count], count))
+        return Split(best, seconds[best], seconds[0], seconds[chunks])
+
+    def finish_s(self, missing: Sequence[Run], cpu_chunks: CpuChunks, recomputed: int, backlog: int) -> float:
+        """Seconds until everything is there and computed, if the first `recomputed` chunks on CPU are not loaded."""
+        work = merged(sorted((*missing, *cpu_chunks.runs(recomputed))))
+        loads = len(cpu_chunks.chunks) - recomputed
+        if not loads:
+            return self._alone_s(work)
+        below, above = _cut_at(work, cpu_chunks.chunks[recomputed][0])
+        alone, shared = _first(below, tokens_in(below) // self.batch_tokens * self.batch_tokens)
+        joining, after = _first(above, self.batch_tokens - tokens_in(shared))
+        began = self._alone_s(alone)
+        compute = self.cost.step_s() + self.compute_s(shared) + self.compute_s(joining)
+        loaded = (backlog + loads) * self.cost.load_s()
+        first_layer = (backlog + loads / self.layers) * self.cost.load_s()
+        ended = max(max(began, first_layer) + compute, loaded + compute / self.layers)
+        return ended + self._alone_s(after)
+
+    def compute_s(self, runs: Iterable[Run]) -> float:
+        """Positions of these runs as part of a longer prefill, without what an iteration costs anyway."""
+        return sum(self._below_s(stop) - self._below_s(start) for start, stop in runs)
+
+    def _alone_s(self, runs: Sequence[Run]) -> float:
+        return ceil_div(tokens_in(runs), self.batch_tokens) * self.cost.step_s() + self.compute_s(runs)
+
+    def _below_s(self, position: int) -> float:
+        """Positions [0, position); within a chunk each position counts alike."""
+        until, size = self._until, self.chunk_tokens
+        whole, rest = divmod(position, size)
+        while len(until) <= whole + 1:
+            until.append(until[-1] + self.cost.recompute_s(len(until) * size))
+        return until[whole] + (until[whole + 1] - until[whole]) * rest / size
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """load: indices of the chunks to copy from CPU to GPU, which hold loaded_tokens. recomputed_tokens: on CPU, and
+    computed again instead."""
+
+    load: list[int]
+    loaded_tokens: int
+    recomputed_tokens: int
+
+
+class Restorer:
+    """Decides each restore by its mode. A hybrid one takes compute that other requests could use, so while another request
+    runs everything is loaded; so it is before the costs are known.
+
+    A chunk computed again keeps its copy on CPU: the two differ by rounding only, and either is the KV of these tokens. If
+    the request stops before the chunk is computed as far as the copy goes, the copy is what stays.
+    """
+
+    def __init__(self, mode: RestoreMode, chunk_tokens: int, counters: CacheCounters) -> None:
+        """Raises ConfigError for a mode that there is not."""
+        if mode not in get_args(RestoreMode):
+            raise ConfigError(f"baseline.cache.restore is one of {', '.join(get_args(RestoreMode))}, not {mode!r}.")
+        self.mode = mode
+        self.times: RestoreTimes | None = None
+        self._chunk_tokens = chunk_tokens
+        self._counters = counters
+
+    def set_cost_model(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
+        self.times = RestoreTimes(cost, self._chunk_tokens, layers, batch_tokens)
+
+    def choose(self, session: Session, backlog: int, alone: bool) -> Restore:
+        """Decide the restore of a session that starts to run. backlog: chunks that are being copied to the GPU for
+        others. alone: no other request runs."""
+        chunks, size = session.chunks, self._chunk_tokens
+        on_cpu = [index for index, more in enumerate(map(gt, chunks.cpu_len, chunks.gpu_len)) if more]
+        recomputed = len(on_cpu) if self.mode == "recompute" else 0
+        if self.mode == "hybrid" and on_cpu and alone and self.times is not None:
+            missing = missing_runs(session, len(session.tokens), size, cpu_too=True)
+            positions = [(index * size, index * size + chunks.cpu_len[index]) for index in on_cpu]
+            recomputed = self._count(self.times.choose(missing, positions, backlog))
+        tokens = [chunks.cpu_len[index] for index in on_cpu]
+        return Restore(on_cpu[recomputed:], sum(tokens[recomputed:]), sum(tokens[:recomputed]))
+
+    def _count(self, split: Split) -> int:
+        """Add the predicted times to the counters, so that the measured saving can be compared with them; returns how many
+        chunks to compute again."""
+        extra = self._counters.extra
+        for name, value in (
+            ("hybrid_restores", 1.0),
+            ("restore_predicted_ms", split.predicted_s * 1e3),
+            ("restore_load_predicted_ms", split.load_s * 1e3),
+            ("restore_recompute_predicted_ms", split.recompute_s * 1e3),
+        ):
+            extra[name] = extra.get(name, 0.0) + value
+        return split.recomputed
+
+
+class CpuChunks:
+    """The chunks on CPU, stored so that the first few of them come as runs without joining them one by one."""
+
+    def __init__(self, chunks: Sequence[Run]) -> None:
+        self.chunks = chunks
+        self._from: list[int] = []  # by chunk: the first one of its stretch of consecutive positions
+        for index, (start, _) in enumerate(chunks):
+            follows = index > 0 and chunks[index - 1][1] == start
+            self._from.append(self._from[-1] if follows else index)
+
+    def runs(self, count: int) -> list[Run]:
+        """Return the first `count` chunks as runs, the last run first."""
+        runs: list[Run] = []
+        while count:
+            first = self._from[count - 1]
+            runs.append((self.chunks[first][0], self.chunks[count - 1][1]))
+            count = first
+        return runs
+
+
+def _cut_at(runs: Sequence[Run], position: int) -> tuple[list[Run], list[Run]]:
+    """Divide the runs into those below the position and those above it. It is the start of a loaded chunk, so no run
+    crosses it."""
+    count = bisect_left(runs, (position, position))
+    return list(runs[:count]), list(runs[count:])
+
+
+def _first(runs: Sequence[Run], tokens: int) -> tuple[list[Run], list[Run]]:
+    """Divide the runs into their first `tokens` positions and the others."""
+    taken: list[Run] = []
+    for index, (start, stop) in enumerate(runs):
+        if tokens < stop - start:
+            first = [*taken, (start, start + tokens)] if tokens else taken
+            return first, [(start + tokens, stop), *runs[index + 1 :]]
+        taken.append((start, stop))
+        tokens -= stop - start
+    return taken, []

@@ -1,0 +1,325 @@
+"""Which chunk is evicted next, found without a scan."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable, Iterator
+from functools import partial
+from itertools import count
+
+from pensieve.core.cache.loops import PLAIN, Head, Loops, Span, Stretch, Victim, loops_when_ready
+from pensieve.core.policies.base import EvictionPolicy, refuse_key, tells_scores
+from pensieve.core.session import Session, View
+
+_Key = tuple[int, Hashable, int]  # level, policy bucket, how many of the policy's ages have passed
+_Entry = tuple[float, float, int, int, int]  # policy order, last active, session number, chunk, stamp
+_Head = tuple[int, float, float, int, int, int, _Key]  # level, score, last active, session number, chunk, stamp, key
+_COMPACT_BELOW = 64
+_STRETCH = 64  # chunks of a session whose scores are asked at once
+_MANY = 5000  # chunks chosen, which justify a compiler
+_INFINITE = float("inf")
+_NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
+
+
+class _Lead:
+    """The chunks of one session in an index: how many, and the first of them."""
+
+    __slots__ = ("chunk", "count", "key", "passed", "session", "since_s", "stamp")
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.count = 0
+        self.chunk = 0
+        self.stamp = _NOT_ENTERED
+        self.key: _Key = (0, None, 0)
+        self.since_s: float | None = None  # last active, as of the ages that have passed
+        self.passed = 0
+
+
+class VictimIndex:
+    """The chunks of one View, ready to be taken in the policy's order.
+
+    There is a heap for each policy bucket and level (1: sessions with a waiting request, taken only after those that
+    have none), with the first chunk of each of its sessions. A choice compares the heads of the heaps. For retention
+    value a bucket is the index of that chunk: the chunks of a bucket cost the same to recompute, so their order by last
+    active never changes. One heap over all would be wrong, because the order of two sessions of different cost changes
+    with time; a scan would grow with the number of idle sessions. Outdated entries stay in a heap until they reach its
+    top or outnumber the valid ones.
+
+    Where a policy has ages, a session moves to the next heap of its bucket as it passes one: a choice begins with those
+    that have passed one since the last choice.
+    """
+
+    def __init__(self, policy: EvictionPolicy, view: View) -> None:
+        self._policy = policy
+        self._view = view
+        self._leads: dict[int, _Lead] = {}
+        self._heaps: dict[_Key, list[_Entry]] = {}
+        self._valid: dict[_Key, int] = {}
+        self._touched: list[_Key] | None = None  # buckets changed while a choice is under way
+        self._stamp = 0
+        self._whole = policy.whole_conversations
+        self._merges = tells_scores(policy)
+        self._version = policy.version
+        self._ages = policy.ages
+        # A heap: when a session passes its next age, a tie-break, the session, since when it was idle then.
+        self._aging: list[tuple[float, int, _Lead, float]] = []
+        self._order_of_aging = count()
+        self._loops: Loops = PLAIN
+        self._chosen = 0  # chunks, in all choices
+        self._floats = True  # are all scores, as far as is known
+        self.chunks = 0
+
+    def changed(self, session: Session, more: int) -> None:
+        """Add `more` of the session's chunks to this index (fewer than 0: take them out), and sort in the one that is now
+        the first."""
+        lead = self._leads.get(session.number)
+        if lead is None:
+            if not more:
+                return
+            lead = self._leads[session.number] = _Lead(session)
+        lead.count += more
+        self.chunks += more
+        if not lead.count:
+            self._leave(lead)
+            del self._leads[session.number]
+            return
+        first = session.chunks.view.find(self._view)
+        if first != lead.chunk or lead.stamp == _NOT_ENTERED:
+            self._enter(lead, first)
+
+    def remove_session(self, session: Session) -> None:
+        """Remove all chunks of a session, which starts to run; the caller resets their views."""
+        lead = self._leads.pop(session.number, None)
+        if lead is not None:
+            self.chunks -= lead.count
+            self._leave(lead)
+
+    def refresh(self, session: Session) -> None:
+        """Sort a session in anew: its last active, next use or level has changed."""
+        lead = self._leads.get(session.number)
+        if lead is not None:
+            self._enter(lead, lead.chunk)
+
+    def choose(self, count: int, now_s: float, whole: bool = False) -> list[Victim]:
+        """The first `count` chunks in the order of eviction, or as many as there are; none leaves the index yet. whole: where
+        the policy evicts whole sessions, as many more as the last one has."""
+        whole = whole and self._whole
+        if self._policy.version != self._version:
+            self._reorder()
+        if count == 1 and self._merges and not whole:
+            self._grow_older(now_s)
+            return [min(heads)[:5]] if (heads := self._heads(now_s)) else []
+        return (self._merge if self._merges else self._one_by_one)(count, now_s, whole)
+
+    def sessions_of(self, victims: Iterable[Victim]) -> dict[int, Session]:
+        """Return the sessions of these chunks by session number, as long as they are in this index."""
+        return {number: self._leads[number].session for number in {number for _, _, _, number, _ in victims}}
+
+    def spans(self, victims: list[Victim]) -> list[Span]:
+        """Return the chunks of a choice as runs, those of one session together."""
+        if len(victims) == 1:
+            ((_, _, _, number, chunk),) = victims
+            return [(number, chunk, chunk + 1)]
+        return self._loops.spans(victims)
+
+    def victims(self, now_s: float) -> Iterator[tuple[Session, int]]:
+        """Chunks in the order of eviction. After each one the caller must have removed it from this index (or stop)."""
+        if self._policy.version != self._version:
+            self._reorder()
+        self._grow_older(now_s)
+        heads = self._heads(now_s)
+        heapq.heapify(heads)
+        touched = self._touched = []
+        try:
+            while heads:
+                _, _, _, number, chunk, stamp, _ = heapq.heappop(heads)
+                lead = self._leads.get(number)
+                if lead is None or lead.stamp != stamp:
+                    continue
+                yield lead.session, chunk
+                for key in touched:
+                    fresh = self._head(key, now_s)
+                    if fresh is not None:
+                        heapq.heappush(heads, fresh)
+                touched.clear()
+        finally:
+            self._touched = None
+
+    def _one_by_one(self, count: int, now_s: float, whole: bool) -> list[Victim]:
+        """For any policy: each chunk leaves its heap when it is chosen, and all are put back in the end."""
+        chosen: list[Victim] = []
+        left: dict[int, int] = {}
+        for session, chunk in self.victims(now_s):
+            lead = self._leads[session.number]
+            chosen.append(self.as_victim(session, chunk, now_s))
+            left[session.number] = left.get(session.number, lead.count) - 1
+            if left[session.number]:
+                self._enter(lead, session.chunks.view.find(self._view, chunk + 1))
+            else:
+                self._leave(lead)
+            if len(chosen) >= count and not (whole and left[session.number]):
+                break
+        for number in left:
+            lead = self._leads[number]
+            self._enter(lead, lead.session.chunks.view.find(self._view))
+        return chosen
+
+    def _merge(self, count: int, now_s: float, whole: bool) -> list[Victim]:
+        """For a policy that tells the scores of a run: the first entries of the buckets and, of each session that has
+        given up a chunk, the next one compete. Nothing moves in the heaps."""
+        self._grow_older(now_s)
+        if self._chosen >= _MANY and self._loops is PLAIN and self._floats:
+            self._loops = loops_when_ready()
+        chosen = self._loops.choose(self._first_of_each(now_s), count, whole, partial(self._stretch, now_s))
+        if chosen is None:  # somebody's own policy tells scores that are no floats
+            self._loops, self._floats = PLAIN, False
+            chosen = PLAIN.choose(self._first_of_each(now_s), count, whole, partial(self._stretch, now_s))
+        self._chosen += len(chosen)
+        return chosen
+
+    def _first_of_each(self, now_s: float) -> list[Head]:
+        """Of each bucket that has an entry, and those behind it."""
+        return [
+            (level, score, last_active, number, chunk, self._following(key, now_s))
+            for level, score, last_active, number, chunk, _, key in self._heads(now_s)
+        ]
+
+    def _heads(self, now_s: float) -> list[_Head]:
+        return [head for key in list(self._heaps) if (head := self._head(key, now_s)) is not None]
+
+    def _following(self, key: _Key, now_s: float) -> Iterator[Victim]:
+        """Behind the first entry of a bucket, in order."""
+        heap = self._heaps[key]
+        nodes = [(entry, node) for node, entry in enumerate(heap[1:3], start=1)]
+        heapq.heapify(nodes)
+        while nodes:
+            entry, node = heapq.heappop(nodes)
+            for below in (2 * node + 1, 2 * node + 2):
+                if below < len(heap):
+                    heapq.heappush(nodes, (heap[below], below))
+            if self._is_valid(entry):
+                order, last_active, number, chunk, _ = entry
+                yield key[0], self._policy.score(key[1], order, now_s), last_active, number, chunk
+
+    def as_victim(self, session: Session, chunk: int, now_s: float) -> Victim:
+        """A chunk as it stands in the order of eviction now, also one that is in no index."""
+        key, order = self._policy.bucket(session, chunk), self._policy.order(session, chunk)
+        score = self._policy.score(key, order, now_s)
+        return (1 if session.waiting else 0, score, session.last_active_s, session.number, chunk)
+
+    def _stretch(self, now_s: float, number: int, chunk: int) -> Stretch | None:
+        """Of the first run of its chunks from this one on, of its beginning if it is long; None: there is none."""
+        session = self._leads[number].session
+        start, stop = next(session.chunks.runs(self._view, chunk, len(session.chunks)), (0, 0))
+        if start == stop:
+            return None
+        scores = self._policy.scores(session, start, min(stop, start + _STRETCH), now_s)
+        return (1 if session.waiting else 0), session.last_active_s, start, scores
+
+    def leads(self) -> dict[int, tuple[int, int]]:
+        """For check(): session number -> (leading chunk, count)."""
+        return {number: (lead.chunk, lead.count) for number, lead in self._leads.items()}
+
+    def _leave(self, lead: _Lead) -> None:
+        """Make the session's entry in its heap invalid."""
+        self._valid[lead.key] -= 1
+        self._touch(lead.key)
+        lead.stamp = _NOT_ENTERED
+
+    def _enter(self, lead: _Lead, chunk: int) -> None:
+        session = lead.session
+        if self._ages and lead.since_s != session.last_active_s:
+            lead.since_s, lead.passed = session.last_active_s, 0
+            self._await_age(lead)
+        key = (1 if session.waiting else 0, self._policy.bucket(session, chunk), lead.passed)
+        if lead.stamp != _NOT_ENTERED:
+            self._valid[lead.key] -= 1
+            if lead.key != key:
+                self._touch(lead.key)
+        self._stamp += 1
+        lead.chunk, lead.stamp, lead.key = chunk, self._stamp, key
+        order = self._policy.order(session, chunk)
+        if not _is_key(order):
+            refuse_key(self._policy, "order", order, session.name)
+        entry = (order, session.last_active_s, session.number, chunk, self._stamp)
+        heap = self._heaps.get(key)
+        if heap is None:
+            self._heaps[key] = [entry]
+            self._valid[key] = 1
+        else:
+            self._valid[key] += 1
+            heapq.heappush(heap, entry)
+            if len(heap) > _COMPACT_BELOW and len(heap) > 2 * self._valid[key]:
+                heap[:] = [e for e in heap if self._is_valid(e)]
+                heapq.heapify(heap)
+        self._touch(key)
+
+    def _grow_older(self, now_s: float) -> None:
+        """Move the sessions that have passed an age since the last choice to the heap of that age."""
+        aging, moved = self._aging, []
+        while aging and aging[0][0] <= now_s:
+            _, _, lead, since_s = heapq.heappop(aging)
+            if self._ages_still(lead, since_s):
+                lead.passed = bisect_right(self._ages, now_s - since_s)
+                self._enter(lead, lead.chunk)
+                moved.append(lead)
+        for lead in moved:
+            self._await_age(lead)
+
+    def _await_age(self, lead: _Lead) -> None:
+        if lead.passed == len(self._ages):
+            return
+        assert lead.since_s is not None
+        aging = self._aging
+        next_s = lead.since_s + self._ages[lead.passed]
+        heapq.heappush(aging, (next_s, next(self._order_of_aging), lead, lead.since_s))
+        if len(aging) > _COMPACT_BELOW and len(aging) > 2 * len(self._leads):  # nothing was chosen for long
+            aging[:] = [
+                (at_s, tie, lead, since_s) for at_s, tie, lead, since_s in aging if self._ages_still(lead, since_s)
+            ]
+            heapq.heapify(aging)
+
+    def _ages_still(self, lead: _Lead, since_s: float) -> bool:
+        return self._leads.get(lead.session.number) is lead and lead.since_s == since_s
+
+    def _reorder(self) -> None:
+        self._version = self._policy.version
+        self._heaps.clear()
+        self._valid.clear()
+        for lead in self._leads.values():
+            lead.stamp = _NOT_ENTERED
+            self._enter(lead, lead.chunk)
+
+    def _touch(self, key: _Key) -> None:
+        if self._touched is not None:
+            self._touched.append(key)
+
+    def _is_valid(self, entry: _Entry) -> bool:
+        _, _, number, _, stamp = entry
+        lead = self._leads.get(number)
+        return lead is not None and lead.stamp == stamp
+
+    def _head(self, key: _Key, now_s: float) -> _Head | None:
+        heap = self._heaps.get(key)
+        while heap:
+            entry = heap[0]
+            if self._is_valid(entry):
+                order, last_active, number, chunk, stamp = entry
+                score = self._policy.score(key[1], order, now_s)
+                if not _is_key(score):
+                    refuse_key(self._policy, "score", score, self._leads[number].session.name)
+                return (key[0], score, last_active, number, chunk, stamp, key)
+            heapq.heappop(heap)
+        if heap is not None:
+            del self._heaps[key], self._valid[key]
+        return None
+
+
+def _is_key(value: object) -> bool:
+    """Whether it is a number that has a place among the others: NaN has none, and would leave a heap in any order."""
+    try:
+        return value <= _INFINITE  # type: ignore[operator]
+    except TypeError:
+        return False

@@ -1,0 +1,41 @@
+"""Pensieve's own policy: evict the chunk whose retention value is lowest (paper section 4.3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from pensieve.core.policies.base import EvictionPolicy, PolicyContext
+from pensieve.core.session import Session
+
+
+class RetentionValue(EvictionPolicy):
+    """V = Cost(s, l) / T: seconds to recompute the chunk, over seconds since its session was last active.
+
+    A chunk late in a context costs more to recompute, so the leading chunks of an old session go first. Chunks of
+    equal index cost the same: they are one bucket, ordered by last active. Compared as T / Cost, so that T = 0 divides
+    nothing.
+    """
+
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        self._cost: list[float] = []  # by chunk index: seconds to recompute it
+
+    def bucket(self, session: Session, chunk: int) -> int:
+        return chunk
+
+    def order(self, session: Session, chunk: int) -> float:
+        return session.last_active_s
+
+    def score(self, bucket: Hashable, order: float, now_s: float) -> float:
+        assert isinstance(bucket, int)
+        return (order - now_s) / self._costs(bucket + 1)[bucket]
+
+    def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:
+        age = session.last_active_s - now_s
+        return [age / cost for cost in self._costs(stop)[start:stop]]
+
+    def _costs(self, chunks: int) -> Sequence[float]:
+        """By chunk index, for so many at least."""
+        while len(self._cost) < chunks:
+            self._cost.append(self.context.recompute_s((len(self._cost) + 1) * self.context.chunk_tokens))
+        return self._cost

@@ -1,0 +1,226 @@
+"""What is asked: Request, its Output and its Sampling.
+
+What makes no sense is refused here, with a ConfigError, whoever asks: a server's caller, a workload or a bench.
+"""
+
+from __future__ import annotations
+
+import numbers
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pensieve.core.hint import Hint
+from pensieve.errors import ConfigError
+
+TokenArray = array  # of 'i': four bytes a token, so that a million remembered tokens cost 4 MB
+
+UNNUMBERED = 0
+
+_BEYOND = 2**31  # token ids, and a top_k that limits anything, lie below
+_WIDE = 2**63  # seeds, and numbers of tokens that no machine has, have 64 bits: Python writes no numbers of any length
+_COOLEST = 1e-6  # logits divided by less may leave the range of floats
+
+
+def tokens_of(values: Iterable[int], vocab: int | None = None) -> TokenArray[int]:
+    """Token ids, four bytes each. vocab: of the model that shall read them; None: any id that fits will do."""
+    if vocab is None and isinstance(values, array) and values.typecode == "i":
+        return values
+    meaning = "" if vocab is None else ", the model's vocabulary"
+    wanted = f"Token ids (prompt_ids) must be whole numbers in [0, {vocab or _BEYOND}){meaning}"
+    try:
+        listed = list(values)
+        if bool in set(map(type, listed)):
+            raise TypeError("a bool is no token id")
+        wide = array("q", listed)
+    except (TypeError, OverflowError) as error:
+        raise ConfigError(f"{wanted}; these cannot be read as such: {error}.") from error
+    for extreme in (min(wide, default=0), max(wide, default=0)):
+        if not 0 <= extreme < (vocab or _BEYOND):
+            raise ConfigError(f"{wanted}; one of these is {extreme}.")
+    return array("i", wide)
+
+
+def stops_of(stop: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Stop strings as callers give them: one, several, or none at all (None or nothing in a list)."""
+    if stop is None:
+        return ()
+    if isinstance(stop, str):
+        return (stop,)
+    try:
+        return tuple(stop)
+    except TypeError as error:
+        raise ConfigError(f"stop is a string or a list of strings, not {stop!r}.") from error
+
+
+def text_of(value: object, name: str) -> str:
+    """A string that has an encoding; lone surrogates have none. name: of the argument, for the error."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be a string, not {value!r}.")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} is not valid Unicode: {error}.") from error
+    return value
+
+
+def _whole(value: object, name: str, least: int, beyond: int | None = None) -> int:
+    bound = f"of at least {least}" if beyond is None else f"in [{least}, {beyond})"
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a whole number {bound}, not {value!r}.")
+    whole = int(value)
+    if whole < least or (beyond is not None and whole >= beyond):
+        shown = whole if abs(whole) < _WIDE else "one of more than 63 bits"  # Python writes none of thousands of digits
+        raise ConfigError(f"{name} must be a whole number {bound}, not {shown}.")
+    return whole
+
+
+def _real(value: object, name: str) -> float:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a number, not {value!r}.")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(f"{name} must be a number that a float can hold.") from None
+
+
+def _settle(frozen: object, **values: Any) -> None:
+    """Plain Python numbers in place of what numpy calls one, whose arithmetic overflows."""
+    for name, value in values.items():
+        object.__setattr__(frozen, name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is drawn. temperature 0 is greedy; top_k 0 and top_p 1 are off. seed: 64 bits with a sign.
+
+    The noise is a function of (seed, session, turn, position), so that a token does not depend on the batch it was
+    computed in, nor on the baseline that computed it. anonymous: of (seed, position) alone, so that equal prompts draw equal
+    tokens in whichever conversation they are asked.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    anonymous: bool = False
+
+    def __post_init__(self) -> None:
+        temperature, top_p = _real(self.temperature, "temperature"), _real(self.top_p, "top_p")
+        if not (temperature == 0 or _COOLEST <= temperature < float("inf")):
+            raise ConfigError(
+                f"temperature is 0 (greedy) or a finite number of at least {_COOLEST}, not {temperature}."
+            )
+        if not 0 < top_p <= 1:
+            raise ConfigError(f"top_p is above 0 and at most 1 (off), not {top_p}.")
+        top_k = min(_whole(self.top_k, "top_k", 0), _BEYOND - 1)
+        seed = _whole(self.seed, "seed", -_WIDE, _WIDE)
+        _settle(self, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Exactly `tokens` tokens, end-of-sequence ignored."""
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        _settle(self, tokens=min(_whole(self.tokens, "max_new_tokens", 1), _WIDE))
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """Logits are computed and their argmax and margin recorded; the given token is appended."""
+
+    tokens: TokenArray[int]
+
+    def __post_init__(self) -> None:
+        _whole(len(self.tokens), "The number of forced tokens", 1)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Until end of sequence, one of the stop strings, or `max_new_tokens`."""
+
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _settle(self, max_new_tokens=min(_whole(self.max_new_tokens, "max_new_tokens", 1), _WIDE))
+        if not all(text_of(stop, "Each stop string") for stop in self.stop):
+            raise ConfigError('A stop string is empty, and every reply begins with ""; leave stop out for none.')
+
+
+Output = Length | Forced | Free
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A new conversation begins as another one does: with the first `tokens` tokens of `session`.
+
+    takes_kv: the other one is not expected to go on from there, so where blocks cannot be shared the new one gets them.
+    """
+
+    session: str
+    tokens: int
+    takes_kv: bool = False
+
+
+@dataclass(slots=True)
+class Request:
+    """One turn of one conversation.
+
+    turn: its number, from 1; UNNUMBERED: the engine counts the turns of a conversation nobody has planned ahead.
+    prompt: token ids. With `continues`, the new message only: it is appended to what the conversation holds. Without,
+        the whole prompt: the longest common prefix with the conversation's tokens is kept and the rest truncated.
+    intended_s: arrival by the schedule, in seconds of the system's clock; TTFT starts here, so that queueing counts.
+    known_tokens: overrides `history` in the accounting, where the workload knows better (prefix invalidation).
+    next_use_s: when the conversation will be asked again, by the schedule; only an offline policy reads it.
+    fork: what the conversation begins with if this request is its first and that other one is known; else nothing.
+    forgotten: leading tokens of the prompt that this conversation held before the engine lost it, and whether since it was
+        idle for too long or since the server was started again; read where the engine does not know the conversation. After a
+        restart they are its history, as though they had been dropped.
+    tenant: conversations of two tenants share no KV, in caches that share by content.
+    hint: what the client says of the time after the reply; policies read it (Session.hint) once the turn is over.
+    """
+
+    id: int
+    session: str
+    turn: int
+    prompt: TokenArray[int]
+    output: Output
+    sampling: Sampling = field(default_factory=Sampling)
+    continues: bool = True
+    intended_s: float = 0.0
+    phase: str = "chat"
+    label: str = ""
+    iteration: int = 0
+    stream: bool = True
+    known_tokens: int | None = None
+    next_use_s: float | None = None
+    fork: Fork | None = None
+    forgotten: tuple[int, Literal["expired", "restarted"]] | None = None
+    tenant: str = ""
+    hint: Hint | None = None
+
+    def __post_init__(self) -> None:
+        text_of(self.session, "session_id")
+
+
+PREPARING = ("warmup", "rewarm")
+
+
+def is_measured(phase: str) -> bool:
+    """Whether a turn of this phase counts, or only prepares others. Every choice of turns to report asks here with the phase
+    of a TurnRecord, a Request, or a row of table `turn`."""
+    return phase not in PREPARING

@@ -1,0 +1,140 @@
+"""When KV is copied to the CPU tier: a strategy for each way to do it, and how `auto` chooses one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from pensieve.core.cache.base import Room
+from pensieve.core.cache.exchange import Exchange
+from pensieve.core.cache.two_tier import TwoTierRoom
+from pensieve.core.plan import Copy
+from pensieve.core.session import Session
+
+CopyAhead = Literal["paper", "spare", "never"]
+"""paper: a share of the GPU blocks, whatever must be dropped from the CPU for it (section 4.3.2). spare: as much, but only
+into CPU blocks that no chunk has its only copy in. never: nothing, so that the tiers hold different chunks; what returns from
+the CPU changes places with what leaves the GPU."""
+
+AskedCopyAhead = Literal["auto", "paper", "spare", "never"]
+
+WORTH_HIDING = 0.5
+"""Of the time of the copies. Where less passes beside the compute, an iteration loses more by copies that are made ahead of
+time than a request would wait for those that it needs: not all that are made are needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyChoice:
+    """mode: what the scheduler does. note: why, where auto chose; else empty."""
+
+    mode: CopyAhead
+    note: str = ""
+
+
+def choose_copy_ahead(
+    asked: AskedCopyAhead, cpu_blocks: int, one_memory: bool, hidden: float | None, kept_clean: int = 0
+) -> CopyChoice:
+    """one_memory: both tiers are the same memory. hidden: the share of the copies' time that passes beside an iteration, as
+    measured; None: not measured. kept_clean: GPU blocks that the paper's mode keeps free or clean.
+
+    A CPU tier of fewer blocks than those cannot hold their copies: the paper's mode then drops chunks from the GPU ahead of
+    time to keep the others free, and both tiers together hold less than the GPU alone (G - kept_clean + C blocks of G).
+    """
+    if asked != "auto":
+        return CopyChoice(asked)
+    if not cpu_blocks:
+        return CopyChoice("paper", "there is no CPU tier to copy to")
+    choice = _by_link(one_memory, hidden)
+    if choice.mode == "paper" and cpu_blocks < kept_clean:
+        held = f"the CPU tier holds {cpu_blocks} blocks, fewer than the {kept_clean} of the GPU tier that would be kept clean"
+        return CopyChoice("spare", held)
+    return choice
+
+
+def _by_link(one_memory: bool, hidden: float | None) -> CopyChoice:
+    if not one_memory:
+        return CopyChoice("paper", "the CPU tier is another memory")
+    if hidden is None:
+        return CopyChoice("paper", "both tiers are one memory, and what copies cost there was not measured")
+    share = f"both tiers are one memory, and {hidden:.0%} of the time of copies passes beside an iteration"
+    return CopyChoice("paper" if hidden >= WORTH_HIDING else "never", share)
+
+
+class RoomMade(NamedTuple):
+    """Copies that make room. loads: to the GPU, and leaving: to the CPU, for the head of the queue; ahead: to the CPU, before
+    anybody waits for it."""
+
+    loads: tuple[Copy, ...] = ()
+    leaving: tuple[Copy, ...] = ()
+    ahead: tuple[Copy, ...] = ()
+
+
+class Paper:
+    """At once for a head that lacks blocks; ahead of time below the low watermark and up to the high one (section 4.3.2)."""
+
+    def __init__(self, room: Room, low: int, high: int) -> None:
+        """low, high: GPU blocks that are free or clean, or will be."""
+        self._room, self._low, self._high = room, low, high
+
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> RoomMade:
+        """Start copies. head: who lacks so many blocks; None: nobody does."""
+        wanted = max(self._ahead(), lacking - self._room.outgoing if lacking else 0)
+        copies = self._room.swap_out(wanted, now_s, urgent=bool(lacking))
+        return RoomMade(ahead=copies) if head is None else RoomMade(leaving=copies)
+
+    def on_its_way(self, in_flight: bool) -> bool:
+        """Whether copies are under way that give the head of the queue blocks."""
+        return bool(self._room.outgoing)
+
+    def begins_below(self, frees_copies: bool) -> int:
+        """Of how many available and outgoing blocks the next plan would copy ahead of time. frees_copies: a request under
+        way may compute again what CPU blocks hold, which are then spare."""
+        return self._low
+
+    def changes_places(self, head: Session) -> bool:
+        """Each plan may load more of what the head of the queue has on the CPU."""
+        return False
+
+    def _ahead(self) -> int:
+        have = self._room.available + self._room.outgoing
+        return self._high - have if have < self._low else 0
+
+
+class Spare(Paper):
+    """As the paper, but ahead of time only into CPU blocks that no chunk has its only copy in."""
+
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> RoomMade:
+        ahead, urgent = self._ahead(), lacking - self._room.outgoing
+        leaving = self._room.swap_out(urgent, now_s, urgent=True)
+        return RoomMade(
+            leaving=leaving, ahead=self._room.swap_out(ahead - max(urgent, 0), now_s, urgent=False, spare=True)
+        )
+
+    def begins_below(self, frees_copies: bool) -> int:
+        return self._low if self._room.spare_cpu_blocks or frees_copies else 0
+
+
+class Never(Paper):
+    """Nothing ahead of time: the head changes places with what has the GPU, a part at a time (core/cache/exchange.py)."""
+
+    def __init__(self, room: Room) -> None:
+        super().__init__(room, 0, 0)
+        self._exchange = Exchange(room) if isinstance(room, TwoTierRoom) and room.cpu_blocks else None
+
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> RoomMade:
+        if head is None or self._exchange is None:
+            return RoomMade()
+        return RoomMade(*self._exchange.step(head, lacking, now_s))
+
+    def on_its_way(self, in_flight: bool) -> bool:
+        return bool(self._room.outgoing) or in_flight or not self._room.copies_done
+
+    def changes_places(self, head: Session) -> bool:
+        return self._room.on_cpu(head)
+
+
+def strategy_of(mode: AskedCopyAhead, room: Room, low: int, high: int) -> Paper:
+    """low, high: the watermarks in GPU blocks."""
+    if mode == "never":
+        return Never(room)
+    return Spare(room, low, high) if mode == "spare" else Paper(room, low, high)

@@ -1,0 +1,563 @@
+"""Decides each iteration: who is admitted, what is computed, what is copied (paper sections 4.2 and 4.3)."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pensieve.core.cache.base import CacheManager
+from pensieve.core.cost import CostModel
+from pensieve.core.event import Event
+from pensieve.core.facts import SILENT, Facts
+from pensieve.core.plan import Copy, DiskLoad, Repeats, Row, StepPlan, StepResult
+from pensieve.core.request import TokenArray
+from pensieve.core.scheduler.active_request import ActiveRequest
+from pensieve.core.scheduler.composition import SchedulerSettings, high_watermark
+from pensieve.core.scheduler.copy_ahead import strategy_of
+from pensieve.core.scheduler.loads import DiskReads, Loads
+from pensieve.core.scheduler.sessions import MemoryLimits, Sessions
+from pensieve.core.session import Run, Session
+from pensieve.errors import RequestRefused
+
+
+@dataclass(slots=True)
+class Step:
+    """A plan, and the requests it is made of.
+
+    rows: each row's request and its runs; tokens: positions of all rows. sampled: how many rows, the first ones, yield a
+    token. admitted: requests that start with this plan, which performs their swap-ins. members: these, and those that have a
+    row. tickets: of all its copies. copied_for: by ticket, the request (its id) that waits for a copy; copies made ahead of
+    time are not among them.
+    """
+
+    plan: StepPlan
+    rows: list[tuple[ActiveRequest, tuple[Run, ...]]]
+    tokens: int
+    sampled: int
+    admitted: list[ActiveRequest]
+    members: list[ActiveRequest]
+    tickets: tuple[int, ...]
+    copied_for: dict[int, int]
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """preempted, deferred: requests, each counted once however long it waited. steps: plans made."""
+
+    preempted: int = 0
+    deferred: int = 0
+    steps: int = 0
+    batched_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The plan being made."""
+
+    tables: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    swap_in: list[Copy] = field(default_factory=list)
+    swap_out: list[Copy] = field(default_factory=list)
+    admitted: list[ActiveRequest] = field(default_factory=list)
+    copied_for: dict[int, int] = field(default_factory=dict)
+
+    def add_admission(self, active: ActiveRequest, table: tuple[int, ...], swap_in: Iterable[Copy]) -> None:
+        assert active.slot is not None
+        self.admitted.append(active)
+        self.tables.append((active.slot, 0, table))
+        self.add_swap_in(swap_in, active)
+
+    def add_swap_in(self, copies: Iterable[Copy], waiting: ActiveRequest) -> None:
+        for copy in copies:
+            self.swap_in.append(copy)
+            self.copied_for[copy.ticket] = waiting.request.id
+
+    def add_swap_out(self, copies: Iterable[Copy], waiting: ActiveRequest | None) -> None:
+        """waiting: who cannot go on without them; None: they are made ahead of time."""
+        for copy in copies:
+            self.swap_out.append(copy)
+            if waiting is not None:
+                self.copied_for[copy.ticket] = waiting.request.id
+
+
+class Scheduler:
+    """Iteration-level batching over any CacheManager; knows no tensor and no baseline.
+
+    A request waits, runs (its blocks reserved, none of them evictable), may be preempted when decode runs out of blocks (it
+    then waits again, in its order of arrival), and ends. With nothing running the admission reserve is 0, and idle chunks
+    are dropped if copies cannot make room: so something always starts.
+
+    ahead: plans are made while an earlier one is in flight. A request whose token that one samples is then planned for the
+    position of that token, unseen; the cache learns of the position when the token is known. Nobody is preempted while a
+    plan is in flight: `must_drain` asks for the next plan to be made with none.
+
+    computes: as the worker says; if not, rows need no token ids.
+    """
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        settings: SchedulerSettings,
+        max_context: int,
+        ahead: bool = False,
+        cost: CostModel | None = None,
+        computes: bool = True,
+        facts: Facts = SILENT,
+        limits: MemoryLimits | None = None,
+    ) -> None:
+        """ahead: plans are made while an earlier one is in flight."""
+        cache.begin(facts=facts)
+        self.cache, self._room = cache, cache.room
+        self.sessions = Sessions(cache, limits or MemoryLimits(), facts)
+        self.in_flight: deque[Step] = deque()
+        """Plans that are launched and not collected, the oldest first."""
+        self._facts = facts
+        self._must_drain = False
+        self._ahead = ahead
+        self._loads = Loads(cost, cache.chunk_tokens) if settings.load_apart and cost is not None else None
+        self._disk_reads: DiskReads | None = None  # until something is read
+        self._computes = computes
+        self.settings = settings
+        self.queue = WaitingQueue()
+        self.running: list[ActiveRequest] = []  # by arrival
+        self.counters = SchedulerCounters()
+        self._slots = list(range(settings.max_batch_requests - 1, -1, -1))
+        self._max_context = max_context
+        self._deferred: set[int] = set()  # arrivals of the requests that were counted as deferred
+        self._refused: list[tuple[ActiveRequest, RequestRefused]] = []
+        self._unsent = _Draft()  # admissions that no plan has told the worker of
+        low = math.ceil(settings.swap_out_start * cache.gpu_blocks)
+        high = high_watermark(settings.swap_out_stop, cache.gpu_blocks)
+        self._copying = strategy_of(settings.copy_ahead, cache.room, low, high)
+        self._reserve = math.ceil(settings.admission_reserve * cache.gpu_blocks)
+
+    def refusal(self, active: ActiveRequest) -> RequestRefused | None:
+        """Why it can never be served, or None."""
+        return active.refusal(self.cache.chunk_tokens, self.cache.request_blocks, self._max_context)
+
+    def take_refused(self) -> list[tuple[ActiveRequest, RequestRefused]]:
+        """Return, once, the requests whose session outgrew the machine while they waited."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def submit(self, active: ActiveRequest) -> None:
+        self._waits(active)
+        self.queue.push(active)
+
+    def _waits(self, active: ActiveRequest) -> None:
+        active.session.mark_waiting(active.arrival)
+        self.cache.reorder(active.session)
+
+    def _waits_no_more(self, active: ActiveRequest) -> None:
+        active.session.unmark_waiting(active.arrival)
+        self.cache.reorder(active.session)
+
+    @property
+    def must_drain(self) -> bool:
+        """The next plan is to be made when none is in flight."""
+        return bool(self.in_flight) and self._must_drain
+
+    def plan(self, now_s: float, horizon_ns: int | None = None) -> Step | None:
+        """Plan the next iteration; None when there is nothing to compute or copy. The plan is in flight from now on.
+        horizon_ns: when something from outside may change what is planned."""
+        self._must_drain = bool(self.in_flight) and self._must_preempt()
+        if self._must_drain:
+            return None
+        draft, self._unsent = self._unsent, _Draft()
+        draft.admitted = [active for active in draft.admitted if active.slot is not None and not active.closed]
+        lacking = self._admit(draft, now_s)
+        rows = self._compose(draft, now_s)
+        self._make_room(draft, lacking, now_s)
+        while lacking and not self.running and not self._copying.on_its_way(bool(self.in_flight)):
+            # Nothing runs and nothing is on its way: lose idle KV rather than stand still, unless what was dropped for
+            # want of CPU room is enough. More than once where the policy's choice was the head's own.
+            still = self._admit(draft, now_s)
+            if not self.running and still == lacking and not self._room.drop(lacking, now_s):
+                break
+            lacking = still
+            rows = self._compose(draft, now_s)
+        if not rows and not draft.swap_out and not draft.swap_in and not self.cache.below.has_work:
+            self._unsent = draft  # who was admitted has no share of an iteration yet
+            return None
+        return self._launch(draft, rows, self._repeat(rows), horizon_ns)
+
+    # -- what became of plans and copies ------------------------------------------------------------------------------
+
+    def collected(self, result: StepResult) -> Step:
+        """The oldest plan in flight is over."""
+        step = self.in_flight.popleft()
+        assert step.plan.step == result.step, "plans are collected in the order of their launch"
+        self._facts.collected(step.plan, step.copied_for, result)
+        following = self.counters.steps
+        self.cache.plans(self.in_flight[0].plan.step if self.in_flight else following, following)
+        for active in step.members:
+            active.in_flight -= 1
+        return step
+
+    def copied(self, tickets: Sequence[int]) -> None:
+        """These copies are done."""
+        if tickets:
+            self.cache.finish(tickets, valid=True)
+
+    def copies_failed(self, tickets: Sequence[int]) -> list[ActiveRequest]:
+        """These copies failed, or their plan did. Returns the requests that run on KV that they should have brought."""
+        return self._running_on(self.cache.finish(tickets, valid=False))
+
+    def read(self, result: StepResult) -> list[ActiveRequest]:
+        """Some reads from disk have ended, as the result says. Returns the requests that read something else than was asked
+        for; `start_over` makes them wait again."""
+        if result.unkept:
+            self.cache.below.remove(result.unkept)
+        misread = self._running_on(self.cache.finish(result.unread, valid=False)) if result.unread else []
+        if self._disk_reads is not None:
+            self._disk_reads.done((*result.done, *result.unread))
+        return misread
+
+    def failed(self, step: Step) -> list[ActiveRequest]:
+        """Nothing that this plan wrote is valid. Returns the requests that cannot go on: those that had a part of it, also
+        those it only swapped in, and those that run on KV that its copies should have brought. Where sessions share blocks, a
+        request that was admitted after the plan was launched may read a block that it wrote, and cannot go on either."""
+        failing = [*step.members, *self.copies_failed(step.tickets)]
+        for active, runs in step.rows:
+            self.invalidate(active, runs)
+        if self.cache.shares:
+            failing += [active for later in self.in_flight for active in later.admitted]
+        return failing
+
+    def stop(self, failing: Sequence[ActiveRequest]) -> None:
+        """What plans in flight compute for these requests is not valid."""
+        for later in self.in_flight:
+            for active, runs in later.rows:
+                if active in failing:
+                    self.invalidate(active, runs)
+
+    def invalidate(self, active: ActiveRequest, runs: Iterable[Run]) -> None:
+        """What was computed at these positions is not valid."""
+        self.cache.invalidate(active.session, runs)
+
+    def goes_on(self, active: ActiveRequest) -> None:
+        """It got a token that is not its last: the position of that is its next work, or is computed by a plan in flight."""
+        if active.awaited:
+            length = len(active.session.tokens)
+            self.cache.advance(active.session, ((length - 1, length),))
+        active.decode_next()
+
+    def _running_on(self, sessions: Sequence[Session]) -> list[ActiveRequest]:
+        return [active for active in self.running if active.session in sessions] if sessions else []
+
+    # -- requests that stop running -----------------------------------------------------------------------------------
+
+    def remove(self, active: ActiveRequest) -> None:
+        """Remove a closed request, nothing of which is in flight, as of the time at which it was closed: its blocks may be
+        evicted, a turn that does not stand is undone, and the next turn of its session may start."""
+        session, cache, now_s = active.session, self.cache, active.closed_s
+        if active.admitted:  # before its chunks get their places among the victims
+            session.hint = active.request.hint if active.status == "completed" else None
+        if active.slot is None:
+            self._remove_waiting(active, now_s)
+        else:
+            self.running.remove(active)
+            self._expect_no_load(active)
+            self._slots.append(active.leave_slot())
+            cache.release(session, now_s)
+            self.queue.ended(session.name)
+        if active.undone:
+            length = min(active.length_before, len(session.tokens))
+            cache.truncate(session, length, active.computed_before)
+            session.extend(active.replaced)
+
+    def start_over(self, misread: Sequence[ActiveRequest], now_s: float) -> None:
+        """Make requests wait again, as though they had been preempted, because something else was read from disk than was
+        asked for; what has no KV then is computed."""
+        for active in misread:
+            if not active.closed and active.slot is not None:
+                self._wait_again(active, now_s, misread=True)
+
+    def _expect_no_load(self, active: ActiveRequest) -> None:
+        """Stop waiting for what it loads or reads: it no longer runs."""
+        if self._disk_reads is not None:
+            self._disk_reads.end(active)
+        if self._loads is not None:
+            self._loads.end(active)
+
+    def _remove_waiting(self, active: ActiveRequest, now_s: float) -> None:
+        self.queue.remove(active)
+        self._deferred.discard(active.arrival)
+        self._waits_no_more(active)
+        if active.preempted:
+            self.cache.release(active.session, now_s)
+
+    def _launch(
+        self, draft: _Draft, rows: list[tuple[ActiveRequest, Row]], repeat: int, horizon_ns: int | None
+    ) -> Step:
+        """Make a plan of the draft, to be launched next."""
+        plan = StepPlan(
+            step=self.counters.steps,
+            rows=tuple([row for _, row in rows]),
+            tables=tuple(draft.tables),
+            swap_in=tuple(draft.swap_in),
+            swap_out=tuple(draft.swap_out),
+            disk=self.cache.below.take_work(),
+            repeat=repeat,
+            horizon_ns=horizon_ns,
+        )
+        computed, tokens, sampled = [], 0, 0
+        members: dict[ActiveRequest, None] = {}
+        for active, row in rows:
+            computed.append((active, row.runs))
+            members[active] = None
+            sampled += row.sample is not None
+            for start, stop in row.runs:
+                tokens += stop - start
+        members.update(dict.fromkeys(draft.admitted))
+        for active in members:
+            active.in_flight += 1
+        self.counters.steps += 1
+        self.counters.batched_tokens += tokens
+        tickets = [copy.ticket for copy in (*plan.swap_in, *plan.swap_out)]
+        if plan.disk:
+            tickets += [one.ticket for one in plan.disk if isinstance(one, DiskLoad)]
+        step = Step(plan, computed, tokens, sampled, draft.admitted, list(members), tuple(tickets), draft.copied_for)
+        self.in_flight.append(step)
+        self.cache.plans(self.in_flight[0].plan.step, self.counters.steps)
+        return step
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def _admit(self, draft: _Draft, now_s: float) -> int:
+        """Admit waiting requests, in order, while they fit; returns the blocks that a deferred one lacks, else 0."""
+        settings = self.settings
+        budget = None if settings.admit_beyond_budget else settings.max_batch_tokens
+        while (head := self.queue.head()) is not None and self._slots:
+            if budget is not None and sum(active.work_tokens for active in self.running) >= budget:
+                return 0  # it would not compute anything yet
+            session = head.session
+            error = None if head.preempted else self.refusal(head)
+            if error is not None:
+                self._remove_waiting(head, now_s)
+                self._refused.append((head, error))
+                continue
+            keep = head.kept()
+            lacking = self._lacking(head, keep)
+            self._facts.room_for(session, now_s)
+            if lacking > 0:
+                if head.arrival not in self._deferred:
+                    self._deferred.add(head.arrival)
+                    self.counters.deferred += 1
+                return lacking
+            self._start(self.queue.pop(), keep, draft, now_s)
+        return 0
+
+    def _lacking(self, head: ActiveRequest, keep: int) -> int:
+        """Blocks that its admission takes beyond those available; 0 or less: it fits."""
+        reserve = self._reserve if self.running and self._room.grows else 0
+        return self._room.lacking(head.session, keep, head.prompt_length()) + reserve
+
+    def _start(self, active: ActiveRequest, keep: int, draft: _Draft, now_s: float) -> None:
+        """Admit the request, or resume it, into a slot of its own."""
+        cache, session = self.cache, active.session
+        facts, request = self._facts, active.request
+        self._deferred.discard(active.arrival)
+        if active.preempted:
+            admission = cache.admit(session, keep, None, now_s)
+            facts.resumed(request, session, admission, active.misread)
+        else:
+            active.remember_session(keep)
+            suffix = active.suffix(keep)
+            facts.admitting(request, session, keep, suffix)
+            admission = cache.admit(session, keep, suffix, now_s)
+            facts.admitted(request, session, admission, now_s)
+        self._waits_no_more(active)
+        active.start(admission, self._slots.pop())
+        position = len(self.running)
+        while position and self.running[position - 1].arrival > active.arrival:
+            position -= 1
+        self.running.insert(position, active)
+        draft.add_admission(active, admission.table, admission.swap_in)
+        if self._loads is not None:
+            self._loads.begin(active, admission.swap_in, now_s)
+        if admission.disk_ticket is not None:
+            self._disk_reads = self._disk_reads or DiskReads()
+            self._disk_reads.begin(active, admission.disk_ticket)
+
+    # -- iterations ---------------------------------------------------------------------------------------------------
+
+    def _compose(self, draft: _Draft, now_s: float) -> list[tuple[ActiveRequest, Row]]:
+        """Choose the rows of the plan, and take a block for each position that they need."""
+        running = [active for active in self.running if not active.closed] if self._ahead else self.running
+        joined: Sequence[ActiveRequest] = running if self._disk_reads is None else self._disk_reads.without(running)
+        if self._loads is not None:
+            joined = self._loads.joined(joined, self.settings.max_batch_tokens, now_s)
+        if joined is running:
+            return self._compose_from(running, draft, now_s)
+        rows = self._compose_from(joined, draft, now_s)
+        return rows or self._compose_from(running, draft, now_s)  # rather wait for a load than stand still
+
+    def _compose_from(
+        self, running: Sequence[ActiveRequest], draft: _Draft, now_s: float
+    ) -> list[tuple[ActiveRequest, Row]]:
+        rows: list[tuple[ActiveRequest, Row]] = []
+        for active, count in self.settings.composition(running, self.settings.max_batch_tokens):
+            if active.slot is None:
+                continue  # preempted a moment ago, to make room for an earlier one
+            if active.decoding and not self._extend(active, draft, rows, now_s):
+                continue
+            row = active.next_row(count, self._ahead, self._computes)
+            if row.runs[-1][1] <= len(active.session.tokens):
+                self.cache.advance(active.session, row.runs)
+            rows.append((active, row))
+        return rows
+
+    def _extend(
+        self, active: ActiveRequest, draft: _Draft, rows: list[tuple[ActiveRequest, Row]], now_s: float
+    ) -> bool:
+        """Take a block for the next decoded position. Returns False where the request skips this iteration, or was
+        preempted."""
+        cache, room, session = self.cache, self._room, active.session
+        length = active.work[0][1]
+        self._facts.room_for(session, now_s)
+        while True:
+            added = cache.extend(session, length, now_s)
+            if added is not None:
+                if added[1]:
+                    assert active.slot is not None
+                    draft.tables.append((active.slot, *added))
+                return True
+            if room.outgoing:
+                return False  # blocks are on their way
+            draft.add_swap_out(room.swap_out(1, now_s, urgent=True), active)
+            if room.outgoing or room.available:
+                continue
+            if self.in_flight:
+                self._must_drain = True
+                return False
+            victim = self._latest_not_in(rows)
+            if len(self.running) > 1 and victim is not None:
+                self._preempt(victim, draft, now_s)
+                if victim is active:
+                    return False
+            elif not room.drop(1, now_s):
+                return False  # the other blocks are in this very plan; the next iteration preempts
+
+    def _repeat(self, rows: list[tuple[ActiveRequest, Row]]) -> int:
+        """Iterations that this plan may stand for."""
+        return 1
+
+    def forward(
+        self, step: Step, repeats: Repeats, now_s: float, counted: bool
+    ) -> tuple[list[TokenArray[int]], list[Event]]:
+        """Apply the further iterations of a plan, the first of which ended now. Returns the tokens that they appended to each
+        of the plan's first rows, and the events of all but the last. counted: those tell only how many tokens there are."""
+        return [], []
+
+    def _must_preempt(self) -> bool:
+        """The next decodes need more blocks than there are, and only a preemption makes some free, for which nothing may be
+        in flight. To plan for those that have their blocks would cost a whole iteration for a part of the batch."""
+        cache = self.cache
+        if cache.cpu_blocks:
+            return False  # copies to the CPU tier make room without a preemption
+        size = cache.chunk_tokens
+        needed = sum(active.decoding and active.work[0][0] % size == 0 for active in self.running)
+        return needed > self._room.available
+
+    def _latest_not_in(self, rows: list[tuple[ActiveRequest, Row]]) -> ActiveRequest | None:
+        """The running request that arrived last, of those that this iteration does not compute yet."""
+        planned = {id(active) for active, _ in rows}
+        return next((s for s in reversed(self.running) if id(s) not in planned), None)
+
+    def _preempt(self, active: ActiveRequest, draft: _Draft, now_s: float) -> None:
+        self.counters.preempted += 1
+        self._wait_again(active, now_s, misread=False)
+        draft.add_swap_out(self._room.swap_out_all(active.session, now_s), active)
+
+    def _wait_again(self, active: ActiveRequest, now_s: float, misread: bool) -> None:
+        """Make a running request wait again."""
+        self.running.remove(active)
+        self._expect_no_load(active)
+        self._slots.append(active.preempt(misread))
+        self._waits(active)
+        self.cache.release(active.session, now_s, finished=False)
+        self.queue.push_back(active)
+
+    # -- making room --------------------------------------------------------------------------------------------------
+
+    def _make_room(self, draft: _Draft, lacking: int, now_s: float) -> None:
+        """Start copies to the CPU, as the strategy says, for a head that lacks blocks and ahead of time."""
+        head = self.queue.head() if lacking else None
+        room = self._copying.make_room(None if head is None else head.session, lacking, now_s)
+        if head is not None:
+            draft.add_swap_in(room.loads, head)
+        draft.add_swap_out(room.leaving, head)
+        draft.add_swap_out(room.ahead, None)
+
+
+class WaitingQueue:
+    """Requests that wait, in the order of arrival, the turns of one session one after the other.
+
+    Nobody overtakes a deferred head; only a request whose session is still busy with an earlier one is passed over: it
+    is parked, and gets the place of its own arrival when that one ends.
+    """
+
+    def __init__(self) -> None:
+        self._ready: list[tuple[int, ActiveRequest]] = []  # a heap, by arrival
+        self._parked: dict[str, deque[ActiveRequest]] = {}
+        self._busy: set[str] = set()  # names of the sessions that have a request ready or running
+        self._gone: set[int] = set()  # arrivals of those that were removed and are still in the heap
+        self._size = 0
+
+    def __len__(self) -> int:
+        """Number of requests that wait, parked ones included."""
+        return self._size
+
+    def push(self, active: ActiveRequest) -> None:
+        self._size += 1
+        name = active.session.name
+        if name in self._busy:
+            self._parked.setdefault(name, deque()).append(active)
+        else:
+            self._busy.add(name)
+            heapq.heappush(self._ready, (active.arrival, active))
+
+    def push_back(self, active: ActiveRequest) -> None:
+        """Queue a preempted request again; its session is busy with it already."""
+        self._size += 1
+        heapq.heappush(self._ready, (active.arrival, active))
+
+    def head(self) -> ActiveRequest | None:
+        while self._ready and self._ready[0][0] in self._gone:
+            self._gone.discard(heapq.heappop(self._ready)[0])
+        return self._ready[0][1] if self._ready else None
+
+    def pop(self) -> ActiveRequest:
+        head = self.head()
+        assert head is not None
+        heapq.heappop(self._ready)
+        self._size -= 1
+        return head
+
+    def ended(self, session: str) -> None:
+        """Record that the session's current request is over: the next parked one, if any, becomes ready."""
+        parked = self._parked.get(session)
+        if not parked:
+            self._busy.discard(session)
+            return
+        following = parked.popleft()
+        if not parked:
+            del self._parked[session]
+        heapq.heappush(self._ready, (following.arrival, following))
+
+    def remove(self, active: ActiveRequest) -> None:
+        """Remove a request that was cancelled while it waited. If its session was busy with it, the next one becomes
+        ready."""
+        self._size -= 1
+        name = active.session.name
+        parked = self._parked.get(name)
+        if parked and active in parked:
+            parked.remove(active)
+            if not parked:
+                del self._parked[name]
+            return
+        self._gone.add(active.arrival)
+        self.ended(name)

@@ -1,0 +1,324 @@
+"""A conversation as the engine holds it: its tokens, how far they were computed, and a record of each chunk's KV."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+from pensieve.core.block_hash import BlockHash, HashChain
+from pensieve.core.hint import Hint
+from pensieve.core.request import TokenArray
+
+Run = tuple[int, int]
+"""Half-open interval of positions."""
+
+ChunkRun = tuple[int, int]
+"""Half-open interval of a session's chunks, by index."""
+
+
+class View(IntEnum):
+    """What eviction may do with a chunk; kept in its record so that leaving a victim index needs no search.
+
+    DIRTY: only on GPU; may be copied out. CLEAN: also on CPU; its GPU block may be taken at once. CPU_ONLY: its CPU block
+    may be taken, and the KV is then lost. NONE: nothing, since its session runs, a copy of it is under way, or it has no KV.
+    """
+
+    NONE = 0
+    DIRTY = 1
+    CLEAN = 2
+    CPU_ONLY = 3
+
+
+NO_BLOCK = -1
+"""In a column of block numbers: the chunk has none in that tier."""
+
+
+class Chunks:
+    """The records of a session's chunks: a column for each field, a row for each chunk.
+
+    A long session has thousands of chunks, and hundreds of them change their state together. In columns a run of them
+    is a slice, which is copied, counted and searched at memory speed; `chunks[i]` is one of them alone (Chunk).
+
+    Offsets [0, gpu_len) of a chunk have KV in block `gpu`, offsets [0, cpu_len) in block `cpu`. copying: open tickets that
+    read or write it. A GPU block with gpu_len 0 is reserved: taken at admission, its KV not computed yet. core/cache/tiers.py
+    draws the states and alone changes them.
+    """
+
+    __slots__ = ("copying", "cpu", "cpu_len", "gpu", "gpu_len", "view")
+
+    def __init__(self, count: int = 0) -> None:
+        self.gpu: TokenArray[int] = array("i")
+        self.gpu_len: TokenArray[int] = array("i")
+        self.cpu: TokenArray[int] = array("i")
+        self.cpu_len: TokenArray[int] = array("i")
+        self.copying = bytearray()
+        self.view = bytearray()
+        self.add(count)
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def __getitem__(self, index: int) -> Chunk:
+        return Chunk(self, range(len(self.view))[index])
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return (Chunk(self, index) for index in range(len(self.view)))
+
+    def add(self, count: int) -> None:
+        """Append `count` chunks without blocks."""
+        for blocks, lengths in ((self.gpu, self.gpu_len), (self.cpu, self.cpu_len)):
+            blocks.extend(repeated(NO_BLOCK, count))
+            lengths.extend(repeated(0, count))
+        self.copying.extend(bytes(count))
+        self.view.extend(bytes(count))
+
+    def cut(self, first: int) -> None:
+        """Delete the chunks from `first` on."""
+        del self.gpu[first:], self.gpu_len[first:], self.cpu[first:], self.cpu_len[first:]
+        del self.copying[first:], self.view[first:]
+
+    def runs(self, view: View, start: int, stop: int) -> Iterator[ChunkRun]:
+        """Maximal runs of chunks in [start, stop) that have this view."""
+        column = self.view
+        while (start := column.find(view, start, stop)) >= 0:
+            end = stop - len(column[start:stop].lstrip(_ONE[view]))
+            yield start, end
+            start = end
+
+    def without_gpu(self) -> list[ChunkRun]:
+        """Runs of chunks that have no GPU block."""
+        column = self.gpu
+        lacking = column.count(NO_BLOCK)
+        if not lacking or lacking == len(column):
+            return [(0, lacking)] if lacking else []
+        return runs_of(index for index, block in enumerate(column) if block == NO_BLOCK)
+
+    def take(self, index: int, other: Chunks) -> None:
+        """Take over blocks and KV of another session's chunk of the same index, which has lost them then."""
+        for name in ("gpu", "gpu_len", "cpu", "cpu_len"):
+            getattr(self, name)[index] = getattr(other, name)[index]
+        other.gpu[index] = other.cpu[index] = NO_BLOCK
+        other.gpu_len[index] = other.cpu_len[index] = 0
+
+
+_ONE = [bytes((view,)) for view in View]
+
+
+def repeated(value: int, count: int) -> TokenArray[int]:
+    """Return an array with `count` times this value."""
+    return _single(value) * count
+
+
+@cache
+def _single(value: int) -> TokenArray[int]:
+    return array("i", (value,))
+
+
+class Chunk:
+    """One row of Chunks: the KV of `chunk_tokens` positions of one session, all layers (paper section 4.3.1); the last
+    chunk of a session may be partly filled."""
+
+    __slots__ = ("_chunks", "_index")
+
+    def __init__(self, chunks: Chunks, index: int) -> None:
+        self._chunks, self._index = chunks, index
+
+    @property
+    def gpu(self) -> int | None:
+        return _block(self._chunks.gpu[self._index])
+
+    @property
+    def gpu_len(self) -> int:
+        return self._chunks.gpu_len[self._index]
+
+    @property
+    def cpu(self) -> int | None:
+        return _block(self._chunks.cpu[self._index])
+
+    @property
+    def cpu_len(self) -> int:
+        return self._chunks.cpu_len[self._index]
+
+    @property
+    def copying(self) -> int:
+        return self._chunks.copying[self._index]
+
+    @property
+    def view(self) -> View:
+        return View(self._chunks.view[self._index])
+
+    @property
+    def clean(self) -> bool:
+        return self.gpu_len > 0 and self.cpu_len == self.gpu_len and not self.copying
+
+    @property
+    def resident_len(self) -> int:
+        """Leading offsets that have KV in either tier."""
+        return max(self.gpu_len, self.cpu_len)
+
+
+def _block(number: int) -> int | None:
+    return None if number == NO_BLOCK else number
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A conversation as the engine holds it. Its methods alone write `tokens`, `computed`, `waiting` and `running`.
+
+    tokens: all that was said so far. computed: KV of positions [0, computed) has been computed for these very tokens, whether
+    or not it is still there. number: counts sessions from the first; breaks ties between equally good victims.
+    last_active_s: when a request of it last started or ended. next_use_s: when it is asked again, where the schedule knows
+    (offline policies only). waiting: its requests that wait, preempted ones included; queued: their places in the order of
+    arrival, ascending. running: a request of it runs; at most
+    one does. turns: that were asked of it, whatever became of them. chunks: where a cache with chunk records has its KV.
+    tenant: it shares no KV with sessions of others. hint: what its client said of the time after its last reply; None:
+    nothing, or that turn did not come to its end. It stands until the next turn is over. memo: what the eviction policy has
+    noted of it.
+    """
+
+    name: str
+    number: int
+    created_s: float
+    last_active_s: float
+    tokens: TokenArray[int] = field(default_factory=lambda: array("i"))
+    computed: int = 0
+    chunks: Chunks = field(default_factory=Chunks)
+    next_use_s: float | None = None
+    waiting: int = 0
+    queued: tuple[int, ...] = ()
+    running: bool = False
+    turns: int = 0
+    tenant: str = ""
+    hint: Hint | None = None
+    memo: Any = None
+    _names: HashChain | None = None
+
+    def append(self, token: int) -> None:
+        """Add a token that was generated."""
+        self.tokens.append(token)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Add the tokens of a message."""
+        self.tokens.extend(tokens)
+
+    def begin_as(self, other: Session, length: int) -> None:
+        """Begin this new session with the first `length` tokens of another one, computed as far as they were there."""
+        assert not self.tokens
+        self.tokens.extend(other.tokens[:length])
+        self.computed = min(other.computed, len(self.tokens), max(len(self.tokens) - 1, 0))
+
+    def recall(self, tokens: TokenArray[int]) -> None:
+        """Restore the tokens that this new session had in an earlier engine; all but the last count as computed."""
+        assert not self.tokens
+        self.tokens.extend(tokens)
+        self.computed = len(tokens) - 1
+
+    def named(self, length: int, chunk_tokens: int) -> list[BlockHash]:
+        """Return the names by content of the full blocks in [0, length)."""
+        if self._names is None:
+            self._names = HashChain(chunk_tokens, self.tenant)
+        return self._names.upto(self.tokens, length)
+
+    def name_known(self, index: int) -> BlockHash | None:
+        """Return the name of full block `index` if somebody has asked for it, else None. Any thread may ask."""
+        return None if self._names is None else self._names.known(index)
+
+    def advance(self, stop: int) -> None:
+        """Record that the plan being made computes positions up to `stop`."""
+        if stop > self.computed:
+            self.computed = stop
+
+    def rollback(self, length: int, computed: int | None = None) -> None:
+        """Keep the first `length` tokens only. computed: how far they were computed at the time that is returned to; None:
+        as far as they are now."""
+        assert not self.running
+        del self.tokens[length:]
+        self.computed = min(self.computed, length if computed is None else min(computed, length))
+        if self._names is not None:
+            self._names.cut(length)
+
+    def start(self, now_s: float) -> None:
+        """Mark it as running from now on."""
+        self.running = True
+        self.last_active_s = now_s
+
+    def stop(self, now_s: float) -> None:
+        """Mark it as no longer running: its request ended or was preempted. Computing the KV of its last token is left to
+        the next request."""
+        self.running = False
+        self.last_active_s = now_s
+        self.computed = min(self.computed, max(len(self.tokens) - 1, 0))
+
+    def mark_waiting(self, arrival: int) -> None:
+        self.waiting += 1
+        self.queued = tuple(sorted((*self.queued, arrival)))
+
+    def unmark_waiting(self, arrival: int) -> None:
+        self.waiting -= 1
+        self.queued = tuple(queued for queued in self.queued if queued != arrival)
+        assert self.waiting == len(self.queued)
+
+
+def chunks_of(tokens: int, chunk_tokens: int) -> int:
+    """How many chunks hold so many tokens; the last one may be partly filled."""
+    return -(-tokens // chunk_tokens)
+
+
+def runs_of(indices: Iterable[int]) -> list[tuple[int, int]]:
+    """Group ascending numbers into half-open runs."""
+    listed = list(indices)
+    if listed and listed[-1] - listed[0] == len(listed) - 1:
+        return [(listed[0], listed[-1] + 1)]
+    runs: list[tuple[int, int]] = []
+    for index in listed:
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+    return runs
+
+
+def without(runs: Iterable[Run], gone: Iterable[Run]) -> tuple[Run, ...]:
+    """Return what is left of `runs` once the intervals `gone` are cut out of them."""
+    left = list(runs)
+    for first, last in gone:
+        parts = [((start, min(stop, first)), (max(start, last), stop)) for start, stop in left]
+        left = [part for both in parts for part in both if part[0] < part[1]]
+    return tuple(left)
+
+
+def tokens_in(runs: Iterable[Run]) -> int:
+    """How many positions the runs have together."""
+    total = 0
+    for start, stop in runs:
+        total += stop - start
+    return total
+
+
+def merged(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Join neighbouring intervals. runs: ascending."""
+    found: list[Run] = []
+    for start, stop in runs:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def common_prefix(a: TokenArray[int] | str, b: TokenArray[int] | str) -> int:
+    """Length of the longest common prefix, by halving: whole slices compare at memory speed."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,115 @@
+"""Attention over non-contiguous blocks, plugged into transformers (section 4.4).
+
+transformers calls `paged_attention` once a layer with the queries, keys and values of the whole batch. What it must know
+besides (where K and V go, which blocks each row attends to) is the `Iteration` of the forward under way: held here, not
+passed through keyword arguments, which some models drop or refuse. The fused path calls `attend` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from pensieve.device.batch import Batch
+from pensieve.device.kernels.base import AttentionBackend, Plan
+from pensieve.device.kernels.reference import ReferenceBackend
+from pensieve.errors import UnsupportedModel
+
+IMPLEMENTATION = "pensieve_paged"
+REFERENCE: AttentionBackend = ReferenceBackend()
+
+
+class Iteration:
+    """What the attention of one forward needs: the batch, the pool, and the backend's plan, shared by all layers.
+
+    pool: [layers, tokens, 2, kv_heads, head_dim]. wait_for_layer: called before a layer's K and V are touched. plan: a
+    standing one, as a captured graph needs; otherwise `backend` makes one for this batch.
+    `layers` records which layers attended, in order: the self-check counts them.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        pool: torch.Tensor,
+        chunk_tokens: int,
+        wait_for_layer: Callable[[int], None] | None = None,
+        backend: AttentionBackend = REFERENCE,
+        plan: Plan | None = None,
+    ) -> None:
+        self.batch = batch
+        self.pool = pool
+        self.layers: list[int] = []
+        self.wait_for_layer = wait_for_layer
+        self.plan = plan or backend.plan(batch, pool, chunk_tokens)
+
+
+_current: ContextVar[Iteration] = ContextVar("pensieve_iteration")
+
+
+@contextmanager
+def attending(iteration: Iteration) -> Iterator[Iteration]:
+    """Make `iteration` the one that the forward inside the block attends with, in this thread."""
+    token = _current.set(iteration)
+    try:
+        yield iteration
+    finally:
+        _current.reset(token)
+
+
+def paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the batch's K and V to the pool, then attend.
+
+    query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim], rotary applied. Returns
+    ([1, tokens, heads, head_dim], None). Raises UnsupportedModel for attention sinks and position biases.
+    """
+    for name in ("s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedModel(f"The model's attention uses {name}, which the paged attention does not have.")
+    assert attention_mask is None, "no mask function is registered for this implementation"
+    queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
+    layer = int(module.layer_idx)
+    return attend(_current.get(), layer, queries, keys, values, scaling, sliding_window, softcap)[None], None
+
+
+def attend(
+    iteration: Iteration,
+    layer: int,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Write keys and values [tokens, kv_heads, head_dim] to the layer's pool, then attend to it.
+
+    Returns [tokens, heads, head_dim], the shape of `queries`.
+    """
+    iteration.layers.append(layer)
+    if iteration.wait_for_layer is not None:
+        iteration.wait_for_layer(layer)
+    pool = iteration.pool[layer]
+    iteration.plan.write(pool, iteration.batch.write_places, keys, values)
+    return iteration.plan.attend(pool, queries, keys, values, scaling, window, softcap)
+
+
+def register() -> None:
+    """Make the implementation known to transformers; a second call changes nothing."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, paged_attention)

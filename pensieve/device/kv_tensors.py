@@ -1,0 +1,116 @@
+"""The memory behind the blocks: one pool a tier."""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+
+import psutil
+import torch
+
+from pensieve.device.transfers.pinned import pinned_bytes
+from pensieve.errors import HardwareMissing
+from pensieve.specs import ModelSpec
+from pensieve.units import format_bytes
+
+
+class KvTensors:
+    """Two pools of [layers, blocks, chunk_tokens, 2, kv_heads, head_dim]: `gpu` on the model's device, `cpu` in RAM.
+
+    K and V of a token lie side by side (the 2 is inside the token), so that a run of consecutive blocks is a plain
+    strided view of tokens for attention, one gather fetches both, and a block is one fragment a layer for a copy. With
+    the 2 outside the tokens, no run of blocks could be attended to without copying it first.
+
+    On a CPU machine both pools are RAM. They are zeroed (a place that was never written may meet a zero weight, and
+    0 x NaN is NaN), which costs nothing in RAM: the kernel has zeroed pages, which it maps at first use (torch.zeros
+    writes its zeroes). The CPU pool is pinned, and so mapped at once, only where there is a GPU to copy to.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        chunk_tokens: int,
+        gpu_blocks: int,
+        cpu_blocks: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Raises HardwareMissing, with the sizes, where the memory is not there."""
+        assert gpu_blocks > 0 and cpu_blocks >= 0 and chunk_tokens > 0
+        self.layers = spec.layers
+        self.chunk_tokens = chunk_tokens
+        self.gpu_blocks, self.cpu_blocks = gpu_blocks, cpu_blocks
+        self.device, self.dtype = device, dtype
+        self.token_shape = (2, spec.kv_heads, spec.head_dim)
+        if device.type == "cpu":
+            _refuse_beyond(psutil.virtual_memory().total, (gpu_blocks + cpu_blocks) * self.block_bytes, "both KV tiers")
+        else:
+            _refuse_beyond(psutil.virtual_memory().total, cpu_blocks * self.block_bytes, "the CPU tier of the KV cache")
+        self._pages: list[mmap.mmap] = []
+        self.gpu = self._pool(gpu_blocks, device, pinned=False)
+        self.cpu = self._pool(cpu_blocks, torch.device("cpu"), pinned=device.type == "cuda" and cpu_blocks > 0)
+
+    @property
+    def layer_block_bytes(self) -> int:
+        """One block of one layer: the contiguous unit of every copy."""
+        k_and_v, kv_heads, head_dim = self.token_shape
+        return self.chunk_tokens * k_and_v * kv_heads * head_dim * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """One block, all layers."""
+        return self.layers * self.layer_block_bytes
+
+    @property
+    def gpu_bytes(self) -> int:
+        return self.gpu_blocks * self.block_bytes
+
+    @property
+    def cpu_bytes(self) -> int:
+        return self.cpu_blocks * self.block_bytes
+
+    def gpu_tokens(self) -> torch.Tensor:
+        """The GPU pool as [layers, tokens, 2, kv_heads, head_dim]; a token's place is block * chunk_tokens + offset."""
+        return self.gpu.view(self.layers, self.gpu_blocks * self.chunk_tokens, *self.token_shape)
+
+    def forget(self) -> None:
+        """What the pools hold is not needed: their values are undefined from now on. On a CPU their memory is returned where
+        the system allows that, and they are zeroes again."""
+        if self.device.type == "cpu":
+            for pages in self._pages:
+                with suppress(AttributeError, OSError):  # only Linux promises zeroes
+                    pages.madvise(mmap.MADV_DONTNEED)
+
+    def _pool(self, blocks: int, device: torch.device, pinned: bool) -> torch.Tensor:
+        shape = (self.layers, blocks, self.chunk_tokens, *self.token_shape)
+        try:
+            if device.type == "cpu" and not pinned and blocks:
+                pages = mmap.mmap(-1, blocks * self.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                with suppress(AttributeError, OSError):  # as numpy's own: fewer misses of the address cache
+                    pages.madvise(mmap.MADV_HUGEPAGE)
+                self._pages.append(pages)
+                return torch.frombuffer(pages, dtype=self.dtype).view(shape)
+            if pinned:
+                with torch.cuda.device(self.device):  # else a context is made on the first device, whoever uses that
+                    return pinned_bytes(blocks * self.block_bytes).view(self.dtype).view(shape)
+            return torch.zeros(shape, dtype=self.dtype, device=device)
+        except (RuntimeError, MemoryError, OSError) as error:  # torch's OutOfMemoryError is a RuntimeError
+            where = "pinned CPU" if pinned else device.type.upper()
+            raise HardwareMissing(
+                f"A KV pool of {format_bytes(blocks * self.block_bytes)} ({blocks} blocks of "
+                f"{format_bytes(self.block_bytes)}) does not fit in {where} memory, of which {format_bytes(_free(device))} "
+                "are free; lower cache.gpu or cache.cpu."
+            ) from error
+
+
+def _free(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)
+
+
+def _refuse_beyond(total: int, wanted: int, what: str) -> None:
+    """Lazily mapped memory is granted beyond what the machine has; the process would be killed when it fills."""
+    if wanted > total:
+        raise HardwareMissing(
+            f"{what[0].upper()}{what[1:]} would take {format_bytes(wanted)}, and this machine has {format_bytes(total)} "
+            "of memory; lower cache.gpu or cache.cpu."
+        )

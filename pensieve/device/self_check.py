@@ -1,0 +1,170 @@
+"""Compares the logits of a model through the paged attention with its own, once, when it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from pensieve.core.plan import Row, Sample
+from pensieve.device.attention import IMPLEMENTATION, REFERENCE, Iteration
+from pensieve.device.batch import BlockTables, build_batch
+from pensieve.device.forward import Forward
+from pensieve.device.kernels.base import AttentionBackend
+from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.upcast import upcast
+from pensieve.errors import PensieveError, UnsupportedModel
+from pensieve.specs import ModelSpec
+
+_PROMPT = 5.5  # chunks: the last one is half full
+_CUT = 2.25  # the second piece starts inside a chunk
+_BLOCKS = (11, 3, 14, 0, 9, 6)
+_FLOAT32 = 1e-4  # of the largest logit, at least of 1
+_PROMPTS = 4  # in 16 bits, where an error is a sample of what rounding does
+# Right paths came to 0.78 to 1.03 (11 models, both 16-bit types, three instruction sets); attention scaled by 10 % too much
+# to 4.3 and more, its output by 5 % to 2.07.
+MULTIPLE = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheck:
+    """difference: between the logits of `forward` and the right ones, and the most that was allowed.
+
+    against: what the right ones are. "eager" in float32: the module's own logits, and the difference is the largest one.
+    "float32" in 16 bits: those of the same weights in float32, and the difference is the root mean square of the worst way
+    to cut the prompts, at most MULTIPLE of what the module's own 16-bit logits differ by.
+    """
+
+    difference: float
+    limit: float
+    against: str
+
+
+def check_against_eager(
+    module: Any,
+    forward: Forward,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: AttentionBackend = REFERENCE,
+    chunk: int = 4,
+) -> SelfCheck:
+    """Compare the logits of `forward` with the right ones: a prompt whole, and in pieces of which the last is one token.
+
+    Two right ways to compute a deep model in 16 bits differ by whole units of its logits, by another amount on each machine;
+    but each is as far from float32 as the other. So there the module's own distance is the measure, over several prompts.
+
+    The blocks are scattered, and what was never written in them are large numbers. The attention of every layer must be
+    called exactly once a forward. Raises UnsupportedModel with the difference, or with what the model did instead.
+    """
+    length = min(int(_PROMPT * chunk), spec.max_context)
+    cut = min(int(_CUT * chunk), length // 2)
+    assert 0 < cut < length - 1, "a context too short to check"
+    # The last pieces have 4, 3, 2 and 1 tokens: what is compiled on the user's machine has code of its own for each.
+    ends = [length - tokens for tokens in (10, 6, 3, 1) if length - tokens > cut]
+    cuts = ((0, length), (0, cut, *ends, length))
+    try:
+        tensors = KvTensors(spec, chunk, 16, 0, device, dtype)
+        paged = partial(_pieces, forward, backend, tensors)
+        judge = _float32 if dtype == torch.float32 else partial(_sixteen_bits, spec.layers)
+        check = judge(module, paged, _prompts(spec, length, device), cuts)
+    except (PensieveError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever the model's code trips over, the user can only choose another model
+        raise UnsupportedModel(
+            f"Model {spec.name} ({spec.model_type}) does not run through the paged attention "
+            f"({type(error).__name__}: {error}); choose a model of another architecture."
+        ) from error
+    if not check.difference <= check.limit:  # NaN fails too
+        its = "its own" if check.against == "eager" else "those of the same weights in float32"
+        raise UnsupportedModel(
+            f"Model {spec.name} ({spec.model_type}) fails its self-check: its logits through the paged attention differ "
+            f"from {its} by {check.difference:.3g} (at most {check.limit:.3g} allowed). Choose a model of another "
+            "architecture."
+        )
+    return check
+
+
+_Cuts = tuple[tuple[int, ...], ...]
+_Paged = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
+"""Of a prompt computed in the pieces between bounds: its logits [tokens, vocab]."""
+
+
+def _float32(module: Any, paged: _Paged, prompts: list[torch.Tensor], cuts: _Cuts) -> SelfCheck:
+    ids = prompts[0]  # rounding is far below what is allowed: one prompt says it all
+    with torch.inference_mode(), _eager(module):
+        expected = module(input_ids=ids[None], use_cache=False).logits[0]
+    difference = 0.0
+    with torch.inference_mode():
+        for bounds in cuts:
+            difference = _larger(difference, float((paged(ids, bounds) - expected).abs().max()))
+    return SelfCheck(difference, _FLOAT32 * max(1.0, float(expected.abs().max())), "eager")
+
+
+def _sixteen_bits(layers: int, module: Any, paged: _Paged, prompts: list[torch.Tensor], cuts: _Cuts) -> SelfCheck:
+    own, ours = 0.0, [0.0] * len(cuts)  # sums of mean squares
+    for ids in prompts:  # one at a time: logits over a large vocabulary take much memory
+        with _eager(module):
+            with torch.no_grad(), upcast(module, layers):
+                exact = module(input_ids=ids[None], use_cache=False).logits[0]
+            with torch.inference_mode():
+                own += _mean_square(module(input_ids=ids[None], use_cache=False).logits[0], exact)
+        with torch.inference_mode():
+            for index, bounds in enumerate(cuts):
+                ours[index] += _mean_square(paged(ids, bounds), exact)
+    difference = 0.0
+    for squares in ours:
+        difference = _larger(difference, (squares / len(prompts)) ** 0.5)
+    return SelfCheck(difference, MULTIPLE * (own / len(prompts)) ** 0.5, "float32")
+
+
+def _mean_square(got: torch.Tensor, exact: torch.Tensor) -> float:
+    assert exact.dtype == torch.float32
+    return float((got.float() - exact).square().mean())
+
+
+def _larger(one: float, other: float) -> float:
+    """NaN, if one of them is."""
+    return other if not other <= one else one
+
+
+def _prompts(spec: ModelSpec, length: int, device: torch.device) -> list[torch.Tensor]:
+    places = torch.arange(length, device=device)
+    return [places.mul(7 + 4 * number).add(3 + number).remainder(spec.vocab) for number in range(_PROMPTS)]
+
+
+@contextmanager
+def _eager(module: Any) -> Iterator[None]:
+    """Let the module attend by its own eager code inside the block."""
+    module.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        module.set_attn_implementation(IMPLEMENTATION)
+
+
+def _pieces(
+    forward: Forward, backend: AttentionBackend, tensors: KvTensors, ids: torch.Tensor, bounds: tuple[int, ...]
+) -> torch.Tensor:
+    """Logits [tokens, vocab] of the prompt computed in the pieces between `bounds`."""
+    tensors.gpu.fill_(1e4)
+    tables = BlockTables()
+    tables.overwrite(0, 0, _BLOCKS)
+    logits = []
+    for start, stop in pairwise(bounds):
+        row = Row(0, ((start, stop),), tuple(ids[start:stop].tolist()), Sample(stop))
+        batch = build_batch([row], tables, {}, tensors.chunk_tokens, tensors.device)
+        iteration = Iteration(batch, tensors.gpu_tokens(), tensors.chunk_tokens, backend=backend)
+        piece = forward(iteration, torch.arange(stop - start, device=tensors.device))
+        if sorted(iteration.layers) != list(range(tensors.layers)):
+            raise UnsupportedModel(
+                f"The model has {tensors.layers} layers, but the paged attention was called {len(iteration.layers)} times "
+                "a forward: some layers attend by other means. Choose a model of another architecture."
+            )
+        logits.append(piece.float())
+    return torch.cat(logits)

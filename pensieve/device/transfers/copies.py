@@ -1,0 +1,159 @@
+"""The ways to copy runs of blocks by the copy engines of a GPU, and which of them serves here.
+
+Copy engines leave all multiprocessors to the compute. Where blocks are scattered, what counts is how long the host takes to
+hand the copies over: 8,192 of them take 25 ms one by one, and 0.5 ms as one call of the driver a layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from threading import local
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pensieve.core.block_runs import BlockRun
+from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.transfers.driver import PREFER_OVERLAP, STREAM_ORDER, Attributes, find_batch_call
+from pensieve.device.transfers.link import Copier, Haul, gpu_of
+from pensieve.errors import EngineMissing, HardwareMissing
+
+_CHECKED = (BlockRun(1, 9, 2), BlockRun(4, 0, 1), BlockRun(6, 2, 3), BlockRun(10, 6, 1), BlockRun(12, 13, 1))
+_CHECKED_BLOCKS = 20
+
+
+class CallCopier:
+    """One `copy_` a run and layer; torch makes it one cudaMemcpyAsync, since both sides are contiguous.
+
+    Not one strided copy for all layers: between CPU and GPU torch first gathers in RAM what is not contiguous. The views
+    of a run are made for all layers at once, and torch loops over the calls of a layer: both save time of the host.
+    """
+
+    name = "a call a run"
+
+    def prepare(self, haul: Haul) -> Callable[[int], None]:
+        source, target = haul.source.flatten(2), haul.target.flatten(2)
+        sources = list(zip(*(source.narrow(1, run.src, run.blocks).unbind(0) for run in haul.runs), strict=True))
+        targets = list(zip(*(target.narrow(1, run.dst, run.blocks).unbind(0) for run in haul.runs), strict=True))
+
+        def copy(layer: int) -> None:
+            torch._foreach_copy_(targets[layer], sources[layer], non_blocking=True)
+
+        return copy
+
+
+class BatchCopier:
+    """One driver call a layer.
+
+    call: stands in for the driver's, in tests. Raises EngineMissing where the driver has no batched copy.
+    """
+
+    name = "a call a layer"
+
+    def __init__(self, call: Any = None) -> None:
+        self._call = find_batch_call() if call is None else call
+        self._attributes = Attributes(source_order=STREAM_ORDER, flags=PREFER_OVERLAP)
+        self._first, self._refused = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        self._used = local()
+
+    def prepare(self, haul: Haul) -> Callable[[int], None]:
+        stream = torch.cuda.current_stream(gpu_of(haul.source, haul.target))
+        if not hasattr(self._used, "device"):
+            stream.query()  # the driver, unlike the runtime, works only in threads that have used the device before
+            self._used.device = True
+        runs = np.array([(run.src, run.dst, run.blocks) for run in haul.runs], dtype=np.uint64)
+        sizes = runs[:, 2] * np.uint64(haul.layer_block_bytes)
+        sources = _addresses(haul.source, runs[:, 0])
+        targets = _addresses(haul.target, runs[:, 1])
+
+        def copy(layer: int) -> None:
+            begins, ends = sources[layer], targets[layer]
+            refused = self._call(
+                ends.ctypes.data,
+                begins.ctypes.data,
+                sizes.ctypes.data,
+                len(sizes),
+                self._attributes,
+                self._first,
+                1,
+                self._refused,
+                stream.cuda_stream,
+            )
+            if refused:
+                raise RuntimeError(
+                    f"CUDA error {refused} in copy {self._refused.value} of {len(sizes)} between the tiers"
+                )
+
+        return copy
+
+
+def _addresses(pool: torch.Tensor, blocks: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """[layers, blocks]: where each block begins."""
+    layer_bytes, block_bytes = (np.uint64(stride * pool.itemsize) for stride in pool.stride()[:2])
+    layers = np.arange(pool.shape[0], dtype=np.uint64) * layer_bytes
+    return np.uint64(pool.data_ptr()) + layers[:, None] + (blocks * block_bytes)[None, :]
+
+
+def choose_copier(tensors: KvTensors) -> tuple[Copier, str]:
+    """The driver's batched copy where it brings every byte both ways, else a call a run; and the choice in words.
+
+    Only on a GPU, and before the pools hold anything: blocks are written to, and zeroed again. Raises HardwareMissing where
+    neither way copies.
+    """
+    copiers: list[Copier] = [CallCopier()]
+    notes: list[str] = []
+    try:
+        copiers.insert(0, BatchCopier())
+    except EngineMissing as missing:
+        notes.append(str(missing).rstrip("."))
+    return first_sound(copiers, tensors, notes)
+
+
+def first_sound(copiers: Sequence[Copier], tensors: KvTensors, notes: Sequence[str] = ()) -> tuple[Copier, str]:
+    """As choose_copier, of these copiers; notes: what is said of others."""
+    said = list(notes)
+    for copier in copiers:
+        fault = find_fault(copier, tensors.cpu, tensors.gpu) or find_fault(copier, tensors.gpu, tensors.cpu)
+        if not fault:
+            return copier, "; ".join((copier.name, *said))
+        said.append(f"not {copier.name}: {fault}")
+    raise HardwareMissing(f"Copies between the tiers fail on this machine ({'; '.join(said)}); use cache.cpu=0.")
+
+
+def find_fault(copier: Copier, source: torch.Tensor, target: torch.Tensor) -> str:
+    """What is wrong with this way of copying; "" where every byte arrives and no other block changes. Leaves zeros."""
+    blocks = min(source.shape[1], target.shape[1], _CHECKED_BLOCKS)
+    runs = [run for run in _CHECKED if max(run.src, run.dst) + run.blocks < blocks] or [BlockRun(0, blocks - 1, 1)]
+    layers = sorted({0, source.shape[0] - 1})
+    size = source[0, 0].numel() * source.itemsize
+    noise = torch.randint(0, 256, (blocks, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    expected = torch.zeros_like(noise)
+    for run in runs:
+        expected[run.dst : run.dst + run.blocks] = noise[run.src : run.src + run.blocks]
+    device = gpu_of(source, target)
+    try:
+        for layer in layers:
+            source[layer, :blocks].copy_(noise.view(source.dtype).view(source[layer, :blocks].shape))
+        _synchronize(device)  # the streams used here do not wait for each other
+        with torch.cuda.stream(None if device is None else torch.cuda.Stream(device)):  # no batch on the default one
+            copy = copier.prepare(Haul(runs, source, target))
+            for layer in layers:
+                copy(layer)
+        _synchronize(device)
+        arrived = (target[layer, :blocks].cpu().flatten(1).view(torch.uint8) for layer in layers)
+        return "" if all(torch.equal(one, expected) for one in arrived) else "it copied wrongly"
+    except Exception as error:  # of a driver: whatever says that this way does not work on this machine
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    finally:
+        for layer in layers:
+            source[layer, :blocks].zero_()
+            target[layer, :blocks].zero_()
+        _synchronize(device)
+
+
+def _synchronize(device: torch.device | None) -> None:
+    if device is not None:
+        torch.cuda.synchronize(device)

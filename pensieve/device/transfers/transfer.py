@@ -1,0 +1,233 @@
+"""Performs the copies of plans: whole blocks between the tiers, layer by layer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import perf_counter_ns, sleep
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pensieve.core.block_runs import BlockRun, merge_copies
+from pensieve.core.plan import Copy, StepPlan
+from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.transfers.lanes import CudaLink
+from pensieve.device.transfers.link import Haul, Link, Mark
+
+_POLL_S = 5e-5
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Copies of one plan and direction, enqueued together. marks: one a layer."""
+
+    number: int
+    tickets: tuple[int, ...]
+    marks: list[Mark]
+
+    @property
+    def reached(self) -> bool:
+        return self.marks[-1].reached()
+
+
+class Transfer:
+    """Performs the copies of plans, a layer at a time (sections 4.3.3 and 5 of the paper).
+
+    The attention of layer i waits for layer i of those loads that bring a block its rows attend to, and for nothing else:
+    so loading overlaps with compute, and a restore may compute leading chunks while later ones are still under way.
+    Swap-outs wait for the loads before them unless urgent, since two directions at once slow each other by a fifth. A ticket
+    is reported when its copy is done, which may be some plans later.
+
+    On a CPU both tiers are RAM and a copy is done when the call returns, unless a link is given.
+
+    h2d_bytes and d2h_bytes count what was copied; fragments counts the contiguous pieces of a layer. disk_load_s, disk_kept:
+    seconds to read a chunk from a file store, and what that holds; unread, unkept: see StepResult. Here there is none.
+    """
+
+    disk_load_s = 0.0
+    disk_kept: Mapping[bytes, int] = {}
+
+    def __init__(self, tensors: KvTensors, link: Link | None = None) -> None:
+        self._tensors = tensors
+        self._link = CudaLink(tensors.device) if link is None and tensors.device.type == "cuda" else link
+        self.h2d_bytes = 0
+        self.d2h_bytes = 0
+        self.fragments = 0
+        self._loads: deque[_Group] = deque()  # oldest first
+        self._outs: deque[_Group] = deque()
+        self._numbers = 0
+        self._brought_by = np.zeros(tensors.gpu_blocks + 1, dtype=np.int64)  # the last entry is that of no block
+        self._required: _Group | None = None
+        self._done: list[int] = []
+        self._failed: list[int] = []
+        self._lost: dict[int, BaseException] = {}  # error by number of a group that failed and was not reported yet
+
+    @property
+    def mean_fragment_bytes(self) -> float:
+        return (self.h2d_bytes + self.d2h_bytes) / self.fragments if self.fragments else 0.0
+
+    def begin(self, plan: StepPlan) -> int:
+        """Start a plan's copies, those into the GPU first. Returns the nanoseconds for which the caller was held up."""
+        return self.swap_in(plan.swap_in) + self.swap_out(plan.swap_out)
+
+    def swap_in(self, copies: Sequence[Copy]) -> int:
+        """CPU blocks to GPU blocks. Returns the nanoseconds for which the caller was held up (0 with a link).
+
+        The next forward waits for all loads under way, unless `require` says which it needs.
+        """
+        runs = merge_copies(copies)
+        self.h2d_bytes += self._count(runs)
+        tickets = tuple(copy.ticket for copy in copies)
+        if self._link is None:
+            self._done += tickets
+            return _copy_now(runs, self._tensors.cpu, self._tensors.gpu)
+        if copies:
+            haul = Haul(runs, self._tensors.cpu, self._tensors.gpu)
+            self._loads.append(self._group(tickets, self._link.inward.enqueue(haul, ())))
+            for run in runs:
+                self._brought_by[run.dst : run.dst + run.blocks] = self._numbers
+        self._required = self._loads[-1] if self._loads else None
+        return 0
+
+    def require(self, blocks: NDArray[np.int64]) -> bool:
+        """Let the next forward wait only for the loads that bring some of these GPU blocks (below 0: none). False where there
+        are no such loads.
+
+        Raises RuntimeError where one of them has failed already.
+        """
+        self._settle()
+        self._required = None
+        if not self._loads and not self._lost:
+            return False
+        numbers = set(np.unique(self._brought_by[blocks]).tolist())
+        for number in numbers & self._lost.keys():
+            cause = self._lost[number]
+            raise RuntimeError(f"A copy between the tiers failed: {cause}") from cause
+        # Loads follow each other in one lane, so waiting for the newest is waiting for all.
+        self._required = next((group for group in reversed(self._loads) if group.number in numbers), None)
+        return self._required is not None
+
+    def wait_for_layer(self, layer: int) -> None:
+        """Let the compute wait for this layer of the required loads, if any. Raises the error of a load that failed,
+        where the link can tell."""
+        if self._required is not None:
+            assert self._link is not None
+            self._link.hold_compute(self._required.marks[layer])
+
+    def swap_out(self, copies: Sequence[Copy]) -> int:
+        """GPU blocks to CPU blocks, as the compute launched so far leaves them. Returns the nanoseconds for which the
+        caller was held up (0 with a link)."""
+        link, held_ns = self._link, 0
+        for urgent in (True, False):
+            chosen = [copy for copy in copies if copy.urgent is urgent]
+            if not chosen:
+                continue
+            runs, tickets = merge_copies(chosen), tuple(copy.ticket for copy in chosen)
+            self.d2h_bytes += self._count(runs)
+            if link is None:
+                held_ns += _copy_now(runs, self._tensors.gpu, self._tensors.cpu)
+                self._done += tickets
+                continue
+            after = [link.computed()]
+            if self._loads and not urgent:
+                after.append(self._loads[-1].marks[-1])
+            haul = Haul(runs, self._tensors.gpu, self._tensors.cpu)
+            self._outs.append(self._group(tickets, link.outward.enqueue(haul, after)))
+        return held_ns
+
+    def stalled_ns(self) -> int:
+        """For how long compute waited for loads since the last call, as far as those waits are over."""
+        return self._link.stalled_ns() if self._link is not None else 0
+
+    def done(self) -> tuple[int, ...]:
+        """Tickets of copies that finished since the last call, whatever plan they came with."""
+        self._settle()
+        done, self._done = tuple(self._done), []
+        return done
+
+    def failed(self) -> tuple[int, ...]:
+        """Tickets of copies that failed since the last call; what they wrote is not valid."""
+        self._settle()
+        failed, self._failed = tuple(self._failed), []
+        self._lost.clear()
+        return failed
+
+    def unread(self) -> tuple[int, ...]:
+        """Tickets of loads from a file store, over by the last call of `done`, that did not bring what was asked for."""
+        return ()
+
+    def unkept(self) -> tuple[bytes, ...]:
+        """Return, once, the keys that a file store does not hold after all."""
+        return ()
+
+    def wait(self) -> bool:
+        """Block the caller until a copy is done or has failed. False where none is under way or left to report."""
+        while not self._done and not self._failed:
+            if not self._loads and not self._outs:
+                return False
+            self._settle()
+            if not self._done and not self._failed:
+                sleep(_POLL_S)
+        return True
+
+    def abandon(self, tickets: Sequence[int]) -> None:
+        """Wait for these copies and never report them: their plan failed."""
+        with suppress(RuntimeError):  # a device in error for good: nothing is under way there
+            self.finish()
+        self._settle()
+        self._done = [ticket for ticket in self._done if ticket not in tickets]
+        self._failed = [ticket for ticket in self._failed if ticket not in tickets]
+
+    def finish(self) -> int:
+        """Wait until copies and compute are done; compute too, since a forward that failed halfway may have left kernels that
+        still write to blocks. Returns the same as `stalled_ns`.
+        """
+        if self._link is None:
+            return 0
+        self._link.synchronize()
+        self._settle()
+        assert not self._loads and not self._outs
+        self._required = None
+        return self._link.stalled_ns()
+
+    def close(self) -> None:
+        if self._link is not None:
+            with suppress(RuntimeError):  # a device in error cannot be waited for; steps and copies reported the error
+                self.finish()
+                self._link.close()
+
+    def _group(self, tickets: tuple[int, ...], marks: list[Mark]) -> _Group:
+        self._numbers += 1
+        return _Group(self._numbers, tickets, marks)
+
+    def _settle(self) -> None:
+        for groups in (self._loads, self._outs):
+            while groups:
+                try:
+                    if not groups[0].reached:
+                        break
+                    error = groups[0].marks[-1].error
+                except RuntimeError as failure:  # the device is in error for good: every query raises it
+                    error = failure
+                group = groups.popleft()
+                if error is None:
+                    self._done += group.tickets
+                else:
+                    self._failed += group.tickets
+                    self._lost[group.number] = error
+
+    def _count(self, runs: list[BlockRun]) -> int:
+        self.fragments += len(runs) * self._tensors.layers
+        return sum(run.blocks for run in runs) * self._tensors.block_bytes
+
+
+def _copy_now(runs: list[BlockRun], source: torch.Tensor, target: torch.Tensor) -> int:
+    """Copy all layers of a run in one call. Returns the nanoseconds it took."""
+    started = perf_counter_ns()
+    for run in runs:
+        target[:, run.dst : run.dst + run.blocks].copy_(source[:, run.src : run.src + run.blocks])
+    return perf_counter_ns() - started if runs else 0

@@ -1,0 +1,202 @@
+"""An engine whose every sampled token is compared with the plain model, whatever path its KV took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from pensieve.core.cache.base import CacheManager
+from pensieve.core.clock import WallClock
+from pensieve.core.engine import Engine
+from pensieve.core.event import Event
+from pensieve.core.plan import StepPlan
+from pensieve.core.scheduler.active_request import ActiveRequest
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.device.attention import IMPLEMENTATION
+from pensieve.device.model import LoadedModel
+from pensieve.device.options import TorchOptions
+from pensieve.device.sampler import greedy
+from pensieve.device.transfers.link import Link
+from pensieve.device.worker import TorchWorker
+from pensieve.serve.books.books import Books
+from pensieve.serve.record import TurnRecord
+
+TOLERANCE = 1e-4  # of the largest logit, at least of 1, in float32
+
+
+class Mismatch(Exception):
+    """A token or a logit differs from the plain model's."""
+
+
+@dataclass(slots=True)
+class Paths:
+    """How many turns took each path; one turn may take several. again: its KV was on CPU, and some was recomputed all the
+    same. hole: rows (not turns) that recompute several runs of positions. worst: the largest logit difference."""
+
+    turns: int = 0
+    tokens: int = 0
+    gpu_hit: int = 0
+    cpu_restore: int = 0
+    again: int = 0
+    recompute: int = 0
+    hole: int = 0
+    preempted: int = 0
+    shared: int = 0
+    edited: int = 0
+    refused: int = 0
+    cancelled: int = 0
+    worst: float = 0.0
+
+    def add(self, other: Paths) -> None:
+        for name in self.__slots__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, max(mine, theirs) if name == "worst" else mine + theirs)
+
+
+def plain_logits(model: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
+    """[tokens, vocab], float32: one forward of transformers' own eager attention over the whole history."""
+    model.module.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            ids = torch.tensor([list(tokens)], device=model.device)
+            return model.module(input_ids=ids, use_cache=False).logits[0].float().cpu()
+    finally:
+        model.module.set_attn_implementation(IMPLEMENTATION)
+
+
+class WatchedWorker(TorchWorker):
+    """Counts the rows that recompute several runs of positions in one forward."""
+
+    rows_with_holes = 0
+
+    def launch(self, plan: StepPlan) -> None:
+        self.rows_with_holes += sum(len(row.runs) > 1 for row in plan.rows)
+        super().launch(plan)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The logits that a turn sampled from. start: how many tokens stood before the first of them."""
+
+    start: int
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+
+class CheckedEngine(Engine):
+    """Runs check() after every step, fills every free block with NaN, and compares each finished turn with one plain forward
+    over it.
+
+    Raises Mismatch at the first difference. paths: how many turns took which path.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        cache: CacheManager,
+        settings: SchedulerSettings,
+        max_context: int,
+        link: Link | None = None,
+        options: TorchOptions | None = None,
+    ) -> None:
+        clock = WallClock()
+        self.torch_worker = WatchedWorker(
+            model, cache.chunk_tokens, clock, keep_logits=True, link=link, options=options
+        )
+        self.report = self.torch_worker.start(cache.gpu_blocks, cache.cpu_blocks)
+        super().__init__(
+            cache=cache,
+            settings=settings,
+            worker=self.torch_worker,
+            clock=clock,
+            max_context=max_context,
+            facts=Books(cache.chunk_tokens),
+        )
+        self.model = model
+        self.paths = Paths()
+        self._seen: dict[int, _Seen] = {}
+        self._poison(everything=True)
+
+    def step(self, until_ns: int | None = None) -> list[Event]:
+        events = super().step(until_ns)
+        self.paths.hole = self.torch_worker.rows_with_holes
+        self.cache.check()
+        self._poison()
+        for event in events:
+            if event.turn is not None:
+                self._count(event.turn)
+        return events
+
+    def run(self) -> list[TurnRecord]:
+        """Step until no request is left. Returns the turns that finished."""
+        turns = [event.turn for event in self.take_events() if event.turn is not None]
+        for turn in turns:
+            self._count(turn)
+        while self.busy:
+            turns += [event.turn for event in self.step() if event.turn is not None]
+            assert self.progressed or not self.busy, "requests wait, and nothing runs that could let them in"
+        return turns
+
+    def _emit(self, active: ActiveRequest, token: int, now_s: float) -> None:
+        number, tokens = active.request.id, active.session.tokens
+        seen = self._seen.setdefault(number, _Seen(len(tokens) - 1))
+        assert active.slot is not None
+        seen.logits.append(self.torch_worker.last_logits[active.slot])
+        super()._emit(active, token, now_s)
+
+    def _close(
+        self, active: ActiveRequest, status: str, reason: str | None, now_s: float, error: str | None = None
+    ) -> None:
+        super()._close(active, status, reason, now_s, error)
+        seen = self._seen.pop(active.request.id, None)
+        if status == "failed":
+            raise Mismatch(f"a step failed: {error}")
+        if seen is not None:
+            self._compare(active, seen)
+
+    def _compare(self, active: ActiveRequest, seen: _Seen) -> None:
+        tokens = active.session.tokens
+        expected = plain_logits(self.model, tokens[: seen.start + len(seen.logits) - 1])[seen.start - 1 :]
+        got = torch.stack(seen.logits)
+        difference = float((got - expected).abs().max())
+        limit = TOLERANCE * max(1.0, float(expected.abs().max()))
+        self.paths.worst = max(self.paths.worst, difference)
+        if not difference <= limit:
+            first = int(((got - expected).abs().amax(dim=1) > limit).nonzero()[0])
+            raise Mismatch(
+                f"turn {active.request.turn} of {active.session.name}: logits of output token {first} differ by "
+                f"{difference:.2e} (allowed {limit:.2e})"
+            )
+        if active.request.sampling.temperature == 0:
+            best = greedy(expected)
+            for i, token in enumerate(tokens[seen.start :]):
+                margin = float(expected[i, best[i]] - expected[i, token])
+                if margin > 2 * limit:
+                    raise Mismatch(f"turn {active.request.turn} of {active.session.name}: token {i} is not the argmax")
+
+    def _count(self, turn: TurnRecord) -> None:
+        paths = self.paths
+        paths.turns += 1
+        paths.tokens += turn.output_tokens
+        paths.gpu_hit += bool(turn.gpu_hit_tokens)
+        paths.cpu_restore += bool(turn.cpu_hit_tokens)
+        paths.again += bool(turn.cpu_recomputed_tokens)
+        paths.recompute += bool(turn.recomputed_tokens)
+        paths.shared += bool(turn.shared_hit_tokens)
+        paths.preempted += bool(turn.resumed_swapped_tokens or turn.resumed_recomputed_tokens)
+        paths.refused += turn.status == "refused"
+        paths.cancelled += turn.status in ("cancelled", "timeout")
+
+    def _poison(self, everything: bool = False) -> None:
+        tensors, nan = self.torch_worker.tensors, float("nan")
+        if everything:
+            tensors.gpu.fill_(nan)
+            tensors.cpu.fill_(nan)
+            return
+        gpu, cpu = self.cache.free_blocks()
+        tensors.gpu[:, sorted(gpu)] = nan
+        if self.cache.cpu_blocks:
+            tensors.cpu[:, sorted(cpu)] = nan
+        if tensors.device.type == "cuda":  # a load into a block that was free does not wait for its poison
+            torch.cuda.synchronize(tensors.device)

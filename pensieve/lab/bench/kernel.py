@@ -1,0 +1,434 @@
+"""Attention alone: decode, append, mixed and recovery batches, and the paper's microbenchmark, beside every backend here.
+
+One call attends in several layers, enough that their KV does not fit the caches. The plan is made before, as a forward makes
+one for all its layers. On a GPU the call is replayed from a CUDA graph where the backend can be captured, so that no time of
+launches is measured. The limit is the time to move the KV at the copy bandwidth, or to do the products at the matrix rate,
+whichever is longer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from pensieve.core.plan import Row, Sample
+from pensieve.device.batch import Batch, BlockTables, Span, Spans, build_batch
+from pensieve.device.graphs import CudaRecorder
+from pensieve.device.kernels.backends import BACKENDS, ON_CPU, candidates, load_backend
+from pensieve.device.kernels.base import AttentionBackend, Plan
+from pensieve.errors import PensieveError
+from pensieve.lab.bench.case import Case, Figure, Measured
+from pensieve.lab.bench.record import now
+from pensieve.lab.bench.session import Bench
+from pensieve.lab.bench.timer import interleaved
+from pensieve.lab.statistics import median
+
+Call = Callable[[], torch.Tensor]
+Runs = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    dim: int
+    chunk: int
+
+
+_GPU_SHAPE = Shape(heads=32, kv_heads=8, dim=128, chunk=32)
+_CPU_SHAPE = Shape(heads=8, kv_heads=4, dim=64, chunk=32)
+_ROUNDS = {"cuda": 15, "cpu": 7}
+_BEYOND_CACHES = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}  # on a CPU a compromise with the time that a call takes
+_MOST_LAYERS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """ours: the one that serves on this device. others: those that load too. absent: those that do not, with the reason."""
+
+    ours: AttentionBackend
+    others: tuple[AttentionBackend, ...]
+    absent: dict[str, str]
+
+
+@dataclass
+class Runners:
+    """The calls of one case, and for each the version and settings that are recorded."""
+
+    device: torch.device
+    calls: dict[str, Call] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    engines: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, name: str, call: Call, version: str, **engine: Any) -> None:
+        replay = _captured(call, self.device)
+        self.calls[name] = replay or call
+        self.versions[name] = version
+        self.engines[name] = {**engine, "captured": replay is not None}
+
+
+def run(bench: Bench) -> None:
+    """Measure and record all cases. Raises a PensieveError where the backend that serves here cannot be loaded."""
+    shape = _GPU_SHAPE if bench.on_gpu else _CPU_SHAPE
+    backends = find_backends(bench.device, bench.dtype, shape)
+    for label, rows, parameters in plain_cases(bench.on_gpu, bench.full):
+        _plain(bench, shape, backends, label, rows, parameters)
+    _recovery(bench, shape, backends)
+    _microbenchmark(bench, shape, backends)
+    ours = f"{backends.ours.name} ({backends.ours.version})"
+    bench.note(f"Attention of {shape.heads} query and {shape.kv_heads} KV heads of {shape.dim}; ours is {ours}.")
+    if not bench.on_gpu:
+        bench.note("On a CPU the sizes are smaller, and varlen, flashinfer and triton do not run.")
+
+
+def find_backends(device: torch.device, dtype: torch.dtype, shape: Shape) -> Backends:
+    """Every backend for this kind of device: those that load, and why others do not."""
+    found: dict[str, AttentionBackend] = {}
+    absent: dict[str, str] = {}
+    for name in ON_CPU if device.type == "cpu" else (name for name in BACKENDS if name != "native"):
+        try:
+            found[name] = load_backend(name, device, dtype, shape.dim, shape.chunk)
+        except PensieveError as error:
+            absent[name] = str(error)
+    ours = next(found[name] for name in candidates("auto", device.type) if name in found)
+    return Backends(ours, tuple(b for b in found.values() if b is not ours), absent)
+
+
+def plain_cases(on_gpu: bool, full: bool) -> list[tuple[str, list[Runs], dict[str, Any]]]:
+    """(label, rows, parameters): rows as runs of positions."""
+    if on_gpu:
+        decodes = [(batch, context) for batch in (1, 64) for context in (1024, 4096, 16384)]
+        append, over, mixed, mixed_over, prefill = 8, 4096, 56, 2048, 512
+    else:
+        decodes = [(1, 1024), (8, 512)] + ([(1, 4096), (8, 2048)] if full else [])
+        append, over, mixed, mixed_over, prefill = 2, 512, 7, 256, 128
+    cases: list[tuple[str, list[Runs], dict[str, Any]]] = [
+        (
+            f"decode {batch} over {context}",
+            [[(context - 1, context)]] * batch,
+            {"kind": "decode", "batch": batch, "context": context, "new": 1},
+        )
+        for batch, context in decodes
+    ]
+    cases.append(
+        (
+            f"append {append} x 32 over {over}",
+            [[(over, over + 32)]] * append,
+            {"kind": "append", "batch": append, "context": over, "new": 32},
+        )
+    )
+    cases.append(
+        (
+            f"mixed: {mixed} decode over {mixed_over}, prefill {prefill}",
+            [*([[(mixed_over - 1, mixed_over)]] * mixed), [(0, prefill)]],
+            {"kind": "mixed", "batch": mixed + 1, "context": mixed_over, "new": prefill},
+        )
+    )
+    return cases
+
+
+def recovery_runs(context: int, runs: int, tokens: int) -> tuple[Runs, Runs]:
+    """`runs` runs of `tokens` positions, ending at equal shares of a context, and one run with as many pairs of query and
+    key: the difference in time is what it costs that there are several runs."""
+    step = context // runs
+    several = [(step * (i + 1) - tokens, step * (i + 1)) for i in range(runs)]
+    wanted = sum(pairs(start, stop) for start, stop in several)
+    total = runs * tokens
+    stop = round((wanted + total * (total - 1) / 2) / total)
+    return several, [(stop - total, stop)]
+
+
+def pairs(start: int, stop: int) -> int:
+    """How many (query, key) pairs positions [start, stop) attend to."""
+    return (stop - start) * (start + 1 + stop) // 2
+
+
+def _plain(
+    bench: Bench, shape: Shape, backends: Backends, label: str, rows: list[Runs], parameters: Mapping[str, Any]
+) -> None:
+    inputs = make_inputs(rows, shape, bench.device, bench.dtype, bench.options.seed)
+    runners = _paged_runners(inputs, backends)
+    runners.add("copied_out", copied_out(inputs), f"torch {torch.__version__}")
+    if inputs.uniform:
+        runners.add("contiguous", contiguous(inputs), f"torch {torch.__version__}")
+    _record(bench, _case(bench, inputs, label, parameters), runners, backends)
+
+
+def _recovery(bench: Bench, shape: Shape, backends: Backends) -> None:
+    context, runs, tokens = (4096, 4, 256) if bench.on_gpu else (512, 4, 32)
+    several, one = recovery_runs(context, runs, tokens)
+    inputs = make_inputs([several], shape, bench.device, bench.dtype, bench.options.seed)
+    runners = _paged_runners(inputs, backends)
+    runners.add("copied_out", copied_out(inputs), f"torch {torch.__version__}")
+    # As many layers as the several runs had: the caches see the same.
+    alone = make_inputs([one], shape, bench.device, bench.dtype, bench.options.seed, layers=inputs.layers)
+    runners.add("one_run", paged(backends.ours, alone), backends.ours.version, backend=backends.ours.name)
+    label = f"recovery: {runs} runs of {tokens} in {context}"
+    parameters = {"kind": "recovery", "batch": 1, "context": context, "new": tokens, "runs": runs}
+    _record(bench, _case(bench, inputs, label, parameters), runners, backends, over=("one_run", "several_over_one"))
+
+
+def _microbenchmark(bench: Bench, shape: Shape, backends: Backends) -> None:
+    batch, new, past = (32, 8, 2048) if bench.on_gpu or bench.full else (4, 8, 512)
+    inputs = make_inputs([[(past, past + new)]] * batch, shape, bench.device, bench.dtype, bench.options.seed)
+    runners = _paged_runners(inputs, backends)
+    torch_version = f"torch {torch.__version__}"
+    runners.add("contiguous", contiguous(inputs), torch_version)
+    runners.add("copied_out", copied_out(inputs), torch_version)
+    runners.add(
+        "one_at_a_time", one_at_a_time(backends.ours, inputs), backends.ours.version, backend=backends.ours.name
+    )
+    label = f"paper: batch {batch}, {new} queries, {past} past"
+    parameters = {"kind": "paper", "batch": batch, "context": past, "new": new}
+    _record(bench, _case(bench, inputs, label, parameters), runners, backends)
+
+
+def _paged_runners(inputs: Inputs, backends: Backends) -> Runners:
+    runners = Runners(inputs.pool.device)
+    for name, backend in (("ours", backends.ours), *((other.name, other) for other in backends.others)):
+        runners.add(name, paged(backend, inputs), backend.version, backend=backend.name, layers=inputs.layers)
+    return runners
+
+
+def _case(bench: Bench, inputs: Inputs, label: str, parameters: Mapping[str, Any]) -> Case:
+    shape, layers = inputs.shape, inputs.layers
+    moved = inputs.kv_bytes + 2 * inputs.queries.nbytes  # keys and values once each, queries in, results out
+    products = 4 * shape.heads * shape.dim * sum(pairs(span.start, span.stop) for span in inputs.batch.spans)
+    memory_ms = moved * layers / bench.copy_bytes_s * 1e3
+    matrix_ms = products * layers / bench.matrix_flops_s * 1e3
+    return Case(
+        label=label,
+        floor=max(memory_ms, matrix_ms),
+        floor_is="KV at the copy bandwidth" if memory_ms >= matrix_ms else "products at the matrix rate",
+        metric="attention_ms",
+        parameters={
+            **parameters,
+            "layers": layers,
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "head_dim": shape.dim,
+        },
+    )
+
+
+def _record(
+    bench: Bench, case: Case, runners: Runners, backends: Backends, over: tuple[str, str] | None = None
+) -> None:
+    """Measure and record a case. over: a backend of the case, and the name of the figure for our time over its time."""
+    began = now()
+    with torch.inference_mode():
+        times = interleaved(runners.calls, bench.rounds(_ROUNDS[bench.device.type]), bench.device)
+    figures: Sequence[Figure] = ()
+    if over is not None and times["ours"].values and times[over[0]].values:
+        figures = [Figure(over[1], median(times["ours"].values) / median(times[over[0]].values))]
+    measured = [
+        Measured(
+            name,
+            t.values,
+            runners.versions[name],
+            runners.engines[name],
+            figures=figures if name == "ours" else (),
+            error=t.error,
+        )
+        for name, t in times.items()
+    ]
+    measured += [Measured(name, error=reason) for name, reason in backends.absent.items()]
+    bench.record(case, measured, began)
+
+
+def _captured(call: Call, device: torch.device) -> Call | None:
+    """The call as the replay of a CUDA graph; None on a CPU, and where it cannot be captured."""
+    if device.type != "cuda":
+        return None
+    try:
+        with torch.inference_mode():
+            return CudaRecorder(device).record(call)
+    except Exception:  # one that waits for the device cannot be captured; one that always raises is recorded when timed
+        torch.cuda.synchronize(device)
+        return None
+
+
+# -- the inputs, and ways of attending with and without a paged kernel ------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """pool [layers, tokens, 2, kv_heads, dim], its blocks scattered; queries [tokens, heads, dim]; keys, values with
+    kv_heads."""
+
+    shape: Shape
+    batch: Batch
+    pool: torch.Tensor
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def layers(self) -> int:
+        return len(self.pool)
+
+    @property
+    def uniform(self) -> bool:
+        """All spans are at the same positions, so that they can be stacked without padding."""
+        return len({(span.start, span.stop) for span in self.batch.spans}) == 1
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that one layer must read; what several runs of a recovery share counts once."""
+        ends: dict[int, int] = {}
+        for span in self.batch.spans:
+            first = int(span.blocks[0])
+            ends[first] = max(span.stop, ends.get(first, 0))
+        return sum(ends.values()) * int(self.pool[0, 0].nbytes)
+
+    @cached_property
+    def places(self) -> list[torch.Tensor]:
+        """Where each span's context lies in the pool, token by token."""
+        chunk = self.shape.chunk
+        each = [(span.blocks[:, None] * chunk + np.arange(chunk)).reshape(-1)[: span.stop] for span in self.batch.spans]
+        return [torch.from_numpy(x).to(self.pool.device) for x in each]
+
+
+def make_inputs(
+    rows: Sequence[Runs],
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    layers: int | None = None,
+) -> Inputs:
+    """One request a row. layers: by default so many that they do not fit the caches and a call reads from memory."""
+    blocks = [-(-runs[-1][1] // shape.chunk) for runs in rows]
+    tokens = sum(blocks) * shape.chunk
+    layer_bytes = tokens * 2 * shape.kv_heads * shape.dim * dtype.itemsize
+    layers = layers or max(1, min(_MOST_LAYERS, -(-_BEYOND_CACHES[device.type] // layer_bytes)))
+    order = list(range(sum(blocks)))
+    random.Random(seed).shuffle(order)
+    tables, plan_rows = BlockTables(), []
+    for slot, (runs, count) in enumerate(zip(rows, blocks, strict=True)):
+        tables.overwrite(slot, 0, [order.pop() for _ in range(count)])
+        new = sum(stop - start for start, stop in runs)
+        plan_rows.append(Row(slot, tuple(runs), (1,) * new, Sample(runs[-1][1])))
+    batch = build_batch(plan_rows, tables, {}, shape.chunk, device)
+    source = torch.Generator(device).manual_seed(seed)
+
+    def noise(*sizes: int) -> torch.Tensor:
+        return torch.empty(sizes, dtype=dtype, device=device).normal_(generator=source)
+
+    count = len(batch.token_ids)
+    queries = noise(count, shape.heads, shape.dim)
+    keys, values = (noise(count, shape.kv_heads, shape.dim) for _ in range(2))
+    pool = noise(layers, tokens, 2, shape.kv_heads, shape.dim)
+    pool[:, batch.write_places] = torch.stack((keys, values), dim=1)
+    return Inputs(shape, batch, pool, queries, keys, values)
+
+
+def paged(backend: AttentionBackend, inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """Attend over the blocks where they are. Returns [tokens, heads, dim] of the last layer."""
+    plan = backend.plan(inputs.batch, inputs.pool, inputs.shape.chunk)
+
+    def call() -> torch.Tensor:
+        for pool in inputs.pool:
+            result = plan.attend(pool, inputs.queries, inputs.keys, inputs.values, None, None, None)
+        return result
+
+    return call
+
+
+def copied_out(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """Gather each context from its blocks, in every layer again, and attend to the contiguous copy."""
+    spans, places = inputs.batch.spans, inputs.places
+    if inputs.uniform:  # one gather and one call for all
+        places, groups = [torch.cat(places)], [inputs.queries.unflatten(0, (len(spans), -1))]
+    else:
+        groups = [inputs.queries[span.first : span.first + span.queries][None] for span in spans]
+
+    def call() -> torch.Tensor:
+        for pool in inputs.pool:
+            flat = pool.flatten(1)
+            pieces = []
+            for queries, own in zip(groups, places, strict=True):
+                kv = flat.index_select(0, own).view(len(queries), -1, *pool.shape[1:])
+                pieces.append(_attend(queries, kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)))
+        return torch.cat([piece.flatten(0, 1) for piece in pieces])
+
+    return call
+
+
+def contiguous(inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """Contexts of one length that are contiguous already, head by head: what paging is compared with."""
+    assert inputs.uniform
+    spans = inputs.batch.spans
+    together, queries = torch.cat(inputs.places), inputs.queries.unflatten(0, (len(spans), -1))
+    layers = [
+        pool[together].unflatten(0, (len(spans), -1)).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
+        for pool in inputs.pool
+    ]
+
+    def call() -> torch.Tensor:
+        for keys, values in layers:
+            result = _attend(queries, keys, values)
+        return result.flatten(0, 1)
+
+    return call
+
+
+def one_at_a_time(backend: AttentionBackend, inputs: Inputs) -> Callable[[], torch.Tensor]:
+    """One query of each request a launch, as with a kernel that takes single queries only. Rows of one length."""
+    spans = list(inputs.batch.spans)
+    new = spans[0].queries
+    assert {span.queries for span in spans} == {new}
+    plans: list[Plan] = []
+    singles_of: list[tuple[torch.Tensor, ...]] = []
+    for offset in range(new):
+        at = torch.tensor([span.first + offset for span in spans], device=inputs.pool.device)
+        singles = Spans.of(
+            [Span(row, span.start + offset, span.start + offset + 1, span.blocks) for row, span in enumerate(spans)]
+        )
+        batch = Batch(
+            inputs.batch.token_ids[at], inputs.batch.positions[at], inputs.batch.write_places[at], singles, at, ()
+        )
+        plans.append(backend.plan(batch, inputs.pool, inputs.shape.chunk))
+        singles_of.append((inputs.queries[at], inputs.keys[at], inputs.values[at]))
+
+    def call() -> torch.Tensor:
+        for pool in inputs.pool:
+            pieces = [
+                plan.attend(pool, q, k, v, None, None, None) for plan, (q, k, v) in zip(plans, singles_of, strict=True)
+            ]
+        return torch.stack(pieces, dim=1).flatten(0, 1)
+
+    return call
+
+
+def _attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """torch's own attention, causal and aligned at the end: [batch, m, heads, dim].
+
+    queries [batch, m, heads, dim]; keys, values [batch, kv_heads, n, dim]. No key is repeated: on a GPU the kernel knows
+    groups, on a CPU the queries of a group are folded into one dimension.
+    """
+    new, length = queries.shape[1], keys.shape[2]
+    if queries.is_cuda:
+        from torch.nn.attention.bias import causal_lower_right
+
+        mask = causal_lower_right(new, length) if new > 1 else None
+        result: torch.Tensor = F.scaled_dot_product_attention(
+            queries.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True
+        )
+        return result.transpose(1, 2)
+    folded = (
+        queries.unflatten(2, (keys.shape[1], -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    )  # [batch, kv, group * m, dim]
+    mask = None
+    if new > 1:
+        mask = torch.full((new, length), float("-inf"), dtype=queries.dtype).triu_(length - new + 1)
+        mask = mask.repeat(folded.shape[2] // new, 1)
+    result = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+    return result.unflatten(2, (-1, new)).permute(0, 3, 1, 2, 4).flatten(2, 3)

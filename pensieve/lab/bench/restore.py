@@ -1,0 +1,284 @@
+"""What a CPU tier costs and saves in a whole engine: conversations that return to KV on CPU, and a tier that stays unused."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from pensieve.core.cache.restore import RestoreMode, Split
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import WallClock
+from pensieve.core.engine import Engine
+from pensieve.core.event import Event
+from pensieve.core.policies.base import PolicyContext
+from pensieve.core.policies.lru import Lru
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.request import Length, Request
+from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.device.model import LoadedModel
+from pensieve.device.transfers.link import Link
+from pensieve.device.worker import TorchWorker
+from pensieve.errors import WorkerError
+from pensieve.lab.bench.case import Case, Figure, Measured
+from pensieve.lab.bench.models import CHUNK
+from pensieve.lab.bench.record import now
+from pensieve.lab.bench.session import Bench
+from pensieve.lab.bench.timer import in_turn
+from pensieve.lab.statistics import median
+from pensieve.plugins.device.thread_link import ThreadLink
+from pensieve.serve.books.books import Books
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.profiling import load_s, profile_of
+from pensieve.sim.profile import Profile
+from pensieve.units import ceil_div
+
+_VOCAB = 250  # token ids that every model has
+_STEPS = 8
+_MODES: tuple[RestoreMode, ...] = ("load", "hybrid", "recompute")
+
+
+def measure_restores(
+    bench: Bench, model: LoadedModel, tokens: int, link: ThreadLink | None, links: Mapping[str, float | None]
+) -> None:
+    """Time to first token of a conversation whose KV is on CPU, by how it is restored. links: for each name, the seconds to
+    load a token over those to compute it that `link` is throttled to; None leaves it as it is."""
+    new, batch_tokens = (64, 512) if bench.on_gpu else (32, 128)
+    returning = Returning(model, tokens, new, batch_tokens, link)
+    profile = returning.set_cost_model()
+    returning.fill()
+    for name, ratio in links.items():
+        began = now()
+        if link is not None and ratio is not None:
+            computed_s = profile.recompute_s(tokens // 2) / CHUNK
+            link.throttle(model.spec.kv_bytes_per_token / (ratio * computed_s))
+            profile = returning.set_cost_model()
+        ways: dict[str, Callable[[], float]] = {mode: partial(returning.ttft_ms, mode) for mode in _MODES}
+        ways["on_gpu"] = returning.hit_ms
+        for way in ways.values():
+            way()
+        values = in_turn(ways, bench.rounds(5))
+        _record_hit(bench, returning, profile.load_s(), values, name, began)
+        _record_hybrid(bench, returning, values, name, began)
+    returning.close()
+
+
+def _record_hit(
+    bench: Bench, returning: Returning, load_s: float, values: Mapping[str, Sequence[float]], link: str, began: Any
+) -> None:
+    transfer_ms = returning.tokens / CHUNK * load_s * 1e3
+    case = Case(
+        label=f"hit on CPU of {returning.tokens}, {link}",
+        floor=max(transfer_ms, median(values["on_gpu"])),
+        floor_is="the longer of the transfer, by the measured rate, and the same turn with all KV on the GPU",
+        metric="ttft_ms",
+        parameters={"context": returning.tokens, "new": returning.new, "link": link},
+        ours="load",
+    )
+    bench.record(case, [Measured(mode, values[mode]) for mode in ("load", "recompute")], began)
+
+
+def _record_hybrid(
+    bench: Bench, returning: Returning, values: Mapping[str, Sequence[float]], link: str, began: Any
+) -> None:
+    split = returning.split()
+    better = min(("load", "recompute"), key=lambda mode: median(values[mode]))
+    saved = 100 * (1 - median(values["hybrid"]) / median(values[better]))
+    predicted = 100 * (1 - split.predicted_s / min(split.load_s, split.recompute_s))
+    drift = median(values["recompute"]) / (split.recompute_s * 1e3)
+    figures = [
+        Figure("saving_pct", saved, predicted),
+        Figure("recompute_over_profile", drift, 1.0),
+        Figure("predicted_saving_pct", predicted),
+        Figure("recomputed_chunks", float(split.recomputed)),
+    ]
+    case = Case(
+        label=f"hybrid restore of {returning.tokens}, {link}",
+        floor=split.predicted_s * 1e3,
+        floor_is="what the profile predicts for the best split",
+        metric="ttft_ms",
+        parameters={"context": returning.tokens, "new": returning.new, "link": link},
+        ours="hybrid",
+    )
+    rows = [Measured("hybrid", values["hybrid"], figures=figures)]
+    bench.record(case, [*rows, *(Measured(mode, values[mode]) for mode in ("load", "recompute"))], began)
+    bench.note(
+        f"{case.label}: saves {saved:.1f} % over the better of both ({better}); the profile predicts {predicted:.1f} %, "
+        f"with {split.recomputed} of {returning.tokens // CHUNK} chunks computed again. Recomputing all took {drift:.2f} "
+        "times as long as by the profile: far from 1, the machine was not the one that was profiled (others ran on it)."
+    )
+
+
+def measure_unused_tier(bench: Bench, model: LoadedModel) -> None:
+    """Decode steps of a batch that fits the GPU tier, with a CPU tier that stays unused, and without one."""
+    began, requests, context = now(), *((32, 1024) if bench.on_gpu else (8, 256))
+    tiers = {
+        "tier_unused": UnusedTier(model, requests, context, with_tier=True),
+        "no_tier": UnusedTier(model, requests, context, with_tier=False),
+    }
+    values = in_turn({name: tier.step_ms for name, tier in tiers.items()}, bench.rounds(9))
+    for tier in tiers.values():
+        tier.close()
+    slower = 100 * (median(values["tier_unused"]) / median(values["no_tier"]) - 1)
+    case = Case(
+        label=f"decode {requests} over {context}, CPU tier unused",
+        floor=min(values["no_tier"]),
+        floor_is="the fastest round without the tier",
+        metric="step_ms",
+        parameters={"batch": requests, "context": context},
+        ours="tier_unused",
+    )
+    figures = [Figure("slower_pct", slower, 1.0)]
+    rows = [Measured("tier_unused", values["tier_unused"], figures=figures), Measured("no_tier", values["no_tier"])]
+    bench.record(case, rows, began)
+
+
+class Returning:
+    """One conversation of `tokens` tokens that returns again and again, each time with `new` other tokens after the same
+    history: the whole engine, one request at a time.
+
+    After every turn all of its KV is copied out and its GPU blocks are freed, so that the next turn finds it on CPU.
+    link: stands in for copy streams on a CPU.
+    """
+
+    def __init__(self, model: LoadedModel, tokens: int, new: int, batch_tokens: int, link: Link | None) -> None:
+        self.tokens, self.new = tokens, new
+        blocks = ceil_div(tokens + new + 2, CHUNK) + 2
+        self.model, self.clock = model, WallClock()
+        self.worker = TorchWorker(model, CHUNK, self.clock, link=link)
+        self._batch_tokens = batch_tokens
+        # Everything idle is copied out at once.
+        settings = SchedulerSettings(max_batch_tokens=batch_tokens, swap_out_start=1.0, swap_out_stop=1.0)
+        self.cache, self.engine = _start(self.worker, self.clock, Lru, blocks, blocks, settings)
+        self._turn = 0
+        self._history = array("i", [3 + i * 7 % (_VOCAB - 3) for i in range(tokens)])
+
+    @property
+    def profile(self) -> Profile:
+        """Of the machine and the link as they are now, measured as a trial does; a hybrid restore decides by it."""
+        blocks, settings = self.cache.gpu_blocks, {**self.worker.settings(), "bench": "returning"}
+        longest = self.model.spec.max_context
+        known = profile_of(
+            self.worker, self.clock, CHUNK, blocks * CHUNK, longest, blocks, settings, self._batch_tokens
+        )
+        return replace(known, load_chunk_s=load_s(self.worker, self.clock, blocks))
+
+    def set_cost_model(self) -> Profile:
+        profile = self.profile
+        self.cache.begin(cost=profile, layers=self.model.spec.layers, batch_tokens=self._batch_tokens)
+        return profile
+
+    def fill(self) -> None:
+        """The first turn: compute the history and copy it to CPU."""
+        self._ask(array("i"), 1)
+
+    def ttft_ms(self, mode: RestoreMode) -> float:
+        """Time to first token of one return, restored in this mode."""
+        self.cache.restorer.mode = mode
+        turn = self._ask(self._question(), 1)
+        found, again = turn.cpu_hit_tokens or 0, turn.cpu_recomputed_tokens
+        assert turn.history_tokens == found == self.tokens, "the history was not all on CPU"
+        assert again == {"load": 0, "recompute": found}.get(mode, again)
+        assert turn.ttft_ms is not None
+        return turn.ttft_ms
+
+    def hit_ms(self) -> float:
+        """Time to first token of one return with all of its KV on the GPU: what the new tokens cost by themselves."""
+        self.cache.restorer.mode = "load"
+        self._ask(self._question(), 1, leave=True)
+        turn = self._ask(self._question(), 1)
+        assert turn.ttft_ms is not None and turn.gpu_hit_tokens == self.tokens
+        return turn.ttft_ms
+
+    def split(self) -> Split:
+        """What the cost model predicts for such a return, without the overhead of an engine."""
+        assert self.cache.restorer.times is not None
+        on_cpu = [(start, min(start + CHUNK, self.tokens)) for start in range(0, self.tokens, CHUNK)]
+        return self.cache.restorer.times.choose([(self.tokens, self.tokens + self.new)], on_cpu, 0)
+
+    def close(self) -> None:
+        self.worker.close()
+
+    def _question(self) -> array[int]:
+        self._turn += 1
+        return array("i", [3 + (self._turn * 31 + i * 11) % (_VOCAB - 3) for i in range(self.new)])
+
+    def _ask(self, question: array[int], output: int, leave: bool = False) -> TurnRecord:
+        number = self._turn = self._turn + 1
+        prompt = self._history + question
+        request = Request(number, "returning", number, prompt, Length(output), continues=False)
+        request.intended_s = self.clock.now_s()
+        self.engine.submit(request)
+        finished: TurnRecord | None = None
+        while self.engine.busy or self.engine.progressed:
+            for event in self.engine.step(None):
+                finished = event.turn or finished
+        assert finished is not None
+        if finished.status != "completed":
+            raise WorkerError(f"The conversation could not be served: {finished.error}")
+        session = self.engine.cache.sessions.get("returning")
+        assert session is not None
+        self.cache.truncate(session, self.tokens)
+        if not leave:
+            self.cache.room.reclaim(self.cache.gpu_blocks, self.clock.now_s())
+        return finished
+
+
+class UnusedTier:
+    """A whole engine that decodes `requests` conversations over `context` tokens each, with a CPU tier as large as its GPU
+    tier or without one. Two thirds of the GPU tier stay free, so that nothing is copied to the CPU ahead of time either."""
+
+    def __init__(self, model: LoadedModel, requests: int, context: int, with_tier: bool) -> None:
+        blocks = 3 * requests * ceil_div(context + 512, CHUNK)
+        cpu_blocks = blocks if with_tier else 0
+        clock = WallClock()
+        self.worker = TorchWorker(model, CHUNK, clock)
+        settings = SchedulerSettings(max_batch_tokens=max(512, requests), max_batch_requests=requests)
+        self.cache, self.engine = _start(self.worker, clock, RetentionValue, blocks, cpu_blocks, settings)
+        for number in range(requests):
+            prompt = array("i", [3 + (number * 13 + i * 7) % 240 for i in range(context)])
+            self.engine.submit(Request(number, f"conversation {number}", 1, prompt, Length(500)))
+        decoding = 0
+        while decoding < requests:  # all prompts are computed
+            decoding += sum(event.kind == "first_token" for event in self._step())
+
+    def step_ms(self) -> float:
+        """Milliseconds a decode step of all conversations, over a few of them."""
+        began = perf_counter()
+        for _ in range(_STEPS):
+            self._step()
+        took = (perf_counter() - began) * 1e3 / _STEPS
+        copied = self.cache.counters
+        assert not copied.swapped_in_blocks + copied.swapped_out_blocks, "the tier was used"
+        return took
+
+    def close(self) -> None:
+        self.worker.close()
+
+    def _step(self) -> list[Event]:
+        events = self.engine.step(None)
+        for event in events:
+            if event.turn is not None:
+                raise WorkerError(f"A conversation ended while it was measured: {event.turn.error or 'it was over.'}")
+        return events
+
+
+def _start(
+    worker: TorchWorker,
+    clock: WallClock,
+    policy: type[Lru] | type[RetentionValue],
+    gpu_blocks: int,
+    cpu_blocks: int,
+    settings: SchedulerSettings,
+) -> tuple[TwoTierCache, Engine]:
+    """Start the worker, with an engine and its cache on top."""
+    worker.start(gpu_blocks, cpu_blocks)
+    context = PolicyContext(CHUNK, gpu_blocks, cpu_blocks, lambda length: 1.0, 0.0, 0)
+    cache = TwoTierCache(policy=policy(context), chunk_tokens=CHUNK, gpu_blocks=gpu_blocks, cpu_blocks=cpu_blocks)
+    longest = worker.model.spec.max_context
+    return cache, Engine(
+        cache=cache, settings=settings, worker=worker, clock=clock, max_context=longest, facts=Books(CHUNK)
+    )

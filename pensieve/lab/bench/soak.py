@@ -1,0 +1,267 @@
+"""Random conversations on random tiny models through every path, each token compared with the plain model.
+
+An episode is a model, an engine and a list of operations, all drawn from (seed, episode number). The first difference ends
+the run: its operations are cut down to the fewest that still show it, and printed with the seed.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, get_args
+
+from pensieve.core.cache.restore import RestoreMode
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.policies.base import PolicyContext
+from pensieve.core.policies.conversation_lru import ConversationLru
+from pensieve.core.policies.fifo import Fifo
+from pensieve.core.policies.lru import Lru
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.request import Length, Request, Sampling, tokens_of
+from pensieve.core.scheduler.composition import SchedulerSettings, split, unified
+from pensieve.device.model import LoadedModel, load_model
+from pensieve.device.options import TorchOptions
+from pensieve.lab.bench.exact import CheckedEngine, Mismatch, Paths
+from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.slots import SlotCache
+from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.plugins.device.thread_link import ThreadLink
+from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
+from pensieve.plugins.policies.learned_return import LearnedReturn
+from pensieve.sim.profile import Profile
+from pensieve.specs import ModelSpec
+
+TURNS_AN_EPISODE = 60
+_VOCAB, _CONTEXT = 97, 512
+_SHRINK_TRIES = 200
+_SHARED = tuple(5 + 7 * i % 83 for i in range(40))  # a prompt that several conversations begin with
+_POLICIES: tuple[Any, ...] = (
+    RetentionValue,
+    RetentionValue,
+    Lru,
+    Fifo,
+    ConversationLru,
+    AdaptiveRetention,
+    LearnedReturn,
+)
+_CACHES: tuple[Any, ...] = (TwoTierCache, TwoTierCache, TwoTierCache, StatelessCache, PrefixCache, SlotCache)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """kind: ask (a new message), edit (a whole prompt that keeps a share `keep` of the conversation), step (`count`
+    iterations), forget, cancel."""
+
+    kind: str
+    session: str = ""
+    tokens: tuple[int, ...] = ()
+    output: int = 0
+    keep: float = 1.0
+    count: int = 0
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    seed: int
+    number: int
+
+    def rng(self, purpose: str) -> random.Random:
+        return random.Random(f"{self.seed}/{self.number}/{purpose}")
+
+    def operations(self, turns: int) -> list[Operation]:
+        rng, operations, asked = self.rng("operations"), [], 0
+        names = "abcdefgh"[: rng.randint(2, 8)]
+        while asked < turns:
+            kind = rng.choices(("ask", "edit", "step", "forget", "cancel"), (60, 6, 25, 1, 2))[0]
+            name = rng.choice(names)
+            if kind in ("ask", "edit"):
+                asked += 1
+                tokens = tuple(rng.randrange(3, _VOCAB) for _ in range(rng.choice((1, 3, 9, 20, 45))))
+                if rng.random() < 0.2:
+                    tokens = _SHARED[: rng.randint(1, len(_SHARED))] + tokens
+                temperature = rng.choice((0.0, 0.0, 1.0))
+                operations.append(
+                    Operation(kind, name, tokens, rng.choice((1, 4, 10, 40)), rng.random(), temperature=temperature)
+                )
+            else:
+                operations.append(Operation(kind, name, count=rng.randint(1, 12)))
+        return operations
+
+    def engine(self) -> CheckedEngine:
+        rng = self.rng("engine")
+        chunk, make = rng.choice((4, 8, 32)), rng.choice(_CACHES)
+        gpu = -(-_CONTEXT // chunk) + rng.randint(2, 40) if make is SlotCache else rng.randint(130, 450) // chunk
+        cpu = rng.choice((0, rng.randint(30, 300), rng.randint(300, 900))) // chunk
+        context = PolicyContext(chunk, gpu, cpu, lambda tokens: 1.0 + tokens / 200, 0.1, self.seed)
+        restore = {"restore": rng.choice(get_args(RestoreMode))} if make is TwoTierCache else {}
+        policy = rng.choice(_POLICIES)(context)
+        cache = make(policy=policy, chunk_tokens=chunk, gpu_blocks=gpu, cpu_blocks=cpu, **restore)
+        settings = SchedulerSettings(
+            composition=rng.choice((unified, unified, split)),
+            max_batch_tokens=rng.choice((7, 48, 256)),
+            max_batch_requests=rng.choice((1, 4, 16)),
+        )
+        source = self.rng("model")
+        model = _model(_architecture(source), source.choice(("auto", "reference")))
+        if make is TwoTierCache:
+            cache.begin(
+                cost=_cost(chunk, rng.choice((0.0, 0.1, 1.0, 10.0))),
+                layers=model.spec.layers,
+                batch_tokens=settings.max_batch_tokens,
+            )
+        # Copies in the background and now and then so slow that they outlast their plans, or made at once.
+        link = ThreadLink(rng.choice((None, 2e6))) if rng.random() < 0.4 else None
+        return CheckedEngine(model, cache, settings, _CONTEXT, link, TorchOptions(depth=rng.choice((1, 2))))
+
+    def run(self, operations: list[Operation]) -> Paths:
+        """Raises Mismatch (or AssertionError, from an invariant) at the first fault."""
+        return perform(self.engine(), operations)
+
+
+def perform(engine: CheckedEngine, operations: Sequence[Operation]) -> Paths:
+    """Perform the operations, then whatever still waits, and close the engine. Raises as `Episode.run` does."""
+    number = 0
+    for operation in operations:
+        if operation.kind in ("ask", "edit"):
+            number += 1
+            _submit(engine, operation, number)
+        elif operation.kind == "forget":
+            engine.forget(operation.session)
+        elif operation.kind == "cancel":
+            engine.cancel(max(1, number - operation.count % 4), "cancelled")
+        else:
+            for _ in range(operation.count):
+                engine.step()
+    engine.run()
+    engine.forget(None)
+    while engine.step() or engine.progressed:
+        pass
+    assert engine.cache.room.available == engine.cache.gpu_blocks, "blocks leaked"
+    engine.torch_worker.close()
+    return engine.paths
+
+
+def _submit(engine: CheckedEngine, operation: Operation, number: int) -> None:
+    session = engine.cache.sessions.get(operation.session)
+    if session is not None and len(session.tokens) > 0.35 * min(
+        _CONTEXT, engine.cache.request_blocks * engine.cache.chunk_tokens
+    ):
+        engine.forget(operation.session)  # begin anew rather than be refused from now on
+        session = engine.cache.sessions.get(operation.session)
+    continues = operation.kind == "ask"
+    prompt = tokens_of(operation.tokens)
+    if not continues and session is not None:
+        prompt = session.tokens[: int(operation.keep * len(session.tokens))] + prompt
+        engine.paths.edited += 1
+    sampling = Sampling(temperature=operation.temperature, top_k=20, seed=number)
+    engine.submit(
+        Request(number, operation.session, number, prompt, Length(operation.output), sampling, continues=continues)
+    )
+
+
+def _architecture(rng: random.Random) -> tuple[tuple[str, Any], ...]:
+    kind = rng.choice(("llama", "llama", "gpt2", "opt", "gemma2", "qwen2", "mistral"))
+    heads = rng.choice((2, 4))
+    kv_heads, head_dim, layers = (
+        rng.choice([n for n in (1, 2, 4) if heads % n == 0]),
+        rng.choice((8, 16)),
+        rng.randint(1, 3),
+    )
+    hidden = heads * head_dim
+    if kind == "gpt2":
+        fields: dict[str, Any] = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": _CONTEXT}
+    elif kind == "opt":
+        fields = {
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "ffn_dim": 2 * hidden,
+            "max_position_embeddings": _CONTEXT,
+            "word_embed_proj_dim": hidden,
+        }
+    else:
+        fields = {
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "intermediate_size": 2 * hidden,
+            "max_position_embeddings": _CONTEXT,
+        }
+        if kind in ("gemma2", "mistral"):
+            fields["sliding_window"] = rng.choice((12, 40))
+    return tuple(sorted({"model_type": kind, "vocab_size": _VOCAB, **fields}.items()))
+
+
+def _cost(chunk: int, load: float) -> Profile:
+    """A prefill of 1 ms a token; a chunk that takes `load` times as long to load as to compute."""
+    return Profile(chunk, {128: 0.128, 256: 0.256}, load * chunk / 1000, {})
+
+
+@lru_cache(maxsize=16)
+def _model(architecture: tuple[tuple[str, Any], ...], attention: str) -> LoadedModel:
+    fields = dict(architecture)
+    spec = ModelSpec.from_architecture(str(fields["model_type"]), fields)
+    return load_model(spec, "random", None, None, 0, "cpu", threads=1, attention=attention)
+
+
+def shrink(operations: list[Operation], fails: Callable[[list[Operation]], bool]) -> list[Operation]:
+    """Leave out ever smaller parts as long as it still fails."""
+    size, tries = max(len(operations) // 2, 1), 0
+    while size and tries < _SHRINK_TRIES:
+        start = 0
+        while start < len(operations) and tries < _SHRINK_TRIES:
+            without = operations[:start] + operations[start + size :]
+            tries += 1
+            if fails(without):
+                operations = without
+            else:
+                start += size
+        size //= 2
+    return operations
+
+
+def soak(turns: int, seed: int, say: Callable[[str], None] = print) -> int:
+    """Exit status: 0 when `turns` turns agreed with the plain model, 1 at the first that did not."""
+    total, number, began, said = Paths(), 0, time.monotonic(), 0.0
+    while total.turns < turns:
+        episode = Episode(seed, number)
+        operations = episode.operations(min(TURNS_AN_EPISODE, turns - total.turns))
+        fault = _fault(episode, operations)
+        if isinstance(fault, str):
+            least = shrink(operations, lambda fewer, e=episode: isinstance(_fault(e, fewer), str))  # type: ignore[misc]
+            say(f"seed {seed}, episode {number}: {fault}")
+            say(f"{len(least)} of {len(operations)} operations still show it ({_fault(episode, least)}):")
+            say(f"from pensieve.lab.bench.soak import Episode, Operation\nEpisode({seed}, {number}).run({least!r})")
+            return 1
+        total.add(fault)
+        number += 1
+        if time.monotonic() - said > 10:
+            said = time.monotonic()
+            say(f"{total.turns} of {turns} turns, {number} models and engines, {time.monotonic() - began:.0f} s")
+    say(
+        f"{total.turns} turns, {total.tokens} tokens, all as the plain model; largest logit difference {total.worst:.1e}"
+    )
+    by_path = {name: getattr(total, name) for name in Paths.__slots__ if name not in ("turns", "tokens", "worst")}
+    say("turns by path: " + ", ".join(f"{name} {count}" for name, count in by_path.items()))
+    missed = [name for name, count in by_path.items() if count == 0]
+    if missed:
+        say(f"Not hit, and so not checked: {', '.join(missed)}; give bench.turns more, or another bench.seed.")
+    return 0
+
+
+def _fault(episode: Episode, operations: list[Operation]) -> Paths | str:
+    try:
+        return episode.run(operations)
+    except (Mismatch, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(soak(int(sys.argv[1]) if len(sys.argv) > 1 else 300, int(sys.argv[2]) if len(sys.argv) > 2 else 0))

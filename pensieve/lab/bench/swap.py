@@ -1,0 +1,259 @@
+"""Transfers between the tiers: alone beside a plain copy of the same bytes, and beside the compute that waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+
+import torch
+
+from pensieve.core.clock import WallClock
+from pensieve.core.plan import Copy, Row, Sample, StepPlan
+from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.model import LoadedModel
+from pensieve.device.transfers.copies import CallCopier, choose_copier
+from pensieve.device.transfers.lanes import CudaLink
+from pensieve.device.transfers.link import Copier
+from pensieve.device.transfers.transfer import Transfer
+from pensieve.device.worker import TorchWorker
+from pensieve.errors import WorkerError
+from pensieve.lab.bench.case import OURS, Case, Figure, Measured
+from pensieve.lab.bench.models import CHUNK, load
+from pensieve.lab.bench.record import now
+from pensieve.lab.bench.restore import measure_restores, measure_unused_tier
+from pensieve.lab.bench.session import Bench
+from pensieve.lab.bench.timer import in_turn, interleaved
+from pensieve.lab.statistics import median
+from pensieve.plugins.device.thread_link import ThreadLink, copy_and_wait
+from pensieve.specs import ModelSpec
+
+SLOW_LINK = 12.5e9  # bytes/s of PCIe Gen4 x8, as large copies reach it: what a GPU with a faster link is held to
+# On a CPU: loading a token over computing it, by PCIe Gen4 x8 and Gen5 x16 (48 GB/s) to an H200 with an 8B model in bf16.
+# The stand-in for the link is as much slower than this machine's compute.
+LINKS = {"gen4_x8": 0.35, "gen5_x16": 0.09}
+_LEARNED = ("gpt2", "opt")  # positions beyond max_context do not exist; rotary ones do, and speed is what is asked
+_GPU, _GPU_FULL, _CPU = (8192,), (8192, 16384, 32768), (1024,)  # tokens that are restored
+_FRAGMENT_BLOCKS = (1, 2, 8, 32)
+
+
+def run(bench: Bench) -> None:
+    """Target swap. Raises PensieveError."""
+    model = load(bench)
+    _fragments(bench, model.spec)
+    for tokens in (_GPU_FULL if bench.full else _GPU) if bench.on_gpu else _CPU:
+        if tokens + 512 > model.spec.max_context:
+            if model.spec.model_type in _LEARNED:
+                continue
+            model = replace(model, spec=replace(model.spec, max_context=tokens + 512))
+        _pipelined(bench, model, tokens)
+        if not bench.on_gpu:
+            measure_restores(bench, model, tokens, ThreadLink(), LINKS)
+            continue
+        if tokens == _GPU[0]:
+            _beside_compute(bench, model, tokens)
+        measure_restores(bench, model, tokens, None, {"own_link": None})
+        slow = ThreadLink(SLOW_LINK, copy_and_wait, bench.device)
+        measure_restores(bench, model, tokens, slow, {"gen4_x8": None})
+    measure_unused_tier(bench, model)
+    if not bench.on_gpu:
+        bench.note(
+            "A CPU has no link between its tiers: a thread with a bandwidth stands in, as slow beside this machine's "
+            "compute as the named link is beside an H200's. swap_in_gb_s is of RAM to RAM."
+        )
+    else:
+        bench.note(f"gen4_x8: copies held back to {SLOW_LINK / 1e9} GB/s by the host. own_link: the machine's.")
+
+
+def _fragments(bench: Bench, spec: ModelSpec) -> None:
+    """Swap-ins of the same bytes by every way of copying, beside one plain copy of them: a case for each size of fragments in
+    _FRAGMENT_BLOCKS, and one for all blocks in one piece."""
+    blocks = 1024 if bench.on_gpu else 256
+    tensors = KvTensors(spec, CHUNK, blocks, blocks, bench.device, bench.dtype)
+    transfers = _transfers(bench, tensors)
+    ours = next(iter(transfers))
+    tensors.cpu.fill_(0.5)
+    moved = blocks // 2
+    size = moved * tensors.block_bytes
+    plain_source = torch.empty(size, dtype=torch.uint8, pin_memory=bench.on_gpu).fill_(1)
+    plain_target = torch.empty(size, dtype=torch.uint8, device=bench.device)
+    for together in (*_FRAGMENT_BLOCKS, moved):
+        began = now()
+        ids = scattered(moved, together)
+        copy = Copy(0, ids, ids[together:] + ids[:together])  # so that all runs lie elsewhere in the target
+        runs: dict[str, Callable[[], object]] = {
+            **{name: partial(_swap_in, transfer, tensors.layers, copy) for name, transfer in transfers.items()},
+            "plain_copy": lambda: plain_target.copy_(plain_source, non_blocking=True),
+        }
+        if together == 1:  # seconds a round, and the same whatever lies together
+            runs["gathered"] = partial(_gathered, tensors, torch.tensor(copy.src), torch.tensor(copy.dst))
+        with torch.inference_mode():
+            times = interleaved(runs, bench.rounds(7), bench.device)
+            held = {
+                name: _held_ms(transfer, tensors.layers, copy)
+                for name, transfer in transfers.items()
+                if bench.on_gpu and times[name].error is None
+            }
+        rates = {name: [size / ms / 1e6 for ms in t.values] for name, t in times.items()}
+        fragment = together * tensors.layer_block_bytes
+        case = Case(
+            label=f"swap in, fragments of {fragment // 1024} KiB",
+            floor=max(rates["plain_copy"]),
+            floor_is="one plain copy of the same bytes" + (" from pinned memory" if bench.on_gpu else ""),
+            metric="swap_in_gb_s",
+            parameters={"fragment_bytes": fragment, "bytes": size, "fragments": moved // together * tensors.layers},
+            ours=ours,
+        )
+        figures = {name: [Figure("host_ms", ms)] for name, ms in held.items()}
+        bench.record(
+            case, [Measured(n, rates[n], figures=figures.get(n, ()), error=times[n].error) for n in runs], began
+        )
+    for transfer in transfers.values():
+        transfer.close()
+
+
+def _transfers(bench: Bench, tensors: KvTensors) -> dict[str, Transfer]:
+    """Ours by name, first the one that serves."""
+    if not bench.on_gpu:
+        return {OURS: Transfer(tensors)}
+    copiers = copiers_here(bench, tensors)
+    return {name: Transfer(tensors, CudaLink(bench.device, copier)) for name, copier in copiers.items()}
+
+
+def copiers_here(bench: Bench, tensors: KvTensors) -> dict[str, Copier]:
+    """What serves on this GPU, and a call a run where that is something else. The pools are zeroed."""
+    chosen, note = choose_copier(tensors)
+    bench.note(f"Copies between the tiers: {note}.")
+    return {OURS: chosen} if isinstance(chosen, CallCopier) else {OURS: chosen, "call_a_run": CallCopier()}
+
+
+def _held_ms(transfer: Transfer, layers: int, copy: Copy) -> float:
+    """Milliseconds for which a swap-in keeps the host busy: no compute is launched meanwhile."""
+    held: list[float] = []
+    for _ in range(3):
+        transfer.finish()
+        began = perf_counter()
+        transfer.swap_in([copy])
+        held.append((perf_counter() - began) * 1e3)
+    _swap_in(transfer, layers, copy)
+    transfer.finish()
+    return min(held)
+
+
+def _swap_in(transfer: Transfer, layers: int, copy: Copy) -> None:
+    transfer.swap_in([copy])
+    for layer in range(layers):  # the current stream waits, so that its events see the copies
+        transfer.wait_for_layer(layer)
+    transfer.done()
+    transfer.stalled_ns()
+
+
+def _gathered(tensors: KvTensors, src: torch.Tensor, dst: torch.Tensor) -> None:
+    """The same blocks by index: gathered in RAM, copied in one piece, scattered on the device."""
+    tensors.gpu[:, dst.to(tensors.device)] = tensors.cpu[:, src].to(tensors.device)
+
+
+def scattered(count: int, together: int) -> tuple[int, ...]:
+    """`count` of twice as many blocks, in runs of `together`."""
+    return tuple(first + i for first in range(0, 2 * count, 2 * together) for i in range(together))[:count]
+
+
+def _pipelined(bench: Bench, model: LoadedModel, tokens: int) -> None:
+    """Restore `tokens` tokens and compute `new` over them: layer by layer, and one after the other."""
+    new, began = 512 if bench.on_gpu else 64, now()
+    link = None if bench.on_gpu else ThreadLink()
+    worker = TorchWorker(model, CHUNK, WallClock(), link=link)
+    chunks = tokens // CHUNK
+    worker.start(chunks + new // CHUNK, chunks)
+    worker.tensors.cpu.fill_(0.01)
+    blocks = tuple(range(chunks))
+    row = Row(0, ((tokens, tokens + new),), tuple(i % 250 for i in range(new)), Sample(tokens + new))
+    table = ((0, 0, tuple(range(chunks + new // CHUNK))),)
+    copies = (Copy(1, blocks, blocks),)
+
+    def step(rows: tuple[Row, ...], swap_in: tuple[Copy, ...]) -> float:
+        return _perform_ms(worker, StepPlan(1, rows, table, swap_in))
+
+    ways: Mapping[str, Callable[[], float]] = {
+        "transfer": lambda: step((), copies),
+        "compute": lambda: step((row,), ()),
+        "sequential": lambda: step((), copies) + step((row,), ()),
+        "pipelined": lambda: step((row,), copies),
+    }
+    for way in ways.values():
+        way()
+    if link is not None:  # as long as the compute takes: where overlapping matters most
+        link.throttle(chunks * worker.tensors.block_bytes / (min(ways["compute"]() for _ in range(3)) / 1e3))
+    values = in_turn(ways, bench.rounds(7))
+    worker.close()
+    middle = {name: median(v) for name, v in values.items()}
+    limit = max(middle["transfer"], middle["compute"])
+    hidden = (middle["sequential"] - middle["pipelined"]) / min(middle["transfer"], middle["compute"])
+    figures = [
+        Figure("speedup", middle["sequential"] / middle["pipelined"], middle["sequential"] / limit),
+        Figure("overlap_pct", 100 * hidden, 100.0),
+        Figure("transfer_ms", middle["transfer"]),
+        Figure("compute_ms", middle["compute"]),
+    ]
+    case = Case(
+        label=f"restore {tokens}, compute {new}",
+        floor=limit,
+        floor_is="the longer of transfer and compute, each alone in the same rounds",
+        metric="restore_ms",
+        parameters={"context": tokens, "new": new},
+        ours="pipelined",
+    )
+    rows = [Measured("pipelined", values["pipelined"], figures=figures), Measured("sequential", values["sequential"])]
+    bench.record(case, rows, began)
+
+
+def _beside_compute(bench: Bench, model: LoadedModel, tokens: int) -> None:
+    """The same with no two blocks adjacent, by each way of copying: what the copies take from the compute beside them counts
+    too. Only on a GPU."""
+    new, began, chunks = 512, now(), tokens // CHUNK
+    link = CudaLink(bench.device)
+    worker = TorchWorker(model, CHUNK, WallClock(), link=link)
+    worker.start(2 * chunks + new // CHUNK, 2 * chunks)
+    copiers = copiers_here(bench, worker.tensors)
+    worker.tensors.cpu.fill_(0.01)
+    apart = scattered(chunks, 1)
+    copies = (Copy(1, apart, apart[1:] + apart[:1]),)
+    row = Row(0, ((tokens, tokens + new),), tuple(i % 250 for i in range(new)), Sample(tokens + new))
+    table = ((0, 0, (*copies[0].dst, *range(2 * chunks, 2 * chunks + new // CHUNK))),)
+
+    def step(way: str, rows: tuple[Row, ...], swap_in: tuple[Copy, ...]) -> float:
+        link.inward.copier = copiers[way]
+        return _perform_ms(worker, StepPlan(1, rows, table, swap_in))
+
+    ways: dict[str, Callable[[], float]] = {way: partial(step, way, (row,), copies) for way in copiers}
+    ways["transfer"], ways["compute"] = partial(step, OURS, (), copies), partial(step, OURS, (row,), ())
+    for measure in ways.values():
+        measure()
+    values = in_turn(ways, bench.rounds(7))
+    fragment = worker.tensors.layer_block_bytes
+    worker.close()
+    case = Case(
+        label=f"restore {tokens} scattered, compute {new}",
+        floor=max(median(values["transfer"]), median(values["compute"])),
+        floor_is="the longer of transfer and compute, each alone in the same rounds",
+        metric="restore_ms",
+        parameters={"context": tokens, "new": new, "fragment_bytes": fragment},
+        ours=OURS,
+    )
+    bench.record(case, [Measured(way, values[way]) for way in copiers], began)
+
+
+def _perform_ms(worker: TorchWorker, plan: StepPlan) -> float:
+    """Milliseconds until a plan and all its copies are done. Raises WorkerError."""
+    began = perf_counter()
+    worker.launch(plan)
+    waits_for, computed = {copy.ticket for copy in (*plan.swap_in, *plan.swap_out)}, False
+    while waits_for or not computed:
+        result = worker.collect(None)
+        assert result is not None
+        if result.error is not None or result.failed:
+            raise WorkerError(result.error or "A copy between the tiers failed.")
+        waits_for -= set(result.done)
+        computed = computed or result.step is not None
+    return (perf_counter() - began) * 1e3

@@ -1,0 +1,233 @@
+"""Report what this machine has, which models fit on it, and which command to run next."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from pensieve.compiler import compiler_version, find_compiler
+from pensieve.errors import EngineMissing, PensieveError, typed
+from pensieve.lab.compose import outputs_folder, read_option
+from pensieve.lab.compose.folder import options
+from pensieve.lab.compose.machine import cores, cpu_label, find_device, free_host_memory_bytes, host_memory_bytes
+from pensieve.lab.compose.plan import AUTO
+from pensieve.lab.compose.preflight import GPU_USABLE
+from pensieve.lab.compose.schema import CacheConfig, HardwareConfig, ModelConfig
+from pensieve.lab.compose.weights import local_weights
+from pensieve.lab.results.store import open_store
+from pensieve.lab.trial.summary import installed
+from pensieve.lab.trial.terminal import console, say
+from pensieve.specs import DTYPE_BYTES, ModelSpec
+from pensieve.units import format_bytes, parse_capacity
+
+EXTRAS = {
+    "triton": "Triton kernels on a GPU",
+    "vllm": "baseline=vllm",
+    "xllamacpp": "baseline=llama_cpp",
+    "ray": "baseline=ray_*",
+    "psycopg": "tracking=postgres",
+}
+_HEAD_DIM = 64  # of the kernel that is tried; a model's own is compiled when it is loaded
+PACKAGES = ("transformers", "hydra-core", "sqlalchemy", "mlflow")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """memory_bytes: of the device that would hold weights and GPU tier. None: torch is not installed."""
+
+    torch: str | None
+    gpu: str
+    kind: str
+    label: str
+    memory_bytes: int
+    host_bytes: int
+
+    @property
+    def dtype(self) -> str:
+        return "float32" if self.kind == "cpu" else "bfloat16"
+
+
+def report(cache_name: str = "small") -> int:
+    """Print the report; 0 where trials can run, 1 where something has to be repaired first."""
+    try:
+        cache = CacheConfig.model_validate(read_option("cache", cache_name))
+    except PensieveError as error:
+        say(str(error))
+        return 1
+    machine = inspect_machine()
+    database, database_sound = _database()
+    out = console()
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, value in _facts(machine, database):
+        table.add_row(name, value)
+    out.print(table)
+    fitting, models = _models(machine, cache)
+    out.print(models)
+    out.print("Weights that are not at hand come from the hub; model.weights=random needs none.", soft_wrap=True)
+    problem = None
+    if machine.torch is None:
+        problem = "torch is not installed, so only simulated hardware runs: make install"
+    elif not database_sound:
+        problem = database
+    if problem:
+        out.print(f"Mend this first: {problem}")
+    out.print("Next:", soft_wrap=True)
+    for line in _next(machine, fitting):
+        out.print(f"  {line}", soft_wrap=True, highlight=False)
+    return 1 if problem else 0
+
+
+def inspect_machine() -> Machine:
+    host = host_memory_bytes()
+    if importlib.util.find_spec("torch") is None:
+        return Machine(None, "unknown without torch", "cpu", cpu_label(), host, host)
+    import torch
+
+    device = find_device(HardwareConfig(name="local", simulated=False))
+    if device.kind == "cuda":
+        gpu = f"{device.label}, {format_bytes(device.gpu_bytes)} (CUDA {torch.version.cuda})"
+        return Machine(torch.__version__, gpu, "cuda", device.label, int(device.gpu_bytes * GPU_USABLE), host)
+    return Machine(torch.__version__, "none that torch can use", "cpu", device.label, host, host)
+
+
+def _facts(machine: Machine, database: str) -> Iterator[tuple[str, str]]:
+    outputs = outputs_folder()
+    yield "Python", f"{platform.python_version()} ({sys.executable})"
+    yield "torch", machine.torch or "not installed"
+    yield "packages", ", ".join(f"{name} {_version(name) or 'missing'}" for name in PACKAGES)
+    yield (
+        "extras",
+        ", ".join(f"{n} {'installed' if installed(n) else 'not installed'} ({use})" for n, use in EXTRAS.items()),
+    )
+    yield "GPU", machine.gpu
+    yield "CPU", f"{cpu_label()}, {cores()} cores"
+    yield "compiler", _compiler()
+    yield "attention", _attention(machine)
+    yield "memory", f"{format_bytes(free_host_memory_bytes())} free of {format_bytes(machine.host_bytes)}"
+    yield "disk", f"{format_bytes(shutil.disk_usage(_existing(outputs)).free)} free for {outputs}"
+    yield "database", database
+
+
+def _database() -> tuple[str, bool]:
+    """The database's state in words, and whether trials can be recorded in it."""
+    outputs = outputs_folder()
+    if not (outputs / "results.db").is_file():
+        if not os.access(_existing(outputs), os.W_OK):
+            return f"{outputs} cannot be written; set PENSIEVE_OUTPUTS to a folder that can", False
+        return f"none yet; the first trial makes {outputs / 'results.db'}", True
+    try:
+        store = open_store(outputs, create=False)
+        latest = store.newest_sweep()
+    except PensieveError as error:
+        return str(error), False
+    last = f"last sweep {latest.id} ({latest.status})" if latest else "no sweep yet"
+    return f"{store.database.shown}, {last}", True
+
+
+def _models(machine: Machine, cache: CacheConfig) -> tuple[list[str], Table]:
+    """The names of the models that fit, and the table of all models."""
+    table = Table(
+        title=f"Models on {machine.label} with cache={cache.name} ({cache.gpu} / {cache.cpu})",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("model", no_wrap=True)
+    for name in ("parameters", "weights\n16 bit", "\nfloat32", "KV a token\n16 bit", "\nfloat32"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(f"fits in\n{machine.dtype}", no_wrap=True)
+    table.add_column("weights\nat hand", no_wrap=True)
+    fitting = []
+    for name in options("model"):
+        model = ModelConfig.model_validate(read_option("model", name))
+        if not model.architecture:
+            continue  # model=hf is any model
+        specs = [ModelSpec.from_architecture(name, model.architecture, dtype) for dtype in ("bfloat16", "float32")]
+        own = next(spec for spec in specs if spec.dtype == machine.dtype)
+        need = _need(own, cache, machine)
+        fits = need <= machine.memory_bytes
+        if fits:
+            fitting.append(name)
+        parameters = specs[0].parameters
+        table.add_row(
+            name,
+            f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M",
+            *(format_bytes(spec.weight_bytes) for spec in specs),
+            *(format_bytes(spec.kv_bytes_per_token) for spec in specs),
+            "yes" if fits else f"no, needs {format_bytes(need)}",
+            _at_hand(model),
+        )
+    return fitting, table
+
+
+def _need(spec: ModelSpec, cache: CacheConfig, machine: Machine) -> int:
+    """Bytes of weights and KV on the device; on a CPU both tiers are in the same memory."""
+    tiers = (cache.gpu, cache.cpu) if machine.kind == "cpu" else (cache.gpu,)
+    sizes = [tier for tier in tiers if tier != AUTO]  # auto takes what is left
+    tokens = sum(parse_capacity(tier).in_tokens(spec.kv_bytes_per_token) for tier in sizes)
+    assert spec.dtype in DTYPE_BYTES
+    return spec.weight_bytes + tokens * spec.kv_bytes_per_token
+
+
+def _at_hand(model: ModelConfig) -> str:
+    if model.weights == "random":
+        return "random"
+    if local_weights(model) is not None:
+        return "yes"
+    return "no"
+
+
+def _next(machine: Machine, fitting: list[str]) -> Iterator[str]:
+    yield f"{typed('run')} -m                                   the tiny model, every baseline"
+    larger = [name for name in ("llama3_8b", "opt_125m", "gpt2") if name in fitting]
+    if machine.torch is not None and larger:
+        yield f"{typed('run')} model={larger[0]} cache=small -m"
+    if machine.kind == "cpu":
+        yield f"{typed('run')} model=llama3_8b cache=small hardware=sim_a100_80g workload=chat_steady -m     simulated"
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+
+
+def _compiler() -> str:
+    """The C compiler, for the kernel of decode attention on a CPU."""
+    try:
+        return compiler_version(find_compiler())
+    except EngineMissing:
+        return "none for C, so that decode attention on a CPU is torch's, and slower: install gcc or clang"
+
+
+def _attention(machine: Machine) -> str:
+    """Which attention backend auto chooses here, and why no faster one."""
+    if machine.torch is None:
+        return "unknown without torch"
+    import torch
+
+    from pensieve.device.choice import attention_here
+
+    dtype, chunk = getattr(torch, machine.dtype), CacheConfig.model_fields["chunk_tokens"].default
+    name, why, fell_back = attention_here("auto", torch.device(machine.kind), dtype, _HEAD_DIM, chunk)
+    loud = "WARNING: no kernel runs here, which is slower. " if fell_back else ""
+    said = f"{name} serves attention_backend=auto in {machine.dtype}. {loud}{why}".rstrip()
+    return f"{said} A model that fails its self-check with it gets the next one, and its trial is flagged fell_back."
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,188 @@
+"""Ten minutes on a GPU: its tests, its benchmarks and one served cell, each under a time limit, in one file to send."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Literal
+
+from pensieve.errors import HardwareMissing, typed
+from pensieve.lab.compose import outputs_folder
+from pensieve.lab.trial.terminal import say
+
+Verdict = Literal["passed", "failed", "out of time", "not run"]
+_GRACE_S = 10  # between the request to end and the end
+_BENCH = "runners/bench.py"
+_ROOM_FOR_8B = 22 * 2**30
+_ASK_S = 60  # of a command that describes the machine
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """command: what comes after the interpreter. limit_s: it is ended then, and the next one begins."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """said: the last line that the step wrote. log: its output, in the file."""
+
+    name: str
+    command: str
+    verdict: Verdict
+    seconds: float
+    said: str
+    log: str
+
+
+def steps_for(gpu_bytes: int) -> tuple[Step, ...]:
+    """Ten minutes at most. Weights are random, so that nothing is downloaded; the model is one that the device holds beside
+    its KV."""
+    model = "llama3_8b" if gpu_bytes >= _ROOM_FOR_8B else "opt_350m"
+    benches = (("kernel", 90), ("swap", 60), ("decode", 100), ("prefill", 60), ("serve", 110))
+    return (
+        Step("tests", ("-m", "pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider"), 180),
+        *(
+            Step(name, (_BENCH, f"target={name}", "hardware=cuda", *_asked(name, model)), limit_s)
+            for name, limit_s in benches
+        ),
+    )
+
+
+def _asked(target: str, model: str) -> tuple[str, ...]:
+    """kernel and swap have shapes of their own."""
+    named = () if target in ("kernel", "swap") else (f"bench.model={model}",)
+    return (*named, "bench.only=agents") if target == "serve" else (*named, "bench.repeats=3")
+
+
+def gpu_run(checkout: Path, steps: Sequence[Step] | None = None) -> int:
+    """Run the steps and write one zip; 0 where every step passed. Raises HardwareMissing without a GPU, and where there is
+    no checkout, whose tests and runners it needs."""
+    if not (checkout / "tests" / "gpu").is_dir():
+        raise HardwareMissing(
+            "doctor --gpu runs tests/gpu and runners/bench.py; start it in a checkout: docs/first_gpu_run.md."
+        )
+    facts = environment(checkout)
+    if not facts["gpu"]:
+        raise HardwareMissing(
+            f"doctor --gpu finds no CUDA device that this torch can use; {typed('doctor')} says what there is."
+        )
+    steps = steps_for(int(facts["gpu_bytes"])) if steps is None else steps
+    total = sum(step.limit_s for step in steps) / 60
+    say(f"{facts['gpu']}: {len(steps)} steps, at most {total:.0f} minutes; the first ones compile kernels.")
+    folder = outputs_folder() / "gpu" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
+    folder.mkdir(parents=True)
+    outcomes = perform(steps, checkout, folder)
+    bundle = pack(facts, outcomes, folder)
+    passed = sum(outcome.verdict == "passed" for outcome in outcomes)
+    say(f"{passed} of {len(outcomes)} steps passed. Everything is in {bundle}.")
+    say("Attach that file to an issue of the project, whatever the verdicts; docs/first_gpu_run.md says what is in it.")
+    return 0 if passed == len(outcomes) else 1
+
+
+def perform(steps: Sequence[Step], checkout: Path, folder: Path) -> list[Outcome]:
+    """Run the steps one after the other, whatever becomes of each. Ctrl-C ends the step under way and leaves the others
+    out."""
+    outcomes: list[Outcome] = []
+    stopped = False
+    for step in steps:
+        if stopped:
+            outcomes.append(Outcome(step.name, _typed(step), "not run", 0.0, "", ""))
+            continue
+        say(f"{step.name} (at most {step.limit_s:.0f} s) ...")
+        outcome, stopped = _perform(step, checkout, folder)
+        say(f"  {outcome.verdict} after {outcome.seconds:.0f} s: {outcome.said}")
+        outcomes.append(outcome)
+    return outcomes
+
+
+def _perform(step: Step, checkout: Path, folder: Path) -> tuple[Outcome, bool]:
+    verdict: Verdict = "failed"
+    log, began, stopped = folder / f"{step.name}.log", time.monotonic(), False
+    variables = {**os.environ, "PENSIEVE_OUTPUTS": str(folder), "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *step.command], cwd=checkout, env=variables, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            verdict = "passed" if process.wait(step.limit_s) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            verdict = "out of time"
+        except KeyboardInterrupt:
+            stopped = True
+        finally:
+            _end(process)
+    lines = log.read_text(errors="replace").strip().splitlines()
+    seconds = time.monotonic() - began
+    said = lines[-1].strip()[:200] if lines else ""
+    return Outcome(step.name, _typed(step), verdict, round(seconds, 1), said, log.name), stopped
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a step with all it has started: a worker that holds the device would spoil the next step."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        os.killpg(process.pid, how)
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def environment(checkout: Path) -> dict[str, str]:
+    """What a reader of the numbers needs. gpu: "" where torch can use none."""
+    return {
+        "gpu": _of_device("name"),
+        "gpu_bytes": _of_device("total_memory"),
+        "nvidia_smi": _said(["nvidia-smi"]),
+        "commit": _said(["git", "-C", str(checkout), "describe", "--always", "--dirty"]),
+        "python": sys.version,
+        "platform": platform.platform(),
+        "cpus": str(os.cpu_count()),
+        "packages": "\n".join(sorted(f"{found.name}=={found.version}" for found in distributions())),
+    }
+
+
+def _of_device(field: str) -> str:
+    return _said([sys.executable, "-c", f"import torch; print(torch.cuda.get_device_properties(0).{field})"])
+
+
+def _said(command: Sequence[str]) -> str:
+    """Return the output of a command; "" where it fails or is not there."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def pack(facts: dict[str, str], outcomes: Sequence[Outcome], folder: Path) -> Path:
+    """environment.json, verdicts.json, the logs and the results database, in one file beside the folder."""
+    (folder / "environment.json").write_text(json.dumps(facts, indent=1))
+    (folder / "verdicts.json").write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
+    bundle = folder.with_suffix(".zip")
+    with zipfile.ZipFile(bundle, "w", zipfile.ZIP_DEFLATED) as packed:
+        for file in sorted(folder.iterdir()):
+            if file.suffix in (".json", ".log", ".db"):
+                packed.write(file, file.name)
+    return bundle
+
+
+def _typed(step: Step) -> str:
+    return " ".join(("python", *step.command))

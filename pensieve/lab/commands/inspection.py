@@ -1,0 +1,102 @@
+"""workload.inspect=true: describe what a workload would ask and how that fits the cache; no engine, no database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pensieve.lab.compose import TrialConfig, TrialPlan, build_tokenizer, make_workload, plan_trial
+from pensieve.lab.workload.base import byte_notes, context_cuts, cut_by_context
+from pensieve.lab.workload.inspection import Inspection, Spread, inspect
+
+_SAME = {"baseline", "eviction", "scheduler", "tracking", "trial", "slo", "repeat"}
+"""Groups that do not change what is asked."""
+
+
+def print_inspections(configs: Iterable[TrialConfig]) -> None:
+    """Print each different workload of these configurations once. Raises what composing and building it raises."""
+    seen: set[str] = set()
+    for config in configs:
+        key = config.model_dump_json(exclude=_SAME)
+        if key not in seen:
+            if seen:
+                print()
+            seen.add(key)
+            plan = plan_trial(config)
+            print("\n".join(inspection_lines(plan, inspection_of(plan))), flush=True)
+
+
+def inspection_of(plan: TrialPlan) -> Inspection:
+    """The tokenizer is the model's where that is on this machine: an inspection downloads nothing."""
+    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=True)
+    return inspect(make_workload(plan, tokenizer))
+
+
+def inspection_lines(plan: TrialPlan, found: Inspection) -> list[str]:
+    """The inspection as a page of text; what the model's context cuts off comes first, since the rest is without it."""
+    per_session = found.turns_per_session
+    rows = [
+        ("load", f"{found.plan.load}, cache {found.plan.cache_state} at the start"),
+        ("sessions", f"{found.sessions:,}"),
+        ("turns", f"{found.turns:,} measured, {found.warmup_turns:,} warm-up; {per_session.mean:.2f} a session, "
+                  f"at most {per_session.largest:,}"),
+        *_labels(found),
+        ("new tokens a turn", _spread(found.message)),
+        ("reply tokens a turn", _spread(found.reply) + _free(found)),
+        ("prompt tokens a turn", _spread(found.prompt)),
+        ("reuse", f"{found.reuse:.1%} of all prompt tokens were said before in their own session"),
+        ("rates", _rates(found)),
+        *_cache(plan, found),
+        *((name, str(value)) for name, value in found.plan.facts.items()),
+    ]  # fmt: skip
+    title = f"workload={plan.config.workload.get('name')}, seed {plan.config.seed}, {plan.model.name}, nothing was run"
+    width = max(len(name) for name, _ in rows)
+    cut = cut_by_context([found.plan.facts])
+    notes = [*([context_cuts(cut)] if cut else []), *byte_notes(found.plan.facts)]
+    return [title, *notes, *(f"  {name:<{width}}  {text}" for name, text in rows)]
+
+
+def _labels(found: Inspection) -> list[tuple[str, str]]:
+    if len(found.turns_by_label) < 2:
+        return []
+    counts = (
+        f"{phase}{'' if label in ('', phase) else ' ' + label} {number:,}"
+        for (phase, label), number in found.turns_by_label.items()
+    )
+    return [("turns by phase", ", ".join(counts))]
+
+
+def _spread(spread: Spread) -> str:
+    return (
+        f"mean {spread.mean:,.1f}, p50 {spread.p50:,}, p90 {spread.p90:,}, largest {spread.largest:,}; "
+        f"{spread.total:,} in all"
+    )
+
+
+def _free(found: Inspection) -> str:
+    return " (at most: the model may end earlier)" if found.plan.facts.get("replies") == "free" else ""
+
+
+def _rates(found: Inspection) -> str:
+    if found.session_rate is None or found.request_rate is None:
+        return "all at once, if every reply took no time"
+    return (
+        f"{found.session_rate:.3g} sessions/s and {found.request_rate:.3g} requests/s over {found.span_s:,.1f} s, "
+        "if every reply took no time"
+    )
+
+
+def _cache(plan: TrialPlan, found: Inspection) -> list[tuple[str, str]]:
+    size = plan.chunk_tokens
+    gpu, both = plan.budget_gpu_blocks * size, (plan.budget_gpu_blocks + plan.budget_cpu_blocks) * size
+    working = found.plan.working_set_tokens
+    rows = [
+        (
+            "working set",
+            f"{working:,} tokens = {working / gpu:.2f} x cache.gpu ({gpu:,}), "
+            f"{working / both:.2f} x cache.gpu + cache.cpu ({both:,})",
+        )
+    ]
+    longest = found.prompt.largest
+    if longest > gpu - size:
+        rows.append(("too long", f"a prompt of {longest:,} tokens does not fit into cache.gpu; raise it to run this"))
+    return rows

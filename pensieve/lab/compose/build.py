@@ -1,0 +1,419 @@
+"""Build what a planned trial needs: tokenizer, worker, system, workload."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pensieve.core.cache.base import CacheManager
+from pensieve.core.clock import Clock, VirtualClock, WallClock
+from pensieve.core.cost import CostModel
+from pensieve.core.policies.base import EvictionPolicy, PolicyContext
+from pensieve.core.request import tokens_of
+from pensieve.core.scheduler.composition import Composition
+from pensieve.core.scheduler.sessions import MemoryLimits
+from pensieve.core.worker import Worker
+from pensieve.device.threads import physical_cores
+from pensieve.errors import CapacityError, ConfigError
+from pensieve.lab.compose.folder import outputs_folder
+from pensieve.lab.compose.machine import Device, free_host_memory_bytes, memory_limit_bytes
+from pensieve.lab.compose.plan import TrialPlan, memory_share, plans_in_flight
+from pensieve.lab.compose.schema import HardwareConfig, TrialConfig
+from pensieve.lab.compose.target import factory
+from pensieve.lab.compose.tokenizer import build_tokenizer
+from pensieve.lab.compose.weights import loadable, model_identity
+from pensieve.lab.workload.base import Workload, WorkloadContext, WorkloadPlan
+from pensieve.lab.workload.cache_state import in_state
+from pensieve.plugins.device import shelf
+from pensieve.plugins.engines.base import EngineSetup, OutsideEngine
+from pensieve.plugins.engines.system import OutsideSystem
+from pensieve.serve.chat_template import ChatTemplate
+from pensieve.serve.systems.base import AnsweringSystem, System
+from pensieve.serve.tokenizer import ByteTokenizer, Tokenizer
+from pensieve.sim.capacity import Batches, Lengths, stateless_capacity
+from pensieve.sim.cost import simulated_cost
+from pensieve.sim.machine_profile import read_profile
+from pensieve.specs import HardwareSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from pensieve.device.options import TorchOptions
+    from pensieve.plugins.cluster.cluster_system import ClusterSystem
+    from pensieve.plugins.engines.tensor_parallel import TensorParallelWorker
+    from pensieve.plugins.tiers.disk_transfer import DiskOptions
+    from pensieve.serve.systems.inline_system import InlineSystem
+    from pensieve.serve.systems.threaded_system import ThreadedSystem
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The factories that the configuration names by dotted paths, with their checked fields bound. A baseline has a cache
+    manager or an engine of its own; simulated: what stands for that engine on a simulated machine."""
+
+    cache: Callable[..., CacheManager] | None
+    engine: Callable[[EngineSetup], OutsideEngine] | None
+    simulated: Callable[[ModelSpec, HardwareSpec, int], System] | None
+    policy: Callable[[PolicyContext], EvictionPolicy]
+    composition: Composition
+    workload: Callable[[WorkloadContext], Workload]
+
+
+_CACHE_ARGUMENTS = ("policy", "chunk_tokens", "gpu_blocks", "cpu_blocks")
+
+
+def find_parts(config: TrialConfig, longest_tokens: int | None = None) -> Parts:
+    """longest_tokens: of the workload's longest conversation, for a cache that asks for it by a field of that name.
+
+    Raises EngineMissing where a target is not there, ConfigError for a field that it does not take.
+    """
+    name, cache, engine = config.baseline.name, config.baseline.cache, config.baseline.engine
+    simulated = config.baseline.simulated
+    if cache is not None and "longest_tokens" in cache and cache["longest_tokens"] is None:
+        cache = {**cache, "longest_tokens": longest_tokens}
+    return Parts(
+        cache=None if cache is None else factory("baseline", {**cache, "name": name}, given=_CACHE_ARGUMENTS),
+        engine=None if engine is None else factory("baseline", {**engine, "name": name}),
+        simulated=None if simulated is None else factory("baseline", {**simulated, "name": name}),
+        policy=factory("eviction", config.eviction),
+        composition=factory("scheduler", {**config.scheduler.composition, "name": config.scheduler.name}),
+        workload=factory("workload", config.workload),
+    )
+
+
+def build_system(
+    plan: TrialPlan,
+    tokenizer: Tokenizer | None = None,
+    trace: Path | None = None,
+    described: WorkloadPlan | None = None,
+    keeps_disk: bool = False,
+) -> AnsweringSystem:
+    """The system of an in-engine baseline, not started yet; a real one has its model loaded.
+
+    trace: the file of a torch profile of the worker's steps (real only). described: the workload's description, for a cache
+    that needs the length of the longest conversation. keeps_disk: what cache.disk holds is there when the same model is
+    started again; if not, the file ends with the system.
+
+    Raises EngineMissing, WeightsMissing, HardwareMissing, UnsupportedModel.
+    """
+    config = plan.config
+    parts = find_parts(config, longest_conversation(described) if described else None)
+    assert parts.cache is not None, f"baseline={config.baseline.name} is an outside engine: build_outside"
+    tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
+    if config.hardware.router != "single":
+        raise ConfigError("A cluster of simulated replicas runs trials only; use hardware.router=single.")
+    return _engine_system(plan, parts, tokenizer, trace, keeps_disk)
+
+
+def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan | None = None) -> ClusterSystem:
+    """Simulated replicas of an in-engine baseline behind hardware.router, not started yet."""
+    from pensieve.plugins.cluster.cluster_system import ClusterSystem, Failures
+    from pensieve.plugins.cluster.migration import Migration, Network
+    from pensieve.plugins.cluster.routing import ROUTERS
+    from pensieve.serve.systems.inline_system import InlineSystem
+
+    hardware = plan.config.hardware
+    parts = find_parts(plan.config, longest_conversation(described) if described else None)
+
+    def make() -> InlineSystem:
+        system = _engine_system(plan, parts, tokenizer, None)
+        assert isinstance(system, InlineSystem)
+        return system
+
+    failures = Failures(hardware.failure_s, hardware.restart_s)
+    migration = None
+    if hardware.migration != "never":
+        assert hardware.network_gbps is not None, "HardwareConfig asks for it"
+        network = Network(hardware.network_gbps, hardware.network_latency_s)
+        migration = Migration(hardware.migration, network)
+    return ClusterSystem(
+        make,
+        hardware.replicas,
+        ROUTERS[hardware.router],
+        seed=plan.config.seed,
+        failures=failures,
+        migration=migration,
+    )
+
+
+def _engine_system(
+    plan: TrialPlan, parts: Parts, tokenizer: Tokenizer, trace: Path | None, keeps_disk: bool = False
+) -> InlineSystem | ThreadedSystem:
+    from pensieve.core.scheduler.composition import SchedulerSettings
+    from pensieve.serve.systems.inline_system import InlineSystem
+    from pensieve.serve.systems.threaded_system import ThreadedSystem
+
+    config = plan.config
+    assert parts.cache is not None
+    s = config.scheduler
+    scheduler = SchedulerSettings(
+        composition=parts.composition,
+        max_batch_tokens=s.max_batch_tokens,
+        max_batch_requests=s.max_batch_requests,
+        swap_out_start=s.swap_out_start,
+        swap_out_stop=s.swap_out_stop,
+        admission_reserve=s.admission_reserve,
+        copy_ahead=s.copy_ahead,
+        load_apart=s.load_apart,
+        admit_beyond_budget=s.admit_beyond_budget,
+        cost_error=s.cost_error,
+        cost_error_context=s.cost_error_context,
+    )
+    clock, worker, gpu_blocks = clock_and_worker(plan, trace, keeps_disk)
+    kind: type[InlineSystem | ThreadedSystem] = InlineSystem if clock.virtual else ThreadedSystem
+    return kind(
+        model=plan.model,
+        hardware=plan.hardware,
+        worker=worker,
+        clock=clock,
+        cache=parts.cache,
+        policy=parts.policy,
+        scheduler=scheduler,
+        gpu_blocks=gpu_blocks,
+        cpu_blocks=plan.cpu_blocks,
+        disk_blocks=plan.disk_blocks,
+        chunk_tokens=plan.chunk_tokens,
+        tokenizer=tokenizer,
+        seed=config.seed,
+        limits=MemoryLimits(config.cache.session_ttl_s, config.cache.max_remembered_tokens),
+        costs=_measured_before(plan),
+        labels={"weights": plan.weights, "baseline": config.baseline.name, "tokenizer": tokenizer.name},
+    )
+
+
+def _measured_before(plan: TrialPlan) -> CostModel | None:
+    """What a real machine's profile says of chunks; a simulated worker knows by itself."""
+    path = plan.config.hardware.profile
+    return None if path is None or plan.device.simulated else read_profile(path).costs
+
+
+def outside_engine(
+    plan: TrialPlan,
+    longest_tokens: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    weights: str | None = None,
+    conversations: int | None = None,
+) -> OutsideEngine:
+    """The engine of an outside baseline, not started and nothing of it imported yet. weights: what it loads, see
+    weights.loadable; None: as the configuration names them, for an engine that is not going to start. longest_tokens,
+    conversations: see EngineSetup.
+
+    Raises EngineMissing, ConfigError.
+    """
+    config = plan.config
+    make = find_parts(config, longest_tokens).engine
+    assert make is not None, f"baseline={config.baseline.name} is in the engine: build_system"
+    eos = config.model.architecture.get("eos_token_id")
+    listed = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return make(
+        EngineSetup(
+            baseline=config.baseline.name,
+            model=plan.model,
+            weights=weights or config.model.weights,
+            hub_id=config.model.hub_id,
+            revision=config.model.revision,
+            seed=config.model.seed,
+            device=plan.device.name,
+            threads=config.hardware.threads or physical_cores(),
+            kv_tokens=plan.gpu_blocks * plan.chunk_tokens,
+            host_tokens=plan.cpu_blocks * plan.chunk_tokens,
+            block_tokens=plan.chunk_tokens,
+            batch_tokens=config.scheduler.max_batch_tokens,
+            batch_requests=config.scheduler.max_batch_requests,
+            longest_tokens=longest_tokens,
+            conversations=conversations,
+            eos=frozenset(int(token) for token in listed),
+            tokenizer=tokenizer,
+            memory_bytes=memory_limit_bytes(config.hardware),
+            network_gbps=config.hardware.network_gbps,
+        )
+    )
+
+
+def build_outside(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan | None = None) -> OutsideSystem:
+    """The system of an outside engine, not started yet."""
+    longest = longest_context(described) if described else None
+    conversations = described.sessions if described else None
+    weights = loadable(plan.config.model)
+    return OutsideSystem(outside_engine(plan, longest, tokenizer, weights, conversations))
+
+
+def build_simulated(plan: TrialPlan) -> System:
+    """What stands for an engine of others on a simulated machine, not started yet."""
+    config = plan.config
+    make = find_parts(config).simulated
+    assert make is not None, f"baseline={config.baseline.name} has nothing to simulate it: plan_trial refuses that"
+    if config.hardware.router != "single":
+        raise ConfigError("A cluster is of baselines in the engine; use hardware.router=single.")
+    return make(plan.model, plan.hardware, plan.chunk_tokens)
+
+
+def clock_and_worker(
+    plan: TrialPlan, trace: Path | None = None, keeps_disk: bool = False
+) -> tuple[Clock, Worker, int | Callable[[], int]]:
+    """Clock, worker, and the number of GPU blocks or the function that measures how many fit."""
+    hardware, scheduler = plan.config.hardware, plan.config.scheduler
+    depth = plans_in_flight(plan.device, hardware.depth)
+    if plan.device.simulated:
+        from pensieve.sim.worker import SimulatedWorker
+
+        virtual = VirtualClock()
+        simulated = SimulatedWorker(plan.model, plan.hardware, virtual, plan.chunk_tokens, depth)
+        return virtual, simulated, plan.gpu_blocks
+    if plan.device.divided:
+        wall = WallClock()
+        divided = _divided_worker(plan, wall)
+        return wall, divided, divided.room if plan.gpu_measured else plan.gpu_blocks
+    from pensieve.device.worker import TorchWorker
+
+    clock, model = WallClock(), shelf.take_model(_asked_model(plan))
+    options = torch_options(hardware, plan.device, scheduler.max_batch_tokens, scheduler.max_batch_requests)
+    if plan.disk_blocks:
+        options = replace(options, transfer=_disk_options(plan, keeps_disk))
+    worker = TorchWorker(model, plan.chunk_tokens, clock, options=options)
+    gpu_blocks = worker.room if plan.gpu_measured else plan.gpu_blocks
+    if trace is None:
+        return clock, worker, gpu_blocks
+    from pensieve.plugins.device.profiled import ProfiledWorker
+
+    return clock, ProfiledWorker(worker, trace), gpu_blocks
+
+
+def model_is_loaded(plan: TrialPlan) -> bool:
+    """Whether this process has kept the model that it would load for this plan."""
+    here = plan.config.baseline.engine is None and not plan.device.simulated and not plan.computes_elsewhere
+    return here and shelf.holds_model(_asked_model(plan))
+
+
+def _asked_model(plan: TrialPlan) -> shelf.ModelAsked:
+    config, m = plan.config, plan.config.model
+    return shelf.ModelAsked(
+        spec=plan.model,
+        weights=loadable(m),
+        hub_id=m.hub_id,
+        revision=m.revision,
+        seed=m.seed,
+        device=plan.device.name,
+        threads=config.hardware.threads,
+        attention=config.attention_backend,
+        chunk_tokens=plan.chunk_tokens,
+        memory_bytes=_weights_memory_bytes(plan),
+    )
+
+
+def _weights_memory_bytes(plan: TrialPlan) -> int | None:
+    """What hardware.cpu_memory leaves for weights when the KV tiers in host memory are full; None without that limit."""
+    limit = memory_limit_bytes(plan.config.hardware)
+    return None if limit is None else limit - plan.cpu_bytes - (plan.gpu_bytes if plan.device.kind == "cpu" else 0)
+
+
+def _divided_worker(plan: TrialPlan, clock: Clock) -> TensorParallelWorker:
+    """A process for each device. The type, the sizes and the seed are decided here, once for all of them."""
+    from pensieve.plugins.engines.rank_messages import Setup
+    from pensieve.plugins.engines.tensor_parallel import TensorParallelWorker
+
+    config, device = plan.config, plan.device
+    m, s = config.model, config.scheduler
+    threads = config.hardware.threads or physical_cores()
+    options = torch_options(config.hardware, device, s.max_batch_tokens, s.max_batch_requests)
+    setup = Setup(
+        model=plan.model,
+        weights=loadable(m),
+        hub_id=m.hub_id,
+        revision=m.revision,
+        seed=m.seed,
+        devices=device.names,
+        threads=max(1, threads // device.count),
+        attention=config.attention_backend,
+        chunk_tokens=plan.chunk_tokens,
+        options=replace(options, graphs=False),  # a graph would have the collectives of its forward in it
+    )
+    return TensorParallelWorker(setup, clock)
+
+
+def _disk_options(plan: TrialPlan, keeps: bool) -> DiskOptions:
+    """Name the file store of this model and layout of its KV."""
+    from pensieve.plugins.tiers.disk_transfer import DiskOptions
+
+    model, size = model_identity(plan.config.model, simulated=False), plan.model.kv_bytes_per_token
+    identity = hashlib.sha256(f"{model} {plan.model.dtype} {plan.chunk_tokens} {size}".encode()).digest()
+    folder = outputs_folder()
+    path = folder / "kv" / f"{identity.hex()[:16]}.kv" if keeps else None
+    return DiskOptions(path, folder, identity, plan.disk_blocks)
+
+
+def torch_options(
+    hardware: HardwareConfig, device: Device, max_batch_tokens: int, max_batch_requests: int
+) -> TorchOptions:
+    """How a torch worker runs on this hardware, in trials and in benchmarks alike."""
+    from pensieve.device.options import TorchOptions
+
+    return TorchOptions(
+        depth=plans_in_flight(device, hardware.depth),
+        graphs=hardware.graphs == "auto",
+        max_batch_tokens=max_batch_tokens,
+        max_batch_requests=max_batch_requests,
+        memory_share=memory_share(device, hardware.memory_share),
+    )
+
+
+def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
+    """The workload, without asking whether it fits this baseline."""
+    context = WorkloadContext(
+        seed=plan.config.seed,
+        gpu_tokens=plan.budget_gpu_blocks * plan.chunk_tokens,
+        cpu_tokens=plan.budget_cpu_blocks * plan.chunk_tokens,
+        max_context=plan.model.max_context,
+        vocab=plan.model.vocab,
+        encode=lambda text: tokens_of(tokenizer.encode(text), plan.model.vocab),
+        force_lengths=plan.device.simulated or plan.weights == "random",
+        chat=ChatTemplate(tokenizer),
+        memory_bytes=free_host_memory_bytes(),
+        byte_tokens=tokenizer.name == ByteTokenizer.name,
+        stateless_capacity=_capacity(plan) if plan.device.simulated else None,
+    )
+    return in_state(plan.config.cache_state, find_parts(plan.config).workload, context)
+
+
+def _capacity(plan: TrialPlan) -> Callable[[Lengths], float]:
+    """Return a function from lengths to the requests a second that stateless serving finishes on the simulated machine,
+    whatever this trial's baseline is."""
+    s = plan.config.scheduler
+    kv_tokens = int((1 - s.admission_reserve) * plan.budget_gpu_blocks) * plan.chunk_tokens
+    batches = Batches(kv_tokens, s.max_batch_requests, s.max_batch_tokens)
+    cost = simulated_cost(plan.model, plan.hardware, plan.chunk_tokens)
+    return lambda lengths: stateless_capacity(cost, lengths, batches)
+
+
+def build_workload(plan: TrialPlan, tokenizer: Tokenizer) -> tuple[Workload, WorkloadPlan]:
+    """The workload and its description. Every baseline of a sweep gets the same context, and so the same requests.
+
+    Raises CapacityError where its longest conversation can never be served.
+    """
+    workload = make_workload(plan, tokenizer)
+    described = workload.describe()
+    longest = longest_conversation(described)
+    slots = int((plan.config.baseline.cache or {}).get("n_slots") or 1)
+    room = (plan.gpu_blocks // slots - 1) * plan.chunk_tokens
+    # What an outside engine has room for it says itself: it refuses a request, and the turn counts as refused.
+    if longest is not None and longest > room and plan.config.baseline.engine is None:
+        raise CapacityError(
+            f"The longest conversation of workload={plan.config.workload.get('name')} needs {longest:,} tokens of KV, and "
+            f"baseline={plan.config.baseline.name} has room for {room:,} on its device. "
+            f'Use a larger cache.gpu (at least "{slots * (longest + 2 * plan.chunk_tokens)} tokens") or a smaller '
+            "workload.max_turns."
+        )
+    return workload, described
+
+
+def longest_context(described: WorkloadPlan) -> int | None:
+    """Tokens that one conversation may come to hold, also where holding them is what the workload puts to the test."""
+    longest = described.facts.get("longest_context_tokens")
+    return longest_conversation(described) if longest is None else int(longest)
+
+
+def longest_conversation(described: WorkloadPlan) -> int | None:
+    """Tokens of the longest conversation; None where the workload does not know them in advance."""
+    longest = described.facts.get("longest_conversation_tokens")
+    return None if longest is None else int(longest)

@@ -1,0 +1,182 @@
+"""Explain an error of Hydra, or of the system, in one sentence; HYDRA_FULL_ERROR=1 shows its whole trace."""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pensieve.errors import PensieveError
+from pensieve.lab.compose.folder import BASES, conf_folder, ended, nearest, options
+
+_KEY = re.compile(r"[Cc]ould not (?:override|append to config|delete from config)[^']*'\+?~?([^'=@]+)")
+
+_NOT_THE_USERS = tuple(
+    dict.fromkeys(
+        [
+            Path(__file__).resolve().parents[2],
+            *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
+        ]
+    )
+)
+_SEVERAL = re.compile(r"Ambiguous value for argument '([^']*)'")
+
+
+def explain(error: BaseException, arguments: Sequence[str] = (), config_name: str = "config") -> str:
+    """One sentence for the terminal. arguments: the command line's overrides, to find the field of `config_name` that was
+    probably meant."""
+    if isinstance(error, PensieveError):
+        return str(error)
+    if isinstance(error, OverrideParseException):
+        return _unreadable(error.override)
+    if isinstance(error, MissingConfigException):
+        return _no_such_option(error)
+    if isinstance(error, OSError):
+        return _system(error)
+    if isinstance(error, ModuleNotFoundError):
+        return f"The Python package {error.name} is not installed; install it and run again."
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return _composition(error, arguments, config_name)
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def explain_value_error(error: BaseException, arguments: Sequence[str]) -> str | None:
+    """The sentence for what Hydra raises a plain ValueError at: a number in the place of an option's name, or flags that
+    exclude one another; else None."""
+    if isinstance(error, ValueError) and str(error).startswith("Only one of --run, --multirun"):
+        return "-m and --cfg cannot be combined; leave -m out to see the configuration of one trial."
+    if not (isinstance(error, ValueError) and str(error).startswith("Config group override must be a string")):
+        return None
+    wrong = next(
+        (text for text in arguments if re.fullmatch(r"[a-z_/]*=[-\d.]+|[a-z_/]+=(true|false)", text, re.I)), "It"
+    )
+    return f"{wrong} names no option of a group; write group=option or group.field=value (--help lists them)."
+
+
+def explain_crash(error: BaseException) -> str:
+    """As `explain`, for what a trial died of: names the file and line where code of the user's own raised it."""
+    for cause in _causes(error):
+        place = _line_of_the_user(cause)
+        if place:
+            return f"{place} raised {type(cause).__name__}: {_first_line(cause).rstrip('.')}; mend it and run again."
+    return explain(error)
+
+
+def is_the_users(error: BaseException) -> bool:
+    """Whether code of the user's own raised it: a policy, workload or baseline that is not of this package."""
+    return any(_line_of_the_user(cause) for cause in _causes(error))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _line_of_the_user(error: BaseException) -> str | None:
+    """`file, line N` of the innermost frame that belongs neither to this package nor to an installed one."""
+    if isinstance(error, PensieveError):
+        return None  # says itself what to do; its cause may still be the user's
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = Path(frame.f_code.co_filename)
+        if file.is_absolute() and not any(file.is_relative_to(folder) for folder in _NOT_THE_USERS):
+            found = f"{file}, line {line} ({frame.f_code.co_name}),"
+    return found
+
+
+def _unreadable(override: str) -> str:
+    key, equals, value = override.partition("=")
+    if not equals:
+        return f"{override!r} is no override; write group=option or group.field=value (--help lists them)."
+    if not re.fullmatch(r"[+~]*[\w/.@:-]+", key, flags=re.ASCII):
+        return f"{key!r} is the name of no field or group; write group=option or group.field=value (--help lists them)."
+    if re.search(r"[^\w./+-]", value, flags=re.ASCII):
+        inner = value.strip("'\"").replace('"', '\\"')
+        return f"The value of {key} must be quoted twice, once for the shell: '{key}=\"{inner}\"'."
+    return f"The override {override!r} cannot be read; write group=option or group.field=value."
+
+
+def _no_such_option(error: MissingConfigException) -> str:
+    missing = error.missing_cfg_file or ""
+    if (named := missing.removeprefix("model/")) != missing and "/" in named:  # as the API takes it
+        return f"There is no option {named!r} of model; a folder or a hub id is given as model=hf model.hub_id={named}."
+    group, _, option = missing.rpartition("/")
+    if error.options and group:
+        known = {str(one) for one in error.options} - set(BASES)
+        known |= set(options(group))  # Hydra knows those of this very folder
+        return ended(f"There is no {group} {option!r}{nearest(option, known)}")
+    return f"There is no configuration {missing!r}; --help lists the groups and their options."
+
+
+def _composition(error: BaseException, arguments: Sequence[str], config_name: str) -> str:
+    several = _SEVERAL.search(str(error))
+    if several:
+        return f"{several[1]} names several values, which are a sweep; add -m to run one trial for each of them."
+    text = "\n".join(str(e) for e in (error, error.__cause__) if e is not None)
+    found = _KEY.search(text)
+    if isinstance(error, ConfigCompositionException) and found:
+        key = found[1]
+        known = _known_keys(key, arguments, config_name)
+        within = [name for name in known if name.endswith(f".{key}")]
+        if within:
+            return f"There is no field or group {key!r}; did you mean {' or '.join(within)}?"
+        return ended(
+            f"There is no field or group {key!r}{nearest(key, (name for name in known if '.' not in name or '.' in key))}"
+        )
+    return _first_line(error).rstrip(".") + "."
+
+
+def _known_keys(key: str, arguments: Sequence[str], config_name: str) -> list[str]:
+    """The fields next to `key` that exist with the options that the command line chose, and in groups those of its name."""
+    chosen = [a for a in arguments if re.fullmatch(r"[a-z_]+=[\w-]+", a) and not a.startswith(key + "=")]
+    for overrides in (chosen, []):
+        try:
+            return list(_field_names(_compose(config_name, overrides), key))
+        except (HydraException, OmegaConfBaseException):
+            continue
+    return []
+
+
+def _compose(config_name: str, overrides: list[str]) -> DictConfig:
+    if GlobalHydra().is_initialized():
+        return _plain(compose(config_name=config_name, overrides=overrides))
+    with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"):
+        return _plain(compose(config_name=config_name, overrides=overrides))
+
+
+def _plain(cfg: object) -> DictConfig:
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+def _field_names(cfg: DictConfig, key: str) -> Iterator[str]:
+    parent = key.rpartition(".")[0]
+    node = OmegaConf.select(cfg, parent) if parent else cfg
+    if not isinstance(node, DictConfig):
+        node, parent = cfg, ""
+    for name in map(str, node):
+        if not name.startswith("_"):
+            yield f"{parent}.{name}" if parent else name
+            if not parent and isinstance(node.get(name), DictConfig):
+                yield from (f"{name}.{own}" for own in map(str, node[name]) if own == key)
+
+
+def _system(error: OSError) -> str:
+    where = os.fsdecode(error.filename) if error.filename else "A file"
+    reason = error.strerror or str(error)
+    return f"{where} cannot be written or read: {reason}; free the disk, or set PENSIEVE_OUTPUTS to a folder you may write."
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[0] if lines else "no reason given"

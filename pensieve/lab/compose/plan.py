@@ -1,0 +1,335 @@
+"""Plan a trial: device, model and cache sizes in numbers, before anything is loaded or started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pensieve.core.scheduler.composition import high_watermark
+from pensieve.core.scheduler.copy_ahead import choose_copy_ahead
+from pensieve.errors import ConfigError, EngineMissing, HardwareMissing, UnsupportedModel
+from pensieve.lab.compose.machine import Device, find_device, free_host_memory_bytes, hardware_spec
+from pensieve.lab.compose.schema import ModelConfig, TrialConfig
+from pensieve.lab.compose.target import refuse_missing
+from pensieve.lab.compose.weights import folder_architecture, weights_kind
+from pensieve.specs import HardwareSpec, ModelSpec
+from pensieve.units import format_bytes, parse_capacity
+
+if TYPE_CHECKING:
+    from pensieve.sim.machine_profile import MachineProfile
+
+AUTO = "auto"
+GPU_SHARE = 0.9
+"""Of a GPU's memory: weights, KV and the largest iteration together. The rest is CUDA's context and fragmentation."""
+CPU_SHARE = 0.5
+"""Of a CPU machine's free memory: other processes need some too, and a machine without any kills processes."""
+LEAST_GPU_BLOCKS = 4
+"""A prompt, its reply and the reserve need a few blocks. build_workload asks for those of the longest conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialPlan:
+    """budget_*_blocks: the sizes in cache= times the number of devices, the same for every baseline. gpu_blocks, cpu_blocks,
+    disk_blocks: the tiers that this baseline makes of the budget.
+
+    weights: hub, random or path; none in a simulation.
+    """
+
+    config: TrialConfig
+    model: ModelSpec
+    hardware: HardwareSpec
+    device: Device
+    weights: str
+    budget_gpu_blocks: int
+    budget_cpu_blocks: int
+    gpu_blocks: int
+    cpu_blocks: int
+    disk_blocks: int = 0
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.config.cache.chunk_tokens
+
+    @property
+    def block_bytes(self) -> int:
+        return self.chunk_tokens * self.model.kv_bytes_per_token
+
+    @property
+    def replicated(self) -> bool:
+        """Real engines of their own behind a router, which is all that runs in the trial's process."""
+        return self.config.hardware.router != "single" and not self.device.simulated
+
+    @property
+    def computes_elsewhere(self) -> bool:
+        """A real model in the engine runs in processes that the trial starts, not in its own."""
+        return self.device.divided or self.replicated
+
+    @property
+    def gpu_auto(self) -> bool:
+        """cache.gpu=auto. On a real GPU gpu_blocks is then an estimate, and the started worker measures how many fit."""
+        return self.config.cache.gpu == AUTO
+
+    @property
+    def gpu_measured(self) -> bool:
+        return self.gpu_auto and self.device.kind == "cuda"
+
+    @property
+    def gpu_bytes(self) -> int:
+        return self.gpu_blocks * self.block_bytes
+
+    @property
+    def cpu_bytes(self) -> int:
+        return self.cpu_blocks * self.block_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """The largest tensors of one iteration: hidden states, the MLP's, and the logits in float32."""
+        m, s = self.model, self.config.scheduler
+        states = s.max_batch_tokens * (6 * m.hidden + 3 * m.intermediate + 4 * m.heads * m.head_dim) * m.dtype_bytes
+        return states + s.max_batch_requests * m.vocab * 4
+
+    @property
+    def copy_ahead(self) -> str:
+        """What scheduler.copy_ahead comes to as far as sizes decide it; "none" without a CPU tier. Where both tiers are one
+        memory auto may still come to `never` for all sizes, by what copies are measured to cost there."""
+        s = self.config.scheduler
+        if not self.cpu_blocks:
+            return "none"
+        kept_clean = high_watermark(s.swap_out_stop, self.gpu_blocks)
+        return choose_copy_ahead(s.copy_ahead, self.cpu_blocks, self.hardware.one_memory, None, kept_clean).mode
+
+    def budget(self) -> str:
+        """The budgets in tokens, as a line for people."""
+        per = self.chunk_tokens
+
+        def tier(blocks: int) -> str:
+            return f"{blocks * per:,} tokens ({format_bytes(blocks * self.block_bytes)})"
+
+        return (
+            f"{self.model.name} {self.model.dtype} on {self.device.label}"
+            f"{' (simulated)' if self.device.simulated else ''}: "
+            f"cache.gpu = {'about ' if self.gpu_measured else ''}{tier(self.budget_gpu_blocks)}, "
+            f"cache.cpu = {tier(self.budget_cpu_blocks)}, "
+            f"{format_bytes(self.model.kv_bytes_per_token)} of KV a token{self._bare_note()}"
+        )
+
+    def _bare_note(self) -> str:
+        sizes = {"cache.gpu": self.config.cache.gpu, "cache.cpu": self.config.cache.cpu}
+        bare = [f"{field}={size}" for field, size in sizes.items() if size != AUTO and parse_capacity(size, field).bare]
+        return (
+            f" (note: {' and '.join(bare)} without a unit {'are' if len(bare) > 1 else 'is'} taken for GB)"
+            if bare
+            else ""
+        )
+
+
+def plan_trial(config: TrialConfig) -> TrialPlan:
+    """Resolve a checked configuration on this machine.
+
+    Raises EngineMissing for an option without an engine, HardwareMissing for a device that is not there,
+    ConfigError for a size that cannot be read.
+    """
+    baseline = config.baseline
+    refuse_missing("baseline", {"name": baseline.name, "missing": baseline.missing})
+    refuse_missing("workload", config.workload)
+    if baseline.cache is None and baseline.engine is None:
+        raise ConfigError(
+            f"baseline={baseline.name} names no cache manager and no engine; give baseline.cache a _target_."
+        )
+    if baseline.engine is not None and baseline.simulated is None and config.hardware.simulated:
+        raise EngineMissing(
+            f"baseline={baseline.name} runs for real, and hardware={config.hardware.name} is simulated; use "
+            "hardware=local, or a baseline in the engine."
+        )
+    sizes = [  # before the device, whose library takes seconds to import
+        None if size == AUTO and tier == "gpu" else parse_capacity(size, f"cache.{tier}")
+        for tier, size in (("gpu", config.cache.gpu), ("cpu", config.cache.cpu))
+    ]
+    disk_size = parse_capacity(config.cache.disk, "cache.disk")
+    device = find_device(config.hardware)
+    profile = _profile(config)
+    model = model_spec(config.model, device, str(profile.where["dtype"]) if profile and device.simulated else None)
+    chunk = config.cache.chunk_tokens
+    disk = disk_size.in_blocks(model.kv_bytes_per_token, chunk)  # of the machine, whose devices share it
+    if device.divided:
+        _check_divided(config, device, model, disk)
+    if config.hardware.router != "single" and not device.simulated:
+        _check_replicated(config)
+    _check_disk(config, device, disk)
+    if profile is not None:
+        profile.refuse_other(model, chunk)
+    gpu, cpu = (0 if size is None else size.in_blocks(model.kv_bytes_per_token, chunk) * device.count for size in sizes)
+    total = baseline.kv_budget == "total" and not baseline.cpu_tier
+    plan = TrialPlan(
+        config=config,
+        model=model,
+        hardware=hardware_spec(config.hardware, device, profile),
+        device=device,
+        weights="none" if device.simulated else weights_kind(config.model),
+        budget_gpu_blocks=gpu,
+        budget_cpu_blocks=cpu,
+        gpu_blocks=gpu + cpu if total else gpu,
+        cpu_blocks=cpu if baseline.cpu_tier else 0,
+        disk_blocks=disk if baseline.cpu_tier else 0,
+    )
+    return _sized(plan, total) if plan.gpu_auto else plan
+
+
+def awaits_profile(config: TrialConfig) -> bool:
+    """Whether it is simulated by a file that a real trial is to write first, and that is not there: its plan says nothing of
+    the model's dtype nor of the machine yet."""
+    file = config.trial.measure_machine
+    return (
+        config.hardware.simulated
+        and file is not None
+        and config.hardware.profile == file
+        and not Path(file).expanduser().exists()
+    )
+
+
+def _profile(config: TrialConfig) -> MachineProfile | None:
+    """What hardware.profile names. Raises ConfigError for a file that is not there, or is no profile."""
+    if config.hardware.profile is None or awaits_profile(config):
+        return None
+    from pensieve.sim.machine_profile import read_profile  # brings numpy, which a mistake need not wait for
+
+    return read_profile(config.hardware.profile)
+
+
+def _check_divided(config: TrialConfig, device: Device, model: ModelSpec, disk_blocks: int) -> None:
+    """Raises ConfigError where the model cannot be divided among the devices, or with it what else is asked for."""
+    gpus, heads = device.count, model.kv_heads
+    if heads % gpus:
+        fewer = next(count for count in range(gpus, 0, -1) if heads % count == 0)
+        raise ConfigError(
+            f"hardware.gpus={gpus}: model={model.name} has {heads} KV heads, which cannot be divided evenly among {gpus}; "
+            f"use hardware.gpus={fewer}, or another model."
+        )
+    whole = {
+        f"baseline={config.baseline.name} is an engine of others": config.baseline.engine is not None,
+        f"model.quantization={config.model.quantization} rounds whole projections": config.model.quantization
+        is not None,
+        f"cache.disk={config.cache.disk} keeps whole chunks": disk_blocks > 0,
+        "trial.profile=true traces one process": config.trial.profile,
+    }
+    for reason in (reason for reason, asked in whole.items() if asked):
+        raise ConfigError(
+            f"hardware.gpus={gpus} divides the model among processes, and {reason}; leave one of the two out."
+        )
+
+
+def _check_replicated(config: TrialConfig) -> None:
+    """Raises ConfigError for what real replicas do not do."""
+    if config.baseline.engine is not None:
+        raise ConfigError(
+            f"hardware.router={config.hardware.router} starts replicas of our engine, and baseline={config.baseline.name} is "
+            "an engine of others; use hardware=local, or a baseline in the engine."
+        )
+    if config.trial.profile:
+        raise ConfigError(
+            f"trial.profile=true traces one process, and hardware.router={config.hardware.router} starts one for each "
+            "replica; use hardware=local, or leave trial.profile out."
+        )
+
+
+def _check_disk(config: TrialConfig, device: Device, disk_blocks: int) -> None:
+    """Raises HardwareMissing where a disk tier is asked for and cannot be."""
+    if not disk_blocks:
+        return
+    if device.kind == "cuda":
+        raise HardwareMissing(
+            f"cache.disk={config.cache.disk} has no path to a GPU's memory yet; use cache.disk=0, or hardware=cpu, or a "
+            "simulated GPU such as hardware=sim_h100."
+        )
+    if device.kind == "cpu" and plans_in_flight(device, config.hardware.depth) > 1:
+        raise HardwareMissing("cache.disk needs hardware.depth=1 (what auto is on a CPU): set one of the two.")
+    if device.simulated and not config.hardware.disk_bw:
+        raise ConfigError("hardware.disk_bw has no value, and a simulated machine with cache.disk needs it; set it.")
+
+
+def _sized(plan: TrialPlan, total: bool) -> TrialPlan:
+    """The plan with the GPU tier that fits. Every baseline gets the same: memory is kept free for the CPU tier even where a
+    baseline has none."""
+    if total and not plan.device.shared:
+        raise ConfigError(
+            "cache.gpu=auto fills the device, so baseline.kv_budget=total has nothing to add to it; give cache.gpu a size, "
+            "or use baseline.kv_budget=device."
+        )
+    cpu_bytes = plan.budget_cpu_blocks * plan.block_bytes
+    share = plan.config.hardware.memory_share
+    gpu = auto_gpu_blocks(plan.device, plan.model, plan.activation_bytes, cpu_bytes, plan.block_bytes, share)
+    return replace(plan, budget_gpu_blocks=gpu, gpu_blocks=gpu + plan.budget_cpu_blocks if total else gpu)
+
+
+def plans_in_flight(device: Device, asked: Literal["auto", 1, 2]) -> int:
+    """On a GPU two: the host plans, builds and launches an iteration while the device computes the one before. A CPU computes
+    inside of the launch; a simulated device has one by default, as the paper's engine has."""
+    if asked != "auto":
+        return asked
+    return 2 if device.kind == "cuda" else 1
+
+
+def memory_share(device: Device, asked: float | None) -> float:
+    if asked is not None:
+        return asked
+    return CPU_SHARE if device.shared else GPU_SHARE
+
+
+def auto_gpu_blocks(
+    device: Device,
+    model: ModelSpec,
+    activation_bytes: int,
+    cpu_bytes: int,
+    block_bytes: int,
+    asked_share: float | None,
+    free_bytes: int | None = None,
+) -> int:
+    """Blocks of the GPU tier where cache.gpu=auto: what weights, one iteration and (on a CPU) the CPU tier leave.
+
+    Simulated: exact. A GPU: from its total memory, since nothing is loaded yet; the started worker measures again, and its
+    number is used. A CPU: from its free memory, rounded down to a power of two of blocks, so that consecutive trials get
+    the same although a few MB more or less are free. Raises HardwareMissing with the numbers.
+    """
+    share = memory_share(device, asked_share)
+    if device.shared:
+        there = free_host_memory_bytes() if free_bytes is None else free_bytes
+        room = int(share * there) - model.weight_bytes - activation_bytes - cpu_bytes
+        blocks = max(0, room) // block_bytes
+        blocks = 1 << (blocks.bit_length() - 1) if blocks else 0
+    else:
+        there = device.gpu_bytes
+        room = int(share * there) - model.weight_bytes - activation_bytes
+        blocks = max(0, room) // block_bytes
+    if blocks >= LEAST_GPU_BLOCKS:
+        return blocks
+    cpu = f", the CPU tier {format_bytes(cpu_bytes)}" if device.shared else ""
+    raise HardwareMissing(
+        f"cache.gpu=auto finds no room: hardware.memory_share={share:g} of the {format_bytes(there)} "
+        f"{'free' if device.shared else 'of memory'} on {device.label} is {format_bytes(int(share * there))}. Of that "
+        f"model={model.name} takes {format_bytes(model.weight_bytes)} in {model.dtype}, an iteration "
+        f"{format_bytes(activation_bytes)}{cpu}. Use a smaller model{' or cache.cpu' if device.shared else ''}, or raise "
+        "hardware.memory_share."
+    )
+
+
+def model_spec(model: ModelConfig, device: Device, measured: str | None = None) -> ModelSpec:
+    """The model in numbers, in the dtype it will have: auto is bfloat16 on a GPU, and float32 on a CPU;
+    measured: where a machine is simulated by its profile, the dtype of that. Raises UnsupportedModel for one whose parameters
+    a simulated machine would have to guess."""
+    architecture = folder_architecture(model.weights) if weights_kind(model) == "path" else model.architecture
+    dtype: str = (measured or "bfloat16") if model.dtype == "auto" else model.dtype
+    spec = replace(ModelSpec.from_architecture(model.name, architecture, dtype), architecture=dict(architecture))
+    if device.simulated and (why := spec.uncounted):
+        raise UnsupportedModel(
+            f"model={model.name} {why}, so its times on {device.label} cannot be simulated; use hardware=local, or another "
+            "model."
+        )
+    if model.quantization is not None:
+        if device.kind != "cpu" or model.dtype not in ("auto", "float32"):
+            raise ConfigError(
+                f"model.quantization={model.quantization} computes in float32 on a CPU, and this is {device.label} with "
+                f"model.dtype={model.dtype}; use hardware=cpu and leave model.dtype at auto, or leave model.quantization out."
+            )
+        return replace(spec, dtype="float32", quantization=model.quantization)
+    return replace(spec, dtype="float32") if model.dtype == "auto" and device.kind == "cpu" else spec

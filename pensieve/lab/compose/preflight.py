@@ -1,0 +1,145 @@
+"""Check before anything starts what would otherwise fail minutes later."""
+
+from __future__ import annotations
+
+from pensieve.device.kernels.backends import require
+from pensieve.errors import CapacityError, ConfigError, HardwareMissing
+from pensieve.lab.compose.build import build_workload, find_parts, outside_engine
+from pensieve.lab.compose.machine import free_device_bytes, free_host_memory_bytes
+from pensieve.lab.compose.plan import LEAST_GPU_BLOCKS, TrialPlan
+from pensieve.lab.compose.tokenizer import build_tokenizer
+from pensieve.lab.compose.weights import check_weights
+from pensieve.units import format_bytes
+
+GPU_USABLE = 0.95
+"""Share of a GPU's memory that torch can use; the rest is CUDA's context and fragmentation."""
+
+REPLICA_BYTES = 10_000
+"""Of a simulated engine on the host, at least: one with 176 blocks takes 17 kB (tracemalloc, 120 against 20 replicas)."""
+
+
+def preflight(plan: TrialPlan) -> None:
+    """Check parts, then memory, then weights: a machine too small for a model needs no advice on downloading it.
+
+    Raises EngineMissing, ConfigError, HardwareMissing, WeightsMissing, UnsupportedModel, CapacityError.
+    """
+    find_parts(plan.config)
+    if plan.config.baseline.engine is not None and not plan.device.simulated:
+        tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
+        outside_engine(plan, tokenizer=tokenizer).check()
+    check_attention(plan)
+    check_capacity(plan)
+    check_memory(plan)
+    check_replicas(plan)
+    if not plan.device.simulated:
+        check_weights(plan.config.model)
+        if plan.config.trial.measure_machine is not None:
+            check_measurable(plan)
+    if plan.device.divided:
+        from pensieve.plugins.device.sharding import refuse_unsharded  # brings torch
+
+        refuse_unsharded(plan.model, plan.device.count)
+    build_workload(plan, build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated))
+
+
+def check_measurable(plan: TrialPlan) -> None:
+    """Raises HardwareMissing or ConfigError for a machine of which there can be no profile."""
+    config = plan.config
+    if plan.device.simulated:
+        raise HardwareMissing(
+            f"hardware={config.hardware.name} is simulated, and a profile is of a real machine; use hardware=local."
+        )
+    if config.baseline.engine is not None:
+        raise ConfigError(
+            f"baseline={config.baseline.name} is an engine of others, and a profile is of ours; leave it out."
+        )
+    if plan.device.divided or config.hardware.router != "single":
+        raise ConfigError(
+            f"hardware.gpus={plan.device.count}, hardware.router={config.hardware.router}: a profile is of one device; use "
+            "hardware.gpus=1 and hardware.router=single."
+        )
+    if not plan.cpu_blocks:
+        raise ConfigError(
+            f"A profile has the copies between both tiers too, and baseline={config.baseline.name} with "
+            f"cache.cpu={config.cache.cpu} has one; use baseline=pensieve, and give cache.cpu a size."
+        )
+
+
+def check_attention(plan: TrialPlan) -> None:
+    """Raises EngineMissing for a backend that was asked for by name and cannot run here."""
+    name = plan.config.attention_backend
+    if name != "auto" and not plan.device.simulated and plan.config.baseline.engine is None:
+        require(name, plan.device.kind, plan.model.dtype, plan.chunk_tokens)
+
+
+def check_capacity(plan: TrialPlan) -> None:
+    """Raises CapacityError for a GPU tier that no engine could work with."""
+    size = plan.chunk_tokens
+    if plan.gpu_blocks < LEAST_GPU_BLOCKS:
+        raise CapacityError(
+            f"cache.gpu={plan.config.cache.gpu!r} holds {plan.gpu_blocks * size} tokens of {plan.model.name}, and an engine "
+            f'needs {LEAST_GPU_BLOCKS} blocks of {size}; use cache.gpu="{LEAST_GPU_BLOCKS * size} tokens" or more.'
+        )
+
+
+def check_replicas(plan: TrialPlan) -> None:
+    """Raises HardwareMissing for more simulated engines than the host's memory holds."""
+    count, free = plan.config.hardware.replicas, free_host_memory_bytes()
+    least = count * REPLICA_BYTES
+    if plan.device.simulated and least > free:
+        raise HardwareMissing(
+            f"hardware.replicas={count:,} are engines that take at least {format_bytes(least)} of host memory, and "
+            f"{format_bytes(free)} are free; {free // REPLICA_BYTES:,} would fit."
+        )
+
+
+def check_memory(plan: TrialPlan, free_bytes: int | None = None) -> None:
+    """Weights, KV and activations against what the machine has, or against `free_bytes` of its device.
+
+    Raises HardwareMissing with one sentence: what it needs, what is there, what to use instead.
+    """
+    device, model = plan.device, plan.model
+    # What is free decides how large a measured tier becomes; it must only be worth starting.
+    kv_bytes = LEAST_GPU_BLOCKS * plan.block_bytes if plan.gpu_measured and free_bytes is not None else plan.gpu_bytes
+    need = model.weight_bytes + kv_bytes + plan.activation_bytes
+    parts = f"weights {format_bytes(model.weight_bytes)} in {model.dtype}, KV {format_bytes(kv_bytes)}"
+    if device.shared:
+        need += plan.cpu_bytes
+        parts += f" + {format_bytes(plan.cpu_bytes)} for the CPU tier"
+    parts += f", activations {format_bytes(plan.activation_bytes)}"
+    usable = int(device.gpu_bytes * GPU_USABLE) if device.kind == "cuda" else device.gpu_bytes
+    there, verb = (usable, "are there") if free_bytes is None else (free_bytes, "are free")
+    if need > there:
+        raise HardwareMissing(
+            f"model={model.name} with cache={plan.config.cache.name} needs {format_bytes(need)} on {device.label} ({parts}) "
+            f"and {format_bytes(there)} {verb}; use {_instead(plan)}."
+        )
+    if not device.shared and plan.cpu_bytes > device.cpu_bytes:
+        raise HardwareMissing(
+            f"cache.cpu={plan.config.cache.cpu!r} needs {format_bytes(plan.cpu_bytes)} of host memory and "
+            f"{format_bytes(device.cpu_bytes)} are there; use a smaller cache.cpu."
+        )
+
+
+def check_free_memory(plan: TrialPlan) -> None:
+    """Check the memory that is free, once the trial holds the device. Raises HardwareMissing."""
+    if not plan.device.simulated:
+        check_memory(plan, free_device_bytes(plan.device))
+
+
+def _enough_devices(plan: TrialPlan) -> int | None:
+    """The least power of two of devices that hold model and caches, which are sized per device; None above 64."""
+    one, kv = plan.device.gpu_bytes // plan.hardware.gpus, plan.gpu_bytes // plan.hardware.gpus
+    fixed = plan.model.weight_bytes + plan.activation_bytes
+    counts = (1 << power for power in range(1, 7))
+    return next((n for n in counts if n > plan.hardware.gpus and fixed + n * kv <= n * one), None)
+
+
+def _instead(plan: TrialPlan) -> str:
+    weights_fit = plan.model.weight_bytes + plan.activation_bytes < plan.device.gpu_bytes * GPU_USABLE
+    smaller = ["a smaller cache"] if weights_fit else []
+    if plan.device.simulated:
+        count = _enough_devices(plan)
+        devices = [f"more devices (hardware.gpus={count})"] if count else []
+        return " or ".join([*smaller, *devices, "hardware=sim_h200", "a smaller model"])
+    return ", ".join([*smaller, "hardware=sim_a100_80g (simulated, runs anywhere)"]) + " or model=tiny"

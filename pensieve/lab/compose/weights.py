@@ -1,0 +1,196 @@
+"""Find a model's weights, architecture and folder, and check before anything starts that they can be loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pensieve.errors import ConfigError, UnsupportedModel, WeightsMissing
+from pensieve.hub import cached_snapshot, commit, settings_folder, why_not
+from pensieve.lab.compose.folder import conf_folder, ended, nearest, options, read_option
+from pensieve.lab.compose.gguf import check_gguf, convert, converted, find_gguf
+from pensieve.lab.compose.schema import ModelConfig
+from pensieve.lab.results.digest import content_hash
+from pensieve.specs import ModelSpec
+
+GGUF = "gguf"
+_ANY = "hf"  # conf/model/hf.yaml
+
+_WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+
+
+def model_config(source: str, **changes: Any) -> ModelConfig:
+    """A model by its name in conf/model, by the folder that save_pretrained wrote, by its hub id, or by a GGUF file.
+
+    `changes` replace fields of it (weights, seed, dtype). For a folder, weights=hub means the folder's own weights; its
+    tokenizer is used whatever the weights are. Raises ConfigError for an unknown name, WeightsMissing where the hub cannot
+    be asked, UnsupportedModel for an architecture that has not the sizes of a decoder.
+    """
+    if (conf_folder() / "model" / f"{source}.yaml").is_file():
+        return ModelConfig.model_validate(completed({**read_option("model", source), **changes}))
+    given = {"hub_id": source}
+    if source.endswith(".gguf"):
+        given = {"gguf_file": source}
+    elif not Path(source).expanduser().is_dir() and source.count("/") != 1:
+        raise ConfigError(ended(f"There is no model {source!r}{nearest(source, options('model'))}"))
+    return ModelConfig.model_validate(completed({**read_option("model", "hf"), **given, **changes}))
+
+
+def completed(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a model with those that only its own files say: architecture and name, of model=hf.
+
+    hub_id may be a folder there. A GGUF file is dequantised for it, once (compose.gguf). Raises what model_config raises.
+    """
+    fields = dict(model)
+    if fields.get("gguf_file") and fields.get("weights") == "hub":
+        fields["weights"] = GGUF
+    if fields.get("name") != _ANY or fields.get("architecture"):
+        return fields
+    weights, place = fields.get("weights", "hub"), fields.get("hub_id")
+    if place is None and weights not in ("hub", "random", GGUF):
+        place = weights
+    if weights == GGUF:
+        source = _gguf(fields.get("gguf_file"))
+        fields |= {"name": source.stem, "architecture": folder_architecture(str(convert(source)))}
+    elif place is None:
+        raise ConfigError(
+            "model=hf needs a model: model.hub_id=org/name, model.hub_id=<a folder>, or model.gguf_file=<a file>."
+        )
+    elif Path(place).expanduser().is_dir():
+        folder = Path(place).expanduser()
+        fields |= {"name": folder.resolve().name, "hub_id": None, "architecture": folder_architecture(place)}
+        if weights == "hub":
+            fields["weights"] = place
+        elif weights == "random" and fields.get("tokenizer", "hub") == "hub":
+            fields["tokenizer"] = place
+    elif place.count("/") != 1 or place.startswith((".", "/", "~")):
+        raise WeightsMissing(
+            f"model.hub_id={place} is no folder on this machine, and no hub id (org/name); correct the path or the name."
+        )
+    else:
+        fields |= {"name": place.replace("/", "--"), "architecture": _hub_architecture(place, fields.get("revision"))}
+    _check_decoder(fields["name"], fields["architecture"])
+    return fields
+
+
+def _check_decoder(name: str, architecture: Mapping[str, Any]) -> None:
+    try:
+        ModelSpec.from_architecture(name, architecture)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(
+            f"{name} ({architecture.get('model_type', 'no model_type')}) cannot be served: its config.json is not that of "
+            "a decoder-only language model that the paged attention knows; choose a model of another architecture."
+        ) from error
+
+
+def weights_kind(model: ModelConfig) -> str:
+    """hub, random, gguf or path."""
+    return model.weights if model.weights in ("hub", "random", GGUF) else "path"
+
+
+def _gguf(said: str | None) -> Path:
+    if said is None:
+        raise WeightsMissing("model.weights=gguf needs a file: model.gguf_file=<its path>, or package:file.")
+    return find_gguf(said)
+
+
+def own_folder(model: ModelConfig, make: bool = True) -> Path | None:
+    """The folder with the weights of a path or of a GGUF file; None for other weights.
+
+    make: dequantise the file if that was not done before; otherwise None where it was not.
+    """
+    kind = weights_kind(model)
+    if kind == GGUF:
+        source = _gguf(model.gguf_file)
+        return convert(source) if make else converted(source)
+    return Path(model.weights).expanduser() if kind == "path" else None
+
+
+def loadable(model: ModelConfig) -> str:
+    """What the worker loads: hub, random, or a folder."""
+    return str(own_folder(model)) if weights_kind(model) == GGUF else model.weights
+
+
+def weights_identity(model: ModelConfig) -> str | None:
+    """What else tells these weights apart, beside the configuration with the content of a folder: the commit of a repository
+    where it is known, the content of a GGUF file."""
+    kind = weights_kind(model)
+    if kind == GGUF:
+        return f"sha256:{content_hash(_gguf(model.gguf_file))}"
+    return commit(model.hub_id, model.revision) if kind == "hub" and model.hub_id else None
+
+
+def model_identity(model: ModelConfig, simulated: bool) -> str:
+    """A digest of what two models must share for the tokens and the KV of one to mean the same to the other.
+
+    It covers architecture, tokenizer, dtype, and the weights' content as far as it is known before they are loaded: of a
+    folder or file all of it, of the hub the commit, of random weights their seed. simulated: no weights at all.
+    """
+    from pensieve.lab.results.identity import plain_hash  # which imports the database
+
+    weights = None if simulated else weights_identity(model)
+    return plain_hash({"model": model.model_dump(), "weights_content": weights, "simulated": simulated})
+
+
+def folder_architecture(folder: str) -> dict[str, Any]:
+    """config.json of a folder. Raises WeightsMissing where there is none."""
+    file = Path(folder).expanduser() / "config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightsMissing(
+            f"{folder} is not a model folder: config.json cannot be read; give a folder that save_pretrained wrote, "
+            "model.weights=hub or model.weights=random."
+        ) from error
+    return content
+
+
+def local_weights(model: ModelConfig) -> Path | None:
+    """The weights' file (or its index) on this machine: in the folder, or in the local hub cache."""
+    kind = weights_kind(model)
+    if kind == GGUF:
+        try:
+            return _gguf(model.gguf_file)
+        except WeightsMissing:
+            return None
+    folder = (
+        own_folder(model) if kind == "path" else cached_snapshot(model.hub_id, model.revision) if model.hub_id else None
+    )
+    return (
+        None if folder is None else next((folder / name for name in _WEIGHT_FILES if (folder / name).is_file()), None)
+    )
+
+
+def check_weights(model: ModelConfig) -> None:
+    """Raise WeightsMissing where loading would fail because files, access or network are missing, EngineMissing where a
+    package is."""
+    kind = weights_kind(model)
+    if kind == "random":
+        return
+    if kind == GGUF:
+        check_gguf(_gguf(model.gguf_file))
+        return
+    if kind == "path":
+        folder_architecture(model.weights)
+        if local_weights(model) is None:
+            raise WeightsMissing(f"{model.weights} holds no safetensors; save the model with save_pretrained first.")
+        return
+    if not model.hub_id:
+        raise WeightsMissing(f"Model {model.name} has no published weights; use model.weights=random.")
+    if local_weights(model) is None:
+        reason = why_not(model.hub_id, model.revision)
+        if reason is not None:
+            raise WeightsMissing(
+                f"The weights of {model.hub_id} cannot be had: {reason}; use model.weights=random "
+                "(same speed, meaningless text) or model.weights=<a folder with safetensors>."
+            )
+
+
+def _hub_architecture(hub_id: str, revision: str | None) -> dict[str, Any]:
+    instead = "use a folder that save_pretrained wrote (model.hub_id=<a folder>), or a model that is in conf/model"
+    folder = settings_folder(hub_id, revision, lambda at: (at / "config.json").is_file(), "The architecture", instead)
+    return folder_architecture(str(folder))

@@ -1,0 +1,498 @@
+"""Records in, summary out: the metrics of a trial, with units, counts and intervals. No I/O.
+
+Which turns count: latencies and rates are over all measured turns (request.is_measured), so that each baseline answers for
+the same turns; throughputs are over those that finished in the measurement window. Latencies are of completed turns; the
+others are counted by status in `turns`, never dropped silently. Intervals count conversations. A number that these
+records cannot give is a metric without a value, not a guess.
+
+What counts cover: recomputed_tokens, h2d_bytes, sent_bytes and received_bytes are what was done for measured turns, summed
+over them; so is recomputed_s, by the cost model, without what preempted requests computed a second time. d2h_bytes,
+swapped_*_bytes, evicted_chunks, dropped_chunks, suspended_requests, deferred_requests, schedule_ms_mean, plan_*_mean and
+cost_model_error_pct are of work that may be for no turn or for several, so they are the system's counts over the stretches
+of the replay that window.MeasuredStretches defines: all but those in which only turns that prepare others are served.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from pensieve.core.plan import StartReport
+from pensieve.core.request import TokenArray, is_measured
+from pensieve.errors import CapacityError, MemoryRanOut
+from pensieve.lab.metric_registry import PERCENTILES, SUMMARIES, metric_of
+from pensieve.lab.statistics import (
+    Estimate,
+    enough_for,
+    estimate_mean,
+    estimate_percentiles,
+    estimate_rate,
+    nearest_rank,
+    paired_ratio,
+    spread,
+)
+from pensieve.lab.turn_log import chosen
+from pensieve.serve.record import TurnRecord
+
+STATUSES = ("completed", "timeout", "cancelled", "refused", "failed")
+COUNTS = (
+    "recomputed_tokens",
+    "swapped_in_bytes",
+    "swapped_out_bytes",
+    "evicted_chunks",
+    "dropped_chunks",
+    "suspended_requests",
+    "deferred_requests",
+    "moved_turns",
+    "migrated_turns",
+    "restarted_requests",
+    "replica_failures",
+)
+MOST_IN_MEMORY = 5_000_000
+"""Values of one series, such as the times between tokens, all of which memory holds: some 400 MB."""
+BYTES = ("h2d_bytes", "d2h_bytes", "sent_bytes", "received_bytes")
+FOR_NO_TURN = ("d2h_bytes",)  # also copied ahead of time: only the system's counter has all of it
+
+
+@dataclass(frozen=True, slots=True)
+class MetricValue:
+    """A row of table `metric`.
+
+    value None: not measurable here. n counts n_unit; ci_*: 95 % interval, None where none is due.
+    """
+
+    name: str
+    value: float | None
+    label: str = ""
+    n: int | None = None
+    n_unit: str | None = None
+    ci_low: float | None = None
+    ci_high: float | None = None
+    limit_value: float | None = None
+
+    @property
+    def unit(self) -> str:
+        return metric_of(self.name).unit
+
+    @property
+    def thin(self) -> bool:
+        """A percentile of too few values to be taken at its word: n below 10 / (1 - p)."""
+        p = PERCENTILES.get(self.name.rpartition("_")[2])
+        return p is not None and self.n is not None and self.n < enough_for(p)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """A service-level objective: the most that a turn's TTFT and TPOT may be, in milliseconds; None: not asked."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a replay observed. Times are seconds since it began.
+
+    turns: all of them, warm-up too, in any order. [measure_start_s, measure_end_s]: the window of the throughputs.
+    measured_from_s: the first measured arrival. ended_s: the end of the last measured turn. counters: the system's own
+    counts over the measured stretches; a name that is absent was not counted. send_lag_s: intended arrival to submission.
+    """
+
+    turns: Sequence[TurnRecord]
+    measure_start_s: float
+    measure_end_s: float
+    measured_from_s: float
+    ended_s: float
+    counters: Mapping[str, float] = field(default_factory=dict)
+    send_lag_s: Sequence[float] = ()
+
+
+def summarise(measurement: Measurement, started: StartReport | None = None) -> list[MetricValue]:
+    """Every metric that a replay's records can give. Names with labels occur once a label.
+
+    A trial's throughputs are one value each and get no interval here: across seeds they do.
+    """
+    measured = chosen(measurement.turns, lambda turn: is_measured(turn.phase))
+    warmup = chosen(measurement.turns, lambda turn: turn.phase == "warmup")
+    metrics = [
+        *_series("ttft_ms", measured, lambda turn: _one(turn.ttft_ms)),
+        *_series("tpot_ms", measured, lambda turn: _one(tpot_ms(turn))),
+        *_gaps(measured),
+        *_series("latency_ms", measured, lambda turn: _one(turn.latency_ms)),
+        *_series("normalized_latency_ms", measured, lambda turn: _one(_normalized_latency_ms(turn))),
+        *_series("queue_ms", measured, lambda turn: _one(turn.queue_ms)),
+        *_series("warmup_ms", warmup, lambda turn: _one(turn.latency_ms)),
+        *_throughputs(measurement, measured),
+        *_rates(measured),
+        *_counts(measurement, measured),
+        *_start(started),
+        _schedule(measurement),
+        *_sent_plans(measurement),
+        _cost_model_error(measurement),
+        _send_lag(measurement),
+        _out_of_memory(measured),
+        *_phases(measured),
+    ]
+    found = Counter(turn.status for turn in measured)
+    metrics += [MetricValue("turns", float(found[one]), one, n=len(measured), n_unit="turns") for one in STATUSES]
+    metrics += _by_turn(measured)
+    for label in sorted({turn.label for turn in measured} - {""}):
+        of_label = chosen(measured, lambda turn, label=label: turn.label == label)  # type: ignore[misc]
+        metrics += _series("ttft_ms", of_label, lambda turn: _one(turn.ttft_ms), label)
+        metrics += _series("latency_ms", of_label, lambda turn: _one(turn.latency_ms), label)
+        metrics += _rates(of_label, label)
+    for label in sorted({turn.label for turn in warmup} - {""}):
+        metrics += _series(
+            "warmup_ms", (t for t in warmup if t.label == label), lambda turn: _one(turn.latency_ms), label
+        )
+    return metrics
+
+
+def thin_percentiles(metrics: Iterable[MetricValue]) -> list[str]:
+    """Names (with labels) of the percentiles that have too few values behind them, for the trial's flags."""
+    return [f"{metric.name}[{metric.label}]" if metric.label else metric.name for metric in metrics if metric.thin]
+
+
+def slo_metrics(turns: Sequence[TurnRecord], start_s: float, end_s: float, slo: Slo) -> list[MetricValue]:
+    """Goodput and attainment under an objective. turns: all of a trial, [start_s, end_s]: its window."""
+    measured = chosen(turns, lambda turn: is_measured(turn.phase))
+    measurement = Measurement(turns, start_s, end_s, measured_from_s=start_s, ended_s=end_s)
+    return _slo(measurement, measured, slo) if slo != Slo() else []
+
+
+def tpot_ms(turn: TurnRecord) -> float | None:
+    """(last token - first token) / (output tokens - 1); None below two tokens."""
+    if turn.first_token_s is None or turn.finished_s is None or turn.output_tokens < 2:
+        return None
+    times_s = turn.times_s()
+    last = times_s[-1] if times_s else turn.finished_s
+    return (last - turn.first_token_s) * 1e3 / (turn.output_tokens - 1)
+
+
+def _normalized_latency_ms(turn: TurnRecord) -> float | None:
+    return None if turn.latency_ms is None or turn.output_tokens == 0 else turn.latency_ms / turn.output_tokens
+
+
+def _gaps_ms(turn: TurnRecord) -> Sequence[float]:
+    return array("d", (np.diff(np.frombuffer(times_s)) * 1e3).tobytes()) if (times_s := turn.times_s()) else ()
+
+
+def _one(value: float | None) -> Sequence[float]:
+    return () if value is None else (value,)
+
+
+def _series(
+    name: str,
+    turns: Iterable[TurnRecord],
+    values_of: Callable[[TurnRecord], Sequence[float]],
+    label: str = "",
+    *,
+    n_unit: str = "turns",
+    wanted: Sequence[str] = SUMMARIES,
+) -> list[MetricValue]:
+    """Mean and percentiles of what `values_of` gives for each completed turn, by conversation."""
+    groups: dict[str, TokenArray[float]] = {}  # eight bytes a value, of which there may be one a token
+    for turn in turns:
+        if turn.status == "completed" and len(values := values_of(turn)):
+            groups.setdefault(turn.session, array("d")).extend(values)
+    return _summary(name, groups, label, n_unit, wanted)
+
+
+def _by_turn(measured: Iterable[TurnRecord]) -> list[MetricValue]:
+    """Median time to first token of the first turns, of the second ones, and so on."""
+    sessions: dict[str, int] = {}
+    found: dict[int, tuple[TokenArray[int], TokenArray[float]]] = {}  # the session and the value of each turn
+    for turn in measured:
+        members, values = found.setdefault(turn.turn, (array("q"), array("d")))
+        if turn.status == "completed" and turn.ttft_ms is not None:
+            members.append(sessions.setdefault(turn.session, len(sessions)))
+            values.append(turn.ttft_ms)
+    metrics: list[MetricValue] = []
+    for number, (members, values) in sorted(found.items()):
+        groups: dict[int, TokenArray[float]] = {}
+        for member, value in zip(members, values, strict=True):
+            groups.setdefault(member, array("d")).append(value)
+        metrics += _summary("ttft_ms", groups, f"turn={number}", "turns", ("p50",))
+    return metrics
+
+
+def _gaps(measured: Sequence[TurnRecord]) -> list[MetricValue]:
+    """Times between tokens, of which there is one for nearly each token: so many are not held in memory, and have no
+    interval."""
+    if sum(turn.output_tokens for turn in measured) <= MOST_IN_MEMORY:
+        return _series("itl_ms", measured, _gaps_ms, n_unit="tokens")
+    completed = chosen(measured, lambda turn: turn.status == "completed")
+    mean, percentiles, n = spread(lambda: map(_gaps_ms, completed), list(PERCENTILES.values()))
+    found = dict(zip(SUMMARIES, (mean, *percentiles), strict=True))
+    return [MetricValue(f"itl_ms_{suffix}", value, n=n, n_unit="tokens") for suffix, value in found.items()]
+
+
+def _summary(
+    name: str,
+    groups: Mapping[Any, Sequence[float]],
+    label: str,
+    n_unit: str,
+    wanted: Sequence[str],
+) -> list[MetricValue]:
+    """Summarise values grouped by conversation: the wanted ones of mean and percentiles."""
+    if not groups:
+        return [MetricValue(f"{name}_{suffix}", None, label, n=0, n_unit=n_unit) for suffix in wanted]
+    estimates: dict[str, Estimate] = {}
+    if "mean" in wanted:
+        estimates["mean"] = estimate_mean(groups, metric_of(name).support)
+    suffixes = [suffix for suffix in wanted if suffix != "mean"]
+    percentiles = estimate_percentiles(groups, [PERCENTILES[suffix] for suffix in suffixes])
+    estimates.update(zip(suffixes, percentiles, strict=True))
+    return [_metric(f"{name}_{suffix}", estimates[suffix], label, n_unit) for suffix in wanted]
+
+
+def _metric(name: str, estimate: Estimate, label: str, n_unit: str) -> MetricValue:
+    return MetricValue(name, estimate.value, label, estimate.n, n_unit, estimate.ci_low, estimate.ci_high)
+
+
+def _throughputs(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[MetricValue]:
+    start, end = measurement.measure_start_s, measurement.measure_end_s
+    inside = outputs = prompts = 0
+    total_known = True
+    for turn in measured:
+        if turn.status == "completed" and turn.finished_s is not None and start <= turn.finished_s <= end:
+            inside, outputs = inside + 1, outputs + turn.output_tokens
+            prompts += turn.prompt_tokens or 0
+            total_known &= turn.prompt_tokens is not None
+    seconds = 0.0 if _none_inside(measurement, measured) else end - start
+    everything = sum(turn.output_tokens for turn in measured if turn.status == "completed")
+    return [
+        _per_second("throughput_req_s", inside, seconds, inside),
+        _per_second("throughput_output_tok_s", outputs, seconds, inside),
+        _per_second("throughput_total_tok_s", prompts + outputs if total_known else None, seconds, inside),
+        _per_second(
+            "makespan_output_tok_s",
+            everything,
+            measurement.ended_s - measurement.measured_from_s,
+            len(measured),
+        ),
+    ]
+
+
+def _none_inside(measurement: Measurement, measured: Sequence[TurnRecord]) -> bool:
+    """Whether turns completed, but all outside of the window, which then says nothing of how fast they were served."""
+    start, end = measurement.measure_start_s, measurement.measure_end_s
+    ended = False
+    for turn in measured:
+        if turn.status == "completed" and turn.finished_s is not None:
+            ended = True
+            if start <= turn.finished_s <= end:
+                return False
+    return ended
+
+
+def _per_second(name: str, count: float | None, seconds: float, turns: int) -> MetricValue:
+    value = None if count is None or seconds <= 0 else count / seconds
+    return MetricValue(name, value, n=turns, n_unit="turns")
+
+
+def _rates(turns: Sequence[TurnRecord], label: str = "") -> list[MetricValue]:
+    """Shares of history and of prompt tokens, sums over sums; turns that were never admitted have no counts."""
+    known = chosen(turns, lambda turn: turn.history_tokens is not None and turn.prompt_tokens is not None)
+
+    def rate(
+        name: str, parts_of: Callable[[TurnRecord], Sequence[int | None]], whole_of: Callable[[TurnRecord], int]
+    ) -> MetricValue:
+        groups: dict[str, tuple[float, float]] = {}
+        for turn in known:
+            parts = [part for part in parts_of(turn) if part is not None]
+            if len(parts) < len(parts_of(turn)):
+                return MetricValue(name, None, label, n=0, n_unit="tokens")
+            top, bottom = groups.get(turn.session, (0.0, 0.0))
+            groups[turn.session] = (top + sum(parts), bottom + whole_of(turn))
+        if not any(bottom for _, bottom in groups.values()):
+            return MetricValue(name, None, label, n=0, n_unit="tokens")
+        return _metric(name, estimate_rate(groups), label, "tokens")
+
+    def history(turn: TurnRecord) -> int:
+        return turn.history_tokens or 0
+
+    def found(turn: TurnRecord) -> Sequence[int | None]:
+        # An engine that only reports cached tokens has no CPU tier of ours: null there means "none seen", not unknown.
+        others = turn.disk_hit_tokens or 0, turn.shared_hit_tokens or 0
+        return turn.gpu_hit_tokens, turn.cpu_hit_tokens or 0, *others
+
+    return [
+        rate("gpu_hit_rate", lambda turn: (turn.gpu_hit_tokens,), history),
+        rate("cpu_hit_rate", lambda turn: (turn.cpu_hit_tokens,), history),
+        rate("disk_hit_rate", lambda turn: (turn.disk_hit_tokens,), history),
+        rate("miss_rate", lambda turn: (turn.recomputed_tokens,), history),
+        rate("prompt_hit_rate", found, lambda turn: turn.prompt_tokens or 0),
+    ]
+
+
+def _counts(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[MetricValue]:
+    counters = measurement.counters
+    counts: dict[str, float | None] = {name: counters.get(name) for name in COUNTS}
+    admitted = chosen(measured, lambda turn: turn.recomputed_tokens is not None)
+    if admitted:
+        counts["recomputed_tokens"] = float(
+            sum((turn.recomputed_tokens or 0) + turn.resumed_recomputed_tokens for turn in admitted)
+        )
+    metrics = [MetricValue(name, value) for name, value in counts.items()]
+    priced = array("d", (turn.recomputed_s for turn in measured if turn.recomputed_s is not None))
+    metrics.append(MetricValue("recomputed_s", sum(priced) if priced else None, n=len(priced), n_unit="turns"))
+    outputs = sum(turn.output_tokens for turn in measured)
+    for name in BYTES:
+        counted = None if name in FOR_NO_TURN else _moved_for(measured, name)
+        counted = counters.get(name) if counted is None else counted
+        metrics.append(MetricValue(name, counted))
+        each = counted / outputs if counted is not None and outputs else None
+        metrics.append(MetricValue(f"{name}_per_token", each, n=outputs, n_unit="tokens"))
+    return metrics
+
+
+def _moved_for(measured: Sequence[TurnRecord], name: str) -> float | None:
+    """Sum the bytes over all turns; None where one that completed was not counted, or none was."""
+    if any(getattr(turn, name) is None and turn.status == "completed" for turn in measured):
+        return None
+    counted = array("q", (value for turn in measured if (value := getattr(turn, name)) is not None))
+    return float(sum(counted)) if counted else None
+
+
+def _start(started: StartReport | None) -> list[MetricValue]:
+    return [
+        MetricValue("load_s", started.load_s if started else None),
+        MetricValue("engine_warmup_ms", started.warmup_ms if started else None),
+    ]
+
+
+def _cost_model_error(measurement: Measurement) -> MetricValue:
+    """Predicted over measured time of the iterations that computed one long row, less one."""
+    predicted, measured = (measurement.counters.get(name, 0.0) for name in ("predicted_ms", "predictable_ms"))
+    return MetricValue("cost_model_error_pct", (predicted / measured - 1) * 100 if measured else None)
+
+
+def _schedule(measurement: Measurement) -> MetricValue:
+    """Scheduler and cache time a step, from the counters `schedule_ms` (their sum) and `steps`."""
+    steps, total = measurement.counters.get("steps"), measurement.counters.get("schedule_ms")
+    value = total / steps if steps and total is not None else None
+    return MetricValue("schedule_ms_mean", value, n=int(steps) if steps is not None else None, n_unit="steps")
+
+
+def _sent_plans(measurement: Measurement) -> list[MetricValue]:
+    """Size of a plan and its way to the last of several processes; nothing where plans stay in one."""
+    plans = measurement.counters.get("sent_plans", 0.0)
+    return [
+        MetricValue(f"{name}_mean", measurement.counters[name] / plans, n=int(plans), n_unit="plans")
+        for name in ("plan_bytes", "plan_ms")
+        if plans
+    ]
+
+
+def _send_lag(measurement: Measurement) -> MetricValue:
+    lags = measurement.send_lag_s
+    value = nearest_rank(lags, 0.99) * 1e3 if len(lags) else None
+    return MetricValue("send_lag_ms_p99", value, n=len(lags), n_unit="turns")
+
+
+def _out_of_memory(measured: Sequence[TurnRecord]) -> MetricValue:
+    """Turns that did not get the memory they needed."""
+    found = sum(out_of_memory(turn) for turn in measured)
+    return MetricValue("oom_turns", float(found), n=len(measured), n_unit="turns")
+
+
+def out_of_memory(turn: TurnRecord) -> bool:
+    """Whether the turn did not get the memory that it needed: of one GPU tier, or of the machine for a process of its own."""
+    return (turn.status, turn.finish_reason) in (("refused", CapacityError.reason), ("failed", MemoryRanOut.reason))
+
+
+def _phases(measured: Sequence[TurnRecord]) -> list[MetricValue]:
+    """What only workloads with these phases can give: hit against miss, streaming against not, decoding by itself."""
+    metrics: list[MetricValue] = []
+    decoded = chosen(measured, lambda turn: turn.phase == "throughput")
+    if decoded:
+        metrics += _series("total_ms", decoded, lambda turn: _one(turn.latency_ms))
+        metrics += _series("per_token_ms", decoded, lambda turn: _one(_normalized_latency_ms(turn)))
+        labels = sorted({turn.label for turn in decoded} - {""})
+        metrics += [_alone(decoded, "throughput")]
+        metrics += [_alone([turn for turn in decoded if turn.label == label], label) for label in labels]
+    probes = [t for t in measured if t.phase in ("hit", "miss") and t.status == "completed" and t.ttft_ms is not None]
+    if probes:
+        metrics += [_degradation(probes), _stream_overhead(probes)]
+    return metrics
+
+
+def _alone(decoded: Sequence[TurnRecord], label: str) -> MetricValue:
+    """Output tokens over the sum of the latencies: of requests that have the system to themselves."""
+    done = [turn for turn in decoded if turn.status == "completed" and turn.latency_ms]
+    tokens, seconds = sum(turn.output_tokens for turn in done), sum(turn.latency_ms or 0.0 for turn in done) / 1e3
+    return replace(_per_second("throughput_output_tok_s", tokens, seconds, len(done)), label=label)
+
+
+def _degradation(probes: Sequence[TurnRecord]) -> MetricValue:
+    """(miss - hit) / hit of the mean times to first token, paired by round."""
+    hit, miss = (_by_round(turn for turn in probes if turn.phase == phase) for phase in ("hit", "miss"))
+    if not hit.keys() & miss.keys():
+        return MetricValue("ttft_degradation_pct", None, n=0, n_unit="rounds")
+    ratio = paired_ratio(_as_pairs(miss), _as_pairs(hit), of="means")
+    low, high = ratio.ci_low, ratio.ci_high
+    return MetricValue(
+        "ttft_degradation_pct",
+        (ratio.ratio - 1.0) * 100,
+        n=ratio.n,
+        n_unit="rounds",
+        ci_low=None if low is None else (low - 1.0) * 100,
+        ci_high=None if high is None else (high - 1.0) * 100,
+    )
+
+
+def _stream_overhead(probes: Sequence[TurnRecord]) -> MetricValue:
+    """Time to first token when streaming minus when not, paired by round and phase."""
+    differences: dict[str, list[float]] = {}
+    for phase in ("hit", "miss"):
+        streamed, whole = (
+            _by_round(turn for turn in probes if turn.phase == phase and turn.stream is stream)
+            for stream in (True, False)
+        )
+        for number in streamed.keys() & whole.keys():
+            differences.setdefault(str(number), []).append(streamed[number] - whole[number])
+    if not differences:
+        return MetricValue("stream_overhead_ms", None, n=0, n_unit="pairs")
+    return _metric(
+        "stream_overhead_ms", estimate_mean(differences, metric_of("stream_overhead_ms").support), "", "pairs"
+    )
+
+
+def _by_round(turns: Iterable[TurnRecord]) -> dict[int, float]:
+    """Mean time to first token of each round, in ms."""
+    found: dict[int, list[float]] = {}
+    for turn in turns:
+        assert turn.ttft_ms is not None
+        found.setdefault(turn.iteration, []).append(turn.ttft_ms)
+    return {number: sum(values) / len(values) for number, values in found.items()}
+
+
+def _as_pairs(rounds: Mapping[int, float]) -> dict[tuple[int, str], float]:
+    return {(0, str(number)): value for number, value in rounds.items()}
+
+
+def _slo(measurement: Measurement, measured: Sequence[TurnRecord], slo: Slo) -> list[MetricValue]:
+    def met(turn: TurnRecord) -> bool:
+        if turn.status != "completed" or turn.ttft_ms is None:
+            return False
+        slow = slo.ttft_ms is not None and turn.ttft_ms > slo.ttft_ms
+        each = tpot_ms(turn)
+        return not slow and (slo.tpot_ms is None or each is None or each <= slo.tpot_ms)
+
+    groups: dict[str, tuple[float, float]] = {}
+    for turn in measured:
+        top, bottom = groups.get(turn.session, (0.0, 0.0))
+        groups[turn.session] = (top + met(turn), bottom + 1.0)
+    start, end = measurement.measure_start_s, measurement.measure_end_s
+    good = sum(met(turn) for turn in measured if turn.finished_s is not None and start <= turn.finished_s <= end)
+    seconds = 0.0 if _none_inside(measurement, measured) else end - start
+    goodput = _per_second("goodput_req_s", good, seconds, good)
+    if not groups:
+        return [goodput, MetricValue("slo_attainment", None, n=0, n_unit="turns")]
+    return [goodput, _metric("slo_attainment", estimate_rate(groups), "", "turns")]

@@ -1,0 +1,443 @@
+"""Drives a system with a workload, on a wall clock or a virtual one: one loop over a heap of events.
+
+Times given to and taken from a workload are seconds since the replay began; the system's clock may have run before.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from pensieve.core.request import Request, TokenArray, is_measured
+from pensieve.lab.metrics import Measurement, out_of_memory
+from pensieve.lab.statistics import nearest_rank
+from pensieve.lab.turn_log import TurnLog, chosen
+from pensieve.lab.window import MeasuredStretches, find_window
+from pensieve.lab.workload.base import Arrival, Foresees, KnowsEnds, Workload, WorkloadPlan, out_of_work
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.base import CountsTokens, Event, ExpectsReuse, ForgetsEnded, LooksAhead, System
+
+CANCEL, ARRIVE = 0, 1  # at equal times a cancellation goes first: what it frees serves the arrival
+SLACK_NS = 2  # an idle system may stop a rounding error before the time it was told
+WAKE_S = 0.25  # how long a wall clock is waited on before progress and the deadline are looked at again
+LATE_SEND_MS = 5.0
+LATE_SEND_SHARE = 0.01  # of the median time to first token, where that is more
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """turns_planned: None where the workload cannot know. output_tokens: as they stream, unfinished turns too."""
+
+    turns_done: int
+    turns_planned: int | None
+    output_tokens: int
+    in_flight: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRecord:
+    """What one replay observed; `measurement` is what metrics.summarise takes.
+
+    origin_s: the system's clock when the replay began, which all other times here count from. send_lag_s: intended
+    arrival to submission, one value for each request in order of submission; where the prompt had to wait for the reply of
+    the turn before (a system without sessions), from the end of that turn. drain_share: of the measured output tokens,
+    those finished after the window. flags: what a reader of the numbers should know, a sentence each.
+    """
+
+    measurement: Measurement
+    plan: WorkloadPlan
+    origin_s: float
+    send_lag_s: TokenArray[float]
+    drain_share: float
+    flags: Mapping[str, str]
+
+    @property
+    def turns(self) -> Sequence[TurnRecord]:
+        return self.measurement.turns
+
+    @property
+    def load(self) -> str:
+        return self.plan.load
+
+
+def replay(
+    system: System,
+    workload: Workload,
+    *,
+    on_turn: Callable[[TurnRecord], None] | None = None,
+    on_batch: Callable[[Sequence[TurnRecord]], None] | None = None,
+    batch_size: int = 256,
+    progress: Callable[[Progress], None] | None = None,
+    deadline_s: float | None = None,
+    keep_tokens: bool = True,
+) -> ReplayRecord:
+    """Send every arrival when it is due, until the workload has no more; the system is started and stays open.
+
+    on_turn: each finished turn. on_batch: the same turns, `batch_size` at a time and at the end, also when the replay is
+    interrupted. progress: after each poll that brought news. deadline_s: seconds after which everything in flight is
+    cancelled as a timeout and nothing more is sent. keep_tokens=False: token ids and margins are dropped from a turn
+    once on_batch has seen it, and all else goes to a file, from which the record reads it back (turn_log.py).
+
+    Every submitted request finishes exactly once. Where the system keeps no sessions, the whole prompt is sent.
+    """
+    run = _Run(system, workload, on_turn, on_batch, batch_size, progress, keep_tokens)
+    try:
+        run.loop(deadline_s)
+    finally:
+        run.flush()
+    return run.record()
+
+
+@dataclass(slots=True)
+class SessionLog:
+    """The conversations of a system that keeps none: each prompt is everything said before, and the new message."""
+
+    tokens: dict[str, TokenArray[int]] = field(default_factory=dict)
+    said_s: dict[str, float] = field(default_factory=dict)  # when the last turn of each ended
+    under_way: set[str] = field(default_factory=set)
+
+    def complete(self, request: Request) -> bool:
+        """Whether the request's prompt can be written: no earlier turn of its conversation is under way."""
+        return request.session not in self.under_way
+
+    def whole(self, request: Request) -> Request:
+        self.under_way.add(request.session)
+        if not request.continues:
+            return request
+        return replace(request, prompt=self.tokens.get(request.session, array("i")) + request.prompt, continues=False)
+
+    def note(self, sent: Request, turn: TurnRecord) -> None:
+        """Add what a turn that ended has said to its conversation's next prompt, if the turn stands (as in the engine)."""
+        self.under_way.discard(sent.session)
+        self.said_s[sent.session] = turn.finished_s or 0.0
+        if turn.stands:
+            self.tokens[sent.session] = sent.prompt + turn.token_ids
+
+
+def _held_whole(turn: TurnRecord) -> bool:
+    """Whether the prompt had been asked before, word for word, and nothing of it was left to compute but what every request
+    must."""
+    tiers = (turn.gpu_hit_tokens, turn.cpu_hit_tokens, turn.disk_hit_tokens, turn.shared_hit_tokens)
+    known = sum(tokens or 0 for tokens in tiers)
+    return turn.status == "completed" and turn.prompt_tokens is not None and 0 < known >= turn.prompt_tokens - 1
+
+
+class _Run:
+    """The state of one replay."""
+
+    def __init__(
+        self,
+        system: System,
+        workload: Workload,
+        on_turn: Callable[[TurnRecord], None] | None,
+        on_batch: Callable[[Sequence[TurnRecord]], None] | None,
+        batch_size: int,
+        progress: Callable[[Progress], None] | None,
+        keep_tokens: bool,
+    ) -> None:
+        self.system, self.workload, self.plan = system, workload, workload.describe()
+        self.on_turn, self.on_batch, self.batch_size = on_turn, on_batch, batch_size
+        self.progress, self.keep_tokens = progress, keep_tokens
+        self.log = None if system.can.keeps_sessions else SessionLog()
+        self.expects = system if isinstance(system, ExpectsReuse) else None
+        self.forgets = system if isinstance(system, ForgetsEnded) else None
+        self.ends = workload if isinstance(workload, KnowsEnds) else None
+        if isinstance(system, CountsTokens):
+            system.count_windows()
+        self.ahead: LooksAhead | None = None
+        if isinstance(system, LooksAhead) and isinstance(workload, Foresees):
+            self.ahead = system
+            system.look_ahead(workload.foresee)
+        self.origin_ns = system.clock.now_ns()
+        self.heap: list[tuple[int, int, int, Arrival | int]] = []  # ns, priority, sequence, and a request id to cancel
+        self.sequence = count()
+        self.pending = 0  # arrivals in the heap
+        self.held: dict[int, Request] = {}  # due, but the system is full; first come, first sent
+        self.in_flight: dict[int, Request] = {}  # as sent
+        self.asked: Counter[str] = Counter()  # by session, its requests that are held or in flight
+        self.sent_s: dict[int, float] = {}
+        self.overdue: set[int] = set()  # past their deadline in a system that cannot cancel
+        self.ordinals: dict[int, int] = {}  # of those that are not over
+        self.scheduled = 0
+        self.due: dict[str, list[int]] = {}  # of each session, when the arrivals in the heap are due
+        self.arrived: dict[str, int] = {}  # the first arrival of each measured session
+        self.streamed: Counter[int] = Counter()
+        self.output_tokens = 0
+        self.turns = TurnLog()
+        self.batched = 0
+        self.lags: TokenArray[float] = array("d")
+        self.stretches = MeasuredStretches(system.counters)
+        self.out_of_work_s: float | None = None
+        self.cut_off = False
+        self.closing = False  # what is in flight ends as it may, and nothing more is sent
+        self.flags: dict[str, str] = {}
+
+    def loop(self, deadline_s: float | None) -> None:
+        clock = self.system.clock
+        end_ns = None if deadline_s is None else self.origin_ns + round(deadline_s * 1e9)
+        self._push(self.workload.start())
+        if end_ns is not None and self.ahead is not None:
+            self.ahead.announce(end_ns, None)
+        while True:
+            now = clock.now_ns()
+            if end_ns is not None and now + SLACK_NS >= end_ns and not self.cut_off:
+                end_ns = None
+                self._cut_off()
+            self._do_due(now)
+            if not (self.pending or self.held or self.in_flight):
+                return
+            until = min((ns for ns in (self._next_ns(), end_ns) if ns is not None), default=None)
+            if not clock.virtual:
+                wake = now + round(WAKE_S * 1e9)
+                until = wake if until is None else min(until, wake)
+            events = self.system.poll(None if until is None else until / 1e9)
+            stuck = not events and clock.virtual and clock.now_ns() <= now
+            assert not stuck, "poll gave nothing and moved no time, yet requests or arrivals are left"
+            self._take(events)
+
+    def flush(self) -> None:
+        batch = self.turns.recent[self.batched :] if self.keep_tokens else self.turns.recent
+        if batch and self.on_batch is not None:
+            self.on_batch(batch)
+        self.batched = len(self.turns)
+        if not self.keep_tokens:
+            self.turns.store()
+
+    def record(self) -> ReplayRecord:
+        turns = self.turns.recent if self.keep_tokens else self.turns
+        window = find_window(
+            chosen(turns, lambda turn: is_measured(turn.phase)),
+            load=self.plan.load,
+            warm_s=self._warm_s(),
+            arrivals_s={session: self._since(ns) for session, ns in self.arrived.items()},
+            out_of_work_s=self.out_of_work_s,
+        )
+        measurement = Measurement(
+            turns=turns,
+            measure_start_s=window.start_s,
+            measure_end_s=window.end_s,
+            measured_from_s=window.measured_from_s,
+            ended_s=window.ended_s,
+            counters=self.stretches.counts(),
+            send_lag_s=self.lags,
+        )
+        return ReplayRecord(
+            measurement=measurement,
+            plan=self.plan,
+            origin_s=self.origin_ns / 1e9,
+            send_lag_s=self.lags,
+            drain_share=window.drain_share,
+            flags={**window.flags, **self._flags(), **self.flags},
+        )
+
+    def _flags(self) -> dict[str, str]:
+        flags: dict[str, str] = {}
+        if self.plan.turns is not None and len(self.turns) < self.plan.turns:
+            flags["unsent"] = f"{self.plan.turns - len(self.turns)} of {self.plan.turns} planned turns were never sent."
+        failures = Counter(turn.status for turn in self.turns if turn.status != "completed")
+        if failures:
+            each = ", ".join(f"{number} {status}" for status, number in sorted(failures.items()))
+            flags["failures"] = f"Of {len(self.turns)} turns {each}."
+        if self.lags and not self.system.clock.virtual and self.system.can.max_in_flight is None:
+            late_ms, limit_ms = nearest_rank(self.lags, 0.99) * 1e3, self._lag_limit_ms()
+            if late_ms > limit_ms:
+                flags["late_sends"] = (
+                    f"One request in a hundred was sent {late_ms:.1f} ms or more after it was due; up to {limit_ms:.1f} ms "
+                    "would not matter."
+                )
+        held = sum(is_measured(turn.phase) and _held_whole(turn) for turn in self.turns)
+        if held:
+            flags["held_whole"] = (
+                f"{held} measured prompts were cached but for their last token: their times to first token are those of "
+                "decoding one token."
+            )
+        exhausted = [turn for turn in self.turns if out_of_memory(turn)]
+        if exhausted:
+            flags["oom"] = f"{len(exhausted)} turns did not get the memory they needed; the first: {exhausted[0].error}"
+        return flags
+
+    def _warm_s(self) -> float:
+        """When the last warm-up turn ended. Where each conversation warms its own cache they go on to the end, and those
+        before the first measured turn count."""
+        ends = [turn.finished_s or 0.0 for turn in self.turns if turn.phase == "warmup"]
+        if self.plan.cache_state == "primed" and self.arrived:
+            first_s = self._since(min(self.arrived.values()))
+            ends = [end for end in ends if end <= first_s]
+        return max(ends, default=0.0)
+
+    def _lag_limit_ms(self) -> float:
+        """How late a request may be sent before its latencies are in doubt."""
+        ttfts = [turn.ttft_ms for turn in self.turns if is_measured(turn.phase) and turn.ttft_ms is not None]
+        return max(LATE_SEND_MS, LATE_SEND_SHARE * nearest_rank(ttfts, 0.5)) if ttfts else LATE_SEND_MS
+
+    def _since(self, ns: int) -> float:
+        return (ns - self.origin_ns) / 1e9
+
+    def _expect(self, sessions: Iterable[str]) -> None:
+        """Tell the system when these conversations return, where that is scheduled by now."""
+        for session in sessions:
+            due = self.due.get(session)
+            if self.expects is not None and due:
+                self.expects.expect(session, due[0] / 1e9)
+
+    def _tell_ended(self, turn: TurnRecord) -> None:
+        """Tell the system that the turn was the last of its conversation, if it was."""
+        session = turn.session
+        if not self.due.get(session):
+            self.due.pop(session, None)
+            if (
+                self.forgets is not None
+                and self.ends is not None
+                and not self.asked[session]
+                and self.ends.is_over(turn)
+            ):
+                self.forgets.ended(session)
+
+    def _push(self, arrivals: Iterable[Arrival]) -> None:
+        """Schedule them."""
+        for arrival in arrivals:
+            request, ns = arrival.request, self.origin_ns + round(arrival.at_s * 1e9)
+            assert request.id not in self.ordinals, f"request {request.id} was scheduled twice"
+            self.ordinals[request.id] = self.scheduled
+            self.scheduled += 1
+            heapq.heappush(self.heap, (ns, ARRIVE, next(self.sequence), arrival))
+            heapq.heappush(self.due.setdefault(request.session, []), ns)
+            if self.ahead is not None:
+                self.ahead.announce(ns, request)
+                if arrival.deadline_s is not None:
+                    self.ahead.announce(self._deadline_ns(arrival.deadline_s), request)
+            if is_measured(request.phase):
+                self.arrived[request.session] = min(ns, self.arrived.get(request.session, ns))
+            self.pending += 1
+
+    def _deadline_ns(self, deadline_s: float) -> int:
+        return self.origin_ns + round(deadline_s * 1e9)
+
+    def _next_ns(self) -> int | None:
+        """When the loop has to act next; deadlines of requests that are over are swept away."""
+        while self.heap and not isinstance(item := self.heap[0][3], Arrival):
+            if item in self.in_flight or item in self.held:
+                break
+            heapq.heappop(self.heap)
+        return self.heap[0][0] if self.heap else None
+
+    def _do_due(self, now: int) -> None:
+        while self.heap and self.heap[0][0] <= now + SLACK_NS:
+            ns, _, _, item = heapq.heappop(self.heap)
+            if not isinstance(item, Arrival):
+                self._time_out(item)
+                continue
+            self.pending -= 1
+            due = self.due[item.request.session]
+            heapq.heappop(due)
+            later = due[0] / 1e9 if due else None
+            self.held[item.request.id] = replace(item.due(), intended_s=ns / 1e9, next_use_s=later)
+            self.asked[item.request.session] += 1
+            if item.deadline_s is not None:
+                deadline = self._deadline_ns(item.deadline_s)
+                heapq.heappush(self.heap, (deadline, CANCEL, next(self.sequence), item.request.id))
+            self._send()
+        self._send()
+
+    def _send(self) -> None:
+        limit = self.system.can.max_in_flight
+        while limit is None or len(self.in_flight) < limit:
+            request = next((held for held in self.held.values() if self.log is None or self.log.complete(held)), None)
+            if request is None:
+                return
+            del self.held[request.id]
+            due_s = request.intended_s
+            if self.log is not None:
+                due_s = max(due_s, self.log.said_s.get(request.session, due_s))
+                request = self.log.whole(request)
+            now = self.system.clock.now_s()
+            self.lags.append(max(0.0, now - due_s))
+            self.sent_s[request.id] = now
+            self.in_flight[request.id] = request
+            self.stretches.sending(request)
+            self.system.submit(request)
+
+    def _time_out(self, request_id: int) -> None:
+        if request_id in self.held:
+            self._end_here(self.held.pop(request_id))
+        elif request_id in self.in_flight:
+            if self.system.can.cancels:
+                self.system.cancel(request_id, "timeout")
+            else:
+                self.overdue.add(request_id)
+
+    def _end_here(self, request: Request) -> None:
+        """End a request that the system never had as a timeout."""
+        self._finish(request, TurnRecord.never_sent(request, self.system.clock.now_s()))
+
+    def _cut_off(self) -> None:
+        """Stop the replay for want of time: nothing more is sent, and what is in flight ends as a timeout."""
+        self.cut_off = True
+        elapsed = self._since(self.system.clock.now_ns())
+        self.flags["cut_off"] = f"The replay was cut off after {elapsed:.1f} s; turns in flight then are timeouts."
+        self.heap.clear()
+        self.due.clear()
+        self.pending = 0
+        for request_id in [*self.held, *self.in_flight]:
+            self._time_out(request_id)
+
+    def _send_no_more(self) -> None:
+        """The first user has nothing left to ask, and the measurement ends there."""
+        self.closing = True
+        self.heap = [item for item in self.heap if not isinstance(item[3], Arrival)]
+        heapq.heapify(self.heap)
+        self.due.clear()
+        self.asked.subtract(request.session for request in self.held.values())
+        self.held.clear()
+        self.pending = 0
+
+    def _take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if event.kind != "finished":
+                self.streamed[event.request_id] += event.tokens
+                self.output_tokens += event.tokens
+                continue
+            turn = event.turn
+            assert turn is not None
+            assert event.request_id in self.in_flight, f"request {event.request_id} finished twice, or was never sent"
+            request = self.in_flight.pop(event.request_id)
+            turn.sent(self.sent_s.pop(event.request_id))
+            if event.request_id in self.overdue:
+                turn.overdue()
+            self.output_tokens += turn.output_tokens - self.streamed.pop(event.request_id, 0)
+            if self.log is not None:
+                self.log.note(request, turn)
+            self._finish(request, turn)
+        if events and self.progress is not None:
+            elapsed = self._since(self.system.clock.now_ns())
+            done, flying = len(self.turns), len(self.in_flight)
+            self.progress(Progress(done, self.plan.turns, self.output_tokens, flying, elapsed))
+
+    def _finish(self, request: Request, turn: TurnRecord) -> None:
+        self.stretches.finished(request)
+        self.asked[request.session] -= 1
+        if not self.asked[request.session]:
+            del self.asked[request.session]
+        assert (turn.session, turn.turn) == (request.session, request.turn)
+        turn.planned(request, self.ordinals.pop(request.id))
+        turn.shift(self.origin_ns / 1e9)
+        self.turns.append(turn)
+        if not (self.cut_off or self.closing):
+            following = list(self.workload.on_finished(turn))
+            self._push(following)
+            if self.out_of_work_s is None and is_measured(turn.phase) and out_of_work(self.workload, turn, following):
+                self.out_of_work_s = turn.finished_s
+                if self.plan.until_first_user:
+                    self._send_no_more()
+            again = [arrival.request.session for arrival in following if arrival.request.turn > 1]
+            self._expect(dict.fromkeys([turn.session, *again]))
+            self._tell_ended(turn)
+        if self.on_turn is not None:
+            self.on_turn(turn)
+        if len(self.turns) - self.batched >= self.batch_size:
+            self.flush()

@@ -1,0 +1,373 @@
+"""Two sets of trials compared metric by metric: which trials a few words name, ratio, interval, verdict, and the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from sqlalchemy import select
+
+from pensieve.errors import MissingSeries, MixedPanel, ResultsError, typed
+from pensieve.lab.metric_registry import METRICS, metric_of
+from pensieve.lab.metrics import Slo
+from pensieve.lab.results.frame import conversation_means, paired, turn_frame, values_of
+from pensieve.lab.results.schema import Sweep, Trial, current_trial
+from pensieve.lab.results.served_by import footer
+from pensieve.lab.results.slo import slo_of_sweep, slo_of_trial
+from pensieve.lab.results.store import LATEST, NO_SWEEP, ResultsStore
+from pensieve.lab.results.trials import differences, field_of, flat, mixtures, text_of
+from pensieve.lab.statistics import has_interval, paired_ratio
+
+UNEQUAL_RATE = 0.05
+BY_SESSION = tuple(one.name for one in METRICS.values() if one.per_conversation and not one.name.endswith("_mean"))
+"""Latencies whose mean is compared conversation by conversation; all else is one value a trial."""
+
+PAIRED = (
+    "paired: the geometric mean of A / B over the pairs (same seed, and same conversation where n counts conversations). The "
+    "interval and the verdict are of it; where it is –, since some value is 0, they are of A / B."
+)
+
+Values = dict[tuple[int, str], float]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedMetric:
+    """One metric. a, b: means over the pairs. ratio: with its 95 % interval where there is one.
+
+    of_pairs: the ratio is the geometric mean of the pairs' ratios, which differs from a / b; False: it is a / b, since some
+    value is 0. n counts n_unit (conversations, or trials) that both sides have. verdict: which side is better, or why none
+    is shown.
+    """
+
+    group: str
+    metric: str
+    label: str
+    unit: str
+    a: float
+    b: float
+    ratio: float | None
+    ci_low: float | None
+    ci_high: float | None
+    n: int
+    n_unit: str
+    verdict: str
+    of_pairs: bool = False
+
+    @property
+    def quotient(self) -> float | None:
+        """a / b, as a reader of the two columns would divide them."""
+        return self.a / self.b if self.b else None
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedTrials:
+    rows: Sequence[ComparedMetric]
+    notes: Sequence[str]
+
+    def table(self, wanted: Callable[[str], bool]) -> RenderableType:
+        """One table a group, of the metrics whose name is wanted; the notes below."""
+        rows = [row for row in self.rows if wanted(row.metric)]
+        parts: list[RenderableType] = []
+        for group in dict.fromkeys(row.group for row in rows):
+            table = Table(
+                title=group or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+            )
+            table.add_column("metric", no_wrap=True)
+            for name in ("A", "B", "A / B", "paired", "95 % interval", "n"):
+                table.add_column(name, justify="right", no_wrap=True)
+            table.add_column("verdict", no_wrap=True)
+            for row in rows:
+                if row.group == group:
+                    table.add_row(*_cells(row))
+            parts.append(table)
+        if not rows:
+            parts.append(Text("No metric of that name is in both."))
+        if any(row.of_pairs for row in rows):
+            parts.append(Text(PAIRED))
+        return Group(*parts, *(Text(note) for note in self.notes))
+
+
+def objective_of(store: ResultsStore, *words: str) -> Slo | None:
+    """The objective of the sweeps that `words` name (see select_trials); None where none is named, or they differ."""
+    names = [name for one in words if (name := _named(one)[0]) is not None]
+    asked = {slo_of_sweep(store.sweep_named(name).overrides) for name in names}
+    return asked.pop() if len(asked) == 1 else None
+
+
+def named_sweeps(store: ResultsStore, words: Sequence[str], say: Callable[[str], None]) -> list[str]:
+    """The words (see select_trials) with a sweep's id for `latest`: of the latest sweep that has what all of them ask for.
+    `say` is told where that is not the latest of all. Raises ResultsError where no sweep has it."""
+    if not any(_named(one)[0] == LATEST for one in words):
+        return list(words)
+    refused: ResultsError | None = None
+    for sweep in store.answering_sweeps():
+        try:
+            for one in (found := [_of(sweep, one) for one in words]):
+                select_trials(store, one)
+        except ResultsError as error:
+            refused = refused or error
+            continue
+        if refused is not None:
+            say(f"latest is sweep {sweep.id} here. Of a later one: {refused}")
+        return found
+    raise refused or ResultsError(NO_SWEEP)
+
+
+def _of(sweep: Sweep, words: str) -> str:
+    """The words, with the sweep's id for `latest`."""
+    named, conditions = _named(words)
+    place = [f"sweep={sweep.id if named == LATEST else named}"] if named is not None else []
+    return ",".join([*place, *(f"{key}={value}" for key, value in conditions.items())])
+
+
+def _named(words: str) -> tuple[str | None, dict[str, str]]:
+    """The sweep that is named, and the conditions."""
+    conditions: dict[str, str] = {}
+    for word in filter(None, (part.strip() for part in words.split(","))):
+        key, given, value = word.partition("=")
+        conditions["sweep" if not given else key.strip()] = key if not given else value.strip()
+    return conditions.pop("sweep", None), conditions
+
+
+def select_trials(store: ResultsStore, words: str) -> list[Trial]:
+    """The completed trials that `words` name, in order of id.
+
+    words: a sweep's id, "latest" (sweep), or conditions that all hold, such as
+    "sweep=3,baseline=pensieve,workload.users=6": a column of table trial, or a dotted field of the configuration. Of a
+    trial that ran several times a sweep counts with what it shows, otherwise the newest completed attempt, and no
+    reproduction. Raises ResultsError where nothing is found.
+    """
+    sweep, conditions = _named(words)
+    trials = _of_sweep(store, sweep) if sweep is not None else _all(store)
+    for key, value in conditions.items():
+        known = {text_of(field_of(trial, key)) for trial in trials}
+        trials = [trial for trial in trials if text_of(field_of(trial, key)) in (value, _as_a_number(value))]
+        if not trials:
+            there = ", ".join(sorted(known)) or "nothing"
+            raise ResultsError(f"No completed trial has {key}={value}; {key} is {there}.")
+    if not trials:
+        raise ResultsError(f"No completed trial is meant by {words!r}; {typed('run')} -m makes some.")
+    return trials
+
+
+def _as_a_number(text: str) -> str:
+    """2.0 and 2e0 are typed for what a record has as 2."""
+    try:
+        return text_of(float(text))
+    except ValueError:
+        return text
+
+
+def compare_trials(
+    store: ResultsStore, a: Sequence[Trial], b: Sequence[Trial], allow_mixed: bool = False, slo: Slo | None = None
+) -> ComparedTrials:
+    """A against B, paired by seed (latencies: by seed and conversation), one group for each value of what else varies.
+
+    slo: judges the turns of both; None: the objective that all were run with, if there is one.
+    Raises MixedPanel where times of the two must not be compared (trials.mixtures; allow_mixed: a note says it instead) or a
+    side has two trials in one place, MissingSeries where they share no seed.
+    """
+    mixed = _mixed(a, b, allow_mixed)
+    asked = {slo_of_trial(trial) for trial in (*a, *b)} if slo is None else {slo}
+    objective = asked.pop() if len(asked) == 1 else Slo()
+    varying = sorted(differences(a) | differences(b))
+    ours, theirs = _grouped("A", a, varying), _grouped("B", b, varying)
+    shared = [key for key in ours if key in theirs]
+    if not shared:
+        raise MissingSeries(
+            f"A and B have no {' and '.join(varying) or 'configuration'} in common; narrow each down, "
+            "for instance to one baseline."
+        )
+    rows: list[ComparedMetric] = []
+    notes = [*mixed, _differ(a, b, varying)]
+    for key in shared:
+        name = _name(dict(zip(varying, key, strict=True)))
+        pairs = {seed: (ours[key][seed], theirs[key][seed]) for seed in ours[key].keys() & theirs[key].keys()}
+        if not pairs:
+            raise MissingSeries("A and B share no seed; run them with the same seeds.")
+        found = _metrics(store, name, [pairs[seed] for seed in sorted(pairs)], objective)
+        unequal = _unequal_rate(pairs.values(), found)
+        if unequal:
+            notes.append(f"{name + ': ' if name else ''}{unequal}")
+        rows += found
+    if len({trial.seed for trial in (*a, *b)}) == 1:
+        notes.append("One seed: intervals are over its conversations and say nothing about other seeds.")
+    notes += footer([*a, *b])
+    return ComparedTrials(rows, [note for note in notes if note])
+
+
+def _mixed(a: Sequence[Trial], b: Sequence[Trial], allow: bool) -> list[str]:
+    """Notes on why the trials should not be compared; raises MixedPanel unless that is allowed."""
+    every = {trial.id: trial for trial in (*a, *b)}
+    found = mixtures(list(every.values()))
+    if found and not allow:
+        first = found[0]
+        which = f" ({', '.join(map(str, first.trials))})" if first.trials else ""
+        raise MixedPanel(
+            f"A and B together hold {first.what}{which}; {first.remedy}, narrow both down (sweep=..., code_hash=...), or "
+            "compare them with --allow-mixed, which the table then says."
+        )
+    return [f"Mixed: {one.what}." for one in found]
+
+
+def _grouped(
+    side: str, trials: Iterable[Trial], varying: Sequence[str]
+) -> dict[tuple[str, ...], dict[tuple[int, int], Trial]]:
+    groups: dict[tuple[str, ...], dict[tuple[int, int], Trial]] = {}
+    for trial in trials:
+        fields = dict(flat(trial.config))
+        group = groups.setdefault(tuple(fields.get(field, "") for field in varying), {})
+        other = group.setdefault((trial.seed, trial.repeat), trial)
+        if other.id != trial.id:
+            raise MixedPanel(
+                f"{side} has trials {other.id} and {trial.id} of the same configuration, seed and repeat, of another code "
+                "or platform. Narrow it down, for instance by sweep=... or id=..."
+            )
+    return groups
+
+
+def _name(values: Mapping[str, str]) -> str:
+    """The fields that tell the group from the others; an option's name stands for all fields of its config group."""
+    options = {field.rpartition(".")[0] for field in values if field.endswith(".name")}
+    shown = []
+    for field, value in values.items():
+        group = field.partition(".")[0]
+        if field.endswith(".name"):
+            shown.append(f"{group}={value}")
+        elif group not in options:
+            shown.append(f"{field}={value}")
+    return ", ".join(shown)
+
+
+def _differ(a: Sequence[Trial], b: Sequence[Trial], varying: Sequence[str]) -> str:
+    """A sentence on the fields in which A and B differ: each may be the cause of what is found."""
+    ones, others = dict(flat(a[0].config)), dict(flat(b[0].config))
+    changed = {
+        field: (ones.get(field, "nothing"), others.get(field, "nothing"))
+        for field in {**ones, **others}
+        if ones.get(field) != others.get(field) and field not in (*varying, "seed", "repeat", "experiment_name")
+    }
+    options = {field.partition(".")[0] for field in changed if field.endswith(".name")}
+    parts = [
+        f"{field.removesuffix('.name')} ({one} in A, {other} in B)"
+        for field, (one, other) in changed.items()
+        if field.endswith(".name") or field.partition(".")[0] not in options
+    ]
+    return f"They differ in {', '.join(parts)}." if parts else "Their configurations are the same."
+
+
+def _metrics(store: ResultsStore, group: str, pairs: Sequence[tuple[Trial, Trial]], slo: Slo) -> list[ComparedMetric]:
+    metrics = [[{(m.name, m.label): m for m in store.metrics_of(t.id, slo)} for t in pair] for pair in pairs]
+    by_conversation = _latencies(store, pairs)
+    rows = []
+    for (name, label), first in metrics[0][0].items():
+        base = name.removesuffix("_mean")
+        if metric_of(name).per_conversation:
+            a, b = by_conversation.get((base, label), ({}, {}))
+            n_unit = "conversations"
+        else:
+            a, b, n_unit = {}, {}, "trials"
+            for (one, _), sides in zip(pairs, metrics, strict=True):
+                ours, theirs = (side[name, label].value if (name, label) in side else None for side in sides)
+                if ours is not None and theirs is not None:
+                    a[one.seed, str(one.repeat)], b[one.seed, str(one.repeat)] = ours, theirs
+        if a:
+            rows.append(_row(group, name, label, first.unit, a, b, n_unit))
+    return rows
+
+
+def _latencies(
+    store: ResultsStore, pairs: Sequence[tuple[Trial, Trial]]
+) -> dict[tuple[str, str], tuple[Values, Values]]:
+    """(metric, label) -> means of each conversation in A and in B, over the turns that both completed."""
+    columns = ("label", "output_tokens", "ttft_ms", "latency_ms", "queue_ms")
+    a, b = (turn_frame(store, side, *columns) for side in zip(*pairs, strict=True))
+    found = {}
+    for metric in BY_SESSION:
+        both = paired(values_of(a, metric), values_of(b, metric))
+        labels = a["label"].reindex(both.index)
+        for label in ("", *labels[labels != ""].unique()):
+            part = both[labels == label] if label else both
+            if len(part):
+                found[metric, label] = (conversation_means(part["a"]), conversation_means(part["b"]))
+    return found
+
+
+def _row(group: str, name: str, label: str, unit: str, a: Values, b: Values, n_unit: str) -> ComparedMetric:
+    positive = all(value > 0 for value in (*a.values(), *b.values()))
+    mean_a, mean_b = fmean(a.values()), fmean(b.values())
+    ratio = low = high = None
+    seeds = len({seed for seed, _ in a})
+    if positive or (mean_b > 0 and mean_a >= 0):
+        found = paired_ratio(a, b, of="pairs" if positive else "means")
+        ratio = found.ratio
+        if n_unit == "conversations" or has_interval(seeds):
+            low, high = found.ci_low, found.ci_high
+    verdict = _verdict(name, mean_a, mean_b, low, high, seeds if seeds > 1 else len(a))
+    of_pairs = positive and ratio is not None
+    return ComparedMetric(group, name, label, unit, mean_a, mean_b, ratio, low, high, len(a), n_unit, verdict, of_pairs)
+
+
+def _verdict(name: str, a: float, b: float, low: float | None, high: float | None, n: int) -> str:
+    if a == b and (low is None or low == high):
+        return "equal"
+    if low is None or high is None:
+        return f"n = {n}, no interval"
+    if low <= 1.0 <= high:
+        return "no difference shown"
+    better = metric_of(name).better
+    if better == "none":
+        return "A has more" if low > 1.0 else "A has less"
+    return "A is better" if (low > 1.0) == (better == "higher") else "B is better"
+
+
+def _unequal_rate(pairs: Iterable[tuple[Trial, Trial]], rows: Sequence[ComparedMetric]) -> str:
+    """A sentence if the achieved rates differ under an open load: latencies are not comparable then."""
+    loads = {str(trial.flags.get("load")) for pair in pairs for trial in pair}
+    rate = next((row for row in rows if row.metric == "throughput_req_s" and not row.label), None)
+    if loads <= {"closed"} or rate is None or rate.ratio is None or abs(rate.ratio - 1.0) <= UNEQUAL_RATE:
+        return ""
+    return (
+        f"The achieved rates differ ({rate.a:.3g} requests/s in A, {rate.b:.3g} in B): compare latencies at equal achieved "
+        "rates, or rates at equal latency."
+    )
+
+
+def _cells(row: ComparedMetric) -> tuple[str, ...]:
+    name = f"{row.metric} [{row.label}]" if row.label else row.metric
+    interval = "–" if row.ci_low is None or row.ci_high is None else f"{row.ci_low:.3g} to {row.ci_high:.3g}"
+    quotient = "–" if row.quotient is None else f"{row.quotient:.3g}"
+    pairs = f"{row.ratio:.3g}" if row.of_pairs else "–"
+    # Text, since square brackets would be markup.
+    return (
+        name.replace("[", "\\["),
+        f"{row.a:,.4g}",
+        f"{row.b:,.4g}",
+        quotient,
+        pairs,
+        interval,
+        f"{row.n} {row.n_unit if row.n != 1 else row.n_unit.removesuffix('s')}",
+        row.verdict,
+    )
+
+
+def _all(store: ResultsStore) -> list[Trial]:
+    with store.database.reading() as connection:
+        ids = connection.execute(select(current_trial.c.id).order_by(current_trial.c.id)).scalars().all()
+    trials = (store.trial(found) for found in ids)
+    return [trial for trial in trials if "reproduces" not in (trial.flags or {})]
+
+
+def _of_sweep(store: ResultsStore, sweep: str) -> list[Trial]:
+    if sweep != LATEST and not sweep.isdigit():
+        raise ResultsError(
+            f"{sweep!r} is no sweep's id; write a number, latest, or conditions such as baseline=pensieve."
+        )
+    jobs = store.trials_of_sweep(store.sweep_named(sweep).id)
+    found = {job.trial.id: job.trial for job in jobs if job.trial}
+    return [found[key] for key in sorted(found)]

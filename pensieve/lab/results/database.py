@@ -1,0 +1,277 @@
+"""Opens a results database, runs whole transactions on it, and turns the driver's errors into sentences."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from sqlalchemy import Connection, Engine, create_engine, event, insert, inspect, select, text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.pool import NullPool, StaticPool
+
+from pensieve.errors import ResultsError, typed
+from pensieve.lab.results.migrations import known_versions, upgrade
+from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base, version_table
+
+BUSY_TIMEOUT_S = 30
+SCHEMA_LOCK_TIMEOUT_S = 60
+CHECKED_BYTES = 64 * 2**20  # SQLite files up to this size are checked page by page when they are opened
+_SCHEMA_LOCK_KEY = 0x70656E73  # a PostgreSQL advisory lock: any number will do, as long as all of us take the same
+_SQLITE_MAGIC = b"SQLite format 3\x00"
+
+_SENTENCES = (  # part of the driver's message -> what it means, and what to do
+    ("not a database", "is damaged, or is no SQLite database; move it away and run again. It was left as it is."),
+    ("malformed", "is damaged; move it away, or recover it with `sqlite3 FILE .recover`. It was left as it is."),
+    ("readonly", "cannot be written; give this user write permission, or set PENSIEVE_OUTPUTS to another folder."),
+    ("disk is full", "cannot grow: the disk is full. Free some space, or set PENSIEVE_OUTPUTS to another disk."),
+    ("disk i/o error", "cannot be written or read: the disk reports an error or is full. Check it with `df -h`."),
+    ("unable to open", "cannot be opened; check that its folder exists and that this user may write to it."),
+    ("locked", f"stayed locked by another process for {BUSY_TIMEOUT_S} s; end what holds it, then run again."),
+    ("no such table", "lacks a table of this version of Pensieve; move it away and run again."),
+)
+
+
+_log = logging.getLogger(__name__)
+
+
+class Database:
+    """One SQL database. `reading` and `writing` give connections inside a transaction: all of it, or nothing.
+
+    SQLite opens a connection for each transaction, so that processes may fork and no handle outlives its use, and takes
+    the write lock when a writing transaction begins: a reader that turns writer would fail at once, without waiting.
+    """
+
+    def __init__(self, url: str, create: bool = True) -> None:
+        try:
+            self.url: URL = make_url(url)
+        except ArgumentError:
+            # Not the text itself: it may hold a password.
+            raise ResultsError(
+                "The results database's URL cannot be read; write it like sqlite:///outputs/results.db or "
+                "postgresql+psycopg://user:password@host/name."
+            ) from None
+        self.sqlite = self.url.get_backend_name() == "sqlite"
+        self.path = _sqlite_path(self.url) if self.sqlite else None
+        self._memory_lock = threading.RLock() if self.sqlite and self.path is None else None
+        if self.path is not None:
+            check_sqlite_file(self.path, create)
+        try:
+            self.engine = self._engine()
+        except (NoSuchModuleError, ImportError) as error:
+            raise ResultsError(
+                f"The results database {self.shown} needs a driver that is not installed ({error}); "
+                "install it, for example with `pip install 'psycopg[binary]'`, or use SQLite."
+            ) from None
+        self._prepare()
+
+    @property
+    def shown(self) -> str:
+        """The database's name for messages, without a password."""
+        return str(self.path) if self.path is not None else self.url.render_as_string(hide_password=True)
+
+    def reading(self) -> AbstractContextManager[Connection]:
+        return self._transaction("DEFERRED")
+
+    def writing(self) -> AbstractContextManager[Connection]:
+        return self._transaction("IMMEDIATE")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep a connection open during many small transactions. SQLite copies its log into the file whenever the last
+        connection is closed; without this one, every transaction would close the last connection."""
+        if self.path is None:
+            yield
+            return
+        with self.engine.connect() as connection:
+            with self._sentences(), connection.begin():
+                connection.exec_driver_sql("SELECT 1 FROM sqlite_master").fetchall()  # only then is the log open
+            yield
+
+    @contextmanager
+    def _transaction(self, begin: str) -> Iterator[Connection]:
+        with self._memory_lock or nullcontext(), self._sentences():
+            engine = self.engine.execution_options(pensieve_begin=begin)
+            with engine.begin() as connection:
+                yield connection
+
+    @contextmanager
+    def _sentences(self) -> Iterator[None]:
+        try:
+            yield
+        except IntegrityError:
+            raise  # the caller knows which rule it broke
+        except DBAPIError as error:
+            raise self._error(str(error.orig)) from error
+        except SQLAlchemyError as error:
+            raise self._error(str(error)) from error
+
+    def _error(self, message: str) -> ResultsError:
+        for part, sentence in _SENTENCES:
+            if part in message.lower():
+                return ResultsError(f"The results database {self.shown} {sentence}")
+        first = message.strip().splitlines()[0] if message.strip() else "no reason given"
+        return ResultsError(f"The results database {self.shown} refused: {first}")
+
+    def _engine(self) -> Engine:
+        if not self.sqlite:
+            return create_engine(self.url, pool_pre_ping=True)
+        memory = self.path is None
+        engine = create_engine(
+            self.url,
+            poolclass=StaticPool if memory else NullPool,
+            connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False},
+        )
+
+        @event.listens_for(engine, "connect")
+        def _connect(connection: Any, _record: Any) -> None:
+            connection.isolation_level = None  # sqlite3 would begin by itself, and too late
+            connection.execute("PRAGMA foreign_keys=ON")
+            connection.execute("PRAGMA synchronous=NORMAL")  # with WAL: safe against a crash of the process
+
+        @event.listens_for(engine, "begin")
+        def _begin(connection: Connection) -> None:
+            begin = connection.get_execution_options().get("pensieve_begin", "DEFERRED")
+            connection.exec_driver_sql(f"BEGIN {begin}")
+
+        return engine
+
+    def _prepare(self) -> None:
+        """Create the schema if there is none, upgrade an older one, refuse a foreign one. One process at a time."""
+        found = self._found_version()
+        if found == SCHEMA_VERSION:
+            with self.writing():  # a database that cannot be written says so now, not after the trial
+                return
+        try:
+            with FileLock(f"{self.path}.lock", timeout=SCHEMA_LOCK_TIMEOUT_S) if self.path else nullcontext():
+                if found is not None:
+                    self._upgrade()
+                    return
+                if self.path is not None:
+                    self._use_wal()
+                self._create_schema()
+        except Timeout:
+            raise ResultsError(
+                f"Another process has been creating {self.shown} for {SCHEMA_LOCK_TIMEOUT_S} s; "
+                f"if none is running, delete {self.path}.lock and run again."
+            ) from None
+        except OSError as error:
+            raise ResultsError(
+                f"The results database {self.shown} cannot be created ({error.strerror or error}); give this user write "
+                "permission on its folder, or set PENSIEVE_OUTPUTS to another folder."
+            ) from None
+
+    def _found_version(self) -> str | None:
+        """The schema's version, None where there is no schema yet. Raises ResultsError where it is someone else's."""
+        with self.reading() as connection:
+            names = set(inspect(connection).get_table_names())
+            version = connection.scalar(select(version_table.c.version_num)) if VERSION_TABLE in names else None
+        if version is None and (names if self.sqlite else names & set(Base.metadata.tables)):
+            raise ResultsError(f"{self.shown} is a database, but not one of Pensieve's results; name another one.")
+        if version not in (None, SCHEMA_VERSION) and version not in known_versions():
+            raise ResultsError(
+                f"The results database {self.shown} has schema version {version}, this Pensieve reads {SCHEMA_VERSION}; "
+                "use the Pensieve that wrote it, or name another database."
+            )
+        return version
+
+    def _upgrade(self) -> None:
+        """In one transaction, which undoes changed tables too. SQLite: the caller holds the lock; PostgreSQL: taken here.
+
+        Foreign keys are off on SQLite, where a table is altered by copying it; they cannot be switched inside a
+        transaction, and the connection is not used again.
+        """
+        _log.info("upgrading %s to schema version %s", self.shown, SCHEMA_VERSION)
+        with self._memory_lock or nullcontext(), self._sentences(), self.engine.connect() as connection:
+            if self.sqlite:
+                connection.connection.driver_connection.execute("PRAGMA foreign_keys=OFF")  # type: ignore[union-attr]
+                connection = connection.execution_options(pensieve_begin="IMMEDIATE")
+            with connection.begin():
+                if not self.sqlite:
+                    connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK_KEY})
+                if connection.scalar(select(version_table.c.version_num)) != SCHEMA_VERSION:
+                    upgrade(connection, SCHEMA_VERSION)
+
+    def checkpoint(self) -> None:
+        """Copy SQLite's log into the database file, so that the file alone is the whole database."""
+        with self._memory_lock or nullcontext(), self._sentences(), self.engine.connect() as connection:
+            connection.connection.driver_connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # type: ignore[union-attr]
+
+    def compact(self) -> None:
+        """Give the space of deleted rows back to the disk (SQLite)."""
+        with self._memory_lock or nullcontext(), self._sentences(), self.engine.connect() as connection:
+            connection.connection.driver_connection.execute("VACUUM")  # type: ignore[union-attr]
+
+    def _use_wal(self) -> None:
+        with self._memory_lock or nullcontext(), self._sentences(), self.engine.connect() as connection:
+            connection.connection.driver_connection.execute("PRAGMA journal_mode=WAL")  # type: ignore[union-attr]
+
+    def _create_schema(self) -> None:
+        with self.writing() as connection:
+            if not self.sqlite:
+                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK_KEY})
+            if VERSION_TABLE in inspect(connection).get_table_names():
+                return  # another process was faster
+            Base.metadata.create_all(connection)
+            connection.execute(insert(version_table).values(version_num=SCHEMA_VERSION))
+
+
+def _sqlite_path(url: URL) -> Path | None:
+    """The database's file; None where it is in memory."""
+    return Path(url.database).absolute() if url.database and url.database != ":memory:" else None
+
+
+def _size_of(path: Path) -> int:
+    """The bytes of a file, 0 where it is gone: the last connection to close takes SQLite's log away at any moment."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def check_sqlite_file(path: Path, create: bool = True) -> None:
+    """Refuse, without opening it for writing, a file that is no sound SQLite database.
+
+    create: a missing (or empty) file is fine, since it will be made. Raises ResultsError.
+    """
+    try:
+        if not path.parent.is_dir():
+            raise ResultsError(f"The folder {path.parent} of the results database does not exist; create it first.")
+        if not path.exists() or path.stat().st_size == 0:
+            if create:
+                return
+            raise ResultsError(f"There are no results at {path} yet; run `{typed('run')} -m` first.")
+        with path.open("rb") as file:
+            header = file.read(100)
+    except OSError as error:
+        raise ResultsError(f"The results database {path} cannot be read: {error.strerror}.") from None
+    damaged = ResultsError(
+        f"The results database {path} is damaged, or is no SQLite database; move it away and run again. "
+        "It was left as it is."
+    )
+    if len(header) < 100 or not header.startswith(_SQLITE_MAGIC):
+        raise damaged
+    page_bytes = int.from_bytes(header[16:18], "big")
+    page_bytes = 65536 if page_bytes == 1 else page_bytes
+    wal = path.with_name(path.name + "-wal")
+    # A file shorter than its own page count was cut off; with a log beside it, the missing pages may still be in there.
+    logged = _size_of(wal) > 0
+    if path.stat().st_size < page_bytes * int.from_bytes(header[28:32], "big") and not logged:
+        raise damaged
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=BUSY_TIMEOUT_S)) as connection:
+            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            sound = (
+                path.stat().st_size > CHECKED_BYTES or connection.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok"
+            )
+    except sqlite3.DatabaseError as error:
+        # Anything else (locked, no permission for the log file) is told better when the engine opens it.
+        sound = "not a database" not in str(error) and "malformed" not in str(error)
+    if not sound:
+        raise damaged

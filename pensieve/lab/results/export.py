@@ -1,0 +1,297 @@
+"""A sweep in files: for other programs one JSON a baseline and all its turns as CSV and Parquet; or all of it (rows, tokens,
+configurations, code, versions, commands) in one zip that redraws its figures elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import zipfile
+from collections.abc import Iterable, Sequence
+from importlib.metadata import distributions
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from sqlalchemy import Row, insert, select
+
+from pensieve.errors import MissingSeries, ResultsError
+from pensieve.lab.results.environment import DISTRIBUTION
+from pensieve.lab.results.frame import measured_turns
+from pensieve.lab.results.schema import ArtifactRow, Base, Trial, version_table
+from pensieve.lab.results.store import DATABASE_NAME, TURN_COLUMNS, JobResult, ResultsStore, open_store
+from pensieve.lab.results.trials import axis_value, varying_axes
+from pensieve.lab.statistics import median, nearest_rank
+
+TRIAL_COLUMNS = ("trial_id", "model", "baseline", "eviction", "cache", "workload", "hardware", "seed", "repeat")
+NOTES = {
+    "gpu_util_pct": "null: the device does not tell its utilisation, or there is no GPU",
+    "memory_bw_gbps": "null: the traffic of the device's memory was not measured, and it is never estimated",
+    "host_to_device_mb": "null: this engine does not count what it copies",
+    "device_to_host_mb": "null: this engine does not count what it copies",
+    "compute_ms": "null: this engine does not tell what it computed apart from what it waited for",
+    "transfer_ms": "null: this engine does not tell what it waited for copies or a network",
+    "sent_bytes": "null: no network that anybody counts lies between client and model",
+    "received_bytes": "null: no network that anybody counts lies between client and model",
+}
+"""Why a field of a run is null."""
+
+_MEGABYTE = 1e6
+
+
+def export_sweep(store: ResultsStore, sweep_id: int, folder: Path) -> list[Path]:
+    """Write the current trials of a sweep into the folder; returns the files.
+
+    Raises MissingSeries where none is completed, ResultsError where the folder cannot be written.
+    """
+    jobs = [job for job in store.trials_of_sweep(sweep_id) if job.trial is not None]
+    if not jobs:
+        raise MissingSeries(f"No trial of sweep {sweep_id} is completed; run its command again and export then.")
+    axes = varying_axes(store.sweep(sweep_id).overrides, [job.trial for job in jobs if job.trial])
+    groups: dict[str, list[JobResult]] = {}
+    for job in jobs:
+        assert job.trial is not None
+        parts = [job.trial.baseline, *(f"{axis}={axis_value(job.trial, axis)}" for axis in axes)]
+        groups.setdefault(re.sub(r"[^\w.=-]+", "_", "--".join(parts)), []).append(job)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        written = []
+        for name, members in groups.items():
+            path = folder / f"{name}.json"
+            path.write_text(json.dumps(baseline_report(store, members), indent=2) + "\n", encoding="utf-8")
+            written.append(path)
+        trials = [job.trial for job in jobs if job.trial]
+        return [*written, *_write_turns(store, list({t.id: t for t in trials}.values()), folder)]
+    except OSError as error:
+        raise ResultsError(
+            f"The export cannot be written to {folder} ({error.strerror or error}); name another folder with --to."
+        ) from None
+
+
+def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str, Any]:
+    """Report one baseline. A run is one measured turn that completed; its id: trial/session/turn, and /iteration if repeated.
+
+    total_ms: arrival to last token. per_token_ms: total over generated tokens, null without any. prompt_tokens,
+    new_tokens: the median run's, history included in the prompt. batch_size: the most runs that were served at once.
+    *_mb: 10^6 bytes moved between host and device for the turn (record.TurnRecord says which), null where they were not
+    counted. queue_ms, compute_ms, transfer_ms: of total_ms, before admission, computing, and waiting for copies or a
+    network. sent_bytes, received_bytes: over a network, as the client serialised them. gpu_util_pct, memory_bw_gbps: the
+    trial's, null where the device does not tell. p95: nearest rank.
+    """
+    runs: list[dict[str, Any]] = []
+    prompts: list[int] = []
+    served: list[tuple[float, int]] = []
+    for job in jobs:
+        assert job.trial is not None
+        gpu, bandwidth = job.value("gpu_util_pct"), job.value("memory_bw_gbps")
+        turns = measured_turns(store, job.trial.id)
+        for turn in turns:
+            name = f"{job.trial.id}/{turn.session}/{turn.turn}" + (f"/{turn.iteration}" if turn.iteration else "")
+            each = turn.latency_ms / turn.output_tokens if turn.output_tokens and turn.latency_ms is not None else None
+            runs.append(
+                {
+                    "run_id": name,
+                    "total_ms": turn.latency_ms,
+                    "per_token_ms": each,
+                    "tokens_generated": turn.output_tokens,
+                    "gpu_util_pct": gpu,
+                    "memory_bw_gbps": bandwidth,
+                    "host_to_device_mb": _megabytes(turn.h2d_bytes),
+                    "device_to_host_mb": _megabytes(turn.d2h_bytes),
+                    "queue_ms": turn.queue_ms,
+                    "compute_ms": turn.compute_ms,
+                    "transfer_ms": turn.transfer_ms,
+                    "sent_bytes": turn.sent_bytes,
+                    "received_bytes": turn.received_bytes,
+                }
+            )
+            if turn.prompt_tokens is not None:
+                prompts.append(turn.prompt_tokens)
+        served += sorted(edge for turn in turns for edge in _edges(turn))
+    trial = jobs[0].trial
+    assert trial is not None
+    totals = [run["total_ms"] for run in runs if run["total_ms"] is not None]
+    each_token = [run["per_token_ms"] for run in runs if run["per_token_ms"] is not None]
+    return {
+        "baseline": trial.baseline,
+        "model_id": (trial.config.get("model") or {}).get("hub_id") or trial.model,
+        "prompt_tokens": int(median(prompts)) if prompts else None,
+        "new_tokens": int(median([run["tokens_generated"] for run in runs])) if runs else None,
+        "batch_size": _most_at_once(served),
+        "runs": runs,
+        "aggregates": {
+            "mean_total_ms": fmean(totals) if totals else None,
+            "p95_total_ms": nearest_rank(totals, 0.95) if totals else None,
+            "mean_per_token_ms": fmean(each_token) if each_token else None,
+        },
+        "notes": {name: note for name, note in NOTES.items() if all(run[name] is None for run in runs)},
+        "simulated": trial.simulated,
+        "network": (trial.engine or {}).get("network"),
+    }
+
+
+def _megabytes(counted: int | None) -> float | None:
+    return None if counted is None else counted / _MEGABYTE
+
+
+def _edges(turn: Row[Any]) -> Iterable[tuple[float, int]]:
+    """+1 when the turn was admitted (or arrived, where the engine does not tell), -1 when it finished."""
+    began = turn.admitted_s if turn.admitted_s is not None else turn.intended_s
+    if began is None or turn.finished_s is None:
+        return ()
+    return (began, 1), (turn.finished_s, -1)
+
+
+def _most_at_once(edges: Sequence[tuple[float, int]]) -> int | None:
+    most = now = 0
+    for _, change in edges:
+        now += change
+        most = max(most, now)
+    return most if edges else None
+
+
+def _write_turns(store: ResultsStore, trials: Sequence[Trial], folder: Path) -> list[Path]:
+    """Write the turns of one trial after the other, so that memory holds one trial. Units are in the names of the columns."""
+    import pandas as pd
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema([pa.field(name, _arrow_type(name)) for name in (*TRIAL_COLUMNS, *TURN_COLUMNS)])
+    kinds = {field.name: pd.ArrowDtype(field.type) for field in schema}
+    paths = [folder / "turns.csv", folder / "turns.parquet"]
+    with paths[0].open("w", newline="", encoding="utf-8") as file, pq.ParquetWriter(paths[1], schema) as parquet:
+        for number, trial in enumerate(trials):
+            head = (trial.id, *(getattr(trial, name) for name in TRIAL_COLUMNS[1:]))
+            rows = [(*head, *turn) for turn in store.turns_of(trial.id)]
+            frame = pd.DataFrame(rows, columns=schema.names).astype(kinds)
+            frame.to_csv(file, header=number == 0, index=False, lineterminator="\r\n")
+            parquet.write_table(pa.Table.from_pandas(frame, schema, preserve_index=False).replace_schema_metadata())
+    return paths
+
+
+def _arrow_type(name: str) -> Any:
+    import pyarrow as pa
+
+    if name.endswith(("_s", "_ms")):
+        return pa.float64()
+    if name.endswith(("_tokens", "_bytes")) or name in ("trial_id", "seed", "repeat", "ordinal", "turn", "iteration"):
+        return pa.int64()
+    return pa.bool_() if name == "stream" else pa.string()
+
+
+# All of it, in a zip
+
+PROJECT = "pyproject.toml"
+SOURCES = ("pensieve", "analysis", "conf", "runners", PROJECT, "constraints.txt", "README.md", "LICENSE")
+FIGURE_SCRIPT = "analysis/figures.py"
+_BATCH = 5000
+
+README = """One sweep of Pensieve, complete: its figures are redrawn from the rows in outputs/{database}.
+
+  sh redraw.sh            makes .venv with the versions in lock.txt, then draws into outputs/figures/latest
+
+outputs/   the database with the rows of sweep {sweep} alone, and the output tokens of its trials
+configs/   the resolved configuration of each trial; python runners/results.py reproduce <trial> runs one again
+lock.txt   the packages that were installed where this was made
+"""
+
+REDRAW = """#!/bin/sh
+# Draws every figure of the sweep again, from the rows in outputs/, into outputs/figures/latest.
+set -eu
+cd "$(dirname "$0")"
+if [ -z "${{PYTHON:-}}" ]; then
+    python3 -m venv .venv
+    .venv/bin/python -m pip install --quiet {packages}
+    PYTHON=.venv/bin/python
+fi
+PENSIEVE_OUTPUTS="$PWD/outputs"
+PYTHONPATH="$PWD"  # the code of the bundle, not one that is installed here
+export PENSIEVE_OUTPUTS PYTHONPATH
+{command}
+"""
+
+_FIGURE_PACKAGES = ("numpy", "scipy", "matplotlib", "pandas", "pyarrow", "sqlalchemy", "filelock", "psutil", "rich")
+
+
+def bundle_sweep(store: ResultsStore, sweep_id: int, checkout: Path, path: Path) -> Path:
+    """Write the zip and return its path. checkout: where the package and analysis/ lie.
+
+    Raises MissingSeries where no trial of the sweep is completed, ResultsError where the zip cannot be written.
+    """
+    store.sweep(sweep_id)
+    jobs = store.trials_of_sweep(sweep_id)
+    trials = {trial.id: trial for job in jobs for trial in (job.last, job.trial) if trial is not None}
+    if not any(job.trial for job in jobs):
+        raise MissingSeries(f"No trial of sweep {sweep_id} is completed; run its command again and bundle then.")
+    if not (checkout / PROJECT).is_file():
+        raise ResultsError(f"There is no {PROJECT} in {checkout}; bundle from a checkout, which has all sources.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as name:
+            partial = path.with_name(f".{path.name}.partial")
+            with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+                tokens = _copy_rows(store, sweep_id, list(trials), Path(name))
+                archive.write(Path(name) / DATABASE_NAME, f"outputs/{DATABASE_NAME}")
+                for stored, file in tokens.items():
+                    archive.write(file, f"outputs/{stored}")
+                for trial in trials.values():
+                    archive.writestr(f"configs/trial-{trial.id}.json", json.dumps(trial.config, indent=2))
+                for file in _source_files(checkout):
+                    archive.write(file, file.relative_to(checkout).as_posix())
+                lock = _lock()
+                archive.writestr("lock.txt", "".join(f"{package}=={version}\n" for package, version in lock.items()))
+                archive.writestr("README.txt", README.format(database=DATABASE_NAME, sweep=sweep_id))
+                pinned = [f"{package}=={lock[package]}" for package in _FIGURE_PACKAGES if package in lock]
+                command = f'"$PYTHON" {FIGURE_SCRIPT} --sweep {sweep_id}'
+                archive.writestr("redraw.sh", REDRAW.format(packages=" ".join(pinned), command=command))
+        partial.replace(path)
+    except OSError as error:
+        raise ResultsError(
+            f"The bundle cannot be written to {path} ({error.strerror or error}); name another file with --to."
+        ) from None
+    return path
+
+
+def _copy_rows(store: ResultsStore, sweep_id: int, trial_ids: Sequence[int], folder: Path) -> dict[str, Path]:
+    """Copy the sweep's rows, with their ids, into a SQLite database; returns the token files by their path in the bundle."""
+    target = open_store(folder)
+    files: dict[str, Path] = {}
+    for trial_id in trial_ids:
+        for artifact in store.artifacts_of(trial_id, "tokens"):
+            if artifact.path.is_file():
+                files[f"tokens/{trial_id}-{artifact.path.name}"] = artifact.path
+    for table in Base.metadata.sorted_tables:
+        if table in (version_table, ArtifactRow.__table__):
+            continue
+        query = select(table)
+        if "sweep_id" in table.c:
+            query = query.where(table.c.sweep_id == sweep_id)
+        elif table.name == "sweep":
+            query = query.where(table.c.id == sweep_id)
+        else:
+            query = query.where((table.c.id if table is Trial.__table__ else table.c.trial_id).in_(trial_ids))
+        with store.database.reading() as source, target.database.writing() as copy:
+            for part in source.execute(query).partitions(_BATCH):
+                copy.execute(insert(table), [dict(row._mapping) for row in part])
+    with target.database.writing() as copy:
+        digests = {a.path: a.sha256 for trial_id in trial_ids for a in store.artifacts_of(trial_id, "tokens")}
+        for stored, file in files.items():
+            trial_id = int(stored.partition("/")[2].partition("-")[0])
+            copy.execute(
+                insert(ArtifactRow).values(trial_id=trial_id, kind="tokens", path=stored, sha256=digests[file])
+            )
+    target.database.checkpoint()
+    return files
+
+
+def _source_files(checkout: Path) -> Iterable[Path]:
+    for name in SOURCES:
+        top = checkout / name
+        for file in sorted(top.rglob("*")) if top.is_dir() else [top]:
+            if file.is_file() and "__pycache__" not in file.parts:
+                yield file
+
+
+def _lock() -> dict[str, str]:
+    found = {str(d.metadata["Name"]).lower(): d.version for d in distributions() if d.metadata["Name"]}
+    return {name: found[name] for name in sorted(found) if name != DISTRIBUTION}

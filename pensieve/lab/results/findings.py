@@ -1,0 +1,241 @@
+"""What a sweep found: a comparison a row, and the one sentence made of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import log
+from typing import TYPE_CHECKING, Literal
+
+from pensieve.lab.results.frame import PAPERS, conversation_ends, found_more, paired, speed_up, values_of
+from pensieve.lab.results.trials import Evidence, TrialGroup
+from pensieve.lab.statistics import PairedRatio
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+OURS = "pensieve"
+REFERENCE = "stateless"
+LAST_TTFT = "TTFT at the last turn"
+TOKEN_LATENCY = "Latency a token"
+RECOMPUTED = "History recomputed"
+_PRINTED_ALIKE = 0.005  # of ratios: "1.00×"
+
+Verdict = Literal["lower", "higher", "not told apart"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One quantity of `name` beside that of `other`, in one setting of the sweep.
+
+    found: the other's value over this one's, paired by seed and conversation (unit ×); for RECOMPUTED this one's share of
+    the history less the other's (unit points, 0.016 is 1.6 percentage points).
+    """
+
+    quantity: str
+    at: Mapping[str, str]
+    name: str
+    other: str
+    found: PairedRatio
+
+    @property
+    def in_points(self) -> bool:
+        return self.quantity == RECOMPUTED
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of `name`. Without an interval the value alone decides, unless it would be printed as no difference."""
+        found, level = self.found, 0.0 if self.in_points else 1.0
+        low = found.ratio if found.ci_low is None else found.ci_low
+        high = found.ratio if found.ci_high is None else found.ci_high
+        if found.ci_low is None and not self.in_points and abs(found.ratio - level) < _PRINTED_ALIKE:
+            return "not told apart"
+        above, below = low > level, high < level
+        if self.in_points:
+            above, below = below, above
+        return "lower" if above else "higher" if below else "not told apart"
+
+    @property
+    def text(self) -> str:
+        """ "4.35× lower than stateless (95 % CI 2.21–5.65)", "not told apart from gpu_only (1.04×, 95 % CI 0.95–1.13)"."""
+        if self.verdict == "not told apart":
+            inside = ", ".join(filter(None, (self.size(), self.interval())))
+            return f"not told apart from {self.other} ({inside})"
+        invert = self.verdict == "higher"
+        interval = self.interval(invert)
+        return f"{self.size(invert)} {self.verdict} than {self.other}{f' ({interval})' if interval else ''}"
+
+    def size(self, invert: bool = False) -> str:
+        """invert: how many times higher, where `found` is below 1. Points have no sign beside a verdict."""
+        if self.in_points:
+            signed = self.found.ratio if self.verdict == "not told apart" else abs(self.found.ratio)
+            return f"{_points(signed)} points"
+        return f"{_times(1 / self.found.ratio if invert else self.found.ratio)}×"
+
+    def interval(self, invert: bool = False) -> str:
+        low, high = self.found.ci_low, self.found.ci_high
+        if low is None or high is None:
+            return ""
+        if self.in_points:
+            ends = sorted((abs(low), abs(high))) if self.verdict != "not told apart" else [low, high]
+            return f"95 % CI {_points(ends[0])} to {_points(ends[1])}"
+        if invert:
+            low, high = 1 / high, 1 / low
+        return f"95 % CI {_times(low)}–{_times(high)}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.1f}" if ratio >= 10 else f"{ratio:.2f}"
+
+
+def _points(share: float) -> str:
+    return f"{100 * share + 0.0:.1f}"
+
+
+def last_turn_ratio(a: pd.Series[float], b: pd.Series[float]) -> PairedRatio | None:
+    """How many times a is of b, by frame.KEY, at the last turn of each conversation that both measured; see speed_up."""
+    return speed_up(conversation_ends(paired(a, b), last=True))
+
+
+def findings(found: Evidence, groups: Sequence[TrialGroup]) -> list[Finding]:
+    """Everything that a sweep compares. Where Pensieve ran beside others: its TTFT at the last turn. Where others ran without
+    it: the latency a token beside the lowest. Where eviction policies were swept: the history that the paper's recomputes.
+    Baselines that completed under half of their turns are left out."""
+    with_ours = any(OURS in group.trials and len(group.trials) > 1 for group in groups)
+    latencies = [
+        one for group in groups for one in (_beside_ours(found, group) if with_ours else _beside_lowest(found, group))
+    ]
+    return [*latencies, *_beside_the_papers_policy(found, groups)]
+
+
+def mostly_lost(found: Evidence, group: TrialGroup) -> dict[str, tuple[int, int]]:
+    """The baselines that completed under half of their turns: how many, of how many. Those few had the machine to
+    themselves, so they are compared with nothing."""
+    counts = {}
+    for name, trials in group.trials.items():
+        done = sum(int(found.metric(trial, "turns", "completed") or 0) for trial in trials)
+        asked = done + found.incomplete(trials).total()
+        if 2 * done < asked:
+            counts[name] = (done, asked)
+    return counts
+
+
+def _beside_ours(found: Evidence, group: TrialGroup) -> list[Finding]:
+    lost = mostly_lost(found, group)
+    if OURS not in group.trials or OURS in lost:
+        return []
+    ours = values_of(found.turns(group.trials[OURS]), "ttft_ms")
+    others = sorted((name for name in group.trials if name != OURS), key=lambda name: name != REFERENCE)
+    made = []
+    for name in others:
+        ratio = last_turn_ratio(values_of(found.turns(group.trials[name]), "ttft_ms"), ours)
+        if name not in lost and ratio is not None:
+            made.append(Finding(LAST_TTFT, group.at, OURS, name, ratio))
+    return made
+
+
+def _beside_lowest(found: Evidence, group: TrialGroup) -> list[Finding]:
+    lost = mostly_lost(found, group)
+    read = Evidence(found.store, found.sweep.id, "latency_ms", "output_tokens")
+    values = {
+        name: values_of(read.turns(trials), "normalized_latency_ms")
+        for name, trials in group.trials.items()
+        if name not in lost
+    }
+    values = {name: own for name, own in values.items() if (own > 0).any()}
+    if len(values) < 2:
+        return []
+    first, *others = values
+    beside = {name: ratio for name in others if (ratio := speed_up(paired(values[name], values[first]))) is not None}
+    lowest = min([first, *beside], key=lambda name: log(beside[name].ratio) if name in beside else 0.0)
+    return [
+        Finding(TOKEN_LATENCY, group.at, lowest, name, ratio)
+        for name in values
+        if name != lowest and (ratio := speed_up(paired(values[name], values[lowest]))) is not None
+    ]
+
+
+def _beside_the_papers_policy(found: Evidence, groups: Sequence[TrialGroup]) -> list[Finding]:
+    """Nothing where nobody recomputed anything, or where a baseline served less than was asked."""
+    made = []
+    for group in groups:
+        baseline = OURS if OURS in group.trials else next(iter(group.trials))
+        if group.at.get("eviction") != PAPERS:
+            continue
+        turns = found.turns(group.trials[baseline])
+        for other in groups:
+            if other is group or {**other.at, "eviction": PAPERS} != group.at or baseline not in other.trials:
+                continue
+            more = found_more(found.turns(other.trials[baseline]), turns)
+            shares = [found.mean(one.trials[baseline], "miss_rate") for one in (group, other)]
+            if more is not None and any(shares):
+                made.append(Finding(RECOMPUTED, group.at, PAPERS, other.at["eviction"], more))
+    return made
+
+
+def headline(found: Evidence, groups: Sequence[TrialGroup], made: Sequence[Finding]) -> str | None:
+    """The sweep in one sentence; None where it compares nothing."""
+    simulated = "Simulated. " if found.trials and all(trial.simulated for trial in found.trials) else ""
+    latencies = [one for one in made if not one.in_points]
+    if not latencies:
+        ranked = _ranked(found, groups)
+        return f"{simulated}{ranked}" if ranked else None
+    quantity, names = latencies[0].quantity, {one.name for one in latencies}
+    settings = {tuple(one.at.items()) for one in latencies}
+    if len(settings) == 1:
+        each = ", ".join(one.text for one in latencies)
+        at = "".join(f", {axis}={value}" for axis, value in latencies[0].at.items())
+        return f"{simulated}{quantity}{at}: {latencies[0].name} {each}{_without_interval(latencies)}."
+    if len(names) == 1:
+        others = dict.fromkeys(one.other for one in latencies)
+        each = "; ".join(_over_settings([one for one in latencies if one.other == other]) for other in others)
+        return f"{simulated}{quantity} over {len(settings)} settings: {latencies[0].name} {each}."
+    wins = Counter({one.name: 0 for one in latencies})
+    for place in settings:
+        wins[next(one.name for one in latencies if tuple(one.at.items()) == place)] += 1
+    each = ", ".join(f"{name} lowest in {count}" for name, count in wins.most_common())
+    return f"{simulated}{quantity} over {len(settings)} settings: {each}."
+
+
+def _over_settings(own: Sequence[Finding]) -> str:
+    sides = Counter(one.verdict for one in own)
+    ratios = sorted(one.found.ratio for one in own)
+    span = f"{_times(ratios[0])}× to {_times(ratios[-1])}×"
+    if sides["lower"] == len(own):
+        return f"{span} lower than {own[0].other}"
+    counts = ", ".join(f"{side} in {sides[side]}" for side in ("higher", "not told apart") if sides[side])
+    return f"lower than {own[0].other} in {sides['lower']} of {len(own)}, {counts} ({span})"
+
+
+def _without_interval(made: Sequence[Finding]) -> str:
+    if any(one.found.ci_low is not None for one in made):
+        return ""
+    fewest = min((one.found for one in made), key=lambda ratio: ratio.groups)
+    return f" ({fewest.groups} {'seeds' if fewest.n_seeds > 1 else 'conversations'}: no CI)"
+
+
+def _ranked(found: Evidence, groups: Sequence[TrialGroup]) -> str | None:
+    """Of several settings of one baseline: which recomputes least, which most. None where some served less than was asked,
+    since nobody knows what the rest would have found."""
+    if len(groups) < 2 or len({name for group in groups for name in group.trials}) > 1:
+        return None
+    if any(found.incomplete(trials) for group in groups for trials in group.trials.values()):
+        return None
+    shares = {}
+    for group in groups:
+        [trials] = group.trials.values()
+        if (rate := found.mean(trials, "miss_rate")) is not None:
+            shares[group.name] = rate
+    if len(shares) < 2:
+        return None
+    least, most = min(shares.values()), max(shares.values())
+    if f"{least:.1%}" == f"{most:.1%}":
+        return f"{RECOMPUTED}: {100 * least:.1f} % in all {len(shares)} settings."
+    low = _some_of([name for name, share in shares.items() if f"{share:.1%}" == f"{least:.1%}"])
+    high = _some_of([name for name, share in shares.items() if f"{share:.1%}" == f"{most:.1%}"])
+    return f"{RECOMPUTED}: lowest {100 * least:.1f} % ({low}), highest {100 * most:.1f} % ({high})."
+
+
+def _some_of(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} settings"

@@ -1,0 +1,226 @@
+"""The turns of trials as one pandas frame, and how two of them are paired: turn by turn, then by conversation; the ratio of
+their first tokens, and how far two eviction policies are apart in what they find.
+
+pandas is imported when a frame is made: the import takes a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import fsum
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+from sqlalchemy import BigInteger, Float, Integer, Row
+
+from pensieve.core.request import is_measured
+from pensieve.lab.metric_registry import REAL
+from pensieve.lab.results.schema import Trial, TurnRow
+from pensieve.lab.results.store import TURN_COLUMNS, ResultsStore
+from pensieve.lab.statistics import PairedRatio, paired_ratio
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+T = TypeVar("T")
+
+ByConversation = dict[tuple[int, str], list[float]]
+"""(seed, "session/repeat") -> values of its turns. An interval counts seeds where there are several, else
+conversations."""
+
+KEY = ["seed", "repeat", "session", "turn", "iteration"]
+"""The index of a frame: equal in the trials of two baselines of one workload, where they served the same turn."""
+
+CONVERSATION = KEY[:3]
+
+PROBES = ("hit", "miss")
+"""Phases of the queries of a changing prefix."""
+
+_NUMBERS = {
+    column.name: "float64"  # what was not counted is NaN
+    for column in TurnRow.__table__.columns
+    if isinstance(column.type, Integer | BigInteger | Float) and column.name not in KEY
+}
+
+
+def counts(turn: Row[Any]) -> bool:
+    """Whether a turn is in the numbers of its trial: measured (no warm-up), and completed."""
+    return turn.status == "completed" and is_measured(turn.phase)
+
+
+def measured_turns(store: ResultsStore, trial_id: int, *columns: str) -> list[Row[Any]]:
+    """The turns that count. Rows have the columns as attributes, without names all of them."""
+    chosen = dict.fromkeys(("phase", "status", *columns)) if columns else ()
+    return [turn for turn in store.turns_of(trial_id, *chosen) if counts(turn)]
+
+
+def turn_frame(store: ResultsStore, trials: Iterable[Trial], *columns: str, measured: bool = True) -> pd.DataFrame:
+    """The turns of the trials, a row each, in order, with these columns (without names all of them); indexed by KEY.
+
+    measured: only the turns that count; False: all. Of two rows with one key, the later one is kept.
+    """
+    return chosen_turns(all_turns(store, trials, *columns), measured)
+
+
+def all_turns(store: ResultsStore, trials: Iterable[Trial], *columns: str) -> pd.DataFrame:
+    """What `chosen_turns` chooses from: every row of the trials, as `turn_frame` gives those that it keeps."""
+    import numpy as np
+    import pandas as pd
+
+    chosen = list(dict.fromkeys((*KEY[2:], "phase", "status", *(columns or TURN_COLUMNS))))
+    parts = []
+    for trial in trials:
+        if rows := store.turns_of(trial.id, *chosen):
+            values = dict(zip(chosen, zip(*rows, strict=True), strict=True))
+            same = [trial.seed] * len(rows), [trial.repeat] * len(rows)
+            keys = pd.MultiIndex.from_arrays([*same, *(list(values.pop(name)) for name in KEY[2:])], names=KEY)
+            part: dict[str, Any] = {
+                name: np.array(own, dtype=_NUMBERS[name]) if name in _NUMBERS else list(own)
+                for name, own in values.items()
+            }
+            parts.append(pd.DataFrame(part, index=keys))
+    if parts:
+        return pd.concat(parts) if len(parts) > 1 else parts[0]
+    empty = pd.DataFrame(columns=[*chosen, "seed", "repeat"])
+    return empty.astype({name: _NUMBERS[name] for name in chosen if name in _NUMBERS}).set_index(KEY)
+
+
+def chosen_turns(frame: pd.DataFrame, measured: bool) -> pd.DataFrame:
+    """Each key of `all_turns` once; measured: see turn_frame."""
+    if measured:
+        frame = frame[(frame["status"] == "completed") & frame["phase"].map(is_measured).astype(bool)]
+    return latest(frame)
+
+
+def latest(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with each key once."""
+    return frame[~frame.index.duplicated(keep="last")]
+
+
+def values_of(turns: pd.DataFrame, column: str) -> pd.Series[float]:
+    """The known values of a column, or of normalized_latency_ms or wire_bytes_per_token, which are made of several."""
+    if column == "normalized_latency_ms":
+        made = turns["latency_ms"] / _known_output(turns)
+    elif column == "wire_bytes_per_token":
+        made = (turns["sent_bytes"] + turns["received_bytes"]) / _known_output(turns)
+    else:
+        made = turns[column] if column in turns else turns.iloc[:0, 0]
+    return made.dropna().astype("float64")
+
+
+def _known_output(turns: pd.DataFrame) -> pd.Series[float]:
+    return turns["output_tokens"].where(turns["output_tokens"] > 0)
+
+
+def paired(a: pd.Series[float], b: pd.Series[float]) -> pd.DataFrame:
+    """Columns a and b: the values of the turns that both have, in order of their keys."""
+    import pandas as pd
+
+    return pd.concat([a.rename("a"), b.rename("b")], axis=1, join="inner").sort_index()
+
+
+def grouped(values: pd.Series[float], key: Callable[..., T]) -> dict[T, list[float]]:
+    """The known values in lists by key(seed, repeat, session, turn, iteration)."""
+    known, found = values.dropna(), dict[T, list[float]]()
+    for place, value in zip(known.index.to_list(), known.to_list(), strict=True):
+        found.setdefault(key(*place), []).append(value)
+    return found
+
+
+def by_conversation(values: pd.Series[float]) -> ByConversation:
+    return grouped(values, lambda seed, repeat, session, *_: (seed, f"{session}/{repeat}"))
+
+
+def by_round(values: pd.Series[float]) -> dict[tuple[int, str], float]:
+    """The mean of each round of probes, by (seed, "iteration/repeat")."""
+    rounds = grouped(values, lambda seed, repeat, _session, _turn, iteration: (seed, f"{iteration}/{repeat}"))
+    return {key: fmean(own) for key, own in rounds.items()}
+
+
+def conversation_means(values: pd.Series[float]) -> dict[tuple[int, str], float]:
+    return {key: fmean(own) for key, own in by_conversation(values).items()}
+
+
+def conversation_sums(values: pd.Series[float]) -> dict[tuple[int, str], float]:
+    return {key: fsum(own) for key, own in by_conversation(values).items()}
+
+
+def conversations_of(turns: pd.DataFrame | pd.Series[Any]) -> pd.Index[Any]:
+    """Which one each turn belongs to: (seed, repeat, session)."""
+    return cast("pd.MultiIndex", turns.index).droplevel(KEY[3:])
+
+
+def speed_up(pairs: pd.DataFrame) -> PairedRatio | None:
+    """How many times longer a takes than b: geometric mean over conversations of the ratio of their means, which are above
+    0; None where no conversation has both."""
+    a, b = conversation_means(pairs["a"]), conversation_means(pairs["b"])
+    return positive_ratio(a, b)
+
+
+def positive_ratio(a: Mapping[tuple[int, str], float], b: Mapping[tuple[int, str], float]) -> PairedRatio | None:
+    """Geometric mean of the ratios of what both have, above 0; None where that is nothing."""
+    both = {key for key in a.keys() & b.keys() if a[key] > 0 and b[key] > 0}
+    return paired_ratio({key: a[key] for key in both}, {key: b[key] for key in both}) if both else None
+
+
+def conversation_ends(pairs: pd.DataFrame, last: bool) -> pd.DataFrame:
+    """Return the first or the last turn of each conversation. pairs: sorted."""
+    conversations = pairs.groupby(level=CONVERSATION)
+    return conversations.tail(1) if last else conversations.head(1)
+
+
+# Eviction policies, least recently used and the offline bound
+
+START = "lru"
+"""The policy that closes nothing of the gap; the bound closes all of it."""
+
+PAPERS = "retention_value"
+"""The policy of the paper, and the default, which others have to beat."""
+
+GAP_COLUMNS = ("history_tokens", "gpu_hit_tokens", "cpu_hit_tokens", "disk_hit_tokens")
+"""What it is computed of."""
+
+
+def gap_closed(turns: pd.DataFrame, start: pd.DataFrame, bounds: Mapping[int, float]) -> PairedRatio | None:
+    """(hits - START's hits) / (bound - START's hits), in tokens on all tiers, paired by seed and conversation.
+
+    turns, start: measured turns of the policy and of START, as frame.turn_frame gives them. bounds: bound_hit_rate of START's
+    trials by seed. Negative where the policy finds less than START. The bound is of a whole trial, so for the interval each
+    conversation has its share of it, by its history. None where START is at the bound, or nothing is known of either.
+    """
+    before, after = hit_tokens(start), hit_tokens(turns)
+    keys = [key for key in before if key in after and key[0] in bounds]
+    room = {key: bounds[key[0]] * before[key].history - before[key].hits for key in keys}
+    if sum(room.values()) <= 0:
+        return None
+    return paired_ratio({key: after[key].hits - before[key].hits for key in keys}, room, of="means", support=REAL)
+
+
+def found_more(turns: pd.DataFrame, other: pd.DataFrame) -> PairedRatio | None:
+    """(hits - the other's hits) / history, paired by seed and conversation: by how much of the history one policy finds more
+    than another one, or the other one recomputes more; 0.016 is 1.6 percentage points. Over the turns that both measured;
+    None where nothing is known of either."""
+    both = turns.index.intersection(other.index)
+    before, after = hit_tokens(other.loc[both]), hit_tokens(turns.loc[both])
+    keys = before.keys() & after.keys()
+    if not keys:
+        return None
+    history = {key: before[key].history for key in keys}
+    return paired_ratio({key: after[key].hits - before[key].hits for key in keys}, history, of="means", support=REAL)
+
+
+class Found(NamedTuple):
+    """Tokens of one conversation's turns."""
+
+    history: float
+    hits: float
+
+
+def hit_tokens(turns: pd.DataFrame) -> dict[tuple[int, str], Found]:
+    """By seed and conversation, on all tiers, over its turns with a history."""
+    known = turns[turns["gpu_hit_tokens"].notna() & (turns["history_tokens"] > 0)]
+    if known.empty:
+        return {}
+    hits = known["gpu_hit_tokens"] + known[["cpu_hit_tokens", "disk_hit_tokens"]].fillna(0).sum(axis=1)
+    history, found = conversation_sums(known["history_tokens"]), conversation_sums(hits)
+    return {key: Found(history[key], found[key]) for key in history}

@@ -1,0 +1,638 @@
+"""Reads and writes sweeps, trials, and the turns, metrics, samples and artifacts of trials."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from itertools import islice
+from math import isfinite
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from sqlalchemy import URL, ColumnElement, Connection, Row, Select, delete, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from pensieve.core.facts import Tier
+from pensieve.core.request import PREPARING
+from pensieve.errors import ResultsError, TrialRunning, typed
+from pensieve.lab.metric_registry import is_known
+from pensieve.lab.metrics import MetricValue, Slo
+from pensieve.lab.results.database import Database
+from pensieve.lab.results.environment import HEARTBEAT_LIMIT, Owner, is_alive, this_process
+from pensieve.lab.results.schema import (
+    BENCH,
+    ArtifactRow,
+    MetricRow,
+    Sweep,
+    SweepTrial,
+    Trial,
+    TurnRow,
+    current_trial,
+    holding_table,
+    miss_table,
+    sample_table,
+    sweep_result,
+)
+from pensieve.lab.results.slo import SLO_METRICS, judged, slo_of_sweep, slo_of_trial
+from pensieve.serve.record import TurnRecord
+
+T = TypeVar("T")
+
+DATABASE_NAME = "results.db"
+NO_SWEEP = "No sweep has a completed trial yet; python runners/run.py -m makes one."
+LATEST = "latest"  # beside the folders of the sweeps' figures, a link to the one that was drawn last
+ENGINE = "engine"  # `device` of readings of the cache and the queue
+TURN_BATCH = 5000
+_AGAIN = "+"  # in the key of a sweep that was begun anew, between the hash of its command and a number
+TURN_COLUMNS = tuple(c.name for c in TurnRow.__table__.columns if c.name not in ("id", "trial_id"))
+_TURN_FIELDS = ("trial_id", *TURN_COLUMNS)
+_INSERT_TURN = f"INSERT INTO turn ({', '.join(_TURN_FIELDS)}) VALUES ({', '.join('?' * len(_TURN_FIELDS))})"
+_TRIAL_COLUMNS = frozenset(c.name for c in Trial.__table__.columns) - {"id"}
+_TRIAL_DEFAULTS: dict[str, Any] = {"repeat": 0, "contended": False, "environment": {}, "engine": {}, "flags": {}}
+
+
+class Reading(NamedTuple):
+    """One row of table `sample`: occupancy, queue length or device use at a moment of the trial's clock."""
+
+    at_s: float
+    device: str
+    name: str
+    value: float | None
+    unit: str
+
+
+class Holding(NamedTuple):
+    """One row of table `holding`."""
+
+    session: str
+    tier: Tier
+    gib_s: float
+    saved_s: float
+    idle_gib_s: float
+
+
+class Artifact(NamedTuple):
+    kind: str
+    path: Path
+    sha256: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """The outcome of one job of a sweep.
+
+    last: the attempt that the job made (or reused) last; its status says whether the job succeeded.
+    trial: the one that tables and figures show (view sweep_result); None if there is none.
+    metrics: of `trial`, by (name, label).
+    """
+
+    job: int
+    reused: bool
+    last: Trial
+    trial: Trial | None
+    metrics: Mapping[tuple[str, str], MetricValue] = field(default_factory=dict)
+
+    def value(self, name: str, label: str = "") -> float | None:
+        metric = self.metrics.get((name, label))
+        return metric.value if metric else None
+
+
+class SweepProgress(NamedTuple):
+    """ended: jobs whose trial has ended. ran: those of them that ended since the sweep was started, elapsed_s ago."""
+
+    ended: int
+    ran: int
+    elapsed_s: float
+
+
+class ResultsStore:
+    """Every method is one transaction, so that a reader never meets half a batch. Safe to use from several threads.
+
+    url: any SQLAlchemy URL. root: the outputs folder, which artifact paths are relative to (SQLite: the file's folder).
+    create: make a database that is missing. Raises ResultsError wherever the database cannot do what it is asked.
+    """
+
+    def __init__(self, url: str, root: Path | None = None, create: bool = True) -> None:
+        self.database = Database(url, create)
+        path = self.database.path
+        self.root = root.absolute() if root else (path.parent if path else None)
+        self._under: dict[tuple[int, Slo], list[MetricValue]] = {}
+
+    # Sweeps
+
+    def open_sweep(
+        self,
+        key: str,
+        name: str,
+        experiment: str | None,
+        command: str | None,
+        overrides: Mapping[str, Any],
+        n_expected: int,
+        host: str,
+        git_commit: str | None,
+        anew: bool = False,
+    ) -> int:
+        """Record a sweep as running, or running again if its key is known; returns its id.
+
+        overrides: key -> text, swept axes included. anew: a sweep of its own, and those of the same key stay as they are;
+        but one that was begun anew and did not complete is gone on with, unless it still runs: of its jobs those count that
+        it has run itself, to their end.
+        """
+        values: dict[str, Any] = {
+            "name": name, "experiment": experiment, "command": command, "overrides": dict(overrides),
+            "n_expected": n_expected, "host": host, "git_commit": git_commit, "status": "running",
+            "started_at": _now(), "finished_at": None,
+        }  # fmt: skip
+        for _ in range(2):
+            try:
+                with self.database.writing() as connection:
+                    found = _incomplete_anew(connection, key, _now()) if anew else _oldest(connection, key)
+                    if found is None:
+                        own = _next_key(connection, key) if anew else key
+                        return _inserted_id(connection, Sweep, {**values, "key": own})
+                    if anew:
+                        _unlink_others(connection, found)
+                    connection.execute(update(Sweep).where(Sweep.id == found).values(**values))
+                    return int(found)
+            except IntegrityError:
+                continue  # another process inserted the same key in between: now it is found
+        raise ResultsError(f"The sweep {name} cannot be recorded: another process keeps opening it; run it once.")
+
+    def set_sweep(self, sweep_id: int, **fields: Any) -> None:
+        """Change columns; a status other than running also sets finished_at."""
+        if fields.get("status", "running") != "running":
+            fields.setdefault("finished_at", _now())
+        with self.database.writing() as connection:
+            found = connection.execute(update(Sweep).where(Sweep.id == sweep_id).values(**fields))
+        assert found.rowcount == 1, f"no sweep {sweep_id}"
+
+    def sweep(self, sweep_id: int) -> Sweep:
+        found = self._one(select(Sweep).where(Sweep.id == sweep_id))
+        if found is None:
+            raise ResultsError(f"There is no sweep {sweep_id} in {self.database.shown}.")
+        return found
+
+    def is_anew(self, sweep_id: int) -> bool:
+        """Whether the sweep was begun anew, so that the trials it shows are none of another's."""
+        return _AGAIN in self.sweep(sweep_id).key
+
+    def sweep_of_run(self, mlflow_run_id: str) -> Sweep | None:
+        """The sweep whose parent run in MLflow this is."""
+        return self._one(select(Sweep).where(Sweep.mlflow_run_id == mlflow_run_id))
+
+    def newest_sweep(self) -> Sweep | None:
+        """The sweep that was started or resumed last. Bench commands, whose trials are single cases, are not sweeps."""
+        ordinary = select(Sweep).where(Sweep.experiment.is_distinct_from(BENCH))
+        return self._one(ordinary.order_by(Sweep.started_at.desc(), Sweep.id.desc()).limit(1))
+
+    def answering_sweeps(self) -> list[Sweep]:
+        """The sweeps that have a completed trial: those that ran to their end before interrupted ones, newest first."""
+        done = (
+            select(SweepTrial.sweep_id).join(Trial, Trial.id == SweepTrial.trial_id).where(Trial.status == "completed")
+        )
+        ordinary = select(Sweep).where(Sweep.experiment.is_distinct_from(BENCH), Sweep.id.in_(done))
+        with self._session() as session:
+            newest = list(session.scalars(ordinary.order_by(Sweep.started_at.desc(), Sweep.id.desc())))
+        return sorted(newest, key=lambda sweep: sweep.status not in ("completed", "failed"))
+
+    def latest_sweep(self) -> Sweep | None:
+        """What `latest` means: the first of the answering sweeps."""
+        return next(iter(self.answering_sweeps()), None)
+
+    def sweep_named(self, name: str) -> Sweep:
+        """By its id, or `latest`. Raises ResultsError where there is none."""
+        if name != LATEST:
+            if not name.isdigit():
+                raise ResultsError(
+                    f"{name!r} is no sweep; give an id (runners/results.py list shows them), or {LATEST}."
+                )
+            return self.sweep(int(name))
+        found = self.latest_sweep()
+        if found is None:
+            raise ResultsError(NO_SWEEP)
+        return found
+
+    def progress_of(self, sweep_id: int) -> SweepProgress:
+        """How far a sweep is: its jobs whose trial has ended, those of them that ran since it was started, and for how long
+        that has been."""
+        started = self.sweep(sweep_id).started_at
+        query = select(Trial.finished_at).join(SweepTrial, SweepTrial.trial_id == Trial.id)
+        query = query.where(SweepTrial.sweep_id == sweep_id, Trial.finished_at.is_not(None))
+        with self._session() as session:
+            ends = list(session.scalars(query))
+        ran = sum(end is not None and end >= started for end in ends)
+        return SweepProgress(len(ends), ran, (_now() - started).total_seconds())
+
+    def link(self, sweep_id: int, trial_id: int, job: int, reused: bool) -> bool:
+        """Record the trial as the one of this job of the sweep, in place of an earlier one.
+
+        Returns whether it counts as reused: a trial that the sweep itself ran does not, when the sweep finds it again.
+        """
+        values = {"trial_id": trial_id, "reused": reused}
+        with self.database.writing() as connection:
+            here = (SweepTrial.sweep_id == sweep_id) & (SweepTrial.job == job)
+            before = connection.execute(select(SweepTrial.trial_id, SweepTrial.reused).where(here)).first()
+            if before is None:
+                connection.execute(insert(SweepTrial).values(sweep_id=sweep_id, job=job, **values))
+            elif before.trial_id == trial_id:
+                return bool(before.reused)
+            else:
+                connection.execute(update(SweepTrial).where(here).values(**values))
+        return reused
+
+    def trials_of_sweep(self, sweep_id: int) -> list[JobResult]:
+        """Every job that was begun, in order, with the metrics of the trial that it shows; the sweep's slo judges them."""
+        with self._session() as session:
+            links = session.execute(
+                select(SweepTrial, Trial)
+                .join(Trial, Trial.id == SweepTrial.trial_id)
+                .where(SweepTrial.sweep_id == sweep_id)
+                .order_by(SweepTrial.job)
+            ).all()
+            results = session.execute(
+                select(sweep_result.c.job, Trial)
+                .join(Trial, Trial.id == sweep_result.c.trial_id)
+                .where(sweep_result.c.sweep_id == sweep_id)
+            )
+            shown: dict[int, Trial] = {row.job: row.Trial for row in results}
+            metrics: dict[int, dict[tuple[str, str], MetricValue]] = {t.id: {} for t in shown.values()}
+            for row in session.scalars(_metric_rows().where(MetricRow.trial_id.in_(metrics))):
+                metrics[row.trial_id][row.name, row.label] = _metric(row)
+            overrides = session.scalar(select(Sweep.overrides).where(Sweep.id == sweep_id))
+        slo = slo_of_sweep(overrides or {})
+        for trial in shown.values():
+            metrics[trial.id] |= {(m.name, m.label): m for m in self._judged(trial, slo)}
+        return [
+            JobResult(link.job, link.reused, last, trial, metrics[trial.id] if trial else {})
+            for link, last in links
+            for trial in [shown.get(link.job)]
+        ]
+
+    # Trials
+
+    def begin_trial(self, fields: Mapping[str, Any]) -> int:
+        """Record a trial as running in this process, though it may have completed before; returns its id.
+
+        fields: columns of `trial`. A trial of the same fingerprint whose process is gone becomes interrupted; one that
+        still runs raises TrialRunning with its process.
+        """
+        begun = self.claim_trial(fields, again=True)
+        assert isinstance(begun, int)
+        return begun
+
+    def claim_trial(self, fields: Mapping[str, Any], again: bool = False) -> int | Trial:
+        """As begin_trial; or return the completed trial of this fingerprint, where there is one. Of several processes that
+        claim it at once, one gets it.
+
+        again: also one that has completed is begun.
+        """
+        unknown = set(fields) - _TRIAL_COLUMNS
+        assert not unknown, f"no such columns of trial: {unknown}"
+        now, owner, fingerprint = _now(), this_process(), fields["fingerprint"]
+        own = {"started_at": now, "heartbeat_at": now, "status": "running", **asdict(owner)}
+        for _ in range(3):
+            try:
+                with self.database.writing() as connection:
+                    self._interrupt_dead(connection, now, Trial.fingerprint == fingerprint)
+                    alive = connection.execute(
+                        select(Trial.id, Trial.pid, Trial.host).where(
+                            Trial.fingerprint == fingerprint, Trial.status == "running"
+                        )
+                    ).first()
+                    if alive is not None:
+                        raise TrialRunning(
+                            f"This trial is running already (trial {alive.id}, process {alive.pid} on {alive.host}); "
+                            "it has to end first."
+                        )
+                    done = None if again else connection.scalar(_completed_id(fingerprint))
+                    if done is not None:
+                        break
+                    attempts = select(func.max(Trial.attempt)).where(Trial.fingerprint == fingerprint)
+                    attempt = (connection.scalar(attempts) or 0) + 1
+                    return _inserted_id(connection, Trial, {**_TRIAL_DEFAULTS, **fields, **own, "attempt": attempt})
+            except IntegrityError:
+                continue  # another process began the same fingerprint in between (not possible on SQLite)
+        else:
+            raise ResultsError("This trial cannot be recorded: other processes keep beginning it; run it once.")
+        return self.trial(done)
+
+    def heartbeat(self, trial_id: int) -> None:
+        """Record that the trial is alive. Call it more often than environment.HEARTBEAT_LIMIT."""
+        with self.database.writing() as connection:
+            connection.execute(
+                update(Trial).where(Trial.id == trial_id, Trial.status == "running").values(heartbeat_at=_now())
+            )
+
+    def interrupt_dead(self) -> int:
+        """Mark running trials whose process is gone as interrupted; returns how many there were."""
+        with self.database.writing() as connection:
+            return self._interrupt_dead(connection, _now(), Trial.status == "running")
+
+    def set_trial(self, trial_id: int, **fields: Any) -> None:
+        """Change columns of a trial."""
+        assert not set(fields) - _TRIAL_COLUMNS, f"no such columns of trial: {set(fields) - _TRIAL_COLUMNS}"
+        with self.database.writing() as connection:
+            found = connection.execute(update(Trial).where(Trial.id == trial_id).values(**fields))
+        assert found.rowcount == 1, f"no trial {trial_id}"
+
+    def finish_trial(
+        self, trial_id: int, status: str, error: str | None = None, traceback: str | None = None, **fields: Any
+    ) -> None:
+        """Close a trial as completed, failed or interrupted. fields: further columns, such as measure_end_s."""
+        assert status in ("completed", "failed", "interrupted"), status
+        now = _now()
+        fields = {"finished_at": now, "heartbeat_at": now, **fields}
+        self.set_trial(trial_id, status=status, error=error, traceback=traceback, **fields)
+
+    def close_trial_of(self, pid: int, error: str, traceback: str | None, status: str = "failed") -> int | None:
+        """Mark the running trial of a process of this host as failed, or as `status`; returns its id, None if it had none."""
+        with self.database.writing() as connection:
+            which = (Trial.pid == pid) & (Trial.host == this_process().host) & (Trial.status == "running")
+            found = connection.scalar(select(Trial.id).where(which))
+            if found is not None:
+                ended = {"status": status, "error": error, "traceback": traceback, "finished_at": _now()}
+                connection.execute(update(Trial).where(Trial.id == found).values(**ended))
+        return found
+
+    def add_turns(self, trial_id: int, turns: Iterable[TurnRecord]) -> None:
+        values_of, rest = attrgetter(*TURN_COLUMNS), iter(turns)
+        with self.database.writing() as connection:
+            while batch := list(islice(rest, TURN_BATCH)):
+                rows = [(trial_id, *values_of(turn)) for turn in batch]
+                if self.database.sqlite:  # by the driver itself: SQLAlchemy costs more than the insert
+                    connection.exec_driver_sql(_INSERT_TURN, rows)
+                else:
+                    connection.execute(insert(TurnRow), [dict(zip(_TURN_FIELDS, row, strict=True)) for row in rows])
+                self._add_misses(connection, trial_id, batch)
+
+    def miss_sums(self, trial_id: int) -> Sequence[Row[Any]]:
+        """Sum the ledger over measured turns that completed: cause, evicted_by, tokens, ms."""
+        c = miss_table.c
+        query = (
+            select(c.cause, c.evicted_by, func.sum(c.tokens).label("tokens"), func.sum(c.ms).label("ms"))
+            .join(TurnRow, TurnRow.id == c.turn_id)
+            .where(c.trial_id == trial_id, TurnRow.status == "completed", TurnRow.phase.not_in(PREPARING))
+            .group_by(c.cause, c.evicted_by)
+        )
+        with self.database.reading() as connection:
+            return list(connection.execute(query))
+
+    def _add_misses(self, connection: Connection, trial_id: int, turns: Sequence[TurnRecord]) -> None:
+        """Write the ledger of turns that were inserted just now: the newest of the trial, found by their ordinals."""
+        if not any(turn.misses for turn in turns):
+            return
+        newest = select(TurnRow.id, TurnRow.ordinal).where(TurnRow.trial_id == trial_id)
+        found = connection.execute(newest.order_by(TurnRow.id.desc()).limit(len(turns))).all()
+        ids = {row.ordinal: row.id for row in found}
+        lines = [
+            {
+                "trial_id": trial_id,
+                "turn_id": ids[turn.ordinal],
+                "cause": miss.cause,
+                "evicted_by": miss.evicted_by,
+                "tokens": miss.tokens,
+                "ms": miss.ms,
+            }
+            for turn in turns
+            for miss in turn.misses
+        ]
+        connection.execute(insert(miss_table), lines)
+
+    def add_holdings(self, trial_id: int, holdings: Iterable[Holding]) -> None:
+        rows = [{**one._asdict(), "trial_id": trial_id} for one in holdings]
+        if rows:
+            with self.database.writing() as connection:
+                connection.execute(insert(holding_table), rows)
+
+    def holdings_of(self, trial_id: int) -> list[Holding]:
+        """Return what was held by conversation and tier; empty where it was not counted: outside engines, several replicas,
+        older trials."""
+        c = holding_table.c
+        query = select(*(c[name] for name in Holding._fields)).where(c.trial_id == trial_id).order_by(c.session, c.tier)
+        with self.database.reading() as connection:
+            return [Holding(*row) for row in connection.execute(query)]
+
+    def add_metrics(self, trial_id: int, metrics: Iterable[MetricValue]) -> None:
+        """A value that is not finite is stored as null, since databases do not agree on how to store it."""
+        found = list(metrics)
+        assert all(is_known(m.name) for m in found), "a metric that metric_registry does not have"
+        rows = [{**asdict(m), "unit": m.unit, "value": _finite(m.value), "trial_id": trial_id} for m in found]
+        if rows:
+            with self.database.writing() as connection:
+                connection.execute(insert(MetricRow), rows)
+
+    def add_samples(self, trial_id: int, readings: Iterable[Reading]) -> None:
+        rows = [{**r._asdict(), "value": _finite(r.value), "trial_id": trial_id} for r in readings]
+        if rows:
+            with self.database.writing() as connection:
+                connection.execute(insert(sample_table), rows)
+
+    def add_artifact(self, trial_id: int, kind: str, path: Path) -> None:
+        """Record a file with its digest, or a folder without. The file stays where it is; adding it again updates it."""
+        path = path.absolute()
+        inside = self.root is not None and path.is_relative_to(self.root)
+        stored = path.relative_to(self.root).as_posix() if inside and self.root else str(path)
+        digest = None
+        if path.is_file():
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        with self._session(write=True) as session:
+            session.merge(ArtifactRow(trial_id=trial_id, kind=kind, path=stored, sha256=digest))
+
+    # Reading
+
+    def trial(self, trial_id: int) -> Trial:
+        found = self._one(select(Trial).where(Trial.id == trial_id))
+        if found is None:
+            raise ResultsError(f"There is no trial {trial_id} in {self.database.shown}.")
+        return found
+
+    def completed_trial(self, fingerprint: str) -> Trial | None:
+        return self._one(_current().where(Trial.fingerprint == fingerprint))
+
+    def shown_trial(self, sweep_id: int, job: int) -> Trial | None:
+        """The trial that a job of a sweep shows (view sweep_result); None if there is none yet."""
+        here = (sweep_result.c.sweep_id == sweep_id) & (sweep_result.c.job == job)
+        return self._one(select(Trial).join(sweep_result, sweep_result.c.trial_id == Trial.id).where(here))
+
+    def completed_by_config(self, config_hash: str) -> Trial | None:
+        """The newest completed trial of this configuration, whatever code and platform ran it."""
+        return self._one(_current().where(Trial.config_hash == config_hash).order_by(Trial.id.desc()).limit(1))
+
+    def metrics_of(self, trial_id: int, slo: Slo | None = None) -> list[MetricValue]:
+        """What was recorded, and SLO_METRICS as this objective gives them; None: that of the command which ran the trial."""
+        with self._session() as session:
+            rows = session.scalars(_metric_rows().where(MetricRow.trial_id == trial_id))
+            found = [_metric(row) for row in rows]
+        trial = self.trial(trial_id)
+        return found + self._judged(trial, slo_of_trial(trial) if slo is None else slo)
+
+    def _judged(self, trial: Trial, slo: Slo) -> list[MetricValue]:
+        """Judge a trial once for each objective: a completed one never changes."""
+        if trial.status != "completed":
+            return judged(self, trial, slo)
+        if (trial.id, slo) not in self._under:
+            self._under[trial.id, slo] = judged(self, trial, slo)
+        return self._under[trial.id, slo]
+
+    def turns_of(self, trial_id: int, *columns: str) -> Sequence[Row[Any]]:
+        """The trial's turns in order of ordinal. Rows have the columns as attributes, without names all of them."""
+        chosen = [TurnRow.__table__.c[name] for name in columns or TURN_COLUMNS]
+        with self.database.reading() as connection:
+            return connection.execute(
+                select(*chosen).where(TurnRow.trial_id == trial_id).order_by(TurnRow.ordinal, TurnRow.id)
+            ).all()
+
+    def samples_of(self, trial_id: int) -> list[Reading]:
+        c = sample_table.c
+        query = select(*(c[name] for name in Reading._fields)).where(c.trial_id == trial_id).order_by(c.at_s)
+        with self.database.reading() as connection:
+            return [Reading(*row) for row in connection.execute(query)]
+
+    def artifacts_of(self, trial_id: int, kind: str | None = None) -> list[Artifact]:
+        """The trial's artifacts, with absolute paths. The files may be gone: they are not looked at."""
+        query = select(ArtifactRow).where(ArtifactRow.trial_id == trial_id).order_by(ArtifactRow.kind, ArtifactRow.path)
+        with self._session() as session:
+            rows = session.scalars(query if kind is None else query.where(ArtifactRow.kind == kind)).all()
+        return [Artifact(row.kind, (self.root or Path()) / row.path, row.sha256) for row in rows]
+
+    @contextmanager
+    def _session(self, write: bool = False) -> Iterator[Session]:
+        """Objects read here stay usable after it: they have no relations, and all their columns are loaded."""
+        with (
+            self.database.writing() if write else self.database.reading() as connection,
+            Session(connection, expire_on_commit=False) as session,
+        ):
+            yield session
+            session.flush()
+            session.expunge_all()
+
+    def _one(self, query: Select[T]) -> T | None:
+        with self._session() as session:
+            return session.scalars(query).first()
+
+    @staticmethod
+    def _interrupt_dead(connection: Connection, now: datetime, which: Any) -> int:
+        running = connection.execute(
+            select(Trial.id, Trial.host, Trial.pid, Trial.process_started_at, Trial.heartbeat_at).where(
+                which, Trial.status == "running"
+            )
+        ).all()
+        dead = [r for r in running if not is_alive(Owner(r.host, r.pid, r.process_started_at), r.heartbeat_at, now)]
+        for row in dead:
+            error = f"Process {row.pid} on {row.host} ended without finishing this trial; run the same command again."
+            connection.execute(
+                update(Trial)
+                .where(Trial.id == row.id)
+                .values(status="interrupted", error=error, finished_at=row.heartbeat_at)
+            )
+        return len(dead)
+
+
+def open_store(outputs: Path, url: str | None = None, create: bool = True) -> ResultsStore:
+    """The database at `url`, or results.db in the outputs folder, which is made where it is missing.
+
+    create=False: for readers, which have nothing to show where there is no database. Raises ResultsError.
+    """
+    if create:
+        try:
+            outputs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ResultsError(
+                f"The outputs folder {outputs} cannot be made ({error.strerror}); "
+                "set PENSIEVE_OUTPUTS to a folder that this user may write to."
+            ) from None
+    if url is None:
+        if not create and not outputs.is_dir():
+            raise ResultsError(f"There are no results in {outputs} yet; run `{typed('run')} -m` first.")
+        url = URL.create("sqlite", database=str(outputs.absolute() / DATABASE_NAME)).render_as_string()
+    return ResultsStore(url, root=outputs, create=create)
+
+
+def figures_folder(outputs: Path, sweep_id: int) -> Path:
+    return outputs / "figures" / f"sweep-{sweep_id}"
+
+
+def report_file(outputs: Path, sweep_id: int) -> Path:
+    return outputs / "reports" / f"sweep-{sweep_id}.html"
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _current() -> Select[Trial]:
+    return select(Trial).where(Trial.id.in_(select(current_trial.c.id)))
+
+
+def _completed_id(fingerprint: str) -> Select[int]:
+    return select(Trial.id).where(Trial.id.in_(select(current_trial.c.id)), Trial.fingerprint == fingerprint)
+
+
+def _begun_anew(key: str) -> ColumnElement[bool]:
+    return Sweep.key.startswith(f"{key}{_AGAIN}", autoescape=True)
+
+
+def _next_key(connection: Connection, key: str) -> str:
+    """Of one more sweep of the same command: the key, and how many there are already."""
+    again = select(func.count()).where(_begun_anew(key))
+    return f"{key}{_AGAIN}{1 + (connection.scalar(again) or 0)}"
+
+
+def _oldest(connection: Connection, key: str) -> int | None:
+    """The sweep of a command that asks for no new one: its own, or where every one was begun anew the first of these."""
+    own = connection.scalar(select(Sweep.id).where(Sweep.key == key))
+    return own or connection.scalar(select(Sweep.id).where(_begun_anew(key)).order_by(Sweep.id).limit(1))
+
+
+def _incomplete_anew(connection: Connection, key: str, now: datetime) -> int | None:
+    """Of the sweeps that were begun anew the newest that has not completed and that no process goes on with."""
+    chosen = select(Sweep.id, Sweep.status, Sweep.started_at).where(_begun_anew(key), Sweep.status != "completed")
+    for row in connection.execute(chosen.order_by(Sweep.id.desc())):
+        if row.status != "running" or not _is_run(connection, row.id, row.started_at, now):
+            return int(row.id)
+    return None
+
+
+def _is_run(connection: Connection, sweep_id: int, started_at: datetime, now: datetime) -> bool:
+    """Whether a process that ran a trial of this sweep is alive. Without a trial nobody can tell: one that was begun just now
+    is taken for running."""
+    owners = connection.execute(
+        select(Trial.host, Trial.pid, Trial.process_started_at, Trial.heartbeat_at)
+        .join(SweepTrial, SweepTrial.trial_id == Trial.id)
+        .where(SweepTrial.sweep_id == sweep_id, SweepTrial.reused.is_(False))
+    ).all()
+    if not owners:
+        return now - started_at <= HEARTBEAT_LIMIT
+    return any(is_alive(Owner(r.host, r.pid, r.process_started_at), r.heartbeat_at, now) for r in owners)
+
+
+def _unlink_others(connection: Connection, sweep_id: int) -> None:
+    """Leave a sweep that was begun anew the trials that it ran and completed. In the place of one that did not complete it
+    would show an older attempt, which another sweep ran."""
+    completed = select(Trial.id).where(Trial.status == "completed")
+    others = SweepTrial.reused.is_(True) | SweepTrial.trial_id.not_in(completed)
+    connection.execute(delete(SweepTrial).where(SweepTrial.sweep_id == sweep_id, others))
+
+
+def _inserted_id(connection: Connection, mapped: type[Sweep] | type[Trial], values: Mapping[str, Any]) -> int:
+    key = connection.execute(insert(mapped).values(**values)).inserted_primary_key
+    assert key is not None
+    return int(key[0])
+
+
+def _metric_rows() -> Select[MetricRow]:
+    return select(MetricRow).where(MetricRow.name.not_in(SLO_METRICS))
+
+
+def _metric(row: MetricRow) -> MetricValue:
+    return MetricValue(**{f.name: getattr(row, f.name) for f in fields(MetricValue)})
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None

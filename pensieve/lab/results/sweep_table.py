@@ -1,0 +1,308 @@
+"""A sweep as a headline, one table, and notes by their codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from itertools import groupby
+from statistics import geometric_mean
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pensieve.errors import ResultsError, typed
+from pensieve.lab.results.findings import LAST_TTFT, OURS, REFERENCE, Finding, findings, headline
+from pensieve.lab.results.frame import CONVERSATION, GAP_COLUMNS, START, gap_closed, values_of
+from pensieve.lab.results.note_texts import ABOVE, FACTS
+from pensieve.lab.results.notes import NOTE_COLUMNS, Note, notes
+from pensieve.lab.results.schema import Sweep, Trial
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.results.tokens import TokenComparison, compare_tokens
+from pensieve.lab.results.trials import Evidence, TrialGroup
+from pensieve.lab.statistics import PairedRatio
+from pensieve.specs import ROUNDS_APART
+from pensieve.units import NONE, percent, three_digits
+
+_MEANS = (
+    "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "throughput_output_tok_s",
+    "gpu_hit_rate", "cpu_hit_rate", "disk_hit_rate", "miss_rate", "bound_hit_rate",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OutputCheck:
+    """Outputs compared with the reference baseline's, token for token, over equal seeds and repeats.
+
+    margin: the largest logit margin at the first difference of a session, None where nothing differs or it is unknown.
+    exact: float32, where only a tie in rounding may differ. problem: why nothing could be compared.
+    """
+
+    reference: str
+    turns_compared: int = 0
+    turns_differing: int = 0
+    margin: float | None = None
+    exact: bool = True
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRow:
+    """One baseline in one group. Rates, throughput and percentiles: means over its trials. TTFT first, last: geometric mean
+    in ms over seeds, repeats and conversations, of the first measured turn and of each conversation's own last one. The ratio
+    of two baselines' last turns is so the quotient of their numbers, where both measured the same conversations.
+
+    beside_ours: its TTFT over Pensieve's at the last turn that both measured, paired by seed and conversation. gap_closed:
+    where eviction policies were compared, see frame.gap_closed. bound_hit_rate: None for a server that stores nothing.
+    """
+
+    group: Mapping[str, str]
+    baseline: str
+    trials: int
+    seeds: int
+    ttft_p50_ms: float | None
+    ttft_p99_ms: float | None
+    ttft_first_ms: float | None
+    ttft_last_ms: float | None
+    itl_p50_ms: float | None
+    itl_p99_ms: float | None
+    beside_ours: PairedRatio | None
+    throughput_output_tok_s: float | None
+    gpu_hit_rate: float | None
+    cpu_hit_rate: float | None
+    disk_hit_rate: float | None
+    miss_rate: float | None
+    bound_hit_rate: float | None
+    gap_closed: PairedRatio | None
+    outputs: OutputCheck | None
+
+
+@dataclass(frozen=True, slots=True)
+class SweepTable:
+    """rows: in the order of the sweep's jobs. headline: what was found, in a sentence; None where nothing is compared."""
+
+    sweep: Sweep
+    rows: Sequence[SweepRow]
+    headline: str | None
+    findings: Sequence[Finding]
+    notes: Sequence[Note]
+
+    @property
+    def answers(self) -> list[str]:
+        """The sentences above the table: what was found, and what would make its numbers mislead."""
+        above = [note.text for note in self.notes if note.above]
+        return [*([self.headline] if self.headline else []), *above]
+
+    @property
+    def codes(self) -> list[str]:
+        """Of the notes that qualify its numbers."""
+        return list(dict.fromkeys(note.code for note in self.notes if note.code not in (*ABOVE, *FACTS)))
+
+    @property
+    def renderable(self) -> RenderableType:
+        """For a rich console of 100 columns or more."""
+        parts: list[RenderableType] = [Text(answer) for answer in self.answers]
+        if len({row.baseline for row in self.rows}) == 1 and len(self.rows) > 1:
+            parts.append(_table({"baseline": self.rows[0].baseline}, self.rows, ", ".join(self.rows[0].group)))
+        else:
+            for group, rows in groupby(self.rows, key=lambda row: dict(row.group)):
+                parts.append(_table(group, list(rows)))
+        if not self.rows:
+            parts.append(Text("No trial of this sweep is completed."))
+        codes = self.codes
+        told = f"{len(codes)} note{'s' * (len(codes) != 1)}{': ' if codes else ''}{', '.join(codes)}"
+        parts.append(Text(f"{told} ({typed('results')} notes {self.sweep.id})"))
+        return Group(*parts)
+
+    @property
+    def particulars(self) -> RenderableType:
+        """All findings and all notes, for `results.py notes`."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Findings", title_justify="left")
+        for name in ("quantity", "setting", "of", "finding"):
+            table.add_column(name)
+        for one in self.findings:
+            table.add_row(one.quantity, ", ".join(f"{k}={v}" for k, v in one.at.items()), one.name, one.text)
+        told = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Notes", title_justify="left", show_header=False)
+        told.add_column(no_wrap=True)
+        told.add_column()
+        for note in self.notes:
+            told.add_row(note.code, note.text)
+        head = [Text(self.headline)] if self.headline else []
+        return Group(*head, *([table] if self.findings else []), *([told] if self.notes else [Text("No notes.")]))
+
+    def text(self, width: int = 110) -> str:
+        """Without colour, for a file."""
+        written = StringIO()
+        Console(file=written, width=width, color_system=None).print(self.renderable)
+        return written.getvalue()
+
+
+def sweep_table(store: ResultsStore, sweep_id: int) -> SweepTable:
+    """Compare the baselines of a sweep, by the trials that it shows. Raises ResultsError where there is no such sweep."""
+    found = Evidence(store, sweep_id, *NOTE_COLUMNS, *GAP_COLUMNS)
+    groups = found.groups()
+    made = findings(found, groups)
+    rows = [_row(found, group, name, made) for group in groups for name in group.trials]
+    told = [*notes(found, groups), *_notes_on_outputs(rows)]
+    if any(row.gap_closed is not None for row in rows):
+        told.append(Note("gap_closed"))
+    return SweepTable(found.sweep, rows, headline(found, groups, made), made, told)
+
+
+def _row(found: Evidence, group: TrialGroup, baseline: str, made: Sequence[Finding]) -> SweepRow:
+    trials = group.trials[baseline]
+    ttft = values_of(found.turns(trials), "ttft_ms").sort_index()
+    turns = ttft.index.get_level_values("turn")
+    reference = REFERENCE if REFERENCE in group.trials else next(iter(group.trials))
+    beside = (f.found for f in made if f.quantity == LAST_TTFT and (f.at, f.other) == (group.at, baseline))
+    means = {name: found.mean(trials, name) for name in _MEANS}
+    return SweepRow(
+        group=group.at,
+        baseline=baseline,
+        trials=len(trials),
+        seeds=len({trial.seed for trial in trials}),
+        ttft_p50_ms=means["ttft_ms_p50"],
+        ttft_p99_ms=means["ttft_ms_p99"],
+        ttft_first_ms=_geometric_mean(ttft[turns == min(turns, default=0)]),
+        ttft_last_ms=_geometric_mean(ttft.groupby(level=CONVERSATION).last()),
+        itl_p50_ms=means["itl_ms_p50"],
+        itl_p99_ms=means["itl_ms_p99"],
+        beside_ours=next(beside, None),
+        throughput_output_tok_s=means["throughput_output_tok_s"],
+        gpu_hit_rate=means["gpu_hit_rate"],
+        cpu_hit_rate=means["cpu_hit_rate"],
+        disk_hit_rate=means["disk_hit_rate"],
+        miss_rate=means["miss_rate"],
+        bound_hit_rate=means["bound_hit_rate"] if baseline != REFERENCE else None,
+        gap_closed=_gap_closed(found, group, baseline),
+        outputs=_check_outputs(found.store, reference, group.trials[reference], trials)
+        if baseline != reference
+        else None,
+    )
+
+
+def _gap_closed(found: Evidence, group: TrialGroup, baseline: str) -> PairedRatio | None:
+    """None for START itself, and where its trials are not in the sweep."""
+    if group.at.get("eviction", START) == START:
+        return None
+    at = {**group.at, "eviction": START}
+    start = next((other.trials.get(baseline, ()) for other in found.groups() if other.at == at), ())
+    bounds = found.by_seed(start, "bound_hit_rate")
+    return gap_closed(found.turns(group.trials[baseline]), found.turns(start), bounds) if bounds else None
+
+
+def _check_outputs(store: ResultsStore, reference: str, theirs: Sequence[Trial], ours: Sequence[Trial]) -> OutputCheck:
+    by_seed = {(trial.seed, trial.repeat): trial for trial in theirs}
+    if any(trial.simulated for trial in ours):
+        return OutputCheck(reference, problem="simulated")
+    found: list[TokenComparison] = []
+    for trial in ours:
+        other = by_seed.get((trial.seed, trial.repeat))
+        paths = [store.artifacts_of(one.id, "tokens") for one in (other, trial) if one is not None]
+        if other is not None and all(paths):
+            try:
+                found.append(compare_tokens(paths[0][0].path, paths[1][0].path))
+            except ResultsError as error:
+                return OutputCheck(reference, problem=str(error))
+    compared = sum(part.turns_compared for part in found)
+    if compared == 0:
+        return OutputCheck(reference, problem="no tokens kept")
+    margins = [part.worst.margin for part in found if part.worst]
+    known = [margin for margin in margins if margin is not None]
+    return OutputCheck(
+        reference=reference,
+        turns_compared=compared,
+        turns_differing=sum(part.turns_differing for part in found),
+        margin=max(known, default=None) if len(known) == len(margins) else None,
+        exact=all(trial.dtype in (None, "float32") for trial in ours),
+    )
+
+
+def _geometric_mean(values: Iterable[float]) -> float | None:
+    found = [value for value in values if value > 0]
+    return geometric_mean(found) if found else None
+
+
+def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -> Table:
+    """A row for each baseline; with axes, for each value of these of the one baseline. No column without a value."""
+    title = "  ".join(f"{axis}={value}" for axis, value in group.items())
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column(f"\n{axes or 'baseline'}", no_wrap=True)
+    columns = {
+        "\nn": [str(row.trials) for row in rows],
+        "TTFT ms\np50": [three_digits(row.ttft_p50_ms) for row in rows],
+        "\np99": [three_digits(row.ttft_p99_ms) for row in rows],
+        "last\nturn": [three_digits(row.ttft_last_ms) for row in rows],
+        "last turn,\n× pensieve (CI)": [_ratio(row) for row in rows],
+        "ITL ms\np50": [three_digits(row.itl_p50_ms) for row in rows],
+        " \np99": [three_digits(row.itl_p99_ms) for row in rows],
+        "out\ntok/s": [three_digits(row.throughput_output_tok_s) for row in rows],
+        "GPU\nhit %": [percent(row.gpu_hit_rate) for row in rows],
+        "CPU\nhit %": [percent(row.cpu_hit_rate) for row in rows],
+        "disk\nhit %": [percent(row.disk_hit_rate) if row.disk_hit_rate else NONE for row in rows],
+        "miss\n%": [percent(row.miss_rate) for row in rows],
+        "bound\n%": [percent(row.bound_hit_rate) if axes else NONE for row in rows],
+        f"{START} to bound,\nclosed %": [_closed(row.gap_closed) for row in rows],
+        "\noutputs": [_outputs(row.outputs) for row in rows],
+    }
+    shown = {name: cells for name, cells in columns.items() if any(cell not in (NONE, _OWN) for cell in cells)}
+    for name in shown:
+        table.add_column(name, justify="right", no_wrap=True)
+    for place, row in enumerate(rows):
+        first = ", ".join(row.group.values()) if axes else row.baseline
+        table.add_row(first, *(cells[place] for cells in shown.values()))
+    return table
+
+
+def _closed(share: PairedRatio | None) -> str:
+    if share is None:
+        return NONE
+    if share.ci_low is None or share.ci_high is None:
+        return f"{100 * share.ratio:.0f}, n = {share.groups}"
+    return f"{100 * share.ratio:.0f} ({100 * share.ci_low:.0f} to {100 * share.ci_high:.0f})"
+
+
+def _outputs(check: OutputCheck | None) -> str:
+    if check is None or check.problem:
+        return NONE
+    if check.turns_differing:
+        return f"{check.turns_differing:,} differ"
+    return "identical" if check.exact else "agree"
+
+
+def _notes_on_outputs(rows: Sequence[SweepRow]) -> list[Note]:
+    """Whether the baselines gave the same tokens."""
+    checked = [(row, row.outputs) for row in rows if row.outputs]
+    compared = [(row, check) for row, check in checked if check.problem is None]
+    differing = [(row, check) for row, check in compared if check.turns_differing]
+    made = []
+    if compared and not differing:
+        turns = f"{sum(check.turns_compared for _, check in compared):,}"
+        exact = ", token for token" if all(check.exact for _, check in compared) else " (16 bits)"
+        made.append(Note("outputs_agree", {"turns": turns, "exact": exact}))
+    for row, check in differing:
+        where = "".join(f", {axis}={value}" for axis, value in row.group.items())
+        margin = "unknown margin" if check.margin is None else f"margin at most {check.margin:.1e}"
+        told = f"{row.baseline}{where} in {check.turns_differing:,} of {check.turns_compared:,} turns, {margin}"
+        made.append(Note("outputs_differ", {"reference": check.reference, "where": told}))
+    if any(not check.exact for _, check in differing):
+        made.append(Note("rounds_apart", {"text": ROUNDS_APART}))
+    problems = {check.problem for _, check in checked if check.problem and check.problem != "simulated"}
+    if problems:
+        made.append(Note("outputs_not_compared", {"where": "; ".join(one.rstrip(".") for one in sorted(problems))}))
+    return made
+
+
+_OWN = "1"
+
+
+def _ratio(row: SweepRow) -> str:
+    ratio = row.beside_ours
+    if ratio is None:
+        return _OWN if row.baseline == OURS else NONE
+    if ratio.ci_low is None or ratio.ci_high is None:
+        return f"{ratio.ratio:.2f}, n = {ratio.groups}"
+    digits = 2 if ratio.ci_high < 10 else 1
+    return f"{ratio.ratio:.{digits}f} ({ratio.ci_low:.{digits}f}–{ratio.ci_high:.{digits}f})"

@@ -1,0 +1,266 @@
+"""The Parquet artifact of kind `tokens`, which holds every output token of a trial, and the comparison of two of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import isnan, nan
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pensieve.errors import ResultsError
+from pensieve.serve.record import TurnRecord
+
+log = logging.getLogger(__name__)
+
+MOST_TURNS = 100_000
+"""Tokens of a trial with more turns are not kept."""
+
+_FLUSH_TOKENS = 200_000
+
+
+class TokenFile:
+    """Writes the tokens of turns as they finish; the complete file appears at `path` when it is closed.
+
+    Columns: session, turn, position (of the token in the turn's output, from 0), token_id, margin (top logit less the
+    second; null where the engine does not tell), emitted_s (clock of the trial; null where unknown).
+    As a context manager it leaves no file if the block raises.
+    """
+
+    def __init__(self, path: Path, most_turns: int = MOST_TURNS) -> None:
+        self.path = path
+        self.turns = 0
+        self._most_turns = most_turns
+        self._partial = path.with_name(f".{path.name}.{os.getpid()}")
+        self._waiting = _Columns()
+        self._writer: Any = None
+
+    def add(self, turn: TurnRecord) -> None:
+        """The record's tokens are copied, and may be freed afterwards."""
+        self.turns += 1
+        if self.turns > self._most_turns:
+            self._waiting = _Columns()
+            return
+        self._waiting.add(turn)
+        if len(self._waiting.token_id) >= _FLUSH_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._waiting.session:
+            return
+        try:
+            import pyarrow.parquet as pq
+        except ImportError:
+            log.warning("pyarrow is not installed, so output tokens are not kept and outputs cannot be compared.")
+            self._waiting, self._most_turns = _Columns(), 0
+            return
+        batch = self._waiting.table()
+        self._waiting = _Columns()
+        try:
+            if self._writer is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                repeating = ["session", "turn", "position"]  # of the others a dictionary would be as long as they are
+                self._writer = pq.ParquetWriter(
+                    self._partial, batch.schema, compression="zstd", use_dictionary=repeating
+                )
+            self._writer.write_table(batch)
+        except OSError as error:
+            self.discard()
+            raise _cannot_write(self.path, error) from None
+
+    def close(self) -> Path | None:
+        """The file's path; None where there were no turns, or more than are kept."""
+        self.flush()
+        if self._writer is None:
+            return None
+        try:
+            self._writer.close()
+            self._writer = None
+            if self.turns > self._most_turns:
+                self._partial.unlink()
+                return None
+            with self._partial.open("rb") as written:
+                os.fsync(written.fileno())  # the database will say that the file is there, also after a power cut
+            self._partial.replace(self.path)
+        except OSError as error:
+            self.discard()
+            raise _cannot_write(self.path, error) from None
+        return self.path
+
+    def discard(self) -> None:
+        """Delete what was written, also where the disk is full and the file cannot be closed."""
+        writer, self._writer, self._waiting = self._writer, None, _Columns()
+        with suppress(OSError):
+            if writer is not None:
+                writer.close()
+        with suppress(OSError):  # nor may tidying up hide why it is needed
+            self._partial.unlink(missing_ok=True)
+
+    def __enter__(self) -> TokenFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None) -> None:
+        self.close() if kind is None else self.discard()
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTokens:
+    """token_ids int32 [tokens]; margins float32 and emitted_s float64 [tokens], NaN where not known."""
+
+    token_ids: NDArray[np.int32]
+    margins: NDArray[np.float32]
+    emitted_s: NDArray[np.float64]
+
+
+def read_tokens(path: Path) -> dict[tuple[str, int], TurnTokens]:
+    """The tokens of each turn, by (session, turn). Raises ResultsError where the file is missing or damaged."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, memory_map=False)
+    except FileNotFoundError:
+        raise ResultsError(f"The tokens at {path} are gone; run the trial again with force=true.") from None
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ResultsError(f"The tokens at {path} cannot be read: {str(error).splitlines()[0]}") from None
+    session = table["session"].to_numpy()
+    turn, position = table["turn"].to_numpy(), table["position"].to_numpy()
+    tokens = table["token_id"].to_numpy()
+    margins = table["margin"].to_numpy().astype(np.float32)
+    emitted = table["emitted_s"].to_numpy().astype(np.float64)
+    starts = np.flatnonzero(position == 0)  # a turn is written in one piece
+    stops = np.append(starts[1:], len(position))
+    return {
+        (str(session[a]), int(turn[a])): TurnTokens(tokens[a:b], margins[a:b], emitted[a:b])
+        for a, b in zip(starts, stops, strict=True)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first difference of a turn's outputs. margin: the smaller of the two, None where neither engine tells.
+
+    position: the index of the first token that differs, or that only one of them has.
+    """
+
+    session: str
+    turn: int
+    position: int
+    margin: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenComparison:
+    """first: the earliest difference by turn, then session. worst: of the first differences of each session (what comes
+    after has another history) the one with the largest margin: a tie in rounding is near 0, a fault is not."""
+
+    turns_compared: int
+    turns_differing: int
+    first: Difference | None = None
+    worst: Difference | None = None
+
+
+def compare_tokens(path_a: Path, path_b: Path) -> TokenComparison:
+    """Compare the tokens of the turns that both files have. Raises ResultsError where one cannot be read."""
+    a, b = read_tokens(path_a), read_tokens(path_b)
+    shared = sorted(a.keys() & b.keys(), key=lambda key: (key[1], key[0]))
+    differences = []
+    for session, turn in shared:
+        position = _first_difference(a[session, turn].token_ids, b[session, turn].token_ids)
+        if position is not None:
+            margins = [side[session, turn].margins[position : position + 1] for side in (a, b)]
+            known = [float(m[0]) for m in margins if len(m) and not isnan(m[0])]
+            differences.append(Difference(session, turn, position, min(known) if known else None))
+    by_session: dict[str, Difference] = {}
+    for difference in differences:
+        by_session.setdefault(difference.session, difference)
+    return TokenComparison(
+        turns_compared=len(shared),
+        turns_differing=len(differences),
+        first=differences[0] if differences else None,
+        # An unknown margin is worse than any known one: nothing says that it was a tie.
+        worst=max(by_session.values(), key=lambda d: float("inf") if d.margin is None else d.margin, default=None),
+    )
+
+
+def _first_difference(a: NDArray[np.int32], b: NDArray[np.int32]) -> int | None:
+    shorter = min(len(a), len(b))
+    unequal = np.flatnonzero(a[:shorter] != b[:shorter])
+    if len(unequal):
+        return int(unequal[0])
+    return shorter if len(a) != len(b) else None
+
+
+class _Columns:
+    """The tokens of finished turns, copied array by array: a turn costs a few calls, however many tokens it has."""
+
+    def __init__(self) -> None:
+        self.session: list[str] = []
+        self.turn = array("i")
+        self.counts = array("i")
+        self.token_id = array("i")
+        self.margin = array("d")
+        self.emitted_s = array("d")
+
+    def add(self, record: TurnRecord) -> None:
+        count = len(record.token_ids)
+        self.session.append(record.session)
+        self.turn.append(record.turn)
+        self.counts.append(count)
+        self.token_id.extend(record.token_ids)
+        for column, told in ((self.margin, record.margins), (self.emitted_s, record.emitted_s)):
+            if len(told) == count:
+                column.extend(told)
+            else:  # an engine that tells none, or not all
+                column.extend(told[:count])
+                column.extend(array("d", [nan]) * max(0, count - len(told)))
+
+    def table(self) -> Any:
+        import pyarrow as pa
+
+        counts = np.frombuffer(self.counts, np.int32)
+        starts = np.cumsum(counts, dtype=np.int64) - counts
+        positions = np.arange(len(self.token_id)) - np.repeat(starts, counts)
+        of_turn = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        return pa.table(
+            {
+                "session": _texts(self.session).take(_numbers(of_turn)),
+                "turn": _numbers(np.frombuffer(self.turn, np.int32)[of_turn]),
+                "position": _numbers(positions.astype(np.int32)),
+                "token_id": _numbers(np.frombuffer(self.token_id, np.int32)),
+                "margin": _numbers(np.frombuffer(self.margin).astype(np.float32)),
+                "emitted_s": _numbers(np.frombuffer(self.emitted_s)),
+            }
+        )
+
+
+def _numbers(values: NDArray[Any]) -> Any:
+    """An Arrow array, null where a value is NaN. Made of buffers, since pyarrow.array imports pandas first."""
+    import pyarrow as pa
+
+    known = ~np.isnan(values)
+    bits = None if known.all() else pa.py_buffer(np.packbits(known, bitorder="little"))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [bits, pa.py_buffer(values)])
+
+
+def _texts(values: Sequence[str]) -> Any:
+    import pyarrow as pa
+
+    encoded = [text.encode() for text in values]
+    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
+    return pa.StringArray.from_buffers(len(encoded), pa.py_buffer(ends), pa.py_buffer(b"".join(encoded)))
+
+
+def _cannot_write(path: Path, error: OSError) -> ResultsError:
+    return ResultsError(
+        f"The tokens cannot be written to {path} ({error.strerror or error}); "
+        "free some disk space or set PENSIEVE_OUTPUTS to another folder."
+    )

@@ -1,0 +1,253 @@
+"""Trials beside each other: their fields by name, which of these vary, the groups of a sweep that differ in nothing else, and
+why some must not be compared."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from pensieve.lab.metrics import STATUSES, MetricValue
+from pensieve.lab.results.digest import outside_names
+from pensieve.lab.results.frame import latest, turn_frame
+from pensieve.lab.results.identity import NOT_CONFIG
+from pensieve.lab.results.schema import Sweep, Trial
+from pensieve.lab.results.slo import PREFIX
+from pensieve.lab.results.store import JobResult, ResultsStore
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLUMNS = frozenset(column.name for column in Trial.__table__.columns)
+_OPTIONS = ("model", "cache", "eviction", "scheduler", "workload", "hardware")  # axes that columns hold by name
+_OVERLAYS = ("experiment", "replay", "scale")  # axes whose options are laid over the whole configuration
+_WITHIN_A_GROUP = ("seed", "repeat", "baseline")
+_RANGE = re.compile(r"\s*(choice|range|interval|glob|shuffle|sort|tag)\(")
+_ENCLOSED = re.compile(r"""'(?:\\.|[^'])*'|"(?:\\.|[^"])*"|\[[^\]]*\]|\{[^}]*\}""")
+_NOT_MEASURED = ("hydra", "tracking", "trial", "force", "resume", "slo")  # how a trial is run and where it is kept
+
+
+# Fields and axes
+
+
+def field_of(trial: Trial, name: str) -> Any:
+    """A column of table `trial`, else a dotted field of its configuration or flags; None where there is neither."""
+    if name in COLUMNS:
+        return getattr(trial, name)
+    return _at({**(trial.config or {}), "flags": trial.flags or {}}, name)
+
+
+def text_of(value: Any) -> str:
+    """As a person would write it: true, none, 0.25, 3.12e+14."""
+    if isinstance(value, float):
+        exact = (text for digits in (6, 12, 17) if float(text := f"{value:.{digits}g}") == value)
+        return next(exact, str(value))  # nan equals nothing
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def leaves(node: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted field, value) of a configuration, without Hydra's own; an empty group is a value."""
+    for key, value in node.items():
+        name = f"{above}{key}"
+        if name == "hydra":
+            continue
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def flat(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(dotted field, value as text) of a configuration, without the fields that only say where a trial is kept."""
+    kept = {key: value for key, value in config.items() if key not in _NOT_MEASURED}
+    return [(name, text_of(value)) for name, value in leaves(kept) if not isinstance(value, Mapping)]
+
+
+def differences(trials: Iterable[Trial]) -> set[str]:
+    """Dotted fields of the configuration that have more than one value among these trials; seed and repeat aside."""
+    found = [dict(flat(trial.config)) for trial in trials]
+    names = {name for one in found for name in one} - {"seed", "repeat", "experiment_name"}
+    return {name for name in names if len({one.get(name, "") for one in found}) > 1}
+
+
+def varying_axes(overrides: Mapping[str, Any], trials: Sequence[Trial]) -> list[str]:
+    """Of the sweep's overrides, those that took more than one value, in the order given (outermost first); seed, repeat
+    and baseline, which never tell groups apart, aside. A swept overlay (experiment, replay) is no field of a trial: the
+    options that it chose stand for it."""
+    keys = [key.lstrip("+") for key in overrides if not key.lstrip("+").startswith(PREFIX)]
+    axes = [key for key in keys if key not in _WITHIN_A_GROUP and key.split(".")[0].split("/")[0] != "hydra"]
+    if any("." not in axis and axis in _OVERLAYS for axis in swept_axes(overrides)):
+        axes += [option for option in _OPTIONS if option not in axes]
+    return [axis for axis in axes if len({axis_value(trial, axis) for trial in trials}) > 1]
+
+
+def swept_axes(overrides: Mapping[str, Any]) -> list[str]:
+    """The overrides that list several values or a range, in the order given (outermost first), before any trial has run."""
+    found = {key.lstrip("+"): str(text) for key, text in overrides.items()}
+    return [key for key, text in found.items() if key.split(".")[0].split("/")[0] != "hydra" and _lists_values(text)]
+
+
+def _lists_values(text: str) -> bool:
+    """A comma outside of quotes and brackets, or one of Hydra's functions of several values."""
+    if _RANGE.match(text):
+        return True
+    return "," in _ENCLOSED.sub("", text)
+
+
+def axis_value(trial: Trial, axis: str) -> str:
+    """What a trial's configuration holds at an override's key: a group's option, or a field."""
+    if axis in _OPTIONS:
+        return str(getattr(trial, axis))
+    value = _at(trial.config, axis.replace("/", "."))
+    return str(value.get("name", value)) if isinstance(value, Mapping) else str(value)
+
+
+def _at(node: Any, name: str) -> Any:
+    for part in name.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+# The trials of a sweep
+
+
+class Evidence:
+    """The trials that a sweep shows. The turns of each trial are read once, with these columns (without names all of
+    them)."""
+
+    def __init__(self, store: ResultsStore, sweep_id: int, *columns: str) -> None:
+        self.store = store
+        self._columns = columns
+        self.sweep: Sweep = store.sweep(sweep_id)
+        self.jobs: Sequence[JobResult] = store.trials_of_sweep(sweep_id)
+        self.trials: Sequence[Trial] = [job.trial for job in self.jobs if job.trial is not None]
+        self._metrics: Mapping[int, Mapping[tuple[str, str], MetricValue]] = {
+            job.trial.id: job.metrics for job in self.jobs if job.trial is not None
+        }
+        self._turns: dict[int, pd.DataFrame] = {}
+
+    def turns(self, trials: Iterable[Trial]) -> pd.DataFrame:
+        """The measured turns that completed, as frame.turn_frame gives them; empty without trials."""
+        import pandas as pd
+
+        parts = []
+        for trial in trials:
+            if trial.id not in self._turns:
+                self._turns[trial.id] = turn_frame(self.store, [trial], *self._columns)
+            parts.append(self._turns[trial.id])
+        return latest(pd.concat(parts)) if parts else turn_frame(self.store, [], *self._columns)
+
+    def metric(self, trial: Trial, name: str, label: str = "") -> float | None:
+        found = self._metrics[trial.id].get((name, label))
+        return found.value if found else None
+
+    def mean(self, trials: Iterable[Trial], name: str) -> float | None:
+        """Of a metric, over the trials that have it."""
+        values = [value for trial in trials if (value := self.metric(trial, name)) is not None]
+        return fmean(values) if values else None
+
+    def by_seed(self, trials: Iterable[Trial], name: str) -> dict[int, float]:
+        """The mean of a metric over the trials of each seed."""
+        values: dict[int, list[float]] = defaultdict(list)
+        for trial in trials:
+            if (value := self.metric(trial, name)) is not None:
+                values[trial.seed].append(value)
+        return {seed: fmean(own) for seed, own in values.items()}
+
+    def incomplete(self, trials: Sequence[Trial]) -> Counter[str]:
+        """How many turns of these trials timed out, failed, were refused or cancelled, by status."""
+        lost = (name for name in STATUSES if name != "completed")
+        return +Counter({name: sum(int(self.metric(trial, "turns", name) or 0) for trial in trials) for name in lost})
+
+    def groups(self, over: str | None = None) -> Sequence[TrialGroup]:
+        """Trials by the values of every axis that the sweep varied, but seed, repeat, baseline and `over`."""
+        axes = [axis for axis in varying_axes(self.sweep.overrides, self.trials) if axis != over]
+        found: dict[tuple[str, ...], dict[str, list[Trial]]] = {}
+        for trial in self.trials:
+            place = tuple(axis_value(trial, axis) for axis in axes)
+            found.setdefault(place, defaultdict(list))[trial.baseline].append(trial)
+        return [TrialGroup(dict(zip(axes, place, strict=True)), dict(trials)) for place, trials in found.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class TrialGroup:
+    """at: the values of the sweep's other axes. trials: by baseline."""
+
+    at: Mapping[str, str]
+    trials: Mapping[str, Sequence[Trial]]
+
+    @property
+    def name(self) -> str:
+        return ", ".join(f"{axis}={value}" for axis, value in self.at.items())
+
+    def first_of(self, baselines: Iterable[str]) -> str | None:
+        return next((name for name in baselines if name in self.trials), None)
+
+
+# What must not be compared: one rule for figures, claims, comparisons and reports
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """One reason. what: a noun phrase. remedy: what the reader should do. trials: the ids concerned, empty: all of them."""
+
+    what: str
+    remedy: str
+    trials: tuple[int, ...] = ()
+
+
+def mixtures(trials: Sequence[Trial]) -> list[Mixture]:
+    """Why times of these trials must not be compared; empty where they may be."""
+    found = []
+    if len({trial.simulated for trial in trials}) > 1:
+        found.append(Mixture("simulated and real trials", "keep to one kind of hardware"))
+    contended = tuple(sorted(trial.id for trial in trials if trial.contended))
+    if contended:
+        what = "trials that shared their device with others"
+        found.append(Mixture(what, "run them again with trial.exclusive=true", contended))
+    profiled = tuple(sorted(trial.id for trial in trials if (trial.flags or {}).get("profiled")))
+    if profiled:
+        found.append(Mixture("trials that a profiler slowed", "run them again without trial.profile=true", profiled))
+    contaminated = tuple(sorted(trial.id for trial in trials if (trial.flags or {}).get("contaminated")))
+    if contaminated:
+        what = "trials whose engine still held what an earlier run had asked"
+        found.append(Mixture(what, "start it anew, or run them with cache_state=salted and another seed", contaminated))
+    if len({trial.weights == "random" for trial in trials if not trial.simulated}) > 1:
+        found.append(Mixture("random and trained weights", "give all trials the same model.weights"))
+    if any(len(digests) > 1 for digests in _code(trials).values()):
+        what = "trials of different versions of the code"
+        found.append(Mixture(what, "run the sweep's command again, which redoes the older ones"))
+    unlike = sorted({name for names in _forwards(trials).values() if len(names) > 1 for name in names})
+    if unlike:
+        what = f"trials of one baseline and setting with different forwards ({'; '.join(unlike)})"
+        found.append(Mixture(what, "run all of them again with force=true, and hardware.cpu_memory set on a CPU"))
+    return found
+
+
+def _forwards(trials: Sequence[Trial]) -> Mapping[tuple[str, str], set[str]]:
+    """What computed the forwards of each baseline and setting, where it was recorded: whether weights are packed without a
+    limit of memory depends on what else the machine held."""
+    found: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for trial in trials:
+        forward = (trial.engine or {}).get("forward")
+        if forward is not None:
+            left_out = (*NOT_CONFIG, "seed", "repeat")
+            setting = {key: value for key, value in (trial.config or {}).items() if key not in left_out}
+            found[trial.baseline, json.dumps(setting, sort_keys=True, default=str)].add(str(forward))
+    return found
+
+
+def _code(trials: Sequence[Trial]) -> Mapping[str, set[str]]:
+    """The hashes of each file of code: trials that use different files are of one version where those that both use are
+    alike. Older trials have one hash of all, which counts the classes outside the package that they name."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for trial in trials:
+        files = (trial.environment or {}).get("code")
+        found["files"].add("each" if files else "all")
+        for name, digest in (files or {str(sorted(outside_names(trial.config or {}))): trial.code_hash}).items():
+            found[name].add(digest)
+    return found

@@ -1,0 +1,390 @@
+"""Percentiles, means, rates and lines with their intervals, and paired ratios.
+
+Turns of one conversation are not independent (they share a history, and a slow turn delays the next), so an interval counts
+groups: seeds, where there are several, else the conversations of the one seed. It is due from FEWEST_GROUPS groups on. That
+never depends on the values: an interval given only where the seeds agree would be too narrow just then.
+
+The method follows from the values that a quantity can take (metric_registry.Support); no end is outside of them.
+
+- Any real number, and logarithms of paired ratios: Student's t on the sums of the groups.
+- Zero and above (times, counts): the same on the logarithm of the mean. Student's t is too short on the side of the long
+  tail, so that its reach is multiplied by 1 + the coefficient of variation, at most by 1.75.
+- Shares: Jeffreys' interval of as many independent trials as the groups are worth (Korn and Graubard 1998).
+- Percentiles: the order statistics at the ends of Clopper's and Pearson's interval of that share (Woodruff 1952). Beyond one
+  there must be groups: 40 for p90, 400 for p99, 8 for the median.
+- Lines: Student's t on the jackknife, which leaves one group out at a time.
+
+tests/test_statistics.py measures how often they hold the truth; docs/numbers.md has what was found.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pensieve.core.request import TokenArray
+from pensieve.errors import MissingSeries
+from pensieve.lab.metric_registry import NONNEGATIVE, REAL, SHARE, Support
+
+Floats = NDArray[np.float64]
+
+CONFIDENCE = 0.95
+FEWEST_GROUPS = 5
+"""Independent groups (seeds, or conversations of one seed) below which nothing has an interval."""
+_GROUPS_BEYOND = 4  # that a percentile with an interval has beyond it, on average
+_MOST_SKEW = 0.75  # by how much the reach of Student's t is lengthened, at most
+_FEW = 20  # groups from which on that falls with the root of their number, as the skewness of their mean does
+_AT_ONCE = 250_000  # values of a series that is not held in memory
+_TAIL = (1.0 - CONFIDENCE) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A statistic of `n` values in `groups` groups. ci_*: 95 % interval, None where too few groups are independent."""
+
+    value: float
+    ci_low: float | None
+    ci_high: float | None
+    n: int
+    groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class PairedRatio:
+    """How many times a is of b, over `n` pairs of (seed, session) from `n_seeds` seeds. ci_*: as an Estimate has."""
+
+    ratio: float
+    ci_low: float | None
+    ci_high: float | None
+    n: int
+    n_seeds: int
+
+    @property
+    def groups(self) -> int:
+        """Number of independent groups: seeds where there are several, else the conversations of the one."""
+        return self.n_seeds if self.n_seeds > 1 else self.n
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The least-squares line through `n` points of `groups` seeds. r_squared: None where all y are equal."""
+
+    slope: Estimate
+    intercept: Estimate
+    r_squared: float | None
+    n: int
+    groups: int
+
+
+def nearest_rank(values: Sequence[float] | Floats, p: float) -> float:
+    """The smallest value that at least a share `p` (0 < p <= 1) of the values does not exceed: always one of them."""
+    assert 0.0 < p <= 1.0
+    assert len(values) > 0
+    return float(sorted(values)[_rank(p, len(values)) - 1])
+
+
+def median(values: Sequence[float] | Floats) -> float:
+    """The nearest-rank 50th percentile: of an even number of values the lower middle one."""
+    return nearest_rank(values, 0.5)
+
+
+def enough_for(p: float) -> int:
+    """Values below which a percentile is flagged: ten of them must lie beyond it."""
+    return math.ceil(10.0 / (1.0 - p) - 1e-9)
+
+
+def spread(
+    values: Callable[[], Iterable[Sequence[float]]], ps: Sequence[float]
+) -> tuple[float | None, list[float | None], int]:
+    """Mean, nearest-rank percentiles and number of values at least 0 that are too many for memory: exact, in a pass over them
+    for each two bytes of a float. values: to go through them, a part at a time.
+
+    The bits of a float that is not negative, read as an integer, are in the order of floats: so the value of a rank is found
+    from its first two bytes on, as the one whose predecessors are counted.
+    """
+    begins = [0] * len(ps)  # of the value wanted, as far as its bytes are known
+    below, n, sums = [0] * len(ps), 0, array("d")
+    for shift in (48, 32, 16, 0):
+        counts = {begin: np.zeros(1 << 16, dtype=np.int64) for begin in begins}
+        for whole in _joined(values()):
+            if shift == 48:
+                n += len(whole)
+                sums.append(math.fsum(whole))
+            bits = (whole + 0.0).view(np.uint64)  # -0.0 would be the largest of all
+            for begin, count in counts.items():
+                own = bits[bits >> np.uint64(shift + 16) == begin] if shift < 48 else bits
+                count += np.bincount((own >> np.uint64(shift)) & np.uint64(0xFFFF), minlength=1 << 16)
+        if not n:
+            return None, [None] * len(ps), 0
+        for place, p in enumerate(ps):
+            upto = np.cumsum(counts[begins[place]])
+            digit = int(np.searchsorted(upto, _rank(p, n) - below[place]))
+            below[place] += int(upto[digit - 1]) if digit else 0
+            begins[place] = begins[place] << 16 | digit
+    return math.fsum(sums) / n, [float(np.uint64(begin).view(np.float64)) for begin in begins], n
+
+
+def _joined(parts: Iterable[Sequence[float]]) -> Iterator[Floats]:
+    """Join small parts into fewer, larger ones."""
+    waiting: TokenArray[float] = array("d")
+    for part in parts:
+        waiting.extend(part)
+        if len(waiting) >= _AT_ONCE:
+            yield np.frombuffer(waiting)
+            waiting = array("d")
+    if waiting:
+        yield np.frombuffer(waiting)
+
+
+def has_interval(groups: int) -> bool:
+    """Whether a mean, rate, ratio or line of so many independent groups gets one; a percentile may need more."""
+    return groups >= FEWEST_GROUPS
+
+
+def estimate_mean(groups: Mapping[str, Sequence[float]], support: Support = NONNEGATIVE) -> Estimate:
+    """Mean over all values, by groups (conversations, or seeds)."""
+    filled = [values for values in groups.values() if len(values)]
+    sums = np.array([math.fsum(values) for values in filled])
+    counts = np.array([len(values) for values in filled], dtype=np.float64)
+    return Estimate(*_ratio([sums], [counts], support), int(counts.sum()), len(filled))
+
+
+def estimate_rate(groups: Mapping[str, tuple[float, float]]) -> Estimate:
+    """Sum of parts over sum of wholes, given as one pair a group; n is the sum of wholes."""
+    found = rate_by_seed({(0, name): pair for name, pair in groups.items()})
+    wholes = [whole for _, whole in groups.values() if whole > 0]
+    return Estimate(found.value, found.ci_low, found.ci_high, int(sum(wholes)), len(wholes))
+
+
+def rate_by_seed(groups: Mapping[tuple[int, str], tuple[float, float]]) -> Estimate:
+    """The same of a pair for each (seed, session); n counts sessions, groups seeds."""
+    kept = {key: pair for key, pair in groups.items() if pair[1] > 0}
+    parts, wholes = (_by_seed({key: pair[index] for key, pair in kept.items()}) for index in (0, 1))
+    trials = math.fsum(whole for _, whole in kept.values())
+    return Estimate(*_ratio(parts, wholes, SHARE, trials), len(kept), len(parts))
+
+
+def estimate_percentiles(groups: Mapping[str, Sequence[float]], ps: Sequence[float]) -> list[Estimate]:
+    """Nearest-rank percentiles over all values, one Estimate for each p in (0, 1]. groups: conversations."""
+    filled = [np.asarray(values, dtype=np.float64) for values in groups.values() if len(values)]
+    return _percentiles([filled], ps, groups=len(filled))
+
+
+def estimate_percentile_by_seed(values: Mapping[tuple[int, str], float], p: float) -> Estimate:
+    """Nearest-rank percentile of one value for each (seed, session)."""
+    return estimate_percentiles_by_seed({key: [value] for key, value in values.items()}, [p])[0]
+
+
+def estimate_percentiles_by_seed(
+    groups: Mapping[tuple[int, str], Sequence[float]], ps: Sequence[float]
+) -> list[Estimate]:
+    """Nearest-rank percentiles over all values of each (seed, session), one Estimate for each p in (0, 1]. n counts values,
+    groups counts seeds."""
+    seeds: dict[int, list[Floats]] = {}
+    for key in sorted(groups):
+        if len(groups[key]):
+            seeds.setdefault(key[0], []).append(np.asarray(groups[key], dtype=np.float64))
+    return _percentiles(list(seeds.values()), ps, groups=len(seeds))
+
+
+def _percentiles(by_seed: Sequence[Sequence[Floats]], ps: Sequence[float], groups: int) -> list[Estimate]:
+    """Percentiles over the values of all sessions. groups: how many the estimates count."""
+    sessions = [part for parts in by_seed for part in parts]
+    independent = sessions if len(by_seed) == 1 else [np.concatenate(parts) for parts in by_seed]
+    sizes = np.array([len(part) for part in independent])
+    values, member = np.concatenate(independent), np.repeat(np.arange(len(sizes)), sizes)
+    order = np.argsort(values, kind="stable")
+    values, member = values[order], member[order]
+    n = len(values)
+    found = []
+    for p in ps:
+        value = float(values[_rank(p, n) - 1])
+        low = high = None
+        if has_interval(len(sizes)) and _enough_beyond(len(sizes), len(sessions), p):
+            below = np.bincount(member[: np.searchsorted(values, value, side="right")], minlength=len(sizes))
+            first, last = _clopper_pearson(p, _worth(below, sizes, n, p))
+            low = float(values[max(math.floor(first * n), 1) - 1])
+            high = float(values[min(math.ceil(last * n), n) - 1])
+        found.append(Estimate(value, low, high, n, groups))
+    return found
+
+
+def paired_ratio(
+    a: Mapping[tuple[int, str], float],
+    b: Mapping[tuple[int, str], float],
+    *,
+    of: Literal["pairs", "means"] = "pairs",
+    support: Support = NONNEGATIVE,
+) -> PairedRatio:
+    """a over b, paired by (seed, session); keys that only one of them has are left out.
+
+    of="pairs": geometric mean of the pairs' ratios (all values positive), so that a/b is exactly 1 / (b/a) and one slow
+    conversation does not decide. of="means": mean of a over mean of b, for counts that may be zero; support: of that ratio.
+    Raises MissingSeries where no pair is left.
+    """
+    keys = sorted(a.keys() & b.keys())
+    if not keys:
+        raise MissingSeries("The two baselines share no (seed, session); run them with the same seeds and workload.")
+    if of == "pairs":
+        assert all(a[key] > 0 and b[key] > 0 for key in keys), "ratios of pairs need positive values"
+        tops = _by_seed({key: math.log(a[key] / b[key]) for key in keys})
+        found = _ratio(tops, [np.ones(len(part)) for part in tops], REAL)
+        value, low, high = (None if end is None else math.exp(end) for end in found)
+        assert value is not None
+    else:
+        tops = _by_seed({key: a[key] for key in keys})
+        value, low, high = _ratio(tops, _by_seed({key: b[key] for key in keys}), support)
+    return PairedRatio(value, low, high, len(keys), len(tops))
+
+
+def fit_line(points: Mapping[tuple[int, str], Sequence[tuple[float, float]]]) -> Line:
+    """Least squares through the (x, y) of each (seed, session).
+
+    Raises MissingSeries where all x are equal: no line is better than another then.
+    """
+    keys = [key for key in sorted(points) if len(points[key])]
+    xs, ys = (np.array([xy[axis] for key in keys for xy in points[key]], dtype=np.float64) for axis in (0, 1))
+    if len(np.unique(xs)) < 2:
+        raise MissingSeries("A line needs points at two places at least; sweep what stands on its horizontal axis.")
+    seeds = sorted({key[0] for key in keys})
+    member = [seeds.index(key[0]) if len(seeds) > 1 else place for place, key in enumerate(keys) for _ in points[key]]
+    groups = len(seeds) if len(seeds) > 1 else len(keys)
+    middle = float(xs.mean())  # centred: sums of squares of large numbers lose digits
+    xs = xs - middle
+    sums = np.array([np.bincount(member, part, groups) for part in (np.ones_like(xs), xs, ys, xs * xs, xs * ys)])
+
+    def line(weights: Floats) -> Floats:
+        """[slope and intercept, rows] of weights [rows, groups]."""
+        n, x, y, xx, xy = sums @ weights.T
+        with np.errstate(divide="ignore", invalid="ignore"):
+            slope = (n * xy - x * y) / (n * xx - x * x)
+        return np.array([slope, (y - slope * x) / n - slope * middle])
+
+    found = line(np.ones((1, groups)))[:, 0]
+    ends: list[tuple[float | None, float | None]] = [(None, None)] * 2
+    if has_interval(groups):
+        without = line(1.0 - np.eye(groups))
+        if np.isfinite(without).all():  # else one group alone has a second place
+            errors = np.sqrt(((without - found[:, None]) ** 2).sum(axis=1) * (groups - 1) / groups)
+            ends = [
+                (v - _student(groups - 2) * e, v + _student(groups - 2) * e) for v, e in zip(found, errors, strict=True)
+            ]
+    off = ys - found[0] * xs - (found[1] + found[0] * middle)
+    total, left = float(((ys - ys.mean()) ** 2).sum()), float((off**2).sum())
+    slope, intercept = (
+        Estimate(float(v), low, high, len(xs), len(seeds)) for v, (low, high) in zip(found, ends, strict=True)
+    )
+    return Line(slope, intercept, 1 - left / total if total > 0 else None, len(xs), len(seeds))
+
+
+def _rank(p: float, n: int) -> int:
+    # The guard: 0.07 * 100 is a hair above 7. numpy's inverted_cdf has none, and takes the eighth value of 100 there.
+    return max(1, math.ceil(p * n - 1e-9))
+
+
+def _by_seed(values: Mapping[tuple[int, str], float]) -> list[Floats]:
+    """Values grouped by seed, both levels in sorted order."""
+    seeds: dict[int, list[float]] = {}
+    for seed, session in sorted(values):
+        seeds.setdefault(seed, []).append(values[seed, session])
+    return [np.array(part, dtype=np.float64) for part in seeds.values()]
+
+
+def _enough_beyond(groups: int, sessions: int, p: float) -> bool:
+    """Whether a percentile has groups on both sides of it; the median may have conversations of several seeds."""
+    return (sessions if p == 0.5 else groups) * min(p, 1.0 - p) >= _GROUPS_BEYOND - 1e-9
+
+
+def _ratio(
+    tops: Sequence[Floats], bottoms: Sequence[Floats], support: Support, trials: float = math.inf
+) -> tuple[float, float | None, float | None]:
+    """Sum of tops over sum of bottoms (both by seed), with its interval where one is due. trials: the most independent
+    ones that a share can be of."""
+    top, bottom = (
+        part[0] if len(part) == 1 else np.array([math.fsum(own) for own in part]) for part in (tops, bottoms)
+    )
+    assert len(top) > 0, "an estimate needs data; the caller reports null without it"
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = float(top.sum() / bottom.sum())
+    if not has_interval(len(top)) or not math.isfinite(value):
+        return value, None, None
+    if math.isfinite(support.high):
+        scale = support.high
+        parts = top / scale
+        worth = _worth(parts, bottom, trials, value / scale)
+        low, high = _jeffreys(value / scale, worth / _skew_of_shares(parts, bottom, 1.0 - worth / trials) ** 2)
+        return value, min(low * scale, value), max(high * scale, value)
+    groups = len(top)
+    error = math.sqrt(float(((top - value * bottom) ** 2).sum()) * groups / (groups - 1)) / abs(float(bottom.sum()))
+    reach = _student(groups - 1) * error
+    if support.low != 0.0:
+        return value, max(value - reach, support.low), value + reach
+    if value <= 0.0:  # all are 0, and nothing tells how large one could be
+        return value, None, None
+    return value, value * math.exp(-_skew(bottom) * reach / value), value * math.exp(_skew(top) * reach / value)
+
+
+def _skew(values: Floats) -> float:
+    """What the reach of Student's t is multiplied with on the side of the long tail. The skewness itself is not told by few
+    values; that of times grows with their coefficient of variation, which is."""
+    if len(values) < 2:
+        return 1.0
+    return 1.0 + min(_MOST_SKEW, float(values.std(ddof=1) / values.mean())) * min(1.0, math.sqrt(_FEW / len(values)))
+
+
+def _skew_of_shares(parts: Floats, wholes: Floats, apart: float) -> float:
+    """The same of shares, of what fewer have, over the groups that have it. apart: how much of what the shares differ by is
+    of the groups, and not of the single trials, which Jeffreys' interval allows for."""
+    rarer = parts if 2 * parts.sum() <= wholes.sum() else wholes - parts
+    return 1.0 + (_skew(rarer[rarer > 0]) - 1.0) * max(0.0, apart)
+
+
+def _worth(parts: Floats | NDArray[np.int64], wholes: Floats | NDArray[np.int64], trials: float, p: float) -> float:
+    """How many independent trials the groups are worth of which `parts` of `wholes` have a property, at most `trials`.
+
+    The groups that have it, or lack it, where these are few, are the degrees of freedom: what the others are off tells
+    nothing of how the property clusters.
+    """
+    groups = len(parts)
+    if not 0.0 < p < 1.0:
+        return groups
+    share = parts.sum() / wholes.sum()
+    variance = float(((parts - share * wholes) ** 2).sum()) * groups / (groups - 1) / float(wholes.sum()) ** 2
+    worth = min(p * (1.0 - p) / variance, trials) if variance > 0.0 else trials
+    both = min(int((parts > 0).sum()), int((parts < wholes).sum()))
+    freedom = max(1, min(both, groups - 1))
+    return worth * (NormalDist().inv_cdf(1.0 - _TAIL) / _student(freedom)) ** 2
+
+
+def _jeffreys(p: float, trials: float) -> tuple[float, float]:
+    if math.isinf(trials):  # all groups are alike
+        return p, p
+    from scipy.special import betaincinv  # takes longer to import than all that is above
+
+    have, lack = p * trials + 0.5, (1.0 - p) * trials + 0.5
+    low, high = (float(betaincinv(have, lack, tail)) for tail in (_TAIL, 1.0 - _TAIL))
+    return (low if p > 0.0 else 0.0), (high if p < 1.0 else 1.0)
+
+
+def _clopper_pearson(p: float, trials: float) -> tuple[float, float]:
+    """Of a share strictly between 0 and 1."""
+    from scipy.special import betaincinv
+
+    have, lack = p * trials, (1.0 - p) * trials
+    return float(betaincinv(have, lack + 1.0, _TAIL)), float(betaincinv(have + 1.0, lack, 1.0 - _TAIL))
+
+
+@lru_cache(maxsize=64)
+def _student(freedom: int) -> float:
+    """The quantile of Student's t that bounds a CONFIDENCE interval."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 1.0 - _TAIL))

@@ -1,0 +1,221 @@
+"""Run a trial in a process of its own: a native crash, or the out-of-memory killer, then costs that one trial.
+
+Trials of a sweep may follow each other in one such process, which keeps the model (pensieve.plugins.device.shelf). A trial
+that does not complete ends its process, and the next one gets a new one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+from pensieve.errors import PensieveError, TrialCrashed
+from pensieve.lab.compose import check, plan_trial
+from pensieve.lab.results.environment import Owner, this_process
+from pensieve.lab.trial.identity import identity_of
+from pensieve.lab.trial.job import Asked, Job, Outcome
+from pensieve.lab.trial.liveness import end_with
+from pensieve.lab.trial.mlflow import copy_waiting
+from pensieve.lab.trial.terminal import INTERRUPTED, raise_if_interrupted, remember_interrupts, say
+from pensieve.lab.trial.tracking import Tracking, open_tracking
+from pensieve.plugins.device.shelf import open_shelf
+
+CRASH_FILE = "crash.log"  # in the job's folder: Python's stack, where a native crash left time to write it
+GRACE_S = 30.0  # beyond trial.timeout_s, for the imports before it and for a trial that ends itself in time
+WAKE_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+def run_isolated(
+    resolved: Mapping[str, Any], tracking: Tracking, job: Job, timeout_s: float | None, keeps: bool = False
+) -> Outcome:
+    """One attempt in another process. If that dies, the trial is recorded as failed; Ctrl-C is passed on to it.
+
+    keeps: in the process that completed the trial before this one, if that kept it too, and leave it to the next one; the
+    caller ends it by `end_kept`. Otherwise the process is new and ends with the trial, and one that was kept ends before.
+    """
+    job.folder.mkdir(parents=True, exist_ok=True)
+    crash = job.folder / CRASH_FILE
+    crash.unlink(missing_ok=True)
+    if not keeps:
+        end_kept()
+    apart = _kept.pop() if _kept and _kept[0].process.is_alive() else _start(tracking)
+    end_kept()  # one that is dead
+    outcome: Outcome | None = None
+    late = False
+    try:
+        apart.pipe.send(Asked(dict(resolved), replace(job, mlflow_later=True)))
+        outcome, late = _wait(apart.process, apart.pipe, timeout_s)
+    except BrokenPipeError:
+        apart.process.join()  # it died before it was asked
+    except KeyboardInterrupt:
+        _interrupt(apart.process)
+        raise
+    finally:
+        if keeps and outcome is not None and outcome.completed:
+            _kept.append(apart)
+        else:
+            _end(apart)
+    if outcome is not None:
+        return outcome
+    return _record_death(apart.process, tracking, crash, timeout_s if late else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """A process that runs trials, and the pipe to it."""
+
+    process: SpawnProcess
+    pipe: Connection
+
+
+_kept: list[_Apart] = []
+"""The process that the next trial may run in, if there is one."""
+
+
+def _start(tracking: Tracking) -> _Apart:
+    spawn = multiprocessing.get_context("spawn")  # a fork would share the parent's CUDA context and threads
+    ours, its = spawn.Pipe()
+    process = spawn.Process(target=_perform, args=(tracking.outputs, tracking.mlflow, this_process(), its))
+    process.start()
+    its.close()
+    return _Apart(process, ours)
+
+
+def end_kept() -> None:
+    """End the process that was kept for the next trial, if there is one, and with it what it holds."""
+    while _kept:
+        _end(_kept.pop())
+
+
+atexit.register(end_kept)  # before multiprocessing waits for it, which has registered itself earlier
+
+
+def _end(apart: _Apart) -> None:
+    if apart.process.is_alive():
+        apart.process.kill()
+    apart.process.join()
+    apart.pipe.close()
+
+
+def _wait(process: SpawnProcess, receiver: Connection, timeout_s: float | None) -> tuple[Outcome | None, bool]:
+    """The outcome, None where the process ended without one; and whether it was killed for being late."""
+    ends = None if timeout_s is None else time.monotonic() + timeout_s + GRACE_S
+    while not receiver.poll(WAKE_S):
+        raise_if_interrupted()
+        if ends is not None and time.monotonic() > ends:
+            process.kill()
+            process.join()
+            return None, True
+    try:
+        outcome: Outcome = receiver.recv()
+    except (EOFError, ConnectionResetError):
+        process.join()
+        return None, False
+    return outcome, False
+
+
+def _interrupt(process: SpawnProcess) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join(GRACE_S)
+    if process.is_alive():
+        log.warning("process %s did not end after Ctrl-C and is killed", process.pid)
+
+
+def _record_death(process: SpawnProcess, tracking: Tracking, crash: Path, late_s: float | None) -> Outcome:
+    """Record the trial of a process that died as failed, with what is known of the reason."""
+    code, pid = process.exitcode, process.pid
+    assert code is not None and pid is not None
+    if late_s is not None:
+        sentence = f"The trial ran past trial.timeout_s={late_s:g}, did not stop by itself, and was killed."
+    elif code == -signal.SIGKILL:
+        sentence = (
+            "The trial's process was killed (signal 9), most likely because memory ran out. Use a smaller cache or "
+            "model, or run the same command again if you ended it yourself."
+        )
+    elif code < 0:
+        sentence = (
+            f"The trial's process crashed with {signal.Signals(-code).name}; its stack is in the trial's traceback."
+        )
+    else:
+        sentence = f"The trial's process ended with status {code} and said nothing; see the log in {crash.parent}."
+    error = str(TrialCrashed(sentence))
+    stack = crash.read_text(encoding="utf-8", errors="replace") if crash.is_file() else ""
+    trial_id = tracking.store.close_trial_of(pid, error, stack or None)
+    return Outcome(trial_id or 0, "failed", error=error)
+
+
+# -- in the process of its own ------------------------------------------------------------------------------------------
+
+
+def _perform(outputs: Path, mlflow: bool, parent: Owner, pipe: Connection) -> None:
+    """Trials one after another, as they are asked for through `pipe`, until nobody is there to ask for more. The outcome of
+    each is sent back, and what it prints goes to stderr.
+
+    The parent, to which the outcomes go, copies the trials to MLflow. An interrupted one has no outcome: it is copied here.
+    """
+    os.setsid()  # Ctrl-C on the terminal reaches it once, through the parent
+    os.dup2(2, 1)
+    end_with(parent)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # even where the shell told our parent to ignore it
+    remember_interrupts()
+    with open_shelf():
+        while (asked := _next(pipe)) is not None:
+            with _logs_in(asked.job.folder):
+                try:
+                    pipe.send(_attempt(asked.config, outputs, mlflow, asked.job))
+                except KeyboardInterrupt:
+                    copy_waiting()
+                    sys.exit(INTERRUPTED)
+
+
+def _next(pipe: Connection) -> Asked | None:
+    try:
+        asked: Asked = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        return None
+    return asked
+
+
+@contextmanager
+def _logs_in(folder: Path) -> Iterator[None]:
+    """Log as conf/hydra/job_logging does for a trial in the launcher's process. A native crash leaves its stack there."""
+    file, console = logging.FileHandler(folder / "isolated.log", delay=True), logging.StreamHandler(sys.stderr)
+    console.setLevel(logging.WARNING)
+    form = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, handlers=[file, console], force=True)
+    with (folder / CRASH_FILE).open("w", encoding="utf-8") as crash:
+        faulthandler.enable(crash)
+        try:
+            yield
+        finally:
+            faulthandler.disable()
+    (folder / CRASH_FILE).unlink(missing_ok=True)
+
+
+def _attempt(resolved: dict[str, Any], outputs: Path, mlflow: bool, job: Job) -> Outcome:
+    from pensieve.lab.trial.run import attempt_trial  # which starts isolated trials, and so imports this module
+
+    try:
+        config = check(resolved)
+        opened = open_tracking(config, outputs)
+        tracking = Tracking(opened.outputs, opened.store, mlflow, opened.kept)
+        plan = plan_trial(config)
+        return attempt_trial(plan, identity_of(plan, resolved, job.reproduces), resolved, tracking, job, say)
+    except PensieveError as error:
+        return Outcome(0, "failed", error=str(error))

@@ -1,0 +1,528 @@
+"""Run one trial unless the database holds it: build the system, replay the workload, measure, record."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from pensieve.core.plan import StartReport
+from pensieve.core.request import is_measured
+from pensieve.errors import (
+    ConfigError,
+    EngineMissing,
+    PensieveError,
+    PolicyError,
+    RequestFailed,
+    RequestRefused,
+    TrialRunning,
+    UnsupportedModel,
+)
+from pensieve.lab.bound import Prices, bound_metrics
+from pensieve.lab.compose import (
+    TrialConfig,
+    TrialPlan,
+    build_cluster,
+    build_outside,
+    build_simulated,
+    build_system,
+    build_tokenizer,
+    build_workload,
+    check_free_memory,
+    plan_trial,
+)
+from pensieve.lab.compose.explain import explain, explain_crash
+from pensieve.lab.compose.machine import memory_limit_bytes
+from pensieve.lab.compose.plan import awaits_profile
+from pensieve.lab.compose.preflight import preflight
+from pensieve.lab.metrics import MetricValue, summarise, thin_percentiles
+from pensieve.lab.progress import TrialProgress
+from pensieve.lab.replay import Progress, ReplayRecord, replay
+from pensieve.lab.results.environment import environment, git_commit
+from pensieve.lab.results.identity import Identity, explain_difference, input_files
+from pensieve.lab.results.schema import Trial
+from pensieve.lab.results.tokens import TokenFile
+from pensieve.lab.trial.fidelity import fidelity_metrics
+from pensieve.lab.trial.fidelity_here import MEASURED_AT
+from pensieve.lab.trial.holding import holding_metrics, ledger_of_holding
+from pensieve.lab.trial.identity import contended, identity_of
+from pensieve.lab.trial.isolate import run_isolated
+from pensieve.lab.trial.job import Job, Outcome
+from pensieve.lab.trial.liveness import Deadline, Heartbeat, device_lock
+from pensieve.lab.trial.machine import measure_beside
+from pensieve.lab.trial.mlflow import LiveRun, copy_trial
+from pensieve.lab.trial.samples import (
+    DeviceSampler,
+    Neighbours,
+    Occupancy,
+    allocator_peak_bytes,
+    forget_allocator_peak,
+    meter_of,
+)
+from pensieve.lab.trial.start_times import announce
+from pensieve.lab.trial.terminal import command_line, ends_interrupted, raise_if_interrupted
+from pensieve.lab.trial.tracking import Tracking
+from pensieve.lab.workload.base import Workload, WorkloadPlan
+from pensieve.lab.workload.start_state import check_start, contamination, unverified
+from pensieve.lab.workload.vllm_run import VllmRun
+from pensieve.plugins.device import shelf
+from pensieve.plugins.engines.memory_watch import MemoryWatch, this_process, with_children
+from pensieve.plugins.engines.ray_cluster import check_serve
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.base import System
+from pensieve.serve.systems.engine_system import EngineSystem
+from pensieve.serve.systems.inline_system import InlineSystem
+from pensieve.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+TURNS_A_BATCH = 1000  # a transaction costs as much as some 200 rows
+
+TRACE_FILE = "trace.json.gz"
+
+WAIT_S = 0.2  # between two looks whether the process that runs a trial has ended it
+ORPHAN_S = 3.0  # how long a process without its sweep may take to notice, on a busy machine
+
+_INTERRUPTED = "Interrupted by the user; the same command runs it again."
+
+PERMANENT = (ConfigError, EngineMissing, PolicyError, UnsupportedModel, RequestRefused)
+"""Errors that every attempt of the same configuration meets."""
+
+
+def run_trial(
+    config: TrialConfig, resolved: Mapping[str, Any], tracking: Tracking, job: Job, say: Callable[[str], None]
+) -> Outcome:
+    """Run a checked configuration unless the database holds it; whatever happens is recorded.
+
+    resolved: the same configuration as plain values, which is what identifies it. Errors of the trial end up in the
+    outcome; those that leave nothing to record (an unknown device, an unreadable size, what preflight refuses) are raised.
+    KeyboardInterrupt passes through, after the trial is marked. trial.retries further attempts follow a failure, and
+    trial.isolate puts each in a process of its own.
+    """
+    plan = plan_trial(config)
+    if awaits_profile(config):
+        raise ConfigError(
+            f"There is no {config.hardware.profile} yet: a real trial of the same repeat measures the machine and writes it. "
+            "Run hardware=local before hardware=sim_paired, as experiment=machine/fidelity does, one job after the other; "
+            "where its trials are there already and the file is gone, add force=true."
+        )
+    identity = identity_of(plan, resolved, job.reproduces)
+    note = None
+    known = _own(tracking, job, identity, config.force)
+    if known is None and not config.force:
+        known = _completed(tracking, identity)
+        older = known or tracking.store.completed_by_config(identity.config_hash)
+        if known is None and older is not None:
+            note = explain_difference(older, identity)
+            known = older if config.resume == "config" else None
+    if known is not None:
+        return _reuse(known, config, tracking, job)
+    if note and (job.number == 0 or identity.unstated):  # else the other jobs of the sweep have the same reason
+        say(note)
+    awaited = plan.device.simulated and config.hardware.profile == config.trial.measure_machine is not None
+    if job.preflight or awaited:  # a mistake in the configuration is no trial: it leaves nothing in the database
+        preflight(plan)
+    if job.preflight:
+        say(plan.budget())
+    for attempts_left in range(config.trial.retries, -1, -1):
+        if _isolated(plan):
+            outcome = run_isolated(resolved, tracking, job, config.trial.timeout_s, _shares_process(plan, job))
+            if outcome.trial_id:
+                copy_trial(tracking, outcome.trial_id, config.experiment_name, job)
+        else:
+            outcome = attempt_trial(plan, identity, resolved, tracking, job, say)
+        if outcome.completed or outcome.permanent or attempts_left == 0:
+            break
+        say(f"{job.title}: failed, and is tried again ({attempts_left} more). {outcome.error}")
+    return replace(outcome, note=note)
+
+
+def _own(tracking: Tracking, job: Job, identity: Identity, force: bool) -> Trial | None:
+    """The trial that this job of the sweep shows already, if it is the same one: a newer one does not replace it there.
+
+    force: only of a sweep that was itself begun anew, which goes on where it was interrupted."""
+    if job.sweep_id is None or identity.unstated or (force and not tracking.store.is_anew(job.sweep_id)):
+        return None
+    shown = tracking.store.shown_trial(job.sweep_id, job.number)
+    return shown if shown is not None and shown.fingerprint == identity.fingerprint else None
+
+
+def _completed(tracking: Tracking, identity: Identity) -> Trial | None:
+    return None if identity.unstated else tracking.store.completed_trial(identity.fingerprint)
+
+
+def _isolated(plan: TrialPlan) -> bool:
+    asked = plan.config.trial.isolate
+    return plan.device.kind == "cuda" if asked == "auto" else asked
+
+
+def _shares_process(plan: TrialPlan, job: Job) -> bool:
+    """May an isolated trial run in the process of the one before it in the sweep, whose model it then finds? Not where a
+    process of its own was asked for, nor an engine of others, which may leave anything behind."""
+    t = plan.config.trial
+    return t.isolate == "auto" and job.keeps and plan.config.baseline.engine is None and not t.profile
+
+
+def attempt_trial(
+    plan: TrialPlan,
+    identity: Identity,
+    resolved: Mapping[str, Any],
+    tracking: Tracking,
+    job: Job,
+    say: Callable[[str], None],
+) -> Outcome:
+    """One attempt in this process; the trial is reused only where another process completes it meanwhile."""
+    config = plan.config
+    again = config.force or identity.unstated is not None
+    try:
+        begun = _begin(
+            trial_columns(plan, identity, resolved), tracking, again, lambda text: say(f"{job.title}: {text}")
+        )
+    except KeyboardInterrupt:  # its row may be there already
+        ends_interrupted()
+        tracking.store.close_trial_of(os.getpid(), _INTERRUPTED, None, "interrupted")
+        raise
+    if isinstance(begun, Trial):
+        return _reuse(begun, config, tracking, job)
+    trial_id, deadline = begun, Deadline(config.trial.timeout_s)
+    try:
+        if job.sweep_id is not None:
+            tracking.store.link(job.sweep_id, trial_id, job.number, reused=False)
+        shown = tracking.mlflow and not plan.device.simulated
+        live = LiveRun(tracking, trial_id, config.experiment_name, job) if shown else nullcontext()
+        with tracking.store.database.held(), Heartbeat(tracking.store, trial_id), live as watcher:
+            _run(trial_id, plan, tracking, job, deadline, say, watcher)
+    except KeyboardInterrupt:
+        ends_interrupted()
+        _close(tracking, trial_id, "interrupted", _INTERRUPTED, None)
+        raise
+    except Exception as error:
+        sentence = _sentence(error)
+        log.info("trial %s failed", trial_id, exc_info=error)  # to the run folder's log, not to the terminal
+        _close(tracking, trial_id, "failed", sentence, traceback.format_exc())
+        shelf.empty()  # it may have broken what the next one would use
+        return Outcome(trial_id, "failed", error=sentence, permanent=isinstance(error, PERMANENT))
+    finally:
+        copy_trial(tracking, trial_id, config.experiment_name, job)
+    return Outcome(trial_id, "completed")
+
+
+def _begin(columns: Mapping[str, Any], tracking: Tracking, again: bool, say: Callable[[str], None]) -> int | Trial:
+    """Begin the trial and return its id; or return the trial that another process completed meanwhile. again: see
+    claim_trial.
+
+    While another process runs it, this one waits, and says so where that process is not one whose sweep was killed: such a
+    process ends by itself within ORPHAN_S.
+    """
+    told_at = time.monotonic() + ORPHAN_S
+    while True:
+        try:
+            return tracking.store.claim_trial(columns, again)
+        except TrialRunning as running:
+            if time.monotonic() > told_at:
+                say(str(running))
+                told_at = inf
+        raise_if_interrupted()
+        time.sleep(WAIT_S)
+
+
+def _sentence(error: Exception) -> str:
+    """The error in one sentence. torch's error for a full device is known by its name, since this module imports no torch."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return f"Memory ran out ({explain(error).rstrip('.')}); use a smaller cache or model."
+    return explain_crash(error)
+
+
+def _reuse(known: Trial, config: TrialConfig, tracking: Tracking, job: Job) -> Outcome:
+    """Show the known trial, also in MLflow: the process that ran it may have died before it wrote it there."""
+    reused = job.sweep_id is not None and tracking.store.link(job.sweep_id, known.id, job.number, reused=True)
+    if job.sweep_id is not None or known.mlflow_run_id is None:
+        copy_trial(tracking, known.id, config.experiment_name, job, reused)
+    return Outcome(known.id, "completed", reused=True)
+
+
+def _run(
+    trial_id: int,
+    plan: TrialPlan,
+    tracking: Tracking,
+    job: Job,
+    deadline: Deadline,
+    say: Callable[[str], None],
+    live: LiveRun | None,
+) -> None:
+    config = plan.config
+    tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
+    workload, described = build_workload(plan, tokenizer)
+    with device_lock(plan.device, config.trial.exclusive, say):
+        outside = config.baseline.engine is not None and not plan.device.simulated
+        if outside or plan.computes_elsewhere:
+            shelf.empty()  # others load the model
+        check_free_memory(plan)
+        announce(plan, tracking.store, say)
+        measured_at = measure_beside(plan)
+        trace = job.folder / TRACE_FILE if config.trial.profile else None
+        forget_allocator_peak()
+        system: System
+        if outside:
+            system = build_outside(plan, tokenizer, described)
+        elif config.baseline.simulated is not None:
+            system = build_simulated(plan)
+        elif config.hardware.router != "single":
+            system = build_cluster(plan, tokenizer, described) if plan.device.simulated else _replicas(plan)
+        else:
+            system = build_system(plan, tokenizer, trace, described)
+        neighbours = Neighbours()
+        try:
+            raise_if_interrupted()
+            timeline = system.draw_timeline() if config.trial.trace and isinstance(system, InlineSystem) else None
+            started = system.start()
+            if isinstance(system, EngineSystem):
+                system.watch_content()
+                system.count_holding()
+            deadline.check()
+            effective = _effective(system, plan, described, started)
+            effective["engine"].update({MEASURED_AT: measured_at} if measured_at else {})
+            tracking.store.set_trial(trial_id, **effective)
+            sampler = DeviceSampler(
+                tracking.store, trial_id, meter_of(plan.device, plan.computes_elsewhere), system.clock
+            )
+            occupancy = Occupancy(tracking.store, trial_id, system)
+            if live is not None:
+                live.watch(occupancy)
+            limit_bytes = memory_limit_bytes(config.hardware)
+            ours = with_children if plan.computes_elsewhere else this_process
+            own = MemoryWatch(limit_bytes, ours) if limit_bytes is not None and not outside else None
+            with sampler, occupancy, own or nullcontext():
+                record = _replay(trial_id, system, workload, described, tracking, job, deadline, live)
+            if live is not None:
+                live.end()
+            others = neighbours.share()
+            counted = system.counters()
+            held = system.holdings() if isinstance(system, EngineSystem) else {}
+        finally:
+            system.close()
+    if timeline is not None:
+        trace = job.folder / TRACE_FILE
+        timeline.write(trace, record.turns, record.origin_s)
+        if tracking.kept:
+            say(f"Trace:    {trace}   (open it on ui.perfetto.dev)")
+    if trace is not None and trace.is_file():
+        tracking.store.add_artifact(trial_id, "trace", trace)
+    raise_if_interrupted()
+    if own is not None and own.exceeded:
+        raise MemoryError(
+            f"this process had {format_bytes(own.peak_bytes)} resident, and hardware.cpu_memory={config.hardware.cpu_memory}"
+        )
+    _refuse_empty(record.turns)
+    check_start(described, record.turns, system.can.starts_empty)
+    metrics = summarise(record.measurement, started)
+    start_s, end_s = record.measurement.measure_start_s, record.measurement.measure_end_s
+    output = next((metric.value for metric in metrics if metric.name == "throughput_output_tok_s"), None)
+    metrics += sampler.metrics(start_s, end_s, output)
+    metrics += _processes(counted if own is None else {"processes_peak_bytes": own.peak_bytes})
+    metrics.append(MetricValue("allocator_peak_bytes", allocator_peak_bytes(plan.device, plan.computes_elsewhere)))
+    prices = Prices(system.cost, system.chunk_tokens) if isinstance(system, EngineSystem) else None
+    metrics += bound_metrics(record.turns, _capacity(system), prices)
+    if isinstance(system, EngineSystem) and prices is not None:
+        holdings = ledger_of_holding(held, record.turns, system.block_bytes)
+        tracking.store.add_holdings(trial_id, holdings)
+        metrics += holding_metrics(holdings, prices, record.turns, system.chunk_tokens)
+    if isinstance(workload, VllmRun):
+        metrics += fidelity_metrics(workload.real, workload.seen, record.turns)
+    tracking.store.add_metrics(trial_id, metrics)
+    flags: dict[str, Any] = {**record.flags, "load": record.load, "drain_share": record.drain_share}
+    if not plan.device.simulated:
+        flags["others_cpu_share"] = round(others, 3)
+    if (found := contamination(described, record.turns)) is not None:
+        flags["contaminated"] = found
+    if (untold := unverified(described, record.turns, system.can.starts_empty)) is not None:
+        flags["cache_state_unverified"] = untold
+    if config.trial.profile:
+        flags["profiled"] = True
+    extrapolated = system.extrapolated() if isinstance(system, InlineSystem) else {}
+    if extrapolated:
+        flags["extrapolated"] = extrapolated
+    if started.settings.get("fell_back"):
+        flags["fell_back"] = _fall_back(started.settings)
+    if job.reproduces is not None:
+        flags["reproduces"] = job.reproduces
+    thin = thin_percentiles(metrics)
+    if thin:
+        flags["thin_percentiles"] = thin
+    tracking.store.finish_trial(
+        trial_id,
+        "completed",
+        flags=flags,
+        measure_start_s=start_s,
+        measure_end_s=end_s,
+    )
+
+
+def _processes(counted: Mapping[str, float]) -> list[MetricValue]:
+    """Of the processes of a whole trial, where somebody watched them. counted: what a system counts, from its start on."""
+    found = []
+    if (peak := counted.get("processes_peak_bytes")) is not None:
+        found.append(MetricValue("processes_peak_bytes", float(peak)))
+    if starts := int(counted.get("process_starts", 0)):
+        found += [
+            MetricValue(f"{name}_mean", counted[name] / starts, n=starts, n_unit="processes")
+            for name in ("process_load_ms", "process_start_ms")
+        ]
+    return found
+
+
+def _fall_back(settings: Mapping[str, Any]) -> str:
+    reasons = " ".join(filter(None, (settings["attention_note"], settings["forward_note"])))
+    return f"attention_backend={settings['attention_backend']} and the {settings['forward']} forward served. {reasons}"
+
+
+def _replay(
+    trial_id: int,
+    system: System,
+    workload: Workload,
+    described: WorkloadPlan,
+    tracking: Tracking,
+    job: Job,
+    deadline: Deadline,
+    live: LiveRun | None,
+) -> ReplayRecord:
+    """Replay the workload. Turns go to the database and their tokens to Parquet as they complete; memory holds neither.
+
+    Raises TrialTimeout past the deadline: when a turn progresses, and on a wall clock also when none does.
+    """
+    bar = TrialProgress(job.title, described.turns, shown=job.progress)
+
+    def on_batch(turns: Sequence[TurnRecord]) -> None:
+        tracking.store.add_turns(trial_id, turns)
+        for turn in turns:
+            tokens.add(turn)
+
+    def on_progress(now: Progress) -> None:
+        raise_if_interrupted()
+        deadline.check()
+        bar.update(now.turns_done, now.output_tokens)
+
+    try:
+        with TokenFile(job.folder / "tokens.parquet") as tokens:
+            record = replay(
+                system,
+                workload,
+                on_turn=live.finished if live is not None else None,
+                on_batch=on_batch,
+                batch_size=TURNS_A_BATCH,
+                progress=on_progress,
+                deadline_s=None if system.clock.virtual else deadline.left_s,
+                keep_tokens=False,
+            )
+            deadline.check()
+        if tokens.path.is_file():
+            tracking.store.add_artifact(trial_id, "tokens", tokens.path)
+    finally:
+        bar.close()
+    return record
+
+
+def _capacity(system: System) -> int:
+    """Tokens of KV that the system's tiers hold together, as it reports them."""
+    settings = system.settings()
+    return sum(int(settings.get(name) or 0) for name in ("gpu_tokens", "cpu_tokens", "disk_tokens"))
+
+
+def _refuse_empty(turns: Sequence[TurnRecord]) -> None:
+    """Raises RequestFailed where no measured turn completed: there is no latency to report."""
+    if any(turn.status == "completed" and is_measured(turn.phase) for turn in turns):
+        return
+    reason = next((turn.error for turn in turns if turn.error), None)
+    raise RequestFailed(f"No measured turn completed: {reason or 'the workload has none'}")
+
+
+def trial_columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, Any]) -> dict[str, Any]:
+    c = plan.config
+    return {
+        "fingerprint": identity.fingerprint,
+        "config_hash": identity.config_hash,
+        "code_hash": identity.code_hash,
+        "platform": identity.platform,
+        "experiment": c.experiment_name,
+        "model": c.model.name,
+        "baseline": c.baseline.name,
+        "eviction": c.eviction.get("name"),
+        "scheduler": c.scheduler.name,
+        "cache": c.cache.name,
+        "workload": str(c.workload.get("name")),
+        "hardware": c.hardware.name,
+        "seed": c.seed,
+        "repeat": c.repeat,
+        "weights": plan.weights,
+        "model_revision": c.model.revision,
+        "dtype": plan.model.dtype,
+        "device": plan.device.label,
+        "device_count": plan.device.count,
+        "simulated": plan.device.simulated,
+        "contended": contended(plan),
+        "gpu_tokens": plan.gpu_blocks * plan.chunk_tokens,
+        "cpu_tokens": plan.cpu_blocks * plan.chunk_tokens,
+        "gpu_bytes": plan.gpu_bytes,
+        "cpu_bytes": plan.cpu_bytes,
+        "kv_bytes_per_token": plan.model.kv_bytes_per_token,
+        "git_commit": git_commit(),
+        "config": dict(resolved),
+        "environment": {
+            **environment(),
+            "inputs": input_files(resolved),
+            "command": command_line(),
+            "code": dict(identity.code),
+        },
+    }
+
+
+def _replicas(plan: TrialPlan) -> System:
+    """Real ones. Raises EngineMissing where Ray Serve is not installed."""
+    check_serve("hardware.replicas")
+    from pensieve.plugins.replicas.build import build_replicas
+    from pensieve.plugins.replicas.system import Scaling
+
+    hardware = plan.config.hardware
+    return build_replicas(plan, Scaling(hardware.replicas, hardware.replicas), hardware.router)
+
+
+def _effective(system: System, plan: TrialPlan, described: WorkloadPlan, started: StartReport) -> dict[str, Any]:
+    """What the started system reports about itself, and the workload's description."""
+    settings = {**system.settings(), **started.settings}
+    effective: dict[str, Any] = {
+        name: settings[name]
+        for name in ("gpu_tokens", "cpu_tokens", "gpu_bytes", "cpu_bytes", "kv_bytes_per_token", "dtype")
+        if name in settings  # None: the engine has no such limit, or does not say
+    }
+    if settings.get("revision"):
+        effective["model_revision"] = settings["revision"]
+    engine = {
+        **settings,
+        "budget_gpu_tokens": plan.budget_gpu_blocks * plan.chunk_tokens,
+        "budget_cpu_tokens": plan.budget_cpu_blocks * plan.chunk_tokens,
+        "budget_disk_tokens": plan.disk_blocks * plan.chunk_tokens,
+        "workload": {
+            "load": described.load,
+            "sessions": described.sessions,
+            "turns": described.turns,
+            "warmup_turns": described.warmup_turns,
+            "cache_state": described.cache_state,
+            **described.facts,
+        },
+    }
+    return {**effective, "working_set_tokens": described.working_set_tokens, "engine": engine}
+
+
+def _close(tracking: Tracking, trial_id: int, status: str, error: str, trace: str | None) -> None:
+    """Record how the trial ended. An error of the database is logged: it must not hide the trial's own error."""
+    try:
+        tracking.store.finish_trial(trial_id, status, error=error, traceback=trace)
+    except PensieveError as second:
+        log.error("trial %s cannot be closed: %s", trial_id, second)

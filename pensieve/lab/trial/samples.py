@@ -1,0 +1,431 @@
+"""What is read while a trial runs: into table `sample` the device's load, memory and power and the cache's occupancy; and how
+busy others kept this machine's CPUs, whose share is in every millisecond that was measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from statistics import fmean
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import psutil
+
+from pensieve.core.clock import Clock, VirtualClock
+from pensieve.errors import ResultsError
+from pensieve.lab.compose.machine import Device, cores
+from pensieve.lab.metrics import MetricValue
+from pensieve.lab.results.store import ENGINE, Reading, ResultsStore
+from pensieve.serve.systems.base import System
+
+INTERVAL_S = 0.1
+PCIE_INTERVAL_S = 1.0  # the driver watches the link for 20 ms each time it is asked
+FLUSH_READINGS = 5_000
+MOST_MOMENTS = 1_000
+MEANS = ("gpu_util_pct", "gpu_mem_util_pct", "cpu_util_pct", "power_w")
+_IDLE = ("idle", "iowait")
+_COUNTED_ELSEWHERE = ("guest", "guest_nice")  # Linux counts them as user and nice already
+
+log = logging.getLogger(__name__)
+
+
+# -- meters: NVIDIA devices by NVML, CPUs by psutil -------------------------------------------------------------------
+
+
+class Quantity(NamedTuple):
+    name: str
+    value: float
+    unit: str
+
+
+class Meter(Protocol):
+    device: str
+
+    def read(self) -> list[Quantity]:
+        """The present readings; a quantity that the device does not report is left out."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def meter_of(device: Device, elsewhere: bool = False) -> Meter | None:
+    """elsewhere: processes that this one has started compute. None for a simulated device, which has no load, and where the
+    driver's library cannot be used."""
+    if device.simulated:
+        return None
+    if device.kind != "cuda":
+        return CpuMeter(elsewhere)
+    try:
+        return NvmlMeter(device.identity, device.name)
+    except Exception as error:  # no library, no permission, a partition without counters: the trial runs all the same
+        log.warning("the device cannot be sampled: %s", error)
+        return None
+
+
+def forget_allocator_peak() -> None:
+    """Start the peak of torch's allocator anew: one process may run many trials."""
+    torch = _cuda()
+    if torch is not None:
+        for number in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(number)
+
+
+def allocator_peak_bytes(device: Device, elsewhere: bool = False) -> int | None:
+    """Sum of the devices' peaks of torch's allocator since forget_allocator_peak; None where torch uses no CUDA, or where it
+    is used by other processes (`elsewhere`)."""
+    torch = _cuda()
+    if torch is None or device.kind != "cuda" or elsewhere:
+        return None
+    return sum(int(torch.cuda.max_memory_allocated(number)) for number in range(torch.cuda.device_count()))
+
+
+def _cuda() -> Any:
+    """torch, if this process has imported it and started CUDA; asking must do neither."""
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    return torch if cuda is not None and cuda.is_initialized() else None
+
+
+class CpuMeter:
+    """This process, cpu_util_pct of all cores it may use, memory_bytes resident. children: with those that it has started,
+    where they compute; memory that several share is then counted for each."""
+
+    device = "cpu"
+
+    def __init__(self, children: bool = False) -> None:
+        self._processes = {os.getpid(): psutil.Process()}
+        self._children = children
+        self._cores = cores()
+        self._measured()  # the first answer of a process is always 0
+
+    def read(self) -> list[Quantity]:
+        load, memory = self._measured()
+        return [Quantity("cpu_util_pct", load / self._cores, "%"), Quantity("memory_bytes", memory, "bytes")]
+
+    def close(self) -> None:
+        pass
+
+    def _measured(self) -> tuple[float, float]:
+        """Per cent of a core, and bytes."""
+        load = memory = 0.0
+        for process in self._all():
+            with suppress(psutil.NoSuchProcess), process.oneshot():  # it may have ended meanwhile
+                load += process.cpu_percent(None)
+                memory += process.memory_info().rss
+        return load, memory
+
+    def _all(self) -> list[psutil.Process]:
+        """Return the same process objects at each reading: they know how much time had passed at the last one."""
+        if self._children:
+            for child in self._processes[os.getpid()].children(recursive=True):
+                self._processes.setdefault(child.pid, child)
+        return list(self._processes.values())
+
+
+class NvmlMeter:
+    """An NVIDIA device through NVML, all processes on it together. Raises where the library or the device is missing.
+
+    gpu_util_pct, gpu_mem_util_pct: share of the driver's own sample period in which a kernel ran, or memory was read or
+    written. memory_bytes: in use. power_w; energy_j: since the driver was loaded. pcie_tx, pcie_rx: bytes/s.
+    """
+
+    def __init__(self, identity: str, name: str) -> None:
+        import pynvml
+
+        self.device = name
+        self._nvml: Any = pynvml
+        self._next_pcie_s = 0.0
+        pynvml.nvmlInit()
+        try:
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(identity)
+        except Exception:
+            pynvml.nvmlShutdown()
+            raise
+
+    def read(self) -> list[Quantity]:
+        return [quantity for part in self._parts() for quantity in self._answered(part)]
+
+    def close(self) -> None:
+        self._nvml.nvmlShutdown()
+
+    def _parts(self) -> Iterator[Callable[[], list[Quantity]]]:
+        yield from (self._load, self._memory, self._power, self._energy)
+        if time.monotonic() >= self._next_pcie_s:
+            self._next_pcie_s = time.monotonic() + PCIE_INTERVAL_S
+            yield self._pcie
+
+    def _answered(self, part: Callable[[], list[Quantity]]) -> list[Quantity]:
+        try:
+            return part()
+        except self._nvml.NVMLError:
+            return []  # this device does not report it
+
+    def _load(self) -> list[Quantity]:
+        rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
+        return [
+            Quantity("gpu_util_pct", float(rates.gpu), "%"),
+            Quantity("gpu_mem_util_pct", float(rates.memory), "%"),
+        ]
+
+    def _memory(self) -> list[Quantity]:
+        return [Quantity("memory_bytes", float(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used), "bytes")]
+
+    def _power(self) -> list[Quantity]:
+        return [Quantity("power_w", self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3, "W")]
+
+    def _energy(self) -> list[Quantity]:
+        return [Quantity("energy_j", self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3, "J")]
+
+    def _pcie(self) -> list[Quantity]:
+        nvml = self._nvml
+        return [
+            Quantity(name, nvml.nvmlDeviceGetPcieThroughput(self._handle, counter) * 1e3, "bytes/s")
+            for name, counter in (
+                ("pcie_tx", nvml.NVML_PCIE_UTIL_TX_BYTES),
+                ("pcie_rx", nvml.NVML_PCIE_UTIL_RX_BYTES),
+            )
+        ]
+
+
+# -- the device's load ------------------------------------------------------------------------------------------------
+
+
+class DeviceSampler:
+    """Reads the meter into table `sample` while the block runs; times count from when the block was entered.
+
+    meter None: nothing is sampled, and every metric is null. A reading or storing that fails is logged and ends the
+    sampling, not the trial.
+    """
+
+    def __init__(
+        self, store: ResultsStore, trial_id: int, meter: Meter | None, clock: Clock, interval_s: float = INTERVAL_S
+    ) -> None:
+        self._store, self._trial_id, self._meter, self._clock = store, trial_id, meter, clock
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name=f"sampler-{trial_id}", daemon=True)
+        self._waiting: list[Reading] = []
+        self._kept: list[Reading] = []
+        self._origin_s = 0.0
+        self._began_s = 0.0
+        self.cpu_s = 0.0
+        self.elapsed_s = 0.0
+
+    def __enter__(self) -> DeviceSampler:
+        self._origin_s = self._clock.now_s()
+        self._began_s = time.perf_counter()
+        if self._meter is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.elapsed_s = time.perf_counter() - self._began_s
+        self._stop.set()
+        if self._meter is not None:
+            self._thread.join()
+            self._meter.close()
+
+    def metrics(self, start_s: float, end_s: float, output_tok_s: float | None) -> list[MetricValue]:
+        """Means over [start_s, end_s] and peaks over the whole trial; null where the device does not report it."""
+        inside: defaultdict[str, list[float]] = defaultdict(list)
+        for reading in self._kept:
+            if start_s <= reading.at_s <= end_s and reading.value is not None:
+                inside[reading.name].append(reading.value)
+        found = [_mean(name, inside[name]) for name in MEANS]
+        power = _energy_rate_w(self._kept, start_s, end_s)
+        power = power if power is not None else _average(inside["power_w"])
+        joules = power / output_tok_s if power is not None and output_tok_s else None
+        memory = [r.value for r in self._kept if r.name == "memory_bytes" and r.value is not None]
+        cost = 100 * self.cpu_s / self.elapsed_s if memory and self.elapsed_s > 0 else None
+        return [
+            *found,
+            MetricValue("energy_j_per_token", joules),
+            MetricValue("device_peak_bytes", max(memory, default=None), n=len(memory), n_unit="samples"),
+            MetricValue("memory_bw_gbps", None),  # no device here counts the bytes of its memory, and none is estimated
+            MetricValue("sampling_cost_pct", cost, n=len(memory), n_unit="samples"),
+        ]
+
+    def _sample(self) -> None:
+        assert self._meter is not None
+        due = time.monotonic()
+        while True:
+            at_s = self._clock.now_s() - self._origin_s
+            try:
+                read = [Reading(at_s, self._meter.device, *quantity) for quantity in self._meter.read()]
+            except Exception as error:  # a driver that fails ends the sampling, not the trial
+                log.warning("the device of trial %s is no longer sampled: %s", self._trial_id, error)
+                break
+            self._waiting += read
+            self._kept += read
+            if len(self._waiting) >= FLUSH_READINGS:
+                self._flush()
+            # The next due moment, not a fixed sleep: slow readings must not make the rate drift.
+            due = max(due + self._interval_s, time.monotonic())
+            if self._stop.wait(due - time.monotonic()):
+                break
+        self._flush()
+        self.cpu_s = time.thread_time()
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        try:
+            self._store.add_samples(self._trial_id, waiting)
+        except ResultsError as error:
+            log.warning("samples of trial %s are not kept: %s", self._trial_id, error)
+
+
+def _mean(name: str, values: Sequence[float]) -> MetricValue:
+    return MetricValue(name, _average(values), n=len(values), n_unit="samples")
+
+
+def _average(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _energy_rate_w(readings: Sequence[Reading], start_s: float, end_s: float) -> float | None:
+    """From the device's own energy counter, which misses no peak between two readings; None below two readings."""
+    inside = [(r.at_s, r.value) for r in readings if r.name == "energy_j" and start_s <= r.at_s <= end_s]
+    known = [(at_s, value) for at_s, value in inside if value is not None]
+    if len(known) < 2 or known[-1][0] <= known[0][0]:
+        return None
+    return (known[-1][1] - known[0][1]) / (known[-1][0] - known[0][0])
+
+
+# -- the cache's occupancy ---------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class Gauged(Protocol):
+    """A system that reports what its cache holds; an outside engine does not."""
+
+    def gauges(self) -> Mapping[str, tuple[float, str]]: ...
+
+
+class Occupancy:
+    """Reads a system's gauges into table `sample` while the block runs; times count from when the block was entered.
+
+    On a virtual clock the readings are taken at evenly spaced simulated times: when the clock is about to move past one, the
+    gauges are read before it moves. On a wall clock a thread takes them. At MOST_MOMENTS readings every second one is
+    dropped and the interval doubles, so that a trial of any length keeps between half of MOST_MOMENTS and all. They are
+    stored when the block ends.
+    """
+
+    def __init__(
+        self,
+        store: ResultsStore,
+        trial_id: int,
+        system: System,
+        interval_s: float = INTERVAL_S,
+        most: int = MOST_MOMENTS,
+    ) -> None:
+        self._store, self._trial_id, self._most = store, trial_id, most
+        self._system = system if isinstance(system, Gauged) else None
+        self._clock = system.clock
+        self._interval_s = interval_s
+        self._moments: list[tuple[float, Mapping[str, tuple[float, str]]]] = []
+        self._origin_s = self._due_s = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name=f"occupancy-{trial_id}", daemon=True)
+
+    def __enter__(self) -> Occupancy:
+        self._origin_s = self._clock.now_s()
+        if self._system is None:
+            pass
+        elif isinstance(self._clock, VirtualClock):
+            self._clock.on_advance = self._advance
+        else:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(self._clock, VirtualClock):
+            self._clock.on_advance = None
+        elif self._thread.is_alive():
+            self._stop.set()
+            self._thread.join()
+        readings = [
+            Reading(at_s, ENGINE, name, value, unit)
+            for at_s, gauges in self._moments
+            for name, (value, unit) in gauges.items()
+        ]
+        try:
+            self._store.add_samples(self._trial_id, readings)
+        except ResultsError as problem:
+            log.warning("the occupancy of trial %s is not kept: %s", self._trial_id, problem)
+
+    @property
+    def latest(self) -> tuple[float, Mapping[str, float]] | None:
+        """The last reading: seconds since the block was entered, and the gauges; any thread may ask."""
+        if not self._moments:
+            return None
+        at_s, gauges = self._moments[-1]
+        return at_s, {name: value for name, (value, _) in gauges.items()}
+
+    def _advance(self, ns: int) -> None:
+        """Called before the clock moves to `ns`: the gauges are read once, however many readings fall before that time."""
+        until_s = ns / 1e9 - self._origin_s
+        if until_s <= self._due_s:
+            return
+        assert self._system is not None
+        gauges = self._system.gauges()
+        while self._due_s < until_s:
+            self._take(self._due_s, gauges)
+
+    def _watch(self) -> None:
+        assert self._system is not None
+        while not self._stop.wait(max(0.0, self._due_s - (self._clock.now_s() - self._origin_s))):
+            now_s = self._clock.now_s() - self._origin_s
+            self._take(now_s, self._system.gauges())
+            while self._due_s <= now_s:  # a late reading is one reading
+                self._due_s += self._interval_s
+
+    def _take(self, at_s: float, gauges: Mapping[str, tuple[float, str]]) -> None:
+        self._moments.append((at_s, gauges))
+        if len(self._moments) >= self._most:
+            del self._moments[1::2]
+            self._interval_s *= 2
+        self._due_s = self._moments[-1][0] + self._interval_s
+
+
+# -- others on this machine -------------------------------------------------------------------------------------------
+
+
+class Neighbours:
+    """Counts from its construction on. A virtual machine's stolen time is others' time too."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._began_s = time.monotonic()
+        self._busy_s, self._own_s = _busy_s(), self._own_cpu_s()
+
+    def share(self) -> float:
+        """CPU time of all other processes over that of all cores, 0 to 1. Children of this process, such as an engine
+        beside it, are its own."""
+        available_s = (time.monotonic() - self._began_s) * (psutil.cpu_count() or 1)
+        others_s = (_busy_s() - self._busy_s) - (self._own_cpu_s() - self._own_s)
+        return min(1.0, max(0.0, others_s / available_s)) if available_s > 0 else 0.0
+
+    def _own_cpu_s(self) -> float:
+        total = 0.0
+        for process in (self._process, *self._process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):  # it ended meanwhile: its parent's times have it
+                times = process.cpu_times()
+                total += times.user + times.system + times.children_user + times.children_system
+        return total
+
+
+def _busy_s() -> float:
+    """Seconds that all cores together have worked since the machine started."""
+    times = psutil.cpu_times()._asdict()
+    return float(sum(seconds for name, seconds in times.items() if name not in (*_IDLE, *_COUNTED_ELSEWHERE)))

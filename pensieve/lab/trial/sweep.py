@@ -1,0 +1,440 @@
+"""A sweep: what is done before and after its jobs, and what each job does.
+
+Before the jobs: preflight of each, and the sweep's row. After them: table, MLflow, figures, exit status. A launcher may run
+the jobs in other processes, so each reads from a file in the sweep's folder which sweep it belongs to. A single run has no
+such file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from pydantic import TypeAdapter
+
+from pensieve.errors import ConfigError
+from pensieve.lab.compose import TrialConfig, TrialPlan, check, conf_folder, resolved
+from pensieve.lab.compose.explain import explain
+from pensieve.lab.compose.plan import awaits_profile
+from pensieve.lab.compose.preflight import preflight
+from pensieve.lab.results.environment import Owner, git_commit, host, this_process
+from pensieve.lab.results.identity import sweep_key
+from pensieve.lab.results.mlflow_runs import address_of, finish_parent, log_drawn, start_parent
+from pensieve.lab.results.mlflow_store import remote_url
+from pensieve.lab.results.slo import PREFIX
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.results.sweep_table import SweepTable, sweep_table
+from pensieve.lab.trial.fidelity import fidelity
+from pensieve.lab.trial.fidelity_here import fidelity_here
+from pensieve.lab.trial.identity import marks_of
+from pensieve.lab.trial.isolate import end_kept
+from pensieve.lab.trial.job import Job, Outcome
+from pensieve.lab.trial.jobs import Jobs, fixed_overrides
+from pensieve.lab.trial.liveness import end_with
+from pensieve.lab.trial.mlflow import copy_trial, copy_waiting
+from pensieve.lab.trial.run import run_trial
+from pensieve.lab.trial.summary import UI_ADDRESS, brief, places, summary
+from pensieve.lab.trial.terminal import (
+    INTERRUPTED,
+    close_at_exit,
+    command_line,
+    console,
+    discard_output,
+    ends_interrupted,
+    say,
+    sweep_is_closed,
+)
+from pensieve.lab.trial.tracking import Tracking, open_tracking
+from pensieve.plugins.device import shelf
+from pensieve.units import duration
+
+BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+FIGURE_SCRIPT = "analysis/figures.py"
+SWEEP_FILE = "sweep.json"
+RESOLVED_FILE = "config.resolved.yaml"
+_SHOWN_FILES = (".png", ".md")  # of a figure's files: the picture, or the table
+_MOST_FIGURE_LINES = 10
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepMembership:
+    """What a job reads about its sweep. owner: the process of the sweep; when it is gone, its jobs end too.
+
+    keeps: see Job.
+    """
+
+    sweep_id: int
+    mlflow_run_id: str | None
+    n_expected: int
+    outputs: Path
+    axes: tuple[str, ...] = ()
+    owner: Owner | None = None
+    mlflow_later: bool = False
+    keeps: bool = False
+
+
+def write_membership(config: DictConfig, membership: SweepMembership) -> None:
+    file = sweep_file(config.hydra)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(TypeAdapter(SweepMembership).dump_json(membership))
+
+
+def sweep_file(hydra: Any) -> Path:
+    """hydra: the node of Hydra's own configuration."""
+    return Path(str(hydra.sweep.dir)).absolute() / SWEEP_FILE
+
+
+def current_membership() -> tuple[SweepMembership, int] | None:
+    """The sweep that this job belongs to, and the job's number in it; None for a single run."""
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return None
+    hydra = HydraConfig.get()
+    file = sweep_file(hydra)
+    if not file.is_file():
+        return None
+    return TypeAdapter(SweepMembership).validate_json(file.read_bytes()), int(hydra.job.num)
+
+
+# -- before and after the jobs ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSweep:
+    """A sweep whose jobs run. n_expected: 0 where a sweeper chooses them as it goes.
+
+    mlflow_later: MLflow is written when the jobs have ended and their table has been printed. keeps: the trials of this
+    process share a model until then.
+    """
+
+    config: TrialConfig
+    outputs: Path
+    sweep_id: int
+    n_expected: int
+    mlflow_later: bool
+    keeps: bool = False
+
+    def finish(self) -> bool:
+        """After the jobs: table, MLflow, figures. Returns whether every trial completed."""
+        sweep_is_closed()
+        self._return_memory()
+        tracking = open_tracking(self.config, self.outputs)
+        jobs = tracking.store.trials_of_sweep(self.sweep_id)
+        completed = all(job.last.status == "completed" for job in jobs) and len(jobs) >= max(1, self.n_expected)
+        status = "completed" if completed else "failed"
+        with ThreadPoolExecutor(
+            1
+        ) as beside:  # another process draws while this one makes the table and writes to MLflow
+            drawn = None
+            if tracking.kept and completed:
+                drawn = beside.submit(draw_figures, tracking, self.config.tracking.url_env, self.sweep_id)
+            table = self._set_status(tracking, status, shown=True)
+            self._to_mlflow(tracking, table, status)
+            figures = drawn.result() if drawn else []
+            for line in figure_lines(figures):
+                print(line)
+        if tracking.mlflow and figures:
+            log_drawn(tracking.outputs, tracking.store, self.sweep_id)
+        return completed
+
+    def close(self, status: str) -> None:
+        """The sweep ends early. After Ctrl-C no table is shown."""
+        self._return_memory()
+        tracking = open_tracking(self.config, self.outputs)
+        table = self._set_status(tracking, status, shown=status != "interrupted")
+        self._to_mlflow(tracking, table, status)
+
+    def _return_memory(self) -> None:
+        end_kept()
+        if self.keeps:
+            shelf.close()
+
+    def _set_status(self, tracking: Tracking, status: str, shown: bool) -> SweepTable:
+        tracking.store.interrupt_dead()
+        tracking.store.set_sweep(self.sweep_id, status=status)
+        table = sweep_table(tracking.store, self.sweep_id)
+        try:
+            if shown:
+                console().print(table.renderable)
+                for job in tracking.store.trials_of_sweep(self.sweep_id):
+                    _print_fidelity(tracking.store, job.last.id)
+                if (here := fidelity_here(tracking.store, self.sweep_id)) is not None:
+                    console().print(here)
+                print(*places(tracking), sep="\n", flush=True)
+        except BrokenPipeError:
+            discard_output()  # the sweep is still to be closed, and its status to be returned
+        return table
+
+    def _to_mlflow(self, tracking: Tracking, table: SweepTable, status: str) -> None:
+        """Write the sweep to MLflow, and print where its runs are shown."""
+        if not tracking.mlflow:
+            return
+        if self.mlflow_later:
+            copy_waiting(start_parent(tracking.outputs, tracking.store, self.sweep_id, self.config.experiment_name))
+        parent = finish_parent(tracking.outputs, tracking.store, self.sweep_id, table, status)
+        address = address_of(tracking.outputs, parent) if parent is not None and remote_url() is None else None
+        if address is not None:
+            say(f"Runs:     {UI_ADDRESS}{address}")
+
+
+def copy_sweep(tracking: Tracking, sweep_id: int, experiment_name: str, status: str) -> None:
+    """Write a sweep that has ended to MLflow, with the trials that its jobs show."""
+    if not tracking.mlflow:
+        return
+    store = tracking.store
+    for job in store.trials_of_sweep(sweep_id):
+        waiting = Job("", tracking.outputs, sweep_id, job.job, mlflow_later=True)
+        copy_trial(tracking, (job.trial or job.last).id, experiment_name, waiting, job.reused)
+    copy_waiting(start_parent(tracking.outputs, store, sweep_id, experiment_name))
+    finish_parent(tracking.outputs, store, sweep_id, sweep_table(store, sweep_id), status)
+
+
+def open_sweep(
+    config: DictConfig, jobs: Jobs | None, configs: Sequence[dict[str, Any]], plans: Sequence[TrialPlan]
+) -> OpenSweep:
+    """Preflight of the jobs, the sweep's row, and the file from which its jobs know it. configs: resolved. Raises
+    PensieveError."""
+    in_turn = config.hydra.launcher.get("_target_") == BASIC_LAUNCHER
+    if not in_turn and any(plan.config.trial.measure_machine is not None for plan in plans):
+        raise ConfigError(
+            "trial.measure_machine: its trials follow each other in one process; leave hydra/launcher out."
+        )
+    known = [plan for plan in plans if not awaits_profile(plan.config)]
+    for plan in _different(known):
+        preflight(plan)
+    for budget in dict.fromkeys(plan.budget() for plan in known):
+        say(budget)
+    first = plans[0].config
+    tracking = open_tracking(first)
+    tracking.store.interrupt_dead()
+    axes = {key: ",".join(values) for key, values in jobs.axes.items()} if jobs else {}
+    ranges = {} if jobs else {str(k): str(v) for k, v in (config.hydra.sweeper.get("params") or {}).items()}
+    fixed = list(jobs.overrides) if jobs else fixed_overrides(config)
+    fixed += _objective(first, fixed)
+    n_expected = len(jobs.jobs) if jobs else 0
+    sweep_id = tracking.store.open_sweep(
+        key=sweep_key(fixed, axes, [{**_asked(c), **marks_of(p)} for c, p in zip(configs, plans, strict=True)]),
+        name=first.experiment_name,
+        experiment=_overlay(fixed),
+        command=command_line(),
+        overrides={**ranges, **dict(text.lstrip("+").partition("=")[::2] for text in fixed), **axes},
+        n_expected=n_expected,
+        host=host(),
+        git_commit=git_commit(),
+        anew=any(plan.config.force for plan in plans),
+    )
+    # In a launcher's processes nobody would write what waits; a real trial takes so long that MLflow is looked at meanwhile.
+    later = in_turn and all(plan.device.simulated for plan in plans)
+    keeps = in_turn and not all(plan.device.simulated for plan in plans)
+    sweep = OpenSweep(first, tracking.outputs, sweep_id, n_expected, later, keeps)
+    if keeps:
+        shelf.begin()
+    close_at_exit(sweep.close)
+    parent = None
+    if tracking.mlflow and not later:
+        parent = start_parent(tracking.outputs, tracking.store, sweep_id, first.experiment_name)
+    names = tuple(jobs.axes) if jobs else ()
+    membership = SweepMembership(sweep_id, parent, n_expected, tracking.outputs, names, this_process(), later, keeps)
+    write_membership(config, membership)
+    say(_announcement(jobs, axes))
+    return sweep
+
+
+def _print_fidelity(store: ResultsStore, trial_id: int) -> None:
+    """Print how far a trial that replayed a real run is from it; nothing for any other."""
+    table = fidelity(store, trial_id)
+    if table is not None:
+        console().print(table)
+
+
+def _asked(found: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a job, for the key of its sweep: without the content of a file that a job of it writes."""
+    if found["hardware"]["profile"] == found["trial"]["measure_machine"]:
+        found["hardware"] = {**found["hardware"], "profile": None}
+    return found
+
+
+def _objective(config: TrialConfig, typed: Iterable[str]) -> list[str]:
+    """The objective that an overlay sets, as an override: the sweep records what its views judge by."""
+    given = {text.lstrip("+").partition("=")[0] for text in typed}
+    asked = {f"{PREFIX}{name}": most for name, most in config.slo.model_dump().items() if most is not None}
+    return [f"{name}={most}" for name, most in asked.items() if name not in given]
+
+
+def _overlay(overrides: Iterable[str]) -> str | None:
+    return next((text.partition("=")[2] for text in overrides if text.lstrip("+").startswith("experiment=")), None)
+
+
+def _different(plans: Iterable[TrialPlan]) -> list[TrialPlan]:
+    """Drop plans that preflight would judge the same: they differ only in the seed and other fields that it does not read."""
+    ignored = {"seed", "repeat", "slo", "trial", "tracking"}
+    found: dict[str, TrialPlan] = {}
+    for plan in plans:
+        found.setdefault(plan.config.model_dump_json(exclude=ignored), plan)
+    return list(found.values())
+
+
+def _announcement(jobs: Jobs | None, axes: dict[str, str]) -> str:
+    if jobs is None:
+        return "Sweep: the sweeper chooses its trials as it goes."
+    return f"Sweep of {len(jobs.jobs)} trials: " + ", ".join(f"{key} = {values}" for key, values in axes.items())
+
+
+def draw_figures(tracking: Tracking, url_env: str | None, sweep_id: int) -> list[Path]:
+    """Draw the figures that the sweep has data for and return the paths of pictures and tables.
+
+    In a process of its own: the plotting libraries take seconds to import, and memory that the next trial could use.
+    """
+    script = conf_folder().parent / FIGURE_SCRIPT
+    where = ["--url-env", url_env] if url_env else []
+    command = [sys.executable, str(script), "--sweep", str(sweep_id), *where]
+    path = os.pathsep.join(filter(None, [str(script.parents[1]), os.environ.get("PYTHONPATH")]))
+    settings = {**os.environ, "PENSIEVE_OUTPUTS": str(tracking.outputs), "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=settings)
+    if done.returncode != 0:
+        reason = done.stderr.strip().splitlines() or ["no reason given"]
+        say(f"Not every figure was drawn: {reason[-1]}")
+    return [Path(line) for line in done.stdout.splitlines() if line.endswith(_SHOWN_FILES)]
+
+
+def figure_lines(drawn: Sequence[Path]) -> list[str]:
+    """A line a figure; where there is one for each of many settings, how many there are, and those of all settings."""
+    whole = [path for path in drawn if "-" not in path.stem] if len(drawn) > _MOST_FIGURE_LINES else drawn
+    lines = [f"{'Figure' if path.suffix == '.png' else 'Table'}:".ljust(10) + str(path) for path in whole]
+    if len(whole) < len(drawn):
+        lines.append(f"Figures:  {len(drawn) - len(whole)} more, of single settings, in {drawn[0].parent}")
+    return lines
+
+
+# -- one job ------------------------------------------------------------------------------------------------------------
+
+
+def run_composed(cfg: DictConfig) -> None:
+    """Run one job of a sweep: a failed trial is recorded and the next one runs."""
+    membership = current_membership()
+    if membership is None:  # Hydra went on without the sweep's callback
+        _refuse_strange_folder(HydraConfig.get())
+        run_single(cfg, check(cfg))
+    else:
+        _of_sweep(cfg, *membership)
+
+
+def _refuse_strange_folder(hydra: Any) -> None:
+    """Raises ConfigError for a job that a launcher sent to where the sweep's folder is not: its trial would be recorded in
+    another database."""
+    if hydra.mode == RunMode.MULTIRUN and hydra.launcher.get("_target_") != BASIC_LAUNCHER:
+        raise ConfigError(
+            f"This job of a sweep finds no {sweep_file(hydra)} on {host()}. Set PENSIEVE_OUTPUTS to a folder that every node "
+            "sees under the same name, also for the launcher's processes."
+        )
+
+
+def run_single(cfg: DictConfig, config: TrialConfig) -> None:
+    """Run a trial by itself and print it. MLflow is written after that, however the trial ended."""
+    plain = resolved(cfg)
+    tracking = open_tracking(config)
+    folder = _folder(plain, tracking.kept, tracking.outputs)
+    job = Job(title=f"{config.model.name} {config.baseline.name}", folder=folder, mlflow_later=True)
+    try:
+        try:
+            outcome = run_trial(config, plain, tracking, job, say)
+        except KeyboardInterrupt:
+            ends_interrupted()
+            say("Interrupted; the trial is marked so, and the same command runs it again.")
+            sys.exit(INTERRUPTED)
+        if not outcome.completed:
+            say(str(outcome.error))
+            sys.exit(1)
+        if outcome.reused:
+            say(f"Trial {outcome.trial_id} is this one and is completed; force=true runs it again.")
+        console().print(summary(tracking.store, outcome.trial_id))
+        _print_fidelity(tracking.store, outcome.trial_id)
+        print(*places(tracking), sep="\n", flush=True)
+    finally:
+        copy_waiting()
+
+
+def _of_sweep(cfg: DictConfig, membership: SweepMembership, number: int) -> None:
+    if membership.owner is not None:
+        end_with(membership.owner)
+    plain = resolved(cfg)
+    config = check(plain)
+    tracking = open_tracking(config, membership.outputs)
+    if config.trial.fail_fast and tracking.store.sweep(membership.sweep_id).status == "failed":
+        return  # not by exiting: Hydra would then skip on_multirun_end, and with it the sweep's table
+    try:
+        _record(plain, config, tracking, membership, number)
+    except KeyboardInterrupt:
+        ends_interrupted()
+        tracking.store.set_sweep(membership.sweep_id, status="interrupted")
+        say("Interrupted; the trial is marked so, and the same command runs what is missing.")
+        sys.exit(INTERRUPTED)
+
+
+def _record(
+    plain: Mapping[str, Any], config: TrialConfig, tracking: Tracking, membership: SweepMembership, number: int
+) -> None:
+    swept = " ".join(str(text) for text in HydraConfig.get().overrides.task if _key(text) in membership.axes)
+    title = f"[{number + 1}/{membership.n_expected}] {swept}"
+    try:
+        job = Job(
+            title=title,
+            folder=_folder(plain, tracking.kept, tracking.outputs / str(number)),
+            sweep_id=membership.sweep_id,
+            number=number,
+            mlflow_run_id=membership.mlflow_run_id,
+            mlflow_later=membership.mlflow_later,
+            preflight=False,
+            progress="bar" if membership.owner in (None, this_process()) else "lines",
+            keeps=membership.keeps,
+        )
+        outcome = run_trial(config, plain, tracking, job, say)
+    except Exception as error:  # before there was a trial to record it in; the others go on
+        log.info("job %s could not begin its trial", number, exc_info=error)
+        outcome = Outcome(0, "failed", error=explain(error))
+    if outcome.reused:
+        how = "this sweep ran it before" if config.force else "force=true runs it again"
+        say(f"{title}: trial {outcome.trial_id} is this one and is completed ({how})")
+    elif outcome.completed:
+        left = _time_left(tracking.store, membership)
+        say(f"{title}: {brief(tracking.store, outcome.trial_id)}{left}")
+    else:
+        say(f"{title}: failed. {outcome.error}")
+        if config.trial.fail_fast:
+            tracking.store.set_sweep(membership.sweep_id, status="failed")
+            say("trial.fail_fast=true: no further trial of this sweep begins.")
+
+
+def _time_left(store: ResultsStore, membership: SweepMembership) -> str:
+    """ "; 3 of 18 trials done, about 12 min left", by what those that this sweep ran have taken together."""
+    progress = store.progress_of(membership.sweep_id)
+    waiting = membership.n_expected - progress.ended
+    if waiting <= 0 or not progress.ran:
+        return ""
+    left_s = progress.elapsed_s / progress.ran * waiting
+    return f"; {progress.ended} of {membership.n_expected} trials done, about {duration(left_s)} left"
+
+
+def _key(override: object) -> str:
+    return str(override).partition("=")[0].lstrip("+")
+
+
+def _folder(plain: Mapping[str, Any], kept: bool, otherwise: Path) -> Path:
+    """Write the resolved configuration into Hydra's folder of this job, and return the folder for the trial's files."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C where there is libyaml, ten times as fast
+    text = yaml.dump(plain, Dumper=dumper, sort_keys=False, allow_unicode=True)
+    (folder / RESOLVED_FILE).write_text(text, encoding="utf-8")
+    return folder if kept else otherwise

@@ -1,0 +1,213 @@
+"""Output and exit status: every error is one sentence on stderr and a non-zero status, Ctrl-C one line and 130.
+
+Python raises KeyboardInterrupt wherever the program happens to be, and inside a weak reference's callback (SQLAlchemy has
+many) it is printed and dropped. So the handler also sets a flag, which the trial asks for at safe points. Hydra does not call
+on_multirun_end when a launcher raised or a job left by SystemExit, so a sweep registers here how it is closed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+import pensieve.lab.compose.help  # noqa: F401  the ${choices:} of every --help
+from pensieve.errors import PensieveError
+from pensieve.lab.compose.explain import explain, explain_value_error
+from pensieve.lab.compose.meant import as_meant
+
+INTERRUPTED = 130
+LOG_WIDTH = 120
+KILLED = (
+    "A process of the sweep was killed, most likely because memory ran out; run the same command again: it runs what is "
+    "missing."
+)
+log = logging.getLogger(__name__)
+
+_interrupted = False
+_close_sweep: Callable[[str], object] | None = None
+
+FULL_TRACE = os.environ.get("HYDRA_FULL_ERROR", "") == "1"  # as the user set it, before `guarded` does
+
+
+def command_line() -> str:
+    """The command as it was typed: `python runners/run.py ...`, or `pensieve run ...`."""
+    program = sys.argv[0]
+    typed = program.split() if program.startswith("pensieve ") else ["python", program]
+    return shlex.join([*typed, *sys.argv[1:]])
+
+
+def say(text: str) -> None:
+    """A line for people; results go to stdout, everything else here."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def console() -> Console:
+    """stdout; a table in a file or a pipe is not folded at 80 columns."""
+    return _Console() if sys.stdout.isatty() else _Console(width=LOG_WIDTH)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would end the process with status 1, whatever the status of the sweep whose table it prints."""
+        discard_output()
+
+
+def guarded(app: Callable[[], object], config_name: str = "config") -> None:
+    """Run a Hydra application of conf/`config_name`.yaml and end the process as described above; HYDRA_FULL_ERROR=1 lets the
+    whole trace through.
+
+    Hydra prints several lines and a hint of its own for its errors, unless it is asked to raise them.
+    """
+    arguments, notes = as_meant(sys.argv[1:], config_name)
+    for note in notes:
+        say(note)
+    if [text for text in arguments if text.startswith("-")] in (["--help"], ["-h"]):
+        from pensieve.lab.compose.help import page
+
+        asked = [text for text in arguments if not text.startswith("-")]
+        _run(lambda: print(page(config_name, asked)), config_name)
+        return
+    sys.argv[1:] = sorted(arguments, key=lambda text: not _stands_alone(text))
+    remember_interrupts()
+    if FULL_TRACE:
+        app()
+        return
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    logging.raiseExceptions = False  # a log file on a full disk: its trace would bury the sentence
+    try:
+        _run(app, config_name)
+    except SystemExit as left:
+        close_sweep("interrupted" if left.code == INTERRUPTED else "failed")
+        raise
+
+
+def _run(app: Callable[[], object], config_name: str) -> None:
+    """Run it and turn every error into SystemExit, except a bug's."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        ends_interrupted()
+        say("Interrupted.")
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        leave_quietly()
+    except BrokenExecutor:  # what joblib raises, too
+        sys.exit(KILLED)
+    except (PensieveError, HydraException, OmegaConfBaseException, OSError) as error:
+        say(explain(error, sys.argv[1:], config_name))
+        sys.exit(1)
+    except Exception as error:
+        close_sweep("failed")
+        sentence = explain_value_error(error, sys.argv[1:])
+        if sentence is None:
+            raise
+        say(sentence)
+        sys.exit(1)
+
+
+def discard_output() -> None:
+    """Nobody reads stdout any more: discard what is still printed, so that Python does not complain, even at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def leave_quietly() -> NoReturn:
+    """The reader of stdout has gone (`... | head`), which is no error."""
+    discard_output()
+    sys.exit(0)
+
+
+def _stands_alone(argument: str) -> bool:
+    """A flag without a separate value. Such flags go to the front, since argparse wants all overrides in one piece."""
+    return argument in ("-m", "--multirun") or (argument.startswith("--") and "=" in argument)
+
+
+def remember_interrupts() -> None:
+    """Install the handler, unless the process was told to ignore Ctrl-C (as a shell's background job is)."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _handle)
+
+
+def note_interrupts() -> None:
+    """Ctrl-C ends what runs at its next safe point only, where raise_if_interrupted asks: for processes that run trials."""
+    signal.signal(signal.SIGINT, _note)
+
+
+def ends_interrupted() -> None:
+    """The command ends by a first Ctrl-C: a second one is raised at a safe point only, where it can be caught."""
+    global _interrupted
+    if signal.getsignal(signal.SIGINT) is _handle and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _note)
+        _interrupted = False
+
+
+def raise_if_interrupted() -> None:
+    """Raises KeyboardInterrupt, once, for an interrupt that came since and was dropped on its way."""
+    global _interrupted
+    if _interrupted:
+        _interrupted = False
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block, and is raised there."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler not in (_handle, _note) or threading.current_thread() is not threading.main_thread():
+        yield  # nobody listens to Ctrl-C here
+        return
+    signal.signal(signal.SIGINT, _note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    raise_if_interrupted()
+
+
+def _note(_signal: int, _frame: FrameType | None) -> None:
+    global _interrupted
+    _interrupted = True
+
+
+def _handle(_signal: int, _frame: FrameType | None) -> None:
+    global _interrupted
+    _interrupted = True
+    raise KeyboardInterrupt
+
+
+def close_at_exit(close: Callable[[str], object]) -> None:
+    """Register `close`, to be called once with the sweep's status when the command ends before the sweep does."""
+    global _close_sweep
+    _close_sweep = close
+
+
+def close_sweep(status: str) -> None:
+    """Make the registered call, if there is one. Its errors are logged: they must not hide why the command ends."""
+    global _close_sweep
+    close, _close_sweep = _close_sweep, None
+    if close is None:
+        return
+    try:
+        close(status)
+    except KeyboardInterrupt:
+        say("Interrupted again; the same command completes what is missing in MLflow.")
+    except (PensieveError, OSError) as error:
+        log.warning("the sweep could not be closed: %s", error)
+
+
+def sweep_is_closed() -> None:
+    """Drop the registered call: the sweep has ended by itself."""
+    global _close_sweep
+    _close_sweep = None

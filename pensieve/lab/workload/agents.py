@@ -1,0 +1,135 @@
+"""Agents that reason, act in the world outside, and reflect on what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import count
+
+from pensieve.core.hint import Hint
+from pensieve.core.request import Length, Request, Sampling
+from pensieve.lab.workload.base import Arrival, Following, WorkloadContext, WorkloadPlan
+from pensieve.lab.workload.chance import uniform
+from pensieve.lab.workload.fields import at_least, positive_seconds, within_memory
+from pensieve.lab.workload.prose import prose
+from pensieve.serve.record import TurnRecord
+
+STAGES = ("reason", "reflect")
+ACT_SPREAD = 0.2
+
+
+class AgentsWorkload:
+    """N agents on one engine (load "closed"), each a conversation that goes through `steps` rounds of three stages.
+
+    Reason sends a prompt; Act waits for the world, `act_s` seconds give or take a tenth, and asks the model nothing;
+    Reflect sends only what the world answered, and its context is everything said before. The next Reason follows the
+    reflection at once. Each turn carries its stage as phase and label, and as a hint the tool and its mean seconds.
+
+    agents: how many at once. reason_tokens, observation_tokens: lengths of the prompts; reason_output, reflect_output: of
+        the replies. warmup: one Reason and one Reflect of as many agents, phase "warmup", without the Act between.
+    timeout_s: a turn is cancelled this long after it was due; None: never.
+
+    cache.gpu is the memory limit, on a CPU too: contexts beyond it are evicted or recomputed, as the baseline does it. A
+    turn whose own context does not fit is out of memory: it is refused, counted as oom_turns, and its agent ends. Raises
+    ConfigError for a field that is out of range.
+    """
+
+    def __init__(
+        self,
+        context: WorkloadContext,
+        *,
+        agents: int = 4,
+        act_s: float = 10.0,
+        steps: int = 3,
+        reason_tokens: int = 192,
+        reason_output: int = 32,
+        observation_tokens: int = 64,
+        reflect_output: int = 24,
+        timeout_s: float | None = None,
+    ) -> None:
+        at_least("agents", agents, 1, whole=True)
+        at_least("act_s", act_s, 0)
+        at_least("steps", steps, 1, whole=True)
+        self._prompts = {"reason": reason_tokens, "reflect": observation_tokens}
+        self._outputs = {"reason": reason_output, "reflect": reflect_output}
+        for stage, prompt, output in zip(
+            STAGES, ("reason_tokens", "observation_tokens"), ("reason_output", "reflect_output"), strict=True
+        ):
+            at_least(prompt, self._prompts[stage], 1, whole=True)
+            at_least(output, self._outputs[stage], 1, whole=True)
+        positive_seconds("timeout_s", timeout_s)
+        self._context = context
+        tokens = steps * (sum(self._prompts.values()) + sum(self._outputs.values()))
+        within_memory("agents", agents, 2 * steps, tokens, context.memory_bytes)
+        self._agents, self._act_s, self._steps, self._timeout_s = agents, act_s, steps, timeout_s
+        self._warming = agents
+        self._ids = count(1)
+
+    def describe(self) -> WorkloadPlan:
+        longest = self._steps * (sum(self._prompts.values()) + sum(self._outputs.values())) - 1
+        return WorkloadPlan(
+            load="closed",
+            sessions=self._agents,
+            turns=2 * self._agents * (self._steps + 1),
+            working_set_tokens=self._agents * longest,
+            warmup_turns=2 * self._agents,
+            facts={
+                "agents": self._agents,
+                "act_s": self._act_s,
+                "steps": self._steps,
+                # Not "longest_conversation_tokens": running out of memory is something to measure here, not to refuse.
+                "longest_context_tokens": longest,
+            },
+        )
+
+    def start(self) -> Iterable[Arrival]:
+        return [self._arrival(f"warmup-{agent}", 1, 0.0) for agent in range(self._agents)]
+
+    def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
+        assert turn.finished_s is not None
+        now = turn.finished_s
+        if turn.session.startswith("warmup-"):
+            if turn.status == "completed" and turn.turn == 1:
+                return [self._arrival(turn.session, 2, now)]
+            self._warming -= 1
+            return [self._arrival(f"agent-{a}", 1, now) for a in range(self._agents)] if self._warming == 0 else []
+        if turn.status != "completed" or turn.turn == 2 * self._steps:
+            return []
+        acting = turn.turn % 2 == 1
+        return [
+            self._arrival(turn.session, turn.turn + 1, now + (self._act(turn.session, turn.turn) if acting else 0.0))
+        ]
+
+    def foresee(self, session: str, turn: int) -> Following | None:
+        if session.startswith("warmup-"):
+            return None
+        if turn == 2 * self._steps:
+            return Following(math.inf)
+        return Following(self._act(session, turn) if turn % 2 == 1 else 0.0, ((session, turn + 1),))
+
+    def _act(self, session: str, turn: int) -> float:
+        spread = ACT_SPREAD * (uniform(self._context.seed, "act", session, turn) - 0.5)
+        return self._act_s * (1.0 + spread)
+
+    def _hint(self, turn: int) -> Hint:
+        """What an agent's harness knows: its tool and how long that takes on average; after a reflection it goes on at once,
+        after the last one not at all."""
+        if turn % 2 == 1:
+            return Hint("tool_use", "act", expected_s=self._act_s)
+        return Hint("end_turn") if turn == 2 * self._steps else Hint(expected_s=0.0)
+
+    def _arrival(self, session: str, turn: int, at_s: float) -> Arrival:
+        stage = STAGES[(turn - 1) % 2]
+        warming = session.startswith("warmup-")
+        request = Request(
+            id=next(self._ids),
+            session=session,
+            turn=turn,
+            prompt=prose(self._context, self._prompts[stage], session, turn),
+            output=Length(self._outputs[stage]),
+            sampling=Sampling(seed=self._context.seed),
+            phase="warmup" if warming else stage,
+            label="" if warming else stage,
+            hint=self._hint(turn),
+        )
+        return Arrival(at_s, request, None if self._timeout_s is None else at_s + self._timeout_s)

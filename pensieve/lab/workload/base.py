@@ -1,0 +1,187 @@
+"""Who asks what, when: the Workload protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+from pensieve.core.request import Request, TokenArray, tokens_of
+from pensieve.serve.chat_template import ChatTemplate, user_line
+from pensieve.serve.record import TurnRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request to submit at `at_s` (seconds since the replay began); cancelled as a timeout at deadline_s.
+
+    prompt: builds the request's prompt when it is due. Traces use it: all of their prompts at once would fill the memory.
+    """
+
+    at_s: float
+    request: Request
+    deadline_s: float | None = None
+    prompt: Callable[[], TokenArray[int]] | None = None
+
+    def due(self) -> Request:
+        """The request with its prompt."""
+        return self.request if self.prompt is None else replace(self.request, prompt=self.prompt())
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadContext:
+    """What a workload may know of the system it loads.
+
+    gpu_tokens: size of the GPU tier that `workload.pressure` is a multiple of; the same for every baseline of a sweep.
+    """
+
+    seed: int
+    gpu_tokens: int
+    cpu_tokens: int
+    max_context: int
+    vocab: int
+    encode: Any  # Callable[[str], Sequence[int]]
+    force_lengths: bool
+    """True where the weights are random: outputs then have lengths given by the workload, never an end of sequence."""
+    chat: ChatTemplate | None = None
+    """How the model reads conversations; None: as plain lines."""
+    memory_bytes: int | None = None
+    """Free memory of this machine, beyond which no conversations are written; None: not known."""
+    byte_tokens: bool = False
+    """Text is read as bytes: the model has no tokenizer on this machine."""
+    stateless_capacity: Callable[[Sequence[tuple[int, int]]], float] | None = None
+    """Requests a second that stateless serving could finish here, from (prompt, reply) tokens of requests; None: nobody
+    knows before it is measured, as on a real device."""
+
+    def message(self, text: str, first: bool) -> TokenArray[int]:
+        """A user's message as the model reads it: the first of a conversation, or one that follows a reply and ends it."""
+        if self.chat is None:
+            return tokens_of(list(self.encode(user_line(text, first))))
+        return tokens_of(self.chat.opening(text) if first else self.chat.following(text, None))
+
+
+def said_end(turn: TurnRecord | None) -> int | None:
+    """The end-of-sequence token that the model sampled itself at the end of its reply."""
+    return turn.token_ids[-1] if turn is not None and turn.finish_reason == "eos" and turn.token_ids else None
+
+
+def unless_said(message: TokenArray[int], end: int | None) -> TokenArray[int]:
+    """The message without the token that ends the reply before it, where the reply has it already (`said_end`)."""
+    return message[1:] if message and message[0] == end else message
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadPlan:
+    """What a workload says of itself before it runs; recorded with the trial and printed by workload.inspect=true.
+
+    load: open, closed or partly open. turns: how many will be submitted, where known (for the progress bar).
+    warmup_turns: of these, those that are not measured (request.is_measured).
+    working_set_tokens: KV tokens of all conversations at their longest. cache_state: what the cache holds of the measured
+    conversations at their first measured turn: cold (nothing), primed (what the warm-up put there), carried (what an
+    earlier run left); checked after the run, and a mismatch invalidates the trial.
+    until_first_user: nothing is sent any more once the first user (load "closed") has nothing left to ask.
+    """
+
+    load: str
+    sessions: int
+    turns: int | None
+    working_set_tokens: int
+    warmup_turns: int
+    cache_state: str = "cold"
+    until_first_user: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def cut_by_context(plans: Iterable[Mapping[str, Any]]) -> str:
+    """What the model's context took from these workloads (WorkloadPlan.facts of each), in words; empty where it took nothing
+    or where nobody counts."""
+    counted = ("conversations_cut_by_context", "turns_cut_by_context", "conversations_too_long_for_the_context")
+    sums = dict.fromkeys(("conversations", *counted), 0)
+    for facts in plans:
+        for name in sums:
+            found = facts.get(name) or 0
+            sums[name] += (
+                sum(found.values()) if isinstance(found, Mapping) else int(found)
+            )  # some count by class of user
+    ended, turns, left_out = (sums[name] for name in counted)
+    never = f" ({turns:,} turns are never asked)" if turns else ""
+    told = [f"{ended:,} of {sums['conversations']:,} conversations end early{never}"] if ended else []
+    told += [f"{left_out:,} conversations are left out, whose first prompt does not fit"] if left_out else []
+    return " and ".join(told)
+
+
+def context_cuts(where: str) -> str:
+    """The sentence about one or several `cut_by_context`."""
+    return (
+        f"The model's context cuts the load: {where}. To ask all of it, choose a model with a longer context; simulated, "
+        "model.architecture.max_position_embeddings may be raised."
+    )
+
+
+BYTE_TOKENS = (
+    "Tokens are bytes here, about four to a real token: lengths and cache sizes come out four times too large. Install a "
+    "tokenizer: `hf download MODEL tokenizer.json tokenizer_config.json`, then model.tokenizer=MODEL (or a folder that "
+    "holds one)."
+)
+
+
+def bytes_fact(context: WorkloadContext) -> dict[str, Any]:
+    """For WorkloadPlan.facts of a workload that reads recorded text."""
+    return {"tokens": "bytes"} if context.byte_tokens else {}
+
+
+def byte_notes(facts: Mapping[str, Any]) -> list[str]:
+    """The sentence that goes wherever this load's lengths are shown; none where a tokenizer made them."""
+    return [BYTE_TOKENS] if facts.get("tokens") == "bytes" else []
+
+
+class Workload(Protocol):
+    """Built anew for each trial from (config, WorkloadContext); deterministic in the seed."""
+
+    def describe(self) -> WorkloadPlan: ...
+
+    def start(self) -> Iterable[Arrival]: ...
+
+    def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
+        """Called with every finished turn (also failed ones): think time, sleeps, warm-up barriers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """What the end of a turn can bring, whatever becomes of it: of these turns, (session, number), some or none, and nothing
+    sooner than `pause_s` after it."""
+
+    pause_s: float
+    turns: tuple[tuple[str, int], ...] = ()
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """A workload that knows what comes after a turn that has not ended, be it under way or still to come itself."""
+
+    def foresee(self, session: str, turn: int) -> Following | None:
+        """The same whenever it is asked. None: anything, at once."""
+
+
+@runtime_checkable
+class KnowsUsers(Protocol):
+    """A workload whose conversations may wait for others, so that a turn with nothing following is no user's last."""
+
+    def out_of_work(self, turn: TurnRecord, following: Sequence[Arrival]) -> bool: ...
+
+
+@runtime_checkable
+class KnowsEnds(Protocol):
+    """A workload that can say of a conversation that nothing more will be asked of it, and that none begins as it does."""
+
+    def is_over(self, turn: TurnRecord) -> bool:
+        """Whether no turn follows this one, which has finished, but those that were given out already."""
+        ...
+
+
+def out_of_work(workload: Workload, turn: TurnRecord, following: Sequence[Arrival]) -> bool:
+    """Whether some user has nothing left to ask after this turn, which `following` follows."""
+    if isinstance(workload, KnowsUsers):
+        return workload.out_of_work(turn, following)
+    return not following

@@ -1,0 +1,105 @@
+"""One short prompt, many new tokens, nobody else: how fast does it decode?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+from pathlib import Path
+
+from pensieve.core.request import Length, Request, Sampling, tokens_of
+from pensieve.errors import ConfigError
+from pensieve.lab.workload.base import Arrival, WorkloadContext, WorkloadPlan
+from pensieve.lab.workload.fields import at_least, positive_seconds
+from pensieve.lab.workload.prose import prose
+from pensieve.serve.record import TurnRecord
+
+
+class DecodeWorkload:
+    """The same prompt `iterations` times, one request at a time (load "closed"), each in a conversation of its own.
+
+    prompt_tokens: its length. prompt_path: a text file to use instead, whole. new_tokens: of each output.
+    discard: the first iterations are phase "warmup", the others "throughput".
+    timeout_s: a request is cancelled this long after it was due; None: never.
+
+    total_ms is arrival to last token, per_token_ms that divided by the tokens. An engine that shares prefixes between
+    conversations finds the prompt again, as it would in production. Raises ConfigError for a field that is out of range.
+    """
+
+    def __init__(
+        self,
+        context: WorkloadContext,
+        *,
+        prompt_tokens: int = 72,
+        prompt_path: str | None = None,
+        new_tokens: int = 50,
+        iterations: int = 30,
+        discard: int = 5,
+        timeout_s: float | None = None,
+    ) -> None:
+        for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("discard", discard)):
+            at_least(name, value, 1, whole=True)
+        at_least("iterations", iterations, discard + 1, whole=True)
+        positive_seconds("timeout_s", timeout_s)
+        self._context = context
+        self._prompt = (
+            prose(context, prompt_tokens, "decode")
+            if prompt_path is None
+            else tokens_of(list(context.encode(_text(prompt_path))))
+        )
+        whole = len(self._prompt) + new_tokens
+        if whole > context.max_context:
+            raise ConfigError(
+                f"Prompt and output are {len(self._prompt)} + {new_tokens} tokens, and the model's context is "
+                f"{context.max_context}; use a shorter prompt or a smaller workload.new_tokens."
+            )
+        self._new_tokens, self._iterations, self._discard = new_tokens, iterations, discard
+        self._timeout_s = timeout_s
+        self._ids = count(1)
+
+    def describe(self) -> WorkloadPlan:
+        whole = len(self._prompt) + self._new_tokens - 1
+        return WorkloadPlan(
+            load="closed",
+            sessions=self._iterations - self._discard,
+            turns=self._iterations,
+            working_set_tokens=whole,  # one conversation at a time; finished ones are never asked again
+            warmup_turns=self._discard,
+            facts={
+                "prompt_tokens": len(self._prompt),
+                "new_tokens": self._new_tokens,
+                "requests_at_once": 1,
+                "n_ctx": self._context.max_context,
+                "longest_conversation_tokens": whole,
+            },
+        )
+
+    def start(self) -> Iterable[Arrival]:
+        return [self._arrival(0, 0.0)]
+
+    def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
+        assert turn.finished_s is not None
+        following = turn.iteration + 1
+        return [self._arrival(following, turn.finished_s)] if following < self._iterations else []
+
+    def _arrival(self, iteration: int, at_s: float) -> Arrival:
+        request = Request(
+            id=next(self._ids),
+            session=f"iteration-{iteration}",
+            turn=1,
+            prompt=self._prompt[:],
+            output=Length(self._new_tokens),
+            sampling=Sampling(seed=self._context.seed),
+            phase="warmup" if iteration < self._discard else "throughput",
+            iteration=iteration,
+        )
+        return Arrival(at_s, request, None if self._timeout_s is None else at_s + self._timeout_s)
+
+
+def _text(path: str) -> str:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"workload.prompt_path={path} cannot be read as text: {error}.") from error
+    if not text.strip():
+        raise ConfigError(f"workload.prompt_path={path} is empty; write the prompt into it.")
+    return text

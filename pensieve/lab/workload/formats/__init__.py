@@ -1,0 +1,85 @@
+"""Public formats of recorded requests, one file each: `read(reader)` gives a Recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pensieve.errors import ConfigError
+from pensieve.lab.workload.formats import (
+    agent_jsonl,
+    azure,
+    burstgpt,
+    lmbenchmark,
+    mooncake,
+    mt_bench,
+    mt_bench_101,
+    openai_jsonl,
+    qwen_bailian,
+    ragpulse,
+    sharegpt,
+    weka,
+)
+from pensieve.lab.workload.formats.reading import OnMalformed, Reader
+from pensieve.lab.workload.recording import Recording
+
+FORMATS: dict[str, Callable[[Reader], Recording]] = {
+    "openai_jsonl": openai_jsonl.read,
+    "sharegpt": sharegpt.read,
+    "lmbenchmark": lmbenchmark.read,
+    "agent_jsonl": agent_jsonl.read,
+    "weka": weka.read,
+    "mooncake": mooncake.read,
+    "qwen_bailian": qwen_bailian.read,
+    "ragpulse": ragpulse.read,
+    "azure": azure.read,
+    "burstgpt": burstgpt.read,
+    "mt_bench": mt_bench.read,
+    "mt_bench_101": mt_bench_101.read,
+}
+_FIELDS = {
+    "openai_jsonl": {"messages"},
+    "lmbenchmark": {"input", "output_length"},
+    "agent_jsonl": {"session_id", "input", "output"},
+    "weka": {"requests", "block_size"},
+    "qwen_bailian": {"chat_id", "parent_chat_id"},
+    "ragpulse": {"session_id", "hash_ids"},
+    "mooncake": {"input_length", "hash_ids"},
+    "azure": set(azure.COLUMNS),
+    "burstgpt": set(burstgpt.COLUMNS),
+    "mt_bench": {"question_id", "turns"},
+    "mt_bench_101": {"history"},
+}
+"""What the first entry of a file has, by format, the first match first. ShareGPT's has one of several."""
+
+
+def load(path: str | Path, format: str | None = None, on_malformed: OnMalformed = "fail") -> Recording:
+    """Read recorded requests; format=None: the one that the first entry looks like.
+
+    Raises ConfigError for an unknown format or a path that is not there, MalformedInput for what is in it.
+    """
+    if format is not None and format not in FORMATS:
+        raise ConfigError(f"workload.format={format!r} is unknown; choose one of {', '.join(FORMATS)}.")
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise ConfigError(f"workload.path={path} does not exist; give the file (or folder) of the recorded requests.")
+    format = format or _format_of(Reader(found, on_malformed))
+    recording = FORMATS[format](Reader(found, on_malformed))
+    if not recording.conversations:
+        raise ConfigError(
+            f"workload.path={path} holds no request in the format {format}; is it another workload.format?"
+        )
+    return recording
+
+
+def _format_of(reader: Reader) -> str:
+    fields = reader.first_fields()
+    for name, needed in _FIELDS.items():
+        if needed <= fields:
+            return name
+    if fields & {"conversations", "data"}:
+        return "sharegpt"
+    raise ConfigError(
+        f"The format of workload.path={reader.path} cannot be told from its first entry; say which it is with "
+        f"workload.format={'|'.join(FORMATS)}."
+    )

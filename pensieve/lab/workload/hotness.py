@@ -1,0 +1,97 @@
+"""Users who come back at different speeds: who profits from a cache that remembers?"""
+
+from __future__ import annotations
+
+from itertools import chain, count
+
+from pensieve.errors import ConfigError
+from pensieve.lab.workload.base import Arrival, WorkloadContext, WorkloadPlan
+from pensieve.lab.workload.chance import uniform
+from pensieve.lab.workload.fields import at_least, positive_seconds, within_memory
+from pensieve.lab.workload.script import Script, ScriptWriter
+from pensieve.lab.workload.talk import Talks
+from pensieve.serve.record import TurnRecord
+
+INTERVALS = {"hot": 0.3, "warm": 1.0, "cold": 2.5}
+"""Of each class, its request interval in multiples of `request_interval`."""
+
+
+class HotnessWorkload(Talks[Script]):
+    """N users at once, a third of them hot, a third warm, a third cold (load "closed").
+
+    A user sends the next message `request_interval` x 0.3 (hot), x 1.0 (warm) or x 2.5 (cold) seconds after the reply,
+    give or take half of it, fixed by (seed, session, turn). Every turn carries its class as label.
+
+    users: the first third is hot, the next warm, the last cold; one user is hot, two are hot and warm.
+    turns: turns a conversation; the same for all classes, so that their contexts are equally long.
+    conversations: of each cold user, one after another. Warm and hot users have more of them, in inverse ratio to their
+        intervals, so that all classes are done at about the same time.
+    max_new_tokens: a reply has the words that the text suggests, one token a word, but at most this many. free: replies
+        end where the model ends them, which real weights are needed for.
+    warmup_turns: at least one a user, phase "warmup", at the measured concurrency and in conversations of their own.
+    timeout_s: a turn is cancelled this long after it was due; None: never.
+
+    Raises ConfigError for a field that is out of range.
+    """
+
+    def __init__(
+        self,
+        context: WorkloadContext,
+        *,
+        users: int = 6,
+        request_interval: float = 0.5,
+        turns: int = 8,
+        conversations: int = 1,
+        max_new_tokens: int = 12,
+        warmup_turns: int = 6,
+        timeout_s: float | None = None,
+        free: bool = False,
+    ) -> None:
+        for name, value in (("users", users), ("turns", turns), ("conversations", conversations)):
+            at_least(name, value, 1, whole=True)
+        at_least("max_new_tokens", max_new_tokens, 1, whole=True)
+        at_least("warmup_turns", warmup_turns, 1, whole=True)
+        at_least("request_interval", request_interval, 0)
+        positive_seconds("timeout_s", timeout_s)
+        if free and context.force_lengths:
+            raise ConfigError("workload.free=true needs a trained model; with random weights leave it false.")
+        within_memory("users", users * conversations, turns, 0, context.memory_bytes)
+        self._context = context
+        self._request_interval = request_interval
+        self._timeout_s = timeout_s
+        self._free = free
+        self._writer = writer = ScriptWriter(context, max_new_tokens, free)
+        self._labels = [class_of(user, users) for user in range(users)]
+        numbers = count()
+        shares = [
+            [writer.write(next(numbers), turns, label=label) for _ in range(conversations * _share(label))]
+            for label in self._labels
+        ]
+        super().__init__(writer.warmup(max(warmup_turns, users), users), list(chain(*shares)), shares)
+
+    def describe(self) -> WorkloadPlan:
+        seconds = {label: factor * self._request_interval for label, factor in INTERVALS.items()}
+        facts = {
+            "users": {label: self._labels.count(label) for label in INTERVALS},
+            "request_interval_s": {label: round(value, 6) for label, value in seconds.items()},
+            "conversations": {label: sum(s.label == label for s in self._measured) for label in INTERVALS},
+            "conversations_cut_by_context": sum(script.cut for script in self._measured),
+        }
+        return self._plan("closed", self._free, facts)
+
+    def _pause_s(self, script: Script, turn: int) -> float:
+        spread = 0.5 + uniform(self._context.seed, "interval", script.session, turn)
+        return self._request_interval * INTERVALS[script.label] * spread
+
+    def _arrival(self, script: Script, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
+        return self._writer.arrival(script, turn, at_s, self._timeout_s, before)
+
+
+def class_of(user: int, users: int) -> str:
+    """The class of user `user` (from 0) among `users`: thirds in the order hot, warm, cold."""
+    return list(INTERVALS)[user * len(INTERVALS) // users]
+
+
+def _share(label: str) -> int:
+    """How many conversations a user of this class has for each one of a cold user: the ratio of the intervals, rounded."""
+    return int(INTERVALS["cold"] / INTERVALS[label] + 0.5)

@@ -1,0 +1,122 @@
+"""What a file of recorded requests holds, whatever its format: conversations of calls, nothing tokenised yet."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from pensieve.core.hint import Hint
+from pensieve.core.request import TokenArray
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text; its tokens depend on the model's tokenizer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """`tokens` tokens in blocks of `block_tokens`, of which only hashes are known: equal hash, equal tokens.
+
+    hashes: signed 64-bit numbers. Tokens beyond the last of them occur nowhere else.
+    """
+
+    hashes: TokenArray[int]
+    block_tokens: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Pieces of different lengths, of which only hashes are known: (hash, tokens) each."""
+
+    pieces: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """So many tokens that occur nowhere else."""
+
+    tokens: int
+
+
+Content = Text | Blocks | Parts | Count
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request. at_s: seconds after the file's first one; None where the format has no times. order: its place among
+    the file's requests, which decides between equal times.
+
+    continues: `content` is the new message only; otherwise it is the whole prompt. reply: the recorded answer, of which
+    only the length is used: a number of tokens, or a text; None: the format has none.
+    pause_s: where the format has it, seconds from the reply before it to this request; of the first call of a conversation
+    that another one began, from that one's reply. waits_for: conversations that must be over before it, from whose last end
+    the pause counts if that is later. hint: what a client knew at the end of this reply.
+    """
+
+    content: Content
+    reply: int | Text | None
+    at_s: float | None = None
+    continues: bool = True
+    order: int = 0
+    pause_s: float | None = None
+    waits_for: tuple[str, ...] = ()
+    hint: Hint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The conversation that began another one, and the turn (from 1) after whose reply it did."""
+
+    conversation: str
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """begun: None: a person, or whoever the format does not name."""
+
+    id: str
+    calls: tuple[Call, ...]
+    begun: Begun | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """conversations: in order of their first call. rule: which requests make a conversation, and what their prompts
+    share; goes into the record. malformed: lines left out; examples: the first of them, with file, line and reason.
+    one_clock: times count from the first request of the file; if not, from that of each conversation, and nobody knows when
+    one began beside another.
+    """
+
+    format: str
+    conversations: tuple[Conversation, ...]
+    rule: str
+    malformed: int = 0
+    examples: tuple[str, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+    one_clock: bool = True
+
+    @property
+    def requests(self) -> int:
+        return sum(len(conversation.calls) for conversation in self.conversations)
+
+    @property
+    def timed(self) -> bool:
+        """Every request can be sent at its own time."""
+        return self.one_clock and all(
+            call.at_s is not None for conversation in self.conversations for call in conversation.calls
+        )
+
+
+def has_text(recording: Recording) -> bool:
+    """Whether lengths depend on the tokenizer that reads it."""
+    return any(isinstance(call.content, Text) for one in recording.conversations for call in one.calls)
+
+
+def hashes_of(values: list[int]) -> TokenArray[int]:
+    return array("q", values)

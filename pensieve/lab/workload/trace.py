@@ -1,0 +1,274 @@
+"""Recorded requests, replayed: at their own times where the format has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pensieve.errors import ConfigError
+from pensieve.lab.workload.base import WorkloadContext, bytes_fact
+from pensieve.lab.workload.chance import PART_RULE, part_of, shuffled
+from pensieve.lab.workload.fields import at_least, positive_seconds
+from pensieve.lab.workload.fit import Dialogue, Fit, fitted, warmups
+from pensieve.lab.workload.formats import load
+from pensieve.lab.workload.formats.reading import OnMalformed
+from pensieve.lab.workload.outliers import without_outliers
+from pensieve.lab.workload.playback import Pauses, Playback, Poisson, Recorded, Users
+from pensieve.lab.workload.recording import Conversation, Recording, has_text
+from pensieve.lab.workload.reuse import block_reuse, recorded_blocks
+from pensieve.lab.workload.sharegpt import WARMUP_SIDE_BY_SIDE, arrivals_of
+
+
+def trace_workload(
+    context: WorkloadContext,
+    *,
+    path: str | None = None,
+    format: str | None = None,
+    on_malformed: OnMalformed = "fail",
+    time_scale: float = 1.0,
+    window_start_s: float = 0.0,
+    window_s: float | None = None,
+    conversations: int | None = None,
+    part: str | None = None,
+    min_turns: int = 1,
+    max_turns: int | None = None,
+    max_new_tokens: int | None = None,
+    max_context: int | None = None,
+    request_rate: float = 1.0,
+    users: int | Literal["all"] | None = None,
+    until: Literal["end", "first_user"] = "end",
+    think_time_s: float = 60.0,
+    think_scale: float = 1.0,
+    think_cap_s: float | None = None,
+    hint: Literal["recorded", "none"] = "recorded",
+    warmup_turns: int = 4,
+    timeout_s: float | None = None,
+) -> Playback:
+    """Replay a file of recorded requests. format: see pensieve.lab.workload.formats; None: as the first entry looks.
+
+    A format with times is replayed open-loop: each request is sent at its recorded time x time_scale after the first
+    one, whatever the system does (0.5: twice the load). Its requests carry their whole prompts, or continue where the
+    format's rule says so. A format without times (texts), or with times of each session alone (weka), is replayed as
+    conversations that arrive as a Poisson process at request_rate / mean turns (load "partly open"), or by `users` who have
+    one after another and all start at once (load "closed"; "all": as many as there are conversations). The next turn comes
+    after the reply and a pause: the recorded one x think_scale, at most think_cap_s; where none is recorded, think_time_s
+    (mean, exponential).
+
+    window_start_s, window_s: of a timed file, only requests in [start, start + length) of recorded seconds. A
+        conversation that continues from before the window is left out where its requests carry no whole prompt.
+    conversations: a sample of so many whole conversations, drawn by the seed; None: all.
+    part: "1/2" leaves the conversations out that chance.part_of puts into the second of two parts, whatever the seed; so a
+        setting can be found on one part and reported on another. None: all.
+    min_turns, max_turns: shorter conversations are left out, longer ones cut. max_new_tokens: cap on a reply. Replies
+        have the recorded length and end of sequence is ignored, since the recorded times assume them.
+    max_context: a conversation ends before the call whose prompt and reply need more tokens than this, or than the
+        model's context; all are counted.
+    until: "first_user" sends nothing any more once the first user has nothing left to ask, as MLPerf's rule for agents
+        measures; the load must be closed. (Its other rule, no reuse between sessions, is cache_state=salted.)
+    hint: "recorded": requests say what their clients knew (Hint), where the format has it; "none": they say nothing.
+    on_malformed: a line that cannot be read, or a time far from all others, ends the trial ("fail") or is left out and
+        counted ("skip").
+
+    Raises ConfigError for a field out of range, MalformedInput for a file or line that cannot be read.
+    """
+    if path is None:
+        raise ConfigError("workload=trace needs workload.path=FILE, the recorded requests; set it.")
+    at_least("window_start_s", window_start_s, 0)
+    at_least("min_turns", min_turns, 1, whole=True)
+    at_least("warmup_turns", warmup_turns, 1, whole=True)
+    at_least("think_time_s", think_time_s, 0)
+    limits = {"max_turns": max_turns, "max_new_tokens": max_new_tokens, "max_context": max_context}
+    for name, whole in {"conversations": conversations, **limits}.items():
+        if whole is not None:
+            at_least(name, whole, 1, whole=True)
+    if max_turns is not None:
+        at_least("max_turns", max_turns, min_turns, whole=True, than="min_turns")
+    for name, positive in (("time_scale", time_scale), ("request_rate", request_rate)):
+        if not positive > 0:
+            raise ConfigError(f"workload.{name}={positive} must be a positive number.")
+    positive_seconds("window_s", window_s)
+    positive_seconds("timeout_s", timeout_s)
+    if max_context is not None:
+        context = replace(context, max_context=min(context.max_context, max_context))
+    at_least("think_scale", think_scale, 0)
+    if think_cap_s is not None:
+        at_least("think_cap_s", think_cap_s, 0)
+    _one_of("until", until, ("end", "first_user"))
+    if hint not in ("recorded", "none"):
+        raise ConfigError(
+            f"workload.hint={hint!r} is neither recorded nor none. What a perfect or a noisy hint is worth is measured with "
+            "eviction=oracle_hint or eviction=noisy_hint, which read the schedule."
+        )
+    recording, reuse = _read(path, format, on_malformed, _versions(path))
+    inside, begun_before = windowed(recording, window_start_s, window_s)
+    outliers = 0
+    if recording.timed:
+        inside, outliers = without_outliers(inside, on_malformed, path)
+        if users is not None:
+            raise ConfigError(
+                f"workload.format={recording.format} has a time for each request; leave workload.users alone."
+            )
+    chosen, parts = _part(part)
+    people = [one for one in inside if one.begun is None and part_of(one.id, parts) == chosen]
+    if not people:
+        raise ConfigError(f"workload.part={part} has no conversation; leave it null.")
+    order = shuffled(len(people), context.seed, "conversations") if conversations else range(len(people))
+    fit = Fit(context, max_turns, max_new_tokens)
+    measured, left_out = fitted([people[i] for i in order], fit, min_turns=min_turns, wanted=conversations)
+    begun, never = begun_by(measured, inside, fit)
+    pauses = Pauses(0.0 if _has_pauses(recording) else think_time_s, think_scale, think_cap_s)
+    arrivals: Recorded | Poisson | Users = Recorded(time_scale)
+    rates: dict[str, Any] = {}
+    if not recording.timed:
+        arrivals, rates = arrivals_of(measured, len(measured) if users == "all" else users, request_rate)
+        rates |= {"think_scale": think_scale, "think_cap_s": think_cap_s} if _has_pauses(recording) else {}
+        rates |= {} if _has_pauses(recording) else {"think_time_s": think_time_s}
+    if until == "first_user" and not isinstance(arrivals, Users):
+        raise ConfigError(
+            "workload.until=first_user needs users who all start at once; set workload.users=all or a number."
+        )
+    facts: dict[str, Any] = {
+        "source": Path(path).name,
+        "format": recording.format,
+        "rule": recording.rule,
+        "requests_in_file": recording.requests,
+        "conversations_in_file": len(recording.conversations),
+        "malformed_lines": recording.malformed,
+        "malformed_examples": list(recording.examples),
+        **recording.facts,
+        **(bytes_fact(context) if has_text(recording) else {}),
+        **({"part": part, "part_rule": PART_RULE} if part else {}),
+        "conversations_begun_before_the_window": begun_before,
+        "requests_far_from_all_others": outliers,
+        **left_out,
+        **({"begun_by_others": len(begun), "begun_by_others_left_out": never} if begun or never else {}),
+        "until": until,
+        "hint": hint,
+        **rates,
+        **(_timing(recording, time_scale, window_start_s, window_s) if recording.timed else {}),
+        **reuse,
+    }
+    return Playback(
+        context,
+        warmups(measured, warmup_turns, WARMUP_SIDE_BY_SIDE, context),
+        [*measured, *begun],
+        arrivals,
+        pauses=pauses,
+        free=False,
+        timeout_s=timeout_s,
+        facts=facts,
+        first_user_ends=until == "first_user",
+        hints=hint == "recorded",
+    )
+
+
+def _part(text: str | None) -> tuple[int, int]:
+    """ "2/3" as (2, 3); everything as (1, 1). Raises ConfigError."""
+    found = re.fullmatch(r"([1-9][0-9]?)/([1-9][0-9]?)", text or "1/1")
+    chosen, parts = (int(found[1]), int(found[2])) if found else (1, 0)
+    if chosen > parts:
+        raise ConfigError(f"workload.part={text!r} is none; 1/2 is the first of two parts, 2/2 the second.")
+    return chosen, parts
+
+
+def begun_by(
+    measured: Sequence[Dialogue], conversations: Sequence[Conversation], fit: Fit
+) -> tuple[list[Dialogue], int]:
+    """The dialogues that the measured ones began, and those again, and how many of those were left out since they or what
+    they come after do not fit."""
+    known = {dialogue.session: dialogue for dialogue in measured}
+    asked = set(known)
+    found: list[Dialogue] = []
+    left_out = 0
+    for one in conversations:  # a conversation comes behind the one that began it
+        if one.begun is None or one.begun.conversation not in asked:
+            continue
+        asked.add(one.id)
+        parent = known.get(one.begun.conversation)
+        dialogue = fit.dialogue(one) if parent is not None and one.begun.turn <= parent.turns else None
+        if dialogue is None:
+            left_out += 1
+            continue
+        known[one.id] = dialogue
+        found.append(dialogue)
+    return found, left_out
+
+
+def _has_pauses(recording: Recording) -> bool:
+    return any(call.pause_s is not None for one in recording.conversations for call in one.calls)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"workload.{name}={value!r} is unknown; choose one of {', '.join(allowed)}.")
+
+
+def windowed(recording: Recording, start_s: float, length_s: float | None) -> tuple[Sequence[Conversation], int]:
+    """The conversations' calls inside the window, and how many conversations were left out because they began before.
+
+    Raises ConfigError where there is nothing in it, or where a window is asked of a format without times.
+    """
+    if start_s == 0.0 and length_s is None:
+        return recording.conversations, 0
+    if not recording.timed:
+        raise ConfigError(f"workload.format={recording.format} has no times; leave window_start_s and window_s alone.")
+    end_s = float("inf") if length_s is None else start_s + length_s
+    inside: list[Conversation] = []
+    begun_before = 0
+    for conversation in recording.conversations:
+        calls = tuple(call for call in conversation.calls if start_s <= (call.at_s or 0.0) < end_s)
+        if not calls:
+            continue
+        if calls[0] is not conversation.calls[0] and any(call.continues for call in calls):
+            begun_before += 1
+            continue
+        inside.append(replace(conversation, calls=calls))
+    if not inside:
+        raise ConfigError(
+            f"No request of the trace lies in the window from {start_s:g} s on; choose another window_start_s or window_s."
+        )
+    return inside, begun_before
+
+
+def _timing(recording: Recording, scale: float, start_s: float, length_s: float | None) -> dict[str, Any]:
+    return {
+        "time_scale": scale,
+        "window_start_s": start_s,
+        "window_s": length_s,
+        "recorded_s": round(max(call.at_s or 0.0 for one in recording.conversations for call in one.calls), 3),
+    }
+
+
+def _versions(path: str) -> tuple[tuple[str, int, int], ...]:
+    """What says whether a file, or those of a folder, are still the same."""
+    root = Path(path).expanduser()
+    files = sorted(root.iterdir()) if root.is_dir() else [root] if root.exists() else []
+    return tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+
+
+@lru_cache(maxsize=1)
+def _read(
+    path: str, format: str | None, on_malformed: OnMalformed, versions: tuple[tuple[str, int, int], ...]
+) -> tuple[Recording, dict[str, Any]]:
+    """The recording, and what could be reused in it; once for all trials of a sweep. versions: of the files."""
+    recording = load(path, format, on_malformed)
+    return recording, _reuse(recording)
+
+
+def _reuse(recording: Recording) -> dict[str, Any]:
+    """What an unbounded cache of the trace's own blocks would find, over the whole file; nothing without hashes."""
+    requests, block_tokens = recorded_blocks(recording)
+    if not requests:
+        return {}
+    reuse = block_reuse(requests, block_tokens)
+    return {
+        "block_tokens": block_tokens,
+        "file_blocks": reuse.blocks,
+        "file_unique_blocks": reuse.unique_blocks,
+        "file_repeated_blocks_share": round(reuse.block_rate, 6),
+        "file_repeated_tokens_share": round(reuse.token_rate, 6),
+    }

@@ -1,0 +1,489 @@
+"""Many simulated replicas behind a router, on one virtual clock."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import count
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pensieve.core.clock import Clock, VirtualClock
+from pensieve.core.event import Event
+from pensieve.core.plan import StartReport
+from pensieve.core.request import Request, TokenArray
+from pensieve.lab.workload.base import Following
+from pensieve.lab.workload.chance import exponential
+from pensieve.plugins.cluster.migration import KvTransfer, Migration, lacking
+from pensieve.plugins.cluster.outlook import NEVER_NS, Outlook
+from pensieve.plugins.cluster.routing import LOAD_BLIND, Asked, Fleet, Router
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.base import Capabilities
+from pensieve.serve.systems.inline_system import InlineSystem
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """Each replica loses all it has about every `mean_s` seconds of being up (exponentially), and is back, empty, after
+    `restart_s`. mean_s None: none ever does."""
+
+    mean_s: float | None = None
+    restart_s: float = 30.0
+
+
+CHOICES_KEPT = 2**15
+"""A turn's replica is asked for when turns before it are announced, and when it is sent: of routers to which nothing that
+happens in between makes a difference, the answer is kept meanwhile."""
+
+COUNTED = ("moved_turns", "replica_failures", "restarted_requests", "migrated_turns")
+"""Counts of the cluster itself: 0 where there was none."""
+
+
+class Turn(NamedTuple):
+    """What a router reads of a request that is still to come."""
+
+    session: str
+    turn: int
+
+
+@dataclass(slots=True)
+class Replica:
+    """One engine of the cluster, on a clock of its own.
+
+    requests: that it was given, until the cluster tells of their end. computing: those of them that the engine has not
+    ended yet. lives: how many times it was begun; what an earlier life was about to tell is void.
+    """
+
+    number: int
+    system: InlineSystem
+    requests: dict[int, Request] = field(default_factory=dict)
+    computing: set[int] = field(default_factory=set)
+    up_ns: int = 0
+    lives: int = 1
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.requests)
+
+    @property
+    def now_ns(self) -> int:
+        return self.system.clock.now_ns()
+
+    def held_tokens(self, session: str) -> int:
+        places = self.system.places(session)
+        return (len(places) - places.count("-")) * self.system.chunk_tokens
+
+
+class _Group(NamedTuple):
+    """What stays of a Fleet as long as the same replicas are up; their loads are other ones at each request."""
+
+    members: list[Replica]
+    numbers: NDArray[np.uint64]
+    holding: Callable[[str], list[Replica]]
+
+
+class ClusterSystem:
+    """A System of engines that share nothing but what was said: the tokens of each conversation, in a log that outlives them.
+
+    `poll` steps whichever replica is the furthest behind, never beyond the earliest event that somebody outside could react
+    to, so nothing reaches a replica in its past. One replica behind a router is the single engine, call for call. A turn
+    that is served where its conversation's last one was is sent as it came; elsewhere the whole conversation is sent, and
+    what was said before counts as history (Request.known_tokens). What another replica holds of earlier turns stays there
+    until it is evicted, and is a hit if the conversation returns.
+
+    Where the caller announces what it will do (base.LooksAhead), a replica runs ahead of the others as far as nothing can
+    reach it (outlook.py), in windows as long as a single engine's; what becomes of each request is the same. What all of them
+    count and hold together at a moment (counters, gauges) is then read of each at its own time.
+
+    A replica that fails loses its KV and what it was computing. Its requests begin anew elsewhere, and each ends once.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], InlineSystem],
+        replicas: int,
+        router: Router,
+        *,
+        seed: int = 0,
+        failures: Failures | None = None,
+        migration: Migration | None = None,
+    ) -> None:
+        """migration: of the KV of conversations that are served elsewhere than before; None: it is computed again."""
+        self.clock: Clock = VirtualClock()
+        self.can = Capabilities()
+        self._make, self._router, self._seed = make, router, seed
+        self._failures = failures or Failures()
+        self._migration = migration
+        self._on_the_way: list[tuple[int, int, Request, KvTransfer]] = []  # ns, sequence
+        self._received: Counter[int] = Counter()  # tokens whose KV has arrived, by request
+        self._moved: set[int] = set()  # requests under way that were sent elsewhere than the turn before
+        self._replicas = [Replica(number, make()) for number in range(replicas)]
+        self._sequence = count()
+        self._behind: list[tuple[int, int]] = []  # clock and number of replicas that compute; outdated ones are skipped
+        self._events: list[tuple[int, int, int, int, Event]] = []  # ns, replica, sequence, the replica's life
+        self._finishes: list[tuple[int, int, int]] = []  # ns, replica, its life: what a caller may react to
+        self._failing: list[tuple[int, int]] = []  # ns, replica
+        self._said: dict[str, TokenArray[int]] = {}
+        self._home: dict[str, tuple[int, int]] = {}  # of each conversation, the replica of its last turn, and its life
+        self._served: dict[str, set[int]] = {}  # of each conversation, the replicas that were given turns of it
+        self._loads = np.zeros(replicas, np.int64)  # requests under way, by replica
+        self._all = self._group(self._replicas)
+        self._up, self._up_until_ns = self._all, 0  # who is up, and how long they are
+        blind = router in LOAD_BLIND and self._failures.mean_s is None
+        self._always = lru_cache(CHOICES_KEPT)(self._chosen_blindly) if blind else None
+        self._counted: Counter[str] = Counter()  # by replicas that have failed, and of the cluster itself
+        self._counts_windows = False
+        self._outlook: Outlook | None = None
+
+    # -- the System ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> StartReport:
+        reports = [replica.system.start() for replica in self._replicas]
+        for replica in self._replicas:
+            self._expect_failure(replica)
+        return replace(reports[0], settings={**reports[0].settings, **self.settings()})
+
+    def submit(self, request: Request) -> None:
+        now = self.clock.now_ns()
+        replica = self._replicas[self._choose(request, now)]
+        if self._outlook is not None:
+            self._outlook.sent(request, replica.number)
+        replica.requests[request.id] = request
+        self._loads[replica.number] += 1
+        sent = self._as_sent(request, replica)
+        transfer = None if sent is request else self._transfer(request, replica, now)
+        if transfer is None:
+            self._hand_over(sent, replica, now)
+        else:
+            heapq.heappush(self._on_the_way, (transfer.arrives_ns, next(self._sequence), sent, transfer))
+        self._home[request.session] = (replica.number, replica.lives)
+        self._served.setdefault(request.session, set()).add(replica.number)
+
+    def cancel(self, request_id: int, status: str) -> None:
+        for sent, transfer in self._stop_waiting(lambda sent, _: sent.id == request_id):
+            self._hand_over(sent, self._replicas[transfer.target], self.clock.now_ns())
+        for replica in self._replicas:
+            if request_id in replica.computing:
+                replica.system.cancel(request_id, status)
+
+    def poll(self, until_s: float | None) -> list[Event]:
+        bound = self._run(NEVER_NS if until_s is None else round(until_s * 1e9))
+        if bound == NEVER_NS:
+            return []
+        told = []
+        while self._events and self._events[0][0] <= bound:
+            _, number, _, life, event = heapq.heappop(self._events)
+            replica = self._replicas[number]
+            if replica.lives == life:
+                told.append(event)
+                if event.turn is not None:
+                    self._loads[number] -= 1
+                    self._note(replica.requests.pop(event.request_id), event.turn)
+                    self._count(event.request_id, event.turn)
+                    if self._outlook is not None:
+                        self._outlook.ended(event.request_id)
+        self._advance(bound)
+        if self._outlook is not None:
+            self._outlook.passed(bound)
+        return told
+
+    def count_windows(self) -> None:
+        """See InlineSystem.count_windows."""
+        self._counts_windows = True
+        for replica in self._replicas:
+            replica.system.count_windows()
+
+    def look_ahead(self, foresee: Callable[[str, int], Following | None]) -> None:
+        """See base.LooksAhead."""
+        if len(self._replicas) > 1:
+            self._outlook = Outlook(len(self._replicas), self._destination, foresee)
+
+    def announce(self, at_ns: int, request: Request | None) -> None:
+        """See base.LooksAhead."""
+        if self._outlook is not None:
+            self._outlook.announce(at_ns, request)
+
+    def expect(self, session: str, next_use_s: float | None) -> None:
+        number, life = self._home.get(session, (0, 0))
+        if self._replicas[number].lives == life:
+            self._replicas[number].system.expect(session, next_use_s)
+
+    def forget(self, session: str | None) -> None:
+        for replica in self._replicas:
+            replica.system.forget(session)
+        known: dict[str, Any]
+        for known in (self._said, self._home, self._served):
+            if session is None:
+                known.clear()
+            else:
+                known.pop(session, None)
+
+    def ended(self, session: str) -> None:
+        """See base.ForgetsEnded: each replica that has served it gives up what others do not need."""
+        for number in self._served.pop(session, ()):
+            self._replicas[number].system.ended(session)
+        self._said.pop(session, None)
+        self._home.pop(session, None)
+
+    def counters(self) -> dict[str, float]:
+        """Sums over the replicas, those that failed included; moved_turns: ended turns that were given to another replica
+        than the turn before, or to one that has failed since, whether or not that had KV of it; replica_failures,
+        restarted_requests. Of KV that has arrived with a conversation: sent_tokens and sent_bytes, migrated_turns, the ended
+        turns it came for, and migrated_tokens, for which the CPU tier there had room."""
+        found = Counter(dict.fromkeys(COUNTED, 0))
+        found.update(self._counted)
+        for replica in self._replicas:
+            found.update(replica.system.counters())
+        return dict(found)
+
+    def gauges(self) -> dict[str, tuple[float, str]]:
+        found: dict[str, tuple[float, str]] = {}
+        for replica in self._replicas:
+            for name, (value, unit) in replica.system.gauges().items():
+                found[name] = (found.get(name, (0.0, unit))[0] + value, unit)
+        under_way = [one.in_flight for one in self._replicas]
+        return {
+            **found,
+            "fullest_replica": (max(under_way), "requests"),
+            "requests_under_way": (sum(under_way), "requests"),
+        }
+
+    def settings(self) -> dict[str, Any]:
+        one, number = self._replicas[0].system.settings(), len(self._replicas)
+        sums = {
+            name: one[name] * number for name in ("gpu_tokens", "cpu_tokens", "disk_tokens", "gpu_bytes", "cpu_bytes")
+        }
+        return {**one, **sums, "replicas": number}
+
+    def close(self) -> None:
+        for replica in self._replicas:
+            replica.system.close()
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def _run(self, until: int) -> int:
+        """Run all replicas up to the first finish, or to `until`; returns the time that is now. NEVER_NS: nothing runs."""
+        while True:
+            bound = min(until, self._first_finish())
+            fails, arrives = self._next_failure, self._next_arrival
+            if self._first_behind() == NEVER_NS == min(bound, arrives):
+                return NEVER_NS
+            limit = min(bound, fails, arrives)
+            if self._first_behind() < limit:
+                self._step(limit)
+            elif fails < min(bound, arrives):
+                self._fail(*heapq.heappop(self._failing))
+            elif arrives < bound:
+                self._deliver(*heapq.heappop(self._on_the_way))
+            else:
+                break
+        if len(self._replicas) == 1:  # the caller waits for its step, as for a single engine's
+            return max(bound, self._replicas[0].now_ns)
+        return bound
+
+    @property
+    def _next_failure(self) -> int:
+        return self._failing[0][0] if self._failing else NEVER_NS
+
+    @property
+    def _next_arrival(self) -> int:
+        """Of KV."""
+        return self._on_the_way[0][0] if self._on_the_way else NEVER_NS
+
+    def _first_behind(self) -> int:
+        while self._behind:
+            ns, number = self._behind[0]
+            if self._replicas[number].computing and self._replicas[number].now_ns == ns:
+                return ns
+            heapq.heappop(self._behind)
+        return NEVER_NS
+
+    def _first_finish(self) -> int:
+        while self._finishes:
+            ns, number, life = self._finishes[0]
+            if self._replicas[number].lives == life:
+                return ns
+            heapq.heappop(self._finishes)
+        return NEVER_NS
+
+    def _step(self, limit: int) -> None:
+        """The replica that is the furthest behind, until it is past the next one, something finishes, or `limit`."""
+        now, number = heapq.heappop(self._behind)
+        replica = self._replicas[number]
+        others = self._first_behind()
+        limit = max(min(limit, others), now + 1)
+        if self._outlook is not None:
+            clear = self._outlook.clear_ns(number, now)
+            limit = max(limit, min(clear, self._next_failure, self._next_arrival))
+        for event in replica.system.poll(None if limit == NEVER_NS else limit / 1e9):
+            ns = round(event.at_s * 1e9)
+            heapq.heappush(self._events, (ns, number, next(self._sequence), replica.lives, event))
+            if event.kind == "finished":
+                replica.computing.discard(event.request_id)
+                heapq.heappush(self._finishes, (ns, number, replica.lives))
+        if replica.computing:
+            heapq.heappush(self._behind, (replica.now_ns, number))
+
+    def _advance(self, ns: int) -> None:
+        clock = self.clock
+        assert isinstance(clock, VirtualClock)
+        clock.advance_to(ns)
+        while self._finishes and self._finishes[0][0] <= ns:
+            heapq.heappop(self._finishes)
+
+    def _hand_over(self, sent: Request, replica: Replica, now: int) -> None:
+        """The engine has it from now on."""
+        self._wake(replica, now)
+        replica.computing.add(sent.id)
+        replica.system.submit(sent)
+
+    def _deliver(self, ns: int, order: int, sent: Request, transfer: KvTransfer) -> None:
+        """KV has arrived, and the request that waited for it goes on."""
+        self._advance(ns)
+        replica = self._replicas[transfer.target]
+        self._wake(replica, ns)
+        taken = replica.system.engine.receive(sent.session, sent.tenant, transfer.tokens, transfer.lengths)
+        self._received[sent.id] += transfer.count
+        self._counted.update(
+            {"migrated_tokens": taken, "sent_tokens": transfer.count, "sent_bytes": self._bytes(transfer.count)}
+        )
+        self._hand_over(sent, replica, ns)
+
+    def _wake(self, replica: Replica, now: int) -> None:
+        """The clock of a replica that computes nothing stood still meanwhile."""
+        if not replica.computing:
+            replica.system.poll(now / 1e9)
+            heapq.heappush(self._behind, (replica.now_ns, replica.number))
+
+    def _stop_waiting(self, whose: Callable[[Request, KvTransfer], bool]) -> list[tuple[Request, KvTransfer]]:
+        """These requests wait no longer for what is on the way to them, which is never delivered."""
+        found = [
+            (sent, transfer)
+            for _, _, sent, transfer in sorted(self._on_the_way, key=itemgetter(0, 1))
+            if whose(sent, transfer)
+        ]
+        self._on_the_way = [way for way in self._on_the_way if not whose(*way[2:])]
+        heapq.heapify(self._on_the_way)
+        return found
+
+    # -- where conversations are --------------------------------------------------------------------------------------
+
+    def _choose(self, request: Asked, now: int) -> int:
+        """The replica that serves it."""
+        if self._always is not None:
+            return self._always(request.session, request.turn)
+        group = self._all if self._failures.mean_s is None else self._those_up(now)
+        if not group.members:
+            return min(self._replicas, key=lambda one: one.up_ns).number
+        fleet = Fleet(group.members, group.numbers, self._loads[group.numbers], group.holding)
+        return self._router(request, fleet, self._seed).number
+
+    def _chosen_blindly(self, session: str, turn: int) -> int:
+        """By a router that goes by the request and by who is up alone, where that is everybody."""
+        fleet = Fleet(self._all.members, self._all.numbers, self._loads, self._all.holding)
+        return self._router(Turn(session, turn), fleet, self._seed).number
+
+    def _those_up(self, now: int) -> _Group:
+        if now >= self._up_until_ns:
+            self._up = self._group([replica for replica in self._replicas if replica.up_ns <= now])
+            self._up_until_ns = min((one.up_ns for one in self._replicas if one.up_ns > now), default=NEVER_NS)
+        return self._up
+
+    def _group(self, members: list[Replica]) -> _Group:
+        served, replicas = self._served, self._replicas
+        up = {replica.number for replica in members}
+
+        def holding(session: str) -> list[Replica]:
+            return [replicas[number] for number in sorted(served.get(session, ())) if number in up]
+
+        return _Group(members, np.array([one.number for one in members], np.uint64), holding)
+
+    def _destination(self, session: str, turn: int) -> int | None:
+        """As outlook.Destination."""
+        return self._always(session, turn) if self._always is not None and self._migration is None else None
+
+    def _as_sent(self, request: Request, replica: Replica) -> Request:
+        """The new message where the conversation's last turn was served, else all of it."""
+        said = self._said.get(request.session)
+        if not request.continues or not said or self._home.get(request.session) == (replica.number, replica.lives):
+            return request
+        self._moved.add(request.id)
+        known = len(said) - 1 if request.known_tokens is None else request.known_tokens
+        return replace(request, prompt=said + request.prompt, continues=False, known_tokens=known)
+
+    def _transfer(self, request: Request, replica: Replica, now: int) -> KvTransfer | None:
+        """The KV that goes along to a replica that has not got it, where it is worth that."""
+        number, life = self._home.get(request.session, (replica.number, 0))
+        source = self._replicas[number]
+        if self._migration is None or source.lives != life or source is replica or replica.up_ns > now:
+            return None
+        held, there = (one.system.engine.cache.sessions.get(request.session) for one in (source, replica))
+        if held is None or any(one is not None and (one.running or one.waiting) for one in (held, there)):
+            return None
+        size, tokens = replica.system.chunk_tokens, self._said[request.session]
+        return self._migration.transfer(
+            tokens, lacking(held, there, tokens, size), replica.system.cost, chunk_tokens=size,
+            bytes_per_token=self._bytes(1), source=number, target=replica.number, now_ns=now,
+        )  # fmt: skip
+
+    def _bytes(self, tokens: int) -> int:
+        """Of the KV of so many tokens."""
+        system = self._replicas[0].system
+        return tokens * (system.block_bytes // system.chunk_tokens)
+
+    def _count(self, request_id: int, turn: TurnRecord) -> None:
+        """It has ended."""
+        self._counted["moved_turns"] += request_id in self._moved
+        self._moved.discard(request_id)
+        if self._migration is not None:
+            tokens = self._received.pop(request_id, 0)
+            self._counted["migrated_turns"] += tokens > 0
+            turn.received(self._bytes(tokens))
+
+    def _note(self, request: Request, turn: TurnRecord) -> None:
+        if turn.stands:
+            before = self._said.get(request.session, array("i")) if request.continues else array("i")
+            self._said[request.session] = before + request.prompt + turn.token_ids
+
+    # -- failures -----------------------------------------------------------------------------------------------------
+
+    def _expect_failure(self, replica: Replica) -> None:
+        mean = self._failures.mean_s
+        if mean is not None:
+            after = exponential(mean, self._seed, "failure", replica.number, replica.lives)
+            heapq.heappush(self._failing, (replica.up_ns + round(after * 1e9), replica.number))
+
+    def _fail(self, ns: int, number: int) -> None:
+        self._advance(ns)
+        replica = self._replicas[number]
+        lost, replica.requests = replica.requests, {}
+        self._loads[number] = self._up_until_ns = 0
+        replica.computing.clear()
+        cut_off = self._stop_waiting(lambda _, transfer: number in (transfer.source, transfer.target))
+        if self._migration is not None:
+            self._migration.failed(number)
+        self._counted.update(replica.system.counters())
+        self._counted.update({"replica_failures": 1, "restarted_requests": len(lost)})
+        replica.system.close()
+        replica.lives += 1
+        replica.up_ns = ns + round(self._failures.restart_s * 1e9)
+        replica.system = self._make()
+        if self._counts_windows:
+            replica.system.count_windows()
+        replica.system.start()
+        clock = replica.system.clock
+        assert isinstance(clock, VirtualClock)
+        clock.advance_to(replica.up_ns)
+        self._expect_failure(replica)
+        for sent, transfer in cut_off:
+            if transfer.target != number:  # what was to be sent is lost, and is computed there
+                self._hand_over(sent, self._replicas[transfer.target], ns)
+        for request in lost.values():
+            self.submit(request)

@@ -1,0 +1,102 @@
+"""KV that goes with a conversation from one replica to another, priced against computing it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pensieve.core.cost import CostModel, positions_s
+from pensieve.core.request import TokenArray
+from pensieve.core.session import Session, common_prefix
+
+When = Literal["never", "cheaper", "always"]
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """One interface a replica, each way on its own. gbps: 10^9 bit/s. latency_s: one way."""
+
+    gbps: float
+    latency_s: float
+
+    def seconds(self, count: int) -> float:
+        """Of so many bytes, while nothing else is on the way."""
+        return self.latency_s + count * 8 / (self.gbps * 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class KvTransfer:
+    """lengths: of each chunk of `tokens`, the leading offsets whose KV is sent. count: of all of them. source, target:
+    replicas; where one of them fails before `arrives_ns`, nothing arrives."""
+
+    tokens: TokenArray[int]
+    lengths: tuple[int, ...]
+    count: int
+    source: int
+    target: int
+    arrives_ns: int
+
+
+def lacking(held: Session, there: Session | None, tokens: TokenArray[int], chunk_tokens: int) -> tuple[int, ...]:
+    """By chunk of `tokens`, the leading offsets that `held` has KV of and `there` has less of."""
+    same = common_prefix(held.tokens, tokens)
+    theirs = 0 if there is None else common_prefix(there.tokens, tokens)
+    found = []
+    for index, chunk in enumerate(held.chunks):
+        first = index * chunk_tokens
+        length = min(chunk.resident_len, same - first)
+        known = there.chunks[index].resident_len if there is not None and index < len(there.chunks) else 0
+        found.append(length if length > max(0, min(known, theirs - first)) else 0)
+    return tuple(found)
+
+
+def computing_s(cost: CostModel, lengths: tuple[int, ...], chunk_tokens: int) -> float:
+    """What it takes to compute the KV of these chunks again, as parts of a longer prefill."""
+    runs = ((index * chunk_tokens, index * chunk_tokens + length) for index, length in enumerate(lengths) if length)
+    return sum(positions_s(cost, start, stop, chunk_tokens) for start, stop in runs)
+
+
+class Migration:
+    """Decides what is sent, and when it arrives. A replica sends, and receives, one transfer after the other. When a replica
+    fails, the parcels on their way to and from it are dropped: those already queued behind them keep their times, and those
+    sent later do not wait for them.
+
+    when: `cheaper` where the way, the wait for both interfaces and the load to the GPU take less than computing would, by
+    the cost model; `always` whatever they take.
+    """
+
+    def __init__(self, when: When, network: Network) -> None:
+        self.when, self._network = when, network
+        self._on_the_way: list[KvTransfer] = []  # and those that have arrived since the last one was sent
+
+    def transfer(
+        self,
+        tokens: TokenArray[int],
+        lengths: tuple[int, ...],
+        cost: CostModel,
+        *,
+        chunk_tokens: int,
+        bytes_per_token: int,
+        source: int,
+        target: int,
+        now_ns: int,
+    ) -> KvTransfer | None:
+        """What is sent of these chunks, all or nothing; the interfaces are taken for it."""
+        count = sum(lengths)
+        if not count:
+            return None
+        self._on_the_way = [one for one in self._on_the_way if one.arrives_ns > now_ns]
+        taken = (one.arrives_ns for one in self._on_the_way if one.source == source or one.target == target)
+        begins = max((now_ns, *taken))
+        arrives = begins + round(self._network.seconds(count * bytes_per_token) * 1e9)
+        if self.when == "cheaper":
+            loading_s = cost.load_s() * sum(map(bool, lengths))
+            if (arrives - now_ns) / 1e9 + loading_s >= computing_s(cost, lengths, chunk_tokens):
+                return None
+        transfer = KvTransfer(tokens, lengths, count, source, target, arrives)
+        self._on_the_way.append(transfer)
+        return transfer
+
+    def failed(self, replica: int) -> None:
+        """What is on the way from it or to it never arrives, and takes no interface any more."""
+        self._on_the_way = [one for one in self._on_the_way if replica not in (one.source, one.target)]

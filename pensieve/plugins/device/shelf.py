@@ -1,0 +1,164 @@
+"""What the trials of one process share while a shelf is open: the model loaded last, and pinned memory.
+
+A sweep opens one in each process that runs more than one of its trials, and a benchmark for its targets. Nothing on it may
+change what a trial computes: a model is the same one only where all that decides its weights, the forward and the attention
+is the same, and pinned memory is zeroed before it is given out again. torch is imported once something is loaded.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pensieve.hub import commit
+from pensieve.specs import ModelSpec
+
+if TYPE_CHECKING:
+    from pensieve.device.model import LoadedModel
+    from pensieve.device.transfers.pinned import Kept
+
+_READ = ("*.safetensors", "*.json")  # of a folder: what the model is made of
+
+
+class ModelAsked(NamedTuple):
+    """What decides a loaded model, beside its files: arguments of load_model."""
+
+    spec: ModelSpec
+    weights: str
+    hub_id: str | None
+    revision: str | None
+    seed: int
+    device: str
+    threads: int | None = None
+    attention: str = "auto"
+    chunk_tokens: int = 32
+    memory_bytes: int | None = None
+
+
+_Key = tuple[ModelAsked, object]
+
+
+_open: list[dict[_Key, LoadedModel]] = []
+"""The models of each shelf, at most one; the last shelf is in use."""
+
+
+@contextmanager
+def open_shelf() -> Iterator[None]:
+    """While it is open, a model that is asked for again is the one from before; at most one is kept."""
+    begin()
+    try:
+        yield
+    finally:
+        close()
+
+
+def begin() -> None:
+    """Open a shelf as `open_shelf` does, until `close` is called. A shelf inside another keeps its own models."""
+    _open.append({})
+
+
+def close() -> None:
+    """Return the memory of what is on the shelf that was opened last, if one is open."""
+    if _open:
+        empty()
+        _open.pop()
+
+
+def empty() -> None:
+    """Return the memory of what is kept, so that something else may have it; the shelf stays open."""
+    if not _open:
+        return
+    had = bool(_open[-1])
+    _open[-1].clear()
+    if (pinned := _pinned()) is not None:
+        pinned.clear()
+    if had:
+        _release()
+
+
+def kept_host_bytes() -> int:
+    """RAM that is kept here and that the next trial uses, or gets: a model on the CPU, and pinned memory."""
+    if not _open:
+        return 0
+    models = (model for model in _open[-1].values() if model.device.type == "cpu")
+    weights = sum(tensor.nbytes for model in models for tensor in _weights(model))
+    return weights + (0 if (pinned := _pinned()) is None else pinned.nbytes)
+
+
+def _pinned() -> Kept | None:
+    """Page-locked memory that workers gave back; None where nothing has loaded torch yet."""
+    module = sys.modules.get("pensieve.device.transfers.pinned")
+    return None if module is None else module.kept
+
+
+def _weights(model: LoadedModel) -> Iterator[Any]:
+    yield from model.module.parameters()
+    yield from model.module.buffers()
+
+
+def take_model(asked: ModelAsked) -> LoadedModel:
+    """What load_model gives, or gave before for the same question and files where a shelf is open; then it is `reused`.
+
+    Without a shelf each call loads its own. Raises what load_model raises.
+    """
+    from pensieve.device.model import load_model
+    from pensieve.device.transfers.pinned import kept
+
+    kept.keeps = _is_open
+
+    def load() -> LoadedModel:
+        return load_model(**asked._asdict())
+
+    if not _open:
+        return load()
+    key, models = _key(asked), _open[-1]
+    if key in models:
+        return _again(models[key])
+    if models:
+        models.clear()  # before the next one needs the memory
+        _release()
+    models[key] = load()
+    return models[key]
+
+
+def holds_model(asked: ModelAsked) -> bool:
+    """Whether take_model would load nothing."""
+    return bool(_open and _open[-1]) and _key(asked) in _open[-1]
+
+
+def _is_open() -> bool:
+    return bool(_open)
+
+
+def _key(asked: ModelAsked) -> _Key:
+    return asked, _files(asked.weights, asked.hub_id, asked.revision)
+
+
+def _files(weights: str, hub_id: str | None, revision: str | None) -> object:
+    """What tells whether the files of the weights are those of before: of a folder, its files with size and time."""
+    if weights == "random":
+        return None
+    if weights == "hub":
+        return commit(hub_id, revision) if hub_id else None
+    found = sorted(path for pattern in _READ for path in Path(weights).expanduser().glob(pattern))
+    return tuple((path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in found)
+
+
+def _again(model: LoadedModel) -> LoadedModel:
+    import torch
+
+    torch.set_num_threads(model.threads)  # as load_model does: something else may have run since
+    return replace(model, reused=True)
+
+
+def _release() -> None:
+    import torch
+
+    gc.collect()  # the frame in which transformers was imported first stays, in a circle, and with it its model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

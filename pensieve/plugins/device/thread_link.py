@@ -1,0 +1,181 @@
+"""A link made of threads: where there is no GPU, or a link slower than the GPU's own.
+
+A CPU has neither streams nor events. One thread a direction stands in, so that pipelined copies, their order and their
+failures can be run and measured. No worker has one of itself: tests and benchmarks give it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+
+from pensieve.core.block_runs import BlockRun
+from pensieve.device.transfers.lanes import CudaMark
+from pensieve.device.transfers.link import Haul, Mark, gpu_of
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Runs of one layer: source and target are [blocks, ...], contiguous, so that each run is one transfer."""
+
+    runs: Sequence[BlockRun]
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+def pieces_of(haul: Haul) -> list[Piece]:
+    """One a layer."""
+    return [Piece(haul.runs, source, target) for source, target in zip(haul.source, haul.target, strict=True)]
+
+
+def copy_runs(piece: Piece) -> None:
+    """Copy runs by slices, never by an index list: x[ids].copy_(y) would write into a temporary."""
+    source, target = piece.source.flatten(1), piece.target.flatten(1)
+    for run in piece.runs:
+        target[run.dst : run.dst + run.blocks].copy_(source[run.src : run.src + run.blocks], non_blocking=True)
+
+
+def copy_and_wait(piece: Piece) -> None:
+    """Copy to or from a GPU on a stream of its own, and wait: on the default stream the copy would wait for the compute."""
+    stream = torch.cuda.Stream(gpu_of(piece.source, piece.target))
+    with torch.cuda.stream(stream):
+        copy_runs(piece)
+    stream.synchronize()
+
+
+class ThreadLink:
+    """The same lanes, marks and waits as on CUDA, made of threads. Copies release the interpreter's lock, so they run beside
+    the forward. Used to study a slow link, and by tests of the order of copies; otherwise a worker on a CPU has no link,
+    since a direct copy from RAM to RAM is faster than handing it to a thread.
+
+    bytes_per_s: of each direction; a copy that is done sooner delays its mark. None: as fast as memory is.
+    copy: performs a piece, and returns when it is done. device: where the compute runs. A GPU's, together with
+    copy_and_wait, makes a link that is slower than the GPU's own.
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: float | None = None,
+        copy: Callable[[Piece], None] = copy_runs,
+        device: torch.device | None = None,
+    ) -> None:
+        self._device = device
+        self.inward = _ThreadLane("cpu-to-gpu", bytes_per_s, copy)
+        self.outward = _ThreadLane("gpu-to-cpu", bytes_per_s, copy)
+        self._stalled_ns = 0
+
+    def throttle(self, bytes_per_s: float | None) -> None:
+        """Set the bandwidth of copies from now on."""
+        self.inward.bytes_per_s = self.outward.bytes_per_s = bytes_per_s
+
+    def computed(self) -> Mark:
+        if self._device is not None and self._device.type == "cuda":
+            return CudaMark(torch.cuda.current_stream(self._device).record_event())
+        return _ThreadMark(reached=True)  # a forward on a CPU is done when the call returns
+
+    def hold_compute(self, mark: Mark) -> None:
+        began = time.perf_counter_ns()
+        mark.wait()
+        self._stalled_ns += time.perf_counter_ns() - began
+
+    def stalled_ns(self) -> int:
+        stalled, self._stalled_ns = self._stalled_ns, 0
+        return stalled
+
+    def synchronize(self) -> None:
+        self.computed().wait()
+        for lane in (self.inward, self.outward):
+            for mark in lane.enqueue(None, ()):
+                mark.wait()
+
+    def close(self) -> None:
+        self.inward.close()
+        self.outward.close()
+
+
+class _ThreadMark:
+    def __init__(self, reached: bool = False) -> None:
+        self._event = threading.Event()
+        self.error: BaseException | None = None
+        if reached:
+            self._event.set()
+
+    def reach(self, error: BaseException | None) -> None:
+        self.error = error
+        self._event.set()
+
+    def reached(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self) -> None:
+        self._event.wait()
+        if self.error is not None:
+            raise RuntimeError(f"A copy between the tiers failed: {self.error}") from self.error
+
+
+class _Order:
+    """A haul, the marks to wait for before it, and the marks to reach, one a layer. Without a haul: one mark, reached when
+    all orders before this one are done."""
+
+    def __init__(self, haul: Haul | None, after: Sequence[Mark]) -> None:
+        self.pieces = [] if haul is None else pieces_of(haul)
+        self.after = after
+        self.marks = [_ThreadMark() for _ in self.pieces] or [_ThreadMark()]
+
+
+class _ThreadLane:
+    def __init__(self, name: str, bytes_per_s: float | None, copy: Callable[[Piece], None]) -> None:
+        self._orders: SimpleQueue[_Order | None] = SimpleQueue()
+        self.bytes_per_s = bytes_per_s
+        self._copy = copy
+        self._free_s = 0.0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def enqueue(self, haul: Haul | None, after: Sequence[Mark]) -> list[Mark]:
+        order = _Order(haul, after)
+        self._orders.put(order)
+        return list(order.marks)
+
+    def close(self) -> None:
+        self._orders.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while (order := self._orders.get()) is not None:
+                self._perform(order)
+
+    def _perform(self, order: _Order) -> None:
+        """Copy layer by layer. After a failure the remaining marks of this order get its error; the next order is tried."""
+        for mark in order.after:
+            with suppress(
+                RuntimeError
+            ):  # only the order of copies matters here; the failure is reported by its own lane
+                mark.wait()
+        error: BaseException | None = None
+        for piece, mark in zip(order.pieces, order.marks, strict=False):
+            if error is None:
+                began = time.perf_counter()
+                try:
+                    self._copy(piece)
+                except Exception as failure:
+                    error = failure
+                self._pace(piece, began)
+            mark.reach(error)
+        if not order.pieces:
+            order.marks[0].reach(None)
+
+    def _pace(self, piece: Piece, began: float) -> None:
+        """Sleep until a link of this bandwidth would have moved the piece."""
+        rate = self.bytes_per_s
+        if rate is not None:
+            moved = sum(run.blocks for run in piece.runs) * piece.source[0].nbytes
+            self._free_s = max(self._free_s, began) + moved / rate  # from a fixed point: errors of sleep do not add up
+            time.sleep(max(0.0, self._free_s - time.perf_counter()))

@@ -1,0 +1,260 @@
+"""Disaggregated serving as engines: the client in this process, the model in another, three ways to divide what they hold.
+
+| baseline        | weights      | KV           | what crosses, a token                                   |
+|-----------------|--------------|--------------|---------------------------------------------------------|
+| semantic_blind  | the client's | the client's | weights, KV of the context, back: logits and all the KV |
+| partially_aware | stay         | the client's | KV of the context, back: logits and all the KV          |
+| fully_aware     | stay         | stays        | the token id, back                                      |
+
+KV lives as long as its request in all three, so nothing is kept from one turn to the next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import select
+import sys
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Client
+from pathlib import Path
+from time import perf_counter
+from types import MappingProxyType
+from typing import Any
+
+from pensieve.core.plan import StartReport
+from pensieve.core.request import Request
+from pensieve.errors import ConfigError, ContextLengthError, EngineFailed, RequestFailed
+from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
+from pensieve.plugins.engines.disaggregated import messages
+from pensieve.plugins.engines.disaggregated.messages import KV, LOGITS, Array, Said
+from pensieve.plugins.engines.disaggregated.wire import Arrived, Wire
+from pensieve.plugins.engines.process import EngineProcess
+from pensieve.plugins.engines.transformers_peers import end_tokens
+from pensieve.plugins.engines.weights import plain_module
+from pensieve.serve.systems.base import Capabilities
+
+KEY_BYTES = 16
+
+
+@dataclass(slots=True)
+class _Spent:
+    """Seconds of one request: what the model computed, and what was waited for on the way to it and back."""
+
+    computed: float = 0.0
+    moved: float = 0.0
+
+    def add(self, arrived: Arrived) -> None:
+        """A reply that the client waited for: the model computed nothing meanwhile."""
+        self.computed += arrived.said["computed"]
+        self.moved += arrived.said["waited"] + arrived.flight_s
+
+
+class _Disaggregated(ABC):
+    """start_timeout_s: until the model's process must be ready.
+
+    hardware.network_gbps paces what crosses, as a network of that rate would; without it, it goes as fast as the loopback
+    interface takes it. Bytes are those of the messages as they are serialised, their heads included.
+    """
+
+    keeps_weights = True
+    crosses: str
+
+    def __init__(self, setup: EngineSetup, *, start_timeout_s: float = 120.0) -> None:
+        self.can = Capabilities(keeps_sessions=False, max_in_flight=1)
+        self.at_once = 1
+        self._setup, self._timeout_s = setup, start_timeout_s
+        self._process: EngineProcess | None = None
+        self._wire: Wire | None = None
+
+    def check(self) -> None:
+        """Raises ConfigError for weights that are more than parameters in their own dtype."""
+        if self._setup.model.quantization is not None:
+            raise ConfigError(
+                f"baseline={self._setup.baseline} moves weights as they are; leave model.quantization out, or use a baseline "
+                "in the engine."
+            )
+
+    def identity(self) -> dict[str, str]:
+        return {}
+
+    def start(self) -> StartReport:
+        began = perf_counter()
+        setup, key = self._setup, os.urandom(KEY_BYTES)
+        asked = {
+            "setup": replace(setup, tokenizer=None),
+            "keeps_weights": self.keeps_weights,
+            "gbps": setup.network_gbps,
+            "key": key,
+        }
+        said = self._begin(asked)
+        self._wire = Wire(self._connect(said.pop("port"), key), setup.network_gbps)
+        load_s = said.pop("load_s")
+        settings = {
+            "engine": "transformers, disaggregated",
+            **said,
+            "crosses": self.crosses,
+            "transport": "multiprocessing.connection, TCP over loopback",
+            "network_gbps": setup.network_gbps,
+            "network": "loopback, as fast as it is"
+            if setup.network_gbps is None
+            else f"loopback, paced to at most {setup.network_gbps:g} Gbps: simulated by waiting",
+            "gpu_tokens": None,
+            "gpu_bytes": None,
+            "cpu_tokens": 0,
+            "cpu_bytes": 0,
+            "kv_bytes_per_token": setup.model.kv_bytes_per_token,
+            "dtype": setup.model.dtype,
+        }
+        return StartReport(load_s, (perf_counter() - began - load_s) * 1e3, settings)
+
+    def answer(self, request: Request, channel: Channel) -> Reply:
+        """Raises ContextLengthError for more positions than the model has, RequestFailed, EngineFailed."""
+        admitted_s = perf_counter()
+        assert self._wire is not None
+        whole = len(request.prompt) + request.output.max_new_tokens
+        if whole > self._setup.model.max_context:
+            raise ContextLengthError(
+                f"Prompt and output are {whole} tokens, and the model's context is {self._setup.model.max_context}; use a "
+                "shorter prompt or a smaller output."
+            )
+        sent, received = self._wire.sent_bytes, self._wire.received_bytes
+        spent = _Spent()
+        try:
+            reason = self._serve(request, channel, spent)
+        except (EOFError, OSError) as error:
+            raise self._gone() from error
+        return Reply(
+            reason,
+            cached_tokens=0,
+            admitted_s=admitted_s,
+            compute_ms=spent.computed * 1e3,
+            transfer_ms=spent.moved * 1e3,
+            sent_bytes=self._wire.sent_bytes - sent,
+            received_bytes=self._wire.received_bytes - received,
+        )
+
+    def forget(self, session: str | None) -> None:  # noqa: B027  nothing to override
+        """Nothing outlives its request."""
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+        if self._wire is not None:
+            self._wire.close()
+
+    # -- how ----------------------------------------------------------------------------------------------------------
+
+    def _gone(self) -> EngineFailed:
+        assert self._process is not None
+        return self._process.failed("ended while it served requests")
+
+    def _begin(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Start the model's process (model_server.py): what it says once it is ready."""
+        command = [sys.executable, "-P", str(Path(__file__).with_name("model_server.py"))]
+        threads = {"OMP_NUM_THREADS": str(self._setup.threads)}
+        self._process = process = EngineProcess(self._setup.baseline, command, threads, talk=True)
+        with suppress(BrokenPipeError):  # it has ended, as the next line finds
+            pickle.dump(asked, process.sends)
+            process.sends.flush()
+        process.wait_until(lambda: bool(select.select([process.receives], [], [], 0)[0]), self._timeout_s)
+        line = process.receives.readline()
+        if not line:
+            raise process.failed("ended before it was ready")
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def _connect(self, port: int, key: bytes) -> Any:
+        return Client(("127.0.0.1", port), authkey=key)
+
+    @abstractmethod
+    def _serve(self, request: Request, channel: Channel, spent: _Spent) -> str | None:
+        """Tell the tokens; returns why there are no more, None where nobody wants more."""
+
+    def _send(self, said: Said, arrays: Mapping[str, Array] | None = None) -> None:
+        assert self._wire is not None
+        self._wire.send(said, arrays)
+
+    def _receive(self) -> Arrived:
+        assert self._wire is not None
+        arrived = self._wire.receive()
+        if "error" in arrived.said:
+            raise RequestFailed(arrived.said["error"])
+        return arrived
+
+
+class PartiallyAware(_Disaggregated):
+    """The model's process knows which arguments of a step are weights and keeps those. KV is an argument and a result like
+    any other: the client sends what it got back with the next step, and draws the tokens from the logits."""
+
+    crosses = "KV and logits, each step"
+    arguments: Mapping[str, Array] = MappingProxyType({})
+    """What comes along with each step beside KV."""
+
+    def _serve(self, request: Request, channel: Channel, spent: _Spent) -> str | None:
+        from pensieve.device.sampler import greedy
+        from pensieve.plugins.engines.disaggregated.remote_model import tensor_of
+
+        ends, ids, kv = end_tokens(self._setup, request), request.prompt, dict[str, Array]()
+        for number in range(1, request.output.max_new_tokens + 1):
+            self._send(messages.step(ids), {**self.arguments, **kv})
+            arrived = self._receive()
+            spent.add(arrived)
+            kv = {KV: arrived.arrays[KV]}
+            drawn = int(greedy(tensor_of(arrived.arrays[LOGITS])))
+            wanted = channel.tell(drawn)
+            if drawn in ends:
+                return "eos"
+            if number < request.output.max_new_tokens and not wanted:
+                return None
+            ids = array("i", [drawn])
+        return "length"
+
+
+class SemanticBlind(PartiallyAware):
+    """The model's process runs a function on what it is given and keeps nothing: weights are arguments too."""
+
+    keeps_weights = False
+    crosses = "weights, KV and logits, each step"
+
+    def start(self) -> StartReport:
+        from pensieve.plugins.engines.disaggregated.remote_model import weight_arrays
+
+        self.arguments = weight_arrays(plain_module(self._setup))
+        return super().start()
+
+    def close(self) -> None:
+        super().close()
+        self.arguments = {}
+
+
+class FullyAware(_Disaggregated):
+    """The model's process decodes: it keeps weights and KV, draws the tokens, and sends each id as soon as it has it."""
+
+    crosses = "token ids"
+
+    def _serve(self, request: Request, channel: Channel, spent: _Spent) -> str | None:
+        ends = end_tokens(self._setup, request)
+        self._send(messages.generate(request.prompt, request.output.max_new_tokens, ends))
+        stopped = False
+        while True:
+            arrived = self._receive()
+            drawn = arrived.said["token"]
+            wanted = channel.tell(drawn)
+            if "computed" in arrived.said:  # the last one
+                spent.add(arrived)
+                break
+            if not wanted and not stopped:
+                self._send({"do": messages.STOP})
+                stopped = True
+        if drawn in ends:
+            return "eos"
+        return None if stopped else "length"

@@ -1,0 +1,113 @@
+"""The model where it is computed: with weights and KV that stay, or with whatever comes along with a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from pensieve.core.request import TokenArray
+from pensieve.device.sampler import greedy
+from pensieve.plugins.engines.base import EngineSetup
+from pensieve.plugins.engines.disaggregated.messages import KV, LOGITS, Array
+from pensieve.plugins.engines.weights import plain_module
+
+WARM_TOKENS = 8
+
+
+class RemoteModel:
+    """A transformers module of the very weights that our engine runs, attending by sdpa, as plain generate does.
+
+    keeps_weights False: its parameters are empty but during a step, which brings them along.
+    """
+
+    def __init__(self, setup: EngineSetup, keeps_weights: bool) -> None:
+        began = perf_counter()
+        self._module = plain_module(setup)
+        self.load_s = perf_counter() - began
+        ids = torch.zeros(1, WARM_TOKENS, dtype=torch.long, device=self._module.device)
+        with torch.inference_mode():
+            self._module(input_ids=ids, use_cache=False)
+        self.weight_bytes = sum(one.size for one in weight_arrays(self._module).values())
+        self._keeps_weights = keeps_weights
+        if not keeps_weights:
+            self._drop_weights()
+
+    def step(self, ids: TokenArray[int], arrays: Mapping[str, Array]) -> tuple[dict[str, Array], float, float]:
+        """Compute these positions: what goes back (logits of the last one, KV of all), when compute began and when it ended
+        (time.perf_counter)."""
+        given = {name: tensor_of(array).to(self._module.device) for name, array in arrays.items()}
+        kv = given.pop(KV, None)
+        if not self._keeps_weights:
+            for name, parameter in self._module.named_parameters():
+                parameter.data = given[name]
+        cache = _cache_of(kv)
+        began = perf_counter()
+        try:
+            logits = self._forward(ids, cache)
+        finally:
+            ended = perf_counter()
+            if not self._keeps_weights:
+                self._drop_weights()
+        return {LOGITS: array_of(logits), KV: array_of(_kv_of(cache))}, began, ended
+
+    def decode(self, prompt: TokenArray[int], tokens: int, ends: list[int]) -> Iterator[tuple[int, bool, float]]:
+        """Greedy tokens, with KV that stays for as long as this request: each with whether it is the last, and the seconds
+        that it took to compute."""
+        cache, ids = DynamicCache(), prompt
+        for number in range(1, tokens + 1):
+            began = perf_counter()
+            drawn = int(greedy(self._forward(ids, cache)))
+            last = number == tokens or drawn in ends
+            yield drawn, last, perf_counter() - began
+            if last:
+                return
+            ids = prompt[:0]
+            ids.append(drawn)
+
+    def _forward(self, ids: TokenArray[int], cache: DynamicCache) -> torch.Tensor:
+        """[vocab]: logits of the last position."""
+        device = self._module.device
+        rows = torch.tensor([list(ids)], device=device)
+        with torch.inference_mode():
+            logits = self._module(input_ids=rows, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found: torch.Tensor = logits
+        return found
+
+    def _drop_weights(self) -> None:
+        for parameter in self._module.parameters():
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+
+def weight_arrays(module: Any) -> dict[str, Array]:
+    """Every parameter once, as it crosses; tied ones are one."""
+    return {name: array_of(parameter.data) for name, parameter in module.named_parameters()}
+
+
+def array_of(tensor: torch.Tensor) -> Array:
+    """Its own memory where it is contiguous on the CPU, else a copy."""
+    flat = tensor.detach().cpu().contiguous()
+    data = memoryview(flat.reshape(-1).view(torch.uint8).numpy())
+    return Array(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+
+
+def tensor_of(array: Array) -> torch.Tensor:
+    """Over the memory of the array, which nobody else uses."""
+    return torch.frombuffer(array.data, dtype=getattr(torch, array.dtype)).reshape(array.shape)
+
+
+def _cache_of(kv: torch.Tensor | None) -> DynamicCache:
+    """[layers, K and V, KV heads, positions, head_dim] as transformers holds it."""
+    cache = DynamicCache()
+    for layer, (keys, values) in enumerate(kv if kv is not None else ()):
+        cache.update(keys[None], values[None], layer)
+    return cache
+
+
+def _kv_of(cache: DynamicCache) -> torch.Tensor:
+    return torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])

@@ -1,0 +1,319 @@
+"""Any endpoint that speaks the OpenAI protocol: completions, or responses that continue one another."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from time import monotonic, sleep
+from typing import Any, Literal
+
+from pensieve.core.plan import StartReport
+from pensieve.core.request import Free, Request, tokens_of
+from pensieve.errors import ConfigError, EngineFailed, RequestFailed
+from pensieve.lab.results.digest import text_hash
+from pensieve.lab.results.identity import UNSTATED
+from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
+from pensieve.plugins.engines.completions import Answer, AnswerBroken, CompletionsClient, NotThere, broken
+from pensieve.plugins.engines.process import POLL_S
+from pensieve.serve.systems.base import Capabilities
+from pensieve.serve.tokenizer import Tokenizer
+
+KEY_ENV = "OPENAI_API_KEY"
+MODELS = "/models"
+CARD = ("id", "root", "parent", "owned_by", "max_model_len", "meta")
+PROPS = ("build_info", "model_path", "total_slots", "chat_template", "modalities")
+"""What servers say of a model and of themselves that is the same as long as they are: vLLM, llama.cpp, ours."""
+
+REFUSES_START = (401, 403)
+AT_ONCE = 256
+log = logging.getLogger(__name__)
+
+
+class OpenAIHttp:
+    """A server that somebody else started. Its cache is what it is: the trial's own counts tell whether it was cold.
+
+    base_url: with its version, "http://127.0.0.1:8000/v1". model: as the server calls it, which may be otherwise than it
+    lists it; null: the first that it lists, which a server without such a list cannot do without.
+    key_env: the environment variable that holds the key, where one is needed. api: completions sends the whole prompt every
+    turn; responses only the new message, with previous_response_id. prompts: ids sends token ids (completions only), text
+    sends what the tokenizer makes of them. session_header: a header that carries the conversation's name (our own server's
+    is X-Session-Id); null: none. start_timeout_s: for how long it may not answer yet.
+
+    A server's token ids are taken where it gives them (token_ids), else its text is encoded. Cached tokens are those of its
+    `usage`, and on which tier where it says so, as ours does; a server that reports none leaves them null. Nothing is asked
+    twice: an answer that breaks off, or one that says "too many requests", fails its request alone.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        *,
+        base_url: str,
+        model: str | None = None,
+        key_env: str = KEY_ENV,
+        api: Literal["completions", "responses"] = "completions",
+        prompts: Literal["ids", "text"] = "ids",
+        session_header: str | None = None,
+        start_timeout_s: float = 10.0,
+    ) -> None:
+        self.can = Capabilities(keeps_sessions=api == "responses", starts_empty=False)
+        self.at_once = AT_ONCE
+        self._setup = setup
+        self._base_url, self._model, self._key_env = base_url.rstrip("/"), model, key_env
+        self._api, self._prompts, self._session_header = api, prompts, session_header
+        self._timeout_s = start_timeout_s
+        self._client: CompletionsClient | None = None
+        self._last: dict[str, str] = {}  # the id of each conversation's last response
+        self._unlisted: str | None = None  # until it has answered: that the server lists other models
+
+    def check(self) -> None:
+        if not self._base_url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"baseline.engine.base_url={self._base_url!r} is no address of a server; write http://127.0.0.1:8000/v1."
+            )
+        if self._setup.tokenizer is None and (self._prompts == "text" or self._api == "responses"):
+            raise ConfigError("baseline=openai_http sends text only with a tokenizer; give the model one.")
+
+    def identity(self) -> dict[str, str]:
+        """What the server says of the model that would answer, of its version and of its settings; asked once. Times and
+        random ids, which are others at each answer, are left out."""
+        client = self._opened()
+        try:
+            cards = [card for card in _cards(client.page(MODELS)[1]) if self._model in (None, card["id"])][:1]
+            card = {name: cards[0][name] for name in CARD if name in cards[0]} if cards else {}
+            root = self._base_url.removesuffix("/v1")
+            build, props = (_object(client.get(root + page)) for page in ("/version", "/props"))
+            props = {name: props[name] for name in PROPS if name in props} | {
+                "n_ctx": _object(props.get("default_generation_settings")).get("n_ctx")
+            }
+        finally:
+            client.close()
+        version = build.get("version") or props.get("build_info")
+        known = version and "unknown" not in str(version)  # llama.cpp's word in a build that does not know its own
+        if not card or not known:
+            missing = "does not list the model" if known else "does not state its version"
+            why = f"the server at {self._base_url} {missing}, so another model may answer there now"
+            return {"server": self._base_url, UNSTATED: why}
+        said = text_hash(json.dumps([card, build, props], sort_keys=True))
+        found = {"server": self._base_url, "served_model": card.get("root") or card["id"], "server_version": version}
+        return {name: str(value).replace(";", ",") for name, value in found.items()} | {"server_says": said[:16]}
+
+    def _opened(self) -> CompletionsClient:
+        key = os.environ.get(self._key_env)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return CompletionsClient(self._base_url, headers, health=MODELS)
+
+    def start(self) -> StartReport:
+        """Raises EngineFailed where no server answers in time, or it refuses the key."""
+        self.check()
+        self._client = client = self._opened()
+        names = self._listed(client)
+        if self._model is None and not names:
+            raise EngineFailed(f"The server at {self._base_url} lists no model; name one with baseline.engine.model.")
+        if self._model is not None and names and not any(fnmatchcase(self._model, name) for name in names):
+            self._unlisted = f"The server at {self._base_url} lists no model {self._model}, but {', '.join(names)}"
+            log.warning("%s; it is asked for %s all the same.", self._unlisted, self._model)
+        self._model = self._model or names[0]
+        settings = {
+            "engine": "openai",
+            "base_url": self._base_url,
+            "served_model": self._model,
+            "api": self._api,
+            "prompts": "text" if self._api == "responses" else self._prompts,
+            "weights": "the server's",
+            # What it has, only its owner knows.
+            **dict.fromkeys(("gpu_tokens", "cpu_tokens", "gpu_bytes", "cpu_bytes", "kv_bytes_per_token", "dtype")),
+        }
+        return StartReport(0.0, 0.0, settings)
+
+    def _listed(self, client: CompletionsClient) -> list[str]:
+        """The models that the server lists, waiting until it does; none where it has no such list and the model is named."""
+        ends = monotonic() + self._timeout_s
+        while True:
+            status, text = client.page(MODELS)
+            if status in REFUSES_START:
+                held = "the key" if os.environ.get(self._key_env) else "to answer without a key, and there is none"
+                raise EngineFailed(
+                    f"The server at {self._base_url} refuses {held} in the environment variable {self._key_env} ({status}); "
+                    "put its key there, or name another variable with baseline.engine.key_env."
+                )
+            if status == 200:
+                return [str(card["id"]) for card in _cards(text)]
+            if status is not None and status < 500 and self._model is not None:
+                return []
+            if monotonic() > ends:
+                said = "nothing answers there" if status is None else f"it answers {status}"
+                if status is not None and status >= 500:
+                    said += (
+                        f" after {self._timeout_s:g} s; baseline.engine.start_timeout_s waits longer for one that loads"
+                    )
+                raise EngineFailed(
+                    f"No server lists its models at {self._base_url}/models; start one, or correct "
+                    f"baseline.engine.base_url ({said})."
+                )
+            sleep(POLL_S)
+
+    def answer(self, request: Request, channel: Channel) -> Reply:
+        """A server that breaks off one answer may give the next: the request fails. One that cannot be reached is gone, and
+        one that has no such model, as its list says, serves nothing."""
+        try:
+            reply = self._asked(request, channel)
+        except AnswerBroken as error:
+            raise RequestFailed(str(error)) from error
+        except NotThere as error:
+            if self._unlisted is None:
+                raise
+            raise EngineFailed(
+                f"{self._unlisted}, and refuses it; correct baseline.engine.model ({str(error).rstrip('.')})."
+            ) from error
+        self._unlisted = None
+        return reply
+
+    def _asked(self, request: Request, channel: Channel) -> Reply:
+        assert self._client is not None
+        headers = {self._session_header: request.session} if self._session_header else {}
+        if self._api == "responses":
+            with self._client.ask("/responses", self._response_body(request), headers) as answer:
+                return self._read_response(request, channel, answer)
+        with self._client.ask("/completions", self.body(request), headers) as answer:
+            return read_completion(answer, request, channel, self._setup)
+
+    def body(self, request: Request) -> dict[str, Any]:
+        ids = list(request.prompt)
+        prompt = ids if self._prompts == "ids" else self._tokenizer.decode(ids)
+        body = completion_body(request, self._model, prompt)
+        if self._session_header:
+            body["history"] = "whole"  # to our own server: not a message to be appended to what the session holds
+        return body
+
+    def _response_body(self, request: Request) -> dict[str, Any]:
+        body = {
+            "model": self._model,
+            "input": self._tokenizer.decode(request.prompt),
+            "max_output_tokens": request.output.max_new_tokens,
+            "temperature": 0.0,
+            "stream": request.stream,
+            "store": True,
+        }
+        if request.session in self._last and request.continues:
+            body["previous_response_id"] = self._last[request.session]
+        return body
+
+    def _read_response(self, request: Request, channel: Channel, answer: Answer) -> Reply:
+        """Events of the Responses API, or the one response. Text comes in pieces, whose tokens ours are."""
+        final: Mapping[str, Any] = {}
+        whole = ""
+        for piece in answer.pieces():
+            kind = piece.get("type", "")
+            if kind == "response.output_text.delta":
+                whole += piece["delta"]
+                if not channel.tell(*self._tokenizer.encode(piece["delta"])):
+                    break
+            elif kind in ("response.completed", "response.incomplete"):
+                final = piece["response"]
+            elif kind in ("response.failed", "error"):
+                raise RequestFailed(f"The engine failed the response: {piece.get('response', piece).get('error')}.")
+            elif piece.get("object") == "response":
+                final = piece
+                whole = "".join(
+                    part.get("text", "") for item in piece.get("output", ()) for part in item.get("content", ())
+                )
+        if not final and not channel.cancelled:
+            raise broken("the response never ended")
+        if "id" in final:
+            self._last[request.session] = str(final["id"])
+        usage = final.get("usage") or {}
+        details = usage.get("input_tokens_details") or {}
+        return Reply(
+            "length" if final.get("status") == "incomplete" else final.get("status"),
+            tokens=None if request.stream else tokens_of(self._tokenizer.encode(whole)),
+            prompt_tokens=usage.get("input_tokens"),
+            cached_tokens=details.get("cached_tokens"),
+            cached_on_host=details.get("cpu"),
+            sent_bytes=answer.sent_bytes,
+            received_bytes=answer.received_bytes,
+        )
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        assert self._setup.tokenizer is not None, "check() comes first"
+        return self._setup.tokenizer
+
+    def forget(self, session: str | None) -> None:
+        if session is None:
+            raise ConfigError("A server cannot be told to empty its cache; restart it, or use cache_state=salted.")
+        self._last.pop(session, None)
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+
+def completion_body(request: Request, model: str | None, prompt: list[int] | str) -> dict[str, Any]:
+    """What OpenAI's protocol has, and what vLLM and llama.cpp add to it: exactly so many tokens, and their ids."""
+    output = request.output
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": output.max_new_tokens,
+        "temperature": 0.0,
+        "stream": request.stream,
+        "return_token_ids": True,
+        "ignore_eos": not isinstance(output, Free) or output.ignore_eos,
+    }
+    if request.stream:
+        body["stream_options"] = {"include_usage": True}
+    return body
+
+
+def _cards(text: str) -> list[Mapping[str, Any]]:
+    """The models of a list; none where it is none."""
+    try:
+        return [card for card in json.loads(text)["data"] if "id" in card]
+    except (ValueError, TypeError, LookupError):
+        return []
+
+
+def _object(said: Any) -> Mapping[str, Any]:
+    return said if isinstance(said, Mapping) else {}
+
+
+def read_completion(answer: Answer, request: Request, channel: Channel, setup: EngineSetup) -> Reply:
+    """The answer of a completions endpoint, streamed or whole. Raises AnswerBroken where a stream ends without an end."""
+    tokens: list[int] = []
+    finish: str | None = None
+    usage: Mapping[str, Any] = {}
+    for piece in answer.pieces():
+        for choice in piece.get("choices", ()):
+            ids = choice.get("token_ids")
+            if ids is None and choice.get("text"):
+                ids = _encoded(choice["text"], setup)
+            finish = choice.get("finish_reason") or finish
+            if request.stream and not channel.tell(*(ids or ())):
+                return Reply(finish, sent_bytes=answer.sent_bytes, received_bytes=answer.received_bytes)
+            tokens += ids or ()
+        usage = piece.get("usage") or usage
+    if request.stream and finish is None and not answer.whole:
+        raise broken(f"after {len(tokens)} tokens, without an end")
+    details = usage.get("prompt_tokens_details") or {}
+    return Reply(
+        finish,
+        tokens=None if request.stream else tokens_of(tokens),
+        prompt_tokens=usage.get("prompt_tokens"),
+        cached_tokens=details.get("cached_tokens"),
+        cached_on_host=details.get("cpu"),
+        sent_bytes=answer.sent_bytes,
+        received_bytes=answer.received_bytes,
+    )
+
+
+def _encoded(text: str, setup: EngineSetup) -> list[int]:
+    if setup.tokenizer is None:
+        raise RequestFailed("The server gives text and no token ids, and the model has no tokenizer to encode it.")
+    return setup.tokenizer.encode(text)

@@ -1,0 +1,326 @@
+"""Agents on Ray, as they are served where nobody shares an engine: a process an agent, or a process a step."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pensieve.core.plan import StartReport
+from pensieve.core.request import Request
+from pensieve.errors import MemoryRanOut, RequestFailed, RequestRefused
+from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
+from pensieve.plugins.engines.memory_watch import MemoryWatch
+from pensieve.plugins.engines.ray_cluster import RayCluster, check_ray, ray_version, remote
+from pensieve.plugins.engines.replica import Replica, Started, answer_once
+from pensieve.plugins.engines.weights import model_folder
+from pensieve.serve.systems.base import Capabilities
+from pensieve.units import format_bytes
+
+AT_ONCE = 256  # agents whose steps may wait at a time
+WAKE_S = 0.25  # how long Ray is waited for before whoever waits looks whether this engine is being closed
+GPU_SHARE = 0.01  # so that the device's memory is the limit, and not Ray's count of devices
+
+
+@dataclass(frozen=True, slots=True)
+class _Actor:
+    """since_s: when it was begun. warming: all that it has served were warm-ups."""
+
+    handle: Any
+    pid: int
+    since_s: float
+    warming: bool
+
+
+class _ActorBody:
+    """What runs in an actor's process. The model is loaded by a call of its own, so that the process is known before."""
+
+    def __init__(self, setup: EngineSetup, kv_tokens: int, memory_bytes: int | None, share_bytes: int | None) -> None:
+        self._arguments = (setup, kv_tokens, memory_bytes, share_bytes)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def load(self) -> Started:
+        self._replica = Replica(*self._arguments)
+        return self._replica.started()
+
+    def answer(self, request: Request) -> Reply:
+        return self._replica.answer(request)
+
+    def forget(self, session: str | None) -> None:
+        self._replica.forget(session)
+
+
+class _RayAgents(ABC):
+    """Fields of both baselines.
+
+    kv_tokens: of KV in each process, in tokens; null: the workload's longest conversation, else all of cache.gpu.
+    start_timeout_s: until Ray must be ready.
+
+    hardware.cpu_memory is what the processes of all agents may have resident together: the one that was started last is
+    killed beyond it. Without it Ray kills when the machine itself is nearly full. A process packs its weights where an engine
+    would whose limit is its share: that limit by the number of processes that are there at a time.
+    """
+
+    def __init__(self, setup: EngineSetup, *, kv_tokens: int | None = None, start_timeout_s: float = 120.0) -> None:
+        self._setup = setup
+        self._kv_tokens = kv_tokens or setup.longest_tokens or setup.kv_tokens
+        self._kv_tokens += setup.block_tokens  # the last block is filled in part
+        gpus = 1 if setup.device.startswith("cuda") else 0
+        self._gpu_share = GPU_SHARE * gpus
+        self._cluster = RayCluster(
+            setup.threads, gpus, killer=setup.memory_bytes is None, start_timeout_s=start_timeout_s
+        )
+        self._watch: MemoryWatch | None = None
+        self._killed: set[int] = set()
+        self._starts: list[Started] = []
+        self._lock = threading.Lock()
+        self._closing = False
+        self._waiting = 0  # threads that Ray owes a result
+        self._left = threading.Condition()
+        self.at_once = AT_ONCE
+
+    can: Capabilities
+
+    @property
+    @abstractmethod
+    def _at_a_time(self) -> int:
+        """Processes that hold a model at a time when all requests of the workload are served."""
+
+    @property
+    def _limits(self) -> tuple[int | None, int | None]:
+        """What the kernel grants a process at most, since it may be the only one, and its share; None: what is there."""
+        limit = self._setup.memory_bytes
+        return limit, None if limit is None else limit // self._at_a_time
+
+    def check(self) -> None:
+        check_ray(self._setup.baseline)
+
+    def identity(self) -> dict[str, str]:
+        return {"ray": ray_version()}
+
+    def start(self) -> StartReport:
+        """Starts Ray, and no model: that is the agents' own, or the steps'."""
+        self.check()
+        began = time.perf_counter()
+        folder = model_folder(self._setup)  # as any model comes: a file that each process reads
+        self._setup = replace(self._setup, weights=str(folder), tokenizer=None)
+        self._cluster.start()
+        self._watch = MemoryWatch(self._setup.memory_bytes, self._processes, self._kill)
+        self._watch.__enter__()
+        settings = {
+            "engine": "Ray",
+            "version": ray_version(),
+            "weights_folder": Path(folder).name,
+            "memory_bytes": self._setup.memory_bytes,
+            "kv_tokens_a_process": self._kv_tokens,
+            "threads": self._setup.threads,
+            "gpu_tokens": None,  # as many times kv_tokens_a_process as there are processes
+            "gpu_bytes": None,
+            "cpu_tokens": 0,
+            "cpu_bytes": 0,
+            "kv_bytes_per_token": self._setup.model.kv_bytes_per_token,
+            "dtype": self._setup.model.dtype,
+        }
+        return StartReport(0.0, (time.perf_counter() - began) * 1e3, settings)
+
+    @abstractmethod
+    def answer(self, request: Request, channel: Channel) -> Reply: ...
+
+    @abstractmethod
+    def _processes(self) -> Mapping[int, float]:
+        """The processes that hold a model or are about to, and when each was started."""
+
+    def _kill(self, pid: int) -> None:
+        self._killed.add(pid)
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).kill()
+
+    def _result(self, promised: Any) -> Any:
+        """What Ray comes up with; RequestFailed once this engine is being closed: a Ray that is gone answers nobody, ever."""
+        import ray
+
+        with self._left:
+            self._waiting += 1
+        try:
+            while not self._closing:
+                done, _ = ray.wait([promised], timeout=WAKE_S)
+                if done:
+                    return ray.get(done[0])
+            raise RequestFailed("The engine was closed.")
+        finally:
+            with self._left:
+                self._waiting -= 1
+                self._left.notify_all()
+
+    def _failure(self, error: Exception, pid: int | None) -> Exception:
+        """What an error of Ray means for the request whose process had that id."""
+        import ray
+
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, (RequestRefused, RequestFailed)):
+            return cause
+        if isinstance(cause, MemoryError) or isinstance(error, ray.exceptions.OutOfMemoryError) or pid in self._killed:
+            return self._ran_out()
+        died = isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError))
+        if died and self._killed and pid is None:
+            return self._ran_out()
+        return RequestFailed(f"Ray failed the request: {cause or error}")
+
+    def _ran_out(self) -> MemoryRanOut:
+        limit = self._setup.memory_bytes
+        held = "the memory of this machine" if limit is None else format_bytes(limit)
+        return MemoryRanOut(f"An agent's process ran out of memory: {held} is what all of them have together.")
+
+    @abstractmethod
+    def forget(self, session: str | None) -> None: ...
+
+    def counters(self) -> dict[str, float]:
+        starts = list(self._starts)
+        peak = {} if self._watch is None else {"processes_peak_bytes": float(self._watch.peak_bytes)}
+        return {
+            "process_starts": float(len(starts)),
+            "process_load_ms": sum(one.load_s for one in starts) * 1e3,
+            "process_start_ms": sum(one.start_s for one in starts) * 1e3,
+            **peak,
+        }
+
+    def close(self) -> None:
+        """Requests under way fail."""
+        self._closing = True
+        with self._left:
+            self._left.wait_for(lambda: not self._waiting, timeout=4 * WAKE_S)
+        if self._watch is not None:
+            self._watch.close()
+        self._cluster.close()
+
+
+class RayKeepalive(_RayAgents):
+    """An actor an agent: it holds the model and the agent's KV for itself, and stays alive between steps.
+
+    Actors are started one after another, so that the ramp ends at the first one that memory has no room for: it is killed,
+    no other is started, and agents without one fail. An actor whose conversation was a warm-up is taken over, empty, by the
+    next agent that has none.
+    """
+
+    def __init__(self, setup: EngineSetup, **fields: Any) -> None:
+        super().__init__(setup, **fields)
+        self.can = Capabilities(keeps_sessions=True, cancels=False)
+        self._actors: dict[str, _Actor] = {}
+        self._full = False
+
+    @property
+    def _at_a_time(self) -> int:
+        return max(1, self._setup.conversations or 1)
+
+    def answer(self, request: Request, channel: Channel) -> Reply:
+        import ray
+
+        with self._lock:  # one process starts at a time
+            if self._closing:
+                raise RequestFailed("The engine was closed.")
+            actor = self._actors.get(request.session) or self._taken_over(request) or self._begin(request)
+        try:
+            reply: Reply = self._result(actor.handle.answer.remote(request))
+        except ray.exceptions.RayError as error:
+            raise self._failure(error, actor.pid) from error
+        return reply
+
+    def _taken_over(self, request: Request) -> _Actor | None:
+        """An actor that only warm-ups have used, where this request is none."""
+        import ray
+
+        if request.phase == "warmup":
+            return None
+        name = next((name for name, actor in self._actors.items() if actor.warming), None)
+        if name is None:
+            return None
+        actor = self._actors.pop(name)
+        try:
+            self._result(actor.handle.forget.remote(None))
+        except ray.exceptions.RayError:  # it died: the agent needs one of its own
+            return None
+        self._actors[request.session] = replaced = replace(actor, warming=False)
+        return replaced
+
+    def _begin(self, request: Request) -> _Actor:
+        import ray
+
+        if self._full:
+            raise self._ran_out()
+        options = {"num_cpus": 0, "num_gpus": self._gpu_share, "max_restarts": 0}
+        handle = remote(_ActorBody, **options).remote(self._setup, self._kv_tokens, *self._limits)
+        pid = None
+        try:
+            pid = self._result(handle.pid.remote())
+            self._actors[request.session] = actor = _Actor(handle, pid, time.monotonic(), request.phase == "warmup")
+            self._starts.append(self._result(handle.load.remote()))
+        except ray.exceptions.RayError as error:
+            self._actors.pop(request.session, None)
+            failure = self._failure(error, pid)
+            self._full = isinstance(failure, MemoryRanOut)
+            raise failure from error
+        return actor
+
+    def _processes(self) -> Mapping[int, float]:
+        return {one.pid: one.since_s for one in list(self._actors.values()) if one.pid not in self._killed}
+
+    def forget(self, session: str | None) -> None:
+        import ray
+
+        chosen = self._actors.values() if session is None else filter(None, [self._actors.get(session)])
+        for actor in list(chosen):
+            with suppress(ray.exceptions.RayError, RequestFailed):
+                self._result(actor.handle.forget.remote(None))
+
+
+class RayServerless(_RayAgents):
+    """A fresh process a step: it loads the weights, computes the whole prompt, answers, and keeps nothing. Ray's own queue
+    decides how many run at once: each asks for the CPUs that it computes with, or for a hundredth of the GPU."""
+
+    def __init__(self, setup: EngineSetup, **fields: Any) -> None:
+        super().__init__(setup, **fields)
+        self.can = Capabilities(keeps_sessions=False, cancels=False)
+
+    @property
+    def _at_a_time(self) -> int:
+        """One on a CPU: each asks for all the CPUs that the cluster has."""
+        return 1 if not self._gpu_share else min(max(1, self._setup.conversations or 1), int(1 / self._gpu_share))
+
+    def answer(self, request: Request, channel: Channel) -> Reply:
+        import ray
+
+        cpus = 0 if self._gpu_share else self._setup.threads
+        task = remote(answer_once, num_cpus=cpus, num_gpus=self._gpu_share, max_calls=1, max_retries=0)
+        try:
+            promised = task.remote(self._setup, self._kv_tokens, *self._limits, request)
+            reply, started = self._result(promised)
+        except ray.exceptions.RayError as error:
+            raise self._failure(error, None) from error
+        self._starts.append(started)
+        result: Reply = reply
+        return result
+
+    def forget(self, session: str | None) -> None:
+        """Nothing is ever kept."""
+
+    def _processes(self) -> Mapping[int, float]:
+        """Ray's workers that serve at this moment, which are descendants of this process."""
+        workers = [one for one in psutil.Process().children(recursive=True) if answer_once.__name__ in _name(one)]
+        return {one.pid: one.create_time() for one in workers if one.pid not in self._killed}
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""

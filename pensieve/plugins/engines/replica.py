@@ -1,0 +1,159 @@
+"""Our engine in a process of its own, with weights and KV that it shares with nobody: what an actor of Ray holds."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from pensieve.core.cost import CostModel
+from pensieve.core.plan import StartReport
+from pensieve.core.request import Request
+from pensieve.errors import RequestFailed, refused
+from pensieve.plugins.engines.base import EngineSetup, Reply
+from pensieve.plugins.engines.memory_watch import forbid_more
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.threaded_system import ThreadedSystem
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """pid: of the process. load_s: weights to memory, without imports. start_s: of the whole, imports included."""
+
+    pid: int
+    load_s: float
+    start_s: float
+
+
+class Replica:
+    """The model, and KV for `kv_tokens`, under the engine, scheduler and kernels of baseline=gpu_only: what differs from
+    sharing one engine is the process alone.
+
+    memory_bytes: this process gets no more than that from the kernel. share_bytes: of that, what is meant for this process
+    where others have the rest: whether weights are packed is decided as for an engine that has no more. Raises MemoryError
+    where memory_bytes is too little.
+    """
+
+    def __init__(
+        self, setup: EngineSetup, kv_tokens: int, memory_bytes: int | None, share_bytes: int | None = None
+    ) -> None:
+        began = perf_counter()
+        if memory_bytes is not None:
+            forbid_more(memory_bytes)
+        from pensieve.core.cache.two_tier import TwoTierCache
+        from pensieve.core.clock import WallClock
+        from pensieve.core.policies.lru import Lru
+        from pensieve.core.scheduler.composition import SchedulerSettings
+        from pensieve.device.model import load_model
+        from pensieve.device.options import TorchOptions
+        from pensieve.device.worker import TorchWorker
+        from pensieve.specs import HardwareSpec
+        from pensieve.units import ceil_div
+
+        size = setup.block_tokens
+        blocks = ceil_div(kv_tokens, size)
+        share = memory_bytes if share_bytes is None else share_bytes
+        beside_kv = None if share is None else share - blocks * size * setup.model.kv_bytes_per_token
+        try:
+            model = load_model(
+                setup.model, setup.weights, setup.hub_id, setup.revision, setup.seed, setup.device, setup.threads,
+                chunk_tokens=size, memory_bytes=beside_kv,
+            )  # fmt: skip
+            clock = WallClock()
+            options = TorchOptions(max_batch_tokens=setup.batch_tokens, max_batch_requests=1)
+            self._system = _Unprofiled(
+                model=setup.model,
+                hardware=HardwareSpec(setup.device, simulated=False),
+                worker=TorchWorker(model, size, clock, options=options),
+                clock=clock,
+                cache=TwoTierCache,
+                policy=Lru,
+                scheduler=SchedulerSettings(max_batch_tokens=setup.batch_tokens, max_batch_requests=1),
+                gpu_blocks=blocks,
+                cpu_blocks=0,
+                chunk_tokens=size,
+                tokenizer=setup.tokenizer,
+                seed=setup.seed,
+            )
+            report = self._system.start()
+        except RuntimeError as error:  # torch has no error of its own for a CPU that refuses memory
+            if "memory" in str(error):
+                raise MemoryError(str(error)) from error
+            raise
+        self._offset_s = perf_counter() - clock.now_s()
+        assert report.load_s is not None, "a process of its own shares no model"
+        self._started = Started(os.getpid(), report.load_s, perf_counter() - began)
+
+    def started(self) -> Started:
+        return self._started
+
+    def answer(self, request: Request) -> Reply:
+        """Raises RequestRefused, RequestFailed, and MemoryError where the kernel gives no more."""
+        turn = self._system.ask(request)
+        _raise_unserved(turn)
+        return Reply(
+            turn.finish_reason,
+            tokens=turn.token_ids,
+            emitted_s=array("d", (self._offset_s + at_s for at_s in turn.emitted_s)),
+            cached_tokens=turn.gpu_hit_tokens,
+            admitted_s=None if turn.admitted_s is None else self._offset_s + turn.admitted_s,
+            compute_ms=turn.compute_ms,
+        )
+
+    def forget(self, session: str | None) -> None:
+        self._system.forget(session)
+
+    def close(self) -> None:
+        self._system.close()
+
+
+def _raise_unserved(turn: TurnRecord) -> None:
+    if turn.status == "refused":
+        raise refused(turn.finish_reason, turn.error or "The engine refused the request.")
+    if turn.status != "completed":
+        said = turn.error or f"The request ended as {turn.status}."
+        if "memory" in said:
+            raise MemoryError(said)
+        raise RequestFailed(said)
+
+
+def answer_once(
+    setup: EngineSetup, kv_tokens: int, memory_bytes: int | None, share_bytes: int | None, request: Request
+) -> tuple[Reply, Started]:
+    """One request on a Replica that exists for it alone."""
+    replica = Replica(setup, kv_tokens, memory_bytes, share_bytes)
+    try:
+        return replica.answer(request), replica.started()
+    finally:
+        replica.close()
+
+
+class _Unprofiled(ThreadedSystem):
+    """Its policy goes by recency, so nothing is measured before the first request: a start is as short as it can be."""
+
+    def _prices(self, report: StartReport) -> CostModel:
+        return _AllAlike()
+
+
+class _AllAlike:
+    """Every chunk costs the same."""
+
+    def recompute_s(self, context_tokens: int) -> float:
+        return 1.0
+
+    def step_s(self) -> float:
+        return 0.0
+
+    def weights_s(self) -> float:
+        return 0.0
+
+    def load_s(self) -> float:
+        return 1.0
+
+    def hidden_copies(self) -> float | None:
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        return {"source": "none: all chunks cost alike"}

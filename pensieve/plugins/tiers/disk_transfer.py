@@ -1,0 +1,260 @@
+"""Copies between the tiers with a file store below them: a thread writes what leaves, and reads what returns, in the order of
+the plans.
+
+TorchOptions.transfer names it; nothing else of the worker knows of a disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from time import perf_counter_ns
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pensieve.core.plan import DiskLoad, DiskStore, StepPlan
+from pensieve.core.worker import DISK_STAGING_BYTES
+from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.transfers.link import Link
+from pensieve.device.transfers.transfer import Transfer
+from pensieve.plugins.tiers.pool_file import PoolFile
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    number: int
+    store: DiskStore
+    staged: torch.Tensor  # [layers, chunk_tokens, 2, kv_heads, head_dim]
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """marks: one a layer, set when it has come, or something else has."""
+
+    number: int
+    load: DiskLoad
+    marks: list[threading.Event]
+    wrong: set[int] = field(default_factory=set)  # which of its chunks are not what was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """The file store, see PoolFile: where it is, None for a file that ends with the process, in `folder` then; what names the
+    KV in it; how many chunks it holds."""
+
+    path: Path | None
+    folder: Path
+    identity: bytes
+    blocks: int
+
+    def __call__(self, tensors: KvTensors, link: Link | None) -> DiskTransfer:
+        """Raises HardwareMissing where there is no room for the file."""
+        file = PoolFile(self.path, self.folder, self.identity, self.blocks, tensors.layers, tensors.layer_block_bytes)
+        return DiskTransfer(tensors, link, file)
+
+
+class DiskTransfer(Transfer):
+    """Performs DiskStores and DiskLoads beside the compute, one at a time. Reads go first, but for writes to their blocks
+    that were ordered before them: so a block of the file may be given to another chunk while it is still to be read, and a
+    chunk be asked for while it is still to be written.
+
+    What is to be written is copied in memory first, since its block is used again at once; where more than `staging_bytes`
+    wait, it is not written (unkept). What is read is checked layer by layer; a layer that is not what was written is zeroed,
+    the load is reported as `unread` and the chunk as `unkept`. The attention of a layer waits for that layer of the loads
+    that bring blocks of its rows, as for swap-ins. GPU blocks must be in RAM.
+    """
+
+    def __init__(
+        self, tensors: KvTensors, link: Link | None, file: PoolFile, staging_bytes: int = DISK_STAGING_BYTES
+    ) -> None:
+        assert tensors.device.type == "cpu"
+        super().__init__(tensors, link)
+        self.disk_load_s, self.disk_kept = file.measure_s(), file.kept
+        self._file, self._staging_bytes = file, staging_bytes
+        self.read_bytes = self.written_bytes = 0
+        self._staged_bytes = 0
+        self._changed = threading.Condition()
+        self._to_read: deque[_Read] = deque()
+        self._to_write: deque[_Write] = deque()
+        self._numbers, self._closing = 0, False
+        self._reads: list[_Read] = []  # under way, oldest first
+        self._required_read: _Read | None = None
+        self._unread: list[int] = []
+        self._unkept: SimpleQueue[bytes] = SimpleQueue()
+        self._lock = threading.Lock()  # of the counts
+        self._waited_ns = 0
+        self._thread = threading.Thread(target=self._run, name="pensieve-disk", daemon=True)
+        self._thread.start()
+
+    # -- the engine's side --------------------------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> int:
+        """Returns when the blocks that are to be written may be used again: they are read before anything is copied."""
+        for one in plan.disk:
+            self._numbers += 1
+            if isinstance(one, DiskLoad):
+                read = _Read(self._numbers, one, [threading.Event() for _ in range(self._tensors.layers)])
+                self._reads.append(read)
+                with self._changed:
+                    self._to_read.append(read)
+                    self._changed.notify()
+                continue
+            with self._lock:
+                full = self._staged_bytes + self._tensors.block_bytes > self._staging_bytes
+                self._staged_bytes += 0 if full else self._tensors.block_bytes
+            if full:
+                self._unkept.put(one.key)
+                continue
+            pool = self._tensors.gpu if one.on_gpu else self._tensors.cpu
+            write = _Write(self._numbers, one, pool[:, one.src].clone())
+            with self._changed:
+                self._to_write.append(write)
+                self._changed.notify()
+        return super().begin(plan)
+
+    def require(self, blocks: NDArray[np.int64]) -> bool:
+        waits, self._required_read = super().require(blocks), None
+        if self._reads:
+            wanted = set(np.unique(blocks).tolist())
+            needed = (read for read in reversed(self._reads) if not wanted.isdisjoint(read.load.dst))
+            self._required_read = next(needed, None)  # who waits for the newest waits for all
+        return waits or self._required_read is not None
+
+    def wait_for_layer(self, layer: int) -> None:
+        super().wait_for_layer(layer)
+        if self._required_read is not None and not self._required_read.marks[layer].is_set():
+            began = perf_counter_ns()
+            self._required_read.marks[layer].wait()
+            self._waited_ns += perf_counter_ns() - began
+
+    def stalled_ns(self) -> int:
+        waited, self._waited_ns = self._waited_ns, 0
+        return super().stalled_ns() + waited
+
+    def done(self) -> tuple[int, ...]:
+        over = [read for read in self._reads if read.marks[-1].is_set()]
+        self._reads = [read for read in self._reads if read not in over]
+        self._unread += [read.load.ticket for read in over if read.wrong]
+        return (*super().done(), *(read.load.ticket for read in over if not read.wrong))
+
+    def unread(self) -> tuple[int, ...]:
+        unread, self._unread = tuple(self._unread), []
+        return unread
+
+    def unkept(self) -> tuple[bytes, ...]:
+        keys = []
+        while not self._unkept.empty():
+            keys.append(self._unkept.get())
+        return tuple(keys)
+
+    def wait(self) -> bool:
+        if super().wait():
+            return True
+        if not self._reads:
+            return False
+        self._reads[0].marks[-1].wait()
+        return True
+
+    def abandon(self, tickets: Sequence[int]) -> None:
+        super().abandon(tickets)
+        for read in [read for read in self._reads if read.load.ticket in tickets]:
+            read.marks[-1].wait()
+            self._reads.remove(read)
+
+    def close(self) -> None:
+        """Write what is still to be written, and close the file."""
+        super().close()
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+        self._file.close()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (order := self._next()) is not None:
+            if isinstance(order, _Read):
+                self._read(order)
+            else:
+                self._write(order)
+
+    def _next(self) -> _Write | _Read | None:
+        """Wait for the next write or read; None: the transfer is closed, and all is written."""
+        with self._changed:
+            while not self._to_read and not self._to_write:
+                if self._closing:
+                    return None
+                self._changed.wait()
+            if not self._to_read:
+                return self._to_write.popleft()
+            read = self._to_read[0]
+            blocks = set(read.load.src)
+            before = next((w for w in self._to_write if w.number < read.number and w.store.dst in blocks), None)
+            if before is None:
+                return self._to_read.popleft()
+            self._to_write.remove(before)
+            return before
+
+    def _write(self, order: _Write) -> None:
+        layers = [_bytes_of(layer) for layer in order.staged]
+        try:
+            self._file.write(order.store.dst, order.store.key, layers)
+        except OSError as error:
+            log.error("A chunk cannot be written to the file of cache.disk: %s", error)
+            self._unkept.put(order.store.key)
+        with self._lock:
+            self._staged_bytes -= self._tensors.block_bytes
+            self.written_bytes += self._tensors.block_bytes
+
+    def _read(self, order: _Read) -> None:
+        load, wrong = order.load, order.wrong
+        sums = [self._checksums(src, key) for src, key in zip(load.src, load.keys, strict=True)]
+        for layer, mark in enumerate(order.marks):
+            for place, (src, dst) in enumerate(zip(load.src, load.dst, strict=True)):
+                told, into = sums[place], self._tensors.gpu[layer, dst]
+                if told is None or place in wrong or not self._read_layer(src, layer, into, told[layer]):
+                    wrong.add(place)
+                    into.zero_()
+            if layer == len(order.marks) - 1:  # whoever sees the last mark sees what was wrong
+                self._report(order)
+            mark.set()
+
+    def _report(self, order: _Read) -> None:
+        for place in order.wrong:
+            self._unkept.put(order.load.keys[place])
+        if order.wrong:
+            count = len(order.load.keys)
+            log.warning(
+                "%s of %s chunks on disk are not what was written; they are computed again.", len(order.wrong), count
+            )
+        with self._lock:
+            self.read_bytes += len(order.load.keys) * self._tensors.block_bytes
+
+    def _checksums(self, block: int, key: bytes) -> tuple[int, ...] | None:
+        try:
+            return self._file.checksums(block, key)
+        except OSError as error:
+            log.error("The file of cache.disk cannot be read: %s", error)
+            return None
+
+    def _read_layer(self, block: int, layer: int, into: torch.Tensor, checksum: int) -> bool:
+        try:
+            return self._file.read_layer(block, layer, _bytes_of(into), checksum)
+        except OSError as error:
+            log.error("The file of cache.disk cannot be read: %s", error)
+            return False
+
+
+def _bytes_of(layer: torch.Tensor) -> memoryview:
+    """Return the layer's own memory as bytes."""
+    return memoryview(layer.reshape(-1).view(torch.uint8).numpy())

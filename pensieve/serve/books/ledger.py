@@ -1,0 +1,272 @@
+"""Where the history of an admitted prompt was, why what lacked KV did, and what of the time to first token that took.
+
+A turn that ended without a token (cancelled in prefill, timed out, failed) has a ledger of the time until it ended."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from pensieve.core.cost import CostModel, PositionPrices, marginal_s
+from pensieve.core.facts import Admission, Found
+from pensieve.core.request import Request, TokenArray
+from pensieve.core.session import Run, Session, tokens_in, without
+from pensieve.serve.record import Cause, Loss, Miss, Missed, TurnRecord
+
+MOST_EVICTORS = 8
+
+REMEMBERED = 16
+"""Pools of evicted blocks of whose content the loss is remembered."""
+
+
+class Losses:
+    """For whom KV was given up, by session and chunk, or by content."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, dict[int, Loss]] = {}  # by session number
+        self._content: OrderedDict[bytes, Loss] = OrderedDict()
+        self._for: tuple[str, float] = ("", 0.0)
+        self._taker: Loss | None = None
+
+    def room_for(self, session: Session, now_s: float) -> None:
+        self._for, self._taker = (session.name, now_s), None
+
+    def lost(self, session: Session, start: int, stop: int) -> None:
+        self._chunks.setdefault(session.number, {}).update(dict.fromkeys(range(start, stop), self._loss()))
+
+    def lost_content(self, name: bytes, blocks: int) -> None:
+        """blocks: of the tier."""
+        self._content[name] = self._loss()
+        if len(self._content) > REMEMBERED * blocks:
+            self._content.popitem(last=False)
+
+    def not_lost(self, session: Session, start: int, stop: int) -> None:
+        own = self._chunks.get(session.number)
+        if own:
+            for index in range(start, stop):
+                own.pop(index, None)
+
+    def moved(self, source: Session, target: Session, index: int) -> None:
+        known = self._chunks.get(source.number, {}).get(index)
+        if known is not None:
+            self._chunks.setdefault(target.number, {})[index] = known
+        self.lost(source, index, index + 1)
+
+    def closed(self, session: Session) -> None:
+        self._chunks.pop(session.number, None)
+
+    def of(self, session: Session, found: Found) -> Callable[[int, bool], Loss | None]:
+        """Return what tells the loss of a chunk. The second argument: the prompt has all of the chunk."""
+        if found.names is None:
+            own = self._chunks.get(session.number, {})
+            return lambda index, full: own.get(index)
+        names, first = found.names, None
+
+        def by_content(index: int, full: bool) -> Loss | None:
+            """A block that is still there is of no use without those before it: the first of them to go took it too."""
+            nonlocal first
+            if not full:
+                return None
+            loss = self._content.get(names[index])
+            if loss is None and index in found.stranded:
+                loss = first
+            first = first or loss
+            return loss
+
+        return by_content
+
+    def _loss(self) -> Loss:
+        self._taker = self._taker or Loss(*self._for)
+        return self._taker
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Where the history of an admitted prompt was, in tokens, before its plan changed anything.
+
+    gpu_hit + cpu_hit + disk_hit + recomputed = history; history + new = prompt; shared_hit <= new.
+    on_gpu, on_cpu, on_disk: the positions that the hits count, shared ones with those on GPU. missed: why those positions
+    without KV that were computed before, or would have been but for an edit, have none.
+    """
+
+    prompt: int
+    history: int
+    shared_hit: int
+    on_gpu: tuple[Run, ...]
+    on_cpu: tuple[Run, ...]
+    missed: tuple[Missed, ...]
+    on_disk: tuple[Run, ...] = ()
+
+    @property
+    def gpu_hit(self) -> int:
+        return tokens_in(self.on_gpu) - self.shared_hit
+
+    @property
+    def cpu_hit(self) -> int:
+        return tokens_in(self.on_cpu)
+
+    @property
+    def disk_hit(self) -> int:
+        return tokens_in(self.on_disk)
+
+    @property
+    def recomputed(self) -> int:
+        return self.history - self.gpu_hit - self.cpu_hit - self.disk_hit
+
+    def with_disk(self, read: Iterable[Run]) -> Residency:
+        """Return a copy that counts these positions as found on disk, and no longer as missed."""
+        missed, found = list(self.missed), list(self.on_disk)
+        for start, stop in read:
+            end = min(stop, self.history)
+            if start < end:
+                found.append((start, end))
+            left = [replace(one, stop=min(one.stop, start)) for one in missed]
+            left += [replace(one, start=max(one.start, end)) for one in missed]
+            missed = sorted((one for one in left if one.start < one.stop), key=lambda one: one.start)
+        return replace(self, missed=joined(missed), on_disk=tuple(found))
+
+    def enter(self, record: TurnRecord, admission: Admission) -> None:
+        """Record where its history was, and which positions were found and are not computed again."""
+        record.prompt_tokens, record.history_tokens = self.prompt, self.history
+        record.gpu_hit_tokens, record.cpu_hit_tokens = self.gpu_hit, self.cpu_hit
+        record.new_tokens, record.shared_hit_tokens = self.prompt - self.history, self.shared_hit
+        record.cpu_recomputed_tokens = admission.again_tokens
+        loaded = without(self.on_cpu, admission.work) if admission.again_tokens else self.on_cpu
+        record.found = (self.on_gpu, loaded)
+
+    def enter_disk(self, record: TurnRecord, request: Request, had: int) -> None:
+        """Record, after `enter` or where what was read from disk was something else, what came from there, and why each
+        prompt position without KV had none."""
+        record.disk_hit_tokens, record.recomputed_tokens = self.disk_hit, self.recomputed
+        record.found = (*record.found[:2], self.on_disk)
+        record.missed = explained(self, request.forgotten, request.known_tokens, had)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt as it is about to be admitted. keep: leading tokens that are its session's own. history: of them, or of what
+    the workload says was said elsewhere, those that were computed before. edited: positions at which other tokens were.
+    had: tokens of the session that the turn leaves as they are."""
+
+    prompt: int
+    keep: int
+    history: int
+    edited: tuple[Missed, ...]
+    had: int
+
+    @classmethod
+    def of(cls, session: Session, keep: int, suffix: TokenArray[int], known: int | None, had: int) -> Asked:
+        """known: overrides the history."""
+        prompt = keep + len(suffix)
+        history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
+        edited: tuple[Missed, ...] = ()
+        if keep < len(session.tokens) and suffix and suffix[0] != session.tokens[keep]:
+            edited = joined([Missed(max(history, keep), min(session.computed, keep + len(suffix)), "edited")])
+        return cls(prompt, keep, history, edited, had)
+
+    def residency(self, session: Session, found: Found, losses: Losses, chunk_tokens: int) -> Residency:
+        """What it has found. session: whose KV it is."""
+        own = min(self.history, self.keep)
+        on_gpu, on_cpu = _below(found.gpu, own), _below(found.cpu, own)
+        loss_of = losses.of(session, found)
+        missed: list[Missed] = []
+        for start, stop in without(((0, own),), (*on_gpu, *on_cpu)):
+            while start < stop:
+                index = start // chunk_tokens
+                end = min(stop, (index + 1) * chunk_tokens)
+                loss = loss_of(index, (index + 1) * chunk_tokens <= own)
+                missed.append(Missed(start, end, "evicted" if loss else "never_stored", loss))
+                start = end
+        here = min(tokens_in(found.gpu), self.history) if found.shared else 0
+        missed.append(Missed(max(own, here), self.history, "edited"))  # known to the workload, at another place
+        shared = 0
+        if found.shared:
+            on_gpu, shared = found.gpu, tokens_in(found.gpu) - here
+        return Residency(self.prompt, self.history, shared, on_gpu, on_cpu, (*joined(missed), *self.edited))
+
+
+def _below(runs: tuple[Run, ...], position: int) -> tuple[Run, ...]:
+    if not runs or runs[-1][1] <= position:
+        return runs
+    return tuple((start, min(stop, position)) for start, stop in runs if start < position)
+
+
+def explained(
+    residency: Residency, forgotten: tuple[int, str] | None, known: int | None, had: int
+) -> tuple[Missed, ...]:
+    """Explain every prompt position without KV. Where the engine has forgotten the conversation, its server says why; what
+    is left was never said before. had: tokens of the session before the turn."""
+    runs = [one for one in residency.missed if one.stop <= residency.history]
+    if forgotten is not None and forgotten[1] == "restarted":
+        # With `known` the conversation went on elsewhere: what was said there is in no token that the engine has.
+        lost = ("never_stored",) if known is None else ("never_stored", "edited")
+        runs = [replace(one, cause="restarted") if one.cause in lost else one for one in runs]
+    place = residency.history + residency.shared_hit
+    later = [one for one in residency.missed if one.stop > max(place, residency.history)]
+    if forgotten is not None and not had and not residency.history:
+        later.append(Missed(place, min(forgotten[0], residency.prompt), forgotten[1]))  # type: ignore[arg-type]
+    for one in later:
+        start = max(one.start, place)
+        runs += (Missed(place, start, "new"), Missed(start, one.stop, one.cause, one.loss))
+        place = max(place, one.stop)
+    return joined((*runs, Missed(place, residency.prompt, "new")))
+
+
+def account(record: TurnRecord, cost: CostModel, prices: PositionPrices, chunk_tokens: int) -> None:
+    """Price, once it is over, what it computed again and what it found (seconds), and make its ledger."""
+    if (history := record.history_tokens) is not None:
+        again = [(one.start, min(one.stop, history)) for one in record.missed if one.start < history]
+        record.recomputed_s = prices.of(again)
+        record.saved_s = tuple([prices.of(runs) for runs in record.found])
+    waited_ms = record.latency_ms if record.ttft_ms is None else record.ttft_ms
+    if waited_ms is not None and record.missed:
+        record.misses = ledger_of(record.missed, waited_ms, cost, chunk_tokens)
+    record.missed = record.found = ()
+
+
+def ledger_of(missed: Sequence[Missed], waited_ms: float, cost: CostModel, chunk_tokens: int) -> tuple[Miss, ...]:
+    """Divide the time that a turn waited for its first token among the causes of its missed positions, in proportion to
+    what the cost model says each position takes to compute. Returns a line for each cause and evicting conversation (the
+    MOST_EVICTORS largest): their tokens add up to the positions missed, their ms to waited_ms."""
+    seconds: dict[tuple[Cause, str | None], float] = {}
+    tokens: dict[tuple[Cause, str | None], int] = {}
+    when: dict[tuple[Cause, str | None], float] = {}
+    for one in missed:
+        key = (one.cause, one.loss.by if one.loss else None)
+        seconds[key] = seconds.get(key, 0.0) + marginal_s(cost, one.start, one.stop, chunk_tokens)
+        tokens[key] = tokens.get(key, 0) + one.stop - one.start
+        if one.loss is not None:
+            when[key] = max(when.get(key, one.loss.at_s), one.loss.at_s)
+    named = sorted((key for key in tokens if key[1] is not None), key=lambda key: (-tokens[key], key))
+    for key in named[MOST_EVICTORS:]:
+        rest = (key[0], None)
+        tokens[rest] = tokens.get(rest, 0) + tokens.pop(key)
+        seconds[rest] = seconds.get(rest, 0.0) + seconds.pop(key)
+        when[rest] = max(when.get(rest, when[key]), when.pop(key))
+    total = sum(seconds.values())
+    count = sum(tokens.values())
+    return tuple(
+        Miss(
+            cause,
+            tokens[cause, by],
+            waited_ms * (seconds[cause, by] / total if total else tokens[cause, by] / count),
+            by,
+            when.get((cause, by)),
+        )
+        for cause, by in tokens
+    )
+
+
+def joined(missed: Iterable[Missed]) -> tuple[Missed, ...]:
+    """Join neighbours of one cause and loss, and leave empty ones out."""
+    runs: list[Missed] = []
+    for one in missed:
+        if one.start >= one.stop:
+            continue
+        last = runs[-1] if runs else None
+        if last is not None and (last.stop, last.cause, last.loss) == (one.start, one.cause, one.loss):
+            runs[-1] = Missed(last.start, one.stop, one.cause, one.loss)
+        else:
+            runs.append(one)
+    return tuple(runs)

@@ -1,0 +1,303 @@
+"""Talk to a model in the terminal, or play a script through it with and without memory, side by side."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+from pydantic import BaseModel, ConfigDict, Field
+from rich.table import Table
+
+from pensieve.core.request import Free
+from pensieve.errors import ConfigError, PensieveError
+from pensieve.lab.compose import read_option
+from pensieve.lab.compose.settings import check_node
+from pensieve.lab.compose.weights import check_weights, model_config
+from pensieve.lab.trial.terminal import console, say
+from pensieve.serve.record import Miss, TurnRecord
+from pensieve.serve.server.api import Server, Stream
+from pensieve.serve.server.create import server_of
+from pensieve.serve.server.dialogue import Dialogue, Wish
+from pensieve.specs import ROUNDS_APART, SIXTEEN_BITS
+from pensieve.units import ceil_div
+from pensieve.user_cache import user_cache
+
+SHIPPED = "five"
+SMALL_MODEL = "smollm2_135m_gguf"
+WITHOUT_MEMORY = "stateless"
+COMMANDS = "stats: what memory was worth; reset: begin anew; exit (or Ctrl-D): leave; Ctrl-C: stop a reply."
+_NAME = "chat"
+_PROBE = "~without memory"
+
+
+class ChatSettings(BaseModel):
+    """The node `chat` of conf/chat.yaml. temperature, top_p: see Server.sampling; a script's temperature is 0 unless it is
+    given, so that replies can be compared."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    system: str | None = None
+    max_new_tokens: Annotated[int, Field(ge=1)] = 256
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    script: str | None = None
+
+
+def chat(config: Mapping[str, Any], typed: Collection[str] = ()) -> int:
+    """typed: the fields and groups that the command line gives. Returns the exit status."""
+    settings = check_node(ChatSettings, config, "chat")
+    trial = {name: value for name, value in config.items() if name != "chat"}
+    if not any(name.partition(".")[0] == "model" for name in typed):
+        trial["model"], sentence = small_model()
+        if sentence:
+            say(sentence)
+    if settings.script is not None:
+        return play(trial, settings, questions_of(settings.script))
+    with server_of(trial, say=say) as server:
+        say(f"{trial['model']['name']}, baseline={trial['baseline']['name']}. {COMMANDS}")
+        Conversation(server, settings, sys.stdout).run(read_line())
+    return 0
+
+
+def small_model() -> tuple[dict[str, Any], str | None]:
+    """A model that answers in English where its weights are at hand, else the tiny one and a sentence about it."""
+    try:
+        found = model_config(SMALL_MODEL)
+        check_weights(found)
+    except PensieveError as error:
+        tiny = model_config("tiny").model_dump()
+        return tiny, f"The tiny model answers, whose weights are random and whose text means nothing. {error}"
+    return found.model_dump(), None
+
+
+def questions_of(script: str) -> list[str]:
+    """The lines of a file that are not empty. Raises ConfigError."""
+    if script == SHIPPED and not Path(script).exists():
+        text = files("pensieve.serve.server").joinpath(f"{SHIPPED}.txt").read_text(encoding="utf-8")
+    else:
+        try:
+            text = Path(script).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+            raise ConfigError(
+                f"chat.script={script} cannot be read ({why}); give a text file with a question a line, or {SHIPPED}."
+            ) from None
+    questions = [line.strip() for line in text.splitlines() if line.strip()]
+    if not questions:
+        raise ConfigError(f"chat.script={script} holds no question; write one a line.")
+    return questions
+
+
+def read_line() -> Callable[[], str]:
+    """What asks for the next line, with editing and history at a terminal; raises EOFError at the end."""
+    if not sys.stdin.isatty():
+        return _line_of_pipe
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory
+
+    folder = user_cache()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    session: PromptSession[str] = PromptSession(history=FileHistory(str(folder / "chat_history")))
+    return lambda: session.prompt(">>> ")
+
+
+def _line_of_pipe() -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line
+
+
+class Conversation:
+    """One conversation at the terminal. A turn is measured against the same turn without memory when `stats` is asked for."""
+
+    def __init__(self, server: Server, settings: ChatSettings, out: TextIO) -> None:
+        self._server, self._settings, self._out = server, settings, out
+        self._dialogue = Dialogue(server)
+        self._turns: list[_Measured] = []
+        self._begun = False
+
+    def run(self, read: Callable[[], str]) -> None:
+        """Answer lines until `exit` or the end of input. Ctrl-C at the prompt gives up the line."""
+        while True:
+            try:
+                line = read().strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                continue
+            if line == "exit":
+                return
+            if line == "stats":
+                self._print(self.stats())
+            elif line == "reset":
+                self.reset()
+                self._print("The conversation begins anew.")
+            elif line:
+                self._answer(line)
+
+    def reset(self) -> None:
+        self._server.forget(_NAME)
+        self._turns, self._begun = [], False
+
+    def ask(self, text: str) -> Stream:
+        """The reply to one message of the user."""
+        s, messages = self._settings, [{"role": "user", "content": text}]
+        if s.system is not None and not self._begun:
+            messages.insert(0, {"role": "system", "content": s.system})
+        stops = self._dialogue.stops(())
+        stream = Stream(self._server, self._server.tokenizer.decode, stops)
+        wish = Wish(
+            Free(s.max_new_tokens, stops),
+            self._server.sampling(s.temperature, s.top_p),
+            fits=True,
+            options={"on_event": stream.happened, "on_end": stream.ended},
+        )
+        stream.follow(self._dialogue.chat("", _NAME, list(messages), False, wish))
+        return stream
+
+    def took(self, stream: Stream) -> TurnRecord:
+        """Remember a finished turn."""
+        record = stream.result().turn
+        assert stream.turn.asked is not None
+        if record.stands:
+            self._begun = True
+            self._turns.append(_Measured(record, list(stream.turn.asked.prompt)))
+        return record
+
+    def stats(self) -> str:
+        """A line a turn, and one of the caches."""
+        if not self._turns:
+            return "No turn yet."
+        lines = []
+        for number, turn in enumerate(self._turns, start=1):
+            self._measure(turn)
+            lines.append(f"turn {number}: {turn.line()}")
+        counters, settings, gauges = (
+            self._server.system.counters(),
+            self._server.system.settings(),
+            self._server.gauges(),
+        )
+        block = settings["kv_bytes_per_token"] * self._server.chunk_tokens
+        nothing = (0.0, "blocks")
+        gpu, cpu, disk = (
+            gauges.get(f"{tier}_blocks_used", nothing)[0] * block / 1e9 for tier in ("gpu", "cpu", "disk")
+        )
+        recovered = [turn.record.recomputed_tokens or 0 for turn in self._turns]
+        lines.append(
+            f"KV held: {gpu:.3f} GB on GPU, {cpu:.3f} GB on CPU, {disk:.3f} GB on disk; "
+            f"chunks evicted {counters['evicted_chunks']:.0f}, dropped "
+            f"{counters['dropped_chunks']:.0f}; recoveries {sum(map(bool, recovered))} ({sum(recovered)} tokens)"
+        )
+        return "\n".join(lines)
+
+    def _answer(self, text: str) -> None:
+        try:
+            stream = self.ask(text)
+            try:
+                for piece in stream:
+                    self._out.write(piece)
+                    self._out.flush()
+            except KeyboardInterrupt:
+                stream.cancel()
+                self._out.write(" (stopped)")
+            self._print("")
+            self.took(stream)
+        except PensieveError as error:
+            self._print(str(error))
+
+    def _measure(self, turn: _Measured) -> None:
+        """Its whole prompt once more in a conversation of its own, if that pushes nobody out. A cache that shares by content
+        would find it, so there it says nothing."""
+        server = self._server
+        if turn.without_ms is not None or server.system.settings()["shares"]:
+            return
+        free = server.system.settings()["gpu_tokens"] // server.chunk_tokens - server.gauges()["gpu_blocks_used"][0]
+        if free < 2 * ceil_div(len(turn.prompt) + 1, server.chunk_tokens):
+            return
+        turn.without_ms = server.generate(_PROBE, turn.prompt, max_new_tokens=1, ignore_eos=True).turn.ttft_ms
+        server.forget(_PROBE)
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._out, flush=True)
+
+
+@dataclass(slots=True)
+class _Measured:
+    """without_ms: the same prompt's time to first token with nothing of it in the cache; None: not measured."""
+
+    record: TurnRecord
+    prompt: list[int]
+    without_ms: float | None = None
+
+    def line(self) -> str:
+        r = self.record
+        text = f"{r.ttft_ms or 0:.1f} ms to the first of {r.output_tokens} tokens; prompt {r.prompt_tokens} tokens: "
+        text += f"{r.gpu_hit_tokens} on GPU, {r.cpu_hit_tokens} on CPU, {r.disk_hit_tokens} on disk, "
+        text += f"{r.recomputed_tokens} recomputed, {r.new_tokens} new"
+        text += _missed(r.misses)
+        if self.without_ms is None or not r.ttft_ms:
+            return f"{text}; without memory not measured (no room beside the conversation)"
+        return f"{text}; {self.without_ms / r.ttft_ms:.2f}x as fast as without memory ({self.without_ms:.1f} ms)"
+
+
+def _missed(misses: Sequence[Miss]) -> str:
+    """The ledger, on a line."""
+    if not misses:
+        return ""
+    causes: dict[str, tuple[int, float]] = {}
+    for miss in misses:
+        tokens, ms = causes.get(miss.cause, (0, 0.0))
+        causes[miss.cause] = tokens + miss.tokens, ms + miss.ms
+    return " [missed " + ", ".join(f"{cause} {n} ({ms:.1f} ms)" for cause, (n, ms) in causes.items()) + "]"
+
+
+def play(trial: Mapping[str, Any], settings: ChatSettings, questions: Sequence[str]) -> int:
+    """The same questions, one conversation: with the baseline of the configuration, then without memory. In float32 and
+    greedily, where nothing else was asked for: but for a tie in rounding, a reply that differs is then a fault."""
+    name = str(trial["baseline"]["name"])
+    if trial["model"]["dtype"] == "auto" and not trial["hardware"]["simulated"]:
+        trial = {**trial, "model": {**trial["model"], "dtype": "float32"}}
+    if settings.temperature is None:
+        settings = settings.model_copy(update={"temperature": 0.0})
+    rounds = False
+    played: dict[str, list[tuple[TurnRecord, str]]] = {}
+    for baseline in dict.fromkeys((name, WITHOUT_MEMORY)):
+        with server_of({**trial, "baseline": read_option("baseline", baseline)}, say=say) as server:
+            conversation = Conversation(server, settings, sys.stdout)
+            conversation.ask("Hello").result()  # the first forward of a process is no turn
+            conversation.reset()
+            ran = server.system.settings()
+            rounds = ran["dtype"] in SIXTEEN_BITS and not ran["simulated"]
+            played[baseline] = []
+            for question in questions:
+                stream = conversation.ask(question)
+                result = stream.result()
+                played[baseline].append((conversation.took(stream), result.text.strip()))
+    console().print(_side_by_side(questions, played))
+    if rounds:
+        say(ROUNDS_APART)
+    return 0
+
+
+def _side_by_side(questions: Sequence[str], played: Mapping[str, Sequence[tuple[TurnRecord, str]]]) -> Table:
+    table = Table(title="Time to first token by turn, ms", show_lines=True)
+    for title in ("turn", "question", *(f"{baseline}: reply" for baseline in played)):
+        table.add_column(title)
+    for baseline in played:
+        table.add_column(baseline, justify="right")
+    table.add_column("speed-up", justify="right")
+    for number, question in enumerate(questions):
+        turns = [turns[number] for turns in played.values()]
+        ttft = [record.ttft_ms for record, _ in turns]
+        same = len(turns) == 2 and turns[0][1] == turns[1][1]
+        texts = [turns[0][1], "the same" if same else turns[-1][1]][: len(turns)]
+        with_ms, without_ms = ttft[0], ttft[-1]
+        speed_up = f"{without_ms / with_ms:.2f}x" if len(turns) == 2 and with_ms and without_ms else "-"
+        shown = [f"{value:.1f}" if value is not None else "-" for value in ttft]
+        table.add_row(str(number + 1), question, *texts, *shown, speed_up)
+    return table

@@ -1,0 +1,275 @@
+"""What the commands serve and chat share, and how serve runs: from a configuration to a warm server on a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from pensieve.core.cache.loops import fastest_loops
+from pensieve.errors import ConfigError, PensieveError
+from pensieve.lab.compose import ModelConfig, outputs_folder, resolved
+from pensieve.lab.compose.settings import check_node
+from pensieve.lab.compose.weights import model_identity
+from pensieve.lab.results.digest import text_hash
+from pensieve.lab.trial.terminal import say
+from pensieve.plugins.engines.ray_cluster import check_serve
+from pensieve.serve.server import memory
+from pensieve.serve.server.api import Server
+from pensieve.serve.server.app import App, create_app
+from pensieve.serve.server.create import replicated_server, server_of
+from pensieve.serve.server.recording import live_trial, start_recording
+from pensieve.serve.server.settings import ServeSettings, tenants_of
+from pensieve.serve.server.state import CACHE_BYTES, StateFile, open_own
+
+_SWITCH_S = (
+    0.0005  # how long a thread may hold the interpreter while another waits: the engine's and the clients' share it
+)
+
+_READ_BYTES = 16_384
+
+_KEEP_ALIVE_S = 75
+"""How long a connection may be idle. Clients built on httpx, OpenAI's own among them, use one again for up to 5 s; uvicorn's
+default is as long, so that it closed some of them in the face of the next message."""
+
+log = logging.getLogger(__name__)
+
+
+def settings_of(config: Mapping[str, Any]) -> ServeSettings:
+    """The node `serve`, checked. Raises ConfigError."""
+    return check_node(ServeSettings, config, "serve")
+
+
+def make_server(config: Mapping[str, Any], keeps_disk: bool = False) -> Server:
+    """The engine that the configuration names, warm."""
+    return server_of(_trial_fields(config), keeps_disk, say)
+
+
+def make_replicas(
+    config: Mapping[str, Any], settings: ServeSettings, connected: Callable[[], object] | None = None
+) -> Server:
+    """Several of them on Ray Serve, warm. connected: as of ReplicaSystem. Raises EngineMissing where Ray is not installed."""
+    check_serve("serve.replicas")
+    return replicated_server(_trial_fields(config), settings, connected)
+
+
+def _trial_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in ("serve", "chat")}
+
+
+def serve(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit status."""
+    memory.one_heap()
+    settings = settings_of(config)
+    bound = bind(settings)  # before the model loads: a port that is taken is told at once
+    state = App(settings, tenants_of(settings), str(config["model"]["name"]))
+    sys.setswitchinterval(_SWITCH_S)
+    http = uvicorn.Server(uvicorn_config(state))
+    loading = threading.Thread(target=_load, args=(state, config, http), daemon=True)
+    loading.start()
+    http.run(sockets=[bound])
+    loading.join()
+    if state.failure is not None:
+        raise ConfigError(state.failure)
+    return 0
+
+
+def bind(settings: ServeSettings) -> socket.socket:
+    """The socket of host and port, which nobody is answered on yet. Raises ConfigError."""
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = found[0]
+        return socket.create_server(address, family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"The server cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another port with "
+            "serve.port=8001 (0: any that is free), or end the program that listens there."
+        ) from error
+
+
+class Connection(H11Protocol):
+    """Uvicorn's over h11, which limits the bytes of headers (httptools, its first choice where it is installed, does not).
+
+    asyncio reads into a buffer of 256 KiB, of which a request leaves a few hundred bytes in use: each such hole is one in the
+    heap. A long body comes in more reads.
+
+    A request has `receive_s` from the opening of its connection, or from its first byte on one that is used again, to its
+    last byte. Of more than `most` connections the one that has waited for its client longest is closed.
+    """
+
+    def __init__(self, *args: Any, receive_s: float, most: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._receive_s, self._most = receive_s, most
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if hasattr(transport, "max_size"):  # uvloop's has none
+            made: Any = transport
+            made.max_size = _READ_BYTES
+        super().connection_made(transport)
+        self._watch()
+        if len(self.connections) > self._most:
+            mine = [one for one in self.connections if isinstance(one, Connection)]
+            min(mine, key=lambda one: one._silent_since).give_up("503 Service Unavailable")
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop()
+
+    def give_up(self, status: str) -> None:
+        """Close a connection whose client has to send something, and say why where it waits for an answer."""
+        begun = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if self._deadline is not None and not begun:
+            self.transport.write(f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode())
+        self._stop()
+        self.connections.discard(self)
+        self.transport.close()
+
+    @property
+    def _silent_since(self) -> float:
+        """Since when it waits for its client; never: it serves one."""
+        if self._deadline is not None:
+            return self._deadline.when() - self._receive_s
+        if self.timeout_keep_alive_task is not None:
+            return self.timeout_keep_alive_task.when() - self.timeout_keep_alive
+        return float("inf")
+
+    def _watch(self) -> None:
+        """Give a request that is not whole its time. Between requests uvicorn's own limit holds."""
+        whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
+        between = self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
+        if whole or between:
+            self._stop()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(self._receive_s, self.give_up, "408 Request Timeout")
+
+    def _stop(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def uvicorn_config(state: App) -> uvicorn.Config:
+    settings = state.settings
+    return uvicorn.Config(
+        create_app(state),
+        http=cast(Any, partial(Connection, receive_s=settings.receive_s, most=settings.max_connections)),
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,  # nobody asks whence a client came
+        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+    )
+
+
+def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
+    """While /health says that the engine is loading."""
+    server = kept = None
+    try:
+        kept = open_state(state.settings, config)
+        if state.settings.replicas.most > 1:
+            loop = state.loop.result()  # once it has ended, calling it raises RuntimeError: nothing is to load any more
+            connected = partial(loop.call_soon_threadsafe, _take_sigterm_back)
+            server = make_replicas(config, state.settings, connected)
+            loop.call_soon_threadsafe(_restart_when_told, server.system)
+        else:
+            server = make_server(config, keeps_disk=kept is not None)
+        served = state.settings.model_dump(exclude={"host", "port", "page", "record", "state"})
+        state.identity = text_hash(f"{live_trial(config)[1].fingerprint} {served}")
+        if state.settings.record:
+            recording = start_recording(server, config)
+            say(f"Turns are recorded as trial {recording.trial_id}.")
+            state.on_close.append(recording.close)
+        fastest_loops()  # a later choice of victims would load them
+        state.prepare(server, kept)
+        # Behind all that stays, the conversations of before too: what is made after it is made of the reserve.
+        state.reserve = memory.Reserve(state.settings.max_queue, 0 if kept is None else CACHE_BYTES)
+        memory.settle()
+        state.ready(server)
+    except Exception as error:  # or nobody would learn why it never gets ready
+        if server is not None:
+            server.close()
+        if kept is not None:
+            kept.close()
+        if http.should_exit:  # it was stopped, and what was loading with it
+            log.info("Stopped while the engine was loading: %s", error)
+            return
+        if not isinstance(error, PensieveError):
+            log.exception("The server cannot start.")
+        state.failure = str(error) if isinstance(error, PensieveError) else f"The server cannot start: {error!r}."
+        http.should_exit = True
+        return
+    state.on_close.insert(0, server.close)
+    if state.restored:
+        say(f"{state.restored} conversations of before are known again.")
+    say(
+        f"{state.model} is ready at http://{_address(http, state.settings)}/ (v1 API, /metrics, page). Ctrl-C stops it."
+    )
+
+
+def _take_sigterm_back() -> None:
+    """Ray's library puts a handler of its own below Python's, which ends the process at once; in the main thread."""
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+
+def _restart_when_told(system: Any) -> None:
+    """SIGUSR1 replaces the replicas one after another; in the main thread. Nothing happens where there is no such signal."""
+    if hasattr(signal, "SIGUSR1"):
+        signal.signal(
+            signal.SIGUSR1,
+            lambda *_: threading.Thread(target=_restart, args=(system,), name="restart", daemon=True).start(),
+        )
+
+
+def _restart(system: Any) -> None:
+    say("The replicas are replaced one after another.")
+    try:
+        system.restart()
+    except Exception as error:  # nobody waits for this thread
+        log.info("The replicas were not all replaced.", exc_info=error)
+        say(f"The replicas were not all replaced: {error}")
+    else:
+        say("The replicas are new.")
+
+
+def open_state(settings: ServeSettings, config: Mapping[str, Any]) -> StateFile | None:
+    """Where conversations are kept; None: nowhere. Raises ConfigError for a file that was asked for and cannot serve."""
+    if settings.state is False or settings.state == "off":
+        return None
+    plain = resolved({"model": config["model"]})
+    model = model_identity(ModelConfig.model_validate(plain["model"]), bool(config["hardware"]["simulated"]))
+    if settings.state != "auto":
+        return StateFile(Path(settings.state).expanduser(), model)
+    try:
+        return open_own(outputs_folder() / "serve.db", model, say)
+    except ConfigError as error:
+        say(f"Conversations end with this server: {error}")
+        return None
+
+
+def _address(http: uvicorn.Server, settings: ServeSettings) -> str:
+    sockets = [s for one in getattr(http, "servers", ()) for s in one.sockets]
+    port = sockets[0].getsockname()[1] if sockets else settings.port
+    return f"{settings.host}:{port}"

@@ -1,0 +1,367 @@
+"""What a server knows of its conversations: their tokens, their turns, and which of them a request goes on from."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import json
+import math
+import secrets
+import threading
+import time
+import unicodedata
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pensieve.core.request import Fork, TokenArray, text_of
+from pensieve.core.session import common_prefix
+from pensieve.errors import ConfigError, TooManySessions
+from pensieve.serve.record import TurnRecord
+
+if TYPE_CHECKING:
+    from pensieve.serve.server.turn import Turn
+
+TOKEN_BYTES = 4
+LONGEST_NAME = 256
+_NEIGHBOURS = 8  # on either side of where a prompt would be sorted in
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A turn that stands. length: tokens of the conversation at its end, without one that only says so; messages: the same,
+    with the reply, and key: their name, where they are known. asked: tokens before its own message."""
+
+    length: int
+    turn: TurnRecord
+    asked: int
+    messages: int = 0
+    key: bytes | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """tokens: all that was said, as the next turn is to read it. engine_name: what the engine calls it. named: by its client,
+    who expects to find it again; the others are found by what was said. claims: lengths at which somebody may want to go on
+    (responses that were stored), so tokens below the largest are not replaced. One turn runs at a time; others wait.
+    """
+
+    tenant: str
+    id: str
+    engine_name: str
+    named: bool
+    created_at: float
+    used_at: float
+    keep_alive_s: float | None = None
+    tokens: TokenArray[int] = field(default_factory=lambda: array("i"))
+    marks: list[Mark] = field(default_factory=list)
+    claims: Counter[int] = field(default_factory=Counter)
+    messages: list[Message] | None = None
+    replies: dict[int, list[int]] = field(default_factory=dict)
+    """The model's own tokens of messages that it said, by their place."""
+    asked: int = 0
+    running: Turn | None = None
+    waiting: deque[Turn] = field(default_factory=deque)
+    restored: bool = False
+    """Read from the disk after a restart, and not asked since: the engine has nothing of it."""
+    begun: bool = False
+    """Some turn of it stands."""
+    parent: str | None = None
+    fork: Fork | None = None
+    """How the engine is to begin it, until its first turn has started."""
+
+    @property
+    def idle(self) -> bool:
+        return self.running is None and not self.waiting
+
+    def claimed(self) -> int:
+        """Tokens that have to stay as they are."""
+        return max((length for length, count in self.claims.items() if count), default=0)
+
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a turn asks. prompt: all tokens, from the conversation's first. messages: what they say, where it is known;
+    replies: the model's own tokens of some of them, by place."""
+
+    prompt: TokenArray[int]
+    messages: list[Message] | None = None
+    replies: dict[int, list[int]] = field(default_factory=dict)
+
+
+def session_name(name: object) -> str:
+    """A name that a header and a path can carry, so that whoever begins a session can find and delete it. Raises ConfigError
+    for any other."""
+    said = text_of(name, "session_id")
+    if not 0 < len(said) <= LONGEST_NAME:
+        raise ConfigError(f"session_id must have 1 to {LONGEST_NAME} characters.")
+    if said != said.strip() or any(unicodedata.category(letter) in ("Cc", "Zl", "Zp") for letter in said):
+        raise ConfigError("session_id must not begin or end with a space, nor hold line breaks or control characters.")
+    if {".", ".."} & set(said.split("/")):
+        raise ConfigError("session_id must not hold . or .. between slashes: clients take such parts out of a path.")
+    return said
+
+
+def message_keys(messages: Sequence[Message], tools: object = None) -> list[bytes]:
+    """Return for each message a key of it and all before it. tools: that the template shows with them."""
+    keys: list[bytes] = []
+    before = _digest(b"", tools) if tools else b""
+    for message in messages:
+        before = _digest(before, message)
+        keys.append(before)
+    return keys
+
+
+def _digest(before: bytes, value: object) -> bytes:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
+
+
+class Conversations:
+    """Thread-safe by `lock`, which callers hold over what must happen at once. released: told of each conversation that is
+    given up."""
+
+    def __init__(self, released: Callable[[Conversation], None], now: Callable[[], float] = time.time) -> None:
+        self.lock = threading.RLock()
+        self._released, self._now = released, now
+        self._most, self._most_tokens, self._keep_alive_s = math.inf, math.inf, math.inf
+        self._all: dict[str, dict[str, Conversation]] = {}  # by tenant and id
+        self._sorted: dict[str, list[Conversation]] = {}  # of each tenant, by tokens
+        self._tokens: Counter[str] = Counter()  # in all of a tenant's conversations
+        self._by_key: dict[tuple[str, bytes], tuple[Conversation, int]] = {}
+        self._engine_names: set[str] = set()
+        self._numbers = itertools.count(1)
+        self.on_settled: Callable[[Conversation, int], None] = _nothing
+        """Told of each turn that stands, and how many of the conversation's first tokens it left as they were."""
+        self.on_removed: Callable[[Conversation], None] = _nothing
+
+    def limit(self, most: int, most_tokens: int, keep_alive_s: float | None) -> None:
+        """most: conversations that a tenant may have; most_tokens: in all of them when a new one begins. Beyond, the unnamed
+        one idle longest makes room. keep_alive_s: of those that say nothing else; None: for ever."""
+        self._most, self._most_tokens = most, most_tokens
+        self._keep_alive_s = math.inf if keep_alive_s is None else keep_alive_s
+
+    # -- look up ------------------------------------------------------------------------------------------------------
+
+    def find(self, tenant: str, name: str) -> Conversation | None:
+        with self.lock:
+            return self._all.get(tenant, {}).get(name)
+
+    def of(self, tenant: str) -> list[Conversation]:
+        with self.lock:
+            return list(self._all.get(tenant, {}).values())
+
+    def __iter__(self) -> Iterator[Conversation]:
+        with self.lock:
+            return iter([one for known in self._all.values() for one in known.values()])
+
+    def __len__(self) -> int:
+        with self.lock:
+            return sum(map(len, self._all.values()))
+
+    def by_messages(self, tenant: str, keys: Sequence[bytes]) -> tuple[Conversation, Mark, int] | None:
+        """The conversation whose turn ended with these messages, the most of them: its mark, and how many messages that is.
+        keys: message_key of each message."""
+        with self.lock:
+            for count in range(len(keys), 0, -1):
+                known = self._by_key.get((tenant, keys[count - 1]))
+                if known is not None:
+                    conversation, place = known
+                    return conversation, conversation.marks[place], count
+        return None
+
+    def by_tokens(self, tenant: str, prompt: TokenArray[int]) -> tuple[Conversation, int] | None:
+        """The conversation that shares the longest prefix with the prompt, and its length; of equals one that is a prefix of
+        it wholly. Sorted by tokens, it stands beside the prompt."""
+        best: tuple[Conversation, int] | None = None
+        with self.lock:
+            ordered = self._sorted.get(tenant, [])
+            place = bisect.bisect_right(ordered, prompt, key=lambda c: c.tokens)
+            for neighbour in (*reversed(ordered[max(0, place - _NEIGHBOURS) : place]), *ordered[place : place + 1]):
+                shared = common_prefix(neighbour.tokens, prompt)
+                whole = shared == len(neighbour.tokens)
+                if shared and (best is None or (shared, whole) > (best[1], best[1] == len(best[0].tokens))):
+                    best = neighbour, shared
+        return best
+
+    # -- begin --------------------------------------------------------------------------------------------------------
+
+    def open(self, tenant: str, name: str | None = None) -> Conversation:
+        """A new conversation. Raises TooManySessions where the tenant has as many as it may, all of them named or busy."""
+        with self.lock:
+            self._make_room(tenant)
+            known = self._all.setdefault(tenant, {})
+            chosen = name or f"conv_{secrets.token_hex(8)}"
+            assert chosen not in known
+            now = self._now()
+            made = Conversation(tenant, chosen, self._engine_name(tenant, chosen), name is not None, now, now)
+            known[chosen] = made
+            bisect.insort_right(self._sorted.setdefault(tenant, []), made, key=lambda c: c.tokens)
+            return made
+
+    def fork(self, parent: Conversation, keep: int) -> Conversation:
+        """A new conversation that begins with the first `keep` tokens of this one. Its KV goes along where the last turn is
+        asked differently, or again: the old reply is then rarely gone on from."""
+        with self.lock:
+            child = self.open(parent.tenant)
+            self._begin_as(child, parent, keep)
+            return child
+
+    def rename_fork(self, parent: Conversation, keep: int) -> Conversation:
+        """As `fork`, and the child takes the parent's name: what was claimed of the parent stays under another one."""
+        with self.lock:
+            name, known = parent.id, self._all[parent.tenant]
+            del known[name]
+            parent.id = next(free for number in self._numbers if (free := f"{name}~{number}") not in known)
+            known[parent.id] = parent
+            parent.named, was_named = False, parent.named
+            child = self.open(parent.tenant, name)
+            child.named = was_named
+            self._begin_as(child, parent, keep)
+            return child
+
+    def _begin_as(self, child: Conversation, parent: Conversation, keep: int) -> None:
+        self._replace(child, parent.tokens[:keep])
+        child.marks = [mark for mark in parent.marks if mark.length <= keep]
+        if parent.messages is not None:
+            said = child.marks[-1].messages if child.marks else 0
+            child.messages = parent.messages[:said]
+            child.replies = {place: ids for place, ids in parent.replies.items() if place < said}
+        child.keep_alive_s = parent.keep_alive_s
+        last = parent.marks[-1].asked if parent.marks else 0
+        child.parent, child.asked = parent.id, len(child.marks)
+        child.restored = parent.restored
+        if not parent.restored:  # or the engine has nothing of the parent, and recalls what the child begins with
+            child.fork = Fork(parent.engine_name, keep, takes_kv=parent.idle and keep >= last)
+
+    # -- progress -----------------------------------------------------------------------------------------------------
+
+    def settle(
+        self,
+        conversation: Conversation,
+        tokens: TokenArray[int],
+        mark: Mark,
+        messages: list[Message] | None = None,
+        replies: dict[int, list[int]] | None = None,
+    ) -> None:
+        """Record a turn that stands: what the conversation holds now, and the mark of its end."""
+        with self.lock:
+            kept = common_prefix(conversation.tokens, tokens)
+            self._forget_marks(conversation, kept)
+            self._replace(conversation, tokens)
+            conversation.marks.append(mark)
+            conversation.messages, conversation.replies = messages, replies or {}
+            if mark.key is not None:
+                self._by_key[conversation.tenant, mark.key] = conversation, len(conversation.marks) - 1
+            conversation.used_at = self._now()
+            conversation.restored, conversation.begun = False, True
+        self.on_settled(conversation, kept)
+
+    def restore(self, conversation: Conversation) -> None:
+        """Add a conversation as it was before the server was started again. Where two begin alike, the first one restored
+        is the one that is found by what both said."""
+        with self.lock:
+            known = self._all.setdefault(conversation.tenant, {})
+            while conversation.id in known:  # a name that was written twice, by whatever fault: both are kept
+                conversation.id, conversation.named = conversation.id + "~", False
+            while conversation.engine_name in self._engine_names:
+                conversation.engine_name += "~"
+            known[conversation.id] = conversation
+            self._engine_names.add(conversation.engine_name)
+            bisect.insort_right(self._sorted.setdefault(conversation.tenant, []), conversation, key=lambda c: c.tokens)
+            self._tokens[conversation.tenant] += len(conversation.tokens)
+            for place, mark in enumerate(conversation.marks):
+                if mark.key is not None:
+                    self._by_key.setdefault((conversation.tenant, mark.key), (conversation, place))
+            conversation.restored = conversation.begun = True
+
+    def _forget_marks(self, conversation: Conversation, kept: int) -> None:
+        """Drop the keys of turns whose tokens are replaced. The key of a turn that a fork took over stays the fork's."""
+        for place, mark in enumerate(conversation.marks):
+            if mark.length > kept and mark.key is not None:
+                known = self._by_key.get((conversation.tenant, mark.key))
+                if known == (conversation, place):
+                    del self._by_key[conversation.tenant, mark.key]
+        conversation.marks = [mark for mark in conversation.marks if mark.length <= kept]
+
+    def _replace(self, conversation: Conversation, tokens: TokenArray[int]) -> None:
+        ordered = self._sorted[conversation.tenant]
+        del ordered[self._place(ordered, conversation)]
+        self._tokens[conversation.tenant] += len(tokens) - len(conversation.tokens)
+        conversation.tokens = tokens
+        bisect.insort_right(ordered, conversation, key=lambda c: c.tokens)
+
+    @staticmethod
+    def _place(ordered: list[Conversation], conversation: Conversation) -> int:
+        place = bisect.bisect_left(ordered, conversation.tokens, key=lambda c: c.tokens)
+        while ordered[place] is not conversation:
+            place += 1
+        return place
+
+    # -- end ----------------------------------------------------------------------------------------------------------
+
+    def remove(self, conversation: Conversation) -> None:
+        """Give up an idle conversation: its tokens here, its KV in the engine."""
+        with self.lock:
+            known = self._all.get(conversation.tenant, {})
+            if known.get(conversation.id) is not conversation:
+                return
+            assert conversation.idle
+            del known[conversation.id]
+            ordered = self._sorted[conversation.tenant]
+            del ordered[self._place(ordered, conversation)]
+            self._forget_marks(conversation, -1)
+            self._engine_names.discard(conversation.engine_name)
+            self._tokens[conversation.tenant] -= len(conversation.tokens)
+            if not known:
+                for held in (self._all, self._sorted, self._tokens):
+                    del held[conversation.tenant]
+        self._released(conversation)
+        self.on_removed(conversation)
+
+    def expire(self) -> int:
+        """Give up those that were idle for longer than their keep_alive_s; returns how many there were."""
+        with self.lock:
+            now, gone = self._now(), 0
+            for conversation in self:
+                keep_s = self._keep_alive_s if conversation.keep_alive_s is None else conversation.keep_alive_s
+                if conversation.idle and now - conversation.used_at > keep_s:
+                    self.remove(conversation)
+                    gone += 1
+            return gone
+
+    def clear(self) -> None:
+        with self.lock:
+            for conversation in self:
+                if conversation.idle:
+                    self.remove(conversation)
+
+    def _make_room(self, tenant: str) -> None:
+        mine = self._all.get(tenant, {})
+        while len(mine) >= self._most or self._tokens[tenant] > self._most_tokens:
+            spare = [one for one in mine.values() if one.idle and not one.named and not one.claimed()]
+            if not spare:
+                held = self._tokens[tenant] * TOKEN_BYTES
+                raise TooManySessions(
+                    f"There are {len(mine)} sessions with {held} bytes of tokens, which is all there may be; "
+                    "delete some (DELETE /v1/sessions/ID), or wait until one has expired."
+                )
+            self.remove(min(spare, key=lambda one: one.used_at))
+            mine = self._all.get(tenant, {})
+
+    def _engine_name(self, tenant: str, name: str) -> str:
+        chosen = f"{tenant}/{name}" if tenant else name
+        while chosen in self._engine_names:
+            chosen += "+"
+        self._engine_names.add(chosen)
+        return chosen
+
+
+def _nothing(*_: object) -> None:
+    """Nobody wants to know."""

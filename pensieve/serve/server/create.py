@@ -1,0 +1,142 @@
+"""Make a server: from the arguments of the API, or from the fields of a configuration, over one engine or several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pensieve.core.policies.base import needs_future
+from pensieve.errors import ConfigError, EngineMissing, PensieveError, ResultsError, typed
+from pensieve.lab.compose import (
+    TrialPlan,
+    build_system,
+    build_tokenizer,
+    check,
+    check_free_memory,
+    model_config,
+    options,
+    outputs_folder,
+    plan_trial,
+    read_option,
+)
+from pensieve.lab.compose.folder import ended, nearest
+from pensieve.lab.compose.target import locate
+from pensieve.serve.server.api import Server, as_arguments
+from pensieve.serve.server.settings import ServeSettings
+
+
+def create_server(
+    mode: str = "pensieve",
+    model: str = "tiny",
+    weights: str | None = None,
+    gpu_cache: str = "4096 tokens",
+    cpu_cache: str = "8192 tokens",
+    eviction: str = "retention_value",
+    device: str = "auto",
+    seed: int = 0,
+    scheduler: str = "unified",
+    disk_cache: str = "0 tokens",
+) -> Server:
+    """A server that is ready to answer.
+
+    mode: pensieve, gpu_only, stateless, or another baseline in the engine. model: a name in conf/model,
+    a hub id, a folder written by save_pretrained, or a GGUF file; weights: hub (what was published: of a folder, its own),
+    random or a folder, by default what the model says.
+    gpu_cache, cpu_cache, disk_cache: "4GiB" or "8192 tokens". device: auto, cpu, cuda, or a simulated machine such as
+    sim_h100. Raises the errors of pensieve.errors, each a sentence that says what to do.
+    """
+    try:
+        return server_of(
+            {
+                "seed": seed,
+                "model": model_config(model, **({} if weights is None else {"weights": weights})).model_dump(),
+                "cache": {"name": "api", "gpu": gpu_cache, "cpu": cpu_cache, "disk": disk_cache},
+                "eviction": read_option("eviction", eviction),
+                "scheduler": read_option("scheduler", scheduler),
+                "baseline": _baseline(mode),
+                "hardware": read_option("hardware", "local" if device == "auto" else device),
+                "tracking": read_option("tracking", "off"),
+            }
+        )
+    except PensieveError as error:
+        raise type(error)(as_arguments(str(error))) from error
+
+
+def _baseline(mode: str) -> dict[str, Any]:
+    """The option of conf/baseline. Raises EngineMissing for an outside engine, ConfigError for an unknown mode."""
+    known = options("baseline")
+    if mode in known:
+        option = read_option("baseline", mode)
+        if option["cache"]:
+            return option
+        raise EngineMissing(
+            f"mode={mode!r} is an outside engine, and create_server starts ours only; compare with it in trials "
+            f"({typed('run')} baseline=pensieve,{mode} -m). Of ours, mode='prefix_cache' shares full blocks as vLLM "
+            "does, and mode='stateless' keeps nothing between turns."
+        )
+    ours = [name for name in known if read_option("baseline", name)["cache"]]
+    raise ConfigError(ended(f"There is no mode {mode!r}{nearest(mode, ours)}"))
+
+
+def server_of(fields: Mapping[str, Any], keeps_disk: bool = False, say: Callable[[str], None] | None = None) -> Server:
+    """A server from the fields of a trial's configuration but `workload`: its requests come from callers.
+
+    keeps_disk: as of build_system. say: is told what the start will take, where that is long.
+    """
+    plan = plan_live(fields)
+    check_free_memory(plan)
+    if say is not None and not plan.device.simulated:
+        _announce(plan, say)
+    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
+    return Server(build_system(plan, tokenizer, keeps_disk=keeps_disk), tokenizer, plan.config.seed)
+
+
+def replicated_server(
+    fields: Mapping[str, Any], settings: ServeSettings, connected: Callable[[], object] | None = None
+) -> Server:
+    """A server over several engines on Ray Serve: conversations, tenants and HTTP are in this process; the replicas hold
+    engines and KV, and nothing else. connected: as of ReplicaSystem."""
+    from pensieve.plugins.replicas.build import build_replicas
+    from pensieve.plugins.replicas.system import Scaling
+
+    plan, (least, most) = plan_live(fields), settings.replicas
+    if plan.device.simulated:
+        raise ConfigError(
+            f"serve.replicas={least if least == most else f'{least}..{most}'} are processes, and "
+            f"hardware={plan.config.hardware.name} is simulated; use hardware=local, or simulate them with runners/run.py "
+            "and hardware.replicas."
+        )
+    scaling = Scaling(least, most, settings.replica_turns, settings.scale_up_s, settings.scale_down_s, settings.drain_s)
+    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
+    without_keys = {settings.keys_env: ""}  # the replicas know no clients
+    system = build_replicas(plan, scaling, settings.router, without_keys, connected)
+    return Server(system, tokenizer, plan.config.seed)
+
+
+def _announce(plan: TrialPlan, say: Callable[[str], None]) -> None:
+    from pensieve.lab.results.store import open_store
+    from pensieve.lab.trial.start_times import announce
+
+    try:
+        store = open_store(outputs_folder(), create=False)
+    except ResultsError:  # no trial has run yet, or its database cannot be read: the start is timed anew
+        store = None
+    announce(plan, store, say)
+
+
+def plan_live(fields: Mapping[str, Any]) -> TrialPlan:
+    """The plan of an engine that serves callers. Raises ConfigError for a policy that cannot, EngineMissing for an engine of
+    others."""
+    config = check({**fields, "workload": read_option("workload", "chat")})
+    if config.baseline.engine is not None:
+        raise EngineMissing(
+            f"baseline={config.baseline.name} is an outside engine, and only ours answer callers here. Compare with it in "
+            f"trials ({typed('run')} baseline=pensieve,{config.baseline.name} -m), or choose one of ours, such as "
+            "baseline=prefix_cache."
+        )
+    if needs_future(locate(str(config.eviction["_target_"]), f"eviction={config.eviction.get('name')}")):
+        raise ConfigError(
+            f"eviction={config.eviction.get('name')} needs a workload whose future is known, and live traffic has none; "
+            "choose lru."
+        )
+    return plan_trial(config)

@@ -1,0 +1,252 @@
+"""Responses that own their KV: what /v1/responses stores, and the events of one that is streamed."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pensieve.core.request import Sampling
+from pensieve.errors import ConfigError
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.server.conversations import Conversation, Conversations, Mark, Message
+from pensieve.serve.server.dialogue import Dialogue, Tools, Wish
+from pensieve.serve.server.schemas import ResponseBody, prompt_details, text_of_parts
+from pensieve.serve.server.turn import Turn
+
+
+@dataclass(slots=True)
+class Stored:
+    """body: as it was sent. instructed: the conversation's first message is the instructions of this response alone."""
+
+    tenant: str
+    body: dict[str, Any]
+    conversation: Conversation
+    mark: Mark
+    instructed: bool
+
+
+class ResponseStore:
+    """A stored response keeps the conversation's tokens up to its end from being replaced; their KV stays in the cache as
+    long as any other. most: a tenant's; the oldest is given up when there is one more."""
+
+    def __init__(self, conversations: Conversations, most: int) -> None:
+        self._conversations, self._most = conversations, most
+        self._stored: dict[str, OrderedDict[str, Stored]] = {}
+        self._lock = threading.Lock()
+        self.on_added: Callable[[str, Stored], None] = _nothing
+        self.on_deleted: Callable[[str], None] = _nothing
+
+    def add(self, response_id: str, stored: Stored) -> None:
+        with self._lock:
+            mine = self._stored.setdefault(stored.tenant, OrderedDict())
+            oldest = next(iter(mine)) if len(mine) >= self._most else None
+            mine[response_id] = stored
+        with self._conversations.lock:
+            stored.conversation.claims[stored.mark.length] += 1
+        self.on_added(response_id, stored)
+        if oldest is not None:
+            self.delete(stored.tenant, oldest)
+
+    def find(self, tenant: str, response_id: str) -> Stored | None:
+        with self._lock:
+            return self._of(tenant).get(response_id)
+
+    def _of(self, tenant: str) -> OrderedDict[str, Stored]:
+        return self._stored.get(tenant) or OrderedDict()
+
+    def delete(self, tenant: str, response_id: str) -> bool:
+        """Delete a stored response. Its conversation goes with the last response that claims it, unless it has a name."""
+        with self._lock:
+            stored = self._of(tenant).pop(response_id, None)
+        if stored is None:
+            return False
+        with self._conversations.lock:
+            conversation = stored.conversation
+            conversation.claims[stored.mark.length] -= 1
+            if not conversation.claimed() and conversation.idle and not conversation.named:
+                self._conversations.remove(conversation)
+        self.on_deleted(response_id)
+        return True
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing with a response that is dropped: nobody keeps a copy."""
+
+
+_NOTHING_SAID = {"type": "function", "description": None, "parameters": None, "strict": None}
+"""Of a function tool, whose every field is in the answer."""
+
+
+class Responder:
+    """One response on its way: the turn it makes, the object that clients get, and its events."""
+
+    def __init__(self, body: ResponseBody, model: str, tenant: str, tools: Tools | None) -> None:
+        self.id = f"resp_{secrets.token_hex(16)}"
+        self.turn: Turn | None = None
+        self._item = f"msg_{secrets.token_hex(16)}"
+        self._body, self._model, self._tenant, self._tools = body, model, tenant, tools
+        self._created = int(time.time())
+        self._numbers = itertools.count()
+        self._sampling = Sampling()
+
+    def begin(self, dialogue: Dialogue, previous: Stored | None, wish: Wish) -> Turn:
+        """Begin the turn of this response. Its instructions are those of this response: earlier ones are not carried over."""
+        self._sampling = wish.sampling
+        new = messages_of(self._body.input)
+        system: list[Message] = (
+            [] if self._body.instructions is None else [{"role": "system", "content": self._body.instructions}]
+        )
+        if previous is None:
+            self.turn = dialogue.respond(self._tenant, None, [*system, *new], wish)
+            return self.turn
+        conversation, mark = previous.conversation, previous.mark
+        skipped = int(previous.instructed)
+        said = list(conversation.messages or ())[skipped : mark.messages]
+        shift = len(system) - skipped
+        replies = {place + shift: ids for place, ids in conversation.replies.items() if place < mark.messages}
+        self.turn = dialogue.respond_with(conversation, mark, [*system, *said, *new], replies, wish)
+        return self.turn
+
+    def stored(self, body: dict[str, Any]) -> Stored | None:
+        assert self.turn is not None
+        if self.turn.mark is None:
+            return None
+        return Stored(self._tenant, body, self.turn.conversation, self.turn.mark, self._body.instructions is not None)
+
+    # -- the object -----------------------------------------------------------------------------------------------------
+
+    def body(self, status: str, text: str = "", record: TurnRecord | None = None) -> dict[str, Any]:
+        """The response as JSON."""
+        b = self._body
+        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        done = record is not None
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if done else None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": incomplete,
+            "instructions": b.instructions,
+            "max_output_tokens": b.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": b.metadata or {},
+            "model": self._model,
+            "output": [self._message(status, text)] if done else [],
+            "parallel_tool_calls": bool(b.parallel_tool_calls),
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "previous_response_id": b.previous_response_id,
+            "prompt_cache_key": None,
+            "reasoning": None,
+            "safety_identifier": None,
+            "service_tier": "default",
+            "session_id": self.turn.conversation.id if self.turn is not None else None,
+            "store": bool(b.store) if b.store is not None else True,
+            "temperature": self._sampling.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": b.tool_choice if b.tool_choice is not None else "auto",
+            "tools": [{**_NOTHING_SAID, **tool["function"]} for tool in self._tools or ()],
+            "top_logprobs": 0,
+            "top_p": self._sampling.top_p,
+            "truncation": b.truncation or "disabled",
+            "usage": _usage(record) if record is not None else None,
+            "user": None,
+        }
+
+    def final(self, text: str, record: TurnRecord) -> dict[str, Any]:
+        return self.body("incomplete" if record.finish_reason == "length" else "completed", text, record)
+
+    def failed(self, message: str) -> dict[str, Any]:
+        return {**self.body("failed"), "error": {"code": "server_error", "message": message}}
+
+    def _message(self, status: str, text: str) -> dict[str, Any]:
+        return {
+            "type": "message",
+            "id": self._item,
+            "status": status,
+            "role": "assistant",
+            "content": [_part(text)] if text or status != "in_progress" else [],
+        }
+
+    # -- its events -----------------------------------------------------------------------------------------------------
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        yield self.event("response.created", response=self.body("in_progress"))
+        yield self.event("response.in_progress", response=self.body("in_progress"))
+        yield self.event("response.output_item.added", output_index=0, item=self._message("in_progress", ""))
+        yield self._text_event("response.content_part.added", part=_part(""))
+
+    def delta(self, piece: str) -> dict[str, Any]:
+        return self._text_event("response.output_text.delta", delta=piece, logprobs=[])
+
+    def closing(self, text: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield self._text_event("response.output_text.done", text=text, logprobs=[])
+        yield self._text_event("response.content_part.done", part=_part(text))
+        yield self.event("response.output_item.done", output_index=0, item=body["output"][0])
+        yield self.event(f"response.{body['status']}", response=body)
+
+    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": kind, "sequence_number": next(self._numbers), **fields}
+
+    def _text_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return self.event(kind, item_id=self._item, output_index=0, content_index=0, **fields)
+
+
+def messages_of(given: str | list[dict[str, Any]]) -> list[Message]:
+    """Convert input items to messages. Raises ConfigError for items that are no text."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[Message] = []
+    for item in given:
+        kind = item.get("type", "message")
+        if kind == "message":
+            role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
+            if role not in ("system", "user", "assistant"):
+                raise ConfigError(
+                    f"An input message has the role {role!r}; it is user, assistant, system or developer."
+                )
+            content = item.get("content")
+            listed = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+            if not isinstance(content, str) and not listed:
+                raise ConfigError("An input message's content must be a string or a list of parts.")
+            messages.append({"role": role, "content": text_of_parts(content)})
+        elif kind == "function_call":
+            function = {"name": str(item.get("name")), "arguments": str(item.get("arguments", ""))}
+            call = {"id": str(item.get("call_id")), "type": "function", "function": function}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        elif kind == "function_call_output":
+            output = item.get("output")
+            listed = isinstance(output, list) and all(isinstance(part, dict) for part in output)
+            if not isinstance(output, str) and not listed:
+                raise ConfigError("The output of a function call must be a string or a list of parts.")
+            text = text_of_parts(output)
+            messages.append({"role": "tool", "content": text, "tool_call_id": str(item.get("call_id"))})
+        elif kind != "reasoning":  # what a model thought before is no part of the conversation
+            raise ConfigError(f"An input item of type {kind!r} is not supported; send messages and function calls.")
+    if not messages:
+        raise ConfigError("input is empty; send a string, or at least one message.")
+    return messages
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(record: TurnRecord) -> dict[str, Any]:
+    prompt = record.prompt_tokens or 0
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": prompt_details(record),
+        "output_tokens": record.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + record.output_tokens,
+    }

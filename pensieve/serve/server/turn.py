@@ -1,0 +1,149 @@
+"""One turn on its way through a server: what it asks, what it got so far, and what became of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from pensieve.core.event import Event
+from pensieve.core.hint import Hint
+from pensieve.core.request import Fork, Free, Length, Request, Sampling
+from pensieve.core.session import common_prefix
+from pensieve.errors import PensieveError, RequestFailed, WorkerError, refused
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.server.conversations import Asked, Conversation, Mark
+
+if TYPE_CHECKING:
+    from pensieve.serve.server.api import Server
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One finished turn. text: the reply, without the stop string that ended it. turn: its record (see TurnRecord), whose
+    status is `completed`, or `cancelled` where it was cut short: the reply is then what there was until then."""
+
+    token_ids: list[int]
+    text: str
+    turn: TurnRecord
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """The listener of its request.
+
+    ask: what it asks of the conversation, once it is this turn's time. tools: that the prompt shows. fits: ask for fewer
+    tokens than `output` says where there is no room for as many. on_event: called in the engine's thread with each token
+    and with the end; on_end: called once, when `future` is done. A turn that ended has let go of all three, so that it and
+    whoever waited for it are no cycle. hint: what the client says of the time after the reply; how long it wants the
+    conversation kept is the conversation's. cut: somebody has cancelled it. asked, held (tokens of the conversation): as of
+    its start.
+    """
+
+    server: Server
+    conversation: Conversation
+    id: int
+    ask: Callable[[Conversation], Asked] | None
+    output: Length | Free
+    sampling: Sampling
+    intended_s: float
+    stops: tuple[str, ...] = ()
+    tools: object = None
+    fits: bool = False
+    on_event: Callable[[Event], None] | None = None
+    on_end: Callable[[], None] | None = None
+    hint: Hint | None = None
+    future: Future[Generation] = field(default_factory=Future)
+    asked: Asked | None = None
+    held: int = 0
+    record: TurnRecord | None = None
+    mark: Mark | None = None
+    cut: bool = False
+
+    def request(self) -> Request:
+        """Make the request, once the turns before this one have ended; it is then the conversation's running turn."""
+        conversation = self.conversation
+        self.held = len(conversation.tokens)
+        assert self.ask is not None, "a turn asks once"
+        asked = self.asked = self.ask(conversation)
+        self.ask = None
+        if self.fits and isinstance(self.output, Free):
+            room = max(1, self.server.most_tokens - len(asked.prompt))
+            self.output = replace(self.output, max_new_tokens=min(self.output.max_new_tokens, room))
+        conversation.asked += 1
+        shared = common_prefix(conversation.tokens, asked.prompt)
+        forgotten: tuple[int, Literal["expired", "restarted"]] | None = None
+        if shared and conversation.fork is None:
+            # The last token of a turn has no KV: the next one computes it.
+            computed = min(shared, len(conversation.tokens) - 1)
+            forgotten = (computed, "restarted") if conversation.restored else (shared, "expired")
+        fork: Fork | None
+        fork, conversation.fork = conversation.fork, None
+        return Request(
+            self.id,
+            conversation.engine_name,
+            conversation.asked,
+            asked.prompt,
+            self.output,
+            self.sampling,
+            continues=False,
+            intended_s=self.intended_s,
+            fork=fork,
+            forgotten=forgotten,
+            tenant=conversation.tenant,
+            hint=self._hint(),
+        )
+
+    def _hint(self) -> Hint | None:
+        keep_s = self.conversation.keep_alive_s
+        return self.hint if keep_s is None else replace(self.hint or Hint(), keep_s=keep_s)
+
+    @property
+    def streams(self) -> bool:
+        return self.on_event is not None
+
+    def happened(self, event: Event) -> None:
+        told = self.on_event  # which the end lets go of
+        if event.turn is not None:
+            self.server._ended(self, event.turn)
+        if told is not None:
+            self._call(partial(told, event))
+
+    def failed(self, error: WorkerError) -> None:
+        self.server._failed(self, RequestFailed(str(error)), error)
+
+    def generation(self, record: TurnRecord, text: str) -> Generation:
+        return Generation(list(record.token_ids), text, record)
+
+    def _call(self, listener: Callable[[], None]) -> None:
+        try:
+            listener()
+        except Exception:  # whoever listened has gone: no reason to stop the engine, which serves others
+            log.exception("the listener of request %s failed", self.id)
+
+    def settle(self, generation: Generation | PensieveError, cause: BaseException | None = None) -> None:
+        """Give the result to whoever waits, unless they have cancelled."""
+        if not self.future.set_running_or_notify_cancel():
+            pass
+        elif isinstance(generation, Generation):
+            self.future.set_result(generation)
+        else:
+            generation.__cause__ = cause
+            self.future.set_exception(generation)
+        ended, self.on_end, self.on_event, self.ask = self.on_end, None, None, None
+        if ended is not None:
+            self._call(ended)
+
+
+def error_of(record: TurnRecord) -> PensieveError | None:
+    """Why the turn has no reply; None: it has one, if cut short by who asked."""
+    if record.status == "refused":
+        return refused(record.finish_reason, record.error or "The request was refused.")
+    if record.status in ("completed", "cancelled"):
+        return None
+    return RequestFailed(record.error or f"The request ended as {record.status}.")

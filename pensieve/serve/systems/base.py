@@ -1,0 +1,160 @@
+"""What a trial can run: the System protocol, which in-engine baselines and outside engines both fit, and what some offer
+beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from pensieve.core.clock import Clock
+from pensieve.core.event import Event
+from pensieve.core.plan import StartReport
+from pensieve.core.request import Request, TokenArray
+from pensieve.errors import WorkerError
+from pensieve.serve.record import TurnRecord
+
+if TYPE_CHECKING:
+    from pensieve.lab.workload.base import Following
+
+__all__ = [
+    "AnsweringSystem",
+    "Capabilities",
+    "CountsTokens",
+    "Event",
+    "ExpectsReuse",
+    "ForgetsEnded",
+    "Listener",
+    "LooksAhead",
+    "System",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """keeps_sessions: only the new message is sent (Request.continues). cancels: a request can be ended before its time.
+    max_in_flight: requests it takes at once; None for no limit. starts_empty: nothing is cached after `start`; a server that
+    ran before may hold what others asked."""
+
+    keeps_sessions: bool = True
+    cancels: bool = True
+    max_in_flight: int | None = None
+    starts_empty: bool = True
+
+
+class System(Protocol):
+    """Every submitted request finishes exactly once, whatever becomes of it."""
+
+    clock: Clock
+    can: Capabilities
+
+    def start(self) -> StartReport: ...
+
+    def submit(self, request: Request) -> None:
+        """Never blocks; a request that can never be served comes back from poll as refused."""
+
+    def cancel(self, request_id: int, status: str) -> None:
+        """End a request with status `timeout` or `cancelled`; unknown or finished ids are ignored."""
+
+    def poll(self, until_s: float | None) -> list[Event]:
+        """What happened since; returns as soon as something finished, at the latest at until_s.
+
+        On a virtual clock this runs the engine: no step starts after until_s, and an idle engine jumps to until_s. On a
+        wall clock it waits. until_s None: until something finishes, or the system is idle.
+        """
+        ...
+
+    def forget(self, session: str | None) -> None:
+        """Free a conversation; None: all of them, for a cold cache."""
+
+    def counters(self) -> dict[str, float]:
+        """Counts since start, by metric name (recomputed_tokens, swapped_in_bytes, evicted_chunks, ...)."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """gpu_tokens, cpu_tokens (effective), gpu_bytes, cpu_bytes, kv_bytes_per_token, device, dtype, weights, ..."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class ExpectsReuse(Protocol):
+    """A system that takes the time (its own clock) of a conversation's next turn, for its offline policies alone."""
+
+    def expect(self, session: str, next_use_s: float) -> None: ...
+
+
+@runtime_checkable
+class CountsTokens(Protocol):
+    """A system that can say of most tokens only how many they are (Event.tokens)."""
+
+    def count_windows(self) -> None: ...
+
+
+@runtime_checkable
+class ForgetsEnded(Protocol):
+    """A system that gives up what it keeps of a conversation that is over, as soon as that changes nothing for others."""
+
+    def ended(self, session: str) -> None: ...
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A system of parts, each of which may run as far ahead of the others as nothing can reach it."""
+
+    def look_ahead(self, foresee: Callable[[str, int], Following | None]) -> None:
+        """Expect every request to be announced before it is due, from now on; `foresee` says what follows it (Foresees)."""
+
+    def announce(self, at_ns: int, request: Request | None) -> None:
+        """Announce that the request is sent, or ended early, at that time of the system's clock. request None: anything may
+        happen."""
+
+
+class Listener(Protocol):
+    """Who is told what becomes of one request. It is called by whatever drives the engine, between two iterations: it must
+    not wait, and may begin further requests."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether another thread passes on each token as it comes."""
+
+    def happened(self, event: Event) -> None:
+        """The request got a token, or ended; nothing comes after the event `finished`."""
+
+    def failed(self, error: WorkerError) -> None:
+        """The system crashed or was closed before the request ended; nothing comes after it."""
+
+
+class AnsweringSystem(System, Protocol):
+    """A system that also serves callers who each wait for an answer of their own, from any number of threads. `poll` tells
+    nothing of their requests."""
+
+    def begin(self, request: Request, listener: Listener) -> None:
+        """Submit a request without waiting for it. On a virtual clock it goes on as long as somebody drives."""
+
+    def drive(self, awaited: Future[Any]) -> None:
+        """Return when `awaited`, which some listener completes, is done; on a virtual clock by running the engine."""
+
+    def ask(self, request: Request) -> TurnRecord:
+        """Submit a request and wait for its end. Raises WorkerError where the system has crashed or was closed, now or before
+        the end."""
+        ...
+
+    @property
+    def chunk_tokens(self) -> int: ...
+
+    def places(self, session: str) -> str:
+        """Where each chunk of a conversation's KV is at this moment, see CacheManager.places."""
+        ...
+
+    def gauges(self) -> dict[str, tuple[float, str]]:
+        """What is held and who waits at this moment, with units."""
+        ...
+
+    def release(self, session: str) -> None:
+        """`forget` one conversation without waiting until it is done; a listener may call it."""
+
+    def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
+        """`release` a conversation of an earlier engine, no turn of which has stood in this one: the disk may have KV."""

@@ -1,0 +1,316 @@
+"""What every in-engine baseline has, whoever drives it: its parts, how they are started, and what it reports."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from pensieve.core.cache.base import CacheManager
+from pensieve.core.clock import Clock
+from pensieve.core.cost import CostModel
+from pensieve.core.engine import Engine
+from pensieve.core.event import Event
+from pensieve.core.facts import Tier
+from pensieve.core.plan import StartReport
+from pensieve.core.policies.base import EvictionPolicy, PolicyContext
+from pensieve.core.request import Request
+from pensieve.core.scheduler.composition import SchedulerSettings, high_watermark
+from pensieve.core.scheduler.copy_ahead import CopyChoice, choose_copy_ahead
+from pensieve.core.scheduler.sessions import MemoryLimits
+from pensieve.core.worker import Worker
+from pensieve.errors import WorkerError
+from pensieve.plugins.tiers.disk import DiskTier
+from pensieve.serve.books.books import Books
+from pensieve.serve.books.holding import Held
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.base import Capabilities, Listener
+from pensieve.serve.tokenizer import Tokenizer
+from pensieve.sim.fast_forward import scheduler_for
+from pensieve.sim.mistaken import mistaken
+from pensieve.specs import HardwareSpec, ModelSpec
+
+_log = logging.getLogger(__name__)
+
+ENGINE_CLOSED = "The engine was closed; start another one to serve requests."
+
+
+class EngineSystem(ABC):
+    """The engine behind run.py, the API, HTTP and chat. An InlineSystem drives it on a virtual clock, a ThreadedSystem on
+    the wall.
+
+    cache: factory(policy=, chunk_tokens=, gpu_blocks=, cpu_blocks=). policy: factory(PolicyContext). gpu_blocks: a number,
+    or what measures how many fit, asked by `start`. costs: what chunks cost, where it was measured before; None: the worker
+    is asked.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelSpec,
+        hardware: HardwareSpec,
+        worker: Worker,
+        clock: Clock,
+        cache: Callable[..., CacheManager],
+        policy: Callable[[PolicyContext], EvictionPolicy],
+        scheduler: SchedulerSettings,
+        gpu_blocks: int | Callable[[], int],
+        cpu_blocks: int,
+        chunk_tokens: int,
+        disk_blocks: int = 0,
+        tokenizer: Tokenizer | None = None,
+        seed: int = 0,
+        labels: Mapping[str, str] | None = None,
+        limits: MemoryLimits | None = None,
+        costs: CostModel | None = None,
+    ) -> None:
+        self.clock = clock
+        self.can = Capabilities()
+        self._model, self._hardware, self._worker = model, hardware, worker
+        self._make_cache, self._make_policy = cache, policy
+        self._scheduler_settings = scheduler
+        self._measure_gpu_blocks = gpu_blocks if callable(gpu_blocks) else None
+        self._gpu_blocks = 0 if callable(gpu_blocks) else gpu_blocks
+        self._cpu_blocks, self._chunk_tokens, self._disk_blocks = cpu_blocks, chunk_tokens, disk_blocks
+        self._tokenizer, self._seed, self._labels = tokenizer, seed, dict(labels or {})
+        self._limits = limits or MemoryLimits()
+        self._listeners: dict[int, Listener] = {}  # by request, of those who are told about theirs
+        self._cost: CostModel | None = costs
+        self._report: StartReport | None = None
+        self._copy_choice = CopyChoice("paper")
+
+    engine: Engine
+    books: Books
+    """From `start` on, both."""
+
+    @abstractmethod
+    def _prices(self, report: StartReport) -> CostModel:
+        """What chunks cost on the worker that has just started."""
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Start to serve; called once the engine has been made."""
+
+    def start(self) -> StartReport:
+        """Where anything fails, the worker is closed before the error is raised."""
+        try:
+            report = self._start_engine()
+            self._begin()
+        except BaseException:
+            self._worker.close()
+            raise
+        return report
+
+    def _start_engine(self) -> StartReport:
+        if self._measure_gpu_blocks is not None:
+            self._gpu_blocks = self._measure_gpu_blocks()
+        self._report = report = self._worker.start(self._gpu_blocks, self._cpu_blocks)
+        size = self._chunk_tokens
+        settings = self._scheduler_settings
+        true = self._cost = self._cost or self._prices(report)  # what is recorded goes by
+        believed = mistaken(true, settings.cost_error, settings.cost_error_context, size)
+        parts = self._hardware.load_parts(self._model.layers)
+        context = PolicyContext(
+            chunk_tokens=size,
+            gpu_blocks=self._gpu_blocks,
+            cpu_blocks=self._cpu_blocks,
+            recompute_s=believed.recompute_s,
+            load_s=believed.load_s(),
+            seed=self._seed,
+        )
+        cache = self._make_cache(
+            policy=self._make_policy(context),
+            chunk_tokens=size,
+            gpu_blocks=self._gpu_blocks,
+            cpu_blocks=self._cpu_blocks,
+        )
+        below: DiskTier | None = None
+        if self._disk_blocks:
+            kept, counts = report.disk_kept, cache.counters.extra
+            below = DiskTier(self._disk_blocks, size, report.disk_load_s, parts, believed, kept, counts)
+        cache.begin(cost=believed, layers=parts, batch_tokens=settings.max_batch_tokens, below=below)
+        self._copy_choice = choose_copy_ahead(
+            settings.copy_ahead,
+            cache.cpu_blocks,
+            self._hardware.one_memory,
+            believed.hidden_copies(),
+            high_watermark(settings.swap_out_stop, cache.gpu_blocks),
+        )
+        if self._copy_choice.note:
+            _log.info("Copies ahead of time: %s, since %s.", self._copy_choice.mode, self._copy_choice.note)
+        self.books = Books(size, true)
+        self.engine = Engine(
+            cache=cache,
+            settings=replace(settings, copy_ahead=self._copy_choice.mode),
+            worker=self._worker,
+            clock=self.clock,
+            max_context=self._model.max_context,
+            eos=report.eos | self._tokenizer.eos_ids if self._tokenizer else report.eos,
+            decode_text=self._tokenizer.decode if self._tokenizer else None,
+            limits=self._limits,
+            cost=believed,
+            facts=self.books,
+            scheduler=scheduler_for(self._worker.computes, self._worker.depth),
+        )
+        return report
+
+    def watch_content(self) -> None:
+        """Record what could be found of each prompt in other conversations, which a bound needs where they share blocks;
+        to be called before the first request."""
+        self.books.watch_content()
+
+    def count_holding(self) -> None:
+        """Count what each conversation holds of each tier; to be called before the first request."""
+        self.books.count_holding()
+        self.books.at(self.clock.now_ns())
+
+    def holdings(self) -> dict[tuple[str, Tier], Held]:
+        """Return what each conversation has held of each tier so far; empty without `count_holding`. Call it while nothing
+        runs."""
+        self.books.at(self.clock.now_ns())
+        return self.books.holdings()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of KV in a block, summed over the devices."""
+        return self._chunk_tokens * self._model.kv_bytes_per_token
+
+    @abstractmethod
+    def begin(self, request: Request, listener: Listener) -> None:
+        """See AnsweringSystem."""
+
+    @abstractmethod
+    def drive(self, awaited: Future[Any]) -> None:
+        """See AnsweringSystem."""
+
+    def ask(self, request: Request) -> TurnRecord:
+        """See AnsweringSystem."""
+        answer = Answer()
+        self.begin(request, answer)
+        self.drive(answer.future)
+        return answer.future.result()
+
+    def _tell(self, events: list[Event]) -> list[Event]:
+        """Tell the listeners; returns the events of all other requests, for `poll`."""
+        others = []
+        for event in events:
+            listener = self._listeners.get(event.request_id)
+            if listener is None:
+                others.append(event)
+                continue
+            if event.kind == "finished":
+                del self._listeners[event.request_id]
+            listener.happened(event)
+        return others
+
+    def _fail_listeners(self, error: WorkerError) -> None:
+        """Pass this error to every listener whose request has not ended."""
+        for request_id in list(self._listeners):
+            listener = self._listeners.pop(request_id, None)
+            if listener is not None:
+                listener.failed(error)
+
+    def counters(self) -> dict[str, float]:
+        engine = self.engine
+        cache, scheduler, own = engine.cache.counters, engine.scheduler.counters, self.books.counts
+        return {
+            "evicted_chunks": cache.evicted_chunks,
+            "dropped_chunks": cache.dropped_chunks,
+            "swapped_in_bytes": cache.swapped_in_blocks * self.block_bytes,
+            "swapped_out_bytes": cache.swapped_out_blocks * self.block_bytes,
+            "suspended_requests": scheduler.preempted,
+            "deferred_requests": scheduler.deferred,
+            "steps": own.steps,
+            "failed_steps": own.failed_steps,
+            "forgotten_sessions": own.forgotten_sessions,
+            "batched_tokens": scheduler.batched_tokens,
+            "schedule_ms": own.schedule_ns / 1e6,
+            "predicted_ms": own.predicted_ns / 1e6,
+            "predictable_ms": own.predictable_ns / 1e6,
+            "compute_ms": own.compute_ns / 1e6,
+            "stall_ms": own.stall_ns / 1e6,
+            "h2d_bytes": own.h2d_bytes,
+            "d2h_bytes": own.d2h_bytes,
+            "plan_bytes": own.plan_bytes,
+            "plan_ms": own.plan_ns / 1e6,
+            "sent_plans": own.sent_plans,
+            **cache.extra,
+        }
+
+    def gauges(self) -> dict[str, tuple[float, str]]:
+        """What is held and who waits at this moment, with units; any thread may ask, since these are counts kept anyway.
+
+        gpu_blocks_used: with KV, or reserved for a request that runs.
+        """
+        engine = self.engine
+        cache, scheduler = engine.cache, engine.scheduler
+        disk = {"disk_blocks_used": (cache.below.used, "blocks")} if cache.below.blocks else {}
+        return {
+            "gpu_blocks_used": (cache.gpu_blocks_used, "blocks"),
+            "cpu_blocks_used": (cache.cpu_blocks_used, "blocks"),
+            **disk,
+            "queue_length": (len(scheduler.queue), "requests"),
+            "running_requests": (len(scheduler.running), "requests"),
+        }
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self._chunk_tokens
+
+    def places(self, session: str) -> str:
+        """See CacheManager.places. A picture of a moment, from any thread; empty for a conversation that is not known."""
+        known = self.engine.cache.sessions.get(session)
+        return "" if known is None else self.engine.cache.places(known)
+
+    @property
+    def cost(self) -> CostModel:
+        """What chunks cost on its worker; from `start` on."""
+        assert self._cost is not None
+        return self._cost
+
+    def settings(self) -> dict[str, Any]:
+        cache = self.engine.cache
+        per_token = self._model.kv_bytes_per_token
+        gpu_tokens, cpu_tokens = cache.gpu_blocks * cache.chunk_tokens, cache.cpu_blocks * cache.chunk_tokens
+        assert self._report is not None
+        return {
+            **self._report.settings,
+            **self._labels,
+            "gpu_tokens": gpu_tokens,
+            "cpu_tokens": cpu_tokens,
+            "disk_tokens": cache.below.blocks * cache.chunk_tokens,
+            "gpu_bytes": gpu_tokens * per_token,
+            "cpu_bytes": cpu_tokens * per_token,
+            "kv_bytes_per_token": per_token,
+            "dtype": self._model.dtype,
+            "vocab": self._model.vocab,
+            "n_ctx": self._model.max_context,
+            "request_tokens": cache.request_blocks * cache.chunk_tokens,
+            "max_batch_tokens": self._scheduler_settings.max_batch_tokens,
+            "max_batch_requests": self._scheduler_settings.max_batch_requests,
+            "copy_ahead": self._copy_choice.mode if cache.cpu_blocks else "none",
+            "copy_ahead_note": self._copy_choice.note,
+            "simulated": self.clock.virtual,
+            "shares": cache.shares,
+            "cost": self.cost.describe(),
+            **cache.chosen,
+        }
+
+
+class Answer:
+    """A listener that waits for the end."""
+
+    streams = False
+
+    def __init__(self) -> None:
+        self.future: Future[TurnRecord] = Future()
+
+    def happened(self, event: Event) -> None:
+        if event.turn is not None:
+            self.future.set_result(event.turn)
+
+    def failed(self, error: WorkerError) -> None:
+        self.future.set_exception(error)

@@ -1,0 +1,180 @@
+"""An engine on a virtual clock: it runs in the thread of whoever polls."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from pensieve.core.clock import VirtualClock
+from pensieve.core.cost import CostModel
+from pensieve.core.event import Event
+from pensieve.core.plan import StartReport
+from pensieve.core.request import Request, TokenArray
+from pensieve.errors import WorkerError
+from pensieve.serve.systems.base import Listener
+from pensieve.serve.systems.engine_system import ENGINE_CLOSED, EngineSystem
+from pensieve.sim.cost import simulated_cost
+from pensieve.sim.timeline import Timeline
+from pensieve.sim.worker import SimulatedWorker
+
+
+class InlineSystem(EngineSystem):
+    """`poll`, `ask` and `drive` run the engine, in the thread that calls them. Several threads may use it: each call has the
+    engine to itself, so that one made during a poll takes effect when that poll returns. Whoever asks runs the engine until
+    some request has finished, and lets the others have it before going on: so those who ask at once are served together.
+    """
+
+    def __init__(self, **parts: Any) -> None:
+        """parts: as EngineSystem takes them, with a VirtualClock."""
+        super().__init__(**parts)
+        self._lock = threading.Lock()
+        # What was begun while the engine was busy, and what else it is to do.
+        self._inbox: deque[tuple[Request, Listener] | Callable[[], None]] = deque()
+        # Held for a moment only, so whoever begins a request may hold locks of its own.
+        self._inbox_lock = threading.Lock()
+        self._untold: list[Event] = []  # happened while somebody asked, for the next poll
+        self._ended: str | None = None  # why nobody can ask any more
+        self._counts_windows = False
+
+    def submit(self, request: Request) -> None:
+        with self._lock:
+            self.engine.submit(request)
+
+    def begin(self, request: Request, listener: Listener) -> None:
+        with self._inbox_lock:
+            ended = self._ended
+            if ended is None:
+                self._inbox.append((request, listener))
+        if ended is not None:
+            listener.failed(WorkerError(ended))
+
+    def drive(self, awaited: Future[Any]) -> None:
+        while not awaited.done():
+            with self._lock:
+                if self._ended is not None and not awaited.done():
+                    raise WorkerError(self._ended)
+                if not awaited.done():
+                    self._serve_listeners()
+
+    def release(self, session: str) -> None:
+        with self._inbox_lock:
+            self._inbox.append(lambda: self.engine.forget(session))
+
+    def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
+        with self._inbox_lock:
+            self._inbox.append(lambda: self.engine.disown(session, tenant, tokens))
+
+    def cancel(self, request_id: int, status: str) -> None:
+        with self._lock:
+            self._empty_inbox()
+            self.engine.cancel(request_id, status)
+
+    def expect(self, session: str, next_use_s: float | None) -> None:
+        """When the schedule will ask this conversation again; only an offline policy reads it."""
+        with self._lock:
+            self.engine.expect(session, next_use_s)
+
+    def ended(self, session: str) -> None:
+        """Let go of a conversation that nobody will ask again: it is forgotten once nothing of it is in the cache."""
+        with self._lock:
+            self.engine.ended(session)
+
+    def count_windows(self) -> None:
+        """Tell whoever polls of most tokens only how many they are, from now on (Event.tokens)."""
+        self._counts_windows = True
+
+    def forget(self, session: str | None) -> None:
+        with self._lock:
+            self._empty_inbox()
+            self.engine.forget(session)
+
+    def poll(self, until_s: float | None) -> list[Event]:
+        with self._lock:
+            untold, self._untold = self._untold, []
+            if _any_finished(untold):
+                return untold
+            events = self._run(None if until_s is None else round(until_s * 1e9))
+            return untold + (self._tell(events) if self._listeners else events)
+
+    def draw_timeline(self) -> Timeline | None:
+        """Collect what the machine does from now on; None for a worker that is not simulated."""
+        if not isinstance(self._worker, SimulatedWorker):
+            return None
+        self._worker.timeline = Timeline()
+        return self._worker.timeline
+
+    def extrapolated(self) -> dict[str, Any]:
+        """Terms of the cost model that were asked for more than was measured, by whoever asked: how often and how far."""
+        return self._worker.cost.extrapolated() if isinstance(self._worker, SimulatedWorker) else {}
+
+    def close(self) -> None:
+        with self._lock:
+            self._end(ENGINE_CLOSED)
+            self._worker.close()
+
+    # -- how ----------------------------------------------------------------------------------------------------------
+
+    def _prices(self, report: StartReport) -> CostModel:
+        return simulated_cost(self._model, self._hardware, self._chunk_tokens)
+
+    def _begin(self) -> None:
+        """Do nothing: the engine runs when it is polled."""
+
+    def _serve_listeners(self) -> None:
+        """Run the engine until some request has finished. A crash ends all requests."""
+        try:
+            self._untold += self._tell(self._run(None))
+        except BaseException as crash:  # the engine may have stopped half way through a step, whatever it was
+            sentence = f"The engine stopped: {crash}"
+            self._end(sentence)
+            if isinstance(crash, Exception):
+                raise WorkerError(sentence) from crash
+            raise
+
+    def _empty_inbox(self) -> None:
+        """Hand to the engine what was begun and released since the last call."""
+        while self._inbox:
+            entry = self._inbox.popleft()
+            if callable(entry):
+                entry()
+            else:
+                request, listener = entry
+                self._listeners[request.id] = listener
+                self.engine.submit(request)
+
+    def _end(self, why: str) -> None:
+        with self._inbox_lock:
+            self._ended = self._ended or why
+            begun, self._inbox = self._inbox, deque()
+        self._listeners.update((entry[0].id, entry[1]) for entry in begun if not callable(entry))
+        self._fail_listeners(WorkerError(self._ended))
+
+    def _run(self, until_ns: int | None) -> list[Event]:
+        self._empty_inbox()
+        engine, clock = self.engine, self.clock
+        assert isinstance(clock, VirtualClock)
+        events = engine.take_events()
+        finished = _any_finished(events)
+        engine.counts_windows = self._counts_windows and not self._listeners
+        while not finished:
+            if until_ns is not None and clock.now_ns() >= until_ns:
+                break
+            if until_ns is None and not engine.busy:
+                break
+            before = clock.now_ns()
+            stepped = engine.step(until_ns)
+            events += stepped
+            finished = _any_finished(stepped)
+            if not stepped and clock.now_ns() == before and not engine.progressed:
+                # Nothing to compute and no copy ends by then.
+                assert until_ns is not None, "requests wait, and nothing runs that could let them in"
+                expiry_ns = engine.next_expiry_ns
+                clock.advance_to(until_ns if expiry_ns is None else min(until_ns, expiry_ns))
+        return events
+
+
+def _any_finished(events: list[Event]) -> bool:
+    return "finished" in [event.kind for event in events]

@@ -1,0 +1,506 @@
+"""Seconds from kernel times that were measured on real cards: the cost model of simulated hardware that has been measured.
+
+An iteration is the sum of its terms: projections (linear layers, norms, rotary, activation), attention, head (logits and
+sampler), all-reduce, and what the host adds. `hardware.terms` says where each comes from. A table of another shape is scaled,
+kernel by kernel, by the ratio of the two shapes' roofline times on that card; nothing is scaled from one card to another but
+what the terms say.
+
+A mixed batch. Attention was measured with one chunk of queries and n decodes over KV of one length, in one call of the kernel
+(as vLLM makes it). Several chunks count as one of as many queries, over as much KV as makes equally many pairs; where that is
+less than none (several short prompts), the time of as much less work is taken off. Decodes of unequal length count at their
+mean; alone, `skew` of the way from there to the longest is added, where the card's profiler measured it: beside a chunk the
+kernel works through all tiles at an even pace, whoever they belong to.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from pensieve.core.cost import one_after_another
+from pensieve.errors import ConfigError
+from pensieve.sim.kernel_tables import AttentionGrid, Curve, KernelTable, Shape, all_reduce, nearest
+from pensieve.sim.roofline import attended_pairs, describe_copies, transfer_s
+from pensieve.specs import HardwareSpec, ModelSpec
+
+Run = tuple[int, int]
+
+_TAIL = 512  # queries of the iteration whose attention tells what a marginal chunk costs
+_SAMPLER_CARD = "rtxpro6000"
+
+
+class MeasuredCost:
+    """What the model and the machine say is read once. Counts how often, and how far, it was asked for more than was
+    measured: `extrapolated`."""
+
+    def __init__(self, model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> None:
+        if model.dtype_bytes != 2:
+            raise ConfigError(
+                f"hardware={hardware.name} was measured in 16 bits, and model.dtype={model.dtype} has "
+                f"{8 * model.dtype_bytes}; set model.dtype=bfloat16, or both hardware.terms.projections and "
+                "hardware.terms.attention to roofline."
+            )
+        self.model, self.hardware, self.chunk_tokens = model, hardware, chunk_tokens
+        self._shape = shape_of(model, hardware.gpus)
+        self._iterations = 0
+        self._beyond: dict[str, list[float]] = {}  # term -> iterations beyond what was measured, and the furthest ratio
+        self._table = nearest(hardware.terms["projections"], self._shape)
+        self._kernels = _Kernels(self._table, self._shape, hardware, model)
+        self._attention = _attention_of(hardware, self._shape)
+        self._windowed = model.windowed_layers
+        self._reduce = _reduce_of(hardware)
+        self._reduced_bytes = model.hidden * model.dtype_bytes
+        self._linear: dict[int, float] = {}  # tokens -> seconds of all layers; iterations repeat them
+        self._logits: dict[int, float] = {}
+        self._chunks: dict[
+            int, float
+        ] = {}  # context -> seconds of its last chunk; policies and ledgers ask again and again
+
+    def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
+        attention = self._following_attention_s(runs)
+        if attention is None:
+            return one_after_another(self.iteration_s, runs, sampled)
+        return self._following_decodes_s(attention, len(runs), sampled)
+
+    def _following_attention_s(self, runs: Sequence[Run]) -> Iterator[float] | None:
+        """Of a layer, where all rows are decodes and nothing but their KV changes; None: each iteration is looked up."""
+        decodes = all(stop - start == 1 for start, stop in runs)
+        if not decodes or not 0 < len(runs) <= self._kernels.most_tokens or self._windowed:
+            return None
+        return self._attention.following_s(sum(start for start, _ in runs), len(runs))
+
+    def _following_decodes_s(self, attention: Iterator[float], decodes: int, sampled: int) -> Iterator[float]:
+        """Iterations of so many rows of one query each, to the bit what `iteration_s` says of them."""
+        tokens = graph_size(decodes) if self.hardware.graph_sizes else decodes
+        layers = self.model.layers
+        linear, head = self._linear_s(tokens), self._head_s(sampled)
+        reduce = (2 * layers + 1) * self._reduce(tokens * self._reduced_bytes)
+        overhead = self.hardware.step_overhead_s
+        for seconds in attention:
+            self._iterations += 1
+            yield linear + layers * seconds + head + reduce + overhead
+
+    def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
+        """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
+        runs = tuple(runs) if self._windowed else runs
+        batch = Batch.of(runs, None)
+        if not batch.tokens:
+            return 0.0
+        self._iterations += 1
+        tokens = graph_size(batch.tokens) if self.hardware.graph_sizes else batch.tokens
+        attention, reach = self._layers_attention_s(runs, batch)
+        if reach > 1:
+            self._note("attention", reach)
+        if batch.tokens > self._kernels.most_tokens:
+            self._note("projections", batch.tokens / self._kernels.most_tokens)
+        layers = self.model.layers
+        return (
+            self._linear_s(tokens)
+            + attention
+            + self._head_s(sampled)
+            + (2 * layers + 1) * self._reduce(tokens * self._reduced_bytes)
+            + self.hardware.step_overhead_s
+        )
+
+    def _layers_attention_s(self, runs: Iterable[Run], batch: Batch) -> tuple[float, float]:
+        """Of all layers, those with a window apart. batch: of the runs, without one."""
+        layers, windowed = self.model.layers, self._windowed
+        if not windowed:
+            attention, reach = self._attention.seconds(batch)
+            return layers * attention, reach
+        beside, reach = self._attention.seconds(Batch.of(runs, self.model.sliding_window))
+        if windowed == layers:
+            return layers * beside, reach
+        attention, further = self._attention.seconds(batch)
+        return (layers - windowed) * attention + windowed * beside, max(reach, further)
+
+    def transfer_s(self, blocks: int, to_gpu: bool, runs: int = 1) -> float:
+        """See SimulatedCost."""
+        size = blocks * self.chunk_tokens * self.model.kv_bytes_per_token
+        return transfer_s(self.hardware, size, runs * self.model.layers, to_gpu)
+
+    def recompute_s(self, context_tokens: int) -> float:
+        found = self._chunks.get(context_tokens)
+        if found is None:
+            found = self._chunks[context_tokens] = self._chunk_s(context_tokens)
+        return found
+
+    def _chunk_s(self, context_tokens: int) -> float:
+        most = min(2048, self._kernels.most_tokens)
+        linear = (self._linear_s(most) + (2 * self.model.layers + 1) * self._reduce(most * self._reduced_bytes)) / most
+        runs = ((max(0, context_tokens - _TAIL), max(context_tokens, _TAIL)),)
+        attention, _ = self._layers_attention_s(runs, Batch.of(runs, None))
+        return self.chunk_tokens * (linear + attention / _TAIL)
+
+    def step_s(self) -> float:
+        return self.hardware.step_overhead_s
+
+    def weights_s(self) -> float:
+        return self._linear_s(1) + self._head_s(1)
+
+    def load_s(self) -> float:
+        return self.transfer_s(1, to_gpu=True)
+
+    def hidden_copies(self) -> float | None:
+        return None  # a simulated link is beside the compute by definition; nobody asks
+
+    def describe(self) -> dict[str, Any]:
+        """Where each term comes from, and what was scaled."""
+        table = self._table
+        return {
+            "kind": "measured",
+            "hardware": self.hardware.name,
+            "load_s": self.load_s(),
+            "terms": {
+                "projections": {
+                    "table": table.name,
+                    "card": table.card,
+                    "source": table.source,
+                    "licence": table.licence,
+                    "scaled_from": None if table.shape == self._shape else asdict(table.shape),
+                },
+                "head": self._kernels.head_source,
+                "attention": self._attention.describe(),
+                "all_reduce": "none: one device" if self.hardware.gpus == 1 else _reduce_source(self.hardware),
+                "copies": describe_copies(self.hardware),
+                "overhead": f"{self.hardware.step_overhead_s:g} s an iteration",
+                "padded_to_graph_sizes": self.hardware.graph_sizes,
+            },
+        }
+
+    def extrapolated(self) -> dict[str, Any]:
+        """Terms that were asked for more than was measured: iterations of all, and how many times the largest size."""
+        return {
+            term: {"iterations": int(count), "of": self._iterations, "furthest": round(furthest, 3)}
+            for term, (count, furthest) in sorted(self._beyond.items())
+        }
+
+    def _note(self, term: str, reach: float) -> None:
+        noted = self._beyond.setdefault(term, [0, 1.0])
+        noted[0] += 1
+        noted[1] = max(noted[1], reach)
+
+    def _linear_s(self, tokens: int) -> float:
+        known = self._linear.get(tokens)
+        if known is None:
+            known = self._linear[tokens] = self._kernels.layers_s(tokens)
+        return known
+
+    def _head_s(self, sampled: int) -> float:
+        if not sampled:
+            return 0.0
+        known = self._logits.get(sampled)
+        if known is None:
+            known = self._logits[sampled] = self._kernels.head_s(sampled)
+        return known
+
+
+def shape_of(model: ModelSpec, devices: int) -> Shape:
+    """What each device of the group holds of a layer."""
+    return Shape(
+        hidden=model.hidden,
+        heads=max(1, model.heads // devices),
+        kv_heads=max(1, model.kv_heads // devices),
+        head_dim=model.head_dim,
+        intermediate=max(1, model.intermediate // devices),
+        vocab=max(1, model.vocab // devices),
+        gate=2 if model.gated else 1,
+    )
+
+
+def graph_size(tokens: int) -> int:
+    """The captured size that a batch is padded to: as vLLM captures them (1, 2, 4, every 8 to 256, every 16 to 512); a larger
+    batch runs as it is."""
+    if tokens <= 2:
+        return tokens
+    if tokens <= 4:
+        return 4
+    step = 8 if tokens <= 256 else 16
+    return tokens if tokens > 512 else -(-tokens // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """An iteration as attention sees it. chunk: queries of all rows that have more than one; pairs: of a query and a position
+    it attends to, of these; longest: the KV of their longest row. decodes: rows of one query; decode_kv, decode_longest: the
+    mean and the most KV before them."""
+
+    tokens: int
+    chunk: int
+    pairs: float
+    longest: int
+    decodes: int
+    decode_kv: float
+    decode_longest: int
+
+    @staticmethod
+    def of(runs: Iterable[Run], window: int | None) -> Batch:
+        """As layers with that window see it; None: those that attend to everything."""
+        chunk, pairs, longest, decodes, decode_kv, decode_longest = 0, 0.0, 0, 0, 0, 0
+        for start, stop in runs:
+            queries = stop - start
+            before = start if window is None else min(start, window - 1)
+            if queries == 1:
+                decodes += 1
+                decode_kv += before
+                if before > decode_longest:
+                    decode_longest = before
+            else:
+                chunk += queries
+                pairs += attended_pairs(start, stop, window)
+                longest = max(longest, before + queries)
+        mean = decode_kv / decodes if decodes else 0.0
+        return Batch(chunk + decodes, chunk, pairs, longest, decodes, mean, decode_longest)
+
+
+class _Kernels:
+    """Linear layers and the head, by one table."""
+
+    def __init__(self, table: KernelTable, shape: Shape, hardware: HardwareSpec, model: ModelSpec) -> None:
+        self._scaling = _Scaling(table.shape, shape, hardware)
+        self._table, self._hardware, self._layers = table, hardware, model.layers
+        self.most_tokens = next(iter(table.layers.values())).last
+        absent = set() if model.rotary else {"rotary_emb"}
+        absent |= set() if model.model_type == "qwen3" else {"qk_norm"}
+        once = {"embedding", "final_layernorm"}
+        self._each_layer = [
+            (name, curve, 2 if name == "layernorm" else 1)
+            for name, curve in table.layers.items()
+            if name not in once | absent
+        ]
+        self._once = [(name, curve) for name, curve in table.layers.items() if name in once]
+        if table.heads:
+            self.head_source: dict[str, str] = {"lm_head": table.name, "sampler": table.name}
+        else:
+            sampler = nearest(_SAMPLER_CARD, shape)
+            self.head_source = {
+                "lm_head": f"{table.name} gate_up_proj, scaled to the vocabulary",
+                "sampler": f"{sampler.name}, as it is",
+            }
+            self._sampler = sampler
+
+    def layers_s(self, tokens: int) -> float:
+        scaled = self._scaling.scaled
+        layer = sum(times * scaled(name, curve, tokens) for name, curve, times in self._each_layer)
+        return self._layers * layer + sum(scaled(name, curve, tokens) for name, curve in self._once)
+
+    def head_s(self, sampled: int) -> float:
+        scaled = self._scaling.scaled
+        if self._table.heads:
+            return sum(scaled(name, curve, sampled) for name, curve in self._table.heads.items())
+        logits = self._scaling.scaled("gate_up_proj", self._table.layers["gate_up_proj"], sampled, to="lm_head")
+        return logits + self._sampler.heads["sampler"].at(sampled)
+
+
+class _Scaling:
+    """From the times of one shape to those of another on the same card."""
+
+    def __init__(self, measured: Shape, wanted: Shape, hardware: HardwareSpec) -> None:
+        self._measured, self._wanted = measured, wanted
+        self._flops, self._bytes = hardware.flops, hardware.memory_bw
+
+    def scaled(self, kernel: str, curve: Curve, rows: int, to: str | None = None) -> float:
+        """A matrix product by the ratio of the rooflines; another kernel by its width, beyond what one row takes anyway."""
+        seconds, to = curve.at(rows), to or kernel
+        if kernel in _MATRICES:
+            ratio = self._product_s(_MATRICES[to](self._wanted), rows) / self._product_s(
+                _MATRICES[kernel](self._measured), rows
+            )
+            return seconds if ratio == 1 else max(seconds * ratio, min(seconds, _LAUNCH_S))
+        least = curve.at(1)
+        return least + (seconds - least) * _WIDTHS[kernel](self._wanted) / _WIDTHS[kernel](self._measured)
+
+    def _product_s(self, sizes: tuple[int, int], rows: int) -> float:
+        inner, outer = sizes
+        moved = 2 * (inner * outer + rows * (inner + outer))
+        return max(2 * rows * inner * outer / self._flops, moved / self._bytes)
+
+
+_LAUNCH_S = 2e-6  # no kernel of the tables takes less
+
+_MATRICES: Mapping[str, Callable[[Shape], tuple[int, int]]] = {
+    "qkv_proj": lambda s: (s.hidden, (s.heads + 2 * s.kv_heads) * s.head_dim),
+    "o_proj": lambda s: (s.heads * s.head_dim, s.hidden),
+    "gate_up_proj": lambda s: (s.hidden, s.gate * s.intermediate),
+    "down_proj": lambda s: (s.intermediate, s.hidden),
+    "lm_head": lambda s: (s.hidden, s.vocab),
+}
+_WIDTHS: Mapping[str, Callable[[Shape], int]] = {
+    "embedding": lambda s: s.hidden,
+    "layernorm": lambda s: s.hidden,
+    "final_layernorm": lambda s: s.hidden,
+    "rotary_emb": lambda s: (s.heads + s.kv_heads) * s.head_dim,
+    "qk_norm": lambda s: (s.heads + s.kv_heads) * s.head_dim,
+    "act_fn": lambda s: s.gate * s.intermediate,
+    "sampler": lambda s: s.vocab,
+}
+
+
+class _MeasuredAttention:
+    """From a card's grid. The second value that `seconds` returns is how far the batch lies beyond the grid, 1 within it."""
+
+    def __init__(self, table: KernelTable, shape: Shape, hardware: HardwareSpec) -> None:
+        assert table.attention is not None
+        self._grid: AttentionGrid = table.attention
+        self._table, self._shape, self._hardware = table, shape, hardware
+        self._skew = table.skew or 0.0
+
+    def seconds(self, batch: Batch) -> tuple[float, float]:
+        decodes, chunk = batch.decodes, batch.chunk
+        kv = batch.pairs / chunk - (chunk + 1) / 2 if chunk else 0.0
+        seconds, reach = self._at(chunk, max(0.0, kv), decodes, batch.decode_kv)
+        if not chunk and batch.decode_longest > batch.decode_kv:
+            longest, further = self._at(chunk, max(0.0, kv), decodes, batch.decode_longest)
+            seconds += self._skew * (longest - seconds)
+            reach = max(reach, further) if further > reach else reach
+        if kv < 0:  # several prompts: less work than one of as many queries
+            alone, _ = self._at(chunk, 0.0, 0, 0.0)
+            less, _ = self._at(max(1.0, math.sqrt(2 * batch.pairs)), 0.0, 0, 0.0)
+            seconds -= alone - less
+        return seconds, reach
+
+    def following_s(self, kv: int, decodes: int) -> None:
+        """None: a grid is looked up for each iteration."""
+
+    def describe(self) -> dict[str, Any]:
+        table = self._table
+        return {
+            "table": table.name,
+            "card": table.card,
+            "source": table.source,
+            "licence": table.licence,
+            "cells": self._grid.measured,
+            "scaled_from": None if _same_attention(table.shape, self._shape) else asdict(table.shape),
+            "skew": self._skew,
+            "skew_measured_here": table.skew is not None,
+        }
+
+    def _at(self, chunk: float, kv: float, decodes: int, decode_kv: float) -> tuple[float, float]:
+        if decodes:
+            decode_kv = max(decode_kv, 1.0)
+        asked = (chunk, kv, decodes, decode_kv)
+        grid, within = self._grid, self._grid.clamped(*asked)
+        seconds = grid.at(*within)
+        reach = 1.0
+        if within != asked:
+            work, known = self._work(self._shape, *asked), self._work(self._shape, *within)
+            seconds *= work / known
+            reach = work / known
+        elif not grid.covers(*asked):
+            reach = 2.0
+        if not _same_attention(self._table.shape, self._shape):
+            seconds *= self._work(self._shape, *asked) / self._work(self._table.shape, *asked)
+        return seconds, reach
+
+    def _work(self, shape: Shape, chunk: float, kv: float, decodes: float, decode_kv: float) -> float:
+        """Roofline seconds."""
+        pairs, row = chunk * (kv + (chunk + 1) / 2), 4 * shape.kv_heads * shape.head_dim
+        compute = 4 * shape.heads * shape.head_dim * pairs / self._hardware.flops
+        return (
+            max(compute, row * (chunk + kv) / self._hardware.memory_bw)
+            + row * decodes * (decode_kv + 1) / self._hardware.memory_bw
+        )
+
+
+def _same_attention(one: Shape, two: Shape) -> bool:
+    return (one.heads, one.kv_heads, one.head_dim) == (two.heads, two.kv_heads, two.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionFit:
+    """A roofline of the attention kernel, fitted to measured cards (tables/attention_fit.json).
+
+    In a batch with a chunk, rows of queries are computed in tiles of TILE, a decode's one as well, each tile by one
+    multiprocessor: the work of all tiles at `compute` of the peak, or the longest one at `serial` of its processor's share.
+    Decodes alone read their KV at `memory` of the bandwidth, and a chunk beside them spares none of it: where queries share
+    little KV (no cards' tables have such a model), reading is what takes longest. *_floor_s: what a call takes anyway.
+    """
+
+    floor_s: float
+    decode_floor_s: float
+    compute: float
+    serial: float
+    memory: float
+
+    def reading_s(self, decodes: int, kv: float, shape: Shape, memory_bw: float) -> float:
+        """Of so many decodes alone, each over its own token and, in the mean, `kv` positions before it."""
+        moved = decodes * (kv + 1) * 4 * shape.kv_heads * shape.head_dim
+        return self.decode_floor_s + moved / (self.memory * memory_bw)
+
+    def seconds(self, batch: Batch, shape: Shape, flops: float, memory_bw: float, processors: int) -> float:
+        reading = self.reading_s(batch.decodes, batch.decode_kv, shape, memory_bw)
+        if not batch.chunk:
+            return reading
+        pair = 4 * shape.head_dim
+        padded = batch.pairs + batch.chunk * (TILE - 1) / 2  # a tile computes the whole square at its end
+        if batch.chunk < TILE:
+            padded = max(padded, TILE * batch.longest)
+        work = pair * shape.heads * (padded + TILE * batch.decodes * (batch.decode_kv + 1))
+        longest = pair * TILE * max(batch.longest, batch.decode_longest + 1 if batch.decodes else 0)
+        computing = self.floor_s + max(work / (self.compute * flops), longest * processors / (self.serial * flops))
+        return max(computing, reading) if batch.decodes else computing
+
+
+TILE = 64
+
+
+@lru_cache(maxsize=1)
+def attention_fit() -> tuple[AttentionFit, dict[str, Any]]:
+    """The fit, and how well it meets what it was fitted to and cards that it was not."""
+    content = json.loads((files("pensieve.sim.tables") / "attention_fit.json").read_text(encoding="utf-8"))
+    return AttentionFit(**content["fit"]), content["errors"]
+
+
+class _FittedAttention:
+    def __init__(self, shape: Shape, hardware: HardwareSpec) -> None:
+        if not hardware.multiprocessors:
+            raise ConfigError("hardware.terms.attention=fitted needs hardware.multiprocessors; set it.")
+        self._fit, self._errors = attention_fit()
+        self._shape, self._hardware = shape, hardware
+
+    def seconds(self, batch: Batch) -> tuple[float, float]:
+        h = self._hardware
+        return self._fit.seconds(batch, self._shape, h.flops, h.memory_bw, h.multiprocessors), 1.0
+
+    def following_s(self, kv: int, decodes: int) -> Iterator[float]:
+        """The iterations that follow one of so many rows of one query each, `kv` positions before them in all."""
+        reading_s, shape, memory_bw = self._fit.reading_s, self._shape, self._hardware.memory_bw
+        while True:
+            kv += decodes
+            yield reading_s(decodes, kv / decodes, shape, memory_bw)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "roofline": asdict(self._fit),
+            "fitted_to": "attention.csv of RTX 4090 and RTX PRO 6000",
+            "errors": self._errors,
+        }
+
+
+def _attention_of(hardware: HardwareSpec, shape: Shape) -> _MeasuredAttention | _FittedAttention:
+    source = hardware.terms["attention"]
+    if source == "fitted":
+        return _FittedAttention(shape, hardware)
+    return _MeasuredAttention(nearest(source, shape), shape, hardware)
+
+
+def _reduce_of(hardware: HardwareSpec) -> Callable[[int], float]:
+    """Seconds of one all-reduce over so many bytes."""
+    h = hardware
+    if h.gpus == 1:
+        return lambda size: 0.0
+    if h.terms["all_reduce"] != "link":
+        return all_reduce(h.terms["all_reduce"], h.gpus).at
+    share = 2 * (h.gpus - 1) / h.gpus
+    return lambda size: h.link_latency_s + share * size / h.link_bw
+
+
+def _reduce_source(hardware: HardwareSpec) -> str:
+    if hardware.terms["all_reduce"] == "link":
+        return f"{hardware.link_latency_s:g} s and a ring over {hardware.link_bw:g} bytes/s"
+    return f"{hardware.terms['all_reduce']}/all_reduce, {hardware.gpus} devices"

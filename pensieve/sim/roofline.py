@@ -1,0 +1,183 @@
+"""Seconds from arithmetic: the cost model of simulated hardware.
+
+Linear layers and attention are separate kernels, each bound by the slower of its arithmetic and its memory traffic. Layers
+that attend to a window only are counted apart from those that attend to all. Work is split evenly over the GPUs of a
+tensor-parallel group, which adds two all-reduces a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from pensieve.core.cost import one_after_another
+from pensieve.specs import HardwareSpec, ModelSpec
+
+Run = tuple[int, int]
+
+_AT_ONCE = 128  # iterations of a window whose times are computed together
+_EXACT_BELOW = 1 << 62  # products of numpy's integers
+
+
+class Roofline:
+    """What the model and the machine say is read once: an iteration costs a few products."""
+
+    def __init__(self, model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> None:
+        self.model = model
+        self.hardware = hardware
+        self.chunk_tokens = chunk_tokens
+        self._linear_flops = model.linear_flops_per_token
+        self._head_flops = model.head_flops
+        self._pair_flops = model.attention_flops_per_pair
+        self._layers_bytes = model.layers * model.layer_parameters * model.dtype_bytes
+        self._head_bytes = model.vocab * model.hidden * model.dtype_bytes
+        self._kv_bytes = model.kv_bytes_per_token
+        self._reduces = 2 * model.layers if hardware.gpus > 1 else 0
+        self._reduced_bytes = self._reduces * model.hidden * model.dtype_bytes
+        self._windowed = model.windowed_layers / model.layers
+        self._recompute_s: dict[int, float] = {}  # by context
+        self._flops_s = hardware.flops * hardware.compute_efficiency
+        self._bytes_s = hardware.memory_bw * hardware.memory_efficiency
+
+    def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
+        """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
+        if self._windowed:
+            return self._mixed_iteration_s(tuple(runs), sampled)
+        tokens, pairs, kv_tokens = self._counts(runs)
+        return self._iteration_s(tokens, pairs, kv_tokens, sampled) if tokens else 0.0
+
+    def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
+        """Without a window both counts of an iteration grow by a constant."""
+        if self._windowed:
+            yield from one_after_another(self.iteration_s, runs, sampled)
+        tokens, pairs, kv_tokens = self._counts(runs)
+        more = sum((stop - start) ** 2 for start, stop in runs)
+        while True:
+            yield from self._iterations_s(tokens, pairs, more, kv_tokens, sampled)
+            pairs, kv_tokens = pairs + _AT_ONCE * more, kv_tokens + _AT_ONCE * tokens
+
+    def _iterations_s(self, tokens: int, pairs: int, more: int, kv_tokens: int, sampled: int) -> Iterable[float]:
+        """The next _AT_ONCE iterations, of so many more pairs each: to the bit what `_iteration_s` says of one."""
+        last_pairs, last_kv = pairs + _AT_ONCE * more, kv_tokens + (_AT_ONCE + 1) * tokens
+        if max(last_pairs * self._pair_flops, last_kv * self._kv_bytes) >= _EXACT_BELOW:
+            later = range(1, _AT_ONCE + 1)
+            return [self._iteration_s(tokens, pairs + i * more, kv_tokens + i * tokens, sampled) for i in later]
+        flops = np.arange(pairs + more, last_pairs + 1, more) * self._pair_flops
+        moved = np.arange(kv_tokens + 2 * tokens, last_kv + 1, tokens) * self._kv_bytes
+        attention = np.maximum(flops / self._flops_s, moved / self._bytes_s) / self.hardware.gpus
+        linear, reduce = self._linear_s(tokens, sampled), self._all_reduce_s(tokens)
+        seconds: list[float] = (linear + attention + reduce + self.hardware.step_overhead_s).tolist()
+        return seconds
+
+    def _counts(self, runs: Iterable[Run], window: int | None = None) -> tuple[int, int, int]:
+        """Query positions, pairs of a query and a position it attends to, and positions that are read."""
+        tokens, pairs, kv_tokens = 0, 0, 0
+        for start, stop in runs:
+            tokens += stop - start
+            pairs += attended_pairs(start, stop, window)
+            kv_tokens += stop if window is None else min(stop, stop - start + window - 1)
+        return tokens, pairs, kv_tokens
+
+    def _iteration_s(self, tokens: int, pairs: int, kv_tokens: int, sampled: int) -> float:
+        attention = self._attention_s(tokens, pairs, kv_tokens)
+        return self._linear_s(tokens, sampled) + attention + self._all_reduce_s(tokens) + self.hardware.step_overhead_s
+
+    def _mixed_iteration_s(self, runs: Sequence[Run], sampled: int) -> float:
+        """Of a model some or all of whose layers have a window."""
+        everything, share = self._counts(runs), self._windowed
+        tokens = everything[0]
+        if not tokens:
+            return 0.0
+        windowed = self._counts(runs, self.model.sliding_window)
+        attention = (1 - share) * self._attention_s(*everything) + share * self._attention_s(*windowed)
+        return self._linear_s(tokens, sampled) + attention + self._all_reduce_s(tokens) + self.hardware.step_overhead_s
+
+    def _attention_s(self, tokens: int, pairs: int, kv_tokens: int) -> float:
+        """If all layers were of this kind."""
+        return self._bound(pairs * self._pair_flops, (kv_tokens + tokens) * self._kv_bytes)
+
+    def _linear_s(self, tokens: int, sampled: int) -> float:
+        weights = self._layers_bytes + (self._head_bytes if sampled else 0)
+        return self._bound(tokens * self._linear_flops + sampled * self._head_flops, weights)
+
+    def transfer_s(self, blocks: int, to_gpu: bool, runs: int = 1) -> float:
+        """See SimulatedCost."""
+        return transfer_s(self.hardware, blocks * self.chunk_tokens * self._kv_bytes, runs * self.model.layers, to_gpu)
+
+    def recompute_s(self, context_tokens: int) -> float:
+        known = self._recompute_s.get(context_tokens)  # asked for each chunk of each miss
+        if known is None:
+            size, share = self.chunk_tokens, self._windowed
+            stop = max(context_tokens, size)
+            pairs: float = attended_pairs(stop - size, stop, None)
+            if share:
+                pairs += share * (attended_pairs(stop - size, stop, self.model.sliding_window) - pairs)
+            attention = self._bound(pairs * self._pair_flops, 0)
+            known = self._recompute_s[context_tokens] = self._bound(size * self._linear_flops, 0) + attention
+        return known
+
+    def step_s(self) -> float:
+        return self.hardware.step_overhead_s
+
+    def weights_s(self) -> float:
+        return self._bound(0, self._layers_bytes + self._head_bytes)
+
+    def load_s(self) -> float:
+        return self.transfer_s(1, to_gpu=True)
+
+    def hidden_copies(self) -> float | None:
+        return None  # a simulated link is beside the compute by definition; nobody asks
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "roofline",
+            "hardware": self.hardware.name,
+            "load_s": self.load_s(),
+            "copies": describe_copies(self.hardware),
+        }
+
+    def extrapolated(self) -> dict[str, Any]:
+        return {}  # nothing was measured
+
+    def _bound(self, flops: float, moved_bytes: float) -> float:
+        return max(flops / self._flops_s, moved_bytes / self._bytes_s) / self.hardware.gpus
+
+    def _all_reduce_s(self, tokens: int) -> float:
+        if not self._reduces:
+            return 0.0
+        h = self.hardware
+        moving = 2 * (h.gpus - 1) / h.gpus * (tokens * self._reduced_bytes) / h.link_bw
+        return moving + self._reduces * h.link_latency_s
+
+
+def causal_pairs(query_tokens: int, kv_tokens: int) -> int:
+    """Pairs of a query and a position it attends to, of a causal row of so many queries that ends at `kv_tokens`."""
+    return query_tokens * kv_tokens - query_tokens * (query_tokens - 1) // 2
+
+
+def attended_pairs(start: int, stop: int, window: int | None) -> int:
+    """Pairs of the queries [start, stop) and what each attends to: all up to itself, or a window's last positions of it."""
+    if window is None or stop <= window:
+        return causal_pairs(stop - start, stop)
+    filled = max(start, window)  # from here on each has a whole window
+    return causal_pairs(filled - start, filled) + (stop - filled) * window
+
+
+def transfer_s(hardware: HardwareSpec, size: int, pieces: int, to_gpu: bool) -> float:
+    """So many bytes between CPU and GPU in `pieces`, which copy engines take one by one. Every GPU of a group moves its
+    own share of each at once."""
+    rate = hardware.h2d_bw if to_gpu else hardware.d2h_bw
+    return size / hardware.gpus / rate + pieces * hardware.fragment_s
+
+
+def describe_copies(hardware: HardwareSpec) -> str:
+    """For the record: what copies between the tiers are taken to take, and what of it is assumed."""
+    h = hardware
+    pieces = (
+        f"and {h.fragment_s:g} s a piece, as copy engines take them"
+        if h.fragment_s
+        else "pieces free, as with a kernel that gathers at that rate: assumed (hardware.fragment_s)"
+    )
+    return f"{h.h2d_bw:g} bytes/s to the GPU, {h.d2h_bw:g} back, {pieces}"

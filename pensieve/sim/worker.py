@@ -1,0 +1,381 @@
+"""A worker that computes nothing and takes the time a cost model says, on a virtual clock. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import sub
+
+import numpy as np
+
+from pensieve.core.block_runs import merge_copies
+from pensieve.core.clock import VirtualClock
+from pensieve.core.plan import Copy, DiskLoad, DiskStore, Repeats, Row, Sample, StartReport, StepPlan, StepResult
+from pensieve.core.request import TokenArray
+from pensieve.core.worker import DISK_STAGING_BYTES
+from pensieve.sim.cost import simulated_cost
+from pensieve.sim.timeline import Timeline
+from pensieve.specs import HardwareSpec, ModelSpec
+
+_MASK = (1 << 64) - 1
+_FEW = 12  # tokens that are drawn sooner one by one
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """Copies that end together. count: their blocks. blocks: those that loads fill on the GPU, layer after layer."""
+
+    tickets: tuple[int, ...]
+    begins_ns: int
+    ends_ns: int
+    count: int
+    blocks: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class _Queued:
+    """earliest_ns: not before that. left_ns: what it would still take alone."""
+
+    copies: UnderWay
+    earliest_ns: int
+    left_ns: float
+
+
+Way = deque[UnderWay]
+"""The oldest first, each after the one before it."""
+
+
+def done_by(way: Way, now_ns: int) -> Iterable[UnderWay]:
+    """What is done by now, each once: it leaves the queue."""
+    while way and way[0].ends_ns <= now_ns:
+        yield way.popleft()
+
+
+class DuplexLink:
+    """Copies to the GPU (`inward`) and to the CPU (`outward`), each way one after the other. While both ways are busy each
+    loses `penalty` of its rate, whichever plans the copies are of; so a copy that begins moves the ends of those under way.
+    """
+
+    def __init__(self, penalty: float) -> None:
+        self.inward: Way = deque()
+        self.outward: Way = deque()
+        self._inward: deque[_Queued] = deque()  # not done yet, as of _at_ns
+        self._outward: deque[_Queued] = deque()
+        self._at_ns = 0.0
+        self._rate = 1 - penalty
+
+    def inward_free_ns(self, now_ns: int) -> int:
+        return max(now_ns, self._inward[-1].copies.ends_ns) if self._inward else now_ns
+
+    def outward_free_ns(self, now_ns: int) -> int:
+        return max(now_ns, self._outward[-1].copies.ends_ns) if self._outward else now_ns
+
+    def copy_in(self, tickets: tuple[int, ...], blocks: frozenset[int], work_ns: int, now_ns: int) -> UnderWay:
+        """Behind all that goes the same way: it takes work_ns if nothing goes the other way meanwhile."""
+        self._go_on(now_ns)
+        begins = self.inward_free_ns(now_ns)
+        copies = UnderWay(tickets, begins, begins + work_ns, len(blocks), blocks)
+        self.inward.append(copies)
+        self._inward.append(_Queued(copies, begins, work_ns))
+        self._share(self._outward, begins)
+        return copies
+
+    def copy_out(self, tickets: tuple[int, ...], count: int, work_ns: int, now_ns: int, after_loads: bool) -> UnderWay:
+        """As copy_in. after_loads: not before all that was to go in by now is there."""
+        self._go_on(now_ns)
+        earliest = self.inward_free_ns(now_ns) if after_loads else now_ns
+        begins = max(self.outward_free_ns(now_ns), earliest)
+        copies = UnderWay(tickets, begins, begins + work_ns, count)
+        self.outward.append(copies)
+        self._outward.append(_Queued(copies, earliest, work_ns))
+        self._share(self._inward, begins)
+        return copies
+
+    def _share(self, other: deque[_Queued], begins_ns: int) -> None:
+        """Say anew when all copies end, where one that begins at begins_ns meets others that go the other way."""
+        if self._rate < 1 and other and other[-1].copies.ends_ns > begins_ns:
+            ways = [deque(_Queued(one.copies, one.earliest_ns, one.left_ns) for one in way) for way in self._ways]
+            for copies, at_ns in self._through(ways, math.inf):
+                if copies.ends_ns > self._at_ns:  # else it was told to be done, but for a part of a nanosecond
+                    copies.ends_ns = round(at_ns)
+            for way in self._ways:
+                for before, one in pairwise(way):
+                    one.copies.begins_ns = max(one.earliest_ns, before.copies.ends_ns)
+
+    def _go_on(self, now_ns: int) -> None:
+        """Take off what is done by now_ns, and of the others the part that is."""
+        for _ in self._through(self._ways, now_ns):
+            pass
+        self._at_ns = max(self._at_ns, now_ns)
+
+    @property
+    def _ways(self) -> list[deque[_Queued]]:
+        return [self._inward, self._outward]
+
+    def _through(self, ways: list[deque[_Queued]], until_ns: float) -> Iterator[tuple[UnderWay, float]]:
+        """Copy from _at_ns until then, and take off the queues what is done, with the time at which it was."""
+        at = self._at_ns
+        while at < until_ns and any(ways):
+            busy = [way for way in ways if way and way[0].earliest_ns <= at]
+            rate = self._rate if len(busy) == 2 else 1.0
+            following: list[float] = [way[0].earliest_ns for way in ways if way and way[0].earliest_ns > at]
+            following += [at + way[0].left_ns / rate for way in busy]
+            until = min(until_ns, *following)
+            for way in busy:
+                head = way[0]
+                if at + head.left_ns / rate <= until:
+                    way.popleft()
+                    yield head.copies, until
+                else:
+                    head.left_ns -= (until - at) * rate
+            at = until
+
+
+class SimulatedWorker:
+    """Four timelines: compute, host to device, device to host, and a disk that is read from straight to the device.
+
+    A plan waits for the swap-ins that bring blocks below its rows' positions, its own or an earlier plan's, and overlaps
+    with them by layer (paper section 4.3.3): with L layers, a transfer of T that begins with the plan and compute C, it
+    takes max(T/L + C, T + C/L), or T + C where swap-ins are not pipelined; a machine that cannot overlap them copies first.
+    Others go on meanwhile, one after the other. Swap-outs follow the swap-ins launched so far, unless urgent. While both
+    directions copy, each loses `duplex_penalty` of its rate. Tokens are a function of (Sample.key, position), so that
+    baselines can be compared token for token here too. The host prepares one plan after the other, each in the overhead of a
+    step; with depth 2 it does so while the plan before runs.
+    """
+
+    computes = False
+
+    def __init__(
+        self, model: ModelSpec, hardware: HardwareSpec, clock: VirtualClock, chunk_tokens: int, depth: int = 1
+    ) -> None:
+        self.timeline: Timeline | None = None
+        self.depth = depth
+        self.cost = simulated_cost(model, hardware, chunk_tokens)
+        self._model = model
+        self._hardware = hardware
+        self._clock = clock
+        self._chunk_tokens = chunk_tokens
+        self._block_bytes = chunk_tokens * model.kv_bytes_per_token
+        self._launched: deque[tuple[StepPlan, int]] = deque()  # with the time from which it is prepared
+        self._tables: dict[int, list[int]] = {}
+        self._load_parts = hardware.load_parts(model.layers)
+        self._link = DuplexLink(hardware.duplex_penalty)
+        self._reading: Way = deque()
+        self._unkept: list[bytes] = []
+        self._disk_read_ns = self._disk_written_ns = 0
+        self._host_free_ns = self._prepared_ns = 0
+
+    def start(self, gpu_blocks: int, cpu_blocks: int) -> StartReport:
+        load_s = self._model.weight_bytes / self._hardware.gpus / self._hardware.h2d_bw
+        settings = {
+            "engine": "simulated",
+            "device": self._hardware.name,
+            "dtype": self._model.dtype,
+            "depth": self.depth,
+        }
+        return StartReport(load_s=load_s, warmup_ms=0.0, settings=settings, disk_load_s=self._disk_s())
+
+    def launch(self, plan: StepPlan) -> None:
+        assert len(self._launched) < self.depth
+        overhead = round(self._hardware.step_overhead_s * 1e9) if plan.rows else 0
+        self._host_free_ns = max(self._host_free_ns, self._clock.now_ns()) + overhead
+        self._launched.append((plan, self._host_free_ns))
+
+    def collect(self, until_ns: int | None) -> StepResult | None:
+        if self._launched:
+            plan, self._prepared_ns = self._launched.popleft()
+            return self._perform(plan)
+        copying = [way[0].ends_ns for way in self._ways() if way]
+        if not copying:
+            return None
+        ends = min(copying)
+        if until_ns is not None and ends > until_ns:
+            return None
+        self._clock.advance_to(ends)
+        return StepResult(step=None, done=self._finished_copies())
+
+    def forget(self) -> None:
+        """Do nothing: its blocks take no memory."""
+
+    def close(self) -> None:
+        self._launched.clear()
+        for way in self._ways():
+            for copies in way:
+                self._end(way, copies)
+
+    def _perform(self, plan: StepPlan) -> StepResult:
+        start = self._clock.now_ns()
+        for slot, first_chunk, blocks in plan.tables:
+            self._tables.setdefault(slot, [])[first_chunk : first_chunk + len(blocks)] = blocks
+        blocks_in = sum([len(copy.src) for copy in plan.swap_in])
+        self._start_copies(plan, start)
+        self._start_disk(plan.disk, start)
+        sampled = [row for row in plan.rows if row.sample is not None]
+        compute_s = self.cost.iteration_s([run for row in plan.rows for run in row.runs], len(sampled))
+        compute = round(compute_s * 1e9)
+        if plan.rows:  # of the overhead, what is still to come
+            compute += max(0, self._prepared_ns - start) - round(self._hardware.step_overhead_s * 1e9)
+        link = self._link
+        begins = start if self._hardware.overlaps else max(link.inward_free_ns(start), link.outward_free_ns(start))
+        ended = self._ended(plan.rows, begins, compute)
+        self._clock.advance_to(ended)
+        if self.timeline is not None and plan.rows:
+            positions = sum(row.positions for row in plan.rows)
+            self.timeline.add("compute", "iteration", start, ended, requests=len(plan.rows), positions=positions)
+        repeats = self._repeat(plan, sampled, ended) if plan.repeat > 1 else None
+        tokens = {row.slot: self._token(row.sample) for row in sampled if row.sample is not None}
+        return StepResult(
+            step=plan.step,
+            tokens=tokens,
+            ended_ns=ended,
+            done=self._finished_copies(),
+            unkept=self._take_unkept(),
+            compute_ns=compute,
+            stall_ns=ended - start - compute,
+            h2d_bytes=blocks_in * self._block_bytes,
+            d2h_bytes=sum([len(copy.src) for copy in plan.swap_out]) * self._block_bytes,
+            repeats=repeats,
+        )
+
+    def _repeat(self, plan: StepPlan, sampled: list[Row], now_ns: int) -> Repeats:
+        """Perform the further iterations of the plan, in the time that a plan for each would take."""
+        overhead = round(self._hardware.step_overhead_s * 1e9)
+        steps = [1 if row.sample is not None else row.positions for row in plan.rows]
+        runs = [(row.runs[-1][1] - step, row.runs[-1][1]) for row, step in zip(plan.rows, steps, strict=True)]
+        seconds = self.cost.following_s(runs, len(sampled))
+        until_ns = [plan.horizon_ns] if plan.horizon_ns is not None else []
+        until_ns += [self._link.outward[0].ends_ns] if self._link.outward else []
+        further = 0 if self._link.inward or self._reading else plan.repeat - 1
+        ends_ns, host_ns = min(until_ns, default=None), self._host_free_ns
+        begins: list[int] = []
+        for _ in range(further):
+            if ends_ns is not None and now_ns >= ends_ns:
+                break
+            begins.append(now_ns)
+            compute = round(next(seconds) * 1e9)
+            if host_ns > now_ns:  # of the overhead, what is still to come
+                host_ns += overhead
+                now_ns = host_ns + compute - overhead
+            else:
+                host_ns = now_ns + overhead
+                now_ns += compute
+        self._host_free_ns = host_ns
+        ended = [*begins[1:], now_ns] if begins else []
+        if self.timeline is not None:
+            count, positions = len(runs), sum(steps)
+            for start, end in zip(begins, ended, strict=True):
+                self.timeline.add("compute", "iteration", start, end, requests=count, positions=positions)
+        self._clock.advance_to(now_ns)
+        tokens = {}
+        for row in sampled:
+            assert row.sample is not None
+            position, key = row.sample.position, row.sample.key
+            tokens[row.slot] = self._draws(key, position + 1, position + 1 + len(ended))
+        return Repeats(tuple(ended), tuple(map(sub, ended, begins)), tokens)
+
+    def _ended(self, rows: tuple[Row, ...], start: int, compute: int) -> int:
+        """When the plan's compute is done: no layer begins before its own loads have come."""
+        ended, parts = start + compute, self._load_parts
+        for way in (self._link.inward, self._reading):
+            for loading in reversed(way):  # whatever waits for a later load waits for the earlier ones too
+                if loading.ends_ns <= start:
+                    break
+                if any(self._needs(row, loading) for row in rows):
+                    first = loading.begins_ns + round((loading.ends_ns - loading.begins_ns) / parts)
+                    ended = max(ended, first + compute, loading.ends_ns + round(compute / parts))
+                    break
+        return ended
+
+    def _needs(self, row: Row, loading: UnderWay) -> bool:
+        last = (row.runs[-1][1] - 1) // self._chunk_tokens
+        return not loading.blocks.isdisjoint(self._tables[row.slot][: last + 1])
+
+    def _start_copies(self, plan: StepPlan, now_ns: int) -> None:
+        """Swap-ins all together, a layer at a time; swap-outs one after the other."""
+        if plan.swap_in:
+            blocks = frozenset([block for copy in plan.swap_in for block in copy.dst])
+            seconds = self.cost.transfer_s(len(blocks), to_gpu=True, runs=self._runs(plan.swap_in))
+            tickets = tuple([copy.ticket for copy in plan.swap_in])
+            self._link.copy_in(tickets, blocks, round(seconds * 1e9), now_ns)
+        for copy in plan.swap_out:
+            count = len(copy.src)
+            seconds = self.cost.transfer_s(count, to_gpu=False, runs=self._runs((copy,)))
+            self._link.copy_out((copy.ticket,), count, round(seconds * 1e9), now_ns, after_loads=not copy.urgent)
+
+    def _runs(self, copies: tuple[Copy, ...]) -> int:
+        """Runs of neighbouring blocks; 1, without counting, where a run costs nothing of its own."""
+        return len(merge_copies(copies)) if self._hardware.fragment_s else 1
+
+    def _start_disk(self, work: tuple[DiskStore | DiskLoad, ...], now_ns: int) -> None:
+        """Reads go first, and push what is still to be written back; that takes memory, of which there is so much."""
+        for one in work:
+            if isinstance(one, DiskLoad):
+                begins, takes = max(self._disk_read_ns, now_ns), round(self._disk_s() * len(one.dst) * 1e9)
+                self._disk_read_ns = ends = begins + takes
+                self._disk_written_ns += takes if self._disk_written_ns > now_ns else 0
+                self._reading.append(UnderWay((one.ticket,), begins, ends, len(one.dst), frozenset(one.dst)))
+            else:
+                begins = max(self._disk_written_ns, self._disk_read_ns, now_ns)
+                if (begins - now_ns) / 1e9 * self._hardware.disk_bw > DISK_STAGING_BYTES:
+                    self._unkept.append(one.key)
+                    continue
+                self._disk_written_ns = ends = begins + round(self._disk_s() * 1e9)
+            if self.timeline is not None:
+                way = "read from" if isinstance(one, DiskLoad) else "write to"
+                self.timeline.add(f"{way} disk", way.split()[0], begins, ends)
+
+    def _disk_s(self) -> float:
+        """Seconds for a chunk with the parts of all devices, since they share the disk."""
+        return self._block_bytes / self._hardware.disk_bw if self._hardware.disk_bw else 0.0
+
+    def _take_unkept(self) -> tuple[bytes, ...]:
+        unkept, self._unkept = tuple(self._unkept), []
+        return unkept
+
+    def _finished_copies(self) -> tuple[int, ...]:
+        now = self._clock.now_ns()
+        finished: list[int] = []
+        for way in self._ways():
+            if way:
+                for one in done_by(way, now):
+                    finished += self._end(way, one)
+        return tuple(finished)
+
+    def _ways(self) -> tuple[Way, Way, Way]:
+        return self._link.inward, self._link.outward, self._reading
+
+    def _end(self, way: Way, copies: UnderWay) -> tuple[int, ...]:
+        """Draw copies that are over, since only now is their end certain: what began later may delay it. Returns their
+        tickets."""
+        if self.timeline is not None and way is not self._reading:
+            lane, name = ("CPU to GPU", "swap in") if way is self._link.inward else ("GPU to CPU", "swap out")
+            self.timeline.add(lane, name, copies.begins_ns, copies.ends_ns, blocks=copies.count)
+        return copies.tickets
+
+    def _token(self, sample: Sample) -> int:
+        return drawn_token(sample.key, sample.position, self._model.vocab)
+
+    def _draws(self, key: int, start: int, stop: int) -> TokenArray[int]:
+        return drawn_tokens(key, start, stop, self._model.vocab)
+
+
+def drawn_tokens(key: int, start: int, stop: int, vocab: int) -> TokenArray[int]:
+    """The tokens at positions [start, stop) of whoever computes nothing: drawn_token, many at once where they are many."""
+    if stop - start > _FEW:
+        many = np.arange(start, stop, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+        many = (many ^ (many >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        many = (many ^ (many >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return array("i", ((many ^ (many >> np.uint64(31))) % np.uint64(vocab)).astype("i").tobytes())
+    return array("i", [drawn_token(key, position, vocab) for position in range(start, stop)])
+
+
+def drawn_token(key: int, position: int, vocab: int) -> int:
+    """splitmix64: a fixed, well-mixed function of two integers."""
+    x = (key + position * 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (x ^ (x >> 31)) % vocab
