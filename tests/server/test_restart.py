@@ -29,7 +29,7 @@ from pensieve.serve.server.command import open_state
 from pensieve.serve.server.conversations import Conversations
 from pensieve.serve.server.responses import ResponseStore
 from pensieve.serve.server.settings import ServeSettings, Tenants
-from pensieve.serve.server.state import CACHE_BYTES, StateFile
+from pensieve.serve.server.state import StateFile
 from tests.server.live import PATIENCE_S, REAL, SIMULATED, serving, until
 from tests.server.test_chat import composed
 from tests.server.test_http import ALICE, BOB, KEYS, OPERATOR, ask
@@ -95,7 +95,7 @@ def respond(client: httpx.Client, text: str, previous: str | None = None, header
 
 @pytest.mark.parametrize("state", ["off", "kept"])
 def test_all_is_taken_before_a_server_is_ready(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And behind what it keeps from before, which would else be made of the reserve, and be gone through by the collector."""
+    """And behind what it keeps from before, which the collector would else go through."""
     taken: list[Any] = []
 
     def restore(*_: Any) -> int:
@@ -104,15 +104,14 @@ def test_all_is_taken_before_a_server_is_ready(state: str, tmp_path: Path, monke
 
     monkeypatch.setattr(command, "fastest_loops", lambda: taken.append("loops"))
     monkeypatch.setattr(StateFile, "restore", restore)
-    monkeypatch.setattr(memory, "Reserve", lambda *asked: taken.append(asked))
     monkeypatch.setattr(memory, "settle", lambda: taken.append(app.server))
-    settings = ServeSettings(max_queue=40, state="off" if state == "off" else str(tmp_path / "serve.db"))
+    settings = ServeSettings(state="off" if state == "off" else str(tmp_path / "serve.db"))
     app = App(settings, Tenants(), "tiny")
     try:
         command._load(app, composed("hardware=sim_h100"), uvicorn.Server(command.uvicorn_config(app)))
         assert app.failure is None and app.server is not None
         before = ["loops"] if state == "off" else ["loops", "conversations"]
-        assert taken == [*before, (40, 0 if state == "off" else CACHE_BYTES), None]
+        assert taken == [*before, None]
     finally:
         for close in app.on_close:
             close()

@@ -66,7 +66,6 @@ class App:
         self.restored = 0
         """Conversations that were there before this server was started."""
         self.tidy: Callable[[], None] | None = None
-        self.reserve: memory.Reserve | None = None
         self.loop: Future[asyncio.AbstractEventLoop] = Future()
         """That serves, in the process's main thread."""
 
@@ -124,9 +123,9 @@ async def _sweep(state: App) -> None:
             await asyncio.to_thread(state.server.conversations.expire)
             if state.tidy is not None:
                 await asyncio.to_thread(state.tidy)
-            if state.reserve is not None and time.monotonic() >= trim_at:
+            if time.monotonic() >= trim_at:
                 began = time.monotonic()
-                await asyncio.to_thread(state.reserve.give_back)
+                await asyncio.to_thread(memory.give_back)
                 trim_at = time.monotonic() + (time.monotonic() - began) / TRIM_SHARE
 
 

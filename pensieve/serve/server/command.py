@@ -31,7 +31,7 @@ from pensieve.serve.server.app import App, create_app
 from pensieve.serve.server.create import replicated_server, server_of
 from pensieve.serve.server.recording import live_trial, start_recording
 from pensieve.serve.server.settings import ServeSettings, tenants_of
-from pensieve.serve.server.state import CACHE_BYTES, StateFile, open_own
+from pensieve.serve.server.state import StateFile, open_own
 
 _SWITCH_S = (
     0.0005  # how long a thread may hold the interpreter while another waits: the engine's and the clients' share it
@@ -70,7 +70,6 @@ def _trial_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def serve(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit status."""
-    memory.one_heap()
     settings = settings_of(config)
     bound = bind(settings)  # before the model loads: a port that is taken is told at once
     state = App(settings, tenants_of(settings), str(config["model"]["name"]))
@@ -204,9 +203,7 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
             state.on_close.append(recording.close)
         fastest_loops()  # a later choice of victims would load them
         state.prepare(server, kept)
-        # Behind all that stays, the conversations of before too: what is made after it is made of the reserve.
-        state.reserve = memory.Reserve(state.settings.max_queue, 0 if kept is None else CACHE_BYTES)
-        memory.settle()
+        memory.settle()  # behind all that stays, the conversations of before too
         state.ready(server)
     except Exception as error:  # or nobody would learn why it never gets ready
         if server is not None:

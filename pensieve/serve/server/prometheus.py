@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from itertools import pairwise
 
@@ -59,7 +60,7 @@ class _Gauges(Collector):
     def collect(self) -> Iterable[GaugeMetricFamily]:
         for name, (value, unit) in self._server.gauges().items():
             yield GaugeMetricFamily(f"pensieve_{name}", f"{name.replace('_', ' ')}, in {unit}", value=value)
-        blocks, malloc_bytes = memory.held()
+        blocks, malloc_bytes = sys.getallocatedblocks(), memory.malloc_bytes()
         yield GaugeMetricFamily("pensieve_python_blocks", "objects that Python's allocator holds", value=blocks)
         if malloc_bytes is not None:
             yield GaugeMetricFamily("pensieve_malloc_bytes", "in use of the C library's memory", value=malloc_bytes)

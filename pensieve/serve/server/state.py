@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 _VERSION = 2
 _CACHE_KIB = 2048  # pages of the file that SQLite holds in memory; its own default, so that it is no surprise
-CACHE_BYTES = _CACHE_KIB * 1024 * 5 // 4  # what they come to take, with what SQLite keeps of each: 2.4 MB were measured
 _CHECKPOINT_PAGES = 256  # of the write-ahead log; `tidy` folds it into the file, so that no turn waits for the disk
 
 # A conversation's tokens are an account of changes: from position `start` on they are these, the newest row last. Its `sum`
