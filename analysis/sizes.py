@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,18 @@ from analysis import style
 from analysis.provenance import trace
 from analysis.registry import Plot, figure
 from analysis.sweep import Panel, Source
-from pensieve.errors import MissingSeries
 from pensieve.lab.results.frame import conversations_of
 from pensieve.lab.results.size_map import Place, SizeMap, is_map, read_map, spaced
 from pensieve.lab.results.trials import mixtures
-from pensieve.lab.statistics import FEWEST_GROUPS
 
-KNEE, BORDER = "#D55E00", "#E7298A"  # both are seen on either map, and on a dark ground
 DISK = "cache.disk"
-COLOURS = {"found": "YlGnBu", "late": "YlOrBr"}
+BORDERS: dict[str, dict[str, Any]] = {  # both are seen on either map, and on a dark ground
+    "knee": {"color": "#D55E00", "linewidth": 1.4},
+    "objective": {"color": "#E7298A", "linewidth": 1.4, "linestyle": (0, (3, 1.4))},
+}
+NAMED: dict[str, Any] = {
+    "color": style.GREY, "marker": "s", "markersize": 9, "markerfacecolor": "none", "markeredgewidth": 1.1, "linewidth": 0,
+}  # fmt: skip
 MOST_WRITTEN = 13  # sizes along a side up to which a cell has its number written into it
 
 
@@ -37,169 +40,116 @@ MOST_WRITTEN = 13  # sizes along a side up to which a cell has its number writte
 )
 def size_map(source: Source) -> Iterator[Plot]:
     found = read_map(source.store, source.sweep)
-    if found.question.corner not in found.cells:
-        raise MissingSeries(f"Sweep {source.sweep.id} has no trial of its largest sizes yet; run `{source.command}`.")
-    trials = source.trials
-    at_most = found.cells[found.question.corner].trials.values()
+    q, sentence = found.question, found.sentence()
     # Every cell is asked the same: the conversations of one cell stand for all.
-    conversations = {
-        key for job in at_most if job.trial for key in conversations_of(source.frame(job.trial, measured=True))
-    }
+    at_most = [job.trial for job in found.cells[q.corner].values() if job.trial is not None]
+    conversations = {key for trial in at_most for key in conversations_of(source.frame(trial, measured=True))}
     origin = trace(
-        source.sweep, trials, mixtures(trials), len(conversations), len(found.failed), allow_mixed=source.allow_mixed
-    )
-    q, rows = found.question, list(found.rows())
-    for beside in q.planes:
-        disk = (q.disk[beside[0]] or "0") if beside else None
-        drawn = [{k: v for k, v in row.items() if k != DISK} for row in rows if disk in (None, row[DISK])]
-        group = {} if disk is None else {DISK: disk}
-        yield Plot(Panel(source.sweep, group, (), origin), _drawn(found, beside), _lead(found, beside), drawn)
+        source.sweep, source.trials, mixtures(source.trials), len(conversations), len(found.failed),
+        allow_mixed=source.allow_mixed,
+    )  # fmt: skip
+    rows = list(found.rows())
+    for disk, size in enumerate(q.disk):
+        group = {DISK: size or "0"} if q.disks else {}
+        drawn = [{k: v for k, v in row.items() if k != DISK} for row in rows if row[DISK] == (size or "0")]
+        yield Plot(
+            Panel(source.sweep, group, (), origin), _drawn(found, disk), f"{sentence} {_ran(found, disk)}", drawn
+        )
 
 
-def _drawn(found: SizeMap, beside: Place) -> Any:
-    """beside: how the places of this picture's cells end: with the index of their disk, where there are several."""
+def _drawn(found: SizeMap, disk: int) -> Any:
+    """The cells beside one disk: what is found above, the time to first token below."""
     q = found.question
     height = max(0.17 * len(q.gpu) + 0.35, 1.2)  # of few sizes too their axis has a name
     picture, grid = style.new_grid(2 * height + 0.3, 2, 1, sharex=True)
     above, below = grid[0][0], grid[1][0]
     kind = "history" if q.of == "history" else "prompt"
-    _heat(above, found, beside, "found", f"{kind} tokens found (%)", 100.0, COLOURS["found"], Normalize(0, 100))
+    _heat(above, found, disk, "found", f"{kind} tokens found (%)", 100.0, Normalize(0, 100))
     late = [value for place in found.cells if (value := found.mean(place, found.objective)) is not None]
     norm = LogNorm(min(late), max(max(late), min(late) * 1.01)) if late else Normalize(0, 1)
-    _heat(below, found, beside, found.objective, f"TTFT {q.percentile} (ms)", 1.0, COLOURS["late"], norm)
+    _heat(below, found, disk, found.objective, f"TTFT {q.percentile} (ms)", 1.0, norm)
+    each = " a device" if q.devices > 1 else ""
     for axes in (above, below):
-        _border(axes, found, beside, found.reaches, KNEE, "knee")
-        if q.slo_ttft_ms is not None:
-            _border(axes, found, beside, found.meets, BORDER, "objective")
-        axes.set_ylabel("GPU KV a device" if q.devices > 1 else "GPU KV")
-    below.set_xlabel("CPU KV a device" if q.devices > 1 else "CPU KV")
-    style.legend(picture, _key(found, beside))
+        _border(axes, found, disk, found.reaches, "knee")
+        _border(axes, found, disk, found.meets, "objective")
+        axes.set_ylabel(f"GPU KV{each}")
+    below.set_xlabel(f"CPU KV{each}")
+    style.legend(picture, _key(found, disk))
     return picture
 
 
-def _heat(
-    axes: Axes, found: SizeMap, beside: Place, name: str, title: str, scale: float, colours: str, norm: Normalize
-) -> None:
+def _heat(axes: Axes, found: SizeMap, disk: int, name: str, title: str, scale: float, norm: Normalize) -> None:
     """Every cell coloured; those that did not run paler, with a dot in the place of their number."""
     q = found.question
-    shape = len(q.gpu), len(q.cpu)
-    values = np.full(shape, np.nan)
-    known = found.interpolated(name) | {place: found.mean(place, name) for place in found.cells}
-    for place, value in known.items():
-        if place[2:] == beside and value is not None:
+    values = np.full((len(q.gpu), len(q.cpu)), np.nan)
+    for place, value in found.everywhere(name).items():
+        if place[2] == disk:
             values[place[:2]] = value * scale
-    image = axes.imshow(values, origin="lower", aspect="auto", cmap=colours, norm=norm)
+    image = axes.imshow(
+        values, origin="lower", aspect="auto", cmap="YlGnBu" if name == "found" else "YlOrBr", norm=norm
+    )
     image.set_gid(f"{name}/cells")
     axes.set_title(title)
     axes.grid(visible=False)
     axes.tick_params(length=0)
     axes.set_xticks(
-        range(shape[1]), [spaced(size) for size in q.cpu], rotation=40, ha="right", rotation_mode="anchor", fontsize=5.5
+        range(len(q.cpu)),
+        [spaced(size) for size in q.cpu],
+        rotation=40,
+        ha="right",
+        rotation_mode="anchor",
+        fontsize=5.5,
     )
-    axes.set_yticks(range(shape[0]), [spaced(size) for size in q.gpu], fontsize=5.5)
-    for gpu in range(shape[0]):
-        for cpu in range(shape[1]):
-            run = (gpu, cpu, *beside) in found.cells
-            if not run:
-                axes.add_patch(
-                    Rectangle(
-                        (cpu - 0.5, gpu - 0.5),
-                        1,
-                        1,
-                        facecolor="white",
-                        alpha=0.45,
-                        linewidth=0,
-                        gid=f"{name}/interpolated",
-                    )
-                )
-            if max(shape) > MOST_WRITTEN or np.isnan(values[gpu, cpu]):
-                continue
-            dark = run and _is_dark(image.cmap(norm(values[gpu, cpu])))
-            text = _short(values[gpu, cpu]) if run else "·"
+    axes.set_yticks(range(len(q.gpu)), [spaced(size) for size in q.gpu], fontsize=5.5)
+    for (gpu, cpu), value in np.ndenumerate(values):
+        run = (gpu, cpu, disk) in found.cells
+        if not run:
+            pale = Rectangle((cpu - 0.5, gpu - 0.5), 1, 1, facecolor="white", alpha=0.45, linewidth=0)
+            pale.set_gid(f"{name}/interpolated")
+            axes.add_patch(pale)
+        if max(values.shape) <= MOST_WRITTEN and not np.isnan(value):
+            dark = run and np.dot(image.cmap(norm(value))[:3], (0.3, 0.59, 0.11)) < 0.5
+            text = _short(value) if run else "·"
             axes.text(cpu, gpu, text, ha="center", va="center", fontsize=4.6, color="white" if dark else "black")
 
 
-def _border(
-    axes: Axes, found: SizeMap, beside: Place, suffices: Callable[[Place], bool], colour: str, gid: str
-) -> None:
+def _border(axes: Axes, found: SizeMap, disk: int, suffices: Callable[[Place], bool], gid: str) -> None:
     """The staircase below and left of all cells that are as large as one of the smallest that suffice; a square around the
     one that the answer names."""
-    q = found.question
-    front = found.smallest(suffices, beside)
-    if not front:
+    q, line = found.question, BORDERS[gid]
+    corners = [(-0.5 + cpu, -0.5 + gpu) for gpu, cpu, _ in reversed(found.smallest(suffices, disk))]
+    if not corners:
         return
-    xs: list[float] = []
-    ys: list[float] = []
-    top = len(q.gpu) - 0.5
-    for index, (gpu, cpu, *_) in enumerate(reversed(front)):  # from the least CPU memory on
-        upper = top if index == 0 else ys[-1]
-        xs += [cpu - 0.5, cpu - 0.5]
-        ys += [upper, gpu - 0.5]
-    xs.append(len(q.cpu) - 0.5)
-    ys.append(ys[-1])
-    axes.plot(
-        xs, ys, color=colour, linewidth=1.4, linestyle="-" if gid == "knee" else (0, (3, 1.4)), gid=gid, clip_on=False
-    )
+    above = [len(q.gpu) - 0.5, *(y for _, y in corners)]  # from the least CPU memory on
+    path = [point for (x, y), upper in zip(corners, above, strict=False) for point in ((x, upper), (x, y))]
+    axes.plot(*zip(*path, (len(q.cpu) - 0.5, above[-1]), strict=True), gid=gid, clip_on=False, **line)
     chosen = found.pick(found.smallest(suffices))
-    if chosen is not None and chosen[2:] == beside:
-        axes.plot(
-            [chosen[1]], [chosen[0]], marker="s", markersize=9, markerfacecolor="none", markeredgecolor=colour,
-            markeredgewidth=1.1, linewidth=0, gid=f"{gid}/chosen",
-        )  # fmt: skip
+    if chosen is not None and chosen[2] == disk:
+        axes.plot([chosen[1]], [chosen[0]], gid=f"{gid}/chosen", **{**NAMED, "markeredgecolor": line["color"]})
 
 
-def _key(found: SizeMap, beside: Place) -> list[Any]:
+def _key(found: SizeMap, disk: int) -> list[Any]:
     q = found.question
-    handles: list[Any] = []
-    knee = found.smallest(found.reaches, beside)
-    meeting = found.smallest(found.meets, beside) if q.slo_ttft_ms is not None else []
-    if knee:
-        handles.append(Line2D([], [], color=KNEE, linewidth=1.4, label=f"{100 * q.knee:g} % of what the largest find"))
-    if meeting:
-        label = f"{q.slo_ttft_ms:g} ms at {q.percentile}"
-        handles.append(Line2D([], [], color=BORDER, linewidth=1.4, linestyle=(0, (3, 1.4)), label=label))
-    if {found.pick(found.knee), found.pick(found.meeting)} & {*knee, *meeting}:
-        handles.append(
-            Line2D(
-                [],
-                [],
-                color=style.GREY,
-                marker="s",
-                markersize=6,
-                markerfacecolor="none",
-                linewidth=0,
-                label="named in the answer",
-            )
-        )
-    if _ran(found, beside) < len(q.gpu) * len(q.cpu):
+    fronts = {
+        "knee": (f"{100 * q.knee:g} % of what the largest find", found.reaches, found.knee),
+        "objective": (f"{q.slo_ttft_ms or 0:g} ms at {q.percentile}", found.meets, found.meeting),
+    }
+    drawn = {gid: front for gid, (_, suffices, _) in fronts.items() if (front := found.smallest(suffices, disk))}
+    handles: list[Any] = [Line2D([], [], label=fronts[gid][0], **BORDERS[gid]) for gid in drawn]
+    if any(found.pick(whole) in drawn.get(gid, ()) for gid, (_, _, whole) in fronts.items()):
+        handles.append(Line2D([], [], label="named in the answer", **{**NAMED, "markersize": 6}))
+    if sum(place[2] == disk for place in found.cells) < len(q.gpu) * len(q.cpu):
         handles.append(Patch(facecolor="#E8EFEF", edgecolor=style.EDGE, linewidth=0.4, label="· interpolated"))
     return handles
 
 
-def _ran(found: SizeMap, beside: Place) -> int:
-    return sum(place[2:] == beside for place in found.cells)
-
-
-def _lead(found: SizeMap, beside: Place) -> str:
+def _ran(found: SizeMap, disk: int) -> str:
     q = found.question
-    seeds = sorted({len(cell.trials) for cell in found.cells.values()})
-    lead = found.sentence()
-    lead += f" {_ran(found, beside)} of {len(q.gpu) * len(q.cpu)} cells {'of this disk ' if beside else ''}have run, "
-    lead += f"with {_range(seeds)} each"
-    lead += (
-        "; the CSV has 95 % intervals"
-        if seeds[-1] >= FEWEST_GROUPS
-        else f"; no interval is due below {FEWEST_GROUPS} seeds"
-    )
-    if q.slo_ttft_ms is not None and not found.meeting:
-        lead += f"; no cell meets {q.slo_ttft_ms:g} ms"
-    return lead
-
-
-def _range(counts: Sequence[int]) -> str:
-    if len(counts) == 1:
-        return f"{counts[0]} seed{'s' * (counts[0] > 1)}"
-    return f"{counts[0]} to {counts[-1]} seeds"
+    counts = sorted({len(trials) for trials in found.cells.values()})
+    seeds = "1 seed" if counts == [1] else f"{'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} seeds"
+    ran = sum(place[2] == disk for place in found.cells)
+    beside = " of this disk" if q.disks else ""
+    return f"{ran} of {len(q.gpu) * len(q.cpu)} cells{beside} have run, with {seeds} each; the CSV has the intervals"
 
 
 def _short(value: float) -> str:
@@ -208,8 +158,3 @@ def _short(value: float) -> str:
     if value >= 1000:
         return f"{value / 1000:.1f}k"
     return f"{value:.0f}" if value >= 99.95 or value < 0.05 else f"{value:.2g}" if value < 10 else f"{value:.0f}"
-
-
-def _is_dark(colour: Sequence[float]) -> bool:
-    red, green, blue = colour[:3]
-    return 0.3 * red + 0.59 * green + 0.11 * blue < 0.5

@@ -101,10 +101,18 @@ def _check_drawable(config: TrialConfig) -> None:
 def check_node(model: type[Node], config: Mapping[str, Any], name: str) -> Node:
     """The node of a command, such as `serve`, as typed fields. Raises ConfigError, as check does."""
     given = config[name]
+
+    def fields_of(path: Sequence[str]) -> Iterable[str]:
+        node: Any = model
+        for part in path:
+            node = node.model_fields[part].annotation
+        fields: Iterable[str] = node.model_fields
+        return fields
+
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        raise ConfigError(explain_invalid(error, given, lambda _: model.model_fields, name)) from None
+        raise ConfigError(explain_invalid(error, given, fields_of, name)) from None
 
 
 def explain_invalid(

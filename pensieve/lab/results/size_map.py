@@ -1,8 +1,7 @@
 """A map of cache sizes: what the trials of its cells say, the smallest sizes that suffice, and what that is in a sentence.
 
-A map is a sweep over cache.gpu, cache.cpu and, where several are asked, cache.disk, in which not every cell has run. A cell
-is named by its place, the indices of its sizes; `commands.size` runs the cells and this reads them, so that the command, the
-table and the figure agree.
+A map is a sweep over cache.gpu, cache.cpu and cache.disk in which not every cell has run. A cell is named by its place, the
+indices of its sizes; `commands.size` runs the cells and this reads them, so that the command, the table and the figure agree.
 
 Two questions are asked of a cell. Whether it *reaches* the share `knee` of what the largest sizes of the map find, paired
 by seed; the smallest cells that do are the knee. Whether it *meets* the objective: the mean over its seeds of a percentile
@@ -21,6 +20,7 @@ from itertools import product
 from statistics import fmean
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from pensieve.errors import MissingSeries, typed
@@ -28,13 +28,15 @@ from pensieve.lab import metric_registry
 from pensieve.lab.metric_registry import Metric
 from pensieve.lab.results.notes import load_line, plan_of
 from pensieve.lab.results.prices import Prices
-from pensieve.lab.results.schema import Sweep
+from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.store import JobResult, ResultsStore
 from pensieve.lab.statistics import FEWEST_GROUPS, Estimate, estimate_mean, has_interval
 from pensieve.lab.workload.base import byte_notes
+from pensieve.serve.books.holding import TIERS
+from pensieve.units import percent, significant
 
 Place = tuple[int, ...]
-"""Indices of a cell's GPU size and CPU size, and of its disk where the map has several, from the smallest on."""
+"""Indices of a cell's sizes of GPU, CPU and disk, from the smallest on."""
 
 NO_DISK = ""
 """The size of a disk tier that is not there."""
@@ -45,12 +47,25 @@ SETTINGS = "size"
 SHOWN = ("found", "ttft_ms_p50", "ttft_ms_p90", "throughput_output_tok_s", "recomputed_s", "bound")
 """What is told of a cell. found: the share of tokens whose KV was found; bound: the most of it that could be."""
 
-_OF_RATES = {"found": "prompt_hit_rate", "bound": "bound_prompt_hit_rate"}
+_RATES = {
+    "history": {"found": "miss_rate", "bound": "bound_hit_rate"},
+    "prompt": {"found": "prompt_hit_rate", "bound": "bound_prompt_hit_rate"},
+}
+
+_SAID = {
+    "met": "To meet {objective} you need {size}.",
+    "met on the mean": "Too few seeds to recommend a size for {objective}: add seeds to size.seeds, at least {fewest}. Of "
+    "those that ran {size} is the smallest whose mean meets it.",
+    "not met": "No size on this map meets {objective}: the best is {size}. More memory alone does not do it: lower the load, "
+    "use a faster machine, or raise slo.ttft_ms.",
+    "knee": "{knee} of what {largest} find needs {size}.",
+    "nothing": "No conversation comes back, so there is nothing to be found in a cache.",
+}
 
 
 def metric_of(name: str) -> Metric:
     """What one of SHOWN is: its direction says whether more memory raises or lowers it, where it does anything."""
-    return metric_registry.metric_of(_OF_RATES.get(name, name))
+    return metric_registry.metric_of(_RATES["prompt"].get(name, name))
 
 
 class Question(BaseModel):
@@ -86,19 +101,19 @@ class Question(BaseModel):
 
     @property
     def disks(self) -> bool:
-        """The map has an axis of disks."""
+        """There are several, which the map compares."""
         return len(self.disk) > 1
 
     @property
-    def planes(self) -> list[Place]:
-        """How the places of each disk end: () for all cells where there is one."""
-        return [(index,) for index in range(len(self.disk))] if self.disks else [()]
+    def axes(self) -> dict[str, tuple[str, ...]]:
+        """What varies, by its field of the configuration."""
+        beside = {"cache.disk": tuple(size or "0" for size in self.disk)} if self.disks else {}
+        return {"cache.gpu": self.gpu, "cache.cpu": self.cpu, **beside}
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Place:
         """Sizes along each axis of a place."""
-        sizes = len(self.gpu), len(self.cpu), len(self.disk)
-        return sizes if self.disks else sizes[:2]
+        return len(self.gpu), len(self.cpu), len(self.disk)
 
     @property
     def places(self) -> Iterator[Place]:
@@ -112,87 +127,42 @@ class Question(BaseModel):
 
     def sizes(self, place: Place) -> tuple[str, str, str]:
         """GPU, CPU and disk, as typed."""
-        return self.gpu[place[0]], self.cpu[place[1]], self.disk[place[2] if self.disks else 0]
+        gpu, cpu, disk = place
+        return self.gpu[gpu], self.cpu[cpu], self.disk[disk]
 
     def mode(self, place: Place) -> str:
         """Cells of one mode are one map: among them alone more memory is taken not to be worse. With copy_ahead=auto a larger
         CPU tier can be the first that copies as the paper does, and find less than the one before it. A disk reads and writes
         beside everything else, and may be no help: with one is another map than without."""
-        ahead = self.modes[place[0]][place[1]] if self.modes else ""
-        return ahead if self.sizes(place)[2] == NO_DISK else f"{ahead} beside a disk"
+        gpu, cpu, disk = place
+        ahead = self.modes[gpu][cpu] if self.modes else ""
+        return ahead if self.disk[disk] == NO_DISK else f"{ahead} beside a disk"
 
     def job(self, place: Place, seed: int) -> int:
         """The number of the trial of a cell and a seed among the jobs of the sweep."""
-        number = 0
-        for index, count in zip(place, self.shape, strict=True):
-            number = number * count + index
-        return number * len(self.seeds) + self.seeds.index(seed)
+        return int(np.ravel_multi_index((*place, self.seeds.index(seed)), (*self.shape, len(self.seeds))))
 
     def where(self, job: int) -> tuple[Place, int]:
         """The cell and the seed of a job."""
-        cell, seed = divmod(job, len(self.seeds))
-        place = []
-        for count in reversed(self.shape):
-            cell, index = divmod(cell, count)
-            place.append(index)
-        return tuple(reversed(place)), self.seeds[seed]
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """The completed trials of one place, by seed."""
-
-    place: Place
-    trials: Mapping[int, JobResult]
-
-    def values(self, name: str) -> dict[int, float]:
-        """By seed; trials without a value are left out."""
-        found = {seed: job.value(name) for seed, job in self.trials.items()}
-        return {seed: value for seed, value in found.items() if value is not None}
-
-    @property
-    def one(self) -> JobResult:
-        return next(iter(self.trials.values()))
-
-    @property
-    def gpu_bytes(self) -> int:
-        """KV of all devices together; so are cpu_bytes and disk_bytes."""
-        return self._bytes("budget_gpu_tokens")
-
-    @property
-    def cpu_bytes(self) -> int:
-        return self._bytes("budget_cpu_tokens")
-
-    @property
-    def disk_bytes(self) -> int:
-        return self._bytes("budget_disk_tokens")
-
-    def _bytes(self, name: str) -> int:
-        trial = self.one.trial
-        assert trial is not None
-        return int(trial.engine.get(name, 0)) * (trial.kv_bytes_per_token or 0)
+        *place, seed = map(int, np.unravel_index(job, (*self.shape, len(self.seeds))))
+        return tuple(place), self.seeds[seed]
 
 
 @dataclass(frozen=True)
 class SizeMap:
-    """What is known of a map so far. cells: those with a completed trial."""
+    """What is known of a map so far. cells: those with a completed trial, these by seed."""
 
     question: Question
-    cells: Mapping[Place, Cell]
+    cells: Mapping[Place, Mapping[int, JobResult]]
     failed: Mapping[Place, str] = field(default_factory=dict)
 
     # -- of one cell --------------------------------------------------------------------------------------------------
 
     def values(self, place: Place, name: str) -> dict[int, float]:
-        """One of SHOWN, or any metric of a trial, by seed."""
-        cell = self.cells[place]
-        rate = "miss_rate" if self.question.of == "history" else "prompt_hit_rate"
-        if name == "found":
-            missed = self.question.of == "history"
-            return {seed: 1.0 - value if missed else value for seed, value in cell.values(rate).items()}
-        if name == "bound":
-            return cell.values("bound_hit_rate" if self.question.of == "history" else "bound_prompt_hit_rate")
-        return cell.values(name)
+        """One of SHOWN, or any metric of a trial, by seed; trials without a value are left out."""
+        rate = _RATES[self.question.of].get(name, name)
+        known = {seed: value for seed, job in self.cells[place].items() if (value := job.value(rate)) is not None}
+        return {seed: 1.0 - value for seed, value in known.items()} if rate == "miss_rate" else known
 
     def estimate(self, place: Place, name: str) -> Estimate | None:
         """The mean over seeds, with its interval where enough of them have run."""
@@ -210,15 +180,12 @@ class SizeMap:
 
     def share(self, place: Place) -> float | None:
         """Of what the largest sizes find, over the seeds that both have; None before they have run."""
-        corner = self.question.corner
-        if corner not in self.cells or place not in self.cells:
+        if not {place, self.question.corner} <= self.cells.keys():
             return None
-        own, most = self.values(place, "found"), self.values(corner, "found")
+        own, most = self.values(place, "found"), self.values(self.question.corner, "found")
         seeds = own.keys() & most.keys()
         whole = sum(most[seed] for seed in seeds)
-        if not seeds:
-            return None
-        return sum(own[seed] for seed in seeds) / whole if whole else 1.0
+        return sum(own[seed] for seed in seeds) / whole if whole else 1.0 if seeds else None
 
     def reaches(self, place: Place) -> bool:
         share = self.share(place)
@@ -231,27 +198,33 @@ class SizeMap:
 
     def surely_meets(self, place: Place) -> bool:
         """The whole interval does; False where too few seeds have run for one."""
-        found = self.estimate(place, self.objective) if self.meets(place) else None
-        slo = self.question.slo_ttft_ms
-        return found is not None and found.ci_high is not None and slo is not None and found.ci_high <= slo
+        found, slo = self.estimate(place, self.objective), self.question.slo_ttft_ms
+        return bool(found and found.ci_high is not None and slo is not None and found.ci_high <= slo)
+
+    def trial(self, place: Place) -> Trial:
+        """Of its first seed."""
+        trial = next(iter(self.cells[place].values())).trial
+        assert trial is not None
+        return trial
 
     def an_hour(self, place: Place) -> float | None:
-        """What the cell costs in the unit of the prices; None where none is given."""
-        cell, prices = self.cells[place], self.question.prices
-        if not prices.given:
+        """What the cell costs in the unit of the prices, all devices together; None where none is given."""
+        if not self.question.prices.given:
             return None
-        return prices.an_hour(self.question.devices, cell.gpu_bytes, cell.cpu_bytes, cell.disk_bytes)
+        trial = self.trial(place)
+        tokens = (int(trial.engine.get(f"budget_{tier}_tokens", 0)) for tier in TIERS)
+        return self.question.prices.an_hour(
+            self.question.devices, *(count * (trial.kv_bytes_per_token or 0) for count in tokens)
+        )
 
     # -- of the map ---------------------------------------------------------------------------------------------------
 
-    def smallest(self, suffices: Callable[[Place], bool], beside: Place = ()) -> list[Place]:
+    def smallest(self, suffices: Callable[[Place], bool], disk: int | None = None) -> list[Place]:
         """The cells that suffice, where no other that does has less of one tier and no more of the others, by their places.
-        beside: only among those of this plane."""
+        disk: only among those beside this one."""
         front: list[Place] = []
         for place in sorted(self.cells):
-            if beside and place[2:] != beside:
-                continue
-            if suffices(place) and not any(within(other, place) for other in front):
+            if disk in (None, place[2]) and suffices(place) and not any(within(other, place) for other in front):
                 front.append(place)
         return front
 
@@ -291,20 +264,20 @@ class SizeMap:
     def interpolated(self, name: str) -> dict[Place, float]:
         """Of the cells that have not run, linear between those of their mode and disk that have, and no better than a larger
         one of these nor worse than a smaller one, where these agree. Cells that lie beyond all of these are left out."""
-        q = self.question
-        known = {place: value for place in self.cells if (value := self.mean(place, name)) is not None}
-        waiting = [place for place in q.places if place not in self.cells]
+        q, falling = self.question, metric_of(name).better == "lower"
         found: dict[Place, float] = {}
-        falling = metric_of(name).better == "lower"
-
-        def plane(place: Place) -> tuple[str, Place]:
-            return q.mode(place), place[2:]
-
-        for one in dict.fromkeys(map(plane, waiting)):
-            flat = {place[:2]: value for place, value in known.items() if plane(place) == one}
-            linear = _linear(flat, [place[:2] for place in waiting if plane(place) == one])
-            found |= {(*at, *one[1]): _between(at, value, flat, falling) for at, value in linear.items()}
+        for one in dict.fromkeys((q.mode(place), place[2]) for place in q.places):
+            plane = [place for place in q.places if (q.mode(place), place[2]) == one]
+            ran = [place for place in plane if place in self.cells]
+            known = {place: value for place in ran if (value := self.mean(place, name)) is not None}
+            linear = _linear(known, [place for place in plane if place not in self.cells])
+            found |= {place: _between(place, value, known, falling) for place, value in linear.items()}
         return found
+
+    def everywhere(self, name: str) -> dict[Place, float]:
+        """The means of the cells that have run, and `interpolated`."""
+        means = {place: value for place in self.cells if (value := self.mean(place, name)) is not None}
+        return means | self.interpolated(name)
 
     # -- in words -----------------------------------------------------------------------------------------------------
 
@@ -316,107 +289,73 @@ class SizeMap:
 
     def name(self, place: Place) -> str:
         """ "40 GB of GPU and 90 GB of CPU KV"."""
-        gpu, cpu, disk = (spaced(size) for size in self.question.sizes(place))
+        gpu, cpu, disk = map(spaced, self.question.sizes(place))
         each = " a device" if self.question.devices > 1 else ""
         beside = f" beside {disk} of disk" if disk else " without a disk" if self.question.disks else ""
         return f"{gpu} of GPU and {cpu} of CPU KV{each}{beside}"
 
     def load(self) -> str | None:
         """The traffic that the answer is for, and what to install where its tokens are bytes."""
-        one = self.cells.get(self.question.corner)
-        trials = [job.trial for job in one.trials.values() if job.trial is not None] if one else []
+        trials = [job.trial for job in self.cells.get(self.question.corner, {}).values() if job.trial is not None]
         in_bytes = dict.fromkeys(text for trial in trials for text in byte_notes(plan_of(trial)))
         return "\n".join(filter(None, (load_line(trials), *in_bytes))) or None
 
     def sentence(self) -> str:
         """The answer. Raises MissingSeries where the largest sizes have not run yet."""
-        corner = self.question.corner
-        if corner not in self.cells:
-            raise MissingSeries("The map's largest sizes have no completed trial yet; run the same command again.")
-        slo, knee = self.question.slo_ttft_ms, self.pick(self.knee)
-        if slo is None:
-            return f"{self._knee(knee)}{_bracketed(self._money(knee))}."
-        asked = f"{slo:g} ms at {self.question.percentile}"
-        enough = self.pick(self.meeting)
-        if enough is None:
-            best = min(self.cells, key=lambda place: (self.mean(place, self.objective) or float("inf"), place))
-            return (
-                f"No size on this map meets {asked}: the best is {self._reached(best)} with {self.name(best)}. More memory "
-                "alone does not do it: lower the load, use a faster machine, or raise slo.ttft_ms. "
-                f"{self._knee(knee)}."
+        q = self.question
+        if q.corner not in self.cells:
+            raise MissingSeries(f"The map's largest sizes have no completed trial yet; run `{typed('size')}` again.")
+        told: dict[str, Place | None] = {}
+        sure, enough, knee = map(self.pick, (self.smallest(self.surely_meets), self.meeting, self.knee))
+        if q.slo_ttft_ms is not None:
+            best = min(self.cells, key=lambda place: (self.mean(place, self.objective) or math.inf, place))
+            told["met" if sure else "met on the mean" if enough else "not met"] = sure or enough or best
+        if knee is None or knee != (sure or enough):
+            told["nothing" if knee is None else "knee"] = knee
+        return " ".join(
+            _SAID[code].format(
+                objective=f"{q.slo_ttft_ms:g} ms at {q.percentile}" if q.slo_ttft_ms is not None else "",
+                fewest=FEWEST_GROUPS,
+                knee=f"{q.knee:.0%}",
+                largest=self.name(q.corner),
+                size="" if place is None else f"{self.name(place)} ({'; '.join(self._told(place))})",
             )
-        sure = self.pick(self.smallest(self.surely_meets))
-        place = enough if sure is None else sure
-        of_it = f"{self.name(place)}{_bracketed(self._doubt(place), self._money(place))}"
-        first = (
-            f"Too few seeds to recommend a size for {asked}: add seeds to size.seeds, at least {FEWEST_GROUPS}. Of those "
-            f"that ran {of_it} is the smallest whose mean meets it"
-            if sure is None
-            else f"To meet {asked} you need {of_it}"
+            for code, place in told.items()
         )
-        first = f"{first}; {self._more(place)}."
-        return first if knee is None or knee == place else f"{first} {self._knee(knee)}."
 
-    def _knee(self, place: Place | None) -> str:
-        if place is None:
-            return "No conversation comes back, so there is nothing to be found in a cache"
-        seeds = len(self.cells[place].trials)
-        few = (
-            f" (of {seeds} seed{'s' * (seeds > 1)}: no recommendation below {FEWEST_GROUPS})"
-            if not has_interval(seeds)
-            else ""
-        )
-        return f"{self.question.knee:.0%} of what {self.name(self.question.corner)} find needs {self.name(place)}{few}"
-
-    def _more(self, place: Place) -> str:
-        """What the largest sizes add."""
-        corner, share = self.question.corner, self.share(place)
-        if place == corner:
-            return "those are the largest sizes of the map"
-        if share is None:
-            return "nothing is to be found in a cache here"
-        own, most = self.mean(place, "found"), self.mean(corner, "found")
-        assert own is not None and most is not None
-        gain = f"{100 * (most - own):.1f} points more"
-        return f"{self.name(corner)} would find {gain} of {self.question.kind} ({100 * most:.1f} % against {100 * own:.1f} %)"
-
-    def _money(self, place: Place | None) -> str:
-        cost = None if place is None else self.an_hour(place)
-        return "" if cost is None else f"{cost:.4g} an hour, the cheapest that does"
-
-    def _reached(self, place: Place) -> str:
-        found = self.estimate(place, self.objective)
-        return "unknown" if found is None else milliseconds(found.value)
-
-    def _doubt(self, place: Place) -> str:
-        """Where the interval of the percentile reaches beyond the objective, or there is none."""
-        found = self.estimate(place, self.objective)
-        assert found is not None and self.question.slo_ttft_ms is not None
-        if found.ci_high is None:
-            return f"{milliseconds(found.value)}, {found.groups} seed{'s' * (found.groups > 1)}, no interval"
-        if found.ci_high > self.question.slo_ttft_ms:
-            return f"{milliseconds(found.value)}, but its 95 % interval ends at {milliseconds(found.ci_high)}"
-        return f"{milliseconds(found.value)}, its 95 % interval ends at {milliseconds(found.ci_high)}"
+    def _told(self, place: Place) -> Iterator[str]:
+        """What the sentence says of sizes that it names."""
+        q, seeds = self.question, len(self.cells[place])
+        late = self.estimate(place, self.objective)
+        if q.slo_ttft_ms is not None and late is not None:
+            sure = "" if late.ci_high is None else f", 95 % interval up to {significant(late.ci_high)} ms"
+            yield f"TTFT {q.percentile} {significant(late.value)} ms{sure}"
+        own, most = (percent(self.mean(at, "found")) for at in (place, q.corner))
+        yield f"{own} % of {q.kind} found, {most} % with the largest sizes"
+        if not has_interval(seeds):
+            yield f"{seeds} seed{'s' * (seeds > 1)}, no recommendation below {FEWEST_GROUPS}"
+        if (cost := self.an_hour(place)) is not None:
+            yield f"{cost:.4g} an hour, the cheapest that does"
 
     # -- as rows ------------------------------------------------------------------------------------------------------
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """A row a cell of the whole map; `run` False: interpolated."""
-        q, between = self.question, {name: self.interpolated(name) for name in SHOWN}
+        q, shown = self.question, {name: self.everywhere(name) for name in SHOWN}
         for place in q.places:
             gpu, cpu, disk = q.sizes(place)
             run = place in self.cells
             row: dict[str, Any] = {"cache.gpu": gpu, "cache.cpu": cpu, "cache.disk": disk or "0", "run": run}
-            row["seeds"] = len(self.cells[place].trials) if run else 0
+            row["seeds"] = len(self.cells.get(place, ()))
             for name in SHOWN:
                 found = self.estimate(place, name) if run else None
-                row[name] = found.value if found else between[name].get(place)
+                row[name] = found.value if found else shown[name].get(place)
                 row[f"{name}_ci_low"] = found.ci_low if found else None
                 row[f"{name}_ci_high"] = found.ci_high if found else None
             row["reaches"] = self.reaches(place) if run else None
             row["meets"] = self.meets(place) if run and q.slo_ttft_ms is not None else None
             row["cost_an_hour"] = self.an_hour(place) if run else None
-            trials = self.cells[place].trials.values() if run else ()
+            trials = self.cells.get(place, {}).values()
             row["trials"] = " ".join(str(job.trial.id) for job in trials if job.trial)
             yield row
 
@@ -435,39 +374,39 @@ def read_map(store: ResultsStore, sweep: Sweep) -> SizeMap:
             trials.setdefault(place, {})[seed] = job
         if job.last.status == "failed":
             failed[place] = str(job.last.error)
-    return SizeMap(question, {place: Cell(place, found) for place, found in sorted(trials.items())}, failed)
+    return SizeMap(question, dict(sorted(trials.items())), failed)
 
 
 def _linear(known: Mapping[Place, float], wanted: Sequence[Place]) -> dict[Place, float]:
-    """Those of `wanted` that lie between known ones."""
+    """Those of `wanted` that lie between known ones of the same disk."""
+    if not known or not wanted:
+        return {}
+    at, values = np.array([place[:2] for place in known]), np.array(list(known.values()))
+    between = np.array([place[:2] for place in wanted])
     for along, across in ((0, 1), (1, 0)):
-        if len({place[across] for place in known}) == 1:
-            import numpy as np
-
-            line = sorted((place[along], value) for place, value in known.items())
-            on_it = [place for place in wanted if place[across] == next(iter(known))[across]]
-            ats, values = zip(*line, strict=True)
-            found = np.interp([place[along] for place in on_it], ats, values, left=np.nan, right=np.nan)
-            return _told(on_it, found)
+        if (at[:, across] == at[0, across]).all():
+            order = np.argsort(at[:, along])
+            found = np.interp(between[:, along], at[order, along], values[order], left=np.nan, right=np.nan)
+            return _numbers(wanted, np.where(between[:, across] == at[0, across], found, np.nan))
     if len(known) < 3:
         return {}
     from scipy.interpolate import LinearNDInterpolator
     from scipy.spatial import QhullError
 
     try:
-        return _told(wanted, LinearNDInterpolator(list(known), list(known.values()))(wanted))
+        return _numbers(wanted, LinearNDInterpolator(at, values)(between))
     except QhullError:  # all on one line, askew
         return {}
 
 
-def _told(places: Sequence[Place], values: Iterable[float]) -> dict[Place, float]:
+def _numbers(places: Sequence[Place], values: Iterable[float]) -> dict[Place, float]:
     """Without those that are not a number."""
     return {place: float(value) for place, value in zip(places, values, strict=True) if value == value}
 
 
 def within(smaller: Place, larger: Place) -> bool:
     """No tier of it is larger."""
-    return smaller[0] <= larger[0] and smaller[1] <= larger[1] and smaller[2:] <= larger[2:]
+    return all(one <= other for one, other in zip(smaller, larger, strict=True))
 
 
 def _between(place: Place, value: float, known: Mapping[Place, float], falling: bool) -> float:
@@ -481,15 +420,6 @@ def _between(place: Place, value: float, known: Mapping[Place, float], falling: 
 
 def is_map(sweep: Sweep) -> bool:
     return SETTINGS in sweep.overrides
-
-
-def _bracketed(*texts: str) -> str:
-    told = [text for text in texts if text]
-    return f" ({'; '.join(told)})" if told else ""
-
-
-def milliseconds(value: float) -> str:
-    return f"{value:,.0f} ms" if value >= 10 else f"{value:.3g} ms"
 
 
 def spaced(size: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,10 +26,10 @@ from pensieve.lab.results.digest import code_hash
 from pensieve.lab.results.environment import git_commit, host
 from pensieve.lab.results.identity import counts_for_sweep, sweep_key
 from pensieve.lab.results.prices import Worth, prefill_seconds
-from pensieve.lab.results.size_map import SETTINGS, SHOWN, Place, Question, SizeMap, milliseconds, read_map
+from pensieve.lab.results.size_map import SETTINGS, Place, Question, SizeMap, read_map
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.trial.job import Asked, Job, Outcome
-from pensieve.lab.trial.summary import places
+from pensieve.lab.trial.summary import brief, places
 from pensieve.lab.trial.sweep import copy_sweep, draw_figures, figure_lines
 from pensieve.lab.trial.terminal import (
     INTERRUPTED,
@@ -42,6 +42,7 @@ from pensieve.lab.trial.terminal import (
 )
 from pensieve.lab.trial.tracking import Tracking, open_tracking
 from pensieve.serve.books.holding import TIERS
+from pensieve.units import NONE, duration, percent, significant
 
 
 def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
@@ -74,7 +75,7 @@ def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
 def _open(tracking: Tracking, load: Load, question: Question, typed: Sequence[str], first: TrialConfig) -> int:
     """The map's row among the sweeps: the same question, load and code find it again; with force=true it is
     another one, until that one is complete."""
-    plain = resolved(load.of(question.gpu[0], question.cpu[0], question.disk[0], question.seeds[0]))
+    plain = resolved(load.of(*question.sizes((0, 0, 0)), question.seeds[0]))
     asked = question.model_dump_json()
     kept = [text for text in typed if counts_for_sweep(text) and not text.startswith(f"{SETTINGS}.")]
     return tracking.store.open_sweep(
@@ -84,9 +85,8 @@ def _open(tracking: Tracking, load: Load, question: Question, typed: Sequence[st
         command=command_line(),
         overrides={
             **dict(text.lstrip("+").partition("=")[::2] for text in kept),
-            "cache.gpu": f"choice({','.join(question.gpu)})",  # not every combination of them runs
-            "cache.cpu": f"choice({','.join(question.cpu)})",
-            **({"cache.disk": f"choice({','.join(size or '0' for size in question.disk)})"} if question.disks else {}),
+            # Not every combination of them runs.
+            **{axis: f"choice({','.join(sizes)})" for axis, sizes in question.axes.items()},
             SETTINGS: asked,
         },
         n_expected=0,
@@ -112,16 +112,18 @@ class _Planner:
     folder: Path
     done: set[Task] = field(default_factory=set)
     failures: dict[Task, str] = field(default_factory=dict)
-    round_began: float = field(default_factory=time.monotonic)
-    in_round: int = 0
 
     def run(self) -> SizeMap:
         """Rounds of trials, until what is known asks for no other."""
-        say(self._announcement())
+        q = self.question
+        axes = "; ".join(f"{axis} = {', '.join(sizes)}" for axis, sizes in q.axes.items())
+        say(f"Map of {' x '.join(map(str, q.shape))} sizes, {len(q.seeds)} seed{'s' * (len(q.seeds) > 1)}: {axes}")
         with performing(replace(self.tracking, mlflow=False), self._processes()) as perform:
             while tasks := self._wanted(self._map()):
-                for asked, outcome in perform([self._asked(task) for task in tasks]):
-                    self._note(self.question.where(asked.job.number), outcome, len(tasks))
+                began = time.monotonic()
+                for count, (asked, outcome) in enumerate(perform([self._asked(task) for task in tasks]), start=1):
+                    left_s = (time.monotonic() - began) / count * (len(tasks) - count)
+                    self._note(asked, outcome, f"[{count} of {len(tasks)} in this round, {duration(left_s)} left]")
                     if self.failures and self.config.trial.fail_fast:
                         return self._map()
         return self._map()
@@ -133,31 +135,30 @@ class _Planner:
         q = self.question
 
         def answers(place: Place) -> Answers | None:
-            if place not in known.cells or q.seeds[0] not in known.cells[place].trials:
+            if q.seeds[0] not in known.cells.get(place, ()):
                 return None
             return known.reaches(place), known.meets(place)
 
+        def lacks(cells: Iterable[Place], seeds: Sequence[int]) -> list[Task]:
+            tasks = [(place, seed) for place in sorted(cells) for seed in seeds]
+            there = {} if self.config.force else known.cells
+            return [task for task in tasks if task not in self.done and task[1] not in there.get(task[0], ())]
+
         if not self.settings.refine:
-            return self._open_tasks(known, q.places, q.seeds)
+            return lacks(q.places, q.seeds)
         failed = {place for place, seed in self.failures if seed == q.seeds[0]}
-        first = self._open_tasks(known, lacking(q.shape, answers, failed, q.mode), q.seeds[:1])
+        first = lacks(lacking(q.shape, answers, failed, q.mode), q.seeds[:1])
         if first or len(q.seeds) == 1:  # what follows from the only seed needs no trial of it
             return first
-        return self._open_tasks(known, known.deciding, q.seeds)
-
-    def _open_tasks(self, known: SizeMap, cells: Iterable[Place], seeds: Sequence[int]) -> list[Task]:
-        tasks = [(place, seed) for place in sorted(cells) for seed in seeds]
-        return [task for task in tasks if task not in self.done and not self._known(known, task)]
-
-    def _known(self, known: SizeMap, task: Task) -> bool:
-        place, seed = task
-        return not self.config.force and place in known.cells and seed in known.cells[place].trials
+        return lacks(known.deciding, q.seeds)
 
     def _asked(self, task: Task) -> Asked:
         place, seed = task
         number = self.question.job(place, seed)
+        sizes = zip(self.question.axes.items(), place, strict=False)  # one disk is no axis
+        title = ", ".join([*(f"{axis}={at[index]}" for (axis, at), index in sizes), f"seed={seed}"])
         folder = self.folder if self.tracking.kept else self.tracking.outputs
-        job = Job(self._title(task), folder / str(number), self.sweep_id, number, preflight=False, progress="nothing")
+        job = Job(title, folder / str(number), self.sweep_id, number, preflight=False, progress="nothing")
         return Asked(resolved(self.load.of(*self.question.sizes(place), seed)), job)
 
     def _processes(self) -> int:
@@ -165,43 +166,15 @@ class _Planner:
             return 1  # real trials wait for their device
         return self.settings.processes or len(os.sched_getaffinity(0))
 
-    # -- what is said ---------------------------------------------------------------------------------------------------
-
-    def _announcement(self) -> str:
-        q = self.question
-        seeds = f"{len(q.seeds)} seed{'s' * (len(q.seeds) > 1)}"
-        sizes = f"cache.gpu = {', '.join(q.gpu)}; cache.cpu = {', '.join(q.cpu)}"
-        sizes += f"; cache.disk = {', '.join(size or '0' for size in q.disk)}" if q.disks else ""
-        return f"Map of {' x '.join(map(str, q.shape))} sizes, {seeds}: {sizes}"
-
-    def _title(self, task: Task) -> str:
-        place, seed = task
-        gpu, cpu, disk = self.question.sizes(place)
-        beside = f", disk {disk or '0'}" if self.question.disks else ""
-        return f"GPU {gpu}, CPU {cpu}{beside}, seed {seed}"
-
-    def _note(self, task: Task, outcome: Outcome, round_size: int) -> None:
-        """A line a trial; how many there will be is known for one round at a time."""
+    def _note(self, asked: Asked, outcome: Outcome, head: str) -> None:
+        task = self.question.where(asked.job.number)
         self.done.add(task)
-        self.in_round = self.in_round % round_size + 1
-        left = (time.monotonic() - self.round_began) / self.in_round * (round_size - self.in_round)
-        head = f"[{len(self.done)}; round: {self.in_round} of {round_size}, {left:.0f} s left] {self._title(task)}"
-        if self.in_round == round_size:
-            self.round_began = time.monotonic()
         if not outcome.completed:
             self.failures[task] = str(outcome.error)
-            say(f"{head}: {outcome.status}. {outcome.error}")
-            return
-        q = self.question
-        values = {m.name: m.value for m in self.tracking.store.metrics_of(outcome.trial_id) if not m.label}
-        missed, ttft = values.get("miss_rate"), values.get(f"ttft_ms_{q.percentile}")
-        found = values.get("prompt_hit_rate") if q.of == "prompt" else None if missed is None else 1 - missed
-        parts = [
-            *([] if found is None else [f"{100 * found:.1f} % of {q.kind} found"]),
-            *([] if ttft is None else [f"TTFT {q.percentile} {milliseconds(ttft)}"]),
-            *(["found in the database"] if outcome.reused else []),
-        ]
-        say(f"{head}: {', '.join(parts)}")
+            what = f"{outcome.status}. {outcome.error}"
+        else:
+            what = brief(self.tracking.store, outcome.trial_id) + ", found in the database" * outcome.reused
+        say(f"{head} {asked.job.title}: {what}")
 
     def close(self, status: str) -> None:
         """The map ends early."""
@@ -212,7 +185,7 @@ class _Planner:
     def report(self, found: SizeMap) -> int:
         status = "failed" if self.failures else "completed"
         self.close(status)
-        print(found.load() or "", " ".join(filter(None, (found.sentence(), found.inferred))), sep="\n")
+        print(found.load() or "", f"{found.sentence()} {found.inferred}".rstrip(), sep="\n")
         console().print(*tables_of(found), sep="\n")
         print(*places(self.tracking), sep="\n", flush=True)
         for sentence in dict.fromkeys(self.failures.values()):
@@ -228,121 +201,121 @@ class _Planner:
 
 
 def tables_of(found: SizeMap) -> list[Table]:
+    maps = [_map_table(found, disk) for disk in range(len(found.question.disk))]
     kept = _keeping_table(found)
-    maps = [_map_table(found, beside) for beside in found.question.planes]
-    return [*maps, _cpu_table(found), _answers_table(found), *([] if kept is None else [kept])]
+    return [*maps, _cpu_table(found), _answers_table(found), *([kept] if kept.row_count else [])]
 
 
-def _map_table(found: SizeMap, beside: Place) -> Table:
-    """GPU sizes down, CPU sizes across; in each cell what is found, and the time to first token under it. beside: of these
-    cells the index of their disk, where there are several."""
-    q = found.question
-    shown, late = found.interpolated("found"), found.interpolated(found.objective)
-    title = f"Share found (%), and TTFT {q.percentile} (ms) under it: * reaches {q.knee:.0%} of the most"
-    title += f", + meets {q.slo_ttft_ms:g} ms" if q.slo_ttft_ms is not None else ""
-    title += ", ~ interpolated" if shown or late else ""
-    title += f"; cache.disk = {q.disk[beside[0]] or '0'}" if beside else ""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0))
-    table.add_column("GPU \\ CPU", no_wrap=True)
-    for size_text in q.cpu:
-        table.add_column(size_text, justify="right", no_wrap=True)
-    for gpu in range(len(q.gpu) - 1, -1, -1):
-        cells = []
-        for cpu in range(len(q.cpu)):
-            place = (gpu, cpu, *beside)
-            if place in found.cells:
-                marks = "*" * found.reaches(place) + "+" * found.meets(place)
-                share, ttft, sure = found.mean(place, "found"), found.mean(place, found.objective), ""
-            else:
-                marks, share, ttft, sure = "", shown.get(place), late.get(place), "~"
-            above = "–" if share is None else f"{100 * share:.3g}"
-            below = "–" if ttft is None else milliseconds(ttft).removesuffix(" ms")
-            cells.append(f"{marks}{sure}{above}\n{sure}{below}")
-        table.add_row(q.gpu[gpu], *cells)
+def _table(title: str, heads: Iterable[str], rows: Iterable[Sequence[str]], apart: int = 1) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, apart, 0, 0))
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="right" if index else "left", no_wrap=not apart)
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def _map_table(found: SizeMap, disk: int) -> Table:
+    """GPU sizes down, CPU sizes across; in each cell what is found, and the time to first token under it."""
+    q = found.question
+    shares, late = found.everywhere("found"), found.everywhere(found.objective)
+    slo = "" if q.slo_ttft_ms is None else f", + meets {q.slo_ttft_ms:g} ms"
+    beside = f"; cache.disk = {q.axes['cache.disk'][disk]}" if q.disks else ""
+
+    def cell(place: Place) -> str:
+        share, ttft = shares.get(place), late.get(place)
+        ran = place in found.cells
+        marks = "*" * found.reaches(place) + "+" * found.meets(place) if ran else "~"
+        return f"{marks}{percent(share)}\n{'' if ran else '~'}{NONE if ttft is None else significant(ttft)}"
+
+    return _table(
+        f"Share found (%), and TTFT {q.percentile} (ms) under it: * reaches {q.knee:.0%} of the most{slo}"
+        f", ~ interpolated{beside}",
+        ("GPU \\ CPU", *q.cpu),
+        ([q.gpu[gpu], *(cell((gpu, cpu, disk)) for cpu in range(len(q.cpu)))] for gpu in reversed(range(len(q.gpu)))),
+        apart=0,
+    )
 
 
 def _cpu_table(found: SizeMap) -> Table:
     """A row for each GPU size: the CPU size that suffices beside it (and beside the largest disk, where there are several).
     What suffices with less GPU memory does so with more."""
     q = found.question
-    title = "CPU memory needed beside each GPU size" + (f"; cache.disk = {q.disk[-1]}" if q.disks else "")
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    fronts = {f"{q.knee:.0%} of what the largest find": found.smallest(found.reaches, q.planes[-1])}
+    fronts = {f"{q.knee:.0%} of what the largest find": found.smallest(found.reaches, q.corner[2])}
     if q.slo_ttft_ms is not None:
-        fronts[f"TTFT {q.percentile} within {q.slo_ttft_ms:g} ms"] = found.smallest(found.meets, q.planes[-1])
-    for name in ("GPU", *fronts):
-        table.add_column(name, justify="right")
-    for gpu, size in enumerate(q.gpu):
-        least = [min((place[1] for place in front if place[0] <= gpu), default=None) for front in fronts.values()]
-        table.add_row(size, *("none on the map" if cpu is None else q.cpu[cpu] for cpu in least))
-    return table
+        fronts[f"TTFT {q.percentile} within {q.slo_ttft_ms:g} ms"] = found.smallest(found.meets, q.corner[2])
+
+    def least(front: Sequence[Place], gpu: int) -> str:
+        enough = [place[1] for place in front if place[0] <= gpu]
+        return q.cpu[min(enough)] if enough else "none on the map"
+
+    title = "CPU memory needed beside each GPU size" + (f"; cache.disk = {q.disk[-1]}" if q.disks else "")
+    rows = ([size, *(least(front, gpu) for front in fronts.values())] for gpu, size in enumerate(q.gpu))
+    return _table(title, ("GPU", *fronts), rows)
+
+
+_TOLD = {  # of the sizes that suffice: metric -> its head, factor and unit
+    "found": ("found", 100, " %"),
+    "bound": ("bound", 100, " %"),
+    "ttft_ms_p50": ("TTFT p50", 1, " ms"),
+    "ttft_ms_p90": ("TTFT p90", 1, " ms"),
+    "throughput_output_tok_s": ("tokens/s", 1, ""),
+    "recomputed_s": ("recomputed", 1, " s"),
+}
 
 
 def _answers_table(found: SizeMap) -> Table:
     """The smallest sizes that suffice, and the largest, with everything that is told of a cell."""
     q = found.question
-    rows = [("knee", place) for place in found.knee]
-    rows += [(f"{q.slo_ttft_ms:g} ms", place) for place in found.meeting]
-    rows.append(("largest", q.corner))
-    table = Table(
-        title="The smallest sizes that suffice", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    rows = [*(("knee", place) for place in found.knee), *((f"{q.slo_ttft_ms:g} ms", place) for place in found.meeting)]
+
+    def cells(why: str, place: Place) -> Iterator[str]:
+        yield why
+        yield from (sizes[index] for sizes, index in zip(q.axes.values(), place, strict=False))
+        for name, (_, factor, unit) in _TOLD.items():
+            yield _with_interval(found.estimate(place, name), factor, unit)
+        yield str(len(found.cells[place]))
+        if (cost := found.an_hour(place)) is not None:
+            yield f"{cost:.4g}"
+
+    return _table(
+        "The smallest sizes that suffice",
+        ("", *q.axes, *(head for head, *_ in _TOLD.values()), "seeds", *["an hour"] * q.prices.given),
+        [list(cells(*row)) for row in (*rows, ("largest", q.corner)) if row[1] in found.cells],
     )
-    sizes = ("GPU", "CPU", "disk") if q.disks else ("GPU", "CPU")
-    for name in ("", *sizes, "found", "bound", "TTFT p50", "TTFT p90", "tokens/s", "recomputed", "seeds"):
-        table.add_column(name, justify="right" if name else "left")
-    if q.prices.given:
-        table.add_column("an hour", justify="right")
-    for why, place in rows:
-        if place not in found.cells:
-            continue
-        values = {name: found.estimate(place, name) for name in SHOWN}
-        cost = found.an_hour(place)
-        table.add_row(
-            why, *(size or "0" for size in q.sizes(place)[: len(sizes)]),
-            _with_interval(values["found"], 100, "%"), _with_interval(values["bound"], 100, "%", short=True),
-            _with_interval(values["ttft_ms_p50"], 1, " ms", short=True), _with_interval(values["ttft_ms_p90"], 1, " ms"),
-            _with_interval(values["throughput_output_tok_s"], 1, "", short=True),
-            _with_interval(values["recomputed_s"], 1, " s", short=True), str(len(found.cells[place].trials)),
-            *([] if cost is None else [f"{cost:.4g}"]),
-        )  # fmt: skip
-    return table
 
 
-def _keeping_table(found: SizeMap) -> Table | None:
+def _keeping_table(found: SizeMap) -> Table:
     """Of the sizes that the sentence names: what keeping took and saved by tier, by the ledger of their first seed, and how
-    long KV may be idle before keeping it costs what computing it again would. None: nothing was kept, or has a price."""
+    long KV may be idle before keeping it costs what computing it again would. No row: nothing was kept, or has a price."""
     place = found.answer
-    cell = None if place is None else found.cells.get(place)
-    trial = None if cell is None else cell.one.trial
-    worth = None if trial is None else Worth.of(trial, found.question.prices)
-    if cell is None or place is None or worth is None:
-        return None
-    prefill = list(prefill_seconds(cell.one.metrics).items())
+    worth = None if place is None else Worth.of(found.trial(place), found.question.prices)
+    if place is None or worth is None:
+        return _table("", (), ())
+    job = next(iter(found.cells[place].values()))
+    prefill = list(prefill_seconds(job.metrics).items())
     shown = [prefill[at] for at in sorted({0, len(prefill) // 2, len(prefill) - 1})] if prefill else []
-    table = Table(
-        title=f"Is keeping worth it, with {found.name(place)}: paid back is the price of GPU time saved over that of memory",
-        title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
-    )  # fmt: skip
-    for head in ("tier", "idle GiB·s", "prefill saved", "paid back", *(f"even at {n:,} tokens" for n, _ in shown)):
-        table.add_column(head, justify="left" if head == "tier" else "right")
+
+    def told(value: float | None, unit: str) -> str:
+        return NONE if value is None else f"{significant(value)}{unit}"
+
+    rows = []
     for tier in TIERS:
-        idle, saved = cell.one.value("held_idle_gib_s", tier), cell.one.value("saved_s", tier)
-        if not idle or saved is None or worth.gib(tier) is None:
-            continue
-        even = [worth.break_even_s(tokens, seconds, tier) for tokens, seconds in shown]
-        paid = worth.paid_back(saved, idle, tier)
-        table.add_row(
-            tier, f"{idle:,.4g}", f"{saved:,.3g} s", "–" if paid is None else f"{paid:.3g}x",
-            *("–" if seconds is None else f"{seconds:,.3g} s" for seconds in even),
-        )  # fmt: skip
-    return table if table.row_count else None
+        idle, saved = job.value("held_idle_gib_s", tier), job.value("saved_s", tier)
+        if idle and saved is not None and worth.gib(tier) is not None:
+            even = (told(worth.break_even_s(tokens, seconds, tier), " s") for tokens, seconds in shown)
+            rows.append([tier, told(idle, ""), told(saved, " s"), told(worth.paid_back(saved, idle, tier), "x"), *even])
+    return _table(
+        f"Is keeping worth it, with {found.name(place)}: paid back is the price of GPU time saved over that of memory",
+        ("tier", "idle GiB·s", "prefill saved", "paid back", *(f"even at {n:,} tokens" for n, _ in shown)),
+        rows,
+    )
 
 
-def _with_interval(found: Estimate | None, scale: float, unit: str, short: bool = False) -> str:
+def _with_interval(found: Estimate | None, factor: float, unit: str) -> str:
     if found is None:
-        return "–"
-    text = f"{found.value * scale:,.0f}" if found.value * scale >= 100 else f"{found.value * scale:.3g}"
-    if short or found.ci_low is None or found.ci_high is None:
-        return f"{text}{unit}"
-    return f"{text}{unit} [{found.ci_low * scale:,.3g}, {found.ci_high * scale:,.3g}]"
+        return NONE
+    text = f"{significant(found.value * factor)}{unit}"
+    if found.ci_low is None or found.ci_high is None:
+        return text
+    return f"{text}\n[{significant(found.ci_low * factor)}, {significant(found.ci_high * factor)}]"

@@ -7,15 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 from omegaconf import DictConfig, OmegaConf, open_dict
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from pensieve.errors import ConfigError
 from pensieve.lab.compose import TrialConfig, TrialPlan, build_tokenizer, check, make_workload, plan_trial
 from pensieve.lab.compose.build import longest_conversation
 from pensieve.lab.compose.plan import auto_gpu_blocks
 from pensieve.lab.compose.preflight import check_memory, preflight
-from pensieve.lab.compose.settings import explain_invalid
+from pensieve.lab.compose.settings import check_node
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.size_map import NO_DISK, Question
 from pensieve.lab.workload.base import WorkloadPlan
@@ -52,10 +53,9 @@ class Load:
 
     def of(self, gpu: Size, cpu: Size, disk: Size, seed: int) -> DictConfig:
         cell = self.cfg.copy()
-        OmegaConf.update(cell, "cache.gpu", gpu)
-        OmegaConf.update(cell, "cache.cpu", cpu)
-        OmegaConf.update(cell, "cache.disk", disk if disk != NO_DISK else 0)
-        OmegaConf.update(cell, "seed", seed)
+        sizes = {"cache.gpu": gpu, "cache.cpu": cpu, "cache.disk": disk if disk != NO_DISK else 0}
+        for field, value in {**sizes, "seed": seed}.items():
+            OmegaConf.update(cell, field, value)
         return cell
 
     def plan(self, gpu: Size, cpu: Size, disk: Size, seed: int) -> TrialPlan:
@@ -67,13 +67,7 @@ def read(cfg: DictConfig) -> tuple[SizeSettings, Load]:
     with open_dict(base):
         given = OmegaConf.to_container(base.pop("size"), resolve=True)
         base.pop("hydra", None)
-    assert isinstance(given, dict)
-    plain = {str(key): value for key, value in given.items()}
-    try:
-        settings = SizeSettings.model_validate(plain)
-    except ValidationError as error:
-        fields = {(): SizeSettings.model_fields, ("prices",): Prices.model_fields}
-        raise ConfigError(explain_invalid(error, plain, lambda path: fields.get(tuple(path), ()), "size")) from None
+    settings = check_node(SizeSettings, {"size": given}, "size")
     if base.workload.get("inspect"):
         raise ConfigError("workload.inspect=true runs nothing, so there is no map; use it with runners/run.py.")
     return settings, Load(base)
@@ -88,15 +82,10 @@ def question_of(settings: SizeSettings, load: Load, config: TrialConfig) -> Ques
         )
     gpu, cpu = settings.gpu, settings.cpu
     if not config.baseline.cpu_tier:
-        if cpu is not None and len(cpu) > 1:
+        if len(cpu or ()) > 1 or len(settings.disk or ()) > 1:
             raise ConfigError(
-                f"baseline={config.baseline.name} has no CPU tier, so size.cpu has nothing to vary; leave it out, or use "
-                "baseline=pensieve."
-            )
-        if settings.disk is not None and len(settings.disk) > 1:
-            raise ConfigError(
-                f"baseline={config.baseline.name} has no CPU tier, and without one nothing reaches a disk; leave size.disk "
-                "out, or use baseline=pensieve."
+                f"baseline={config.baseline.name} has no CPU tier, and without one nothing reaches a disk; leave size.cpu "
+                "and size.disk out, or use baseline=pensieve."
             )
         cpu = ["0GB"] if cpu is None else cpu
     disks = settings.disk if settings.disk is not None else [config.cache.disk] if plan.disk_blocks else [0]
@@ -166,8 +155,8 @@ def default_sizes(plan: TrialPlan, loads: Sequence[WorkloadPlan], points: int) -
     most_gpu, most_cpu = min(room, max(everything, least)), min(beside, max(everything, least))
     if least > most_gpu:
         raise ConfigError(
-            f"The longest conversation needs {_text(least, math.ceil)} of KV, and {device.label} has room for "
-            f"{_text(most_gpu, math.floor)}; use a larger machine, more devices (hardware.gpus) or a smaller "
+            f"The longest conversation needs {_text(_two_digits(least, math.ceil))} of KV, and {device.label} has room for "
+            f"{_text(_two_digits(most_gpu, math.floor))}; use a larger machine, more devices (hardware.gpus) or a smaller "
             "workload.max_turns."
         )
     return _spread(least, most_gpu, points), ["0GB", *_spread(least, most_cpu, points - 1)]
@@ -175,31 +164,28 @@ def default_sizes(plan: TrialPlan, loads: Sequence[WorkloadPlan], points: int) -
 
 def _spread(low: float, high: float, points: int) -> list[Size]:
     """Sizes of two digits from `low`, rounded up, to `high`, rounded down."""
-    if points < 1:
-        return []
-    steps = max(points - 1, 1)
-    between = [low * (high / low) ** (step / steps) for step in range(1, points - 1)]
-    ends = [_text(low, math.ceil)] if points == 1 else [_text(low, math.ceil), _text(high, math.floor)]
-    sizes = {_text(value, round) for value in between} | set(ends)
-    least, most = (parse_capacity(end).bytes or 0 for end in (ends[0], ends[-1]))
-    if most < least:
-        return [ends[0]]
-    found = {parse_capacity(size).bytes or 0: size for size in sizes}
-    return [found[amount] for amount in sorted(found) if least <= amount <= most]
+    least, most = _two_digits(low, math.ceil), _two_digits(high, math.floor)
+    between = (_two_digits(value, round) for value in np.geomspace(low, high, points)[1:-1])
+    found = sorted({least, *between, most} if points > 1 else {least})
+    sizes: list[Size] = [_text(amount) for amount in found if least <= amount <= max(least, most)]
+    return sizes[:points]
 
 
-def _text(amount: float, to_whole: Callable[[float], int]) -> str:
-    """ "43GB", "4.3GB": two digits."""
+def _two_digits(amount: float, to_whole: Callable[[float], int]) -> int:
+    step = 10.0 ** (math.floor(math.log10(amount)) - 1)
+    return round(to_whole(round(amount / step, 6)) * step)
+
+
+def _text(amount: int) -> str:
+    """ "43GB", "4.3GB"."""
     scale, unit = next((one for one in UNITS if amount >= one[0]), UNITS[-1])
-    value = amount / scale
-    step = 10.0 ** (math.floor(math.log10(value)) - 1) if value > 0 else 1.0
-    return f"{round(to_whole(round(value / step, 6)) * step, 6):g}{unit}"
+    return f"{amount / scale:g}{unit}"
 
 
 def check_question(load: Load, question: Question) -> None:
     """The smallest sizes must hold the longest conversation of every seed, the largest must fit the machine, and both must be
     asked the same. Raises PensieveError."""
-    smallest, largest = question.sizes((0,) * len(question.shape)), question.sizes(question.corner)
+    smallest, largest = question.sizes((0, 0, 0)), question.sizes(question.corner)
     most = load.plan(*largest, question.seeds[0])
     check_memory(most)
     for seed in question.seeds:
