@@ -141,7 +141,7 @@ def size() -> int:
 
 
 def bench() -> int:
-    """Benchmarks beside their limits and peers, and the soak test: target=all."""
+    """Benchmarks beside their limits and peers: target=all."""
     with _imports():
         import hydra
         from hydra.core.hydra_config import HydraConfig

@@ -1,4 +1,4 @@
-"""Benchmarks beside their limits and peers, and the soak test: python runners/bench.py target=all. --help lists all."""
+"""Benchmarks beside their limits and peers: python runners/bench.py target=all. --help lists all."""
 
 import sys
 from pathlib import Path

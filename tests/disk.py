@@ -10,11 +10,11 @@ from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request, TokenArray
 from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.device.options import TorchOptions
-from pensieve.lab.bench.exact import CheckedEngine
 from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.plugins.tiers.disk_transfer import DiskOptions
 from pensieve.serve.record import TurnRecord
 from pensieve.sim.profile import Profile
+from tests.exact import CheckedEngine
 from tests.simulated import policy_context
 from tests.test_exactness import load
 from tests.worker.torch.driver import random_tokens

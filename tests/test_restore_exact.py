@@ -16,13 +16,13 @@ from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request
 from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.device.model import load_model
-from pensieve.lab.bench.exact import CheckedEngine
 from pensieve.lab.bench.models import spec_of
 from pensieve.lab.bench.swap import LINKS
 from pensieve.plugins.device.thread_link import Piece, ThreadLink, copy_runs
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.profiling import load_s, profile_of
 from pensieve.sim.profile import Profile
+from tests.exact import CheckedEngine
 from tests.simulated import policy_context
 from tests.test_exactness import load
 from tests.worker.torch.driver import plain_generate, random_tokens

@@ -22,7 +22,6 @@ from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request, Sampling, tokens_of
 from pensieve.core.scheduler.composition import SchedulerSettings, split, unified
 from pensieve.device.options import TorchOptions
-from pensieve.lab.bench.exact import CheckedEngine
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
@@ -35,6 +34,7 @@ from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.plugins.tiers.disk_transfer import DiskOptions
 from pensieve.serve.record import TurnRecord
 from pensieve.sim.profile import Profile
+from tests.exact import CheckedEngine
 from tests.simulated import policy_context
 from tests.worker.torch.driver import tiny_model
 

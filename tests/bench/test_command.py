@@ -26,7 +26,7 @@ CASES = {
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     bench = {"size": "auto", "repeats": None, "model": "auto", "markdown": str(tmp_path / "table.md"), "only": None}
-    bench |= {"exclusive": False, "turns": 1, "sessions": 1, "minutes": 2, "seed": 0}
+    bench |= {"exclusive": False, "sessions": 1, "minutes": 2, "seed": 0}
     hardware = {**read_option("hardware", "cpu"), "threads": 1}
     return {"target": "kernel", "bench": bench, "hardware": hardware, "tracking": read_option("tracking", "local")}
 
@@ -91,8 +91,8 @@ def test_unknown_targets_and_options_are_one_sentence(config: dict[str, Any]) ->
         run_target({**config, "target": "kernels"}, {})
     with pytest.raises(ConfigError, match=r"bench\.repeats"):
         run_target({**config, "bench": {**config["bench"], "repeats": 0}}, {})
-    with pytest.raises(ConfigError, match=r"bench\.turns is a number of target=soak"):
-        run_target(config, {"bench.turns": "1"})
+    with pytest.raises(ConfigError, match=r"bench\.minutes is a number of target=steady"):
+        run_target(config, {"bench.minutes": "1"})
     with pytest.raises(ConfigError, match=r"bench\.size='huge'"):
         run_target({**config, "bench": {**config["bench"], "size": "huge"}}, {})
     with pytest.raises(HardwareMissing, match="is simulated"):
@@ -105,12 +105,9 @@ def test_every_recorded_target_is_there() -> None:
 
 
 FIELDS = [
-    ("soak", {"turns": "abc"}),
-    ("soak", {"turns": -1}),
-    ("soak", {"turns": 0}),
-    ("soak", {"seed": "abc"}),
+    ("steady", {"minutes": "abc"}),
+    ("steady", {"minutes": 1}),
     ("kernel", {"seed": "abc"}),
-    ("kernel", {"turns": "abc"}),
     ("kernel", {"repeats": 0}),
     ("kernel", {"model": "x"}),
 ]

@@ -83,8 +83,8 @@ def test_a_field_is_looked_for_in_the_commands_own_configuration():
         initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"),
         pytest.raises(ConfigCompositionException) as caught,
     ):
-        compose(config_name="bench", overrides=["bench.trns=3"])
-    assert "did you mean bench.turns?" in explain(caught.value, ["bench.trns=3"], "bench")
+        compose(config_name="bench", overrides=["bench.repeat=3"])
+    assert "did you mean bench.repeats?" in explain(caught.value, ["bench.repeat=3"], "bench")
 
 
 def test_a_crash_in_code_of_the_users_own_names_its_line(tmp_path, monkeypatch):

@@ -25,12 +25,12 @@ from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.options import TorchOptions
 from pensieve.device.sampler import Draws, draw, noise_starts
 from pensieve.device.worker import TorchWorker
-from pensieve.lab.bench.exact import CheckedEngine, Paths, WatchedWorker, plain_logits
-from pensieve.lab.bench.soak import Episode, perform
 from pensieve.serve.books.books import Books
 from pensieve.sim.profile import Profile
 from pensieve.specs import ModelSpec
+from tests.exact import CheckedEngine, Paths, WatchedWorker, plain_logits
 from tests.simulated import policy_context
+from tests.soak import Episode, perform
 
 from .standin.findings import Finding, listed
 from .standin.machine import Machine

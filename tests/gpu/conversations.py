@@ -9,10 +9,10 @@ from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
 from pensieve.device.transfers.link import Link
-from pensieve.lab.bench.exact import CheckedEngine, Paths
-from pensieve.lab.bench.soak import Episode, perform
 from pensieve.sim.profile import Profile
+from tests.exact import CheckedEngine, Paths
 from tests.simulated import policy_context
+from tests.soak import Episode, perform
 
 CHUNK, GPU_BLOCKS, CPU_BLOCKS, CONTEXT, REQUESTS = 8, 36, 40, 512, 8
 TURNS = 40

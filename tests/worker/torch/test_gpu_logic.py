@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pensieve.core.cache.restore import RestoreMode
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
 from pensieve.device.transfers.transfer import Transfer
-from pensieve.lab.bench.soak import RestoreMode
 from pensieve.plugins.device.thread_link import ThreadLink
 from tests.gpu.conversations import REQUESTS, TURNS, check_paths, converse
 from tests.gpu.shortage import fail_and_go_on

@@ -16,7 +16,7 @@ from pensieve.device.graphs import buckets_up_to
 from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
-from pensieve.lab.bench.exact import CheckedEngine
+from tests.exact import CheckedEngine
 from tests.simulated import policy_context
 
 from .driver import Driver, random_tokens

@@ -1,7 +1,8 @@
-"""Random conversations on random tiny models through every path, each token compared with the plain model.
+"""Random conversations on random tiny models through every path, each token compared with the plain model:
+`python -m tests.soak 10000 3`, the number of turns and the seed.
 
 An episode is a model, an engine and a list of operations, all drawn from (seed, episode number). The first difference ends
-the run: its operations are cut down to the fewest that still show it, and printed with the seed.
+the run, and what is printed runs that episode again.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, get_args
@@ -25,7 +26,6 @@ from pensieve.core.request import Length, Request, Sampling, tokens_of
 from pensieve.core.scheduler.composition import SchedulerSettings, split, unified
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.options import TorchOptions
-from pensieve.lab.bench.exact import CheckedEngine, Mismatch, Paths
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
@@ -34,10 +34,10 @@ from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.sim.profile import Profile
 from pensieve.specs import ModelSpec
+from tests.exact import CheckedEngine, Mismatch, Paths
 
 TURNS_AN_EPISODE = 60
 _VOCAB, _CONTEXT = 97, 512
-_SHRINK_TRIES = 200
 _SHARED = tuple(5 + 7 * i % 83 for i in range(40))  # a prompt that several conversations begin with
 _POLICIES: tuple[Any, ...] = (
     RetentionValue,
@@ -211,57 +211,30 @@ def _model(architecture: tuple[tuple[str, Any], ...], attention: str) -> LoadedM
     return load_model(spec, "random", None, None, 0, "cpu", threads=1, attention=attention)
 
 
-def shrink(operations: list[Operation], fails: Callable[[list[Operation]], bool]) -> list[Operation]:
-    """Leave out ever smaller parts as long as it still fails."""
-    size, tries = max(len(operations) // 2, 1), 0
-    while size and tries < _SHRINK_TRIES:
-        start = 0
-        while start < len(operations) and tries < _SHRINK_TRIES:
-            without = operations[:start] + operations[start + size :]
-            tries += 1
-            if fails(without):
-                operations = without
-            else:
-                start += size
-        size //= 2
-    return operations
-
-
-def soak(turns: int, seed: int, say: Callable[[str], None] = print) -> int:
+def soak(turns: int, seed: int) -> int:
     """Exit status: 0 when `turns` turns agreed with the plain model, 1 at the first that did not."""
     total, number, began, said = Paths(), 0, time.monotonic(), 0.0
     while total.turns < turns:
-        episode = Episode(seed, number)
-        operations = episode.operations(min(TURNS_AN_EPISODE, turns - total.turns))
-        fault = _fault(episode, operations)
-        if isinstance(fault, str):
-            least = shrink(operations, lambda fewer, e=episode: isinstance(_fault(e, fewer), str))  # type: ignore[misc]
-            say(f"seed {seed}, episode {number}: {fault}")
-            say(f"{len(least)} of {len(operations)} operations still show it ({_fault(episode, least)}):")
-            say(f"from pensieve.lab.bench.soak import Episode, Operation\nEpisode({seed}, {number}).run({least!r})")
+        episode, asked = Episode(seed, number), min(TURNS_AN_EPISODE, turns - total.turns)
+        try:
+            total.add(episode.run(episode.operations(asked)))
+        except (Mismatch, AssertionError) as error:
+            print(f"seed {seed}, episode {number}: {type(error).__name__}: {error}")
+            print(f"from tests.soak import Episode\nepisode = Episode({seed}, {number})")
+            print(f"episode.run(episode.operations({asked}))")
             return 1
-        total.add(fault)
         number += 1
         if time.monotonic() - said > 10:
             said = time.monotonic()
-            say(f"{total.turns} of {turns} turns, {number} models and engines, {time.monotonic() - began:.0f} s")
-    say(
-        f"{total.turns} turns, {total.tokens} tokens, all as the plain model; largest logit difference {total.worst:.1e}"
-    )
+            print(f"{total.turns} of {turns} turns, {number} models and engines, {time.monotonic() - began:.0f} s")
+    print(f"{total.turns} turns, {total.tokens} tokens, all as the plain model; largest difference {total.worst:.1e}")
     by_path = {name: getattr(total, name) for name in Paths.__slots__ if name not in ("turns", "tokens", "worst")}
-    say("turns by path: " + ", ".join(f"{name} {count}" for name, count in by_path.items()))
+    print("turns by path: " + ", ".join(f"{name} {count}" for name, count in by_path.items()))
     missed = [name for name, count in by_path.items() if count == 0]
     if missed:
-        say(f"Not hit, and so not checked: {', '.join(missed)}; give bench.turns more, or another bench.seed.")
+        print(f"Not hit, and so not checked: {', '.join(missed)}; ask for more turns, or give another seed.")
     return 0
 
 
-def _fault(episode: Episode, operations: list[Operation]) -> Paths | str:
-    try:
-        return episode.run(operations)
-    except (Mismatch, AssertionError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
 if __name__ == "__main__":
-    sys.exit(soak(int(sys.argv[1]) if len(sys.argv) > 1 else 300, int(sys.argv[2]) if len(sys.argv) > 2 else 0))
+    sys.exit(soak(*(int(given) for given in [*sys.argv[1:], *("300", "0")[len(sys.argv) - 1 :]])))
