@@ -20,14 +20,26 @@ BUSY = (
 )
 
 
-def rates(tmp_path, monkeypatch, *words):
+def rates(tmp_path, monkeypatch, *words, load=BUSY):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     tracking = replace(open_tracking(checked("tracking=local")), mlflow=False)
-    words = ("tracking=local", *BUSY, *words)
+    words = ("tracking=local", *load, *words)
     job = Job("test", tracking.outputs / "runs" / "x")
     outcome = run_trial(checked(*words), resolved(composed(*words)), tracking, job, lambda text: None)
     assert outcome.completed, outcome.error
     return {metric.name: metric.value for metric in tracking.store.metrics_of(outcome.trial_id) if not metric.label}
+
+
+SCAN = ("workload=rounds", "workload.rounds=12", "cache.gpu='2048 tokens'", "cache.cpu='6144 tokens'")
+
+
+def test_in_strict_turn_recency_finds_little_and_who_adapts_more_than_half(tmp_path, monkeypatch):
+    """All conversations are 1.8 times both tiers at their longest."""
+    found = {}
+    for eviction in ("retention_value", "adaptive_retention"):
+        of = rates(tmp_path / eviction, monkeypatch, f"eviction={eviction}", load=SCAN)
+        found[eviction] = of["gpu_hit_rate"] + of["cpu_hit_rate"]
+    assert found["retention_value"] < 0.3 and found["adaptive_retention"] > 0.5, found
 
 
 @pytest.mark.parametrize("eviction", ["retention_value", "lru", "fifo", "adaptive_retention", "belady"])

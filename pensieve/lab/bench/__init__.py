@@ -1,4 +1,4 @@
-"""Benchmarks beside their limits and peers, and checks of policies and of the server: the targets of runners/bench.py."""
+"""Benchmarks beside their limits and peers, and checks of the server: the targets of runners/bench.py."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ RECORDED = {
     "decode": ("steps", "run_decode"),
     "prefill": ("steps", "run_prefill"),
     "serve": ("serve", "run"),
-    "cpu_path": ("cpu_path", "run"),
-    "density": ("density", "run"),
 }
 """Targets whose results are trials: the module in this folder, and its function of a Bench."""
 
-CHECKS = ("scan", "wire", "steady", "overload")
+CHECKS = ("wire", "steady", "overload")
 
 _OF_ONE = {"sessions": ("steady", 1), "minutes": ("steady", 2)}
 """Fields of bench that one target alone has: its name, and the least value."""
@@ -40,10 +38,6 @@ def run_target(config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
     for name, (only, _) in _OF_ONE.items():
         if f"bench.{name}" in overrides and target != only:
             raise ConfigError(f"bench.{name} is a number of target={only}; target={target} has none.")
-    if target == "scan":
-        from pensieve.lab.bench.scan import main
-
-        return main()
     if target == "wire":
         from pensieve.lab.bench.wire import ROUNDS, wire
 

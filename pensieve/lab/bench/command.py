@@ -26,8 +26,7 @@ from pensieve.lab.trial.terminal import say
 from pensieve.lab.trial.tracking import Tracking, open_named
 from pensieve.plugins.device.shelf import open_shelf
 
-TRIALS = ("serve", "density")  # targets made of trials: each takes the device for itself
-SIMULATED = ("serve",)  # may be measured on a simulated machine
+TRIALS = ("serve",)  # targets made of trials: each takes the device for itself, which may be simulated
 
 
 def run_command(name: str, targets: Sequence[str], config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
@@ -35,10 +34,10 @@ def run_command(name: str, targets: Sequence[str], config: Mapping[str, Any], ov
     hardware, tracked = _group(HardwareConfig, config, "hardware"), _group(TrackingConfig, config, "tracking")
     options = decided(config["bench"])
     machine = find_device(hardware)
-    if machine.simulated and not set(targets) <= set(SIMULATED):
+    if machine.simulated and not set(targets) <= set(TRIALS):
         raise HardwareMissing(
             f"target={name} measures a real device, and hardware={hardware.name} is simulated; use hardware=local, "
-            f"or target={' or '.join(SIMULATED)}."
+            f"or target={' or '.join(TRIALS)}."
         )
     if machine.divided:
         raise ConfigError(

@@ -13,7 +13,7 @@ from pensieve.plugins.device.shelf import ModelAsked, take_model
 from pensieve.specs import ModelSpec
 
 CHUNK = 32  # tokens of a KV block
-ON_GPU, ON_CPU = "llama3_8b", "llama_25m"  # the shape that the goals of target=cpu_path are for: 24.7M parameters
+ON_GPU, ON_CPU = "llama3_8b", "llama_25m"
 
 
 def spec_of(name: str, dtype: str = "float32") -> ModelSpec:
