@@ -57,7 +57,9 @@ def _imports() -> Iterator[None]:
 
 def main() -> None:
     """The console script: pensieve VERB, with the arguments of runners/VERB.py."""
-    verbs = {verb.__name__: verb for verb in (demo, run, size, serve, chat, compare, results, bench, profile, doctor)}
+    verbs = {
+        verb.__name__: verb for verb in (demo, run, size, serve, chat, compare, results, mlflow, bench, profile, doctor)
+    }
     parser = argparse.ArgumentParser(
         prog="pensieve",
         epilog="\n".join(f"{name:<9}{verb.__doc__}" for name, verb in verbs.items()),
@@ -310,6 +312,14 @@ def results(argv: Sequence[str] | None = None) -> int:
     return 1
 
 
+def mlflow() -> int:
+    """MLflow's copy of what was recorded: sync writes what it lacks; results rebuild-mlflow makes it anew."""
+    parser = argparse.ArgumentParser(description=mlflow.__doc__)
+    parser.add_argument("action", choices=("sync",))
+    _, rest = parser.parse_known_args()
+    return results([*rest, "sync-mlflow"])
+
+
 def _results_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=results.__doc__)
     parser.add_argument("--url-env", help="environment variable that holds the URL of another results database")
@@ -343,6 +353,7 @@ def _results_parser() -> argparse.ArgumentParser:
     pruned = command("prune", _prune, "delete attempts that no sweep shows; without --yes only say which")
     pruned.add_argument("--failed", action="store_true", help="also failed and interrupted trials that never completed")
     pruned.add_argument("--yes", action="store_true", help="delete them")
+    command("sync-mlflow", _sync, "write to MLflow what it lacks of the results database (pensieve mlflow sync)")
     command("rebuild-mlflow", _rebuild, "make the MLflow store anew from the results database")
     bundled = command("bundle", _bundle, "a zip of a sweep that redraws its figures on another machine")
     bundled.add_argument("sweep", type=int)
@@ -519,8 +530,18 @@ def _rebuild(store: ResultsStore, _options: argparse.Namespace) -> int:
     from pensieve.lab.compose import outputs_folder
     from pensieve.lab.results.mlflow_runs import rebuild_mlflow
 
-    made = rebuild_mlflow(outputs_folder(), store, _say)
-    print(f"{made} MLflow runs were made from {store.database.shown}.")
+    return _written(rebuild_mlflow(outputs_folder(), store, _say), store)
+
+
+def _sync(store: ResultsStore, _options: argparse.Namespace) -> int:
+    from pensieve.lab.compose import outputs_folder
+    from pensieve.lab.results.mlflow_runs import sync_mlflow
+
+    return _written(sync_mlflow(outputs_folder(), store, _say), store)
+
+
+def _written(trials: int, store: ResultsStore) -> int:
+    print(f"{trials} trials were written to MLflow from {store.database.shown}.")
     return 0
 
 

@@ -73,19 +73,6 @@ def _copied_mlflow(request, monkeypatch, empty_mlflow):
         monkeypatch.setattr(mlflow_store, "_create_database", empty_mlflow)
 
 
-@pytest.fixture(autouse=True)
-def _not_live(request, monkeypatch):
-    """No process beside each real trial; tests of what is shown while a trial runs ask for `live_mlflow`."""
-    module = sys.modules.get("pensieve.lab.trial.mlflow_process")
-    if module is not None and "live_mlflow" not in request.fixturenames:
-        monkeypatch.setattr(module, "find_spec", lambda package: None)
-
-
-@pytest.fixture
-def live_mlflow():
-    """Trials are shown in MLflow while they run in this test."""
-
-
 @pytest.fixture
 def made_mlflow():
     """MLflow makes its database itself in this test."""

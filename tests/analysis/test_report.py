@@ -130,7 +130,7 @@ def test_a_text_about_a_sweep_becomes_an_artifact_of_its_run(tmp_path):
     store = open_store(tmp_path)
     sweep = open_sweep(store)
     assert mlflow_runs.log_text_of_sweep(tmp_path, store, sweep, "page", "report.html") is None
-    run = mlflow_runs.start_parent(tmp_path, store, sweep, "pensieve")
+    run, _ = mlflow_runs.copy_sweep(tmp_path, store, sweep)
     assert mlflow_runs.log_text_of_sweep(tmp_path, store, sweep, "page", "report.html") == run
     [written] = tmp_path.glob(f"mlartifacts/**/{run}/artifacts/report.html")
     assert written.read_text() == "page"

@@ -10,10 +10,10 @@ from hydra.core.global_hydra import GlobalHydra
 from pensieve import cli
 from pensieve.lab.results import mlflow_runs, mlflow_store
 from pensieve.lab.results.store import open_store
-from pensieve.lab.trial import mlflow, terminal
-from pensieve.lab.trial import run as run_module
+from pensieve.lab.trial import terminal
 
 SHORT = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")
+SWEEP = ("-m", "seed=0", "baseline=pensieve,stateless")
 
 
 @pytest.fixture
@@ -37,7 +37,6 @@ def typed(tmp_path, monkeypatch, capsys):
     signal.signal(signal.SIGINT, before)
     terminal._interrupted = False
     terminal._close_sweep = None
-    mlflow._waiting.clear()
 
 
 def runs(folder):
@@ -51,99 +50,55 @@ def runs(folder):
     return sorted(rows, key=lambda row: row[0] or "")
 
 
-@pytest.fixture
-def written(monkeypatch):
-    """Trials in the order in which they are copied, each with what had been printed by then."""
-    log, order = mlflow_runs.log_trial, []
-
-    def noted(outputs, store, trial_id, *given):
-        order.append(trial_id)
-        return log(outputs, store, trial_id, *given)
-
-    monkeypatch.setattr(mlflow_runs, "log_trial", noted)
-    return order
-
-
-def test_a_trial_that_fails_or_is_interrupted_is_marked_in_mlflow(typed, tmp_path, monkeypatch):
-    status, said = typed(
-        "cache.gpu='256 tokens'"
-    )  # a mistake in the configuration is no run, and the next one is trial 1
+def test_a_trial_is_copied_after_its_results_and_one_that_failed_too(typed, tmp_path, monkeypatch):
+    status, said = typed("cache.gpu='256 tokens'")  # a mistake in the configuration is no run; the next one is trial 1
     assert "longest conversation" in (status if isinstance(status, str) else said.err)
-    status, said = typed("trial.timeout_s=0")
-    assert status == 1
-    assert "trial.timeout_s" in said.err
-
-    def interrupted(*_given, **_named):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run_module, "replay", interrupted)
-    status, said = typed()
-    assert status == 130
-    assert "Interrupted; the trial is marked so" in said.err
-    assert runs(tmp_path) == [("1", "FAILED", None), ("2", "KILLED", None)]
-
-
-def test_an_error_of_ours_loses_no_copy(typed, tmp_path, monkeypatch):
-    monkeypatch.setattr("pensieve.lab.trial.sweep.summary", None)  # a bug while printing, raised in our own file
-    with pytest.raises(TypeError):
-        typed()
-    assert runs(tmp_path) == [("1", "FINISHED", None)]
+    assert typed("trial.timeout_s=0")[0] == 1
+    with monkeypatch.context() as buggy:
+        buggy.setattr("pensieve.lab.trial.sweep.summary", None)  # a bug while printing, raised in our own file
+        with pytest.raises(TypeError):
+            typed()
+    assert typed("trial.isolate=true", "seed=1")[0] == 0
+    done = [("1", "FAILED", None), ("2", "FINISHED", None), ("3", "FINISHED", None)]
+    assert runs(tmp_path) == done
+    open_store(tmp_path).set_trial(3, mlflow_run_id=None)  # as if the process had been killed before the copy
+    status, said = typed("trial.isolate=true", "seed=1")
+    assert (status, runs(tmp_path)) == (0, done)
+    assert "Trial 3 is this one" in said.err
 
 
-def test_a_simulated_sweep_is_copied_after_its_table(typed, tmp_path, monkeypatch, written):
+@pytest.mark.parametrize("each", [False, True])
+def test_a_sweep_is_copied_after_its_table_and_a_real_one_also_after_each_trial(typed, tmp_path, monkeypatch, each):
     shown = []
-    table = mlflow_runs.start_parent
-    monkeypatch.setattr("pensieve.lab.trial.sweep.places", lambda tracking: shown.append(list(written)) or [])
-    assert mlflow_runs.start_parent is table
-    status, _ = typed("-m", "seed=0", "baseline=pensieve,stateless")
-    assert status == 0
-    assert shown == [[]]
-    assert written == [1, 2]
+    monkeypatch.setattr("pensieve.lab.trial.sweep.places", lambda tracking: shown.append(runs(tmp_path)) or [])
+    if each:  # what is real is slow: the sweep is told that its trials are
+        monkeypatch.setattr("pensieve.lab.trial.sweep.copied_at_once", lambda *_: True)
+    assert typed(*SWEEP)[0] == 0
     parent = open_store(tmp_path).sweep(1).mlflow_run_id
-    assert runs(tmp_path) == [(None, "FINISHED", None), ("1", "FINISHED", parent), ("2", "FINISHED", parent)]
-    # The same command is the same sweep: its runs are there already, and none is made twice.
-    assert typed("-m", "seed=0", "baseline=pensieve,stateless")[0] == 0
-    assert len(runs(tmp_path)) == 3
+    trials = [("1", "FINISHED", parent), ("2", "FINISHED", parent)]
+    assert shown == [[(None, "RUNNING", None), *trials] if each else []]
+    assert runs(tmp_path) == [(None, "FINISHED", None), *trials]
+    assert typed(*SWEEP)[0] == 0  # the same command is the same sweep
+    assert runs(tmp_path) == [(None, "FINISHED", None), *trials]
 
 
-def test_ctrl_c_while_mlflow_is_written_leaves_no_half_run_and_the_same_command_writes_the_rest(
-    typed, tmp_path, monkeypatch
-):
+def test_ctrl_c_while_mlflow_is_written_leaves_no_half_run_and_sync_writes_the_rest(typed, tmp_path, monkeypatch):
     fill = mlflow_runs._fill_run
 
     def pressed(*given):
         signal.raise_signal(signal.SIGINT)
         fill(*given)
 
-    sweep = ("-m", "seed=0", "baseline=pensieve,stateless")
-    monkeypatch.setattr(mlflow_runs, "_fill_run", pressed)
-    status, said = typed(*sweep)
+    with monkeypatch.context() as pressing:
+        pressing.setattr(mlflow_runs, "_fill_run", pressed)
+        status, said = typed(*SWEEP)
     assert status == 130
     assert "Interrupted" in said.err
     parent = open_store(tmp_path).sweep(1).mlflow_run_id
     assert [row for row in runs(tmp_path) if row[0]] == [("1", "FINISHED", parent)]
-    mlflow._waiting.clear()  # as the process has ended
-    monkeypatch.setattr(mlflow_runs, "_fill_run", fill)
-    assert typed(*sweep)[0] == 0
+    monkeypatch.setattr("sys.argv", ["pensieve mlflow", "sync"])
+    assert cli.mlflow() == 0
     assert runs(tmp_path) == [(None, "FINISHED", None), ("1", "FINISHED", parent), ("2", "FINISHED", parent)]
-
-
-def test_a_trial_whose_process_was_killed_before_the_copy_is_copied_by_the_same_command(typed, tmp_path, monkeypatch):
-    with monkeypatch.context() as killed:
-        killed.setattr("pensieve.lab.trial.sweep.copy_waiting", lambda: None)
-        assert typed()[0] == 0
-    mlflow._waiting.clear()
-    assert open_store(tmp_path).trial(1).mlflow_run_id is None
-    status, said = typed()
-    assert status == 0
-    assert "Trial 1 is this one" in said.err
-    assert runs(tmp_path) == [("1", "FINISHED", None)]
-
-
-def test_an_isolated_trial_is_copied_once_by_its_parent(typed, tmp_path, written):
-    assert typed("trial.isolate=true")[0] == 0
-    assert written == [1]  # counted in this process
-    assert runs(tmp_path) == [("1", "FINISHED", None)]
 
 
 def test_what_mlflow_s_database_raises_is_one_sentence_without_a_trace(tmp_path, capfd, caplog):

@@ -254,7 +254,7 @@ def params_of(values: Mapping[str, Any]) -> list[Any]:
     return [Param(allowed_name(key), text[:PARAM_LENGTH]) for key, text in sorted(texts.items())]
 
 
-def metrics_of(values: Mapping[str, float | None], at_ms: int, step: int = 0) -> list[Any]:
+def metrics_of(values: Mapping[str, float | None], at_ms: int | None, step: int = 0) -> list[Any]:
     """Make MLflow's metrics of the values that are known."""
     from mlflow.entities import Metric
 

@@ -181,10 +181,6 @@ class ResultsStore:
         """Whether the sweep was begun anew, so that the trials it shows are none of another's."""
         return _AGAIN in self.sweep(sweep_id).key
 
-    def sweep_of_run(self, mlflow_run_id: str) -> Sweep | None:
-        """The sweep whose parent run in MLflow this is."""
-        return self._one(select(Sweep).where(Sweep.mlflow_run_id == mlflow_run_id))
-
     def newest_sweep(self) -> Sweep | None:
         """The sweep that was started or resumed last. Bench commands, whose trials are single cases, are not sweeps."""
         ordinary = select(Sweep).where(Sweep.experiment.is_distinct_from(BENCH))

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -28,7 +28,6 @@ from pensieve.lab.results.environment import Owner, this_process
 from pensieve.lab.trial.identity import identity_of
 from pensieve.lab.trial.job import Asked, Job, Outcome
 from pensieve.lab.trial.liveness import end_with
-from pensieve.lab.trial.mlflow import copy_waiting
 from pensieve.lab.trial.terminal import INTERRUPTED, raise_if_interrupted, remember_interrupts, say
 from pensieve.lab.trial.tracking import Tracking, open_tracking
 from pensieve.plugins.device.shelf import open_shelf
@@ -58,7 +57,7 @@ def run_isolated(
     outcome: Outcome | None = None
     late = False
     try:
-        apart.pipe.send(Asked(dict(resolved), replace(job, mlflow_later=True)))
+        apart.pipe.send(Asked(dict(resolved), job))
         outcome, late = _wait(apart.process, apart.pipe, timeout_s)
     except BrokenPipeError:
         apart.process.join()  # it died before it was asked
@@ -90,7 +89,7 @@ _kept: list[_Apart] = []
 def _start(tracking: Tracking) -> _Apart:
     spawn = multiprocessing.get_context("spawn")  # a fork would share the parent's CUDA context and threads
     ours, its = spawn.Pipe()
-    process = spawn.Process(target=_perform, args=(tracking.outputs, tracking.mlflow, this_process(), its))
+    process = spawn.Process(target=_perform, args=(tracking.outputs, this_process(), its))
     process.start()
     its.close()
     return _Apart(process, ours)
@@ -163,12 +162,9 @@ def _record_death(process: SpawnProcess, tracking: Tracking, crash: Path, late_s
 # -- in the process of its own ------------------------------------------------------------------------------------------
 
 
-def _perform(outputs: Path, mlflow: bool, parent: Owner, pipe: Connection) -> None:
+def _perform(outputs: Path, parent: Owner, pipe: Connection) -> None:
     """Trials one after another, as they are asked for through `pipe`, until nobody is there to ask for more. The outcome of
-    each is sent back, and what it prints goes to stderr.
-
-    The parent, to which the outcomes go, copies the trials to MLflow. An interrupted one has no outcome: it is copied here.
-    """
+    each is sent back, and what it prints goes to stderr. An interrupted one has no outcome."""
     os.setsid()  # Ctrl-C on the terminal reaches it once, through the parent
     os.dup2(2, 1)
     end_with(parent)
@@ -178,9 +174,8 @@ def _perform(outputs: Path, mlflow: bool, parent: Owner, pipe: Connection) -> No
         while (asked := _next(pipe)) is not None:
             with _logs_in(asked.job.folder):
                 try:
-                    pipe.send(_attempt(asked.config, outputs, mlflow, asked.job))
+                    pipe.send(_attempt(asked.config, outputs, asked.job))
                 except KeyboardInterrupt:
-                    copy_waiting()
                     sys.exit(INTERRUPTED)
 
 
@@ -208,14 +203,12 @@ def _logs_in(folder: Path) -> Iterator[None]:
     (folder / CRASH_FILE).unlink(missing_ok=True)
 
 
-def _attempt(resolved: dict[str, Any], outputs: Path, mlflow: bool, job: Job) -> Outcome:
+def _attempt(resolved: dict[str, Any], outputs: Path, job: Job) -> Outcome:
     from pensieve.lab.trial.run import attempt_trial  # which starts isolated trials, and so imports this module
 
     try:
         config = check(resolved)
-        opened = open_tracking(config, outputs)
-        tracking = Tracking(opened.outputs, opened.store, mlflow, opened.kept)
-        plan = plan_trial(config)
+        tracking, plan = open_tracking(config, outputs), plan_trial(config)
         return attempt_trial(plan, identity_of(plan, resolved, job.reproduces), resolved, tracking, job, say)
     except PensieveError as error:
         return Outcome(0, "failed", error=str(error))

@@ -14,17 +14,14 @@ class Job:
     """title: for the progress bar and messages. folder: for the trial's files.
 
     sweep_id: None for a single run. preflight: False where the sweep has done it for all its jobs. reproduces: the trial
-    that this one repeats, to be compared with it. mlflow_later: its copy in MLflow waits for mlflow.copy_waiting.
-    progress: of its turns, see progress.Shown. keeps: the process that an isolated trial runs in may stay for the next one,
-    since whoever runs both ends it when they are over.
+    that this one repeats, to be compared with it. progress: of its turns, see progress.Shown. keeps: the process that an
+    isolated trial runs in may stay for the next one, since whoever runs both ends it when they are over.
     """
 
     title: str
     folder: Path
     sweep_id: int | None = None
     number: int = 0
-    mlflow_run_id: str | None = None
-    mlflow_later: bool = False
     preflight: bool = True
     reproduces: int | None = None
     progress: Shown = "bar"

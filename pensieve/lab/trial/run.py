@@ -56,7 +56,6 @@ from pensieve.lab.trial.isolate import run_isolated
 from pensieve.lab.trial.job import Job, Outcome
 from pensieve.lab.trial.liveness import Deadline, Heartbeat, device_lock
 from pensieve.lab.trial.machine import measure_beside
-from pensieve.lab.trial.mlflow import LiveRun, copy_trial
 from pensieve.lab.trial.samples import (
     DeviceSampler,
     Neighbours,
@@ -123,7 +122,7 @@ def run_trial(
             note = explain_difference(older, identity)
             known = older if config.resume == "config" else None
     if known is not None:
-        return _reuse(known, config, tracking, job)
+        return _reuse(known, tracking, job)
     if note and (job.number == 0 or identity.unstated):  # else the other jobs of the sweep have the same reason
         say(note)
     awaited = plan.device.simulated and config.hardware.profile == config.trial.measure_machine is not None
@@ -134,8 +133,6 @@ def run_trial(
     for attempts_left in range(config.trial.retries, -1, -1):
         if _isolated(plan):
             outcome = run_isolated(resolved, tracking, job, config.trial.timeout_s, _shares_process(plan, job))
-            if outcome.trial_id:
-                copy_trial(tracking, outcome.trial_id, config.experiment_name, job)
         else:
             outcome = attempt_trial(plan, identity, resolved, tracking, job, say)
         if outcome.completed or outcome.permanent or attempts_left == 0:
@@ -190,15 +187,13 @@ def attempt_trial(
         tracking.store.close_trial_of(os.getpid(), _INTERRUPTED, None, "interrupted")
         raise
     if isinstance(begun, Trial):
-        return _reuse(begun, config, tracking, job)
+        return _reuse(begun, tracking, job)
     trial_id, deadline = begun, Deadline(config.trial.timeout_s)
     try:
         if job.sweep_id is not None:
             tracking.store.link(job.sweep_id, trial_id, job.number, reused=False)
-        shown = tracking.mlflow and not plan.device.simulated
-        live = LiveRun(tracking, trial_id, config.experiment_name, job) if shown else nullcontext()
-        with tracking.store.database.held(), Heartbeat(tracking.store, trial_id), live as watcher:
-            _run(trial_id, plan, tracking, job, deadline, say, watcher)
+        with tracking.store.database.held(), Heartbeat(tracking.store, trial_id):
+            _run(trial_id, plan, tracking, job, deadline, say)
     except KeyboardInterrupt:
         ends_interrupted()
         _close(tracking, trial_id, "interrupted", _INTERRUPTED, None)
@@ -209,8 +204,6 @@ def attempt_trial(
         _close(tracking, trial_id, "failed", sentence, traceback.format_exc())
         shelf.empty()  # it may have broken what the next one would use
         return Outcome(trial_id, "failed", error=sentence, permanent=isinstance(error, PERMANENT))
-    finally:
-        copy_trial(tracking, trial_id, config.experiment_name, job)
     return Outcome(trial_id, "completed")
 
 
@@ -240,11 +233,10 @@ def _sentence(error: Exception) -> str:
     return explain_crash(error)
 
 
-def _reuse(known: Trial, config: TrialConfig, tracking: Tracking, job: Job) -> Outcome:
-    """Show the known trial, also in MLflow: the process that ran it may have died before it wrote it there."""
-    reused = job.sweep_id is not None and tracking.store.link(job.sweep_id, known.id, job.number, reused=True)
-    if job.sweep_id is not None or known.mlflow_run_id is None:
-        copy_trial(tracking, known.id, config.experiment_name, job, reused)
+def _reuse(known: Trial, tracking: Tracking, job: Job) -> Outcome:
+    """Show the known trial."""
+    if job.sweep_id is not None:
+        tracking.store.link(job.sweep_id, known.id, job.number, reused=True)
     return Outcome(known.id, "completed", reused=True)
 
 
@@ -255,7 +247,6 @@ def _run(
     job: Job,
     deadline: Deadline,
     say: Callable[[str], None],
-    live: LiveRun | None,
 ) -> None:
     config = plan.config
     tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
@@ -294,15 +285,11 @@ def _run(
                 tracking.store, trial_id, meter_of(plan.device, plan.computes_elsewhere), system.clock
             )
             occupancy = Occupancy(tracking.store, trial_id, system)
-            if live is not None:
-                live.watch(occupancy)
             limit_bytes = memory_limit_bytes(config.hardware)
             ours = with_children if plan.computes_elsewhere else this_process
             own = MemoryWatch(limit_bytes, ours) if limit_bytes is not None and not outside else None
             with sampler, occupancy, own or nullcontext():
-                record = _replay(trial_id, system, workload, described, tracking, job, deadline, live)
-            if live is not None:
-                live.end()
+                record = _replay(trial_id, system, workload, described, tracking, job, deadline)
             others = neighbours.share()
             counted = system.counters()
             held = system.holdings() if isinstance(system, EngineSystem) else {}
@@ -391,7 +378,6 @@ def _replay(
     tracking: Tracking,
     job: Job,
     deadline: Deadline,
-    live: LiveRun | None,
 ) -> ReplayRecord:
     """Replay the workload. Turns go to the database and their tokens to Parquet as they complete; memory holds neither.
 
@@ -414,7 +400,6 @@ def _replay(
             record = replay(
                 system,
                 workload,
-                on_turn=live.finished if live is not None else None,
                 on_batch=on_batch,
                 batch_size=TURNS_A_BATCH,
                 progress=on_progress,

@@ -364,14 +364,6 @@ class Occupancy:
         except ResultsError as problem:
             log.warning("the occupancy of trial %s is not kept: %s", self._trial_id, problem)
 
-    @property
-    def latest(self) -> tuple[float, Mapping[str, float]] | None:
-        """The last reading: seconds since the block was entered, and the gauges; any thread may ask."""
-        if not self._moments:
-            return None
-        at_s, gauges = self._moments[-1]
-        return at_s, {name: value for name, (value, _) in gauges.items()}
-
     def _advance(self, ns: int) -> None:
         """Called before the clock moves to `ns`: the gauges are read once, however many readings fall before that time."""
         until_s = ns / 1e9 - self._origin_s

@@ -30,7 +30,7 @@ from pensieve.lab.compose.plan import awaits_profile
 from pensieve.lab.compose.preflight import preflight
 from pensieve.lab.results.environment import Owner, git_commit, host, this_process
 from pensieve.lab.results.identity import sweep_key
-from pensieve.lab.results.mlflow_runs import address_of, finish_parent, log_drawn, start_parent
+from pensieve.lab.results.mlflow_runs import address_of, copy_sweep, copy_trial, log_drawn
 from pensieve.lab.results.mlflow_store import remote_url
 from pensieve.lab.results.slo import PREFIX
 from pensieve.lab.results.store import ResultsStore
@@ -42,7 +42,6 @@ from pensieve.lab.trial.isolate import end_kept
 from pensieve.lab.trial.job import Job, Outcome
 from pensieve.lab.trial.jobs import Jobs, fixed_overrides
 from pensieve.lab.trial.liveness import end_with
-from pensieve.lab.trial.mlflow import copy_trial, copy_waiting
 from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.summary import UI_ADDRESS, brief, places, summary
 from pensieve.lab.trial.terminal import (
@@ -52,6 +51,7 @@ from pensieve.lab.trial.terminal import (
     console,
     discard_output,
     ends_interrupted,
+    interrupts_held,
     say,
     sweep_is_closed,
 )
@@ -77,12 +77,10 @@ class SweepMembership:
     """
 
     sweep_id: int
-    mlflow_run_id: str | None
     n_expected: int
     outputs: Path
     axes: tuple[str, ...] = ()
     owner: Owner | None = None
-    mlflow_later: bool = False
     keeps: bool = False
 
 
@@ -115,15 +113,13 @@ def current_membership() -> tuple[SweepMembership, int] | None:
 class OpenSweep:
     """A sweep whose jobs run. n_expected: 0 where a sweeper chooses them as it goes.
 
-    mlflow_later: MLflow is written when the jobs have ended and their table has been printed. keeps: the trials of this
-    process share a model until then.
+    keeps: the trials of this process share a model until the jobs have ended.
     """
 
     config: TrialConfig
     outputs: Path
     sweep_id: int
     n_expected: int
-    mlflow_later: bool
     keeps: bool = False
 
     def finish(self) -> bool:
@@ -141,7 +137,7 @@ class OpenSweep:
             if tracking.kept and completed:
                 drawn = beside.submit(draw_figures, tracking, self.config.tracking.url_env, self.sweep_id)
             table = self._set_status(tracking, status, shown=True)
-            self._to_mlflow(tracking, table, status)
+            self._to_mlflow(tracking, table)
             figures = drawn.result() if drawn else []
             for line in figure_lines(figures):
                 print(line)
@@ -154,7 +150,7 @@ class OpenSweep:
         self._return_memory()
         tracking = open_tracking(self.config, self.outputs)
         table = self._set_status(tracking, status, shown=status != "interrupted")
-        self._to_mlflow(tracking, table, status)
+        self._to_mlflow(tracking, table)
 
     def _return_memory(self) -> None:
         end_kept()
@@ -177,28 +173,14 @@ class OpenSweep:
             discard_output()  # the sweep is still to be closed, and its status to be returned
         return table
 
-    def _to_mlflow(self, tracking: Tracking, table: SweepTable, status: str) -> None:
+    def _to_mlflow(self, tracking: Tracking, table: SweepTable) -> None:
         """Write the sweep to MLflow, and print where its runs are shown."""
         if not tracking.mlflow:
             return
-        if self.mlflow_later:
-            copy_waiting(start_parent(tracking.outputs, tracking.store, self.sweep_id, self.config.experiment_name))
-        parent = finish_parent(tracking.outputs, tracking.store, self.sweep_id, table, status)
-        address = address_of(tracking.outputs, parent) if parent is not None and remote_url() is None else None
+        copied = copy_sweep(tracking.outputs, tracking.store, self.sweep_id, table, interrupts_held)
+        address = address_of(tracking.outputs, copied[0]) if copied is not None and remote_url() is None else None
         if address is not None:
             say(f"Runs:     {UI_ADDRESS}{address}")
-
-
-def copy_sweep(tracking: Tracking, sweep_id: int, experiment_name: str, status: str) -> None:
-    """Write a sweep that has ended to MLflow, with the trials that its jobs show."""
-    if not tracking.mlflow:
-        return
-    store = tracking.store
-    for job in store.trials_of_sweep(sweep_id):
-        waiting = Job("", tracking.outputs, sweep_id, job.job, mlflow_later=True)
-        copy_trial(tracking, (job.trial or job.last).id, experiment_name, waiting, job.reused)
-    copy_waiting(start_parent(tracking.outputs, store, sweep_id, experiment_name))
-    finish_parent(tracking.outputs, store, sweep_id, sweep_table(store, sweep_id), status)
 
 
 def open_sweep(
@@ -235,18 +217,13 @@ def open_sweep(
         git_commit=git_commit(),
         anew=any(plan.config.force for plan in plans),
     )
-    # In a launcher's processes nobody would write what waits; a real trial takes so long that MLflow is looked at meanwhile.
-    later = in_turn and all(plan.device.simulated for plan in plans)
     keeps = in_turn and not all(plan.device.simulated for plan in plans)
-    sweep = OpenSweep(first, tracking.outputs, sweep_id, n_expected, later, keeps)
+    sweep = OpenSweep(first, tracking.outputs, sweep_id, n_expected, keeps)
     if keeps:
         shelf.begin()
     close_at_exit(sweep.close)
-    parent = None
-    if tracking.mlflow and not later:
-        parent = start_parent(tracking.outputs, tracking.store, sweep_id, first.experiment_name)
     names = tuple(jobs.axes) if jobs else ()
-    membership = SweepMembership(sweep_id, parent, n_expected, tracking.outputs, names, this_process(), later, keeps)
+    membership = SweepMembership(sweep_id, n_expected, tracking.outputs, names, this_process(), keeps)
     write_membership(config, membership)
     say(_announcement(jobs, axes))
     return sweep
@@ -346,24 +323,26 @@ def run_single(cfg: DictConfig, config: TrialConfig) -> None:
     plain = resolved(cfg)
     tracking = open_tracking(config)
     folder = _folder(plain, tracking.kept, tracking.outputs)
-    job = Job(title=f"{config.model.name} {config.baseline.name}", folder=folder, mlflow_later=True)
+    job = Job(title=f"{config.model.name} {config.baseline.name}", folder=folder)
     try:
-        try:
-            outcome = run_trial(config, plain, tracking, job, say)
-        except KeyboardInterrupt:
-            ends_interrupted()
-            say("Interrupted; the trial is marked so, and the same command runs it again.")
-            sys.exit(INTERRUPTED)
+        outcome = run_trial(config, plain, tracking, job, say)
+    except KeyboardInterrupt:
+        ends_interrupted()
+        say("Interrupted; the trial is marked so, and the same command runs it again.")
+        sys.exit(INTERRUPTED)
+    store = tracking.store
+    try:
         if not outcome.completed:
             say(str(outcome.error))
             sys.exit(1)
         if outcome.reused:
             say(f"Trial {outcome.trial_id} is this one and is completed; force=true runs it again.")
-        console().print(summary(tracking.store, outcome.trial_id))
-        _print_fidelity(tracking.store, outcome.trial_id)
+        console().print(summary(store, outcome.trial_id))
+        _print_fidelity(store, outcome.trial_id)
         print(*places(tracking), sep="\n", flush=True)
     finally:
-        copy_waiting()
+        if tracking.mlflow and outcome.trial_id and store.trial(outcome.trial_id).mlflow_run_id is None:
+            copy_trial(tracking.outputs, store, outcome.trial_id, interrupts_held)
 
 
 def _of_sweep(cfg: DictConfig, membership: SweepMembership, number: int) -> None:
@@ -394,8 +373,6 @@ def _record(
             folder=_folder(plain, tracking.kept, tracking.outputs / str(number)),
             sweep_id=membership.sweep_id,
             number=number,
-            mlflow_run_id=membership.mlflow_run_id,
-            mlflow_later=membership.mlflow_later,
             preflight=False,
             progress="bar" if membership.owner in (None, this_process()) else "lines",
             keeps=membership.keeps,
@@ -415,6 +392,13 @@ def _record(
         if config.trial.fail_fast:
             tracking.store.set_sweep(membership.sweep_id, status="failed")
             say("trial.fail_fast=true: no further trial of this sweep begins.")
+    if copied_at_once(tracking, outcome):
+        copy_sweep(tracking.outputs, tracking.store, membership.sweep_id)
+
+
+def copied_at_once(tracking: Tracking, outcome: Outcome) -> bool:
+    """Whether MLflow gets a trial before its sweep has ended: a real one. A simulated one takes less than the import."""
+    return tracking.mlflow and bool(outcome.trial_id) and not tracking.store.trial(outcome.trial_id).simulated
 
 
 def _time_left(store: ResultsStore, membership: SweepMembership) -> str:

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing import active_children, get_context
 from pathlib import Path
 
@@ -68,7 +67,7 @@ def _perform(asked: Asked, outputs: Path, owner: Owner) -> Outcome | None:
     end_with(owner)
     try:
         raise_if_interrupted()
-        return None if _ended else _outcome(asked, replace(open_tracking(check(asked.config), outputs), mlflow=False))
+        return None if _ended else _outcome(asked, open_tracking(check(asked.config), outputs))
     except KeyboardInterrupt:
         _ended = True
         return None

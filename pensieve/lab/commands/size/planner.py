@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -25,12 +25,13 @@ from pensieve.lab.compose import TrialConfig, check, resolved
 from pensieve.lab.results.digest import code_hash
 from pensieve.lab.results.environment import git_commit, host
 from pensieve.lab.results.identity import counts_for_sweep, sweep_key
+from pensieve.lab.results.mlflow_runs import copy_sweep
 from pensieve.lab.results.prices import Worth, prefill_seconds
 from pensieve.lab.results.size_map import SETTINGS, Place, Question, SizeMap, read_map
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.trial.job import Asked, Job, Outcome
 from pensieve.lab.trial.summary import brief, places
-from pensieve.lab.trial.sweep import copy_sweep, draw_figures, figure_lines
+from pensieve.lab.trial.sweep import draw_figures, figure_lines
 from pensieve.lab.trial.terminal import (
     INTERRUPTED,
     close_at_exit,
@@ -118,7 +119,7 @@ class _Planner:
         q = self.question
         axes = "; ".join(f"{axis} = {', '.join(sizes)}" for axis, sizes in q.axes.items())
         say(f"Map of {' x '.join(map(str, q.shape))} sizes, {len(q.seeds)} seed{'s' * (len(q.seeds) > 1)}: {axes}")
-        with performing(replace(self.tracking, mlflow=False), self._processes()) as perform:
+        with performing(self.tracking, self._processes()) as perform:
             while tasks := self._wanted(self._map()):
                 began = time.monotonic()
                 for count, (asked, outcome) in enumerate(perform([self._asked(task) for task in tasks]), start=1):
@@ -193,7 +194,8 @@ class _Planner:
         if self.tracking.kept:
             for line in figure_lines(draw_figures(self.tracking, self.config.tracking.url_env, self.sweep_id)):
                 print(line, flush=True)
-        copy_sweep(self.tracking, self.sweep_id, self.config.experiment_name, status)
+        if self.tracking.mlflow:
+            copy_sweep(self.tracking.outputs, self.tracking.store, self.sweep_id)
         return 1 if self.failures else 0
 
 
