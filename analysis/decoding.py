@@ -22,8 +22,7 @@ from pensieve.lab.results.frame import by_conversation, values_of
 from pensieve.lab.statistics import Estimate
 from pensieve.units import significant
 
-COMMAND = "python runners/run.py experiment=machine/llm_decode -m"
-CROSSING = "python runners/run.py experiment=machine/disaggregated_decode -m"
+COMMAND = "python runners/run.py experiment=machine/disaggregated_decode -m"
 WAYS = {"network": ("sent_bytes", "received_bytes"), "GPU-CPU": ("h2d_bytes", "d2h_bytes")}
 
 
@@ -161,7 +160,7 @@ class Share:
     "disaggregation",
     "A token decoded in another process",
     shows="latency of a decoded token by part, and bytes each way, by what the model's process keeps",
-    command=CROSSING,
+    command=COMMAND,
     applies=lambda source: source.has_workload("decode") and source.has_metric("sent_bytes"),
 )
 def disaggregation(source: Source) -> Iterator[Plot]:
@@ -201,7 +200,7 @@ def _share(source: Source, cell: Cell) -> Share:
     if ms["latency"] is None:
         raise MissingSeries(
             f"Sweep {source.sweep.id} has no completed request of baseline {cell.baseline} that decodes by itself; run "
-            f"`{CROSSING}`."
+            f"`{COMMAND}`."
         )
     return Share(cell, ms, {way: each(f"{way}_bytes") for way in ("sent", "received")})
 

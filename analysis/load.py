@@ -234,7 +234,7 @@ def objective(panel: Panel) -> str:
     "hotness_load",
     "First token by how often users return",
     shows="first tokens of hot, warm and cold users against their number or interval",
-    command="python runners/run.py experiment=users/hotness_interval -m",
+    command="python runners/run.py experiment=users/hotness workload.request_interval=0.1,0.3,0.5,1.0 -m",
     applies=lambda source: (
         load_axis(source) in CLASS_LOADS and any(source.has_metric("ttft_ms_p50", one) for one in CLASSES)
     ),

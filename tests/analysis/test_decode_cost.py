@@ -129,6 +129,6 @@ def test_an_engine_in_this_process_has_a_network_that_nobody_counts(drawn, store
 def test_a_sweep_without_decoding_names_the_command(store, tmp_path):
     source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: [turn("a", 1, phase="warmup")], workload="decode")
     with pytest.raises(
-        MissingSeries, match=r"no completed request of baseline pensieve.*experiment=machine/llm_decode -m"
+        MissingSeries, match=r"no completed request of baseline pensieve.*experiment=machine/disaggregated_decode -m"
     ):
         decode_cost.draw(source, tmp_path)

@@ -3,7 +3,7 @@
 import pytest
 
 from pensieve.lab.compose import options
-from pensieve.lab.compose.meant import as_meant
+from pensieve.lab.compose.meant import FORMER_COMMANDS, as_meant
 
 SIMULATED = ["workload=trace", "model=llama3_8b", "cache=small", "hardware=sim_a100_80g"]
 
@@ -28,15 +28,14 @@ def test_a_path_alone_is_a_recording_to_replay(config, typed, added):
 
 
 FORMER = """
-ablation_chunk ablation_cpu_size ablation_eviction ablation_gpu_cache ablation_scheduler ablation_swap_out
-agent_scaling agent_stages batch_size_confound beyond_chunk_size beyond_copy_ahead beyond_cost_context
-beyond_cost_error beyond_cpu_size beyond_disk beyond_duplex beyond_pipelined_swap_in cluster_failures
-cluster_migration cluster_routing cluster_scale demo_sequential disaggregated_decode disaggregated_decode_sim fidelity
-fidelity_vllm hotness hotness_interval hotness_users llm_decode paper_eviction paper_llama2_13b_gqa_sharegpt
+ablation_eviction agent_scaling agent_stages beyond_chunk_size beyond_copy_ahead beyond_cost_context
+beyond_cost_error beyond_cpu_size beyond_disk beyond_duplex beyond_pipelined_swap_in
+cluster_migration cluster_scale demo_sequential disaggregated_decode disaggregated_decode_sim fidelity
+fidelity_vllm hotness paper_eviction paper_llama2_13b_gqa_sharegpt
 paper_llama2_13b_gqa_ultrachat paper_llama2_70b_4gpu paper_opt13b_sharegpt paper_opt13b_ultrachat paper_opt66b_4gpu
 paper_think_time paper_unified policies_agents policies_mooncake policies_weka prefix_invalidation
 prefix_invalidation_batch prefix_invalidation_engines replica_routing returning_loads sharegpt_full sharegpt_gemma
-sharegpt_light sim_llama3_8b slot_overflow value_of_hint
+sharegpt_light slot_overflow value_of_hint
 """
 
 
@@ -46,6 +45,12 @@ def test_an_experiment_is_found_by_its_former_name(name):
     option = now.partition("=")[2]
     assert option in options("experiment") and option.rpartition("/")[2] in name
     assert note == f"experiment={name} is now {now}."
+
+
+@pytest.mark.parametrize("name", FORMER_COMMANDS)
+def test_an_experiment_that_is_another_one_now(name):
+    [experiment, *_], [note] = as_meant([f"experiment={name}"])
+    assert experiment.partition("=")[2] in options("experiment") and name in note
 
 
 def test_a_small_version_is_a_scale():

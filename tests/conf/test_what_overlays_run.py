@@ -15,7 +15,6 @@ AT_ONCE = {  # people (or agents), conversations, fewest and most turns of one
     "demo": (6, 6, 8, 8),
     "users/demo_sequential": (1, 6, 7, 7),
     "users/hotness": (6, 24, 8, 8),
-    "users/hotness_users": (6, 24, 8, 8),
     "agents/scaling": (4, 4, 6, 6),
     "users/sharegpt_light scale=small": (3, 5, 4, 5),
     "users/sharegpt_full scale=small": (6, 6, 4, 6),
@@ -86,7 +85,7 @@ def test_the_sharegpt_overlays_find_history_in_the_published_shares(name):
 
 @pytest.mark.parametrize("users", [1, 9])
 def test_a_swept_number_of_users_is_what_runs(users):
-    assert most_open(ran("users/hotness_users", f"workload.users={users}")) == users
+    assert most_open(ran("users/hotness", f"workload.users={users}")) == users
 
 
 @pytest.mark.parametrize(("blocks", "a", "b"), [("512/256", 512, 256), ("384/384", 384, 384), ("256/512", 256, 512)])
@@ -111,6 +110,6 @@ def test_a_miss_asks_for_b_and_the_query_in_every_step_and_half_a_second_passes(
 
 
 def test_decoding_asks_one_request_at_a_time():
-    turns = ran("machine/llm_decode")
+    turns = ran("machine/disaggregated_decode", "baseline=pensieve")
     assert (most_open(turns), len(turns)) == (1, 25)
     assert {(turn.prompt_tokens, turn.output_tokens) for turn in turns} == {(72, 50)}

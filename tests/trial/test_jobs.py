@@ -67,7 +67,7 @@ def test_each_job_is_what_hydra_composes_of_it():
         ("seed=0,007", "baseline=pensieve,stateless", "hydra.job.name=mine", "hydra.sweep.dir=/tmp/${hydra.job.name}"),
         ("seed=4,5", "+hydra.job.config.override_dirname.exclude_keys=[model]", "model=opt_13b", "sweep=none"),
         ("seed=1,null", "hydra.job.config.override_dirname.kv_sep=-", "++seed=2", "sweep=none"),
-        ("+hydra.job.env_copy=[HOME]", "experiment=sim_eviction", "eviction=lru", "baseline=pensieve"),
+        ("+hydra.job.env_copy=[HOME]", "experiment=paper/ablation_eviction", "eviction=lru", "baseline=pensieve"),
     ],
 )
 def test_what_is_composed_once_is_what_hydra_composes(overrides):
@@ -154,14 +154,14 @@ def test_none_leaves_the_axes_to_the_command_line():
 
 
 def test_an_overlay_states_its_own_axes():
-    jobs = plan_jobs(sweep_config("experiment=sim_eviction"))
-    assert list(jobs.axes) == ["seed", "eviction", "baseline"]
-    assert len(jobs.jobs) == 12
+    jobs = plan_jobs(sweep_config("experiment=peers/prefix_invalidation"))
+    assert list(jobs.axes) == ["workload.blocks", "baseline"]
+    assert len(jobs.jobs) == 6
 
 
 def test_sweeping_experiment_is_refused():
     with pytest.raises(ConfigError, match="experiment cannot be swept"):
-        plan_jobs(sweep_config("experiment=sim_eviction,sim_llama3_8b"))
+        plan_jobs(sweep_config("experiment=demo,paper/ablation_eviction"))
 
 
 def test_a_value_typed_twice_is_one_job_for_us_and_for_the_sweeper():

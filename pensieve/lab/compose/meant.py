@@ -11,6 +11,16 @@ _RECORDED = "workload=trace"
 _SIMULATED = ("model=llama3_8b", "cache=small", "hardware=sim_a100_80g")
 """Where recorded conversations are replayed unless something is chosen: recorded pauses take no real time there."""
 
+FORMER_COMMANDS = {
+    "sim_eviction": ("experiment=paper/ablation_eviction", "baseline=pensieve,stateless"),
+    "hotness_interval": ("experiment=users/hotness", "workload.request_interval=0.1,0.3,0.5,1.0"),
+    "hotness_users": ("experiment=users/hotness", "workload.users=1,6,9"),
+    "failures": ("experiment=cluster/scale", "hardware.failure_s=60"),
+    "routing": ("experiment=cluster/replica_routing", "hardware.replicas=10"),
+    "llm_decode": ("experiment=machine/disaggregated_decode",),
+}
+"""Experiments that were removed, and what asks the same now."""
+
 
 def as_meant(arguments: Sequence[str], config_name: str = "config") -> tuple[list[str], list[str]]:
     """The command line with what it implies, and a line for people on each change. config_name: as of `guarded`."""
@@ -48,6 +58,8 @@ def _moved(text: str) -> list[str] | None:
         return None
     small = name.endswith("_small")
     name = name.removesuffix("_small")
+    if (now := FORMER_COMMANDS.get(name.rpartition("/")[2])) is not None:
+        return [*now, *(["scale=small"] if small else [])]
     for option in known:
         folder, _, own = option.rpartition("/")
         if name in (option, own, f"{folder}_{own}", f"{folder.removesuffix('s')}_{own}"):

@@ -6,8 +6,8 @@ import importlib
 from pathlib import Path
 
 from pensieve.errors import EngineMissing, MalformedInput
-from pensieve.lab.workload.formats import sharegpt
 from pensieve.lab.workload.formats.reading import OnMalformed, Reader
+from pensieve.lab.workload.formats.text import KINDS, sharegpt
 from pensieve.lab.workload.recording import Recording
 
 
@@ -32,4 +32,4 @@ def load_from_hub(name: str, split: str, on_malformed: OnMalformed) -> Recording
             "downloaded JSON file."
         ) from error
     reader = Reader(Path(name), on_malformed)
-    return sharegpt.recording(reader, reader.entries(rows, sharegpt.parse, f"{name} ({split})"))
+    return KINDS["sharegpt"].recording("sharegpt", reader, reader.entries(rows, sharegpt, f"{name} ({split})"))

@@ -11,64 +11,9 @@ from pensieve.lab.workload.formats.ragpulse import pieces
 from pensieve.lab.workload.formats.reading import Malformed
 
 
-def shape(recording):
-    """Of each conversation, the (time, tokens of the content, reply) of its calls."""
-    return {
-        one.id: [(call.at_s, call.content.tokens, call.reply) for call in one.calls] for one in recording.conversations
-    }
-
-
 def lines(path, *rows):
-    path.write_text("\n".join(json.dumps(row) for row in rows))
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
     return path
-
-
-def test_azure_times_have_any_number_of_decimals():
-    start = seconds("2023-11-16 18:15:46.6805900")
-    assert seconds("2023-11-16 18:15:50.9951690") - start == pytest.approx(4.314579)
-    assert seconds("2024-05-10 00:00:00.009930+00:00") - seconds("2024-05-10 00:00:00") == pytest.approx(
-        0.00993, abs=1e-6
-    )
-    for bad in ("yesterday", "2023-13-16 18:15:46"):
-        with pytest.raises(Malformed, match="not a time"):
-            seconds(bad)
-
-
-def test_azure_requests_stand_alone(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:47,30,4\n2023-11-16 18:15:46,20,3\n")
-    assert shape(load(path, "azure")) == {"azure-0": [(0.0, 20, 3)], "azure-1": [(1.0, 30, 4)]}
-
-
-@pytest.mark.parametrize("column", ["Session ID", "SessionID"])
-def test_burstgpt_sessions_go_on_while_the_request_has_room_for_what_was_said(tmp_path, column):
-    path = tmp_path / "b.csv"
-    header = f"Timestamp,{column},Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-    rows = [
-        "5,s1,1.0,ChatGPT,100,20,120,Conversation log",
-        "9,s1,1.0,ChatGPT,150,30,180,Conversation log",  # 120 said before, 30 new
-        "10,s2,1.0,ChatGPT,40,10,50,Conversation log",
-        "12,s1,1.0,ChatGPT,60,5,65,Conversation log",  # too short for 180: another conversation
-        "13,s1,1.0,ChatGPT,70,0,70,Conversation log",  # failed
-        "14,,1.0,GPT-4,80,9,89,API log",
-        "15,,1.0,GPT-4,300,9,309,API log",
-    ]
-    path.write_text(header + "\n".join(rows))
-    recording = load(path, "burstgpt")
-    assert list(shape(recording).values()) == [
-        [(0.0, 100, 20), (4.0, 30, 30)],
-        [(5.0, 40, 10)],
-        [(7.0, 60, 5)],
-        [(9.0, 80, 9)],
-        [(10.0, 300, 9)],
-    ]
-    assert recording.facts["requests_without_response"] == 1
-
-
-def test_burstgpt_without_the_column_of_sessions(tmp_path):
-    path = tmp_path / "b.csv"
-    path.write_text("Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,x\n")
-    assert shape(load(path, "burstgpt")) == {"burstgpt-0": [(0.0, 472, 18)]}
 
 
 def qwen(chat, parent, at_s, tokens, ids, turn=1):
@@ -78,25 +23,76 @@ def qwen(chat, parent, at_s, tokens, ids, turn=1):
     }  # fmt: skip
 
 
-def test_qwen_follows_parents(tmp_path):
-    recording = load(
-        lines(
-            tmp_path / "q.jsonl",
+def burst(column):
+    return (
+        f"Timestamp,{column},Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type",
+        "5,s1,1.0,ChatGPT,100,20,120,Conversation log",
+        "9,s1,1.0,ChatGPT,150,30,180,Conversation log",  # 120 said before, 30 new
+        "10,s2,1.0,ChatGPT,40,10,50,Conversation log",
+        "12,s1,1.0,ChatGPT,60,5,65,Conversation log",  # too short for 180: another conversation
+        "13,s1,1.0,ChatGPT,70,0,70,Conversation log",  # failed
+        "14,,1.0,GPT-4,80,9,89,API log",
+        "15,,1.0,GPT-4,300,9,309,API log",
+    )
+
+
+BURST = {
+    "burstgpt-0": [(0.0, 100, 20), (4.0, 30, 30)],
+    "burstgpt-2": [(5.0, 40, 10)],
+    "burstgpt-3": [(7.0, 60, 5)],
+    "burstgpt-4": [(9.0, 80, 9)],
+    "burstgpt-5": [(10.0, 300, 9)],
+}
+READ = {
+    "azure": (
+        ("TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:47,30,4", "2023-11-16 18:15:46,20,3"),
+        {"azure-0": [(0.0, 20, 3)], "azure-1": [(1.0, 30, 4)]},
+        {},
+    ),
+    "burstgpt": (burst("Session ID"), BURST, {"requests_without_response": 1}),
+    "burstgpt of later releases": (burst("SessionID"), BURST, {"requests_without_response": 1}),
+    "burstgpt without sessions": (
+        ("Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type", "5,ChatGPT,472,18,490,x"),
+        {"burstgpt-0": [(0.0, 472, 18)]},
+        {"requests_without_response": 0},
+    ),
+    "qwen_bailian": (
+        (
             qwen(10, -1, 1.0, 20, [1, 2]),
             qwen(11, 10, 5.0, 40, [1, 2, 3], turn=2),
             qwen(12, -1, 2.0, 16, [9]),
             qwen(13, 11, 9.5, 50, [1, 2, 3, 4], turn=3),
             qwen(14, 4, 9.0, 16, [8]),  # its parent was not recorded
         ),
-        "qwen_bailian",
-    )
-    assert shape(recording) == {
-        "qwen-10": [(0.0, 20, 7), (4.0, 40, 7), (8.5, 50, 7)],
-        "qwen-12": [(1.0, 16, 7)],
-        "qwen-14": [(8.0, 16, 7)],
+        {
+            "qwen-10": [(0.0, 20, 7), (4.0, 40, 7), (8.5, 50, 7)],
+            "qwen-12": [(1.0, 16, 7)],
+            "qwen-14": [(8.0, 16, 7)],
+        },
+        {"requests_whose_parent_is_not_in_the_file": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize(("format", "rows", "found", "facts"), [(name, *case) for name, case in READ.items()], ids=READ)
+def test_what_is_read(tmp_path, format, rows, found, facts):
+    recording = load(lines(tmp_path / "file", *rows), format.split()[0])
+    shape = {
+        one.id: [(call.at_s, call.content.tokens, call.reply) for call in one.calls] for one in recording.conversations
     }
-    assert recording.facts["requests_whose_parent_is_not_in_the_file"] == 1
-    assert recording.conversations[0].calls[0].content.block_tokens == 16
+    assert (shape, recording.facts, recording.timed) == (found, facts, True)
+    if format == "qwen_bailian":
+        assert recording.conversations[0].calls[0].content.block_tokens == 16
+
+
+def test_azure_times_have_any_number_of_decimals():
+    start = seconds("2023-11-16 18:15:46.6805900")
+    assert seconds("2023-11-16 18:15:50.9951690") - start == pytest.approx(4.314579)
+    late = seconds("2024-05-10 00:00:00.009930+00:00") - seconds("2024-05-10 00:00:00")
+    assert late == pytest.approx(0.00993, abs=1e-6)
+    for bad in ("yesterday", "2023-13-16 18:15:46"):
+        with pytest.raises(Malformed, match="not a time"):
+            seconds(bad)
 
 
 RAG = {
@@ -105,34 +101,22 @@ RAG = {
 }  # fmt: skip
 
 
-def test_ragpulse_uses_the_lengths_of_its_folder(tmp_path):
-    lines(
-        tmp_path / "1_sys_prompt.jsonl",
-        {"sys_prompt_id": 1, "token_length": 30},
-        {"sys_prompt_id": 2, "token_length": 10},
-    )
+def test_ragpulse_uses_the_lengths_of_its_folder_or_divides_evenly_and_says_so(tmp_path):
+    trace = lines(tmp_path / "0_trace.jsonl", RAG, {**RAG, "timestamp": "30", "input_length": 85})
+    alone = load(trace, "ragpulse")
+    assert alone.conversations[0].calls[0].content.pieces == ((1, 25), (2, 25), (3, 25), (4, 25))
+    sizes = ({"sys_prompt_id": one, "token_length": length} for one, length in ((1, 30), (2, 10)))
+    lines(tmp_path / "1_sys_prompt.jsonl", *sizes)
     lines(tmp_path / "2_passages.jsonl", {"passage_id": 3, "token_length": 40})
-    later = {**RAG, "timestamp": "30", "input_length": 85}
-    trace = lines(tmp_path / "0_trace.jsonl", RAG, later)
     recording = load(tmp_path, "ragpulse")
     (conversation,) = recording.conversations
-    assert [call.at_s for call in conversation.calls] == [0.0, 3.0]
-    assert conversation.calls[0].content.pieces == ((1, 30), (2, 10), (3, 40), (4, 20))
-    assert conversation.calls[1].content.pieces == ((1, 30), (2, 10), (3, 40), (4, 5))
-    assert "published with the trace" in recording.rule
-    assert "were not given" in load(trace, "ragpulse").rule
-
-
-def test_ragpulse_without_lengths_divides_evenly_and_says_so(tmp_path):
-    recording = load(lines(tmp_path / "0_trace.jsonl", RAG), "ragpulse")
-    assert recording.conversations[0].calls[0].content.pieces == ((1, 25), (2, 25), (3, 25), (4, 25))
-    assert "divided evenly" in recording.rule
-
-
-def test_ragpulse_pieces_always_add_up():
+    assert [(call.at_s, call.content.pieces) for call in conversation.calls] == [
+        (0.0, ((1, 30), (2, 10), (3, 40), (4, 20))),
+        (3.0, ((1, 30), (2, 10), (3, 40), (4, 5))),
+    ]
+    assert "published with the trace" in recording.rule and "divided evenly" in alone.rule
     assert pieces((1, 2, 3), 10, {1: 50}) == ((1, 10),)
     assert pieces((1, 2, 3), 10, {}) == ((1, 3), (2, 3), (3, 4))
-    assert sum(tokens for _, tokens in pieces((1, 2, 3), 1000, {1: 5, 3: 5})) == 1000
 
 
 def test_ragpulse_without_components_is_malformed(tmp_path):

@@ -9,7 +9,6 @@ from pensieve.errors import ConfigError, MalformedInput
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.recording import Begun
-from pensieve.lab.workload.reuse import block_reuse, furthest_reuse, started_over
 from pensieve.lab.workload.trace import trace_workload
 from tests.composed import replayed
 from tests.scripted import ScriptedSystem, context
@@ -269,14 +268,3 @@ def test_published_statistics(real):
                 after[before.hint.stop_reason].append(later.pause_s > 60.0)
     shares = {reason: sum(late) / len(late) for reason, late in after.items()}
     assert shares == pytest.approx({"tool_use": 0.12, "end_turn": 0.74}, abs=0.01)
-
-
-@pytest.mark.slow
-def test_room_that_the_future_leaves(real):
-    """150 sessions over 8 hours in blocks of 512 tokens; docs/hints.md says how far this is from what is published."""
-    requests, size = started_over(real, 8 * 3600, 150, seed=0, blocks_in_one=8)
-    assert size == 512
-    found = [(block_reuse(requests, size, at).block_rate, furthest_reuse(requests, size, at).block_rate)
-             for at in (0.5e6, 2e6)]  # fmt: skip
-    assert found[0] == pytest.approx((0.55, 0.77), abs=0.02)
-    assert found[1] == pytest.approx((0.93, 0.947), abs=0.01)

@@ -1,32 +1,20 @@
-"""Public formats of recorded requests, one file each: `read(reader)` gives a Recording."""
+"""Public formats of recorded requests, texts in one file and the others one each: `read(reader)` gives a Recording."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from pensieve.errors import ConfigError
-from pensieve.lab.workload.formats import (
-    agent_jsonl,
-    azure,
-    burstgpt,
-    lmbenchmark,
-    mooncake,
-    mt_bench,
-    mt_bench_101,
-    openai_jsonl,
-    qwen_bailian,
-    ragpulse,
-    sharegpt,
-    weka,
-)
+from pensieve.lab.workload.formats import agent_jsonl, azure, burstgpt, mooncake, qwen_bailian, ragpulse, text, weka
 from pensieve.lab.workload.formats.reading import OnMalformed, Reader
 from pensieve.lab.workload.recording import Recording
 
 FORMATS: dict[str, Callable[[Reader], Recording]] = {
-    "openai_jsonl": openai_jsonl.read,
-    "sharegpt": sharegpt.read,
-    "lmbenchmark": lmbenchmark.read,
+    "openai_jsonl": partial(text.read, "openai_jsonl"),
+    "sharegpt": partial(text.read, "sharegpt"),
+    "lmbenchmark": text.read_lmbenchmark,
     "agent_jsonl": agent_jsonl.read,
     "weka": weka.read,
     "mooncake": mooncake.read,
@@ -34,8 +22,8 @@ FORMATS: dict[str, Callable[[Reader], Recording]] = {
     "ragpulse": ragpulse.read,
     "azure": azure.read,
     "burstgpt": burstgpt.read,
-    "mt_bench": mt_bench.read,
-    "mt_bench_101": mt_bench_101.read,
+    "mt_bench": partial(text.read, "mt_bench"),
+    "mt_bench_101": partial(text.read, "mt_bench_101"),
 }
 _FIELDS = {
     "openai_jsonl": {"messages"},

@@ -25,12 +25,10 @@ def read(reader: Reader) -> Recording:
     for file in reader.files("*.jsonl"):
         for session, prompt, reply in reader.json_lines(_line, file):
             calls.setdefault(session, []).append((prompt, reply))
-    return Recording(
+    return reader.recording(
         format="agent_jsonl",
         conversations=tuple(one for session, each in calls.items() for one in _roles(f"agent-{session}", each)),
         rule=RULE,
-        malformed=reader.malformed,
-        examples=tuple(reader.examples),
         facts={"sessions_in_file": len(calls)},
     )
 

@@ -17,15 +17,13 @@ _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?")
 def read(reader: Reader) -> Recording:
     rows = sorted(reader.csv_rows(COLUMNS, _row), key=lambda row: row[0])
     first = rows[0][0] if rows else 0.0
-    return Recording(
+    return reader.recording(
         format="azure",
         conversations=tuple(
             Conversation(f"azure-{index}", (Call(Count(prompt), reply, at - first, continues=False, order=index),))
             for index, (at, prompt, reply) in enumerate(rows)
         ),
         rule=RULE,
-        malformed=reader.malformed,
-        examples=tuple(reader.examples),
     )
 
 

@@ -37,12 +37,10 @@ def read(reader: Reader) -> Recording:
             calls[name] = []
         calls[name].append(Call(Count(row.request - said), row.response, row.at_s - first, order=index))
         latest[row.session] = (name, row.request + row.response)
-    return Recording(
+    return reader.recording(
         format="burstgpt",
         conversations=tuple(Conversation(name, tuple(each)) for name, each in calls.items()),
         rule=RULE,
-        malformed=reader.malformed,
-        examples=tuple(reader.examples),
         facts={"requests_without_response": len(found) - len(rows)},
     )
 

@@ -36,12 +36,10 @@ def read(reader: Reader) -> Recording:
         Conversation(f"mooncake-{group[0]}", tuple(_call(lines[index], first, index) for index in group))
         for group in groups
     )
-    return Recording(
+    return reader.recording(
         format="mooncake",
         conversations=conversations,
         rule=RULE.format(shared=shared),
-        malformed=reader.malformed,
-        examples=tuple(reader.examples),
         facts={"shared_prefix_blocks": shared},
     )
 

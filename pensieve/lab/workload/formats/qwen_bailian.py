@@ -41,12 +41,10 @@ def read(reader: Reader) -> Recording:
         content = Blocks(line.hashes, BLOCK_TOKENS, line.input_length)
         call = Call(content, line.output_length, line.at_s - first, continues=False, order=order)
         calls.setdefault(root[line.chat], []).append(call)
-    return Recording(
+    return reader.recording(
         format="qwen_bailian",
         conversations=tuple(Conversation(f"qwen-{chat}", tuple(each)) for chat, each in calls.items()),
         rule=RULE,
-        malformed=reader.malformed,
-        examples=tuple(reader.examples),
         facts={"requests_whose_parent_is_not_in_the_file": orphans},
     )
 

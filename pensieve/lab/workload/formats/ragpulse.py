@@ -53,12 +53,10 @@ def read(reader: Reader) -> Recording:
         calls.setdefault(line.session, []).append(
             Call(parts, line.output_length, line.at_s - first, continues=False, order=order)
         )
-    return Recording(
+    return reader.recording(
         format="ragpulse",
         conversations=tuple(Conversation(f"ragpulse-{session}", tuple(each)) for session, each in calls.items()),
         rule=RULE.format(lengths=KNOWN if lengths else UNKNOWN),
-        malformed=reader.malformed,
-        examples=tuple(reader.examples),
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pensieve.errors import MalformedInput
+from pensieve.lab.workload.recording import Conversation, Recording
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +117,18 @@ class Reader:
                 self.reject(where, f"it has {len(cells)} cells, and the header {len(header)}")
                 continue
             yield from self._parsed(where, dict(zip(header, cells, strict=True)), parse)
+
+    def recording(
+        self,
+        format: str,
+        conversations: Iterable[Conversation],
+        rule: str,
+        facts: dict[str, Any] | None = None,
+        one_clock: bool = True,
+    ) -> Recording:
+        """What was read, and how much was left out of it."""
+        found = tuple(conversations)
+        return Recording(format, found, rule, self.malformed, tuple(self.examples), facts or {}, one_clock)
 
     def reject(self, where: str, reason: str) -> None:
         sentence = f"{where}: {reason}"

@@ -58,12 +58,10 @@ def read(reader: Reader) -> Recording:
             continue
         sessions[name] = session
         facts += session.facts
-    return Recording(
+    return reader.recording(
         format="weka",
         conversations=tuple(one for session in sessions.values() for one in session.conversations),
         rule=RULE,
-        malformed=reader.malformed,
-        examples=tuple(reader.examples),
         facts={"sessions_in_file": len(sessions), **dict(sorted(facts.items()))},
         one_clock=False,
     )
