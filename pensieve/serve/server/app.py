@@ -6,9 +6,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
 from typing import Annotated, Any
@@ -18,18 +18,18 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
 from pensieve import __version__
 from pensieve.core.request import Sampling
-from pensieve.errors import ConfigError, PensieveError
+from pensieve.errors import ConfigError
 from pensieve.serve.server import memory
 from pensieve.serve.server.api import Server
 from pensieve.serve.server.body_route import SESSION_HEADER, BodyRoute, off_the_loop
-from pensieve.serve.server.completions import ChatShape, CompletionShape, completion_events, sse_data
+from pensieve.serve.server.completions import ChatShape, CompletionShape
 from pensieve.serve.server.conversations import LONGEST_NAME, session_name
 from pensieve.serve.server.dialogue import Dialogue, Wish
 from pensieve.serve.server.feed import Feed
 from pensieve.serve.server.gate import Gate
 from pensieve.serve.server.prometheus import Meters
 from pensieve.serve.server.refusals import NotFound, Overloaded, answer_errors, documented
-from pensieve.serve.server.responses import Responder, ResponseStore
+from pensieve.serve.server.responses import Responder, ResponseStore, Stored
 from pensieve.serve.server.schemas import (
     ChatBody,
     CompletionBody,
@@ -42,6 +42,7 @@ from pensieve.serve.server.schemas import (
 from pensieve.serve.server.settings import OPERATOR, ServeSettings, Tenants
 from pensieve.serve.server.state import StateFile
 from pensieve.serve.server.statistics import session_body, session_line
+from pensieve.serve.server.turn import Turn
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ def create_app(state: App) -> FastAPI:
             close()
 
     app = FastAPI(title="Pensieve", version="0.1.0", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.max_body_bytes = state.settings.max_body_bytes
     app.add_middleware(Gate, state=state)
     answer_errors(app)
     _add_routes(app, state)
@@ -133,88 +135,70 @@ Session = Annotated[str | None, Header(alias=SESSION_HEADER, max_length=LONGEST_
 
 
 def _add_routes(app: FastAPI, state: App) -> None:
-    settings = state.settings
-
-    def seed() -> int:
-        return random.getrandbits(31)
-
-    def wished(body: Any, max_tokens: int | None, **fields: Any) -> Wish:
-        return wish_of(body, settings, _default_sampling(state), max_tokens, default_seed=seed(), **fields)
+    async def served(
+        request: Request,
+        body: ChatBody | CompletionBody | ResponseBody,
+        reply: CompletionShape | Responder,
+        begin: Callable[[Wish], Turn],
+        max_tokens: int | None,
+        stops: tuple[str, ...],
+        **fields: Any,
+    ) -> Response:
+        """What came of the turn that `begin` begins, streamed or whole, in the form of `reply`."""
+        _check_model(state, body.model)
+        feed = Feed(state.admit(), stops, reply.tells_ids)
+        wish = wish_of(
+            body,
+            state.settings,
+            _default_sampling(state),
+            max_tokens,
+            stops=stops,
+            seed=body.seed,
+            default_seed=random.getrandbits(31),
+            on_event=feed.on_event if body.stream else None,
+            on_end=feed.on_end,
+            **fields,
+        )
+        feed.started(await off_the_loop(request, partial(begin, wish)))
+        name = feed.turn.conversation.id
+        headers = {SESSION_HEADER: name} if name.isascii() and name.isprintable() else {}
+        if body.stream:
+            return await feed.sent(request, reply.events(feed), headers)
+        return JSONResponse(reply.whole(await feed.whole(request), feed), headers=headers)
 
     async def chat(request: Request, body: ChatBody, x_session_id: Session = None) -> Response:
-        body.checked()
-        _check_model(state, body.model)
-        stops = state.dialogue.stops(client_stops(body.stop))
-        feed = Feed(state.admit(), stops)
-        messages = [message.plain() for message in body.messages]
-        wish = wished(
-            body,
-            body.max_completion_tokens or body.max_tokens,
-            stops=stops,
-            seed=body.seed,
-            tools=tools_of(body.tools),
-            on_event=feed.on_event if body.stream else None,
-            on_end=feed.on_end,
-        )
         name, whole = _session_of(body, x_session_id), None if body.history is None else body.history == "whole"
-        feed.started(
-            await off_the_loop(request, partial(state.dialogue.chat, _tenant(request), name, messages, whole, wish))
+        messages = [message.plain() for message in body.messages]
+        return await served(
+            request,
+            body,
+            ChatShape("chatcmpl", state.model, body),
+            partial(state.dialogue.chat, _tenant(request), name, messages, whole),
+            body.max_completion_tokens or body.max_tokens,
+            state.dialogue.stops(client_stops(body.stop)),
+            tools=tools_of(body.tools),
         )
-        shape = ChatShape("chatcmpl", state.model)
-        if body.stream:
-            return await feed.sent(request, completion_events(feed, shape, body.include_usage), _headers(feed))
-        text = await feed.whole(request)
-        return _reply(feed, shape.whole(text, feed))
 
     async def completions(request: Request, body: CompletionBody, x_session_id: Session = None) -> Response:
-        prompt = body.checked()
-        _check_model(state, body.model)
-        stops = client_stops(body.stop)
-        feed = Feed(state.admit(), stops, tells_ids=bool(body.return_token_ids))
-        wish = wished(
+        name, whole = _session_of(body, x_session_id), body.history == "whole"
+        prompt: Any = body.prompt  # one, as its field has seen to
+        return await served(
+            request,
             body,
+            CompletionShape("cmpl", state.model, body),
+            partial(state.dialogue.complete, _tenant(request), name, prompt, whole),
             body.max_tokens,
-            stops=stops,
-            seed=body.seed,
+            client_stops(body.stop),
             ignore_eos=bool(body.ignore_eos),
-            on_event=feed.on_event if body.stream else None,
-            on_end=feed.on_end,
         )
-        name = _session_of(body, x_session_id)
-        begin = partial(state.dialogue.complete, _tenant(request), name, prompt, body.history == "whole", wish)
-        feed.started(await off_the_loop(request, begin))
-        shape = CompletionShape("cmpl", state.model)
-        if body.stream:
-            return await feed.sent(request, completion_events(feed, shape, body.include_usage), _headers(feed))
-        text = await feed.whole(request)
-        return _reply(feed, shape.whole(text, feed))
 
     async def respond(request: Request, body: ResponseBody) -> Response:
-        body.checked()
-        _check_model(state, body.model)
-        tenant, previous = _tenant(request), None
-        if body.previous_response_id is not None:
-            previous = state.responses.find(tenant, body.previous_response_id)
-            if previous is None:
-                raise NotFound(f"There is no response {body.previous_response_id!r}.")
-        tools = tools_of(body.tools)
+        tenant, tools = _tenant(request), tools_of(body.tools)
+        previous = None if body.previous_response_id is None else _stored(state, tenant, body.previous_response_id)
+        responder = Responder(body, state.model, tenant, tools, state.responses)
+        begin = partial(responder.begin, state.dialogue, previous)
         stops = state.dialogue.stops(())
-        feed = Feed(state.admit(), stops)
-        wish = wished(
-            body,
-            body.max_output_tokens,
-            stops=stops,
-            seed=body.seed,
-            tools=tools,
-            on_event=feed.on_event if body.stream else None,
-            on_end=feed.on_end,
-        )
-        responder = Responder(body, state.model, tenant, tools)
-        feed.started(await off_the_loop(request, partial(responder.begin, state.dialogue, previous, wish)))
-        if body.stream:
-            return await feed.sent(request, _response_events(state, feed, responder, body), _headers(feed))
-        text = await feed.whole(request)
-        return _reply(feed, _finish(state, feed, responder, body, text))
+        return await served(request, body, responder, begin, body.max_output_tokens, stops, tools=tools)
 
     async def tokenize(request: Request, body: TokenizeBody) -> Response:
         _check_model(state, body.model)
@@ -247,10 +231,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
 
     @app.get("/v1/responses/{response_id}", responses=documented(404))
     async def get_response(request: Request, response_id: str) -> Response:
-        stored = state.responses.find(_tenant(request), response_id)
-        if stored is None:
-            raise NotFound(f"There is no response {response_id!r}.")
-        return JSONResponse(stored.body)
+        return JSONResponse(_stored(state, _tenant(request), response_id).body)
 
     @app.delete("/v1/responses/{response_id}", responses=documented(404))
     async def delete_response(request: Request, response_id: str) -> Response:
@@ -270,10 +251,8 @@ def _add_routes(app: FastAPI, state: App) -> None:
     @app.get("/v1/sessions", responses=documented())
     async def sessions(request: Request) -> Response:
         assert state.server is not None
-        server, known = (
-            state.server,
-            sorted(state.server.conversations.of(_tenant(request)), key=lambda one: -one.used_at),
-        )
+        server = state.server
+        known = sorted(server.conversations.of(_tenant(request)), key=lambda one: -one.used_at)
         lines = await asyncio.to_thread(lambda: [session_line(server, one) for one in known])  # replicas are asked
         return JSONResponse({"object": "list", "data": lines})
 
@@ -309,7 +288,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
         text = await asyncio.to_thread(state.meters.text)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    if settings.page:
+    if state.settings.page:
         html = files("pensieve.serve.server").joinpath("page.html").read_text(encoding="utf-8")
 
         @app.get("/", include_in_schema=False)
@@ -318,43 +297,6 @@ def _add_routes(app: FastAPI, state: App) -> None:
 
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-
-
-async def _response_events(
-    state: App, feed: Feed, responder: Responder, body: ResponseBody
-) -> AsyncGenerator[str, None]:
-    async with aclosing(feed.pieces()) as pieces:
-        text = await anext(pieces, "")  # as for chunks
-        for event in responder.opening():
-            yield _named(event)
-        if text:
-            yield _named(responder.delta(text))
-        try:
-            async for piece in pieces:
-                text += piece
-                yield _named(responder.delta(piece))
-        except PensieveError as error:
-            yield _named(responder.event("response.failed", response=responder.failed(str(error))))
-            return
-    final = _finish(state, feed, responder, body, text)
-    for event in responder.closing(text, final):
-        yield _named(event)
-
-
-def _finish(state: App, feed: Feed, responder: Responder, body: ResponseBody, text: str) -> dict[str, Any]:
-    """The finished response, which is stored if it is to be; if not, its conversation is given up."""
-    record = feed.turn.record
-    assert record is not None and state.server is not None
-    final = responder.final(text, record)
-    stored = responder.stored(final)
-    if body.store is not False and stored is not None:
-        state.responses.add(responder.id, stored)
-        return final
-    conversations, conversation = state.server.conversations, feed.turn.conversation
-    with conversations.lock:
-        if conversation.idle and not conversation.named and not conversation.claimed():
-            conversations.remove(conversation)
-    return final
 
 
 # -- plumbing -----------------------------------------------------------------------------------------------------------
@@ -368,6 +310,13 @@ def _tenant(request: Request) -> str:
 def _session_of(body: ChatBody | CompletionBody, header: str | None) -> str | None:
     """The session's name, where the client gives one; of two the body's."""
     return header if body.session_id is None else body.session_id
+
+
+def _stored(state: App, tenant: str, response_id: str) -> Stored:
+    stored = state.responses.find(tenant, response_id)
+    if stored is None:
+        raise NotFound(f"There is no response {response_id!r}.")
+    return stored
 
 
 def _check_model(state: App, name: str | None) -> None:
@@ -392,16 +341,3 @@ def _default_sampling(state: App) -> Sampling:
     """Of clients that do not say."""
     assert state.server is not None
     return state.server.sampling(state.settings.temperature, None)
-
-
-def _headers(feed: Feed) -> dict[str, str]:
-    name = feed.turn.conversation.id
-    return {"X-Session-Id": name} if name.isascii() and name.isprintable() else {}
-
-
-def _reply(feed: Feed, body: dict[str, Any]) -> Response:
-    return JSONResponse(body, headers=_headers(feed))
-
-
-def _named(event: dict[str, Any]) -> str:
-    return f"event: {event['type']}\n{sse_data(event)}"

@@ -13,9 +13,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import request_response
 
 SESSION_HEADER = "X-Session-Id"
+CLOSED = 499  # as nginx logs it; nobody receives it
 _INLINE_BYTES = 16_384
 T = TypeVar("T")
 
@@ -35,13 +38,27 @@ class BodyRoute(APIRoute):
         named = "x_session_id" in inspect.signature(endpoint).parameters
 
         async def handle(request: Request) -> Response:
-            sent, kind = await request.body(), request.headers.get("content-type", "")
+            sent, kind = await _whole(request), request.headers.get("content-type", "")
             body = await off_the_loop(request, partial(read_body, model, sent, kind))
             return await (
                 endpoint(request, body, request.headers.get(SESSION_HEADER)) if named else endpoint(request, body)
             )
 
         return handle
+
+
+async def _whole(request: Request) -> bytes:
+    """The body. Raises HTTPException where it is larger than a client may send, or its client leaves before its end."""
+    limit, sent = request.app.state.max_body_bytes, bytearray()
+    try:
+        async for part in request.stream():
+            sent += part
+            if len(sent) > limit:
+                raise HTTPException(413, f"The body is larger than {limit} bytes.", {"Connection": "close"})
+    except ClientDisconnect:
+        raise HTTPException(CLOSED) from None
+    request.scope["pensieve.body_bytes"] = len(sent)
+    return bytes(sent)
 
 
 async def off_the_loop(request: Request, call: Callable[[], T]) -> T:

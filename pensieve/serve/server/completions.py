@@ -7,9 +7,9 @@ import random
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pensieve.serve.server.schemas import finish_reason, usage
+from pensieve.serve.server.schemas import ChatBody, CompletionBody, finish_reason, usage
 
 if TYPE_CHECKING:
     from pensieve.serve.server.feed import Feed
@@ -19,10 +19,13 @@ class CompletionShape:
     """JSON of a completion, whole and in chunks."""
 
     kind, chunk_kind = "text_completion", "text_completion"
+    _opening: ClassVar[dict[str, Any]] = {}
+    _end: ClassVar[dict[str, Any]] = {"text": ""}
 
-    def __init__(self, prefix: str, model: str) -> None:
+    def __init__(self, prefix: str, model: str, body: ChatBody | CompletionBody) -> None:
         self._id = f"{prefix}-{random.getrandbits(96):024x}"
-        self._model, self._created = model, int(time.time())
+        self._model, self._created, self._counts = model, int(time.time()), body.include_usage
+        self.tells_ids = isinstance(body, CompletionBody) and bool(body.return_token_ids)
 
     def _frame(self, kind: str, feed: Feed, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -38,28 +41,37 @@ class CompletionShape:
         record = feed.turn.record
         assert record is not None
         choice = {"index": 0, **self._said(text), "logprobs": None, "finish_reason": finish_reason(record)}
-        if feed.tells_ids:
+        if self.tells_ids:
             choice["token_ids"] = list(record.token_ids)
         return {**self._frame(self.kind, feed, [choice]), "usage": usage(record)}
 
-    def opening(self, feed: Feed) -> list[dict[str, Any]]:
-        """Chunks before the text."""
-        return []
+    async def events(self, feed: Feed) -> AsyncGenerator[str, None]:
+        """The chunks of a stream."""
+        async with aclosing(feed.pieces()) as pieces:
+            first = await anext(pieces, "")  # before anything is sent: what is refused gets a status that says so
+            if self._opening:
+                yield self._chunk(feed, self._opening)
+            if first or self.tells_ids:
+                yield self._chunk(feed, self._delta(first))
+            async for piece in pieces:
+                yield self._chunk(feed, self._delta(piece))
+        record = feed.turn.record
+        assert record is not None
+        yield self._chunk(feed, self._end, finish_reason(record))
+        if self._counts:
+            yield sse_data({**self._frame(self.chunk_kind, feed, []), "usage": usage(record)})
+        yield "data: [DONE]\n\n"
 
-    def piece(self, piece: str, feed: Feed, finish: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, **self._delta(piece, finish), "logprobs": None, "finish_reason": finish}
-        if feed.tells_ids:
+    def _chunk(self, feed: Feed, said: dict[str, Any], finish: str | None = None) -> str:
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish}
+        if self.tells_ids:
             choice["token_ids"] = feed.take_ids()
-        return self._frame(self.chunk_kind, feed, [choice])
-
-    def used(self, feed: Feed) -> dict[str, Any]:
-        assert feed.turn.record is not None
-        return {**self._frame(self.chunk_kind, feed, []), "usage": usage(feed.turn.record)}
+        return sse_data(self._frame(self.chunk_kind, feed, [choice]))
 
     def _said(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def _delta(self, piece: str, finish: str | None) -> dict[str, Any]:
+    def _delta(self, piece: str) -> dict[str, Any]:
         return {"text": piece}
 
 
@@ -67,33 +79,13 @@ class ChatShape(CompletionShape):
     """The same of a chat completion."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
-
-    def opening(self, feed: Feed) -> list[dict[str, Any]]:
-        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return [self._frame(self.chunk_kind, feed, [choice])]
+    _opening, _end = {"delta": {"role": "assistant", "content": ""}}, {"delta": {}}
 
     def _said(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None, "annotations": []}}
 
-    def _delta(self, piece: str, finish: str | None) -> dict[str, Any]:
-        return {"delta": {} if finish is not None else {"content": piece}}
-
-
-async def completion_events(feed: Feed, shape: CompletionShape, include_usage: bool) -> AsyncGenerator[str, None]:
-    async with aclosing(feed.pieces()) as pieces:
-        first = await anext(pieces, "")  # before anything is sent: what is refused gets a status that says so
-        for chunk in shape.opening(feed):
-            yield sse_data(chunk)
-        if first or feed.tells_ids:
-            yield sse_data(shape.piece(first, feed))
-        async for piece in pieces:
-            yield sse_data(shape.piece(piece, feed))
-    record = feed.turn.record
-    assert record is not None
-    yield sse_data(shape.piece("", feed, finish_reason(record)))
-    if include_usage:
-        yield sse_data(shape.used(feed))
-    yield "data: [DONE]\n\n"
+    def _delta(self, piece: str) -> dict[str, Any]:
+        return {"delta": {"content": piece}}
 
 
 def sse_data(body: dict[str, Any]) -> str:

@@ -14,19 +14,18 @@ from starlette.types import Receive, Scope, Send
 from pensieve.core.event import Event
 from pensieve.errors import PensieveError
 from pensieve.serve.server.api import Server
+from pensieve.serve.server.body_route import CLOSED
 from pensieve.serve.server.completions import sse_data
 from pensieve.serve.server.schemas import error_body
 from pensieve.serve.server.text import TextStream
 from pensieve.serve.server.turn import Generation, Turn
-
-_CLOSED = 499  # as nginx logs it; nobody receives it
 
 
 class ClientLeft(HTTPException):
     """Nobody is there to get what the turn would still say."""
 
     def __init__(self) -> None:
-        super().__init__(_CLOSED)
+        super().__init__(CLOSED)
 
 
 class Feed:

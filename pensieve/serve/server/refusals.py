@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -20,6 +21,18 @@ from pensieve.errors import (
 from pensieve.serve.server.schemas import error_body
 
 
+class NoKey(PensieveError):
+    """Nobody's key, or none."""
+
+
+class NotThisWay(PensieveError):
+    """A client that this server is not for."""
+
+
+class NotReady(PensieveError):
+    """The engine is loading, or has failed to."""
+
+
 class NotFound(PensieveError):
     """There is no such thing, or it is another tenant's."""
 
@@ -28,42 +41,36 @@ class Overloaded(PensieveError):
     """As many turns are under way as there may be."""
 
 
+_ANSWERS: dict[type[PensieveError], tuple[int, str, str | None, dict[str, str]]] = {
+    ContextLengthError: (400, "invalid_request_error", "context_length_exceeded", {}),
+    CapacityError: (400, "invalid_request_error", "capacity_exceeded", {}),
+    RequestRefused: (400, "invalid_request_error", None, {}),
+    ConfigError: (400, "invalid_request_error", None, {}),
+    NoKey: (401, "authentication_error", None, {"WWW-Authenticate": "Bearer"}),
+    NotThisWay: (403, "permission_error", None, {}),
+    NotFound: (404, "not_found_error", "not_found", {}),
+    Overloaded: (429, "rate_limit_error", "overloaded", {"Retry-After": "1"}),
+    TooManySessions: (429, "rate_limit_error", "overloaded", {"Retry-After": "1"}),
+    NotReady: (503, "server_error", "loading", {"Retry-After": "2"}),
+    PensieveError: (503, "server_error", None, {}),
+}
+"""Status, kind, code and headers; of the first that an error is."""
+
+
 def documented(*codes: int) -> dict[int | str, dict[str, Any]]:
     """The error statuses that an operation documents."""
-    meanings = {
-        400: "It makes no sense",
-        401: "No key",
-        404: "There is no such thing",
-        413: "Too large",
-        429: "Try later",
-    }
-    meanings |= {503: "Not ready, or the engine failed", 403: "Not this way", 422: "It makes no sense", 409: "Busy"}
-    return {code: {"description": meanings[code]} for code in (400, 401, 403, 413, 429, 503, *codes)}
+    return {code: {"description": HTTPStatus(code).phrase} for code in (400, 401, 403, 413, 429, 503, *codes)}
 
 
 def answer_errors(app: FastAPI) -> None:
     """From now on they are answers of this app."""
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(PensieveError, _refused)
+    app.add_exception_handler(PensieveError, refused)
     app.add_exception_handler(HTTPException, _http)
 
 
-_CODES: dict[type[Exception], str] = {
-    ContextLengthError: "context_length_exceeded",
-    CapacityError: "capacity_exceeded",
-}
-
-
-def _refused(_: Request, error: Exception) -> Response:
-    status, kind, code = 503, "server_error", None
-    headers = {}
-    if isinstance(error, ConfigError | RequestRefused):
-        status, kind = 400, "invalid_request_error"
-        code = _CODES.get(type(error))
-    elif isinstance(error, NotFound):
-        status, kind, code = 404, "not_found_error", "not_found"
-    elif isinstance(error, Overloaded | TooManySessions):
-        status, kind, code, headers = 429, "rate_limit_error", "overloaded", {"Retry-After": "1"}
+def refused(_: object, error: Exception) -> Response:
+    status, kind, code, headers = next(answer for known, answer in _ANSWERS.items() if isinstance(error, known))
     return JSONResponse(error_body(str(error), kind, code), status_code=status, headers=headers)
 
 

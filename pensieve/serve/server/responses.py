@@ -7,17 +7,22 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pensieve.core.request import Sampling
-from pensieve.errors import ConfigError
+from pensieve.errors import ConfigError, PensieveError
 from pensieve.serve.record import TurnRecord
+from pensieve.serve.server.completions import sse_data
 from pensieve.serve.server.conversations import Conversation, Conversations, Mark, Message
 from pensieve.serve.server.dialogue import Dialogue, Tools, Wish
-from pensieve.serve.server.schemas import ResponseBody, prompt_details, text_of_parts
+from pensieve.serve.server.schemas import ResponseBody, text_of_parts, usage
 from pensieve.serve.server.turn import Turn
+
+if TYPE_CHECKING:
+    from pensieve.serve.server.feed import Feed
 
 
 @dataclass(slots=True)
@@ -67,12 +72,16 @@ class ResponseStore:
         if stored is None:
             return False
         with self._conversations.lock:
-            conversation = stored.conversation
-            conversation.claims[stored.mark.length] -= 1
-            if not conversation.claimed() and conversation.idle and not conversation.named:
-                self._conversations.remove(conversation)
+            stored.conversation.claims[stored.mark.length] -= 1
+            self.give_up(stored.conversation)
         self.on_deleted(response_id)
         return True
+
+    def give_up(self, conversation: Conversation) -> None:
+        """Remove a conversation that no stored response claims, unless it has a name or is busy."""
+        with self._conversations.lock:
+            if not conversation.claimed() and conversation.idle and not conversation.named:
+                self._conversations.remove(conversation)
 
 
 def _nothing(*_: object) -> None:
@@ -86,12 +95,16 @@ _NOTHING_SAID = {"type": "function", "description": None, "parameters": None, "s
 class Responder:
     """One response on its way: the turn it makes, the object that clients get, and its events."""
 
-    def __init__(self, body: ResponseBody, model: str, tenant: str, tools: Tools | None) -> None:
+    tells_ids = False
+
+    def __init__(
+        self, body: ResponseBody, model: str, tenant: str, tools: Tools | None, responses: ResponseStore
+    ) -> None:
         self.id = f"resp_{secrets.token_hex(16)}"
         self.turn: Turn | None = None
         self._item = f"msg_{secrets.token_hex(16)}"
         self._body, self._model, self._tenant, self._tools = body, model, tenant, tools
-        self._created = int(time.time())
+        self._responses, self._created = responses, int(time.time())
         self._numbers = itertools.count()
         self._sampling = Sampling()
 
@@ -112,12 +125,6 @@ class Responder:
         replies = {place + shift: ids for place, ids in conversation.replies.items() if place < mark.messages}
         self.turn = dialogue.respond_with(conversation, mark, [*system, *said, *new], replies, wish)
         return self.turn
-
-    def stored(self, body: dict[str, Any]) -> Stored | None:
-        assert self.turn is not None
-        if self.turn.mark is None:
-            return None
-        return Stored(self._tenant, body, self.turn.conversation, self.turn.mark, self._body.instructions is not None)
 
     # -- the object -----------------------------------------------------------------------------------------------------
 
@@ -162,11 +169,17 @@ class Responder:
             "user": None,
         }
 
-    def final(self, text: str, record: TurnRecord) -> dict[str, Any]:
-        return self.body("incomplete" if record.finish_reason == "length" else "completed", text, record)
-
-    def failed(self, message: str) -> dict[str, Any]:
-        return {**self.body("failed"), "error": {"code": "server_error", "message": message}}
+    def whole(self, text: str, feed: Feed) -> dict[str, Any]:
+        """The finished response, which is stored if it is to be; if not, its conversation is given up."""
+        turn, record = feed.turn, feed.turn.record
+        assert record is not None
+        final = self.body("incomplete" if record.finish_reason == "length" else "completed", text, record)
+        if self._body.store is not False and turn.mark is not None:
+            instructed = self._body.instructions is not None
+            self._responses.add(self.id, Stored(self._tenant, final, turn.conversation, turn.mark, instructed))
+        else:
+            self._responses.give_up(turn.conversation)
+        return final
 
     def _message(self, status: str, text: str) -> dict[str, Any]:
         return {
@@ -179,26 +192,35 @@ class Responder:
 
     # -- its events -----------------------------------------------------------------------------------------------------
 
-    def opening(self) -> Iterator[dict[str, Any]]:
-        yield self.event("response.created", response=self.body("in_progress"))
-        yield self.event("response.in_progress", response=self.body("in_progress"))
-        yield self.event("response.output_item.added", output_index=0, item=self._message("in_progress", ""))
-        yield self._text_event("response.content_part.added", part=_part(""))
-
-    def delta(self, piece: str) -> dict[str, Any]:
-        return self._text_event("response.output_text.delta", delta=piece, logprobs=[])
-
-    def closing(self, text: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    async def events(self, feed: Feed) -> AsyncGenerator[str, None]:
+        """The events of a stream."""
+        async with aclosing(feed.pieces()) as pieces:
+            text = await anext(pieces, "")  # before anything is sent: what is refused gets a status that says so
+            yield self._event("response.created", response=self.body("in_progress"))
+            yield self._event("response.in_progress", response=self.body("in_progress"))
+            yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", ""))
+            yield self._text_event("response.content_part.added", part=_part(""))
+            if text:
+                yield self._text_event("response.output_text.delta", delta=text, logprobs=[])
+            try:
+                async for piece in pieces:
+                    text += piece
+                    yield self._text_event("response.output_text.delta", delta=piece, logprobs=[])
+            except PensieveError as error:
+                failure = {"code": "server_error", "message": str(error)}
+                yield self._event("response.failed", response={**self.body("failed"), "error": failure})
+                return
+        final = self.whole(text, feed)
         yield self._text_event("response.output_text.done", text=text, logprobs=[])
         yield self._text_event("response.content_part.done", part=_part(text))
-        yield self.event("response.output_item.done", output_index=0, item=body["output"][0])
-        yield self.event(f"response.{body['status']}", response=body)
+        yield self._event("response.output_item.done", output_index=0, item=final["output"][0])
+        yield self._event(f"response.{final['status']}", response=final)
 
-    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        return {"type": kind, "sequence_number": next(self._numbers), **fields}
+    def _event(self, kind: str, **fields: Any) -> str:
+        return f"event: {kind}\n{sse_data({'type': kind, 'sequence_number': next(self._numbers), **fields})}"
 
-    def _text_event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        return self.event(kind, item_id=self._item, output_index=0, content_index=0, **fields)
+    def _text_event(self, kind: str, **fields: Any) -> str:
+        return self._event(kind, item_id=self._item, output_index=0, content_index=0, **fields)
 
 
 def messages_of(given: str | list[dict[str, Any]]) -> list[Message]:
@@ -214,21 +236,13 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[Message]:
                 raise ConfigError(
                     f"An input message has the role {role!r}; it is user, assistant, system or developer."
                 )
-            content = item.get("content")
-            listed = isinstance(content, list) and all(isinstance(part, dict) for part in content)
-            if not isinstance(content, str) and not listed:
-                raise ConfigError("An input message's content must be a string or a list of parts.")
-            messages.append({"role": role, "content": text_of_parts(content)})
+            messages.append({"role": role, "content": text_of_parts(item.get("content"))})
         elif kind == "function_call":
             function = {"name": str(item.get("name")), "arguments": str(item.get("arguments", ""))}
             call = {"id": str(item.get("call_id")), "type": "function", "function": function}
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         elif kind == "function_call_output":
-            output = item.get("output")
-            listed = isinstance(output, list) and all(isinstance(part, dict) for part in output)
-            if not isinstance(output, str) and not listed:
-                raise ConfigError("The output of a function call must be a string or a list of parts.")
-            text = text_of_parts(output)
+            text = text_of_parts(item.get("output"))
             messages.append({"role": "tool", "content": text, "tool_call_id": str(item.get("call_id"))})
         elif kind != "reasoning":  # what a model thought before is no part of the conversation
             raise ConfigError(f"An input item of type {kind!r} is not supported; send messages and function calls.")
@@ -242,11 +256,11 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def _usage(record: TurnRecord) -> dict[str, Any]:
-    prompt = record.prompt_tokens or 0
+    told = usage(record)
     return {
-        "input_tokens": prompt,
-        "input_tokens_details": prompt_details(record),
-        "output_tokens": record.output_tokens,
+        "input_tokens": told["prompt_tokens"],
+        "input_tokens_details": told["prompt_tokens_details"],
+        "output_tokens": told["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + record.output_tokens,
+        "total_tokens": told["total_tokens"],
     }

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from pensieve.core.hint import Hint
 from pensieve.core.request import Free, Sampling, stops_of
@@ -41,6 +42,36 @@ ToldAgain = AfterValidator(_tellable)
 """Of what a client says as it likes, and gets back."""
 
 MAX_STOPS = 16
+_ONE, _NO_LOGPROBS = "one reply a request; send several requests", "this engine returns none; leave it out"
+_PLAIN = "the model's text comes as it is"
+
+
+def _only(*values: Any, instead: str) -> AfterValidator:
+    """What OpenAI's API has and this server does only in one way: null and these values pass."""
+
+    def check(given: Any) -> Any:
+        if given is not None and given not in values:
+            raise PydanticCustomError("unsupported", "{text}", {"text": f"It is not supported as given: {instead}"})
+        return given
+
+    return AfterValidator(check)
+
+
+def text_of_parts(content: Any) -> str:
+    """The text of a string, or of content parts (text, input_text, output_text). Raises ConfigError for anything else."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise ConfigError("Content is a string, or a list of parts.")
+    texts = []
+    for part in content:
+        if part.get("type") not in ("text", "input_text", "output_text", "refusal"):
+            raise ConfigError(f"A content part of type {part.get('type')!r} is not supported: the model reads text.")
+        text = part.get("text", part.get("refusal"))
+        if not isinstance(text, str):
+            raise ConfigError("A content part has no text.")
+        texts.append(text)
+    return "".join(texts)
 
 
 class _Body(BaseModel):
@@ -71,21 +102,15 @@ class _Body(BaseModel):
 class _Sampled(_Body):
     stop: str | Listed[str] | None = None
     seed: int | None = None
-    n: int | None = 1
-    presence_penalty: Real | None = 0.0
-    frequency_penalty: Real | None = 0.0
-    logit_bias: dict[str, Any] | None = None
+    n: Annotated[int | None, _only(1, instead=_ONE)] = 1
+    presence_penalty: Annotated[Real | None, _only(0, instead="leave it out, or 0")] = 0.0
+    frequency_penalty: Annotated[Real | None, _only(0, instead="leave it out, or 0")] = 0.0
+    logit_bias: Annotated[dict[str, Any] | None, _only({}, instead="leave it out")] = None
     stream_options: dict[str, Any] | None = None
 
     @property
     def include_usage(self) -> bool:
         return bool((self.stream_options or {}).get("include_usage"))
-
-    def refuse_unsupported(self) -> None:
-        _refuse("n", self.n not in (None, 1), "one reply a request; send several requests")
-        _refuse("presence_penalty", bool(self.presence_penalty), "leave it out, or 0")
-        _refuse("frequency_penalty", bool(self.frequency_penalty), "leave it out, or 0")
-        _refuse("logit_bias", bool(self.logit_bias), "leave it out")
 
 
 class Tool(BaseModel):
@@ -111,54 +136,47 @@ class ChatMessage(BaseModel):
     def plain(self) -> Mapping[str, Any]:
         """As templates know it: the content is one string."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        message: dict[str, Any] = {"role": role, "content": text_of_parts(self.content)}
-        for name in ("name", "tool_calls", "tool_call_id"):
-            value = getattr(self, name)
-            if value is not None:
-                message[name] = value
-        return message
+        text = "" if self.content is None else text_of_parts(self.content)
+        return {**self.model_dump(exclude_none=True), "role": role, "content": text}
 
 
 class ChatBody(_Sampled):
     messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
-    logprobs: bool | None = False
-    top_logprobs: int | None = None
+    logprobs: Annotated[bool | None, _only(False, instead=_NO_LOGPROBS)] = False
+    top_logprobs: Annotated[int | None, _only(0, instead=_NO_LOGPROBS)] = None
     tools: Listed[Tool] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: Annotated[dict[str, Any] | None, _only({"type": "text"}, instead=_PLAIN)] = None
 
-    def checked(self) -> None:
-        self.refuse_unsupported()
-        _refuse("logprobs", bool(self.logprobs) or bool(self.top_logprobs), "this engine returns none; leave it out")
-        plain = (self.response_format or {"type": "text"}).get("type") == "text"
-        _refuse("response_format", not plain, "the model's text comes as it is")
+
+def _one_prompt(given: Any) -> Any:
+    """Of a list of prompts that is one long its only one."""
+    if not isinstance(given, list) or not given or isinstance(given[0], int):
+        return given
+    if len(given) != 1:
+        raise PydanticCustomError("unsupported", "One prompt a request; send several requests")
+    return given[0]
 
 
 class CompletionBody(_Sampled):
-    prompt: str | Listed[int] | Listed[str] | Listed[Listed[int]]
+    prompt: Annotated[str | Listed[int] | Listed[str] | Listed[Listed[int]], AfterValidator(_one_prompt)]
     max_tokens: Tokens | None = 16
-    logprobs: int | None = None
-    echo: bool | None = False
-    suffix: str | None = None
-    best_of: int | None = 1
+    logprobs: Annotated[int | None, _only(instead=_NO_LOGPROBS)] = None
+    echo: Annotated[bool | None, _only(False, instead="the prompt is not repeated")] = False
+    suffix: Annotated[str | None, _only("", instead="text goes on to the right only")] = None
+    best_of: Annotated[int | None, _only(1, instead=_ONE)] = 1
     ignore_eos: bool | None = Field(
         False, description="Go on to max_tokens, whatever tokens end a reply. As vLLM has it."
     )
     return_token_ids: bool | None = Field(False, description="The reply's token ids beside its text. As vLLM has it.")
 
-    def checked(self) -> str | list[int]:
-        """The prompt."""
-        self.refuse_unsupported()
-        _refuse("logprobs", self.logprobs is not None, "this engine returns none; leave it out")
-        _refuse("echo", bool(self.echo), "the prompt is not repeated")
-        _refuse("suffix", bool(self.suffix), "text goes on to the right only")
-        _refuse("best_of", self.best_of not in (None, 1), "one reply a request")
-        prompt: Any = self.prompt
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            _refuse("prompt", len(prompt) != 1, "one prompt a request; send several requests")
-            prompt = prompt[0]
-        return prompt  # type: ignore[no-any-return]
+
+def _plain_text(text: dict[str, Any] | None) -> dict[str, Any] | None:
+    form = (text or {}).get("format") or {"type": "text"}
+    if not isinstance(form, dict) or form.get("type") != "text":
+        raise PydanticCustomError("unsupported", "{text}", {"text": f"A format is not supported as given: {_PLAIN}"})
+    return text
 
 
 class ResponseBody(_Body):
@@ -170,19 +188,13 @@ class ResponseBody(_Body):
     tools: Listed[Tool] | None = None
     tool_choice: Annotated[Any, ToldAgain] = "auto"
     parallel_tool_calls: bool | None = True
-    background: bool | None = False
-    text: dict[str, Any] | None = None
+    background: Annotated[
+        bool | None, _only(False, instead="responses are made while the client waits; use stream")
+    ] = False
+    text: Annotated[dict[str, Any] | None, AfterValidator(_plain_text)] = None
     truncation: Literal["auto", "disabled"] | None = "disabled"
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int | None, _only(0, instead=_NO_LOGPROBS)] = None
     seed: int | None = None
-
-    def checked(self) -> None:
-        _refuse("background", bool(self.background), "responses are made while the client waits; use stream")
-        _refuse("top_logprobs", bool(self.top_logprobs), "this engine returns none; leave it out")
-        form = (self.text or {}).get("format") or {"type": "text"}
-        _refuse(
-            "text.format", not isinstance(form, dict) or form.get("type") != "text", "the model's text comes as it is"
-        )
 
 
 class TokenizeBody(BaseModel):
@@ -192,37 +204,10 @@ class TokenizeBody(BaseModel):
     messages: Listed[ChatMessage] | None = None
 
 
-def _refuse(field: str, given: bool, instead: str) -> None:
-    if given:
-        raise ConfigError(f"{field} is not supported as given: {instead}.")
-
-
-def text_of_parts(content: str | list[dict[str, Any]] | None) -> str:
-    """The text of content parts (text, input_text, output_text). Raises ConfigError for anything that is no text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content:
-        if part.get("type") not in ("text", "input_text", "output_text", "refusal"):
-            raise ConfigError(f"A content part of type {part.get('type')!r} is not supported: the model reads text.")
-        text = part.get("text", part.get("refusal"))
-        if not isinstance(text, str):
-            raise ConfigError("A content part has no text.")
-        texts.append(text)
-    return "".join(texts)
-
-
 def tools_of(tools: list[Tool] | None) -> Tools | None:
     """Function schemas for the template; the flat form of /v1/responses as that of /v1/chat/completions."""
-    if not tools:
-        return None
-    listed = []
-    for tool in tools:
-        if tool.function is not None:
-            listed.append({"type": "function", "function": tool.function})
-        else:
-            listed.append({"type": "function", "function": dict(tool.model_extra or {})})
-    return listed
+    plain = (dict(tool.model_extra or {}) if tool.function is None else tool.function for tool in tools or ())
+    return [{"type": "function", "function": function} for function in plain] or None
 
 
 def wish_of(
