@@ -109,7 +109,7 @@ def test_a_file_damaged_under_the_engine_is_a_miss_with_a_line(
     with caplog.at_level(logging.WARNING):
         turn = talk.ask("a")
     assert turn.disk_hit_tokens == 0 and (turn.recomputed_tokens or 0) > 60
-    assert [record.name.rsplit(".")[-1] for record in caplog.records] == ["disk"]
+    assert [record.name.rsplit(".")[-1] for record in caplog.records] == ["disk_transfer"]
     assert not talk.engine.facts.counts.failed_steps
     talk.close()
 

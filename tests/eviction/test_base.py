@@ -84,7 +84,7 @@ def test_what_a_plain_class_says_of_itself_is_read_and_a_version_each_time() -> 
 
 
 def test_what_is_no_policy_is_refused_with_what_to_inherit() -> None:
-    with pytest.raises(ConfigError, match=r"dict is no eviction policy.*subclass of pensieve\.eviction\.base"):
+    with pytest.raises(ConfigError, match=r"dict is no eviction policy.*subclass of pensieve\.core\.policies\.base"):
         TwoTierCache(policy={}, chunk_tokens=4, gpu_blocks=8, cpu_blocks=0)  # type: ignore[arg-type]
 
 
