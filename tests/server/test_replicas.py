@@ -20,9 +20,10 @@ import pytest
 pytest.importorskip("fastapi")
 from pensieve.errors import ConfigError, EngineFailed, EngineMissing
 from pensieve.lab.compose import resolved
+from pensieve.lab.compose.settings import check_node
 from pensieve.serve.server import command
 from pensieve.serve.server.app import App
-from pensieve.serve.server.command import make_replicas, settings_of
+from pensieve.serve.server.create import replicated_server
 from pensieve.serve.server.settings import Replicas, ServeSettings
 from pensieve.serve.server.state import StateFile
 from tests.server.live import serving, until
@@ -43,7 +44,7 @@ def test_a_number_of_replicas_or_its_bounds(given: object, meant: Replicas) -> N
 @pytest.mark.parametrize("given", [0, -1, "0..3", "4..1", "many", "1..", 1.5, True, None])
 def test_a_number_that_is_none_is_refused_in_one_sentence(given: object) -> None:
     with pytest.raises(ConfigError, match=r"serve\.replicas") as refused:
-        settings_of({"serve": {"replicas": given}})
+        check_node(ServeSettings, {"serve": {"replicas": given}}, "serve")
     assert "\n" not in str(refused.value)
 
 
@@ -60,8 +61,8 @@ def test_one_replica_is_in_this_process_as_ever(monkeypatch: pytest.MonkeyPatch)
 
         return engine
 
-    monkeypatch.setattr(command, "make_server", make("one"))
-    monkeypatch.setattr(command, "make_replicas", make("several"))
+    monkeypatch.setattr(command, "server_of", make("one"))
+    monkeypatch.setattr(command, "replicated_server", make("several"))
     for replicas in (1, "1..1", 2, "1..2"):
         app = App(ServeSettings.model_validate({"replicas": replicas}), command.tenants_of(ServeSettings()), "tiny")
         app.loop.set_result(asyncio.new_event_loop())
@@ -89,7 +90,7 @@ def test_who_is_stopped_while_replicas_load_has_not_failed(stopped: bool, monkey
         monkeypatch.setattr(system, "_deployed", lambda: steps.append("replicas"))
         system.start()
 
-    monkeypatch.setattr(command, "make_replicas", make)
+    monkeypatch.setattr(command, "replicated_server", make)
     app = App(ServeSettings.model_validate({"replicas": 2}), command.tenants_of(ServeSettings()), "tiny")
     app.loop.set_result(asyncio.new_event_loop())
     app.loop.result().close()
@@ -101,14 +102,14 @@ def test_who_is_stopped_while_replicas_load_has_not_failed(stopped: bool, monkey
 def test_without_ray_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EngineMissing, match=r"serve\.replicas.*pensieve-lab\[ray\]"):
-        make_replicas(composed("hardware=sim_h100"), ServeSettings.model_validate({"replicas": 2}))
+        replicated_server(composed("hardware=sim_h100"), ServeSettings.model_validate({"replicas": 2}))
 
 
 def test_simulated_replicas_are_referred_to_where_they_are() -> None:
     pytest.importorskip("ray")
     pytest.importorskip("grpc_reflection")
     with pytest.raises(ConfigError, match=r"hardware\.replicas"):
-        make_replicas(composed("hardware=sim_h100"), ServeSettings.model_validate({"replicas": 2}))
+        replicated_server(composed("hardware=sim_h100"), ServeSettings.model_validate({"replicas": 2}))
 
 
 def test_sigterm_is_the_servers_again_after_a_library_took_it() -> None:
@@ -225,7 +226,7 @@ def test_kill_9_of_a_replica_under_load(tmp_path: Path) -> None:
     config = composed(
         "hardware=cpu", "hardware.threads=1", "model.weights=random", "cache.gpu=4096 tokens", "cache.cpu=4096 tokens"
     )
-    server = make_replicas(resolved(config), ServeSettings.model_validate({"replicas": 2}))
+    server = replicated_server(resolved(config), ServeSettings.model_validate({"replicas": 2}))
     try:
         system: Any = server.system
         folder = system._cluster._folder

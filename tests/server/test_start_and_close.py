@@ -103,7 +103,7 @@ def test_forget_beside_requests_keeps_the_engine_whole() -> None:
 
 def test_a_taken_port_is_told_before_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[Any] = []
-    monkeypatch.setattr(command, "make_server", lambda *given, **_: loaded.append(given))
+    monkeypatch.setattr(command, "server_of", lambda *given, **_: loaded.append(given))
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} .*already in use.*serve\.port=8001"):

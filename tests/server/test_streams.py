@@ -75,13 +75,13 @@ def test_errors_come_out_of_futures_and_streams(simulated: Any) -> None:
 @pytest.fixture
 def early(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
     """The engine is held up when the stream has some of its tokens, so that what comes then comes before its end."""
-    hold, happened = Hold(events=40), Stream.happened
+    hold, on_event = Hold(events=40), Stream.on_event
 
     def told(stream: Stream, event: Event) -> None:
-        happened(stream, event)
+        on_event(stream, event)
         hold(event)
 
-    monkeypatch.setattr(Stream, "happened", told)
+    monkeypatch.setattr(Stream, "on_event", told)
     yield hold
     hold.release()
 

@@ -42,14 +42,21 @@ class Stream:
     """The reply of one turn while it is generated: iterate over its text, piece by piece, once. `result` waits for the end,
     `cancel` brings it about."""
 
-    def __init__(self, server: Server, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+    def __init__(self, server: Server, stops: Sequence[str]) -> None:
         self._server = server
-        self._text = TextStream(decode, stops)
+        self._text = TextStream(server.tokenizer.decode, stops)
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: the end
         self.turn: Turn
 
+    def on_event(self, event: Event) -> None:
+        """Take an event of the turn; called in the engine's thread, as `on_end` is, once its future is done."""
+        self._events.put(event)
+
+    def on_end(self) -> None:
+        self._events.put(None)
+
     def follow(self, turn: Turn) -> None:
-        """Become the reply of this turn, whose `on_event` is `happened` and whose `on_end` is `ended`."""
+        """Become the reply of this turn, whose listeners are this stream's."""
         self.turn = turn
 
     def __iter__(self) -> Iterator[str]:
@@ -69,12 +76,6 @@ class Stream:
     def cancel(self) -> None:
         """End it now; what was generated so far stands."""
         self._server.cancel_turn(self.turn)
-
-    def happened(self, event: Event) -> None:
-        self._events.put(event)
-
-    def ended(self) -> None:
-        self._events.put(None)
 
 
 class Server:
@@ -98,13 +99,8 @@ class Server:
         self._seed = seed
         self._ids = itertools.count(1)
         self._under_way: dict[int, Turn] = {}
-        self._totals: dict[str, float] = {
-            "turns": 0,
-            "output_tokens": 0,
-            "refused_turns": 0,
-            "failed_turns": 0,
-            **dict.fromkeys(_COUNTED, 0),
-        }
+        counted = ("turns", "output_tokens", "refused_turns", "failed_turns", *_COUNTED)
+        self._totals: dict[str, float] = dict.fromkeys(counted, 0)
         self._lock = threading.Lock()  # of the totals
         self.report = system.start()
         settings = system.settings()
@@ -123,60 +119,36 @@ class Server:
         return self.generate(session_id, text=text, max_new_tokens=max_new_tokens, **options).text
 
     def generate(
-        self,
-        session_id: str,
-        prompt_ids: Sequence[int] | None = None,
-        *,
-        text: str | None = None,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = (),
-        ignore_eos: bool = False,
-        hint: Hint | None = None,
+        self, session_id: str, prompt_ids: Sequence[int] | None = None, *, text: str | None = None, **options: Any
     ) -> Generation:
         """Append a message (token ids, or text) to the conversation and generate.
 
         text: of a chat model one message of its user, in the model's template; of another model, what follows as it is.
         prompt_ids: whole numbers below the model's vocabulary, of Python or numpy; none at all asks to go on without a new
-        message. seed: of this reply, else the server's. stop: one string or several; None or () for none. hint: when the
-        conversation is expected to go on, which eviction policies may read.
+        message.
+
+        Options: max_new_tokens (128), temperature (0.0: greedy), top_p (1.0), top_k (0: all), seed (of this reply, else the
+        server's), stop (one string or several; None or () for none), ignore_eos (False), hint (when the conversation is
+        expected to go on, which eviction policies may read).
 
         Raises CapacityError or ContextLengthError, or RequestRefused itself, for a request that can never be served,
         RequestFailed where the engine failed it, ConfigError for arguments that make no sense.
         """
-        turn = self._begin(
-            session_id,
-            prompt_ids,
-            text,
-            None,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-            stop=stop,
-            ignore_eos=ignore_eos,
-            hint=hint,
-        )
-        return self.wait(turn.future)
+        return self.wait(self.submit(session_id, prompt_ids, text=text, **options))
 
     def submit(
         self, session_id: str, prompt_ids: Sequence[int] | None = None, *, text: str | None = None, **options: Any
     ) -> Future[Generation]:
         """As `generate`, without waiting: a future of what that returns or raises. On a simulated machine time goes on while
         somebody waits in `wait`, `generate` or a stream."""
-        return self._begin(session_id, prompt_ids, text, None, **options).future
+        return self._begin(session_id, prompt_ids, text, **options).future
 
     def stream(
         self, session_id: str, prompt_ids: Sequence[int] | None = None, *, text: str | None = None, **options: Any
     ) -> Stream:
         """As `generate`; the reply comes piece by piece."""
-        stream = Stream(self, self.tokenizer.decode, stops_of(options.get("stop")))
-        begun = self._begin(session_id, prompt_ids, text, stream.happened, on_end=stream.ended, **options)
-        stream.follow(begun)
+        stream = Stream(self, stops_of(options.get("stop")))
+        stream.follow(self._begin(session_id, prompt_ids, text, stream.on_event, stream.on_end, **options))
         return stream
 
     def cancel(self, session_id: str) -> int:
@@ -223,15 +195,7 @@ class Server:
         with self._lock:
             totals = dict(self._totals)
         history = totals["history_tokens"]
-        shares = {
-            rate: totals[tokens] / history if history else None
-            for rate, tokens in (
-                ("gpu_hit_rate", "gpu_hit_tokens"),
-                ("cpu_hit_rate", "cpu_hit_tokens"),
-                ("disk_hit_rate", "disk_hit_tokens"),
-                ("miss_rate", "recomputed_tokens"),
-            )
-        }
+        shares = {rate: totals[tokens] / history if history else None for rate, tokens in _RATES.items()}
         return {**totals, **shares, **self.system.counters(), "engine": self.system.settings()}
 
     def get_statistics_str(self) -> str:
@@ -242,17 +206,15 @@ class Server:
         def share(name: str) -> str:
             return "none yet" if s[name] is None else f"{100 * s[name]:.1f} %"
 
-        return "\n".join(
-            (
-                f"{engine['baseline']} on {engine['device']}, {engine['dtype']}, weights {engine['weights']}: "
-                f"GPU tier {engine['gpu_tokens']:,} tokens, CPU tier {engine['cpu_tokens']:,} tokens",
-                f"{s['turns']:.0f} turns, {s['output_tokens']:.0f} tokens generated, {s['failed_turns']:.0f} turns failed, "
-                f"{s['refused_turns']:.0f} refused",
-                f"history tokens {s['history_tokens']:.0f}: GPU hit {share('gpu_hit_rate')}, "
-                f"CPU hit {share('cpu_hit_rate')}, disk hit {share('disk_hit_rate')}, recomputed {share('miss_rate')}",
-                f"chunks evicted {s['evicted_chunks']:.0f}, dropped {s['dropped_chunks']:.0f}; "
-                f"{s['swapped_in_bytes'] / 1e6:.1f} MB swapped in, {s['swapped_out_bytes'] / 1e6:.1f} MB out",
-            )
+        return (
+            f"{engine['baseline']} on {engine['device']}, {engine['dtype']}, weights {engine['weights']}: "
+            f"GPU tier {engine['gpu_tokens']:,} tokens, CPU tier {engine['cpu_tokens']:,} tokens\n"
+            f"{s['turns']:.0f} turns, {s['output_tokens']:.0f} tokens generated, {s['failed_turns']:.0f} turns failed, "
+            f"{s['refused_turns']:.0f} refused\n"
+            f"history tokens {s['history_tokens']:.0f}: GPU hit {share('gpu_hit_rate')}, "
+            f"CPU hit {share('cpu_hit_rate')}, disk hit {share('disk_hit_rate')}, recomputed {share('miss_rate')}\n"
+            f"chunks evicted {s['evicted_chunks']:.0f}, dropped {s['dropped_chunks']:.0f}; "
+            f"{s['swapped_in_bytes'] / 1e6:.1f} MB swapped in, {s['swapped_out_bytes'] / 1e6:.1f} MB out"
         )
 
     def close(self) -> None:
@@ -353,9 +315,9 @@ class Server:
         session_id: str,
         prompt_ids: Sequence[int] | None,
         text: str | None,
-        on_event: Callable[[Event], None] | None,
-        *,
+        on_event: Callable[[Event], None] | None = None,
         on_end: Callable[[], None] | None = None,
+        *,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -485,8 +447,13 @@ class Server:
                 self._totals[name] += getattr(record, name) or 0
 
 
-_HITS = ("gpu_hit_tokens", "cpu_hit_tokens", "disk_hit_tokens")
-_COUNTED = ("prompt_tokens", "history_tokens", *_HITS, "recomputed_tokens", "new_tokens")
+_RATES = {
+    "gpu_hit_rate": "gpu_hit_tokens",
+    "cpu_hit_rate": "cpu_hit_tokens",
+    "disk_hit_rate": "disk_hit_tokens",
+    "miss_rate": "recomputed_tokens",
+}
+_COUNTED = ("prompt_tokens", "history_tokens", *_RATES.values(), "new_tokens")
 
 
 def as_arguments(sentence: str) -> str:

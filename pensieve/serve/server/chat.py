@@ -50,7 +50,7 @@ class ChatSettings(BaseModel):
 def chat(config: Mapping[str, Any], typed: Collection[str] = ()) -> int:
     """typed: the fields and groups that the command line gives. Returns the exit status."""
     settings = check_node(ChatSettings, config, "chat")
-    trial = {name: value for name, value in config.items() if name != "chat"}
+    trial = dict(config)
     if not any(name.partition(".")[0] == "model" for name in typed):
         trial["model"], sentence = small_model()
         if sentence:
@@ -150,12 +150,12 @@ class Conversation:
         if s.system is not None and not self._begun:
             messages.insert(0, {"role": "system", "content": s.system})
         stops = self._dialogue.stops(())
-        stream = Stream(self._server, self._server.tokenizer.decode, stops)
+        stream = Stream(self._server, stops)
         wish = Wish(
             Free(s.max_new_tokens, stops),
             self._server.sampling(s.temperature, s.top_p),
             fits=True,
-            options={"on_event": stream.happened, "on_end": stream.ended},
+            options={"on_event": stream.on_event, "on_end": stream.on_end},
         )
         stream.follow(self._dialogue.chat("", _NAME, list(messages), False, wish))
         return stream

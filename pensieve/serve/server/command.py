@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -24,18 +24,14 @@ from pensieve.lab.compose.settings import check_node
 from pensieve.lab.compose.weights import model_identity
 from pensieve.lab.results.digest import text_hash
 from pensieve.lab.trial.terminal import say
-from pensieve.plugins.engines.ray_cluster import check_serve
 from pensieve.serve.server import memory
-from pensieve.serve.server.api import Server
 from pensieve.serve.server.app import App, create_app
 from pensieve.serve.server.create import replicated_server, server_of
 from pensieve.serve.server.recording import live_trial, start_recording
 from pensieve.serve.server.settings import ServeSettings, tenants_of
 from pensieve.serve.server.state import StateFile, open_own
 
-_SWITCH_S = (
-    0.0005  # how long a thread may hold the interpreter while another waits: the engine's and the clients' share it
-)
+_SWITCH_S = 0.0005  # how long a thread may hold the interpreter while another, the engine's or a client's, waits
 
 _READ_BYTES = 16_384
 
@@ -46,31 +42,9 @@ default is as long, so that it closed some of them in the face of the next messa
 log = logging.getLogger(__name__)
 
 
-def settings_of(config: Mapping[str, Any]) -> ServeSettings:
-    """The node `serve`, checked. Raises ConfigError."""
-    return check_node(ServeSettings, config, "serve")
-
-
-def make_server(config: Mapping[str, Any], keeps_disk: bool = False) -> Server:
-    """The engine that the configuration names, warm."""
-    return server_of(_trial_fields(config), keeps_disk, say)
-
-
-def make_replicas(
-    config: Mapping[str, Any], settings: ServeSettings, connected: Callable[[], object] | None = None
-) -> Server:
-    """Several of them on Ray Serve, warm. connected: as of ReplicaSystem. Raises EngineMissing where Ray is not installed."""
-    check_serve("serve.replicas")
-    return replicated_server(_trial_fields(config), settings, connected)
-
-
-def _trial_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name not in ("serve", "chat")}
-
-
 def serve(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit status."""
-    settings = settings_of(config)
+    settings = check_node(ServeSettings, config, "serve")
     bound = bind(settings)  # before the model loads: a port that is taken is told at once
     state = App(settings, tenants_of(settings), str(config["model"]["name"]))
     sys.setswitchinterval(_SWITCH_S)
@@ -191,10 +165,10 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
         if state.settings.replicas.most > 1:
             loop = state.loop.result()  # once it has ended, calling it raises RuntimeError: nothing is to load any more
             connected = partial(loop.call_soon_threadsafe, _take_sigterm_back)
-            server = make_replicas(config, state.settings, connected)
+            server = replicated_server(config, state.settings, connected)
             loop.call_soon_threadsafe(_restart_when_told, server.system)
         else:
-            server = make_server(config, keeps_disk=kept is not None)
+            server = server_of(config, keeps_disk=kept is not None, say=say)
         served = state.settings.model_dump(exclude={"host", "port", "page", "record", "state"})
         state.identity = text_hash(f"{live_trial(config)[1].fingerprint} {served}")
         if state.settings.record:

@@ -21,6 +21,7 @@ from pensieve.lab.compose import (
 )
 from pensieve.lab.compose.folder import ended, nearest
 from pensieve.lab.compose.target import locate
+from pensieve.plugins.engines.ray_cluster import check_serve
 from pensieve.serve.server.api import Server, as_arguments
 from pensieve.serve.server.settings import ServeSettings
 
@@ -78,12 +79,12 @@ def _baseline(mode: str) -> dict[str, Any]:
     raise ConfigError(ended(f"There is no mode {mode!r}{nearest(mode, ours)}"))
 
 
-def server_of(fields: Mapping[str, Any], keeps_disk: bool = False, say: Callable[[str], None] | None = None) -> Server:
-    """A server from the fields of a trial's configuration but `workload`: its requests come from callers.
+def server_of(config: Mapping[str, Any], keeps_disk: bool = False, say: Callable[[str], None] | None = None) -> Server:
+    """A warm server from the configuration of a command, or the fields of a trial but `workload`: callers ask.
 
     keeps_disk: as of build_system. say: is told what the start will take, where that is long.
     """
-    plan = plan_live(fields)
+    plan = plan_live(config)
     check_free_memory(plan)
     if say is not None and not plan.device.simulated:
         _announce(plan, say)
@@ -92,14 +93,15 @@ def server_of(fields: Mapping[str, Any], keeps_disk: bool = False, say: Callable
 
 
 def replicated_server(
-    fields: Mapping[str, Any], settings: ServeSettings, connected: Callable[[], object] | None = None
+    config: Mapping[str, Any], settings: ServeSettings, connected: Callable[[], object] | None = None
 ) -> Server:
     """A server over several engines on Ray Serve: conversations, tenants and HTTP are in this process; the replicas hold
-    engines and KV, and nothing else. connected: as of ReplicaSystem."""
+    engines and KV, and nothing else. connected: as of ReplicaSystem. Raises EngineMissing where Ray is not installed."""
+    check_serve("serve.replicas")
     from pensieve.plugins.replicas.build import build_replicas
     from pensieve.plugins.replicas.system import Scaling
 
-    plan, (least, most) = plan_live(fields), settings.replicas
+    plan, (least, most) = plan_live(config), settings.replicas
     if plan.device.simulated:
         raise ConfigError(
             f"serve.replicas={least if least == most else f'{least}..{most}'} are processes, and "
@@ -124,10 +126,15 @@ def _announce(plan: TrialPlan, say: Callable[[str], None]) -> None:
     announce(plan, store, say)
 
 
+def trial_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the nodes of the commands that answer callers."""
+    return {name: value for name, value in config.items() if name not in ("serve", "chat")}
+
+
 def plan_live(fields: Mapping[str, Any]) -> TrialPlan:
     """The plan of an engine that serves callers. Raises ConfigError for a policy that cannot, EngineMissing for an engine of
     others."""
-    config = check({**fields, "workload": read_option("workload", "chat")})
+    config = check({**trial_fields(fields), "workload": read_option("workload", "chat")})
     if config.baseline.engine is not None:
         raise EngineMissing(
             f"baseline={config.baseline.name} is an outside engine, and only ours answer callers here. Compare with it in "

@@ -21,6 +21,7 @@ from pensieve.lab.trial.run import trial_columns
 from pensieve.lab.trial.tracking import Tracking, open_named
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.api import Server
+from pensieve.serve.server.create import trial_fields
 from pensieve.serve.server.turn import Turn
 
 LIVE = {"name": "live"}
@@ -86,7 +87,7 @@ class Recording:
 
 def live_trial(config: Mapping[str, Any]) -> tuple[TrialPlan, Identity, dict[str, Any]]:
     """A server of this configuration as a trial: its plan, its identity, and its fields as plain values."""
-    plain = resolved({name: value for name, value in config.items() if name not in ("serve", "chat")})
+    plain = resolved(trial_fields(config))
     live = {**plain, "workload": LIVE}
     plan = plan_trial(check({**live, "trial": {"exclusive": False}}))
     return plan, identity_of(plan, live, entry="pensieve.serve.server.command"), live
