@@ -17,14 +17,14 @@ from fastapi import FastAPI, Header, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
 from pensieve import __version__
-from pensieve.core.request import Sampling
+from pensieve.core.request import Free, Sampling
 from pensieve.errors import ConfigError
 from pensieve.serve.server import memory
 from pensieve.serve.server.api import Server
 from pensieve.serve.server.body_route import SESSION_HEADER, BodyRoute, off_the_loop
 from pensieve.serve.server.completions import ChatShape, CompletionShape
 from pensieve.serve.server.conversations import LONGEST_NAME, session_name
-from pensieve.serve.server.dialogue import Dialogue, Wish
+from pensieve.serve.server.dialogue import Dialogue, Tools, Wish
 from pensieve.serve.server.feed import Feed
 from pensieve.serve.server.gate import Gate
 from pensieve.serve.server.prometheus import Meters
@@ -36,8 +36,8 @@ from pensieve.serve.server.schemas import (
     ResponseBody,
     TokenizeBody,
     client_stops,
+    hint_of,
     tools_of,
-    wish_of,
 )
 from pensieve.serve.server.settings import OPERATOR, ServeSettings, Tenants
 from pensieve.serve.server.state import StateFile
@@ -142,22 +142,28 @@ def _add_routes(app: FastAPI, state: App) -> None:
         begin: Callable[[Wish], Turn],
         max_tokens: int | None,
         stops: tuple[str, ...],
-        **fields: Any,
+        tools: Tools | None = None,
+        ignore_eos: bool = False,
     ) -> Response:
         """What came of the turn that `begin` begins, streamed or whole, in the form of `reply`."""
         _check_model(state, body.model)
         feed = Feed(state.admit(), stops, reply.tells_ids)
-        wish = wish_of(
-            body,
-            state.settings,
-            _default_sampling(state),
-            max_tokens,
-            stops=stops,
-            seed=body.seed,
-            default_seed=random.getrandbits(31),
-            on_event=feed.on_event if body.stream else None,
-            on_end=feed.on_end,
-            **fields,
+        default = _default_sampling(state)
+        sampling = Sampling(
+            default.temperature if body.temperature is None else body.temperature,
+            default.top_p if body.top_p is None else body.top_p,
+            seed=random.getrandbits(31) if body.seed is None else body.seed,
+            anonymous=body.seed is not None,  # equal seeds and prompts draw equal tokens
+        )
+        most = state.settings.max_new_tokens if max_tokens is None else max_tokens
+        listening = {"on_event": feed.on_event if body.stream else None, "on_end": feed.on_end}
+        wish = Wish(
+            Free(most, stops, ignore_eos=ignore_eos),
+            sampling,
+            fits=max_tokens is None,
+            keep_alive_s=body.keep_alive,
+            tools=tools,
+            options={**listening, "hint": hint_of(body.metadata)},
         )
         feed.started(await off_the_loop(request, partial(begin, wish)))
         name = feed.turn.conversation.id

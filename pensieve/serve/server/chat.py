@@ -95,7 +95,7 @@ def questions_of(script: str) -> list[str]:
 def read_line() -> Callable[[], str]:
     """What asks for the next line, with editing and history at a terminal; raises EOFError at the end."""
     if not sys.stdin.isatty():
-        return _line_of_pipe
+        return input
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory
 
@@ -103,13 +103,6 @@ def read_line() -> Callable[[], str]:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     session: PromptSession[str] = PromptSession(history=FileHistory(str(folder / "chat_history")))
     return lambda: session.prompt(">>> ")
-
-
-def _line_of_pipe() -> str:
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line
 
 
 class Conversation:
@@ -249,11 +242,12 @@ def _missed(misses: Sequence[Miss]) -> str:
     """The ledger, on a line."""
     if not misses:
         return ""
-    causes: dict[str, tuple[int, float]] = {}
-    for miss in misses:
-        tokens, ms = causes.get(miss.cause, (0, 0.0))
-        causes[miss.cause] = tokens + miss.tokens, ms + miss.ms
-    return " [missed " + ", ".join(f"{cause} {n} ({ms:.1f} ms)" for cause, (n, ms) in causes.items()) + "]"
+    causes = dict.fromkeys(miss.cause for miss in misses)
+    told = []
+    for cause in causes:
+        own = [miss for miss in misses if miss.cause == cause]
+        told.append(f"{cause} {sum(miss.tokens for miss in own)} ({sum(miss.ms for miss in own):.1f} ms)")
+    return f" [missed {', '.join(told)}]"
 
 
 def play(trial: Mapping[str, Any], settings: ChatSettings, questions: Sequence[str]) -> int:

@@ -10,12 +10,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 
 from pensieve.core.hint import Hint
-from pensieve.core.request import Free, Sampling, stops_of
+from pensieve.core.request import stops_of
 from pensieve.errors import ConfigError
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.conversations import LONGEST_NAME
-from pensieve.serve.server.dialogue import Tools, Wish
-from pensieve.serve.server.settings import ServeSettings
+from pensieve.serve.server.dialogue import Tools
 
 _BEYOND_ANY_MODEL = 2**31 - 1
 Tokens = Annotated[int, Field(ge=1, le=_BEYOND_ANY_MODEL)]
@@ -208,32 +207,6 @@ def tools_of(tools: list[Tool] | None) -> Tools | None:
     """Function schemas for the template; the flat form of /v1/responses as that of /v1/chat/completions."""
     plain = (dict(tool.model_extra or {}) if tool.function is None else tool.function for tool in tools or ())
     return [{"type": "function", "function": function} for function in plain] or None
-
-
-def wish_of(
-    body: _Body,
-    settings: ServeSettings,
-    default: Sampling,
-    max_tokens: int | None,
-    stops: tuple[str, ...] = (),
-    seed: int | None = None,
-    tools: Tools | None = None,
-    default_seed: int = 0,
-    ignore_eos: bool = False,
-    **options: Any,
-) -> Wish:
-    """How the reply is wanted. Equal seeds and prompts draw equal tokens; without a seed each request draws its own.
-    default: the temperature and top_p of clients that give none."""
-    sampling = Sampling(
-        default.temperature if body.temperature is None else body.temperature,
-        default.top_p if body.top_p is None else body.top_p,
-        seed=default_seed if seed is None else seed,
-        anonymous=seed is not None,
-    )
-    output = Free(settings.max_new_tokens if max_tokens is None else max_tokens, stops, ignore_eos=ignore_eos)
-    return Wish(
-        output, sampling, max_tokens is None, body.keep_alive, tools, {**options, "hint": hint_of(body.metadata)}
-    )
 
 
 def hint_of(metadata: Mapping[str, Any] | None) -> Hint | None:

@@ -10,6 +10,8 @@ from pensieve.serve.server.api import Server
 from pensieve.serve.server.conversations import Conversation
 from pensieve.serve.server.schemas import prompt_details
 
+_TOLD = ("status", "finish_reason", "ttft_ms", "latency_ms", "queue_ms", "prompt_tokens", "output_tokens")
+
 
 def session_line(server: Server, conversation: Conversation) -> dict[str, Any]:
     """An entry of /v1/sessions. kv: where each chunk is, see CacheManager.places."""
@@ -42,13 +44,7 @@ def turn_body(server: Server, names: Mapping[str, str], number: int, turn: TurnR
     """names: of conversations that may be told of, by their names in the engine."""
     return {
         "turn": number,
-        "status": turn.status,
-        "finish_reason": turn.finish_reason,
-        "ttft_ms": turn.ttft_ms,
-        "latency_ms": turn.latency_ms,
-        "queue_ms": turn.queue_ms,
-        "prompt_tokens": turn.prompt_tokens,
-        "output_tokens": turn.output_tokens,
+        **{name: getattr(turn, name) for name in _TOLD},
         "prompt_tokens_details": prompt_details(turn),
         "misses": [
             {

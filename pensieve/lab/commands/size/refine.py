@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 
+import numpy as np
+from scipy import ndimage
+
 from pensieve.lab.results.size_map import Place, within
 
 COARSE = 4
@@ -86,20 +89,12 @@ def _splitting(cells: Collection[Place]) -> Place:
 
 def _connected(cells: Collection[Place], mode: Mode) -> Iterator[set[Place]]:
     """Parts of one mode that do not touch another of it, not even at a corner."""
-    left = set(cells)
-    while left:
-        part, edge = set(), {left.pop()}
-        while edge:
-            part |= edge
-            edge = {
-                place for place in left if any(_touches(place, other) and mode(place) == mode(other) for other in edge)
-            }
-            left -= edge
-        yield part
-
-
-def _touches(one: Place, other: Place) -> bool:
-    return all(abs(a - b) <= 1 for a, b in zip(one, other, strict=True))
+    for one in {mode(place) for place in cells}:
+        own = [place for place in cells if mode(place) == one]
+        grid = np.zeros(np.max(own, axis=0) + 1, dtype=bool)
+        grid[tuple(np.transpose(own))] = True
+        labels, count = ndimage.label(grid, structure=np.ones((3,) * grid.ndim))
+        yield from ({place for place in own if labels[place] == part} for part in range(1, count + 1))
 
 
 def _places(shape: Shape) -> Iterator[Place]:
