@@ -14,6 +14,7 @@ from pensieve.errors import ConfigError
 from pensieve.lab.compose import conf_folder
 from pensieve.serve.server import chat as chat_module
 from pensieve.serve.server import create_server
+from pensieve.serve.server.api import Stream
 from pensieve.serve.server.chat import ChatSettings, Conversation, chat, questions_of
 from tests.server.live import SIMULATED
 
@@ -69,23 +70,16 @@ def test_the_system_message_is_said_once(talk: Any) -> None:
 def test_ctrl_c_stops_the_reply_and_not_the_program(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
 
-    class Interrupted:
-        def __init__(self, stream: Any) -> None:
-            self._stream = stream
+    def pieces(stream: Stream) -> Iterator[str]:
+        yield "some"
+        raise KeyboardInterrupt
 
-        def __iter__(self) -> Iterator[str]:
-            yield "some"
-            raise KeyboardInterrupt
-
-        def __getattr__(self, name: str) -> Any:
-            ended.append(name)
-            return getattr(self._stream, name)
-
-    ask = Conversation.ask
-    monkeypatch.setattr(Conversation, "ask", lambda self, text: Interrupted(ask(self, text)))
+    cancel = Stream.cancel
+    monkeypatch.setattr(Stream, "__iter__", pieces)
+    monkeypatch.setattr(Stream, "cancel", lambda stream: (ended.append(stream), cancel(stream)))
     said = talk("Hello", KeyboardInterrupt(), "stats")
     assert "some (stopped)" in said
-    assert ended[0] == "cancel"
+    assert len(ended) == 1
     assert said.count("\n") >= 2, "it went on to the next line"
 
 

@@ -21,18 +21,18 @@ def served() -> Any:
         yield state.server.system.engine.cache, client
 
 
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3},
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 3},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 3},
+}
+
+
 def ask(client: httpx.Client, name: str, path: str = "/v1/chat/completions", **fields: Any) -> httpx.Response:
-    body: dict[str, Any] = {"session_id": name, **fields}
-    if path.endswith("chat/completions"):
-        body |= {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
-    elif path.endswith("/responses"):
-        body |= {"input": "Hello", "max_output_tokens": 3}
-    else:
-        body |= {"prompt": "Hello", "max_tokens": 3}
-    return client.post(path, json=body)
+    return client.post(path, json={"session_id": name, **fields, **BODIES[path]})
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", BODIES)
 def test_metadata_and_keep_alive_are_hints_on_every_path(served: Any, path: str) -> None:
     cache, client = served
     before = set(cache.sessions)
@@ -40,9 +40,7 @@ def test_metadata_and_keep_alive_are_hints_on_every_path(served: Any, path: str)
     reply = ask(client, f"hinted {path}", path, keep_alive=300, metadata=metadata)
     assert reply.status_code == 200, reply.text
     (name,) = set(cache.sessions) - before
-    assert until(lambda: cache.sessions.get(name).hint == Hint("tool_use", "bash", 2.5, 300.0)), cache.sessions.get(
-        name
-    ).hint
+    assert until(lambda: cache.sessions.get(name).hint == Hint("tool_use", "bash", 2.5, 300.0))
 
 
 def test_who_says_nothing_gives_no_hint_and_keep_alive_stays_with_the_conversation(served: Any) -> None:
@@ -59,14 +57,7 @@ def test_who_says_nothing_gives_no_hint_and_keep_alive_stays_with_the_conversati
 
 @pytest.mark.parametrize(
     "metadata",
-    [
-        {"expected_s": "soon"},
-        {"expected_s": -1},
-        {"expected_s": 10**400},
-        {"expected_s": "inf"},
-        {"stop_reason": "length"},
-        {"tool": 7},
-    ],
+    [*({"expected_s": value} for value in ("soon", -1, 10**400, "inf")), {"stop_reason": "length"}, {"tool": 7}],
 )
 def test_a_hint_that_makes_no_sense_is_a_400_that_names_it(served: Any, metadata: dict[str, Any]) -> None:
     reply = ask(served[1], "odd", metadata=metadata)
@@ -75,21 +66,18 @@ def test_a_hint_that_makes_no_sense_is_a_400_that_names_it(served: Any, metadata
 
 
 def test_programs_give_hints_and_a_policy_acts_on_them() -> None:
-    with create_server(
-        **{**SIMULATED, "gpu_cache": "512 tokens", "cpu_cache": "0 tokens"}, eviction="hinted"
-    ) as server:
+    small = {**SIMULATED, "gpu_cache": "512 tokens", "cpu_cache": "0 tokens"}
+    with create_server(**small, eviction="hinted") as server:
         soon = Hint(expected_s=5.0)
         server.generate("stays", prompt_ids=range(200), max_new_tokens=4, hint=soon)
         server.generate("goes", prompt_ids=range(200), max_new_tokens=4)
         server.generate("new", prompt_ids=range(90, 290), max_new_tokens=4)
-        found = {
-            name: server.generate(name, prompt_ids=[1], max_new_tokens=1).turn.gpu_hit_tokens
-            for name in ("stays", "goes")
-        }
+        again = {name: server.generate(name, prompt_ids=[1], max_new_tokens=1) for name in ("stays", "goes")}
+        found = {name: out.turn.gpu_hit_tokens for name, out in again.items()}
         assert found["stays"] == 203 and found["goes"] < 203, "recency alone would have evicted the first"
 
 
-def test_live_traffic_refuses_an_oracle() -> None:
-    for eviction in ("oracle_hint", "noisy_hint"):
-        with pytest.raises(ConfigError, match="live traffic has none"):
-            create_server(eviction=eviction, **SIMULATED)
+@pytest.mark.parametrize("eviction", ["belady", "oracle_hint", "noisy_hint"])
+def test_live_traffic_refuses_an_oracle(eviction: str) -> None:
+    with pytest.raises(ConfigError, match="live traffic has none"):
+        create_server(eviction=eviction, **SIMULATED)

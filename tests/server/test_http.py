@@ -34,41 +34,63 @@ def client() -> Any:
         yield client
 
 
+def said_by_a_user(**fields: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode()
+
+
 @pytest.mark.parametrize(
-    "body",
+    ("body", "says"),
     [
-        b"",
-        b"null",
-        b"[]",
-        b"{",
-        b'{"messages": "x"}',
-        b'{"messages": []}',
-        b'{"messages": [{"role": "king", "content": "x"}]}',
-        b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
-        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-        b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
-        b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
-        b'{"messages": [{"role": "user", "content": "x"}], "temperature": Infinity}',
-        b'{"messages": [{"role": "user", "content": "x"}], "temperature": -1}',
-        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}',
-        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": -5}',
-        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 100000000000000000000}',
-        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 2000000}',
-        b'{"messages": [{"role": "user", "content": "x"}], "stop": [1]}',
-        b'{"messages": [{"role": "user", "content": "x"}], "session_id": ""}',
-        b'{"messages": [{"role": "user", "content": "x"}], "seed": "x"}',
-        b"[" * 100_000,
-        b'{"a":' * 50_000,
-        b"9" * 10_000,
+        (b"", "no JSON"),
+        (b"{", "no JSON"),
+        (b'{"messages": "\xff"}', "no JSON"),
+        (said_by_a_user().replace(b"x", b"\\ud800"), "no JSON"),
+        (said_by_a_user(temperature=float("nan")), "no JSON"),
+        (said_by_a_user(temperature=float("inf")), "no JSON"),
+        (b"[" * 100_000, "no JSON"),
+        (b'{"a":' * 50_000, "no JSON"),
+        (b"9" * 10_000, ""),
+        (b"null", "dictionary"),
+        (b"[]", "dictionary"),
+        (b'{"messages": "x"}', "messages"),
+        (b'{"messages": []}', "messages: List should have at least 1"),
+        (b'{"messages": [{"role": "king", "content": "x"}]}', "messages.0.role: Input should be"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "the model reads text"),
+        (said_by_a_user(temperature=-1), "temperature"),
+        *((said_by_a_user(max_tokens=most), "max_tokens") for most in (0, -5, 10**20)),
+        (said_by_a_user(max_tokens=2_000_000), "context"),
+        (said_by_a_user(stop=[1]), "stop"),
+        (said_by_a_user(session_id=""), "session_id"),
+        (said_by_a_user(seed="x"), "seed"),
+        (said_by_a_user(n=2), "n: It is not supported as given: one reply"),
+        (said_by_a_user(response_format={"type": "json_object"}), "response_format: It is not supported"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_makes_no_sense_is_a_400_that_says_so(client: httpx.Client, body: bytes, stream: bool) -> None:
+def test_what_makes_no_sense_is_a_400_that_says_so(client: httpx.Client, body: bytes, says: str, stream: bool) -> None:
     if stream:
         body = body.replace(b'{"messages"', b'{"stream": true, "messages"', 1)
     reply = client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
     assert reply.status_code == 400, reply.text
-    assert reply.json()["error"]["message"]
+    assert says in (message := reply.json()["error"]["message"]), message
+    assert message and "king" not in message, "what was sent is not told of"
+
+
+@pytest.mark.parametrize(
+    ("content_type", "status"),
+    [
+        ("application/json; charset=utf-8", 200),
+        ("Application/JSON", 200),
+        ("application/a+json", 200),
+        ("text/plain", 400),  # what a page from elsewhere may send without being asked
+        ("", 400),
+    ],
+)
+def test_a_body_says_that_it_is_json(client: httpx.Client, content_type: str, status: int) -> None:
+    headers = {"Content-Type": content_type}
+    assert (
+        client.post("/v1/chat/completions", content=said_by_a_user(max_tokens=2), headers=headers).status_code == status
+    )
 
 
 @pytest.mark.parametrize(
