@@ -6,7 +6,7 @@ import pytest
 from pensieve.core.clock import VirtualClock, WallClock
 from pensieve.errors import ResultsError
 from pensieve.lab.results.store import open_store
-from pensieve.lab.trial.samples import MOST_MOMENTS, Occupancy
+from pensieve.lab.trial.samples import MOST_MOMENTS, Sampler, gauges_of
 from tests.results.trials import trial_fields
 from tests.trial.test_run import run, tracking  # noqa: F401  a fixture
 
@@ -39,7 +39,7 @@ def test_simulated_time_is_read_at_even_moments(store):
     clock = VirtualClock()
     clock.advance_to(5_000_000_000)  # the engine was started before
     system = Gauged(clock)
-    with Occupancy(store, 1, system, interval_s=0.1):
+    with Sampler(store, 1, gauges_of(system), clock, 0.1):
         for held, until_ms in ((3, 5_250), (7, 5_260), (9, 5_460)):
             system.held = held
             clock.advance_to(until_ms * 1_000_000)
@@ -53,7 +53,7 @@ def test_simulated_time_is_read_at_even_moments(store):
 @pytest.mark.parametrize("steps", [1, 100, 100_000])
 def test_a_trial_of_any_length_has_a_bounded_number_of_readings(store, steps):
     clock = VirtualClock()
-    with Occupancy(store, 1, Gauged(clock), interval_s=0.1, most=64):
+    with Sampler(store, 1, gauges_of(Gauged(clock)), clock, 0.1, most=64):
         for step in range(steps):
             clock.advance_to((step + 1) * 100_000 * 1_000_000_000 // steps)  # a day and a bit
     times = [r.at_s for r in store.samples_of(1)]
@@ -65,7 +65,7 @@ def test_a_trial_of_any_length_has_a_bounded_number_of_readings(store, steps):
 
 def test_a_wall_clock_is_read_by_a_thread(store):
     system = Gauged(WallClock())
-    with Occupancy(store, 1, system, interval_s=0.01):
+    with Sampler(store, 1, gauges_of(system), system.clock, 0.01):
         ends = time.monotonic() + 60
         while system.asked < 5 and time.monotonic() < ends:
             time.sleep(0.01)
@@ -78,7 +78,7 @@ def test_a_wall_clock_is_read_by_a_thread(store):
 
 
 def test_a_system_that_does_not_tell_and_a_full_disk(store, monkeypatch, caplog):
-    with Occupancy(store, 1, Silent()):
+    with Sampler(store, 1, gauges_of(Silent()), Silent.clock):
         Silent.clock.advance_to(10**10)
     assert store.samples_of(1) == []
 
@@ -86,7 +86,7 @@ def test_a_system_that_does_not_tell_and_a_full_disk(store, monkeypatch, caplog)
         raise ResultsError("the disk is full")
 
     monkeypatch.setattr(type(store), "add_samples", full)
-    with Occupancy(store, 1, Gauged(VirtualClock())):
+    with Sampler(store, 1, gauges_of(Gauged(VirtualClock())), VirtualClock()):
         pass
     assert "not kept: the disk is full" in caplog.text
 

@@ -16,7 +16,7 @@ from pensieve.lab.compose.machine import Device
 from pensieve.lab.results import environment
 from pensieve.lab.results.store import open_store
 from pensieve.lab.trial import samples
-from pensieve.lab.trial.samples import CpuMeter, DeviceSampler, NvmlMeter, Quantity, meter_of
+from pensieve.lab.trial.samples import CpuMeter, NvmlMeter, Quantity, Sampler, device_metrics, meter_of
 from tests.results.trials import trial_fields
 
 CPU = Device("cpu", "cpu", "cpu", "this CPU", 1, 1, 1)
@@ -59,7 +59,7 @@ def values(metrics):
 def test_readings_are_stored_and_summed_up(store):
     clock = WallClock()
     meter = Scripted(clock)
-    with DeviceSampler(store, 1, meter, clock, interval_s=0.01) as sampler:
+    with Sampler(store, 1, meter, clock, interval_s=0.01) as sampler:
         ends = time.monotonic() + 60
         while meter.reads < 15 and time.monotonic() < ends:  # at least 0.14 s, however slow the machine
             time.sleep(0.01)
@@ -70,18 +70,18 @@ def test_readings_are_stored_and_summed_up(store):
     assert {r.device for r in readings} == {"cuda:0"}
     assert 0 <= readings[0].at_s <= readings[-1].at_s <= clock.now_s()  # of the trial's clock, from its beginning
     assert 15 <= meter.reads <= lasted / 0.01 + 2  # never more often than asked
-    found = values(sampler.metrics(0.0, 1e9, output_tok_s=100.0))
+    found = values(device_metrics(sampler, 0.0, 1e9, output_tok_s=100.0))
     assert (found["gpu_util_pct"], found["gpu_mem_util_pct"], found["power_w"]) == (50.0, None, 200.0)
     assert found["energy_j_per_token"] == pytest.approx(3.0, rel=0.2)  # from the counter, not from the power
     assert found["device_peak_bytes"] == 10.0 * meter.reads
     assert 0 < found["sampling_cost_pct"] < 50
-    outside = values(sampler.metrics(1e6, 2e6, output_tok_s=100.0))
+    outside = values(device_metrics(sampler, 1e6, 2e6, output_tok_s=100.0))
     assert (outside["gpu_util_pct"], outside["energy_j_per_token"]) == (None, None)
 
 
 def test_a_device_that_is_lost_costs_the_samples_only(store, caplog):
     clock = WallClock()
-    with DeviceSampler(store, 1, Scripted(clock, fails_after=3), clock, interval_s=0.01) as sampler:
+    with Sampler(store, 1, Scripted(clock, fails_after=3), clock, interval_s=0.01) as sampler:
         sampler._thread.join(60)
     assert len(store.samples_of(1)) == 2 * 4
     assert "no longer sampled: lost" in caplog.text
@@ -89,9 +89,9 @@ def test_a_device_that_is_lost_costs_the_samples_only(store, caplog):
 
 def test_a_simulated_device_is_not_sampled(store):
     assert meter_of(SIMULATED) is None
-    with DeviceSampler(store, 1, None, WallClock()) as sampler:
+    with Sampler(store, 1, None, WallClock()) as sampler:
         pass
-    assert set(values(sampler.metrics(0.0, 1.0, 1.0)).values()) == {None}
+    assert set(values(device_metrics(sampler, 0.0, 1.0, 1.0)).values()) == {None}
     assert store.samples_of(1) == []
 
 
@@ -99,12 +99,12 @@ def test_a_cpu_is_sampled_for_less_than_a_hundredth(store):
     meter = meter_of(CPU)
     assert isinstance(meter, CpuMeter)
     load = bytes(10_000_000)
-    with DeviceSampler(store, 1, meter, WallClock()) as sampler:
+    with Sampler(store, 1, meter, WallClock()) as sampler:
         began, busy_until = time.process_time(), time.monotonic() + 4.0  # one flush at the end is paid, too
         while time.monotonic() < busy_until:
             hashlib.sha256(load)  # works outside the interpreter's lock, as an engine does nearly all the time
         worked = time.process_time() - began
-    found = values(sampler.metrics(0.0, 1e9, 100.0))
+    found = values(device_metrics(sampler, 0.0, 1e9, 100.0))
     # Of the time that passed; where others take the processor, a reading's CPU time is dearer, and so is this loop's.
     assert found["sampling_cost_pct"] < 1 or sampler.cpu_s < 0.015 * worked
     assert found["cpu_util_pct"] > 0

@@ -57,11 +57,13 @@ from pensieve.lab.trial.job import Job, Outcome
 from pensieve.lab.trial.liveness import Deadline, Heartbeat, device_lock
 from pensieve.lab.trial.machine import measure_beside
 from pensieve.lab.trial.samples import (
-    DeviceSampler,
+    MOST_MOMENTS,
     Neighbours,
-    Occupancy,
+    Sampler,
     allocator_peak_bytes,
+    device_metrics,
     forget_allocator_peak,
+    gauges_of,
     meter_of,
 )
 from pensieve.lab.trial.start_times import announce
@@ -281,10 +283,9 @@ def _run(
             effective = _effective(system, plan, described, started)
             effective["engine"].update({MEASURED_AT: measured_at} if measured_at else {})
             tracking.store.set_trial(trial_id, **effective)
-            sampler = DeviceSampler(
-                tracking.store, trial_id, meter_of(plan.device, plan.computes_elsewhere), system.clock
-            )
-            occupancy = Occupancy(tracking.store, trial_id, system)
+            meter = meter_of(plan.device, plan.computes_elsewhere)
+            sampler = Sampler(tracking.store, trial_id, meter, system.clock)
+            occupancy = Sampler(tracking.store, trial_id, gauges_of(system), system.clock, most=MOST_MOMENTS)
             limit_bytes = memory_limit_bytes(config.hardware)
             ours = with_children if plan.computes_elsewhere else this_process
             own = MemoryWatch(limit_bytes, ours) if limit_bytes is not None and not outside else None
@@ -312,7 +313,7 @@ def _run(
     metrics = summarise(record.measurement, started)
     start_s, end_s = record.measurement.measure_start_s, record.measurement.measure_end_s
     output = next((metric.value for metric in metrics if metric.name == "throughput_output_tok_s"), None)
-    metrics += sampler.metrics(start_s, end_s, output)
+    metrics += device_metrics(sampler, start_s, end_s, output)
     metrics += _processes(counted if own is None else {"processes_peak_bytes": own.peak_bytes})
     metrics.append(MetricValue("allocator_peak_bytes", allocator_peak_bytes(plan.device, plan.computes_elsewhere)))
     prices = Prices(system.cost, system.chunk_tokens) if isinstance(system, EngineSystem) else None
