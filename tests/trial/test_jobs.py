@@ -1,18 +1,17 @@
-import pickle
 from dataclasses import replace
 
 import pytest
 from hydra import compose
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.errors import MissingConfigException
 from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
 from pensieve.errors import ConfigError
 from pensieve.lab.commands.run import run_job
 from pensieve.lab.trial.job import Outcome
-from pensieve.lab.trial.jobs import compose_jobs, compose_once, plan_jobs
+from pensieve.lab.trial.jobs import compose_jobs, plan_jobs
 from tests.composed import hydra_session
 
 
@@ -49,75 +48,34 @@ def test_baseline_stays_innermost_whatever_else_is_swept():
     assert list(OmegaConf.to_container(config.hydra.sweeper.params)) == ["seed", "cache", "baseline"]
 
 
-def test_each_job_is_what_hydra_composes_of_it():
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("hardware=sim_h100", "baseline=pensieve", "model.seed=1,2", "seed=0,x"),
+        ("seed=0,007", "baseline=pensieve,stateless"),
+        ("seed=1,null", "++seed=2", "sweep=none"),
+        ("experiment=paper/ablation_eviction", "eviction=lru", "baseline=pensieve"),
+    ],
+)
+def test_each_job_is_what_hydra_composes_of_it(overrides):
     """Though jobs that differ in the seed alone are composed once, and share nothing."""
-    config = sweep_config("hardware=sim_h100", "baseline=pensieve", "model.seed=1,2", "seed=0,x")
+    config = sweep_config(*overrides)
     jobs = plan_jobs(config)
-    plain = [compose(config_name="config", overrides=list(job)) for job in jobs.jobs]
-    compose_once()
+    plain = [compose(config_name="config", overrides=[*_typed(config, jobs), *job]) for job in jobs.jobs]
     for cfg, expected in zip(compose_jobs(config, jobs), plain, strict=True):
         assert cfg == expected
         with open_dict(cfg):
             cfg.workload.users, cfg.cache = 99, None
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("seed=0,007", "baseline=pensieve,stateless", "hydra.job.name=mine", "hydra.sweep.dir=/tmp/${hydra.job.name}"),
-        ("seed=4,5", "+hydra.job.config.override_dirname.exclude_keys=[model]", "model=opt_13b", "sweep=none"),
-        ("seed=1,null", "hydra.job.config.override_dirname.kv_sep=-", "++seed=2", "sweep=none"),
-        ("+hydra.job.env_copy=[HOME]", "experiment=paper/ablation_eviction", "eviction=lru", "baseline=pensieve"),
-    ],
-)
-def test_what_is_composed_once_is_what_hydra_composes(overrides):
-    """Hydra's own part too: overrides, names of folders, choices, and what is read-only."""
-    config = sweep_config(*overrides)
-    jobs = [list(job) for job in plan_jobs(config).jobs]
-    plain = GlobalHydra.instance().config_loader()
-    expected = [plain.load_sweep_config(config, job) for job in jobs]
-    compose_once()
-    ours = GlobalHydra.instance().config_loader()
-    assert ours is not plain
-    for _ in range(2):
-        for job, one in zip(jobs, expected, strict=True):
-            found = ours.load_sweep_config(config, job)
-            assert OmegaConf.to_yaml(found) == OmegaConf.to_yaml(one)
-            assert _flags(found) == _flags(one)
-            assert OmegaConf.get_cache(found) == OmegaConf.get_cache(one)
+def _typed(config, jobs):
+    """What was typed and is in no job."""
+    return [
+        text for text in config.hydra.overrides.task if all(text not in job for job in jobs.jobs) and "," not in text
+    ]
 
 
-def _flags(node, path=""):
-    """Of each container: read-only or not, open to new fields or not, and the type of its values."""
-    if not OmegaConf.is_config(node) or node._is_none() or node._is_missing() or node._is_interpolation():
-        return {}
-    found = {path: (OmegaConf.is_readonly(node), OmegaConf.is_struct(node), OmegaConf.get_type(node))}
-    for key in node if OmegaConf.is_dict(node) else range(len(node)):
-        found |= _flags(node._get_node(key), f"{path}.{key}")
-    return found
-
-
-def test_what_makes_another_configuration_is_composed_anew(tmp_path, monkeypatch):
-    compose_once()
-    loader = GlobalHydra.instance().config_loader()
-    ask = ["+hydra.job.env_copy=[PENSIEVE_TEST]"]
-    monkeypatch.setenv("PENSIEVE_TEST", "a")
-    first = loader.load_configuration("config", ask, RunMode.RUN)
-    monkeypatch.setenv("PENSIEVE_TEST", "b")
-    monkeypatch.chdir(tmp_path)
-    second = loader.load_configuration("config", ask, RunMode.RUN)
-    assert [one.hydra.job.env_set.PENSIEVE_TEST for one in (first, second)] == ["a", "b"]
-    assert second.hydra.runtime.cwd == str(tmp_path) != first.hydra.runtime.cwd
-    with pytest.raises(ConfigCompositionException, match="requires --multirun"):
-        loader.load_configuration("config", ["seed=range(2)"], RunMode.RUN)
-    assert loader.load_configuration("config", ["seed=range(2)"], RunMode.MULTIRUN).seed == 0
-    sent = pickle.dumps(loader)
-    monkeypatch.setattr(ConfigLoaderImpl, "__init__", None)  # a launcher's process has no plugins yet that it could ask
-    assert type(pickle.loads(sent)) is ConfigLoaderImpl
-
-
-def test_a_sweep_composes_each_of_its_jobs_once(monkeypatch, tmp_path):
-    """The callback, the sweeper and the launcher ask for each; there are six but for the seeds, and the sweep itself."""
+def test_a_sweep_composes_jobs_that_differ_in_the_seed_once(monkeypatch, tmp_path):
     composed = []
     load = ConfigLoaderImpl._load_configuration_impl
 
@@ -133,10 +91,11 @@ def test_a_sweep_composes_each_of_its_jobs_once(monkeypatch, tmp_path):
     monkeypatch.setattr("pensieve.lab.trial.sweep.OpenSweep.finish", lambda sweep: True)
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     axes = ["seed=0,1,2", "baseline=pensieve,gpu_only,stateless", "cache=small,medium"]
-    hydra = GlobalHydra.instance().hydra
-    hydra.multirun(
-        "config", run_job, ["hydra.mode=MULTIRUN", "model=llama3_8b", "hardware=sim_h100", "tracking=off", *axes]
-    )
+    with pytest.raises(SystemExit) as ended:
+        GlobalHydra.instance().hydra.multirun(
+            "config", run_job, ["hydra.mode=MULTIRUN", "model=llama3_8b", "hardware=sim_h100", "tracking=off", *axes]
+        )
+    assert ended.value.code == 0
     assert [one.seed for one in ran] == [0] * 6 + [1] * 6 + [2] * 6
     assert [one.baseline.name for one in ran[:3]] == ["pensieve", "gpu_only", "stateless"]
     assert len(composed) == 1 + 6, composed

@@ -1,14 +1,13 @@
 """Trials of a sweep share the model in memory; what they record is what each would have recorded alone."""
 
 import os
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from pensieve.errors import ConfigError
 from pensieve.lab.compose import plan_trial, resolved
 from pensieve.lab.results.store import open_store
 from pensieve.lab.results.tokens import read_tokens
@@ -128,23 +127,22 @@ def test_a_process_is_kept_only_where_the_process_of_the_sweep_runs_its_trials(
 ):
     """In a launcher's processes nobody would end it, and its model would stay on the device."""
     monkeypatch.setattr(sweep_module, "close_at_exit", lambda _: None)
-    hydra = {
-        "launcher": {"_target_": launcher}, "sweeper": {}, "overrides": {"task": []}, "mode": "MULTIRUN",
-        "sweep": {"dir": str(tmp_path / "sweep")}, "job": {"num": 0},
-    }  # fmt: skip
+    hydra = {"launcher": {"_target_": launcher}, "sweeper": {}, "overrides": {"task": [], "hydra": []}}
     config = OmegaConf.create({"hydra": hydra})
     opened = sweep_module.open_sweep(config, None, [composed(*REAL)], [plan_trial(checked(*REAL))])
-    monkeypatch.setattr(sweep_module.HydraConfig, "initialized", lambda: True)
-    monkeypatch.setattr(
-        sweep_module.HydraConfig, "get", lambda: SimpleNamespace(**{**config.hydra, "mode": RunMode.MULTIRUN})
-    )
-    membership, _ = sweep_module.current_membership()
-    assert opened.keeps is membership.keeps is keeps
+    assert opened.membership.keeps is keeps
+    told = config.hydra.overrides.hydra[0].partition("=")[2].strip("'")
+    here = SimpleNamespace(job=SimpleNamespace(num=0), overrides=config.hydra.overrides)
+    here.runtime = SimpleNamespace(output_dir=str(tmp_path / "job"))
+    monkeypatch.setattr(sweep_module.HydraConfig, "get", lambda: here)
     jobs = []
-    monkeypatch.setattr(sweep_module, "run_trial", lambda *given: jobs.append(given[3]) or Outcome(1, "failed"))
-    monkeypatch.setattr(sweep_module, "_folder", lambda *_: tmp_path)
-    sweep_module._of_sweep(composed(*REAL), replace(membership, owner=None), 0)
+    monkeypatch.setattr(sweep_module, "run_trial", lambda *given: jobs.append(given[3]) or Outcome(0, "failed"))
+    monkeypatch.setenv(sweep_module.MEMBERSHIP, told)
+    sweep_module.run_composed(composed(*REAL))
     assert jobs[0].keeps is keeps
+    monkeypatch.setenv(sweep_module.MEMBERSHIP, told.replace(str(tmp_path), "/nowhere"))  # on another machine
+    with pytest.raises(ConfigError, match=r"/nowhere .* PENSIEVE_OUTPUTS"):
+        sweep_module.run_composed(composed(*REAL))
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from pensieve.lab.trial.tracking import Tracking, open_tracking
 from pensieve.plugins.device.shelf import open_shelf
 
 CRASH_FILE = "crash.log"  # in the job's folder: Python's stack, where a native crash left time to write it
+LOG_FORM = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"  # as in conf/hydra/job_logging
 GRACE_S = 30.0  # beyond trial.timeout_s, for the imports before it and for a trial that ends itself in time
 WAKE_S = 0.25
 
@@ -159,6 +160,19 @@ def _record_death(process: SpawnProcess, tracking: Tracking, crash: Path, late_s
     return Outcome(trial_id or 0, "failed", error=error)
 
 
+@contextmanager
+def logged_in(file: Path) -> Iterator[None]:
+    """What is logged in this process goes to the file, too."""
+    handler = logging.FileHandler(file, delay=True)
+    handler.setFormatter(logging.Formatter(LOG_FORM))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
 # -- in the process of its own ------------------------------------------------------------------------------------------
 
 
@@ -192,8 +206,7 @@ def _logs_in(folder: Path) -> Iterator[None]:
     """Log as conf/hydra/job_logging does for a trial in the launcher's process. A native crash leaves its stack there."""
     file, console = logging.FileHandler(folder / "isolated.log", delay=True), logging.StreamHandler(sys.stderr)
     console.setLevel(logging.WARNING)
-    form = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, handlers=[file, console], force=True)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORM, handlers=[file, console], force=True)
     with (folder / CRASH_FILE).open("w", encoding="utf-8") as crash:
         faulthandler.enable(crash)
         try:

@@ -1,8 +1,8 @@
 """A sweep: what is done before and after its jobs, and what each job does.
 
-Before the jobs: preflight of each, and the sweep's row. After them: table, MLflow, figures, exit status. A launcher may run
-the jobs in other processes, so each reads from a file in the sweep's folder which sweep it belongs to. A single run has no
-such file.
+Before the jobs: preflight of each, and the sweep's row. After them: table, MLflow, figures, exit status. Jobs run one after
+another in this process, as they were composed and checked. A launcher of Hydra's composes them again in other processes:
+there an environment variable of the job says which sweep it belongs to.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig
+from hydra.core.utils import env_override
+from omegaconf import DictConfig, open_dict, read_write
 from pydantic import TypeAdapter
 
 from pensieve.errors import ConfigError
@@ -38,7 +39,7 @@ from pensieve.lab.results.sweep_table import SweepTable, sweep_table
 from pensieve.lab.trial.fidelity import fidelity
 from pensieve.lab.trial.fidelity_here import fidelity_here
 from pensieve.lab.trial.identity import marks_of
-from pensieve.lab.trial.isolate import end_kept
+from pensieve.lab.trial.isolate import end_kept, logged_in
 from pensieve.lab.trial.job import Job, Outcome
 from pensieve.lab.trial.jobs import Jobs, fixed_overrides
 from pensieve.lab.trial.liveness import end_with
@@ -61,7 +62,8 @@ from pensieve.units import duration
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 FIGURE_SCRIPT = "analysis/figures.py"
-SWEEP_FILE = "sweep.json"
+MEMBERSHIP = "PENSIEVE_SWEEP"
+LOG_FILE = "run.log"
 RESOLVED_FILE = "config.resolved.yaml"
 _SHOWN_FILES = (".png", ".md")  # of a figure's files: the picture, or the table
 _MOST_FIGURE_LINES = 10
@@ -71,39 +73,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SweepMembership:
-    """What a job reads about its sweep. owner: the process of the sweep; when it is gone, its jobs end too.
-
-    keeps: see Job.
-    """
+    """What a job knows of its sweep. key: of the sweep's row. axes: the fields that it varies. n_expected: 0 where a sweeper
+    chooses the jobs as it goes. owner: the process of the sweep; when it is gone, its jobs end too. keeps: see Job."""
 
     sweep_id: int
+    key: str
     n_expected: int
     outputs: Path
-    axes: tuple[str, ...] = ()
-    owner: Owner | None = None
+    axes: tuple[str, ...]
+    owner: Owner
     keeps: bool = False
-
-
-def write_membership(config: DictConfig, membership: SweepMembership) -> None:
-    file = sweep_file(config.hydra)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(TypeAdapter(SweepMembership).dump_json(membership))
-
-
-def sweep_file(hydra: Any) -> Path:
-    """hydra: the node of Hydra's own configuration."""
-    return Path(str(hydra.sweep.dir)).absolute() / SWEEP_FILE
-
-
-def current_membership() -> tuple[SweepMembership, int] | None:
-    """The sweep that this job belongs to, and the job's number in it; None for a single run."""
-    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
-        return None
-    hydra = HydraConfig.get()
-    file = sweep_file(hydra)
-    if not file.is_file():
-        return None
-    return TypeAdapter(SweepMembership).validate_json(file.read_bytes()), int(hydra.job.num)
 
 
 # -- before and after the jobs ------------------------------------------------------------------------------------------
@@ -111,62 +90,69 @@ def current_membership() -> tuple[SweepMembership, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class OpenSweep:
-    """A sweep whose jobs run. n_expected: 0 where a sweeper chooses them as it goes.
-
-    keeps: the trials of this process share a model until the jobs have ended.
-    """
+    """A sweep whose jobs run. config: of its first job."""
 
     config: TrialConfig
-    outputs: Path
-    sweep_id: int
-    n_expected: int
-    keeps: bool = False
+    membership: SweepMembership
+
+    def run(
+        self, config: DictConfig, jobs: Jobs, configs: Sequence[Mapping[str, Any]], plans: Sequence[TrialPlan]
+    ) -> None:
+        """Run the jobs one after another in this process. config: of the sweep, with Hydra's node. configs: resolved."""
+        folder = Path(str(config.hydra.sweep.dir)).absolute()
+        with env_override({name: str(text) for name, text in config.hydra.job.env_set.items()}):
+            for number, (plain, plan) in enumerate(zip(configs, plans, strict=True)):
+                _run_job(
+                    self.membership, number, jobs.jobs[number], plan.config, plain, folder / str(number), logs=True
+                )
 
     def finish(self) -> bool:
         """After the jobs: table, MLflow, figures. Returns whether every trial completed."""
         sweep_is_closed()
         self._return_memory()
-        tracking = open_tracking(self.config, self.outputs)
-        jobs = tracking.store.trials_of_sweep(self.sweep_id)
-        completed = all(job.last.status == "completed" for job in jobs) and len(jobs) >= max(1, self.n_expected)
+        tracking = open_tracking(self.config, self.membership.outputs)
+        jobs = tracking.store.trials_of_sweep(self.membership.sweep_id)
+        completed = all(job.last.status == "completed" for job in jobs) and len(jobs) >= max(
+            1, self.membership.n_expected
+        )
         status = "completed" if completed else "failed"
         with ThreadPoolExecutor(
             1
         ) as beside:  # another process draws while this one makes the table and writes to MLflow
             drawn = None
             if tracking.kept and completed:
-                drawn = beside.submit(draw_figures, tracking, self.config.tracking.url_env, self.sweep_id)
+                drawn = beside.submit(draw_figures, tracking, self.config.tracking.url_env, self.membership.sweep_id)
             table = self._set_status(tracking, status, shown=True)
             self._to_mlflow(tracking, table)
             figures = drawn.result() if drawn else []
             for line in figure_lines(figures):
                 print(line)
         if tracking.mlflow and figures:
-            log_drawn(tracking.outputs, tracking.store, self.sweep_id)
+            log_drawn(tracking.outputs, tracking.store, self.membership.sweep_id)
         return completed
 
     def close(self, status: str) -> None:
         """The sweep ends early. After Ctrl-C no table is shown."""
         self._return_memory()
-        tracking = open_tracking(self.config, self.outputs)
+        tracking = open_tracking(self.config, self.membership.outputs)
         table = self._set_status(tracking, status, shown=status != "interrupted")
         self._to_mlflow(tracking, table)
 
     def _return_memory(self) -> None:
         end_kept()
-        if self.keeps:
+        if self.membership.keeps:
             shelf.close()
 
     def _set_status(self, tracking: Tracking, status: str, shown: bool) -> SweepTable:
         tracking.store.interrupt_dead()
-        tracking.store.set_sweep(self.sweep_id, status=status)
-        table = sweep_table(tracking.store, self.sweep_id)
+        tracking.store.set_sweep(self.membership.sweep_id, status=status)
+        table = sweep_table(tracking.store, self.membership.sweep_id)
         try:
             if shown:
                 console().print(table.renderable)
-                for job in tracking.store.trials_of_sweep(self.sweep_id):
+                for job in tracking.store.trials_of_sweep(self.membership.sweep_id):
                     _print_fidelity(tracking.store, job.last.id)
-                if (here := fidelity_here(tracking.store, self.sweep_id)) is not None:
+                if (here := fidelity_here(tracking.store, self.membership.sweep_id)) is not None:
                     console().print(here)
                 print(*places(tracking), sep="\n", flush=True)
         except BrokenPipeError:
@@ -177,7 +163,7 @@ class OpenSweep:
         """Write the sweep to MLflow, and print where its runs are shown."""
         if not tracking.mlflow:
             return
-        copied = copy_sweep(tracking.outputs, tracking.store, self.sweep_id, table, interrupts_held)
+        copied = copy_sweep(tracking.outputs, tracking.store, self.membership.sweep_id, table, interrupts_held)
         address = address_of(tracking.outputs, copied[0]) if copied is not None and remote_url() is None else None
         if address is not None:
             say(f"Runs:     {UI_ADDRESS}{address}")
@@ -186,7 +172,7 @@ class OpenSweep:
 def open_sweep(
     config: DictConfig, jobs: Jobs | None, configs: Sequence[dict[str, Any]], plans: Sequence[TrialPlan]
 ) -> OpenSweep:
-    """Preflight of the jobs, the sweep's row, and the file from which its jobs know it. configs: resolved. Raises
+    """Preflight of the jobs, the sweep's row, and what tells a launcher's jobs of it. configs: resolved. Raises
     PensieveError."""
     in_turn = config.hydra.launcher.get("_target_") == BASIC_LAUNCHER
     if not in_turn and any(plan.config.trial.measure_machine is not None for plan in plans):
@@ -206,8 +192,9 @@ def open_sweep(
     fixed = list(jobs.overrides) if jobs else fixed_overrides(config)
     fixed += _objective(first, fixed)
     n_expected = len(jobs.jobs) if jobs else 0
+    key = sweep_key(fixed, axes, [{**_asked(c), **marks_of(p)} for c, p in zip(configs, plans, strict=True)])
     sweep_id = tracking.store.open_sweep(
-        key=sweep_key(fixed, axes, [{**_asked(c), **marks_of(p)} for c, p in zip(configs, plans, strict=True)]),
+        key=key,
         name=first.experiment_name,
         experiment=_overlay(fixed),
         command=command_line(),
@@ -218,13 +205,16 @@ def open_sweep(
         anew=any(plan.config.force for plan in plans),
     )
     keeps = in_turn and not all(plan.device.simulated for plan in plans)
-    sweep = OpenSweep(first, tracking.outputs, sweep_id, n_expected, keeps)
+    names = tuple(jobs.axes) if jobs else ()
+    membership = SweepMembership(sweep_id, key, n_expected, tracking.outputs, names, this_process(), keeps)
+    sweep = OpenSweep(first, membership)
     if keeps:
         shelf.begin()
     close_at_exit(sweep.close)
-    names = tuple(jobs.axes) if jobs else ()
-    membership = SweepMembership(sweep_id, n_expected, tracking.outputs, names, this_process(), keeps)
-    write_membership(config, membership)
+    if config.hydra.launcher.get("_target_") != BASIC_LAUNCHER or jobs is None:
+        told = TypeAdapter(SweepMembership).dump_json(membership).decode().replace("'", "\\'")
+        with read_write(config.hydra.overrides), open_dict(config.hydra.overrides):
+            config.hydra.overrides.hydra.append(f"++hydra.job.env_set.{MEMBERSHIP}='{told}'")
     say(_announcement(jobs, axes))
     return sweep
 
@@ -239,7 +229,7 @@ def _print_fidelity(store: ResultsStore, trial_id: int) -> None:
 def _asked(found: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a job, for the key of its sweep: without the content of a file that a job of it writes."""
     if found["hardware"]["profile"] == found["trial"]["measure_machine"]:
-        found["hardware"] = {**found["hardware"], "profile": None}
+        return {**found, "hardware": {**found["hardware"], "profile": None}}
     return found
 
 
@@ -299,30 +289,29 @@ def figure_lines(drawn: Sequence[Path]) -> list[str]:
 
 
 def run_composed(cfg: DictConfig) -> None:
-    """Run one job of a sweep: a failed trial is recorded and the next one runs."""
-    membership = current_membership()
-    if membership is None:  # Hydra went on without the sweep's callback
-        _refuse_strange_folder(HydraConfig.get())
+    """Run one job of a sweep that Hydra launched: a failed trial is recorded and the next one runs. Raises ConfigError where
+    the sweep's folder is not: the trial would be recorded in another database."""
+    told = os.environ.get(MEMBERSHIP)
+    if told is None:  # Hydra went on without the sweep's callback
         run_single(cfg, check(cfg))
-    else:
-        _of_sweep(cfg, *membership)
-
-
-def _refuse_strange_folder(hydra: Any) -> None:
-    """Raises ConfigError for a job that a launcher sent to where the sweep's folder is not: its trial would be recorded in
-    another database."""
-    if hydra.mode == RunMode.MULTIRUN and hydra.launcher.get("_target_") != BASIC_LAUNCHER:
+        return
+    membership = TypeAdapter(SweepMembership).validate_json(told)
+    if not membership.outputs.is_dir():
         raise ConfigError(
-            f"This job of a sweep finds no {sweep_file(hydra)} on {host()}. Set PENSIEVE_OUTPUTS to a folder that every node "
-            "sees under the same name, also for the launcher's processes."
+            f"This job of a sweep finds no {membership.outputs} on {host()}. Set PENSIEVE_OUTPUTS to a folder that every "
+            "node sees under the same name, also for the launcher's processes."
         )
+    end_with(membership.owner)
+    plain, hydra = resolved(cfg), HydraConfig.get()
+    texts, folder = [str(text) for text in hydra.overrides.task], Path(hydra.runtime.output_dir)
+    _run_job(membership, int(hydra.job.num), texts, check(plain), plain, folder)
 
 
 def run_single(cfg: DictConfig, config: TrialConfig) -> None:
     """Run a trial by itself and print it. MLflow is written after that, however the trial ended."""
     plain = resolved(cfg)
     tracking = open_tracking(config)
-    folder = _folder(plain, tracking.kept, tracking.outputs)
+    folder = _with_resolved(Path(HydraConfig.get().runtime.output_dir) if tracking.kept else tracking.outputs, plain)
     job = Job(title=f"{config.model.name} {config.baseline.name}", folder=folder)
     try:
         outcome = run_trial(config, plain, tracking, job, say)
@@ -345,16 +334,33 @@ def run_single(cfg: DictConfig, config: TrialConfig) -> None:
             copy_trial(tracking.outputs, store, outcome.trial_id, interrupts_held)
 
 
-def _of_sweep(cfg: DictConfig, membership: SweepMembership, number: int) -> None:
-    if membership.owner is not None:
-        end_with(membership.owner)
-    plain = resolved(cfg)
-    config = check(plain)
+def _run_job(
+    membership: SweepMembership,
+    number: int,
+    overrides: Sequence[str],
+    config: TrialConfig,
+    plain: Mapping[str, Any],
+    folder: Path,
+    logs: bool = False,
+) -> None:
+    """One job, its record and its line. logs: into a file of the folder, as Hydra does for the jobs that it launches."""
     tracking = open_tracking(config, membership.outputs)
     if config.trial.fail_fast and tracking.store.sweep(membership.sweep_id).status == "failed":
-        return  # not by exiting: Hydra would then skip on_multirun_end, and with it the sweep's table
+        return
+    swept = " ".join(text for text in overrides if text.partition("=")[0].lstrip("+") in membership.axes)
+    title = f"[{number + 1}/{membership.n_expected}] {swept}"
+    job = Job(
+        title=title,
+        folder=_with_resolved(folder if tracking.kept else tracking.outputs / str(number), plain),
+        sweep_id=membership.sweep_id,
+        number=number,
+        preflight=False,
+        progress="bar" if membership.owner == this_process() else "lines",
+        keeps=membership.keeps,
+    )
     try:
-        _record(plain, config, tracking, membership, number)
+        with logged_in(job.folder / LOG_FILE) if logs else nullcontext():
+            _record(config, plain, tracking, membership, job)
     except KeyboardInterrupt:
         ends_interrupted()
         tracking.store.set_sweep(membership.sweep_id, status="interrupted")
@@ -363,23 +369,13 @@ def _of_sweep(cfg: DictConfig, membership: SweepMembership, number: int) -> None
 
 
 def _record(
-    plain: Mapping[str, Any], config: TrialConfig, tracking: Tracking, membership: SweepMembership, number: int
+    config: TrialConfig, plain: Mapping[str, Any], tracking: Tracking, membership: SweepMembership, job: Job
 ) -> None:
-    swept = " ".join(str(text) for text in HydraConfig.get().overrides.task if _key(text) in membership.axes)
-    title = f"[{number + 1}/{membership.n_expected}] {swept}"
+    title = job.title
     try:
-        job = Job(
-            title=title,
-            folder=_folder(plain, tracking.kept, tracking.outputs / str(number)),
-            sweep_id=membership.sweep_id,
-            number=number,
-            preflight=False,
-            progress="bar" if membership.owner in (None, this_process()) else "lines",
-            keeps=membership.keeps,
-        )
         outcome = run_trial(config, plain, tracking, job, say)
     except Exception as error:  # before there was a trial to record it in; the others go on
-        log.info("job %s could not begin its trial", number, exc_info=error)
+        log.info("job %s could not begin its trial", job.number, exc_info=error)
         outcome = Outcome(0, "failed", error=explain(error))
     if outcome.reused:
         how = "this sweep ran it before" if config.force else "force=true runs it again"
@@ -411,14 +407,10 @@ def _time_left(store: ResultsStore, membership: SweepMembership) -> str:
     return f"; {progress.ended} of {membership.n_expected} trials done, about {duration(left_s)} left"
 
 
-def _key(override: object) -> str:
-    return str(override).partition("=")[0].lstrip("+")
-
-
-def _folder(plain: Mapping[str, Any], kept: bool, otherwise: Path) -> Path:
-    """Write the resolved configuration into Hydra's folder of this job, and return the folder for the trial's files."""
-    folder = Path(HydraConfig.get().runtime.output_dir)
+def _with_resolved(folder: Path, plain: Mapping[str, Any]) -> Path:
+    """Write the resolved configuration into the folder for the trial's files, and return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C where there is libyaml, ten times as fast
     text = yaml.dump(plain, Dumper=dumper, sort_keys=False, allow_unicode=True)
     (folder / RESOLVED_FILE).write_text(text, encoding="utf-8")
-    return folder if kept else otherwise
+    return folder
