@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterable
 
-from pensieve.lab.workload.base import Arrival, Workload
+from pensieve.core.request import is_measured
+from pensieve.lab.workload.agents import AgentsWorkload
+from pensieve.lab.workload.base import Arrival, Workload, WorkloadContext
+from pensieve.lab.workload.chat import ChatWorkload
+from pensieve.lab.workload.decode import DecodeWorkload
+from pensieve.lab.workload.hotness import HotnessWorkload
+from pensieve.lab.workload.prefix_invalidation import PrefixInvalidationWorkload
+from pensieve.lab.workload.rounds import RoundsWorkload
+from pensieve.lab.workload.sharegpt import sharegpt_workload
 from pensieve.serve.record import TurnRecord
+
+MAKERS: dict[str, Callable[[WorkloadContext], Workload]] = {
+    "chat": lambda at: ChatWorkload(at, conversations=9, pressure=0, min_turns=2, max_turns=5, timeout_s=7.0),
+    "chat users": lambda at: ChatWorkload(at, users=3, conversations=8, min_turns=2, max_turns=2, timeout_s=7.0),
+    "hotness": lambda at: HotnessWorkload(at, users=7, turns=3, warmup_turns=2, timeout_s=7.0),
+    "sharegpt": lambda at: sharegpt_workload(at, conversations=6, max_turns=4, timeout_s=7.0),
+    "sharegpt users": lambda at: sharegpt_workload(at, users=4, conversations=6, max_turns=4, timeout_s=7.0),
+    "rounds": lambda at: RoundsWorkload(at, conversations=3, rounds=2, order="random", timeout_s=7.0),
+    "agents": lambda at: AgentsWorkload(at, agents=2, steps=2, timeout_s=7.0),
+    "prefix": lambda at: PrefixInvalidationWorkload(at, blocks="64/32", rounds=2, timeout_s=7.0),
+    "decode": lambda at: DecodeWorkload(at, iterations=7, timeout_s=7.0),
+}
+"""Small ones of each kind."""
 
 
 def finished(arrival: Arrival, at_s: float, status: str = "completed") -> TurnRecord:
@@ -27,3 +48,17 @@ def drive(workload: Workload, service_s: float = 1.0, fail: Container[tuple[str,
         status = "timeout" if (arrival.request.session, arrival.request.turn) in fail else "completed"
         waiting += workload.on_finished(finished(arrival, arrival.at_s + service_s, status))
     return seen
+
+
+def measured(arrivals: Iterable[Arrival]) -> list[Arrival]:
+    return [arrival for arrival in arrivals if is_measured(arrival.request.phase)]
+
+
+def most_at_once(arrivals: Iterable[Arrival], service_s: float = 1.0) -> int:
+    """Of requests that take so long each."""
+    events = sorted([(a.at_s, 1) for a in arrivals] + [(a.at_s + service_s, -1) for a in arrivals])
+    busy = most = 0
+    for _, change in events:
+        busy += change
+        most = max(most, busy)
+    return most

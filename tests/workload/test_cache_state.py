@@ -5,35 +5,26 @@ import pytest
 from pensieve.core.request import is_measured
 from pensieve.errors import MeasurementInvalid
 from pensieve.lab.replay import replay
-from pensieve.lab.workload.agents import AgentsWorkload
 from pensieve.lab.workload.cache_state import BEFORE, SALT_TOKENS, in_state
-from pensieve.lab.workload.chat import ChatWorkload
-from pensieve.lab.workload.prefix_invalidation import PrefixInvalidationWorkload
-from pensieve.lab.workload.rounds import RoundsWorkload
 from pensieve.lab.workload.start_state import check_start, contamination
 from pensieve.serve.record import TurnRecord
 from tests.composed import SHORT, replayed
 from tests.scripted import ScriptedSystem, context
-from tests.workload.dry import drive
+from tests.workload.dry import MAKERS, drive
 
-MAKERS = {
-    "rounds": lambda at: RoundsWorkload(at, conversations=3, rounds=2),
-    "agents": lambda at: AgentsWorkload(at, agents=2, steps=2),
-    "chat": lambda at: ChatWorkload(at, conversations=8, pressure=0, max_turns=2, min_turns=2),
-    "prefix": lambda at: PrefixInvalidationWorkload(at, blocks="64/32", rounds=2),
-}
+CHOSEN = pytest.mark.parametrize("name", ["rounds", "agents", "chat", "prefix"])
 
 
 def asked(arrivals):
     return [(a.request.session, a.request.turn, list(a.due().prompt), a.request.output) for a in arrivals]
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@CHOSEN
 def test_cold_is_the_workload_itself(name):
     assert asked(drive(in_state("cold", MAKERS[name], context()))) == asked(drive(MAKERS[name](context())))
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@CHOSEN
 def test_salted_prompts_differ_from_the_first_tokens_on_and_end_as_before(name):
     plain = drive(MAKERS[name](context()))
     salted = drive(in_state("salted", MAKERS[name], context()))
@@ -55,7 +46,7 @@ def test_salted_prompts_differ_from_the_first_tokens_on_and_end_as_before(name):
     assert plan.turns == was.turns == len(salted)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@CHOSEN
 def test_warm_holds_everything_once_before_and_then_measures_the_same(name):
     plain = drive(MAKERS[name](context()))
     warm = drive(in_state("warm", MAKERS[name], context()))

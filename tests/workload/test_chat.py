@@ -5,56 +5,8 @@ import pytest
 from pensieve.core.request import Free, Length
 from pensieve.errors import ConfigError
 from pensieve.lab.workload.chat import ChatWorkload
-from pensieve.serve.record import TurnRecord
 from tests.scripted import context
-
-
-def finished(arrival, at_s, status="completed"):
-    request = arrival.request
-    turn = TurnRecord(request.session, request.turn, phase=request.phase, status=status)
-    turn.finished_s = at_s
-    return turn
-
-
-def drive(workload, service_s=1.0, fail=()):
-    """Serve everything in `service_s`; returns the arrivals in the order in which they were made."""
-    waiting, seen = list(workload.start()), []
-    while waiting:
-        arrival = min(waiting, key=lambda one: (one.at_s, one.request.id))
-        waiting.remove(arrival)
-        seen.append(arrival)
-        key = (arrival.request.session, arrival.request.turn)
-        waiting += workload.on_finished(
-            finished(arrival, arrival.at_s + service_s, "timeout" if key in fail else "completed")
-        )
-    return seen
-
-
-def measured(arrivals):
-    return [arrival for arrival in arrivals if arrival.request.phase == "chat"]
-
-
-def test_every_planned_turn_is_sent_once_and_in_order():
-    workload = ChatWorkload(context(), conversations=9, min_turns=3, max_turns=6)
-    plan, arrivals = workload.describe(), drive(workload)
-    assert len(arrivals) == plan.turns
-    assert len({arrival.request.id for arrival in arrivals}) == len(arrivals)
-    turns = {}
-    for arrival in measured(arrivals):
-        turns.setdefault(arrival.request.session, []).append(arrival.request.turn)
-    assert len(turns) == plan.sessions == 9
-    assert all(numbers == list(range(1, len(numbers) + 1)) for numbers in turns.values())
-    assert {len(numbers) for numbers in turns.values()} <= {3, 4, 5, 6}
-    assert len({len(numbers) for numbers in turns.values()}) > 1
-
-
-def test_warmup_ends_before_the_first_measured_turn_and_is_counted():
-    workload = ChatWorkload(context(), warmup_turns=5)
-    arrivals = drive(workload)
-    warm = [arrival for arrival in arrivals if arrival.request.phase == "warmup"]
-    assert len(warm) == workload.describe().warmup_turns == 5
-    assert len({arrival.request.session for arrival in warm}) == 2
-    assert min(arrival.at_s for arrival in measured(arrivals)) == max(arrival.at_s for arrival in warm) + 1.0
+from tests.workload.dry import drive, measured, most_at_once
 
 
 def test_the_next_turn_waits_for_the_reply_and_a_think_time_that_the_system_cannot_change():
@@ -80,38 +32,15 @@ def test_conversations_arrive_by_a_schedule_that_the_system_cannot_change():
     assert 1.2 < fast[-1] / (len(fast) - 1) < 3.0
 
 
-def test_the_seed_decides_and_nothing_else():
-    def script(seed):
-        return [
-            (a.at_s, a.request.id, a.request.session, a.request.turn, a.request.prompt.tobytes(), a.request.output)
-            for a in drive(ChatWorkload(context(seed), min_turns=2, max_turns=5))
-        ]
-
-    assert script(0) == script(0)
-    assert script(0) != script(1)
-
-
-def test_users_take_their_conversations_one_after_another():
-    workload = ChatWorkload(context(), users=3, conversations=8, min_turns=2, max_turns=2)
-    assert workload.describe().load == "closed"
-    arrivals = measured(drive(workload))
-    assert len(arrivals) == 16
-    events = [(arrival.at_s, 1) for arrival in arrivals] + [(arrival.at_s + 1.0, -1) for arrival in arrivals]
-    busy = most = 0
-    for _, change in sorted(events):
-        busy += change
-        most = max(most, busy)
-    assert most == 3
-
-
-def test_users_warm_up_at_the_concurrency_that_is_measured():
-    warm = [a for a in drive(ChatWorkload(context(), users=5, warmup_turns=2)) if a.request.phase == "warmup"]
+def test_users_take_their_conversations_one_after_another_and_warm_up_as_many_at_once():
+    workload = ChatWorkload(context(), users=5, conversations=15, warmup_turns=2, think_time_s=0)
+    arrivals = drive(workload)
+    assert (workload.describe().load, most_at_once(measured(arrivals))) == ("closed", 5)
+    warm = [a for a in arrivals if a.request.phase == "warmup"]
     assert [a.at_s for a in warm] == [0.0] * 5
     assert len({a.request.prompt.tobytes() for a in warm}) == 5
-
-
-def test_more_users_than_conversations_add_conversations():
-    assert ChatWorkload(context(), users=13).describe().sessions == 13
+    assert ChatWorkload(context(), users=13).describe().sessions == 13, "nobody is without one"
+    assert len({a.request.session for a in drive(ChatWorkload(context())) if a.request.phase == "warmup"}) == 2
 
 
 def test_pressure_adds_conversations_until_the_working_set_is_that_multiple():
@@ -120,11 +49,6 @@ def test_pressure_adds_conversations_until_the_working_set_is_that_multiple():
         longest = plan.facts["longest_conversation_tokens"]
         assert 2 * gpu_tokens <= plan.working_set_tokens < 2 * gpu_tokens + longest
     assert ChatWorkload(context(gpu_tokens=60_000), pressure=0.0).describe().sessions == 8
-
-
-def test_no_pressure_is_infinite():
-    with pytest.raises(ConfigError, match="pressure=inf must be a number"):
-        ChatWorkload(context(gpu_tokens=10_000), pressure=math.inf).describe()
 
 
 def test_the_automatic_pressure_follows_both_tiers():
@@ -172,15 +96,6 @@ def _gaps(arrivals):
     return [at_s - at[session, turn - 1] for (session, turn), at_s in at.items() if turn > 1]
 
 
-def test_the_working_set_is_what_the_conversations_hold_at_their_longest():
-    workload = ChatWorkload(context())
-    plan, held = workload.describe(), {}
-    for arrival in measured(drive(workload)):
-        request = arrival.request
-        held[request.session] = held.get(request.session, 0) + len(request.prompt) + request.output.max_new_tokens
-    assert plan.working_set_tokens == sum(tokens - 1 for tokens in held.values())
-
-
 def test_repeated_conversations_share_no_first_block():
     arrivals = measured(drive(ChatWorkload(context(), conversations=60, max_turns=8)))
     first = [tuple(a.request.prompt[:64]) for a in arrivals if a.request.turn == 1]
@@ -188,7 +103,11 @@ def test_repeated_conversations_share_no_first_block():
     assert len(set(first)) == 60
 
 
-def test_a_conversation_longer_than_its_text_goes_on():
+def test_a_conversation_longer_than_its_text_goes_on_and_turns_are_drawn_between_their_limits():
+    turns = {a.request.session: a.request.turn for a in drive(ChatWorkload(context(), min_turns=3, max_turns=6))}
+    assert {turns[name] for name in turns if not name.startswith("warmup")} <= {3, 4, 5, 6} and len(
+        set(turns.values())
+    ) > 2
     arrivals = measured(drive(ChatWorkload(context(max_context=20_000), conversations=1, min_turns=30, max_turns=30)))
     prompts = [bytes(a.request.prompt) for a in arrivals if a.request.session == arrivals[0].request.session]
     assert len(prompts) == 30
@@ -211,19 +130,6 @@ def test_a_context_too_short_for_one_turn_is_refused():
         ChatWorkload(context(max_context=64))
 
 
-def test_a_failed_turn_ends_its_conversation_only():
-    arrivals = measured(drive(ChatWorkload(context(), conversations=8)))
-    victim = arrivals[0].request.session
-    cut = measured(drive(ChatWorkload(context(), conversations=8), fail={(victim, 3)}))
-    assert [a.request.turn for a in cut if a.request.session == victim] == [1, 2, 3]
-    assert len(cut) == len(arrivals) - 5
-
-
-def test_a_failed_warmup_does_not_hold_the_measurement_up():
-    arrivals = drive(ChatWorkload(context()), fail={("warmup-0", 1), ("warmup-1", 2)})
-    assert len(measured(arrivals)) == 64
-
-
 def test_outputs_have_the_suggested_length_up_to_the_limit():
     lengths = [a.request.output for a in drive(ChatWorkload(context(), max_new_tokens=36))]
     assert all(isinstance(output, Length) for output in lengths)
@@ -231,37 +137,3 @@ def test_outputs_have_the_suggested_length_up_to_the_limit():
     assert min(output.tokens for output in lengths) >= 20
     free = drive(ChatWorkload(context(force_lengths=False), free=True, max_new_tokens=50))
     assert all(a.request.output == Free(50) for a in free)
-
-
-def test_deadlines_count_from_the_intended_arrival():
-    arrivals = drive(ChatWorkload(context(), timeout_s=7.0))
-    assert all(a.deadline_s == pytest.approx(a.at_s + 7.0) for a in arrivals)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"conversations": 0},
-        {"conversations": 2.5},
-        {"users": 0},
-        {"users": True},
-        {"min_turns": 0},
-        {"min_turns": 5, "max_turns": 4},
-        {"max_new_tokens": 0},
-        {"request_interval": -1.0},
-        {"request_interval": "often"},
-        {"think_time_s": -0.1},
-        {"think_time_cap_s": 0},
-        {"think_time_cap_s": "short"},
-        {"pressure": -2},
-        {"pressure": float("nan")},
-        {"pressure": "much"},
-        {"turns_per_s": 0},
-        {"warmup_turns": 0},
-        {"timeout_s": 0},
-        {"free": True},
-    ],
-)
-def test_fields_out_of_range_are_refused_by_name(fields):
-    with pytest.raises(ConfigError, match=f"workload.{list(fields)[-1]}="):
-        ChatWorkload(context(), **fields)

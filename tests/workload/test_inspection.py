@@ -3,9 +3,7 @@ from array import array
 import pytest
 
 from pensieve.core.request import Length, Request
-from pensieve.lab.workload.agents import AgentsWorkload
 from pensieve.lab.workload.base import Arrival, WorkloadPlan
-from pensieve.lab.workload.chat import ChatWorkload
 from pensieve.lab.workload.inspection import inspect
 from pensieve.lab.workload.prefix_invalidation import PrefixInvalidationWorkload
 from tests.scripted import context
@@ -57,19 +55,6 @@ def test_lengths_reuse_and_rates_are_those_of_the_arrivals():
 def test_all_at_once_has_no_rate():
     found = inspect(Written(arrival(1, 2.0, "a", [1], 1), arrival(2, 2.0, "b", [1], 1)))
     assert (found.session_rate, found.request_rate, found.reuse) == (None, None, 0.0)
-
-
-def test_an_inspection_agrees_with_what_the_workload_says_of_itself():
-    for workload in (
-        ChatWorkload(context()),
-        AgentsWorkload(context()),
-        PrefixInvalidationWorkload(context(), rounds=2),
-    ):
-        plan = workload.describe()
-        found = inspect(workload)
-        assert found.turns + found.warmup_turns == plan.turns
-        assert found.warmup_turns == plan.warmup_turns
-        assert found.sessions == plan.sessions
 
 
 def test_reuse_of_a_prefix_workload_counts_what_was_warmed():

@@ -8,12 +8,7 @@ from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.playback import Pauses, Playback, Poisson, Recorded, Users
 from pensieve.lab.workload.recording import Call, Conversation, Count
 from tests.scripted import ScriptedSystem, context
-from tests.workload.dry import drive, finished
-
-
-def measured(arrivals):
-    return [arrival for arrival in arrivals if arrival.request.phase != "warmup"]
-
+from tests.workload.dry import drive, finished, measured
 
 TIMED = [
     Conversation("a", (Call(Count(10), 3, 5.0, False, 1), Call(Count(12), 3, 9.0, False, 4))),
@@ -55,12 +50,6 @@ def test_recorded_times_are_kept_whatever_the_system_does():
 def test_a_recorded_request_is_sent_though_the_one_before_failed():
     assert len(measured(drive(playback(TIMED, Recorded()), fail={("b", 1)}))) == 4
     assert len(measured(drive(playback(TALKS, Poisson(1.0)), fail={("c2", 1)}))) == sum(len(c.calls) for c in TALKS) - 2
-
-
-def test_measured_turns_wait_for_the_warm_up():
-    seen = drive(playback(TIMED, Recorded()))
-    warm = [arrival for arrival in seen if arrival.request.phase == "warmup"]
-    assert min(one.at_s for one in measured(seen)) == max(one.at_s for one in warm) + 1.0
 
 
 def test_conversations_arrive_by_a_poisson_process_and_wait_inside():

@@ -3,7 +3,6 @@ from itertools import pairwise
 
 import pytest
 
-from pensieve.errors import ConfigError
 from pensieve.lab.metrics import Measurement, summarise
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.prefix_invalidation import PrefixInvalidationWorkload
@@ -144,18 +143,3 @@ def test_counts_are_those_of_the_measured_turns_alone():
     found = {(m.name, m.label): m.value for m in summarise(record.measurement)}
     assert found["recomputed_tokens", ""] == sum(turn.recomputed_tokens for turn in measured)
     assert found["d2h_bytes", ""] == counters["d2h_bytes"] < system.counters()["d2h_bytes"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "part"),
-    [
-        ({"blocks": "512"}, "512/256"),
-        ({"blocks": "0/5"}, "512/256"),
-        ({"blocks": "8000/500"}, "context is 8192"),
-        ({"rounds": 0}, "workload.rounds=0"),
-        ({"settle_s": -1}, "workload.settle_s=-1"),
-    ],
-)
-def test_fields_out_of_range_are_refused_by_name(fields, part):
-    with pytest.raises(ConfigError, match=part):
-        PrefixInvalidationWorkload(context(), **fields)

@@ -3,7 +3,6 @@ from itertools import pairwise
 
 import pytest
 
-from pensieve.errors import ConfigError
 from pensieve.lab.workload.rounds import RoundsWorkload
 from tests.scripted import context
 from tests.workload.dry import drive
@@ -51,21 +50,6 @@ def test_so_many_are_under_way_and_each_conversation_once(at_once):
         turns = [(a.at_s, a.request.turn) for a in arrivals if a.request.session == name]
         assert [turn for _, turn in turns] == [1, 2, 3]
         assert all(b - a >= 1.0 for (a, _), (b, _) in pairwise(turns))
-
-
-def test_a_conversation_whose_turn_failed_is_asked_no_more():
-    asked = sessions(RoundsWorkload(context(), conversations=3, rounds=3), fail={("conversation-1", 2)})
-    assert asked.count("conversation-1") == 2
-    assert asked.count("conversation-0") == asked.count("conversation-2") == 3
-
-
-@pytest.mark.parametrize(
-    ("fields", "part"),
-    [({"rounds": 0}, "rounds"), ({"at_once": 0}, "at_once"), ({"rounds": 10**6}, "fewer or shorter turns")],
-)
-def test_fields_out_of_range_are_refused(fields, part):
-    with pytest.raises(ConfigError, match=part):
-        RoundsWorkload(context(), conversations=1, **fields)
 
 
 def test_every_message_is_written_before_the_first_is_sent():

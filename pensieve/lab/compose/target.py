@@ -96,7 +96,7 @@ def _instantiated(value: Any) -> Any:
 
 def _hints(target: Any) -> dict[str, Any]:
     try:
-        return get_type_hints(target.__init__ if inspect.isclass(target) else target)
+        return get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
     except (NameError, TypeError):
         return {}  # names imported for type checking only: the field names are checked all the same
 

@@ -10,7 +10,7 @@ from pensieve.core.hint import Hint
 from pensieve.core.request import Length, Request, Sampling
 from pensieve.lab.workload.base import Arrival, Following, WorkloadContext, WorkloadPlan
 from pensieve.lab.workload.chance import uniform
-from pensieve.lab.workload.fields import at_least, positive_seconds, within_memory
+from pensieve.lab.workload.fields import Count, NotNegative, Positive, within_memory
 from pensieve.lab.workload.prose import prose
 from pensieve.serve.record import TurnRecord
 
@@ -30,34 +30,24 @@ class AgentsWorkload:
     timeout_s: a turn is cancelled this long after it was due; None: never.
 
     cache.gpu is the memory limit, on a CPU too: contexts beyond it are evicted or recomputed, as the baseline does it. A
-    turn whose own context does not fit is out of memory: it is refused, counted as oom_turns, and its agent ends. Raises
-    ConfigError for a field that is out of range.
+    turn whose own context does not fit is out of memory: it is refused, counted as oom_turns, and its agent ends.
     """
 
     def __init__(
         self,
         context: WorkloadContext,
         *,
-        agents: int = 4,
-        act_s: float = 10.0,
-        steps: int = 3,
-        reason_tokens: int = 192,
-        reason_output: int = 32,
-        observation_tokens: int = 64,
-        reflect_output: int = 24,
-        timeout_s: float | None = None,
+        agents: Count = 4,
+        act_s: NotNegative = 10.0,
+        steps: Count = 3,
+        reason_tokens: Count = 192,
+        reason_output: Count = 32,
+        observation_tokens: Count = 64,
+        reflect_output: Count = 24,
+        timeout_s: Positive | None = None,
     ) -> None:
-        at_least("agents", agents, 1, whole=True)
-        at_least("act_s", act_s, 0)
-        at_least("steps", steps, 1, whole=True)
         self._prompts = {"reason": reason_tokens, "reflect": observation_tokens}
         self._outputs = {"reason": reason_output, "reflect": reflect_output}
-        for stage, prompt, output in zip(
-            STAGES, ("reason_tokens", "observation_tokens"), ("reason_output", "reflect_output"), strict=True
-        ):
-            at_least(prompt, self._prompts[stage], 1, whole=True)
-            at_least(output, self._outputs[stage], 1, whole=True)
-        positive_seconds("timeout_s", timeout_s)
         self._context = context
         tokens = steps * (sum(self._prompts.values()) + sum(self._outputs.values()))
         within_memory("agents", agents, 2 * steps, tokens, context.memory_bytes)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.lab.workload.chance import between, exponential
-from pensieve.lab.workload.fields import at_least, positive_seconds, within_memory
+from pensieve.lab.workload.fields import Count, NotNegative, Positive, in_order, refuse_untrained, within_memory
 from pensieve.lab.workload.script import Script, ScriptWriter
 from pensieve.lab.workload.talk import Talks, shares_of
 from pensieve.serve.record import TurnRecord
@@ -51,48 +50,29 @@ class ChatWorkload(Talks[Script]):
         or one a user, and then at least one turn each, so that they run at the measured concurrency.
     timeout_s: a turn is cancelled this long after it was due; None: never.
 
-    Turns count from 1. A conversation whose turn did not complete ends there. Raises ConfigError for a field that is
-    out of range.
+    Turns count from 1. A conversation whose turn did not complete ends there.
     """
 
     def __init__(
         self,
         context: WorkloadContext,
         *,
-        conversations: int | None = None,
-        users: int | None = None,
-        min_turns: int = 8,
-        max_turns: int = 8,
-        max_new_tokens: int = 36,
-        request_interval: float | Literal["auto"] = 0.3,
-        think_time_s: float | Literal["auto"] = 0.5,
-        think_time_cap_s: float | Literal["auto"] | None = None,
-        turns_per_s: float = 10.0,
-        pressure: float | Literal["auto"] = 2.0,
-        warmup_turns: int = 4,
-        timeout_s: float | None = None,
+        conversations: Count | None = None,
+        users: Count | None = None,
+        min_turns: Count = 8,
+        max_turns: Count = 8,
+        max_new_tokens: Count = 36,
+        request_interval: NotNegative | Literal["auto"] = 0.3,
+        think_time_s: NotNegative | Literal["auto"] = 0.5,
+        think_time_cap_s: Positive | Literal["auto"] | None = None,
+        turns_per_s: Positive = 10.0,
+        pressure: NotNegative | Literal["auto"] = 2.0,
+        warmup_turns: Count = 4,
+        timeout_s: Positive | None = None,
         free: bool = False,
     ) -> None:
-        for name, whole in (("conversations", conversations), ("users", users)):
-            if whole is not None:
-                at_least(name, whole, 1, whole=True)
-        at_least("min_turns", min_turns, 1, whole=True)
-        at_least("max_turns", max_turns, min_turns, whole=True, than="min_turns")
-        at_least("max_new_tokens", max_new_tokens, 1, whole=True)
-        for name, number in (
-            ("request_interval", request_interval),
-            ("think_time_s", think_time_s),
-            ("pressure", pressure),
-        ):
-            if number != "auto":
-                at_least(name, number, 0)
-        at_least("turns_per_s", turns_per_s, 0.001)
-        at_least("warmup_turns", warmup_turns, 1, whole=True)
-        positive_seconds("timeout_s", timeout_s)
-        if think_time_cap_s not in ("auto", None):
-            at_least("think_time_cap_s", think_time_cap_s, 0.001)
-        if free and context.force_lengths:
-            raise ConfigError("workload.free=true needs a trained model; with random weights leave it false.")
+        in_order("min_turns", min_turns, "max_turns", max_turns)
+        refuse_untrained(free, context)
         self._context = context
         self._users = users
         self._turns = (min_turns, max_turns)

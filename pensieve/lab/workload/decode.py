@@ -9,7 +9,7 @@ from pathlib import Path
 from pensieve.core.request import Length, Request, Sampling, tokens_of
 from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import Arrival, WorkloadContext, WorkloadPlan
-from pensieve.lab.workload.fields import at_least, positive_seconds
+from pensieve.lab.workload.fields import Count, Positive, in_order
 from pensieve.lab.workload.prose import prose
 from pensieve.serve.record import TurnRecord
 
@@ -22,24 +22,21 @@ class DecodeWorkload:
     timeout_s: a request is cancelled this long after it was due; None: never.
 
     total_ms is arrival to last token, per_token_ms that divided by the tokens. An engine that shares prefixes between
-    conversations finds the prompt again, as it would in production. Raises ConfigError for a field that is out of range.
+    conversations finds the prompt again, as it would in production.
     """
 
     def __init__(
         self,
         context: WorkloadContext,
         *,
-        prompt_tokens: int = 72,
+        prompt_tokens: Count = 72,
         prompt_path: str | None = None,
-        new_tokens: int = 50,
-        iterations: int = 30,
-        discard: int = 5,
-        timeout_s: float | None = None,
+        new_tokens: Count = 50,
+        iterations: Count = 30,
+        discard: Count = 5,
+        timeout_s: Positive | None = None,
     ) -> None:
-        for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("discard", discard)):
-            at_least(name, value, 1, whole=True)
-        at_least("iterations", iterations, discard + 1, whole=True)
-        positive_seconds("timeout_s", timeout_s)
+        in_order("discard", discard + 1, "iterations", iterations)
         self._context = context
         self._prompt = (
             prose(context, prompt_tokens, "decode")

@@ -1,12 +1,18 @@
-"""The fields of a workload, checked: one sentence that names the field."""
+"""What the fields of a workload may be. Types are checked where a configuration is read, what they say together here."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field
 
 from pensieve.errors import ConfigError
+from pensieve.lab.workload.base import WorkloadContext
 from pensieve.units import format_bytes
+
+Count = Annotated[int, Field(strict=True, ge=1)]
+NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 TURN_BYTES = 1200
 """Of host memory that a turn takes at least from its request to its record. tests/workload/test_memory.py measures it."""
@@ -14,18 +20,18 @@ TOKEN_BYTES = 4
 """Of each token that a conversation remembers."""
 
 
-def at_least(name: str, value: Any, low: float, *, whole: bool = False, than: str = "") -> None:
-    """Raise ConfigError unless workload.`name` is a finite number of at least `low` (which is workload.`than`, if given)."""
-    kind = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value < math.inf:
-        bound = f"workload.{than} ({low})" if than else f"{low}"
-        raise ConfigError(f"workload.{name}={value} must be a {'whole ' if whole else ''}number of at least {bound}.")
+def in_order(low: str, low_value: int, high: str, high_value: int | None) -> None:
+    """Raise ConfigError where workload.`high` is below workload.`low`."""
+    if high_value is not None and high_value < low_value:
+        raise ConfigError(
+            f"workload.{high}={high_value} is below workload.{low}={low_value}; raise it, or lower the other."
+        )
 
 
-def positive_seconds(name: str, value: float | None) -> None:
-    """Raise ConfigError unless workload.`name` is null or a positive number of seconds."""
-    if value is not None and (isinstance(value, bool) or not value > 0):
-        raise ConfigError(f"workload.{name}={value} is not a positive number of seconds; null waits forever.")
+def refuse_untrained(free: bool, context: WorkloadContext) -> None:
+    """Raise ConfigError where the model is to end its replies and cannot."""
+    if free and context.force_lengths:
+        raise ConfigError("workload.free=true needs a trained model; with random weights leave it false.")
 
 
 def within_memory(name: str, count: float, turns: float, tokens: float, memory_bytes: int | None) -> None:

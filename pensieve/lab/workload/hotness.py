@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from itertools import chain, count
 
-from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.lab.workload.chance import uniform
-from pensieve.lab.workload.fields import at_least, positive_seconds, within_memory
+from pensieve.lab.workload.fields import Count, NotNegative, Positive, refuse_untrained, within_memory
 from pensieve.lab.workload.script import Script, ScriptWriter
 from pensieve.lab.workload.talk import Talks
 from pensieve.serve.record import TurnRecord
@@ -30,31 +29,22 @@ class HotnessWorkload(Talks[Script]):
         end where the model ends them, which real weights are needed for.
     warmup_turns: at least one a user, phase "warmup", at the measured concurrency and in conversations of their own.
     timeout_s: a turn is cancelled this long after it was due; None: never.
-
-    Raises ConfigError for a field that is out of range.
     """
 
     def __init__(
         self,
         context: WorkloadContext,
         *,
-        users: int = 6,
-        request_interval: float = 0.5,
-        turns: int = 8,
-        conversations: int = 1,
-        max_new_tokens: int = 12,
-        warmup_turns: int = 6,
-        timeout_s: float | None = None,
+        users: Count = 6,
+        request_interval: NotNegative = 0.5,
+        turns: Count = 8,
+        conversations: Count = 1,
+        max_new_tokens: Count = 12,
+        warmup_turns: Count = 6,
+        timeout_s: Positive | None = None,
         free: bool = False,
     ) -> None:
-        for name, value in (("users", users), ("turns", turns), ("conversations", conversations)):
-            at_least(name, value, 1, whole=True)
-        at_least("max_new_tokens", max_new_tokens, 1, whole=True)
-        at_least("warmup_turns", warmup_turns, 1, whole=True)
-        at_least("request_interval", request_interval, 0)
-        positive_seconds("timeout_s", timeout_s)
-        if free and context.force_lengths:
-            raise ConfigError("workload.free=true needs a trained model; with random weights leave it false.")
+        refuse_untrained(free, context)
         within_memory("users", users * conversations, turns, 0, context.memory_bytes)
         self._context = context
         self._request_interval = request_interval

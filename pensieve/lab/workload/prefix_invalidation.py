@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from pensieve.core.request import Length, Request, Sampling, TokenArray
 from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.lab.workload.chance import shuffled
-from pensieve.lab.workload.fields import at_least, positive_seconds
+from pensieve.lab.workload.fields import Count, NotNegative, Positive
 from pensieve.lab.workload.prose import prose
 from pensieve.serve.record import TurnRecord
 
@@ -54,21 +56,15 @@ class PrefixInvalidationWorkload:
         context: WorkloadContext,
         *,
         blocks: str = "512/256",
-        query_tokens: int = 20,
-        new_tokens: int = 50,
-        rounds: int = 10,
+        query_tokens: Count = 20,
+        new_tokens: Count = 50,
+        rounds: Count = 10,
         stream: Stream = "both",
-        settle_s: float = 0.5,
-        discard: int = 1,
-        timeout_s: float | None = None,
+        settle_s: NotNegative = 0.5,
+        discard: Annotated[int, Field(strict=True, ge=0)] = 1,
+        timeout_s: Positive | None = None,
     ) -> None:
         self._a_tokens, self._b_tokens = _lengths(blocks)
-        at_least("query_tokens", query_tokens, 1, whole=True)
-        at_least("new_tokens", new_tokens, 1, whole=True)
-        at_least("rounds", rounds, 1, whole=True)
-        at_least("settle_s", settle_s, 0)
-        at_least("discard", discard, 0, whole=True)
-        positive_seconds("timeout_s", timeout_s)
         longest = self._a_tokens + self._b_tokens + query_tokens + new_tokens
         if longest > context.max_context:
             raise ConfigError(

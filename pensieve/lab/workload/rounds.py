@@ -10,7 +10,7 @@ from pensieve.core.request import Length, Request, Sampling, TokenArray
 from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.lab.workload.chance import shuffled
-from pensieve.lab.workload.fields import at_least, positive_seconds
+from pensieve.lab.workload.fields import Count, NotNegative, Positive
 from pensieve.lab.workload.prose import prose
 from pensieve.serve.record import TurnRecord
 from pensieve.units import ceil_div
@@ -33,25 +33,16 @@ class RoundsWorkload:
         self,
         context: WorkloadContext,
         *,
-        conversations: int | None = None,
-        pressure: float = 1.8,
-        rounds: int = 5,
+        conversations: Count | None = None,
+        pressure: NotNegative = 1.8,
+        rounds: Count = 5,
         order: Literal["strict", "random"] = "strict",
-        message_tokens: int = 96,
-        reply_tokens: int = 16,
-        at_once: int = 1,
-        warmup_turns: int = 2,
-        timeout_s: float | None = None,
+        message_tokens: Count = 96,
+        reply_tokens: Count = 16,
+        at_once: Count = 1,
+        warmup_turns: Count = 2,
+        timeout_s: Positive | None = None,
     ) -> None:
-        for name, value in (
-            ("rounds", rounds), ("message_tokens", message_tokens), ("reply_tokens", reply_tokens), ("at_once", at_once),
-            ("warmup_turns", warmup_turns),
-        ):  # fmt: skip
-            at_least(name, value, 1, whole=True)
-        if conversations is not None:
-            at_least("conversations", conversations, 1, whole=True)
-        at_least("pressure", pressure, 0)
-        positive_seconds("timeout_s", timeout_s)
         self._longest = max(rounds, warmup_turns) * (message_tokens + reply_tokens)
         if self._longest > context.max_context:
             raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import WorkloadContext, bytes_fact
 from pensieve.lab.workload.chance import shuffled
-from pensieve.lab.workload.fields import at_least, positive_seconds, within_memory
+from pensieve.lab.workload.fields import Count, NotNegative, Positive, in_order, refuse_untrained, within_memory
 from pensieve.lab.workload.fit import Dialogue, Fit, fitted, warmups
 from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.formats.reading import OnMalformed
@@ -32,17 +32,17 @@ def sharegpt_workload(
     path: str | None = None,
     split: str = "train",
     on_malformed: OnMalformed = "fail",
-    conversations: int = 200,
-    users: int | None = None,
-    arrivals_s: float | None = None,
-    request_rate: float = 1.0,
-    relative_rate: float | None = None,
-    think_time_s: float = 60.0,
-    min_turns: int = 1,
-    max_turns: int | None = None,
-    max_new_tokens: int | None = None,
-    warmup_turns: int = 4,
-    timeout_s: float | None = None,
+    conversations: Count = 200,
+    users: Count | None = None,
+    arrivals_s: Positive | None = None,
+    request_rate: Positive = 1.0,
+    relative_rate: Positive | None = None,
+    think_time_s: NotNegative = 60.0,
+    min_turns: Count = 1,
+    max_turns: Count | None = None,
+    max_new_tokens: Count | None = None,
+    warmup_turns: Count = 4,
+    timeout_s: Positive | None = None,
     free: bool = False,
 ) -> Playback:
     """People talk to one model, each reply becomes history, and the next message waits for it and for a think time.
@@ -64,22 +64,11 @@ def sharegpt_workload(
         recorded; otherwise they have the recorded length and end of sequence is ignored.
     warmup_turns: turns of phase "warmup" before the measured ones, two conversations side by side, or one a user.
 
-    Raises ConfigError for a field out of range or fewer conversations than users, MalformedInput for a file that cannot be
+    Raises ConfigError for fewer conversations than users, MalformedInput for a file that cannot be
     read.
     """
-    at_least("conversations", conversations, 1, whole=True)
-    at_least("min_turns", min_turns, 1, whole=True)
-    at_least("warmup_turns", warmup_turns, 1, whole=True)
-    for name, whole, low in (("users", users, 1), ("max_new_tokens", max_new_tokens, 1), ("max_turns", max_turns, 1)):
-        if whole is not None:
-            at_least(name, whole, low, whole=True)
-    if max_turns is not None:
-        at_least("max_turns", max_turns, min_turns, whole=True, than="min_turns")
-    at_least("think_time_s", think_time_s, 0)
-    positive_seconds("timeout_s", timeout_s)
-    positive_seconds("arrivals_s", arrivals_s)
-    _refuse_untrained(free, context)
-    _positive_rate("request_rate", request_rate)
+    in_order("min_turns", min_turns, "max_turns", max_turns)
+    refuse_untrained(free, context)
     if users is not None and (arrivals_s is not None or relative_rate is not None):
         raise ConfigError(
             "workload.users sets the load; leave workload.arrivals_s and workload.relative_rate at null, or users."
@@ -96,7 +85,6 @@ def sharegpt_workload(
         _, _, known, _ = taken(MEANS_OF)
         if relative_rate is not None:
             capacity = _stateless_capacity(context, known)
-            _positive_rate("relative_rate", relative_rate)
             request_rate = relative_rate * capacity
             relative = {"relative_rate": relative_rate, "stateless_capacity_req_s": round(capacity, 4)}
         if arrivals_s is not None:
@@ -170,11 +158,6 @@ def _order(recording: Recording, path: str | None, seed: int) -> list[int]:
     return list(range(count)) if path is None else shuffled(count, seed, "conversations")
 
 
-def _refuse_untrained(free: bool, context: WorkloadContext) -> None:
-    if free and context.force_lengths:
-        raise ConfigError("workload.free=true needs a trained model; with random weights leave it false.")
-
-
 def _mean_turns(dialogues: Sequence[Dialogue]) -> float:
     return sum(dialogue.turns for dialogue in dialogues) / len(dialogues)
 
@@ -186,9 +169,3 @@ def _stateless_capacity(context: WorkloadContext, dialogues: Sequence[Dialogue])
             "hardware=sim_a100_80g; on a real one set workload.request_rate in requests a second."
         )
     return context.stateless_capacity([(step.prompt, step.reply) for each in dialogues for step in each.steps])
-
-
-def _positive_rate(name: str, rate: float) -> None:
-    at_least(name, rate, 0)
-    if rate == 0:
-        raise ConfigError(f"workload.{name}=0 would never send a request; give it a value above 0.")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import WorkloadContext, bytes_fact
 from pensieve.lab.workload.chance import PART_RULE, part_of, shuffled
-from pensieve.lab.workload.fields import at_least, positive_seconds
+from pensieve.lab.workload.fields import Count, NotNegative, Positive, in_order
 from pensieve.lab.workload.fit import Dialogue, Fit, fitted, warmups
 from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.formats.reading import OnMalformed
@@ -29,24 +29,24 @@ def trace_workload(
     path: str | None = None,
     format: str | None = None,
     on_malformed: OnMalformed = "fail",
-    time_scale: float = 1.0,
-    window_start_s: float = 0.0,
-    window_s: float | None = None,
-    conversations: int | None = None,
+    time_scale: Positive = 1.0,
+    window_start_s: NotNegative = 0.0,
+    window_s: Positive | None = None,
+    conversations: Count | None = None,
     part: str | None = None,
-    min_turns: int = 1,
-    max_turns: int | None = None,
-    max_new_tokens: int | None = None,
-    max_context: int | None = None,
-    request_rate: float = 1.0,
-    users: int | Literal["all"] | None = None,
+    min_turns: Count = 1,
+    max_turns: Count | None = None,
+    max_new_tokens: Count | None = None,
+    max_context: Count | None = None,
+    request_rate: Positive = 1.0,
+    users: Count | Literal["all"] | None = None,
     until: Literal["end", "first_user"] = "end",
-    think_time_s: float = 60.0,
-    think_scale: float = 1.0,
-    think_cap_s: float | None = None,
+    think_time_s: NotNegative = 60.0,
+    think_scale: NotNegative = 1.0,
+    think_cap_s: NotNegative | None = None,
     hint: Literal["recorded", "none"] = "recorded",
-    warmup_turns: int = 4,
-    timeout_s: float | None = None,
+    warmup_turns: Count = 4,
+    timeout_s: Positive | None = None,
 ) -> Playback:
     """Replay a file of recorded requests. format: see pensieve.lab.workload.formats; None: as the first entry looks.
 
@@ -77,32 +77,9 @@ def trace_workload(
     """
     if path is None:
         raise ConfigError("workload=trace needs workload.path=FILE, the recorded requests; set it.")
-    at_least("window_start_s", window_start_s, 0)
-    at_least("min_turns", min_turns, 1, whole=True)
-    at_least("warmup_turns", warmup_turns, 1, whole=True)
-    at_least("think_time_s", think_time_s, 0)
-    limits = {"max_turns": max_turns, "max_new_tokens": max_new_tokens, "max_context": max_context}
-    for name, whole in {"conversations": conversations, **limits}.items():
-        if whole is not None:
-            at_least(name, whole, 1, whole=True)
-    if max_turns is not None:
-        at_least("max_turns", max_turns, min_turns, whole=True, than="min_turns")
-    for name, positive in (("time_scale", time_scale), ("request_rate", request_rate)):
-        if not positive > 0:
-            raise ConfigError(f"workload.{name}={positive} must be a positive number.")
-    positive_seconds("window_s", window_s)
-    positive_seconds("timeout_s", timeout_s)
+    in_order("min_turns", min_turns, "max_turns", max_turns)
     if max_context is not None:
         context = replace(context, max_context=min(context.max_context, max_context))
-    at_least("think_scale", think_scale, 0)
-    if think_cap_s is not None:
-        at_least("think_cap_s", think_cap_s, 0)
-    _one_of("until", until, ("end", "first_user"))
-    if hint not in ("recorded", "none"):
-        raise ConfigError(
-            f"workload.hint={hint!r} is neither recorded nor none. What a perfect or a noisy hint is worth is measured with "
-            "eviction=oracle_hint or eviction=noisy_hint, which read the schedule."
-        )
     recording, reuse = _read(path, format, on_malformed, _versions(path))
     inside, begun_before = windowed(recording, window_start_s, window_s)
     outliers = 0
@@ -200,11 +177,6 @@ def begun_by(
 
 def _has_pauses(recording: Recording) -> bool:
     return any(call.pause_s is not None for one in recording.conversations for call in one.calls)
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"workload.{name}={value!r} is unknown; choose one of {', '.join(allowed)}.")
 
 
 def windowed(recording: Recording, start_s: float, length_s: float | None) -> tuple[Sequence[Conversation], int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import WorkloadContext
-from pensieve.lab.workload.fields import at_least
+from pensieve.lab.workload.fields import Count
 from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.playback import Pauses, Playback, Recorded
 from pensieve.lab.workload.recording import Call, Content, Conversation, Parts
@@ -32,7 +32,7 @@ def vllm_run(
     *,
     run: str | None = "rtx4090_llama3_1_8b",
     path: str | None = None,
-    warmup_turns: int = 1,
+    warmup_turns: Count = 1,
 ) -> VllmRun:
     """run: one that comes with the package. path: instead of it, the requests.jsonl of another one; where its meta.json lies
     beside it and names a known workload, prompts share what they shared.
@@ -43,7 +43,6 @@ def vllm_run(
         raise ConfigError(
             "This needs workload.path=FILE, the requests.jsonl of a run of vLLM; set it, or workload.run=NAME."
         )
-    at_least("warmup_turns", warmup_turns, 1, whole=True)
     requests = read_run(Path(path)) if path is not None else shipped_run(str(run))
     conversations = [
         Conversation(

@@ -80,8 +80,11 @@ READ = {
         {"input": WHO, "output_length": 5}, {"input": "Else", "output_length": 6},
         {"input": f"{WHO}\nI am.", "output_length": 7}, {"input": f"{WHO}\nI am.\nYou.", "output_length": 8},
         {"input": WHO, "output_length": 9},
+        *({"input": WHO.upper()[:length], "output_length": length} for length in (7, 6, 5, 4, 8)),
     ]], {"prompt-0": [(WHO, 5), (f"{WHO}\nI am.", 7), (f"{WHO}\nI am.\nYou.", 8)], "prompt-1": [("Else", 6)],
-         "prompt-2": [(WHO, 9)]}, {"conversations_without_a_pair": 0}),
+         "prompt-2": [(WHO, 9)],
+         "prompt-3": [("HELLO T", 7), ("HELLO TH", 8)], "prompt-4": [("HELLO ", 6)], "prompt-5": [("HELLO", 5)],
+         "prompt-6": [("HELL", 4)]}, {"conversations_without_a_pair": 0}),
     "agents, the shortest first": ("agent_jsonl", [
         {"timestamp": at, "input": prompt, "output": reply, "session_id": who}
         for at, prompt, reply, who in (

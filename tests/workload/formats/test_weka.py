@@ -13,7 +13,7 @@ from pensieve.lab.workload.trace import trace_workload
 from tests.composed import replayed
 from tests.scripted import ScriptedSystem, context
 from tests.shared_data import shared
-from tests.workload.dry import drive
+from tests.workload.dry import drive, measured
 
 
 def call(t, hashes, tokens=None, api=2.0, think=None, stop="tool_use", **more):
@@ -49,10 +49,6 @@ def folder(tmp_path):
 
 def build(path, seed=0, **fields):
     return trace_workload(context(seed), path=str(path), format="weka", **fields)
-
-
-def measured(arrivals):
-    return [one for one in arrivals if one.request.phase != "warmup"]
 
 
 def times(workload, service_s=1.0, fail=()):
@@ -194,8 +190,6 @@ def test_hints_go_with_the_requests_unless_they_are_not_wanted(folder):
 
     assert hints() == {None, Hint("tool_use"), Hint("end_turn")}
     assert hints(hint="none") == {None}
-    with pytest.raises(ConfigError, match="eviction=oracle_hint"):
-        build(folder, hint="oracle")
 
 
 @pytest.mark.parametrize(
