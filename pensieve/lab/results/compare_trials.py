@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 from sqlalchemy import select
 
@@ -22,6 +20,8 @@ from pensieve.lab.results.slo import slo_of_sweep, slo_of_trial
 from pensieve.lab.results.store import LATEST, NO_SWEEP, ResultsStore
 from pensieve.lab.results.trials import differences, field_of, flat, mixtures, text_of
 from pensieve.lab.statistics import has_interval, paired_ratio
+from pensieve.lab.tables import grid
+from pensieve.units import NONE
 
 UNEQUAL_RATE = 0.05
 BY_SESSION = tuple(one.name for one in METRICS.values() if one.per_conversation and not one.name.endswith("_mean"))
@@ -74,17 +74,8 @@ class ComparedTrials:
         rows = [row for row in self.rows if wanted(row.metric)]
         parts: list[RenderableType] = []
         for group in dict.fromkeys(row.group for row in rows):
-            table = Table(
-                title=group or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
-            )
-            table.add_column("metric", no_wrap=True)
-            for name in ("A", "B", "A / B", "paired", "95 % interval", "n"):
-                table.add_column(name, justify="right", no_wrap=True)
-            table.add_column("verdict", no_wrap=True)
-            for row in rows:
-                if row.group == group:
-                    table.add_row(*_cells(row))
-            parts.append(table)
+            cells = [_cells(row) for row in rows if row.group == group]
+            parts.append(grid(cells, group, left=("verdict",)))
         if not rows:
             parts.append(Text("No metric of that name is in both."))
         if any(row.of_pairs for row in rows):
@@ -338,22 +329,20 @@ def _unequal_rate(pairs: Iterable[tuple[Trial, Trial]], rows: Sequence[ComparedM
     )
 
 
-def _cells(row: ComparedMetric) -> tuple[str, ...]:
+def _cells(row: ComparedMetric) -> dict[str, str]:
     name = f"{row.metric} [{row.label}]" if row.label else row.metric
-    interval = "–" if row.ci_low is None or row.ci_high is None else f"{row.ci_low:.3g} to {row.ci_high:.3g}"
-    quotient = "–" if row.quotient is None else f"{row.quotient:.3g}"
-    pairs = f"{row.ratio:.3g}" if row.of_pairs else "–"
-    # Text, since square brackets would be markup.
-    return (
-        name.replace("[", "\\["),
-        f"{row.a:,.4g}",
-        f"{row.b:,.4g}",
-        quotient,
-        pairs,
-        interval,
-        f"{row.n} {row.n_unit if row.n != 1 else row.n_unit.removesuffix('s')}",
-        row.verdict,
-    )
+    return {
+        "metric": name.replace("[", "\\["),  # square brackets would be markup
+        "A": f"{row.a:,.4g}",
+        "B": f"{row.b:,.4g}",
+        "A / B": NONE if row.quotient is None else f"{row.quotient:.3g}",
+        "paired": f"{row.ratio:.3g}" if row.of_pairs else NONE,
+        "95 % interval": NONE
+        if row.ci_low is None or row.ci_high is None
+        else f"{row.ci_low:.3g} to {row.ci_high:.3g}",
+        "n": f"{row.n} {row.n_unit if row.n != 1 else row.n_unit.removesuffix('s')}",
+        "verdict": row.verdict,
+    }
 
 
 def _all(store: ResultsStore) -> list[Trial]:

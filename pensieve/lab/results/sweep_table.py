@@ -8,9 +8,7 @@ from io import StringIO
 from itertools import groupby
 from statistics import geometric_mean
 
-from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from pensieve.errors import ResultsError, typed
@@ -23,6 +21,7 @@ from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.tokens import TokenComparison, compare_tokens
 from pensieve.lab.results.trials import Evidence, TrialGroup
 from pensieve.lab.statistics import PairedRatio
+from pensieve.lab.tables import grid
 from pensieve.specs import ROUNDS_APART
 from pensieve.units import NONE, percent, three_digits
 
@@ -119,18 +118,21 @@ class SweepTable:
     @property
     def particulars(self) -> RenderableType:
         """All findings and all notes, for `results.py notes`."""
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Findings", title_justify="left")
-        for name in ("quantity", "setting", "of", "finding"):
-            table.add_column(name)
-        for one in self.findings:
-            table.add_row(one.quantity, ", ".join(f"{k}={v}" for k, v in one.at.items()), one.name, one.text)
-        told = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Notes", title_justify="left", show_header=False)
-        told.add_column(no_wrap=True)
-        told.add_column()
-        for note in self.notes:
-            told.add_row(note.code, note.text)
-        head = [Text(self.headline)] if self.headline else []
-        return Group(*head, *([table] if self.findings else []), *([told] if self.notes else [Text("No notes.")]))
+        found = [
+            {
+                "quantity": one.quantity,
+                "setting": ", ".join(f"{axis}={value}" for axis, value in one.at.items()),
+                "of": one.name,
+                "finding": one.text,
+            }
+            for one in self.findings
+        ]
+        told = [{"code": note.code, "text": note.text} for note in self.notes]
+        parts: list[RenderableType] = [Text(self.headline)] if self.headline else []
+        if found:
+            parts.append(grid(found, "Findings", left=found[0], fold=True))
+        parts.append(grid(told, "Notes", left=("text",), heads=False, fold=True) if told else Text("No notes."))
+        return Group(*parts)
 
     def text(self, width: int = 110) -> str:
         """Without colour, for a file."""
@@ -225,12 +227,10 @@ def _geometric_mean(values: Iterable[float]) -> float | None:
     return geometric_mean(found) if found else None
 
 
-def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -> Table:
+def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -> RenderableType:
     """A row for each baseline; with axes, for each value of these of the one baseline. No column without a value."""
-    title = "  ".join(f"{axis}={value}" for axis, value in group.items())
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column(f"\n{axes or 'baseline'}", no_wrap=True)
     columns = {
+        f"\n{axes or 'baseline'}": [", ".join(row.group.values()) if axes else row.baseline for row in rows],
         "\nn": [str(row.trials) for row in rows],
         "TTFT ms\np50": [three_digits(row.ttft_p50_ms) for row in rows],
         "\np99": [three_digits(row.ttft_p99_ms) for row in rows],
@@ -247,13 +247,10 @@ def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -
         f"{START} to bound,\nclosed %": [_closed(row.gap_closed) for row in rows],
         "\noutputs": [_outputs(row.outputs) for row in rows],
     }
-    shown = {name: cells for name, cells in columns.items() if any(cell not in (NONE, _OWN) for cell in cells)}
-    for name in shown:
-        table.add_column(name, justify="right", no_wrap=True)
-    for place, row in enumerate(rows):
-        first = ", ".join(row.group.values()) if axes else row.baseline
-        table.add_row(first, *(cells[place] for cells in shown.values()))
-    return table
+    first = next(iter(columns))
+    shown = [name for name, cells in columns.items() if name == first or any(one not in (NONE, _OWN) for one in cells)]
+    lines = [{name: columns[name][place] for name in shown} for place in range(len(rows))]
+    return grid(lines, "  ".join(f"{axis}={value}" for axis, value in group.items()))
 
 
 def _closed(share: PairedRatio | None) -> str:
