@@ -163,7 +163,6 @@ def stands_on(one: Judged) -> str:
     sides = f"{one.ours} against {one.theirs}" if one.theirs else str(one.ours)
     parts = [
         sides,
-        found.about,
         f"n = {found.n:,} {found.n_unit}, {seeds}",
         f"trials {ranges(sorted(found.trial_ids))}",
     ]

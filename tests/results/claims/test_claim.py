@@ -17,7 +17,7 @@ ONE = """
   against: [vllm, stateless]
   claimed: {above: 2.0}
   unit: x
-  conditions: {model: [tiny], workload.users: {at_least: 2}}
+  conditions: {model: [tiny]}
 """
 
 
@@ -30,7 +30,7 @@ def read(tmp_path, text):
 def test_an_entry_becomes_a_claim(tmp_path):
     [claim] = read(tmp_path, ONE)
     assert (claim.of, claim.against) == (("pensieve",), ("vllm", "stateless"))
-    assert claim.seeds == 3 and claim.simulated and claim.over == ()
+    assert claim.seeds == 3 and claim.over == ()
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,11 @@ def test_what_is_claimed_becomes_bounds(claimed, low, high, number, shown):
         ("{above: 2.0}", "{}", "give one of"),
         ("{above: 2.0}", "{about: 2.0}", "about needs give_or_take"),
         ("{above: 2.0}", "{between: [3, 2]}", "lower end first"),
-        ("measure: speedup", "measure: speedupp", "there is no measure speedupp; there are: axis_ratio"),
+        ("measure: speedup", "measure: speedupp", "there is no measure speedupp; there are: speedup"),
         ("{turn: 5}", "{turns: 5}", "the measure speedup takes no turns"),
         ("unit: x", "unit: x\n  colour: red", r"Claim speedup of claims.yaml cannot be used \(colour\)"),
         ("  unit: x\n", "", r"\(unit\): Field required"),
         ("name: speedup", "name: Speed up", r"\(name\)"),
-        ("{above: 2.0}", "{below: 2.0}\n  gain: true", "above the bound it fails"),
-        ("{turn: 5}", "{column: gpu_hit_rate}\n  gain: true", "more of speedup is not better"),
     ],
 )
 def test_a_malformed_entry_is_one_sentence_that_names_it(tmp_path, old, new, sentence):
@@ -90,22 +88,11 @@ def test_a_file_that_is_not_there_is_a_sentence(tmp_path):
         read_claims(tmp_path / "none.yaml")
 
 
-def test_the_claims_that_ship_can_be_measured_and_name_what_exists():
+def test_the_claims_that_ship_name_what_exists_and_bear_the_published_numbers():
     claims = read_claims(conf_folder() / "claims.yaml")
-    names = [claim.name for claim in claims]
-    assert sum(name.startswith("paper_") for name in names) == 6
-    baselines = set(options("baseline"))
     for claim in claims:
-        if not any(str(w).startswith("bench_") for w in claim.conditions.get("workload", ())):
-            assert set(claim.of) | set(claim.against) <= baselines, claim.name
+        assert set(claim.of) | set(claim.against) <= set(options("baseline")), claim.name
         for group in ("model", "workload"):
-            for option in claim.conditions.get(group, ()):
-                assert str(option).startswith("bench_") or option in options(group), claim.name
+            assert set(claim.conditions.get(group, ())) <= set(options(group)), claim.name
         assert claim.source and claim.text[0].isupper() and not claim.text.endswith(".")
-
-
-def test_the_claims_that_ship_bear_the_published_numbers():
-    claimed = {claim.name: claim.claimed.bounds().claimed for claim in read_claims(conf_folder() / "claims.yaml")}
-    assert [claimed[name] for name in claimed if name.startswith("paper_")] == [1.36, 1.70, 1.17, 1.58, 2.04, 3.0]
-    assert (claimed["speedup_turn_5"], claimed["speedup_turn_10"]) == (2.0, 3.5)
-    assert (claimed["contiguous_miss_penalty"], claimed["latency_at_32_agents"]) == (434, 200)
+    assert [claim.claimed.bounds().claimed for claim in claims] == [1.36, 1.70, 1.17, 1.58, 2.04, 3.0]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pensieve.lab.results.claims.claim import Limits, unmet
+from pensieve.lab.results.claims.claim import unmet
 from pensieve.lab.results.schema import Trial
 from tests.results.trials import trial_fields
 
@@ -22,9 +22,6 @@ USERS = {"workload": {"name": "chat", "users": 6}, "cache": {"gpu": "8 tokens"}}
         ("simulated", (False,)),
         ("device", (None,)),
         ("workload.users", (6,)),
-        ("workload.users", Limits(at_least=2)),
-        ("workload.users", Limits(at_least=2, at_most=6)),
-        ("workload.missing", Limits(at_least=2, unset=True)),
         ("cache.gpu", ("8 *",)),
         ("flags.load", ("closed",)),
     ],
@@ -39,10 +36,6 @@ def test_conditions_that_are_met_make_no_difference(field, wanted):
         ("model", ("opt_13b", "opt_66b"), "model is tiny here, claimed for opt_13b or opt_66b"),
         ("device", ("*A100*",), "device is not set here, claimed for *A100*"),
         ("workload.users", (1,), "workload.users is 6 here, claimed for 1"),
-        ("workload.users", Limits(at_least=7), "workload.users is 6 here, claimed for at least 7"),
-        ("workload.none", Limits(at_most=7.5), "workload.none is not set here, claimed for at most 7.5"),
-        ("gpu_tokens", Limits(at_least=1, at_most=9), "gpu_tokens is 4,096 here, claimed for at least 1 and at most 9"),
-        ("cache.gpu", Limits(at_least=1), "cache.gpu is 8 tokens here, claimed for at least 1"),
     ],
 )
 def test_a_condition_that_is_not_met_is_a_clause(field, wanted, clause):

@@ -73,12 +73,6 @@ def test_of_several_workloads_those_that_the_claim_is_about_are_taken():
     assert (one.judgement.verdict, one.measured.trial_ids) == ("holds", tuple(range(1, 11)))
 
 
-def test_simulated_times_speak_only_where_the_claim_lets_them():
-    store = sweep({"pensieve": FAST, "stateless": SLOW}, simulated=True)
-    assert verdict(store)[0] == "holds"
-    assert verdict(store, simulated=False) == ("not comparable", "times are simulated here, claimed for a real device")
-
-
 @pytest.mark.parametrize(
     ("changed", "clause"),
     [

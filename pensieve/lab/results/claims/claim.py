@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from pensieve.errors import ConfigError
-from pensieve.lab.results.claims.measures import MEASURES, arguments_of, better_of
+from pensieve.lab.results.claims.measures import MEASURES, arguments_of
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.trials import field_of
 
@@ -75,16 +75,6 @@ class Claimed(BaseModel):
 Values = tuple[str | float | bool | None, ...]
 
 
-class Limits(BaseModel):
-    """A condition on a number. unset: whether a field without a value meets it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    at_least: float | None = None
-    at_most: float | None = None
-    unset: bool = False
-
-
 def _one_or_more(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else [value]
 
@@ -99,9 +89,7 @@ class Claim(BaseModel):
     is taken. over: the swept field that the measure reads along, the first of these that the sweep varies; the sweep's other
     axes make groups, judged one by one.
     conditions: column of table `trial` (or dotted field of its configuration) -> the values that count, patterns such as
-    "*A100*" included, or limits. seeds: the fewest that decide it. simulated: whether simulated trials may decide it.
-    gain: more than what is claimed is better, and holds; only where more of what is measured is better (measures.better_of),
-    and never for "below", which is a bound whatever lies above it.
+    "*A100*" included. seeds: the fewest that decide it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -116,10 +104,8 @@ class Claim(BaseModel):
     over: Names = ()
     claimed: Claimed
     unit: str
-    conditions: dict[str, Values | Limits] = {}
+    conditions: dict[str, Values] = {}
     seeds: int = Field(default=3, ge=1)
-    simulated: bool = True
-    gain: bool = False
 
     @model_validator(mode="after")
     def _can_be_measured(self) -> Claim:
@@ -128,10 +114,6 @@ class Claim(BaseModel):
         unknown = sorted(set(self.arguments) - arguments_of(self.measure))
         if unknown:
             raise ValueError(f"the measure {self.measure} takes no {', '.join(unknown)}")
-        if self.gain and self.claimed.below is not None:
-            raise ValueError("a claim that is below a bound has no gain: above the bound it fails")
-        if self.gain and better_of(self.measure, self.arguments) != "higher":
-            raise ValueError(f"more of {self.measure} is not better, so there is no gain in it")
         return self
 
 
@@ -165,46 +147,28 @@ def read_claims(path: Path) -> Sequence[Claim]:
     return list(claims.values())
 
 
-def unmet(conditions: Mapping[str, Values | Limits], trials: Sequence[Trial]) -> list[str]:
+def unmet(conditions: Mapping[str, Values], trials: Sequence[Trial]) -> list[str]:
     """A clause for each condition that one of the trials does not meet. Fields are columns, or dotted configuration."""
     found = []
     for field, wanted in conditions.items():
         values = [field_of(trial, field) for trial in trials]
-        strange = list(dict.fromkeys(_shown(value) for value in values if not _meets(value, wanted)))
-        if strange:
-            found.append(f"{field} is {', '.join(strange)} here, claimed for {_wanted(wanted)}")
+        if strange := list(dict.fromkeys(_shown(value) for value in values if not _meets(value, wanted))):
+            claimed = " or ".join(_shown(value) for value in wanted)
+            found.append(f"{field} is {', '.join(strange)} here, claimed for {claimed}")
     return found
 
 
-def _meets(value: Any, wanted: Sequence[Any] | Limits) -> bool:
-    if isinstance(wanted, Limits):
-        if value is None:
-            return wanted.unset
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return False
-        return (wanted.at_least is None or value >= wanted.at_least) and (
-            wanted.at_most is None or value <= wanted.at_most
-        )
+def _meets(value: Any, wanted: Values) -> bool:
     return any(
         fnmatchcase(str(value), one) if isinstance(one, str) else value == one and (value is None) == (one is None)
         for one in wanted
     )
 
 
-def _wanted(wanted: Sequence[Any] | Limits) -> str:
-    if not isinstance(wanted, Limits):
-        return " or ".join(_shown(value) for value in wanted)
-    ends = [("at least", wanted.at_least), ("at most", wanted.at_most)]
-    said = " and ".join(f"{word} {_shown(value)}" for word, value in ends if value is not None)
-    return f"{said} or not set" if wanted.unset else said
-
-
 def _shown(value: Any) -> str:
     if value is None:
         return "not set"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    return _text(value)
+    return str(value) if isinstance(value, bool) or not isinstance(value, int | float) else _text(value)
 
 
 def _text(value: float) -> str:

@@ -12,7 +12,7 @@ from sqlalchemy import delete, insert, select
 from sqlalchemy.orm import Session
 
 from pensieve.errors import MissingSeries
-from pensieve.lab.results.claims.claim import Bounds, Claim, Limits, Values, unmet
+from pensieve.lab.results.claims.claim import Bounds, Claim, Values, unmet
 from pensieve.lab.results.claims.measures import MEASURES, Measured, Sides
 from pensieve.lab.results.schema import ClaimRow, Trial
 from pensieve.lab.results.store import ResultsStore
@@ -117,8 +117,6 @@ def _judged(claim: Claim, evidence: Evidence, group: TrialGroup, over: str | Non
         *(f"the sweep holds {one.what}" for one in mixtures(trials)),
     ]
     simulated = any(trial.simulated for trial in trials)
-    if simulated and not claim.simulated:
-        reasons.append("times are simulated here, claimed for a real device")
     measured = None
     if not absent and not unmet(_workload_of(claim), trials):
         try:
@@ -126,7 +124,7 @@ def _judged(claim: Claim, evidence: Evidence, group: TrialGroup, over: str | Non
         except MissingSeries as error:
             reasons.append(str(error).rstrip("."))
     name = f"{claim.name} ({group.name})" if several and group.name else claim.name
-    judgement = judge(claim.claimed.bounds(), measured, reasons, claim.seeds, claim.gain)
+    judgement = judge(claim.claimed.bounds(), measured, reasons, claim.seeds)
     return Judged(name, claim, group.name, ours, theirs, measured, judgement, tuple(reasons), simulated)
 
 
@@ -138,7 +136,7 @@ def _of_workload(claim: Claim, group: TrialGroup) -> TrialGroup:
     return TrialGroup(group.at, asked) if asked else group
 
 
-def _workload_of(claim: Claim) -> Mapping[str, Values | Limits]:
+def _workload_of(claim: Claim) -> Mapping[str, Values]:
     return {field: wanted for field, wanted in claim.conditions.items() if field == "workload"}
 
 
@@ -148,13 +146,10 @@ def _without_trials(claim: Claim) -> Judged:
     return Judged(claim.name, claim, "", None, None, None, judgement, (why,), False)
 
 
-def judge(
-    bounds: Bounds, measured: Measured | None, differences: Sequence[str], fewest_seeds: int = 1, gain: bool = False
-) -> Judgement:
+def judge(bounds: Bounds, measured: Measured | None, differences: Sequence[str], fewest_seeds: int = 1) -> Judgement:
     """A claim holds, or fails, only where the whole interval lies on one side of its bounds.
 
     differences: the conditions of the claim that the trials do not meet, a clause each; any makes it not comparable.
-    gain: more than what is claimed is better, and holds.
     """
     if differences:
         return Judgement("not comparable", "; ".join(differences))
@@ -165,14 +160,8 @@ def judge(
     low, high = measured.ci_low, measured.ci_high
     if low is None or high is None:
         return Judgement("inconclusive", f"no interval: n = {measured.n} {measured.n_unit}, {_seeds(measured.seeds)}")
-    if measured.at_least and (bounds.high is not None or not bounds.contain(low)):
-        return Judgement("inconclusive", "it is at least that: larger loads, or some between, were not tried")
     if bounds.contain(low) and bounds.contain(high):
         return Judgement("holds", "the whole interval lies within the claim")
-    if gain and bounds.low is not None and bounds.high is not None and low > bounds.high:
-        return Judgement("holds", "better than claimed: the whole interval lies above the claim")
-    if gain and bounds.low is not None and low >= bounds.low:
-        return Judgement("holds", "as claimed or better: the whole interval lies above the claim's lower bound")
     if bounds.high is not None and low > bounds.high:
         return Judgement("fails", "the whole interval lies above the claim")
     if bounds.low is not None and high < bounds.low:
