@@ -19,11 +19,10 @@ from pensieve.lab.compose.folder import conf_folder
 from pensieve.lab.results.claims import Claim, read_claims
 from pensieve.lab.results.claims.claim import unmet
 from pensieve.lab.results.claims.measures import crossing
-from pensieve.lab.results.frame import by_conversation, positive_ratio, values_of
+from pensieve.lab.results.frame import TrialGroup, by_conversation, positive_ratio, values_of
 from pensieve.lab.results.notes import load_changed, offered_rate, starting
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.slo import slo_of_sweep
-from pensieve.lab.results.trials import TrialGroup
 from pensieve.lab.statistics import FEWEST_GROUPS, Estimate, PairedRatio
 
 P = TypeVar("P")

@@ -43,7 +43,7 @@ def size_map(source: Source) -> Iterator[Plot]:
     q, sentence = found.question, found.sentence()
     # Every cell is asked the same: the conversations of one cell stand for all.
     at_most = [job.trial for job in found.cells[q.corner].values() if job.trial is not None]
-    conversations = {key for trial in at_most for key in conversations_of(source.frame(trial, measured=True))}
+    conversations = {key for trial in at_most for key in conversations_of(source.turns_of(trial))}
     origin = trace(
         source.sweep, source.trials, mixtures(source.trials), len(conversations), len(found.failed),
         allow_mixed=source.allow_mixed,

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
 from sqlalchemy import select
 
 from analysis.provenance import Provenance, trace
 from pensieve.errors import ConfigError, MissingSeries
-from pensieve.lab.results.frame import all_turns, chosen_turns, conversations_of
+from pensieve.lab.results.frame import Frame, conversations_of
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.schema import Sweep, SweepTrial, Trial
 from pensieve.lab.results.store import JobResult, ResultsStore
@@ -35,6 +34,9 @@ class Cell:
     @property
     def trials(self) -> list[Trial]:
         return [job.trial for job in self.jobs if job.trial is not None]
+
+    def __iter__(self) -> Iterator[Trial]:
+        return iter(self.trials)
 
     @property
     def ids(self) -> str:
@@ -74,26 +76,17 @@ class Panel:
         return ", ".join(f"{axis}={value}" for axis, value in self.group.items())
 
 
-@dataclass
-class Source:
+class Source(Frame):
     """A sweep as figures read it. wanted: only these baselines. allow_mixed: see provenance.trace. prices: of what it ran
     on, where whoever reads it gives some. also: further sweeps, whose trials count as this one's (see joined)."""
 
-    store: ResultsStore
-    sweep: Sweep
-    wanted: Sequence[str] = ()
-    allow_mixed: bool = False
-    prices: Prices = field(default_factory=Prices)
-    also: Sequence[int] = ()
-    jobs: Sequence[JobResult] = field(init=False)
-    _frames: dict[tuple[int, bool], pd.DataFrame] = field(init=False, default_factory=dict, repr=False)
-    _conversations: dict[int, frozenset[Any]] = field(init=False, default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        self.jobs = self.store.trials_of_sweep(self.sweep.id)
-        if self.also:
-            every = [job for sweep in (self.sweep.id, *self.also) for job in self.store.trials_of_sweep(sweep)]
-            self.jobs = list({job.last.id: job for job in every}.values())  # a trial that several show counts once
+    def __init__(
+        self, store: ResultsStore, sweep: Sweep, wanted: Sequence[str] = (), allow_mixed: bool = False,
+        prices: Prices | None = None, also: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(store, sweep, also=also)
+        self.wanted, self.allow_mixed, self.prices, self.also = wanted, allow_mixed, prices or Prices(), also
+        self._conversations: dict[int, frozenset[Any]] = {}
 
     def of_baselines(self, names: Sequence[str]) -> Source:
         """The same sweep with these baselines alone."""
@@ -143,7 +136,7 @@ class Source:
         """Conversations of several turns; elsewhere a turn's number means nothing."""
         if not self.trials:
             return False
-        turns = self.frame(self.trials[0], measured=True)
+        turns = self.turns_of(self.trials[0])
         return bool(((turns.index.get_level_values("turn") > 1) & (turns["phase"] == "chat")).any())
 
     def panels(self, *along: str, partial: bool = False) -> list[Panel]:
@@ -170,28 +163,11 @@ class Source:
 
     def trace(self, trials: Sequence[Trial], incomplete: int = 0) -> Provenance:
         """What numbers of these trials stand on. Raises MixedPanel where they must not stand beside each other."""
-        conversations = set[Any]().union(*(self._conversations_of(trial) for trial in trials))
+        for trial in trials:  # kept, since each figure asks again
+            if trial.id not in self._conversations:
+                self._conversations[trial.id] = frozenset(conversations_of(self.turns_of(trial)))
+        conversations = frozenset[Any]().union(*(self._conversations[trial.id] for trial in trials))
         return trace(self.sweep, trials, mixtures(trials), len(conversations), incomplete, self.allow_mixed)
-
-    def _conversations_of(self, trial: Trial) -> frozenset[Any]:
-        """(seed, repeat, session) of those with a measured turn; kept, since each figure asks again."""
-        if trial.id not in self._conversations:
-            self._conversations[trial.id] = frozenset(conversations_of(self.frame(trial, measured=True)))
-        return self._conversations[trial.id]
-
-    def turns(self, cell: Cell, measured: bool = True) -> pd.DataFrame:
-        """The turns of a cell's trials, in order, as frame.turn_frame gives them.
-
-        measured: those that count; False: also what failed, or prepared others.
-        """
-        return pd.concat([self.frame(trial, measured) for trial in cell.trials])
-
-    def frame(self, trial: Trial, measured: bool) -> pd.DataFrame:
-        """The turns of one trial; measured: see `turns`."""
-        if (trial.id, measured) not in self._frames:
-            every = all_turns(self.store, [trial])
-            self._frames |= {(trial.id, kept): chosen_turns(every, kept) for kept in (False, True)}
-        return self._frames[trial.id, measured]
 
     def _cells(
         self,
@@ -264,7 +240,7 @@ def open_source(
     if sweep is None:
         raise MissingSeries(f"No sweep of the results database has a completed trial; run `{DEFAULT_COMMAND}` first.")
     further = [store.sweep(one) for one in also]
-    return Source(store, joined(sweep, further), wanted, allow_mixed, prices or Prices(), also)
+    return Source(store, joined(sweep, further), wanted, allow_mixed, prices, also)
 
 
 def joined(sweep: Sweep, further: Sequence[Sweep]) -> Sweep:

@@ -11,8 +11,9 @@ from analysis.sweep import Source
 from pensieve.errors import MissingSeries
 from pensieve.lab.results.claims.measures import Sides, Which, speedup
 from pensieve.lab.results.findings import REFERENCE
+from pensieve.lab.results.frame import Frame
 from pensieve.lab.results.sweep_table import SweepRow, sweep_table
-from pensieve.lab.results.trials import Evidence, mixtures
+from pensieve.lab.results.trials import mixtures
 from pensieve.units import NONE, percent, three_digits
 
 _IN_A_TABLE = ("not_completed", "never_begun")  # what did not complete has one of its own
@@ -105,7 +106,7 @@ def _outputs(row: SweepRow) -> str:
 
 def _speedups(source: Source) -> list[Table]:
     """How many times longer stateless takes to the first token, by turn; none where no conversation has two turns."""
-    evidence = Evidence(source.store, source.sweep.id)
+    evidence = Frame(source.store, source.sweep.id)
     groups = evidence.groups(None)
     rows: list[tuple[list[str], list[str]]] = []
     for group in groups:

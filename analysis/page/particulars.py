@@ -10,10 +10,11 @@ from analysis.page.document import Table
 from analysis.provenance import device_of, ranges
 from analysis.sweep import DEFAULT_COMMAND, Source
 from pensieve.lab.results.claims import Judged
+from pensieve.lab.results.frame import Frame
 from pensieve.lab.results.notes import NOTE_COLUMNS, notes
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import JobResult
-from pensieve.lab.results.trials import Evidence, axis_value, differences, flat, varying_axes
+from pensieve.lab.results.trials import axis_value, differences, flat, varying_axes
 from pensieve.units import NONE, three_digits
 
 _GROUPS = ("model", "cache", "eviction", "scheduler", "baseline", "workload", "hardware")
@@ -64,7 +65,7 @@ def facts(source: Source) -> list[tuple[str, str]]:
 
 def warnings(source: Source) -> list[str]:
     """What a reader has to know before any number."""
-    found = Evidence(source.store, source.sweep.id, *NOTE_COLUMNS)
+    found = Frame(source.store, source.sweep.id, *NOTE_COLUMNS)
     return [note.text for note in notes(found, found.groups()) if note.above or note.code in UPFRONT]
 
 

@@ -12,11 +12,10 @@ from pensieve.core.request import is_measured
 from pensieve.errors import RequestFailed
 from pensieve.lab.metrics import Measurement, summarise
 from pensieve.lab.results.export import baseline_report
-from pensieve.lab.results.frame import measured_turns
+from pensieve.lab.results.frame import Frame, measured_turns
 from pensieve.lab.results.mlflow_runs import ttft_by_turn
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import sweep_table
-from pensieve.lab.results.trials import Evidence
 from pensieve.lab.trial.run import _refuse_empty
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn
 
@@ -46,7 +45,7 @@ def test_every_reader_takes_the_same_turns(recorded):
     assert ttft_by_turn(rows) == {2: 10.0, 4: 10.0}
     [job] = store.trials_of_sweep(sweep)
     assert [run["run_id"] for run in baseline_report(store, [job])["runs"]] == [f"{trial}/a/2", f"{trial}/a/4"]
-    assert list(Evidence(store, sweep).turns([store.trial(trial)]).index.get_level_values("turn")) == [2, 4]
+    assert list(Frame(store, sweep).turns([store.trial(trial)]).index.get_level_values("turn")) == [2, 4]
     [row] = sweep_table(store, sweep).rows
     assert (row.ttft_first_ms, row.ttft_last_ms) == pytest.approx((10.0, 10.0))
     assert any((note.code, note.values) == ("warm_up", {"count": "2"}) for note in sweep_table(store, sweep).notes)

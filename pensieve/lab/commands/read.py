@@ -14,10 +14,10 @@ from pensieve.core.request import is_measured
 from pensieve.errors import ResultsError
 from pensieve.lab.compose import build_tokenizer, check, make_workload, plan_trial
 from pensieve.lab.results.findings import OURS, REFERENCE
+from pensieve.lab.results.frame import Frame
 from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.tokens import read_tokens
-from pensieve.lab.results.trials import Evidence
 from pensieve.serve.record import TurnRecord
 
 _COLUMNS = (
@@ -91,7 +91,7 @@ def conversation_lines(said: Iterable[SaidTurn]) -> Iterable[str]:
 def beside(store: ResultsStore, sweep: Sweep) -> tuple[Trial, Trial] | None:
     """Two trials of one setting, seed and repeat that served the same conversations: Pensieve's, and the reference's. None
     where the sweep has no such pair."""
-    for group in Evidence(store, sweep.id).groups():
+    for group in Frame(store, sweep.id).groups():
         others = {(trial.seed, trial.repeat): trial for trial in group.trials.get(REFERENCE, ())}
         for ours in group.trials.get(OURS, ()):
             if (ours.seed, ours.repeat) in others:

@@ -8,8 +8,16 @@ from dataclasses import dataclass
 from math import log
 from typing import TYPE_CHECKING, Literal
 
-from pensieve.lab.results.frame import PAPERS, conversation_ends, found_more, paired, speed_up, values_of
-from pensieve.lab.results.trials import Evidence, TrialGroup
+from pensieve.lab.results.frame import (
+    PAPERS,
+    Frame,
+    TrialGroup,
+    conversation_ends,
+    found_more,
+    paired,
+    speed_up,
+    values_of,
+)
 from pensieve.lab.statistics import PairedRatio
 
 if TYPE_CHECKING:
@@ -98,7 +106,7 @@ def last_turn_ratio(a: pd.Series[float], b: pd.Series[float]) -> PairedRatio | N
     return speed_up(conversation_ends(paired(a, b), last=True))
 
 
-def findings(found: Evidence, groups: Sequence[TrialGroup]) -> list[Finding]:
+def findings(found: Frame, groups: Sequence[TrialGroup]) -> list[Finding]:
     """Everything that a sweep compares. Where Pensieve ran beside others: its TTFT at the last turn. Where others ran without
     it: the latency a token beside the lowest. Where eviction policies were swept: the history that the paper's recomputes.
     Baselines that completed under half of their turns are left out."""
@@ -109,7 +117,7 @@ def findings(found: Evidence, groups: Sequence[TrialGroup]) -> list[Finding]:
     return [*latencies, *_beside_the_papers_policy(found, groups)]
 
 
-def mostly_lost(found: Evidence, group: TrialGroup) -> dict[str, tuple[int, int]]:
+def mostly_lost(found: Frame, group: TrialGroup) -> dict[str, tuple[int, int]]:
     """The baselines that completed under half of their turns: how many, of how many. Those few had the machine to
     themselves, so they are compared with nothing."""
     counts = {}
@@ -121,7 +129,7 @@ def mostly_lost(found: Evidence, group: TrialGroup) -> dict[str, tuple[int, int]
     return counts
 
 
-def _beside_ours(found: Evidence, group: TrialGroup) -> list[Finding]:
+def _beside_ours(found: Frame, group: TrialGroup) -> list[Finding]:
     lost = mostly_lost(found, group)
     if OURS not in group.trials or OURS in lost:
         return []
@@ -135,9 +143,9 @@ def _beside_ours(found: Evidence, group: TrialGroup) -> list[Finding]:
     return made
 
 
-def _beside_lowest(found: Evidence, group: TrialGroup) -> list[Finding]:
+def _beside_lowest(found: Frame, group: TrialGroup) -> list[Finding]:
     lost = mostly_lost(found, group)
-    read = Evidence(found.store, found.sweep.id, "latency_ms", "output_tokens")
+    read = Frame(found.store, found.sweep.id, "latency_ms", "output_tokens")
     values = {
         name: values_of(read.turns(trials), "normalized_latency_ms")
         for name, trials in group.trials.items()
@@ -156,7 +164,7 @@ def _beside_lowest(found: Evidence, group: TrialGroup) -> list[Finding]:
     ]
 
 
-def _beside_the_papers_policy(found: Evidence, groups: Sequence[TrialGroup]) -> list[Finding]:
+def _beside_the_papers_policy(found: Frame, groups: Sequence[TrialGroup]) -> list[Finding]:
     """Nothing where nobody recomputed anything, or where a baseline served less than was asked."""
     made = []
     for group in groups:
@@ -174,7 +182,7 @@ def _beside_the_papers_policy(found: Evidence, groups: Sequence[TrialGroup]) -> 
     return made
 
 
-def headline(found: Evidence, groups: Sequence[TrialGroup], made: Sequence[Finding]) -> str | None:
+def headline(found: Frame, groups: Sequence[TrialGroup], made: Sequence[Finding]) -> str | None:
     """The sweep in one sentence; None where it compares nothing."""
     simulated = "Simulated. " if found.trials and all(trial.simulated for trial in found.trials) else ""
     latencies = [one for one in made if not one.in_points]
@@ -215,7 +223,7 @@ def _without_interval(made: Sequence[Finding]) -> str:
     return f" ({fewest.groups} {'seeds' if fewest.n_seeds > 1 else 'conversations'}: no CI)"
 
 
-def _ranked(found: Evidence, groups: Sequence[TrialGroup]) -> str | None:
+def _ranked(found: Frame, groups: Sequence[TrialGroup]) -> str | None:
     """Of several settings of one baseline: which recomputes least, which most. None where some served less than was asked,
     since nobody knows what the rest would have found."""
     if len(groups) < 2 or len({name for group in groups for name in group.trials}) > 1:

@@ -1,12 +1,14 @@
-"""The turns of trials as one pandas frame, and how two of them are paired: turn by turn, then by conversation; the ratio of
-their first tokens, and how far two eviction policies are apart in what they find.
+"""What a sweep shows: its trials in groups that differ in nothing else, and their turns as one pandas frame. How two frames
+are paired: turn by turn, then by conversation; the ratio of their first tokens, and what two eviction policies find.
 
 pandas is imported when a frame is made: the import takes a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import fsum
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -15,8 +17,10 @@ from sqlalchemy import BigInteger, Float, Integer, Row
 
 from pensieve.core.request import is_measured
 from pensieve.lab.metric_registry import REAL
-from pensieve.lab.results.schema import Trial, TurnRow
-from pensieve.lab.results.store import TURN_COLUMNS, ResultsStore
+from pensieve.lab.metrics import STATUSES
+from pensieve.lab.results.schema import Sweep, Trial, TurnRow
+from pensieve.lab.results.store import TURN_COLUMNS, JobResult, ResultsStore
+from pensieve.lab.results.trials import axis_value, varying_axes
 from pensieve.lab.statistics import PairedRatio, paired_ratio
 
 if TYPE_CHECKING:
@@ -59,11 +63,6 @@ def turn_frame(store: ResultsStore, trials: Iterable[Trial], *columns: str, meas
 
     measured: only the turns that count; False: all. Of two rows with one key, the later one is kept.
     """
-    return chosen_turns(all_turns(store, trials, *columns), measured)
-
-
-def all_turns(store: ResultsStore, trials: Iterable[Trial], *columns: str) -> pd.DataFrame:
-    """What `chosen_turns` chooses from: every row of the trials, as `turn_frame` gives those that it keeps."""
     import numpy as np
     import pandas as pd
 
@@ -80,16 +79,16 @@ def all_turns(store: ResultsStore, trials: Iterable[Trial], *columns: str) -> pd
             }
             parts.append(pd.DataFrame(part, index=keys))
     if parts:
-        return pd.concat(parts) if len(parts) > 1 else parts[0]
-    empty = pd.DataFrame(columns=[*chosen, "seed", "repeat"])
-    return empty.astype({name: _NUMBERS[name] for name in chosen if name in _NUMBERS}).set_index(KEY)
+        every = pd.concat(parts) if len(parts) > 1 else parts[0]
+    else:
+        empty = pd.DataFrame(columns=[*chosen, "seed", "repeat"])
+        every = empty.astype({name: _NUMBERS[name] for name in chosen if name in _NUMBERS}).set_index(KEY)
+    return measured_of(every) if measured else latest(every)
 
 
-def chosen_turns(frame: pd.DataFrame, measured: bool) -> pd.DataFrame:
-    """Each key of `all_turns` once; measured: see turn_frame."""
-    if measured:
-        frame = frame[(frame["status"] == "completed") & frame["phase"].map(is_measured).astype(bool)]
-    return latest(frame)
+def measured_of(turns: pd.DataFrame) -> pd.DataFrame:
+    """Those that count, each key once."""
+    return latest(turns[(turns["status"] == "completed") & turns["phase"].map(is_measured).astype(bool)])
 
 
 def latest(frame: pd.DataFrame) -> pd.DataFrame:
@@ -167,6 +166,88 @@ def conversation_ends(pairs: pd.DataFrame, last: bool) -> pd.DataFrame:
     """Return the first or the last turn of each conversation. pairs: sorted."""
     conversations = pairs.groupby(level=CONVERSATION)
     return conversations.tail(1) if last else conversations.head(1)
+
+
+# The trials of a sweep
+
+
+class Frame:
+    """The trials that a sweep shows: by job, in groups, and their turns, which are read once for each trial.
+
+    sweep: its id, or one made of several. columns: of the turns, without names all of them. also: further sweeps, whose
+    trials count as this one's.
+    """
+
+    def __init__(self, store: ResultsStore, sweep: Sweep | int, *columns: str, also: Sequence[int] = ()) -> None:
+        self.store, self._columns = store, columns
+        self.sweep = store.sweep(sweep) if isinstance(sweep, int) else sweep
+        jobs = [job for one in (self.sweep.id, *also) for job in store.trials_of_sweep(one)]
+        self.jobs: Sequence[JobResult] = list({job.last.id: job for job in jobs}.values()) if also else jobs
+        self._metrics = {job.trial.id: job.metrics for job in self.jobs if job.trial is not None}
+        self._turns: dict[tuple[int, bool], pd.DataFrame] = {}
+
+    @property
+    def trials(self) -> Sequence[Trial]:
+        return [job.trial for job in self.jobs if job.trial is not None]
+
+    def turns(self, trials: Iterable[Trial], measured: bool = True) -> pd.DataFrame:
+        """As turn_frame gives them; empty without trials."""
+        import pandas as pd
+
+        parts = [self.turns_of(trial, measured) for trial in trials]
+        return latest(pd.concat(parts)) if parts else turn_frame(self.store, [], *self._columns)
+
+    def turns_of(self, trial: Trial, measured: bool = True) -> pd.DataFrame:
+        if (trial.id, measured) not in self._turns:
+            every = turn_frame(self.store, [trial], *self._columns, measured=False)
+            self._turns |= {(trial.id, False): every, (trial.id, True): measured_of(every)}
+        return self._turns[trial.id, measured]
+
+    def metric(self, trial: Trial, name: str, label: str = "") -> float | None:
+        found = self._metrics[trial.id].get((name, label))
+        return found.value if found else None
+
+    def mean(self, trials: Iterable[Trial], name: str) -> float | None:
+        """Of a metric, over the trials that have it."""
+        values = [value for trial in trials if (value := self.metric(trial, name)) is not None]
+        return fmean(values) if values else None
+
+    def by_seed(self, trials: Iterable[Trial], name: str) -> dict[int, float]:
+        """The mean of a metric over the trials of each seed."""
+        values: dict[int, list[float]] = defaultdict(list)
+        for trial in trials:
+            if (value := self.metric(trial, name)) is not None:
+                values[trial.seed].append(value)
+        return {seed: fmean(own) for seed, own in values.items()}
+
+    def incomplete(self, trials: Sequence[Trial]) -> Counter[str]:
+        """How many turns of these trials timed out, failed, were refused or cancelled, by status."""
+        lost = (name for name in STATUSES if name != "completed")
+        return +Counter({name: sum(int(self.metric(trial, "turns", name) or 0) for trial in trials) for name in lost})
+
+    def groups(self, over: str | None = None) -> Sequence[TrialGroup]:
+        """Trials by the values of every axis that the sweep varied, but seed, repeat, baseline and `over`."""
+        axes = [axis for axis in varying_axes(self.sweep.overrides, self.trials) if axis != over]
+        found: dict[tuple[str, ...], dict[str, list[Trial]]] = {}
+        for trial in self.trials:
+            place = tuple(axis_value(trial, axis) for axis in axes)
+            found.setdefault(place, defaultdict(list))[trial.baseline].append(trial)
+        return [TrialGroup(dict(zip(axes, place, strict=True)), dict(trials)) for place, trials in found.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class TrialGroup:
+    """at: the values of the sweep's other axes. trials: by baseline."""
+
+    at: Mapping[str, str]
+    trials: Mapping[str, Sequence[Trial]]
+
+    @property
+    def name(self) -> str:
+        return ", ".join(f"{axis}={value}" for axis, value in self.at.items())
+
+    def first_of(self, baselines: Iterable[str]) -> str | None:
+        return next((name for name in baselines if name in self.trials), None)
 
 
 # Eviction policies, least recently used and the offline bound

@@ -13,11 +13,11 @@ from sqlalchemy import func, select
 from pensieve.core.request import is_measured
 from pensieve.lab.results.compare_trials import UNEQUAL_RATE
 from pensieve.lab.results.findings import OURS, REFERENCE, mostly_lost
-from pensieve.lab.results.frame import CONVERSATION, conversations_of, values_of
+from pensieve.lab.results.frame import CONVERSATION, Frame, TrialGroup, conversations_of, values_of
 from pensieve.lab.results.note_texts import ABOVE, TEXTS
 from pensieve.lab.results.schema import Trial, TurnRow
 from pensieve.lab.results.served_by import footer
-from pensieve.lab.results.trials import Evidence, TrialGroup, field_of, mixtures
+from pensieve.lab.results.trials import field_of, mixtures
 from pensieve.lab.statistics import FEWEST_GROUPS, enough_for
 from pensieve.lab.window import HALVES_MAY_DIFFER
 from pensieve.lab.workload.base import byte_notes, cut_by_context
@@ -54,7 +54,7 @@ class Note:
         return self.code in ABOVE
 
 
-def notes(found: Evidence, groups: Sequence[TrialGroup]) -> list[Note]:
+def notes(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
     """All that apply to the sweep, those above the table first."""
     made = [*missing(found), *not_comparable(groups), *_lost_most(found, groups), *load_changed(groups)]
     for rule in _RULES:
@@ -62,7 +62,7 @@ def notes(found: Evidence, groups: Sequence[TrialGroup]) -> list[Note]:
     return made
 
 
-def missing(found: Evidence) -> list[Note]:
+def missing(found: Frame) -> list[Note]:
     """How many trials of the sweep have nothing to show: everything said is of the others."""
     sweep, jobs = found.sweep, found.jobs
     lost = sum(job.trial is None and job.last.status != "running" for job in jobs)
@@ -127,7 +127,7 @@ def starting(trials: Sequence[Trial]) -> bool:
     return any("not_steady" in trial.flags for trial in trials)
 
 
-def _lost_most(found: Evidence, groups: Sequence[TrialGroup]) -> list[Note]:
+def _lost_most(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
     where = [
         f"{_place(group, name)} {done:,} of {asked:,}"
         for group in groups
@@ -139,7 +139,7 @@ def _lost_most(found: Evidence, groups: Sequence[TrialGroup]) -> list[Note]:
 # -- one rule for each note ---------------------------------------------------------------------------------------------
 
 
-def _turns_without_reply(found: Evidence, groups: Sequence[TrialGroup]) -> list[Note]:
+def _turns_without_reply(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
     lost = []
     for group, name, trials in _all(groups):
         less = found.incomplete(trials)
@@ -150,7 +150,7 @@ def _turns_without_reply(found: Evidence, groups: Sequence[TrialGroup]) -> list[
     return [Note("turns_without_reply", {"where": _listed(lost, "; ")})] if lost else []
 
 
-def _waiting(found: Evidence, groups: Sequence[TrialGroup]) -> list[Note]:
+def _waiting(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
     late = []
     for group, name, trials in _all(groups):
         last = _last_turns(found, trials)
@@ -160,7 +160,7 @@ def _waiting(found: Evidence, groups: Sequence[TrialGroup]) -> list[Note]:
     return [Note("near_saturation", {"where": _listed(late)})] if late else []
 
 
-def _last_turns(found: Evidence, trials: Sequence[Trial]) -> pd.DataFrame:
+def _last_turns(found: Frame, trials: Sequence[Trial]) -> pd.DataFrame:
     """`queue_ms` and `ttft_ms` of each conversation's last turn."""
     import pandas as pd
 
@@ -174,7 +174,7 @@ def _mostly_wait(last: pd.DataFrame) -> bool:
     return not last.empty and bool((last["queue_ms"] / last["ttft_ms"]).median() > MOSTLY)
 
 
-def _less_finished(found: Evidence, groups: Sequence[TrialGroup]) -> list[Note]:
+def _less_finished(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
     """Baselines that finished less of an open load than another did with the same seeds, or less than was offered while most
     of the time was waiting. Without waiting, less than the nominal rate is chance: it is not told."""
     less = []
@@ -207,7 +207,7 @@ def _clearly_less(rate: float, other: float) -> bool:
     return rate < (1 - UNEQUAL_RATE) * other
 
 
-def _steady_rates(found: Evidence, trials: Sequence[Trial]) -> dict[int, float]:
+def _steady_rates(found: Frame, trials: Sequence[Trial]) -> dict[int, float]:
     """By seed the mean throughput in requests/s over the window, under a load that does not wait for replies to begin
     conversations; empty under another."""
     if any(not _load_decides(trial) or "window" in trial.flags for trial in trials):
@@ -220,7 +220,7 @@ def _load_decides(trial: Trial) -> bool:
     return bool(trial.flags.get("load", "closed") != "closed")
 
 
-def _slower_at(found: Evidence, groups: Sequence[TrialGroup]) -> list[Note]:
+def _slower_at(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
     """At what Pensieve is behind another baseline with every seed: the headline is of the first token alone."""
     slower = []
     for group in groups:
@@ -251,7 +251,7 @@ def _behind(less: Mapping[int, float], more: Mapping[int, float]) -> tuple[float
     return fmean(less[seed] for seed in seeds), fmean(more[seed] for seed in seeds), len(seeds)
 
 
-def _caches(_found: Evidence, groups: Sequence[TrialGroup]) -> list[Note]:
+def _caches(_found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
     """Servers that ran before a trial, whose cache was not what it declares, or of which nobody can tell."""
     made = []
     for code, flag in (("cache_not_as_declared", "contaminated"), ("cache_not_verified", "cache_state_unverified")):
@@ -266,7 +266,7 @@ def _caches(_found: Evidence, groups: Sequence[TrialGroup]) -> list[Note]:
     return made
 
 
-def _slots(found: Evidence, groups: Sequence[TrialGroup]) -> list[Note]:
+def _slots(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
     """Baselines with a fixed number of slots that turns often found all taken."""
     limited = []
     for group, name, trials in _all(groups):
@@ -295,7 +295,7 @@ def _found_full(trial: Trial, turns: pd.DataFrame) -> float | None:
     return float((running >= slots).mean())
 
 
-def _few(found: Evidence, groups: Sequence[TrialGroup]) -> list[Note]:
+def _few(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
     seeds = {trial.seed for trial in found.trials}
     if not seeds:
         return []
@@ -317,7 +317,7 @@ def _few(found: Evidence, groups: Sequence[TrialGroup]) -> list[Note]:
     return made
 
 
-def _tiers(found: Evidence, _groups: Sequence[TrialGroup]) -> list[Note]:
+def _tiers(found: Frame, _groups: Sequence[TrialGroup]) -> list[Note]:
     """Pensieve that never evicted, or never read back what it evicted, says nothing about its tiers."""
     ours = [trial for trial in found.trials if trial.baseline == OURS]
     evicted = [found.metric(trial, "evicted_chunks") for trial in ours]
@@ -340,7 +340,7 @@ def _nothing_evicted(trial: Trial) -> Note:
     return Note("nothing_evicted", {"raised": raised, "lowered": lowered})
 
 
-def _machine(found: Evidence, _groups: Sequence[TrialGroup]) -> list[Note]:
+def _machine(found: Frame, _groups: Sequence[TrialGroup]) -> list[Note]:
     made = []
     shares = [float(trial.flags["others_cpu_share"]) for trial in found.trials if "others_cpu_share" in trial.flags]
     if shares and max(shares) > _BUSY:
@@ -355,7 +355,7 @@ def _machine(found: Evidence, _groups: Sequence[TrialGroup]) -> list[Note]:
     return made
 
 
-def _what_ran(found: Evidence, _groups: Sequence[TrialGroup]) -> list[Note]:
+def _what_ran(found: Frame, _groups: Sequence[TrialGroup]) -> list[Note]:
     trials, made = found.trials, []
     if simulated := sorted({trial.hardware for trial in trials if trial.simulated}):
         made.append(Note("simulated", {"where": ", ".join(simulated)}))
@@ -371,7 +371,7 @@ def _what_ran(found: Evidence, _groups: Sequence[TrialGroup]) -> list[Note]:
     return made
 
 
-def _window(found: Evidence, _groups: Sequence[TrialGroup]) -> list[Note]:
+def _window(found: Frame, _groups: Sequence[TrialGroup]) -> list[Note]:
     """What qualifies the throughput column: a note for each flag, with the trials that have it by baseline."""
     trials, made = found.trials, []
     totals = Counter(trial.baseline for trial in trials)
@@ -389,7 +389,7 @@ def _window(found: Evidence, _groups: Sequence[TrialGroup]) -> list[Note]:
     return made
 
 
-def _bound(found: Evidence, groups: Sequence[TrialGroup]) -> list[Note]:
+def _bound(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
     """Of one setting; of several it is a column. A server that stores nothing has no bound."""
     if len(groups) != 1:
         return []
@@ -400,7 +400,7 @@ def _bound(found: Evidence, groups: Sequence[TrialGroup]) -> list[Note]:
     return [Note("bound", {"where": known})] if known else []
 
 
-def _failures(found: Evidence, _groups: Sequence[TrialGroup]) -> list[Note]:
+def _failures(found: Frame, _groups: Sequence[TrialGroup]) -> list[Note]:
     lost = [job.last for job in found.jobs if job.last.status not in ("completed", "running")]
     made = []
     if lost:
@@ -412,7 +412,7 @@ def _failures(found: Evidence, _groups: Sequence[TrialGroup]) -> list[Note]:
     return made
 
 
-_RULES: Sequence[Callable[[Evidence, Sequence[TrialGroup]], list[Note]]] = (
+_RULES: Sequence[Callable[[Frame, Sequence[TrialGroup]], list[Note]]] = (
     _turns_without_reply, _waiting, _less_finished, _slower_at, _caches, _slots, _few, _tiers, _machine, _what_ran,
     _window, _bound, _failures,
 )  # fmt: skip
@@ -464,7 +464,7 @@ def _budgets(trials: Sequence[Trial]) -> str:
     return f"{', '.join(parts)}{working}"
 
 
-def _preparing_turns(found: Evidence) -> int:
+def _preparing_turns(found: Frame) -> int:
     """The number of turns that are not measured: they prepare others."""
     query = select(TurnRow.phase, func.count()).where(TurnRow.trial_id.in_({trial.id for trial in found.trials}))
     with found.store.database.reading() as connection:

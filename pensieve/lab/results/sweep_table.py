@@ -13,13 +13,12 @@ from rich.text import Text
 
 from pensieve.errors import ResultsError, typed
 from pensieve.lab.results.findings import LAST_TTFT, OURS, REFERENCE, Finding, findings, headline
-from pensieve.lab.results.frame import CONVERSATION, GAP_COLUMNS, START, gap_closed, values_of
+from pensieve.lab.results.frame import CONVERSATION, GAP_COLUMNS, START, Frame, TrialGroup, gap_closed, values_of
 from pensieve.lab.results.note_texts import ABOVE, FACTS
 from pensieve.lab.results.notes import NOTE_COLUMNS, Note, notes
 from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.tokens import TokenComparison, compare_tokens
-from pensieve.lab.results.trials import Evidence, TrialGroup
 from pensieve.lab.statistics import PairedRatio
 from pensieve.lab.tables import grid
 from pensieve.specs import ROUNDS_APART
@@ -143,7 +142,7 @@ class SweepTable:
 
 def sweep_table(store: ResultsStore, sweep_id: int) -> SweepTable:
     """Compare the baselines of a sweep, by the trials that it shows. Raises ResultsError where there is no such sweep."""
-    found = Evidence(store, sweep_id, *NOTE_COLUMNS, *GAP_COLUMNS)
+    found = Frame(store, sweep_id, *NOTE_COLUMNS, *GAP_COLUMNS)
     groups = found.groups()
     made = findings(found, groups)
     rows = [_row(found, group, name, made) for group in groups for name in group.trials]
@@ -153,7 +152,7 @@ def sweep_table(store: ResultsStore, sweep_id: int) -> SweepTable:
     return SweepTable(found.sweep, rows, headline(found, groups, made), made, told)
 
 
-def _row(found: Evidence, group: TrialGroup, baseline: str, made: Sequence[Finding]) -> SweepRow:
+def _row(found: Frame, group: TrialGroup, baseline: str, made: Sequence[Finding]) -> SweepRow:
     trials = group.trials[baseline]
     ttft = values_of(found.turns(trials), "ttft_ms").sort_index()
     turns = ttft.index.get_level_values("turn")
@@ -185,7 +184,7 @@ def _row(found: Evidence, group: TrialGroup, baseline: str, made: Sequence[Findi
     )
 
 
-def _gap_closed(found: Evidence, group: TrialGroup, baseline: str) -> PairedRatio | None:
+def _gap_closed(found: Frame, group: TrialGroup, baseline: str) -> PairedRatio | None:
     """None for START itself, and where its trials are not in the sweep."""
     if group.at.get("eviction", START) == START:
         return None

@@ -1,26 +1,18 @@
-"""Trials beside each other: their fields by name, which of these vary, the groups of a sweep that differ in nothing else, and
-why some must not be compared."""
+"""Trials beside each other: their fields by name, which of these vary, and why some must not be compared."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pensieve.lab.metrics import STATUSES, MetricValue
 from pensieve.lab.results.digest import outside_names
-from pensieve.lab.results.frame import latest, turn_frame
 from pensieve.lab.results.identity import NOT_CONFIG
-from pensieve.lab.results.schema import Sweep, Trial
+from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.slo import PREFIX
-from pensieve.lab.results.store import JobResult, ResultsStore
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 COLUMNS = frozenset(column.name for column in Trial.__table__.columns)
 _OPTIONS = ("model", "cache", "eviction", "scheduler", "workload", "hardware")  # axes that columns hold by name
@@ -110,82 +102,6 @@ def _at(node: Any, name: str) -> Any:
     for part in name.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
     return node
-
-
-# The trials of a sweep
-
-
-class Evidence:
-    """The trials that a sweep shows. The turns of each trial are read once, with these columns (without names all of
-    them)."""
-
-    def __init__(self, store: ResultsStore, sweep_id: int, *columns: str) -> None:
-        self.store = store
-        self._columns = columns
-        self.sweep: Sweep = store.sweep(sweep_id)
-        self.jobs: Sequence[JobResult] = store.trials_of_sweep(sweep_id)
-        self.trials: Sequence[Trial] = [job.trial for job in self.jobs if job.trial is not None]
-        self._metrics: Mapping[int, Mapping[tuple[str, str], MetricValue]] = {
-            job.trial.id: job.metrics for job in self.jobs if job.trial is not None
-        }
-        self._turns: dict[int, pd.DataFrame] = {}
-
-    def turns(self, trials: Iterable[Trial]) -> pd.DataFrame:
-        """The measured turns that completed, as frame.turn_frame gives them; empty without trials."""
-        import pandas as pd
-
-        parts = []
-        for trial in trials:
-            if trial.id not in self._turns:
-                self._turns[trial.id] = turn_frame(self.store, [trial], *self._columns)
-            parts.append(self._turns[trial.id])
-        return latest(pd.concat(parts)) if parts else turn_frame(self.store, [], *self._columns)
-
-    def metric(self, trial: Trial, name: str, label: str = "") -> float | None:
-        found = self._metrics[trial.id].get((name, label))
-        return found.value if found else None
-
-    def mean(self, trials: Iterable[Trial], name: str) -> float | None:
-        """Of a metric, over the trials that have it."""
-        values = [value for trial in trials if (value := self.metric(trial, name)) is not None]
-        return fmean(values) if values else None
-
-    def by_seed(self, trials: Iterable[Trial], name: str) -> dict[int, float]:
-        """The mean of a metric over the trials of each seed."""
-        values: dict[int, list[float]] = defaultdict(list)
-        for trial in trials:
-            if (value := self.metric(trial, name)) is not None:
-                values[trial.seed].append(value)
-        return {seed: fmean(own) for seed, own in values.items()}
-
-    def incomplete(self, trials: Sequence[Trial]) -> Counter[str]:
-        """How many turns of these trials timed out, failed, were refused or cancelled, by status."""
-        lost = (name for name in STATUSES if name != "completed")
-        return +Counter({name: sum(int(self.metric(trial, "turns", name) or 0) for trial in trials) for name in lost})
-
-    def groups(self, over: str | None = None) -> Sequence[TrialGroup]:
-        """Trials by the values of every axis that the sweep varied, but seed, repeat, baseline and `over`."""
-        axes = [axis for axis in varying_axes(self.sweep.overrides, self.trials) if axis != over]
-        found: dict[tuple[str, ...], dict[str, list[Trial]]] = {}
-        for trial in self.trials:
-            place = tuple(axis_value(trial, axis) for axis in axes)
-            found.setdefault(place, defaultdict(list))[trial.baseline].append(trial)
-        return [TrialGroup(dict(zip(axes, place, strict=True)), dict(trials)) for place, trials in found.items()]
-
-
-@dataclass(frozen=True, slots=True)
-class TrialGroup:
-    """at: the values of the sweep's other axes. trials: by baseline."""
-
-    at: Mapping[str, str]
-    trials: Mapping[str, Sequence[Trial]]
-
-    @property
-    def name(self) -> str:
-        return ", ".join(f"{axis}={value}" for axis, value in self.at.items())
-
-    def first_of(self, baselines: Iterable[str]) -> str | None:
-        return next((name for name in baselines if name in self.trials), None)
 
 
 # What must not be compared: one rule for figures, claims, comparisons and reports

@@ -17,10 +17,9 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from pensieve.lab.results.frame import values_of
+from pensieve.lab.results.frame import Frame, values_of
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore
-from pensieve.lab.results.trials import Evidence
 from pensieve.lab.statistics import median
 
 HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT = 1.0, 5.0, 10.0
@@ -134,7 +133,7 @@ def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
     trials = [job.trial for job in store.trials_of_sweep(sweep_id) if job.trial is not None]
     if len({trial.simulated for trial in trials}) < 2:
         return None
-    compared = compare(Evidence(store, sweep_id))
+    compared = compare(Frame(store, sweep_id))
     if not compared:
         return None
     table = Table(
@@ -154,7 +153,7 @@ def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
     return Group(table, _LEGEND, verdict(compared))
 
 
-def compare(found: Evidence) -> list[Compared]:
+def compare(found: Frame) -> list[Compared]:
     """Each place of the sweep's other axes; none where no trial goes by a profile. A place that lacks one of the two has no
     errors, and so is not within the limits."""
     compared, both = [], False
@@ -216,7 +215,7 @@ def _decides_wrongly(one: Compared) -> bool:
     return ours is not None and abs(ours) > HIT_POINTS and (theirs is None or abs(theirs) <= HIT_POINTS)
 
 
-def _observed(found: Evidence, trial: Trial) -> Observed:
+def _observed(found: Frame, trial: Trial) -> Observed:
     return Observed(
         rates=tuple(found.metric(trial, name) for name in _RATES),
         throughput=found.metric(trial, "throughput_output_tok_s"),
@@ -224,7 +223,7 @@ def _observed(found: Evidence, trial: Trial) -> Observed:
     )
 
 
-def _by_turn(found: Evidence, trial: Trial) -> ByTurn:
+def _by_turn(found: Frame, trial: Trial) -> ByTurn:
     values = values_of(found.turns([trial]), "ttft_ms")
     sessions, turns = (values.index.get_level_values(name) for name in ("session", "turn"))
     return {(str(session), int(turn)): ms for session, turn, ms in zip(sessions, turns, values.tolist(), strict=True)}

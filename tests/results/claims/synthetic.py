@@ -7,8 +7,8 @@ from typing import Any
 
 from pensieve.lab.results.claims.claim import Claim
 from pensieve.lab.results.claims.measures import MEASURES, Measured, Sides
+from pensieve.lab.results.frame import Frame
 from pensieve.lab.results.store import ResultsStore
-from pensieve.lab.results.trials import Evidence
 from pensieve.serve.record import TurnRecord
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn
 
@@ -74,7 +74,7 @@ def measure(
     over: str | None = None,
     **arguments: Any,
 ) -> Measured:
-    evidence = Evidence(store, 1)
+    evidence = Frame(store, 1)
     [group] = evidence.groups(over)
     sides = Sides(evidence, group.trials[ours], group.trials[theirs] if theirs else (), over)
     return MEASURES[reduction](sides, **arguments)

@@ -14,9 +14,10 @@ from sqlalchemy.orm import Session
 from pensieve.errors import MissingSeries
 from pensieve.lab.results.claims.claim import Bounds, Claim, Values, unmet
 from pensieve.lab.results.claims.measures import MEASURES, Measured, Sides
+from pensieve.lab.results.frame import Frame, TrialGroup
 from pensieve.lab.results.schema import ClaimRow, Trial
 from pensieve.lab.results.store import ResultsStore
-from pensieve.lab.results.trials import Evidence, TrialGroup, mixtures, varying_axes
+from pensieve.lab.results.trials import mixtures, varying_axes
 
 Verdict = Literal["holds", "fails", "inconclusive", "not comparable"]
 VERDICTS: tuple[Verdict, ...] = ("holds", "fails", "inconclusive", "not comparable")
@@ -53,7 +54,7 @@ def judge_sweep(store: ResultsStore, sweep_id: int, claims: Sequence[Claim]) -> 
 
     Raises ResultsError without such a sweep.
     """
-    evidence = Evidence(store, sweep_id)
+    evidence = Frame(store, sweep_id)
     found: list[Judged] = []
     for claim in claims:
         over = _axis(claim, evidence)
@@ -95,13 +96,13 @@ def recorded_claims(store: ResultsStore, sweep_id: int) -> Sequence[ClaimRow]:
     return rows
 
 
-def _axis(claim: Claim, evidence: Evidence) -> str | None:
+def _axis(claim: Claim, evidence: Frame) -> str | None:
     """The field of `over` that the sweep varies; its first where none is."""
     varied = varying_axes(evidence.sweep.overrides, evidence.trials)
     return next((axis for axis in claim.over if axis in varied), claim.over[0] if claim.over else None)
 
 
-def _judged(claim: Claim, evidence: Evidence, group: TrialGroup, over: str | None, several: bool) -> Judged:
+def _judged(claim: Claim, evidence: Frame, group: TrialGroup, over: str | None, several: bool) -> Judged:
     group = _of_workload(claim, group)
     ours, theirs = group.first_of(claim.of), group.first_of(claim.against)
     absent = [

@@ -14,9 +14,9 @@ from itertools import chain, pairwise
 from typing import Literal
 
 from pensieve.errors import MissingSeries
-from pensieve.lab.results.frame import conversation_ends, paired, speed_up, values_of
+from pensieve.lab.results.frame import Frame, conversation_ends, paired, speed_up, values_of
 from pensieve.lab.results.schema import Trial
-from pensieve.lab.results.trials import Evidence, axis_value
+from pensieve.lab.results.trials import axis_value
 from pensieve.lab.statistics import PairedRatio, has_interval, paired_ratio
 
 Pairs = dict[tuple[int, str], float]
@@ -32,7 +32,7 @@ Which = int | Literal["first", "last"] | None
 class Sides:
     """Trials of one group. theirs: empty where nothing is compared. over: the axis that the trials may differ in."""
 
-    evidence: Evidence
+    evidence: Frame
     ours: Sequence[Trial]
     theirs: Sequence[Trial] = ()
     over: str | None = None
