@@ -86,24 +86,3 @@ def test_an_nvidia_device_is_described_as_far_as_it_tells(monkeypatch: pytest.Mo
             "memory_mhz": 2619, "memory_mhz_max": None, "power_limit_w": 700.0, "pcie_generation": 5, "pcie_width": None,
         }
     ]  # fmt: skip
-
-
-def test_without_a_package_for_the_drivers_library_its_program_is_asked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert environment_module.gpus() == []
-    program = tmp_path / "nvidia-smi"
-    said = "NVIDIA H200, GPU-1, 143771, 570.1, 345, 1980, 3201, 3201, 700.00, 5, 16"
-    program.write_text(f"#!/bin/sh\necho '{said}'\necho 'NVIDIA H200 MIG 1g, GPU-2, [N/A]{', [N/A]' * 8}'\n")
-    program.chmod(0o755)
-    first, second = environment_module.gpus()
-    assert first == {
-        "name": "NVIDIA H200", "uuid": "GPU-1", "memory_bytes": 143771 * 2**20, "driver": "570.1", "sm_mhz": 345,
-        "sm_mhz_max": 1980, "memory_mhz": 3201, "memory_mhz_max": 3201, "power_limit_w": 700.0, "pcie_generation": 5,
-        "pcie_width": 16,
-    }  # fmt: skip
-    assert second["uuid"] == "GPU-2" and second["memory_bytes"] is None and second["sm_mhz"] is None
-    program.write_text("#!/bin/sh\nexit 9\n")
-    assert environment_module.gpus() == []

@@ -30,7 +30,6 @@ PACKAGES = (
 HEARTBEAT_LIMIT = timedelta(seconds=60)
 START_TOLERANCE = timedelta(seconds=2)  # the start time is derived from the boot time, which is known to a tick only
 _GIT_TIMEOUT_S = 5
-_SMI_TIMEOUT_S = 10
 _READ_BYTES = 2**20  # a new file above this is data rather than code: its size will do
 
 
@@ -141,12 +140,9 @@ def _usable_cores() -> int | None:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name, memory, driver, clocks and limits of each NVIDIA device, by the driver's library, or by its own program where no
-    package for the library is installed; none where neither answers."""
-    try:
-        import pynvml
-    except ImportError:
-        return _gpus_by_program()
+    """Name, memory, driver, clocks and limits of each NVIDIA device; none where the driver's library does not answer."""
+    import pynvml
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -189,45 +185,6 @@ def _gpu_limits(nvml: Any, device: Any) -> dict[str, Any]:
         "pcie_generation": asked(nvml.nvmlDeviceGetCurrPcieLinkGeneration),
         "pcie_width": asked(nvml.nvmlDeviceGetCurrPcieLinkWidth),
     }
-
-
-_ASKED = {
-    "name": "name", "uuid": "uuid", "memory_bytes": "memory.total", "driver": "driver_version",
-    "sm_mhz": "clocks.current.sm", "sm_mhz_max": "clocks.max.sm", "memory_mhz": "clocks.current.memory",
-    "memory_mhz_max": "clocks.max.memory", "power_limit_w": "enforced.power.limit",
-    "pcie_generation": "pcie.link.gen.current", "pcie_width": "pcie.link.width.current",
-}  # fmt: skip
-
-
-def _gpus_by_program() -> list[dict[str, Any]]:
-    """The same fields, as nvidia-smi prints them: a line a device."""
-    asked = f"--query-gpu={','.join(_ASKED.values())}"
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", asked, "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return []
-    found = []
-    for line in done.stdout.splitlines():
-        said = dict(zip(_ASKED, (part.strip() for part in line.split(",")), strict=False))
-        if len(said) == len(_ASKED):
-            found.append({name: _figure(name, text) for name, text in said.items()})
-    return found
-
-
-def _figure(name: str, text: str) -> Any:
-    """A printed field as the library would give it; None for what the device does not tell ("[N/A]")."""
-    if name in ("name", "uuid", "driver"):
-        return text
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    if name == "power_limit_w":
-        return value
-    return int(value) * 2**20 if name == "memory_bytes" else int(value)
 
 
 def _text(value: str | bytes) -> str:

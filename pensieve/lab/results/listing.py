@@ -31,16 +31,7 @@ def list_trials(
     store: ResultsStore, sweep_id: int | None = None, status: str | None = None, limit: int | None = None
 ) -> Iterable[str]:
     """A line for each trial, the newest first, with the metrics that tell trials apart. limit None: all trials."""
-    columns: list[Any] = [
-        Trial.id,
-        Trial.status,
-        Trial.baseline,
-        Trial.model,
-        Trial.cache,
-        Trial.eviction,
-        Trial.workload,
-    ]
-    columns += [Trial.hardware, Trial.seed, Trial.started_at]
+    columns = [Trial.id, *(getattr(Trial, name) for name in TITLES[1:-1]), Trial.started_at]
     query = select(*columns).order_by(Trial.id.desc()).limit(limit)
     if sweep_id is not None:
         query = query.join(SweepTrial, and_(SweepTrial.trial_id == Trial.id, SweepTrial.sweep_id == sweep_id))
