@@ -14,6 +14,7 @@ from pensieve.core.plan import StepResult
 from pensieve.errors import ConfigError, RequestFailed
 from pensieve.serve.server import command
 from pensieve.serve.server.api import Server
+from pensieve.serve.server.settings import ServeSettings
 from pensieve.serve.tokenizer import ByteTokenizer
 from pensieve.sim.worker import SimulatedWorker
 from tests.baselines.systems import PATIENCE_S, Side, inline, threaded
@@ -109,3 +110,11 @@ def test_a_taken_port_is_told_before_the_model_loads(monkeypatch: pytest.MonkeyP
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} .*already in use.*serve\.port=8001"):
             command.serve({"model": {"name": "tiny"}, "serve": {"port": port}})
     assert loaded == []
+
+
+def test_the_first_bytes_of_a_reply_wait_for_no_acknowledgement() -> None:
+    """A socket that asyncio is given keeps small packets back, unless it was told not to."""
+    with command.bind(ServeSettings(port=0)) as bound, socket.create_connection(bound.getsockname()):
+        accepted, _ = bound.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -63,7 +63,10 @@ def bind(settings: ServeSettings) -> socket.socket:
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, *_, address = found[0]
-        return socket.create_server(address, family=family, backlog=2048)
+        bound = socket.create_server(address, family=family, backlog=2048)
+        # asyncio sets it for sockets of its own. Without it the first bytes of a reply wait 40 ms for an acknowledgement.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return bound
     except OSError as error:
         raise ConfigError(
             f"The server cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another port with "
