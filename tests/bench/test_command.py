@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pensieve.errors import ConfigError, HardwareMissing
-from pensieve.lab.bench import RECORDED, run_target
+from pensieve.lab.bench import TARGETS, run_target
 from pensieve.lab.bench.case import Case, Figure, Measured
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose import read_option
@@ -26,7 +26,7 @@ CASES = {
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     bench = {"size": "auto", "repeats": None, "model": "auto", "markdown": str(tmp_path / "table.md"), "only": None}
-    bench |= {"exclusive": False, "sessions": 1, "minutes": 2, "seed": 0}
+    bench |= {"exclusive": False, "seed": 0}
     hardware = {**read_option("hardware", "cpu"), "threads": 1}
     return {"target": "kernel", "bench": bench, "hardware": hardware, "tracking": read_option("tracking", "local")}
 
@@ -35,7 +35,7 @@ def target_that(monkeypatch: pytest.MonkeyPatch, name: str, run: Any) -> None:
     module = ModuleType(name)
     module.run = run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, f"pensieve.lab.bench.{name}", module)
-    monkeypatch.setitem(RECORDED, name, (name, "run"))
+    monkeypatch.setitem(TARGETS, name, (name, "run"))
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,6 @@ def test_unknown_targets_and_options_are_one_sentence(config: dict[str, Any]) ->
         run_target({**config, "target": "kernels"}, {})
     with pytest.raises(ConfigError, match=r"bench\.repeats"):
         run_target({**config, "bench": {**config["bench"], "repeats": 0}}, {})
-    with pytest.raises(ConfigError, match=r"bench\.minutes is a number of target=steady"):
-        run_target(config, {"bench.minutes": "1"})
     with pytest.raises(ConfigError, match=r"bench\.size='huge'"):
         run_target({**config, "bench": {**config["bench"], "size": "huge"}}, {})
     with pytest.raises(HardwareMissing, match="is simulated"):
@@ -100,13 +98,11 @@ def test_unknown_targets_and_options_are_one_sentence(config: dict[str, Any]) ->
 
 
 def test_every_recorded_target_is_there() -> None:
-    for module, function in RECORDED.values():
+    for module, function in TARGETS.values():
         assert callable(getattr(import_module(f"pensieve.lab.bench.{module}"), function))
 
 
 FIELDS = [
-    ("steady", {"minutes": "abc"}),
-    ("steady", {"minutes": 1}),
     ("kernel", {"seed": "abc"}),
     ("kernel", {"repeats": 0}),
     ("kernel", {"model": "x"}),

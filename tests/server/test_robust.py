@@ -106,7 +106,7 @@ def test_clients_that_hang_up_in_mid_stream_leave_nothing() -> None:
 @pytest.mark.slow
 def test_nothing_is_left_of_the_turns_of_sessions_that_have_gone() -> None:
     """Many more sessions than there is room for: as many objects of each kind after the last round as when all were full.
-    Resident memory is measured by `runners/bench.py target=steady`."""
+    What a process of its own holds in all is asked by test_lasting.py."""
     with simulated(max_sessions=20) as (state, client):
 
         def talk(count: int) -> None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
 from pensieve.errors import ConfigError, HardwareMissing, PensieveError
-from pensieve.lab.bench import RECORDED, table, whole
+from pensieve.lab.bench import TARGETS, table, whole
 from pensieve.lab.bench.record import Record, command
 from pensieve.lab.bench.session import Bench, Options
 from pensieve.lab.bench.timer import explain
@@ -114,7 +114,7 @@ def _use_threads(asked: int | None, machine: Device) -> int | None:
 def _run(bench: Bench) -> str | None:
     """Why the target could not be measured, or not to its end; None where it was."""
     try:
-        module, function = RECORDED[bench.target]
+        module, function = TARGETS[bench.target]
         run = getattr(importlib.import_module(f"pensieve.lab.bench.{module}"), function)
         locked = nullcontext() if bench.target in TRIALS else device_lock(bench.machine, bench.options.exclusive, say)
         with locked:
