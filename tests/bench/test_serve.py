@@ -6,16 +6,10 @@ import pytest
 from hydra import initialize_config_dir
 
 from pensieve.lab.bench import serve
-from pensieve.lab.bench.models import plain_module
-from pensieve.lab.bench.peers import TransformersSystem
 from pensieve.lab.compose import conf_folder, read_option
 from pensieve.lab.compose.machine import find_device
 from pensieve.lab.compose.schema import HardwareConfig
-from pensieve.lab.replay import replay
-from pensieve.lab.workload.base import WorkloadContext
-from pensieve.lab.workload.chat import ChatWorkload
 from tests.bench.bench import make_bench
-from tests.worker.torch.driver import tiny_model
 
 CHAT = {"think_time_s": 1.0, "min_turns": 2, "max_turns": 3, "max_new_tokens": 16, "warmup_turns": 1}
 
@@ -46,25 +40,3 @@ def test_a_cell_puts_every_baseline_beside_the_roofline_ratio(tmp_path: Path, mo
     assert "Think time 1 s" in bench.sentences[0]
     (gap,) = bench.gaps
     assert "transformers_cb did not run beside it" in gap
-
-
-def test_transformers_answers_the_same_requests_as_a_system() -> None:
-    model = tiny_model("llama")
-    context = WorkloadContext(0, 512, 0, 512, 97, lambda text: [3 + byte % 90 for byte in text.encode()], True)
-    workload = ChatWorkload(context, users=2, min_turns=2, max_turns=2, max_new_tokens=5, think_time_s=0.0, pressure=0)
-    system = TransformersSystem(plain_module(model), kv_tokens=1024, batch_tokens=128, requests=4)
-    try:
-        started = system.start()
-        record = replay(system, workload)
-    finally:
-        system.close()
-    assert started.settings["engine"] == "transformers continuous batching"
-    assert record.turns
-    for turn in record.turns:
-        assert turn.status == "completed" and turn.output_tokens == len(turn.emitted_s) > 0
-        assert turn.ttft_ms is not None and 0 < turn.ttft_ms <= turn.latency_ms  # type: ignore[operator]
-    later = [turn for turn in record.turns if turn.turn == 2]
-    earlier = {turn.session: turn for turn in record.turns if turn.turn == 1}
-    for turn in later:
-        before = earlier[turn.session]
-        assert turn.prompt_tokens > before.prompt_tokens + before.output_tokens  # type: ignore[operator]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.errors import HardwareMissing
-from pensieve.lab.bench import ALL
+from pensieve.lab.bench import TARGETS
 from pensieve.lab.commands import gpu_run
 from pensieve.lab.commands.gpu_run import Step, steps_for
 from tests.commands.test_doctor import __file__ as _here
@@ -71,7 +71,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
 def test_the_steps_name_what_there_is_and_take_ten_minutes_at_most(gibibytes: int, model: str) -> None:
     steps = steps_for(gibibytes * 2**30)
     assert sum(step.limit_s for step in steps) <= 600
-    assert [step.name for step in steps] == ["tests", *ALL]
+    assert [step.name for step in steps] == ["tests", *TARGETS]
     words = [word for step in steps for word in step.command]
     for word in words:
         if word.endswith(".py") or word.startswith("tests/"):

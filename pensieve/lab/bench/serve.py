@@ -1,4 +1,4 @@
-"""End to end: conversations and agents through whole trials, every baseline beside transformers' continuous batching."""
+"""End to end: conversations and agents through whole trials, our baselines beside transformers' continuous batching."""
 
 from __future__ import annotations
 
@@ -7,24 +7,19 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-import torch
 import transformers
 
 from pensieve.core.request import is_measured
 from pensieve.errors import ConfigError, PensieveError, RequestFailed
 from pensieve.lab.bench.case import Case, Figure, Measured
-from pensieve.lab.bench.models import plain_module
-from pensieve.lab.bench.peers import TransformersSystem
 from pensieve.lab.bench.record import now
 from pensieve.lab.bench.session import Bench, Options
 from pensieve.lab.bench.timer import explain
 from pensieve.lab.compose import TrialPlan, build_tokenizer, build_workload, check, plan_trial
 from pensieve.lab.compose.machine import Device
-from pensieve.lab.metrics import MetricValue, summarise
-from pensieve.lab.replay import replay
+from pensieve.lab.metrics import MetricValue
 from pensieve.lab.trial.jobs import compose_job
-from pensieve.lab.trial.liveness import device_lock
-from pensieve.plugins.device.shelf import ModelAsked, take_model
+from pensieve.plugins.device import shelf
 from pensieve.sim.roofline import Roofline
 
 BASELINES = ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots")
@@ -120,8 +115,7 @@ def _measure(bench: Bench, cell: Cell) -> None:
         for name in points:  # of one load after another: a disturbance meets all systems alike
             if name not in errors:
                 try:
-                    point = _peer(bench, cell, load) if name == PEER else _baseline(bench, cell, load, name)
-                    points[name].append(point)
+                    points[name].append(_trial(bench, cell, load, name))
                 except Exception as error:  # recorded with its reason; the others go on
                     errors[name] = str(error) if isinstance(error, PensieveError) else explain(error)
     curves = {name: some for name, some in points.items() if some and name not in errors}
@@ -186,8 +180,10 @@ def _gpu_batch(bench: Bench) -> tuple[str, ...]:
     return f"scheduler.max_batch_tokens={GPU_BATCH_TOKENS}", f"scheduler.max_batch_requests={requests}"
 
 
-def _baseline(bench: Bench, cell: Cell, load: int, name: str) -> Point:
+def _trial(bench: Bench, cell: Cell, load: int, name: str) -> Point:
     """One trial like any other, recorded as such and as part of this command."""
+    if name == PEER:
+        shelf.empty()  # it loads a module of its own, for which a device may have no room beside ours
     cfg = _compose(bench, cell, load, name)
     if name == "llama_slots":  # as many slots as conversations, where each still has room for the longest
         plan = plan_trial(check(cfg))
@@ -213,33 +209,7 @@ def _one_slot(plan: TrialPlan) -> Any:
     )
 
 
-def _peer(bench: Bench, cell: Cell, load: int) -> Point:
-    """The same requests through transformers' continuous batching, with the KV of the GPU tier."""
-    if bench.machine.simulated:
-        raise RequestFailed("it cannot be simulated; run this on a real device")
-    plan = plan_trial(check(_compose(bench, cell, load, WORST)))
-    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, False)
-    m, settings = plan.config.model, plan.config.scheduler
-    threads = plan.config.hardware.threads
-    model = take_model(ModelAsked(plan.model, m.weights, m.hub_id, m.revision, m.seed, plan.device.name, threads))
-    workload, _ = build_workload(plan, tokenizer)
-    kv_tokens = plan.gpu_blocks * plan.chunk_tokens
-    system = TransformersSystem(plain_module(model), kv_tokens, settings.max_batch_tokens, settings.max_batch_requests)
-    with device_lock(plan.device, bench.options.exclusive, bench.say):
-        try:
-            started = system.start()
-            record = replay(system, workload, deadline_s=_TIMEOUT_S, keep_tokens=False)
-        finally:
-            system.close()
-            if bench.on_gpu:
-                torch.cuda.empty_cache()
-    failed = next((turn.error for turn in record.turns if turn.error), None)
-    if failed or "cut_off" in record.flags:
-        raise RequestFailed(failed or record.flags["cut_off"])
-    return _point(load, summarise(record.measurement, started), None)
-
-
-def _point(load: int, metrics: Sequence[MetricValue], trial_id: int | None) -> Point:
+def _point(load: int, metrics: Sequence[MetricValue], trial_id: int) -> Point:
     values = {(m.name, m.label): m.value for m in metrics}
     throughput = values["throughput_output_tok_s", ""]
     latency = values["normalized_latency_ms_p90", ""]
@@ -255,7 +225,6 @@ def _point(load: int, metrics: Sequence[MetricValue], trial_id: int | None) -> P
 
 def _roofline_ratio(bench: Bench, cell: Cell, point: Point) -> float:
     """For the very turns that were measured, at the rates measured in this run (simulated: those of the machine)."""
-    assert point.trial_id is not None
     plan = plan_trial(check(_compose(bench, cell, point.load, OURS)))
     hardware = plan.hardware
     if not bench.machine.simulated:
@@ -308,7 +277,7 @@ class Point:
     load: int
     throughput: float
     latency: float
-    trial_id: int | None = None
+    trial_id: int = 0
     ttft_ms: Mapping[int, float] = field(default_factory=dict)
 
 

@@ -21,7 +21,6 @@ from pensieve.errors import ConfigError, EngineFailed, EngineMissing, RequestFai
 from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
 from pensieve.plugins.engines.weights import plain_module
 from pensieve.serve.systems.base import Capabilities
-from pensieve.units import ceil_div
 
 WAKE_S = 0.25
 AT_ONCE = 256  # requests that wait in transformers' own queue
@@ -287,16 +286,6 @@ class ContinuousBatching:
         if self._reader is not None:
             self._reader.join()
         self._open.close()
-
-
-def sized(tokens: int, batch_tokens: int, requests: int, page: int = 32) -> dict[str, int]:
-    """For `tokens` of KV; each request under way may fill its last page in part, and one is never used."""
-    return {
-        "page_size": page,
-        "num_blocks": ceil_div(tokens, page) + requests + 1,
-        "max_batch_tokens": batch_tokens,
-        "max_requests_per_batch": requests,
-    }
 
 
 @contextmanager
