@@ -28,6 +28,7 @@ from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import UnsupportedModel, WorkerError
 from pensieve.plugins.device.sharding import refuse_unsharded
+from pensieve.plugins.device.shelf import ModelAsked
 from pensieve.plugins.engines.rank_messages import Setup, launch, launched, receive, send
 from pensieve.plugins.engines.ranks import Together
 from pensieve.plugins.engines.tensor_parallel import TensorParallelWorker
@@ -111,10 +112,8 @@ def exact_turns(served: Served, reference: Any, turns: int, sessions: str, outpu
 
 
 def setup(name: str = "llama", ranks: int = 2, **changes: Any) -> Setup:
-    return Setup(
-        model=tiny_spec(name, **changes), weights="random", hub_id=None, revision=None, seed=0,
-        devices=("cpu",) * ranks, threads=1, attention="auto", chunk_tokens=CHUNK, options=TorchOptions(),
-    )  # fmt: skip
+    asked = ModelAsked(tiny_spec(name, **changes), "random", None, None, 0, "cpu", threads=1, chunk_tokens=CHUNK)
+    return Setup(asked, ("cpu",) * ranks, TorchOptions())
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from pensieve.core.request import Free, Request
 from pensieve.plugins.engines.system import OutsideSystem
-from pensieve.plugins.engines.transformers_peers import ContinuousBatching, NativePytorch, sized
+from pensieve.plugins.engines.transformers_peers import ContinuousBatching, NativePytorch
 from pensieve.plugins.engines.weights import plain_module
 from tests.engines.small import ask, greedy, prompt, served, setup_of
 
@@ -107,8 +107,3 @@ def test_continuous_batching_has_the_kv_of_the_others_and_no_more() -> None:
         [turn] = served(system, ask(number, f"s{number}", prompt(240, start=start), output=6))
         assert list(turn.token_ids) == greedy(module, prompt(240, start=start), 6)
     system.close()
-
-
-def test_pages_hold_the_budget() -> None:
-    sizes = sized(1000, 512, 4)
-    assert (sizes["num_blocks"] - 4 - 1) * 32 >= 1000 > (sizes["num_blocks"] - 4 - 2) * 32

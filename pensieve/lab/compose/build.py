@@ -314,22 +314,12 @@ def _divided_worker(plan: TrialPlan, clock: Clock) -> TensorParallelWorker:
     from pensieve.plugins.engines.tensor_parallel import TensorParallelWorker
 
     config, device = plan.config, plan.device
-    m, s = config.model, config.scheduler
+    s = config.scheduler
     threads = config.hardware.threads or physical_cores()
     options = torch_options(config.hardware, device, s.max_batch_tokens, s.max_batch_requests)
-    setup = Setup(
-        model=plan.model,
-        weights=loadable(m),
-        hub_id=m.hub_id,
-        revision=m.revision,
-        seed=m.seed,
-        devices=device.names,
-        threads=max(1, threads // device.count),
-        attention=config.attention_backend,
-        chunk_tokens=plan.chunk_tokens,
-        options=replace(options, graphs=False),  # a graph would have the collectives of its forward in it
-    )
-    return TensorParallelWorker(setup, clock)
+    asked = _asked_model(plan)._replace(threads=max(1, threads // device.count), memory_bytes=None)
+    options = replace(options, graphs=False)  # a graph would have the collectives of its forward in it
+    return TensorParallelWorker(Setup(asked, device.names, options), clock)
 
 
 def _disk_options(plan: TrialPlan, keeps: bool) -> DiskOptions:

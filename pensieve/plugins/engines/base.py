@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Request, TokenArray
+from pensieve.core.request import Free, Request, TokenArray
 from pensieve.serve.systems.base import Capabilities
 from pensieve.serve.tokenizer import Tokenizer
 from pensieve.specs import ModelSpec
@@ -44,6 +44,24 @@ class EngineSetup:
     tokenizer: Tokenizer | None = None
     memory_bytes: int | None = None
     network_gbps: float | None = None
+
+    def ends(self, request: Request) -> frozenset[int]:
+        """The ids that end this request."""
+        output = request.output
+        return self.eos if isinstance(output, Free) and not output.ignore_eos else frozenset()
+
+
+def kv_settings(tokens: int | None, per_token: int, dtype: str) -> dict[str, Any]:
+    """The settings of an engine whose KV is on the device alone. tokens: that it has room for; None: it has no such limit.
+    per_token: bytes."""
+    return {
+        "gpu_tokens": tokens,
+        "gpu_bytes": None if tokens is None else tokens * per_token,
+        "cpu_tokens": 0,
+        "cpu_bytes": 0,
+        "kv_bytes_per_token": per_token,
+        "dtype": dtype,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +105,7 @@ class OutsideEngine(Protocol):
     """An engine that blocks: whoever asks waits. OutsideSystem makes a System of it.
 
     can: as of a System. at_once: threads that may wait in `answer` at a time. Constructing one is cheap and imports no
-    engine; `check` and `start` do.
+    engine; `check` and `start` do. Adapters inherit from it, and leave out what they have nothing to say of.
     """
 
     can: Capabilities
@@ -100,7 +118,7 @@ class OutsideEngine(Protocol):
         """What a trial's platform says of it: which build of it would run, as far as that is known before it starts; for a
         server that runs already what that says of itself. `unstated`: in a sentence, why that does not tell all that would
         answer; no completed trial is then reused."""
-        ...
+        return {}
 
     def start(self) -> StartReport:
         """Load the weights and be ready. settings: as the engine itself reports them. Raises EngineFailed."""
@@ -118,7 +136,8 @@ class OutsideEngine(Protocol):
         """Free a conversation; None: the whole cache. Raises ConfigError where the engine has no way to do that."""
         ...
 
-    def counters(self) -> dict[str, float]: ...
+    def counters(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None:
         """Ends what `start` began. Safe after a start that failed, and twice."""

@@ -1,6 +1,6 @@
 """A transformers module as a GGUF file, so that llama.cpp runs the very weights that our engine runs.
 
-Tensor names and metadata keys are llama.cpp's (gguf-py, constants.py). Prompts and replies travel as token ids, so the
+Tensor names and metadata keys are llama.cpp's, by its package gguf. Prompts and replies travel as token ids, so the
 file names each id by a plain ASCII word instead of carrying the model's vocabulary: llama.cpp holds back a streamed token
 whose text ends inside a UTF-8 character, which would show as a late first token.
 """
@@ -17,40 +17,12 @@ from pensieve.errors import EngineMissing, UnsupportedModel
 from pensieve.gguf_header import check_gguf_header
 
 FILE_TYPES = ("f32", "f16")
-FAMILIES = {"llama": "llama", "gpt2": "gpt2"}
-"""llama.cpp's architecture by transformers' model_type."""
+FAMILIES = ("llama", "gpt2")
+"""transformers' model_type, which is the architecture's name in llama.cpp too."""
 
 NO_GGUF = "llama.cpp reads GGUF files, and the package gguf is not installed; pip install 'pensieve-lab[llama-cpp]'."
 
-_LLAMA = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-_GPT2 = {
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-}
-_TOP = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "transformer.wte": "token_embd",
-    "transformer.wpe": "position_embd",
-    "transformer.ln_f": "output_norm",
-}
 _WORD = re.compile(r"<(\d+)>")
-_LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)\.(weight|bias)")
 
 
 def word(token: int) -> str:
@@ -95,7 +67,7 @@ def write_gguf(module: Any, name: str, file: Path, file_type: str) -> None:
         raise EngineMissing(NO_GGUF) from None
     config = module.config
     refuse_family(name, config.to_dict())
-    family = FAMILIES[config.model_type]
+    family = str(config.model_type)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     writer = gguf.GGUFWriter(partial, family)
@@ -154,23 +126,20 @@ def _vocabulary(writer: Any, gguf: Any, size: int) -> None:
 
 def _tensors(module: Any, family: str) -> Iterator[tuple[str, Any]]:
     """GGUF's names and values. A tied output is left out, as llama.cpp expects."""
+    import gguf
+
     config = module.config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.num_hidden_layers)
     for name, tensor in module.state_dict().items():
-        found = _LAYER.fullmatch(name)
-        if found is None:
-            part, _, kind = name.rpartition(".")
-            if part == "lm_head" and config.tie_word_embeddings:
-                continue
-            new = f"{_TOP[part]}.{kind}"
-        else:
-            layer, part, kind = found.groups()
-            table = _LLAMA if family == "llama" else _GPT2
-            new = f"blk.{layer}.{table[part]}.{kind}"
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        new = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert new is not None, f"llama.cpp has no name for {name}"
         values = tensor.detach().to("cpu").float().numpy()
         if family == "llama" and new.endswith(("attn_q.weight", "attn_k.weight")):
             heads = config.num_attention_heads if "attn_q" in new else config.num_key_value_heads
             values = _interleaved(values, heads)
-        if family == "gpt2" and found is not None and values.ndim == 2:
+        if family == "gpt2" and new.startswith("blk.") and values.ndim == 2:
             values = values.T  # a Conv1D of transformers holds [in, out]
         yield new, values
 

@@ -25,7 +25,7 @@ from pensieve.core.plan import StartReport
 from pensieve.core.request import Free, Request, TokenArray, tokens_of
 from pensieve.errors import ConfigError, EngineFailed, EngineMissing
 from pensieve.lab.results.digest import content_hash
-from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
+from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply
 from pensieve.plugins.engines.completions import CompletionsClient, error_of
 from pensieve.plugins.engines.gguf_export import refuse_family, tokens_in
 from pensieve.plugins.engines.process import LOG_LINES, EngineProcess, free_port, while_it_serves
@@ -49,7 +49,7 @@ _BUFFER = re.compile(r"(?:load_tensors|llama_kv_cache): +(\w+) (?:model|KV) buff
 _THREADS = re.compile(r"n_threads = (\d+) \(n_threads_batch = (\d+)\)")
 
 
-class _LlamaCpp(ABC):
+class _LlamaCpp(OutsideEngine, ABC):
     """Fields of both baselines.
 
     n_ctx: cells of KV, divided among the slots; null: the KV budget. n_batch: prompt tokens an iteration; null:
@@ -125,9 +125,6 @@ class _LlamaCpp(ABC):
                 f"baseline={self._setup.baseline} needs xllamacpp and gguf; pip install 'pensieve-lab[llama-cpp]'."
             )
 
-    def identity(self) -> dict[str, str]:
-        return {}
-
     def start(self) -> StartReport:
         self.check()
         began = perf_counter()
@@ -191,16 +188,12 @@ class _LlamaCpp(ABC):
             "cache_prompt": True,
             "stream": request.stream or isinstance(output, Free),
         }
-        eos = self._setup.eos if isinstance(output, Free) and not output.ignore_eos else frozenset()
-        reading = _Reading(channel, eos, bool(body["stream"]))
+        reading = _Reading(channel, self._setup.ends(request), bool(body["stream"]))
         sent, received = self._ask(body, reading)
         return reading.reply(sent, received)
 
     def forget(self, session: str | None) -> None:
         raise ConfigError("llama.cpp has no way to empty its host-memory prompt cache; start it anew for a cold cache.")
-
-    def counters(self) -> dict[str, float]:
-        return {}
 
     def _needs_wheel(self) -> bool:
         return True
@@ -216,9 +209,6 @@ class _LlamaCpp(ABC):
     @abstractmethod
     def _ask(self, body: dict[str, Any], reading: _Reading) -> tuple[int | None, int | None]:
         """Hand the pieces of the answer to `reading` until it wants no more; returns bytes sent and received."""
-
-    @abstractmethod
-    def close(self) -> None: ...
 
 
 class LlamaCpp(_LlamaCpp):

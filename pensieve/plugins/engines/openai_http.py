@@ -15,7 +15,7 @@ from pensieve.core.request import Free, Request, tokens_of
 from pensieve.errors import ConfigError, EngineFailed, RequestFailed
 from pensieve.lab.results.digest import text_hash
 from pensieve.lab.results.identity import UNSTATED
-from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
+from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply
 from pensieve.plugins.engines.completions import Answer, AnswerBroken, CompletionsClient, NotThere, broken
 from pensieve.plugins.engines.process import POLL_S
 from pensieve.serve.systems.base import Capabilities
@@ -32,7 +32,7 @@ AT_ONCE = 256
 log = logging.getLogger(__name__)
 
 
-class OpenAIHttp:
+class OpenAIHttp(OutsideEngine):
     """A server that somebody else started. Its cache is what it is: the trial's own counts tell whether it was cold.
 
     base_url: with its version, "http://127.0.0.1:8000/v1". model: as the server calls it, which may be otherwise than it
@@ -246,9 +246,6 @@ class OpenAIHttp:
         if session is None:
             raise ConfigError("A server cannot be told to empty its cache; restart it, or use cache_state=salted.")
         self._last.pop(session, None)
-
-    def counters(self) -> dict[str, float]:
-        return {}
 
     def close(self) -> None:
         if self._client is not None:

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from pensieve.core.plan import Copy, Row, Sample, StepPlan
 from pensieve.errors import PensieveError
-from pensieve.specs import ModelSpec
+from pensieve.plugins.device.shelf import ModelAsked
 
 if TYPE_CHECKING:
     from pensieve.device.options import TorchOptions
@@ -30,19 +30,11 @@ _SENT = struct.Struct("<q")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all ranks start from. model, weights, hub_id, revision, seed, threads, attention, chunk_tokens: as load_model
-    takes them, threads of each. devices: one a rank, "cpu" or "cuda:N". store: the file by which they find each other, which
-    TensorParallelWorker names."""
+    """What all ranks start from. asked: the model, with the threads of each; its device does not count. devices: one a rank,
+    "cpu" or "cuda:N". store: the file by which they find each other, which TensorParallelWorker names."""
 
-    model: ModelSpec
-    weights: str
-    hub_id: str | None
-    revision: str | None
-    seed: int
+    asked: ModelAsked
     devices: tuple[str, ...]
-    threads: int
-    attention: str
-    chunk_tokens: int
     options: TorchOptions
     store: Path | None = None
 

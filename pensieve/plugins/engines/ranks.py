@@ -68,11 +68,9 @@ class Rank:
         device, store = setup.devices[number], setup.store
         assert store is not None
         ranks = RankGroup.join(number, len(setup.devices), resolve_device(device), store)
-        model = load_model(
-            setup.model, setup.weights, setup.hub_id, setup.revision, setup.seed, device, setup.threads,
-            attention=setup.attention, chunk_tokens=setup.chunk_tokens, ranks=ranks,
-        )  # fmt: skip
-        self.worker: TorchWorker = TorchWorker(model, setup.chunk_tokens, MachineClock(), options=setup.options)
+        asked = setup.asked._replace(device=device)
+        model = load_model(**asked._asdict(), ranks=ranks)
+        self.worker: TorchWorker = TorchWorker(model, asked.chunk_tokens, MachineClock(), options=setup.options)
         self._ready_ns = time.perf_counter_ns()
         self._sent: list[tuple[int, int]] = []  # size and nanoseconds on the way of each plan that was not collected
 

@@ -17,7 +17,7 @@ import psutil
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Request
 from pensieve.errors import MemoryRanOut, RequestFailed, RequestRefused
-from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
+from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply, kv_settings
 from pensieve.plugins.engines.memory_watch import MemoryWatch
 from pensieve.plugins.engines.ray_cluster import RayCluster, check_ray, ray_version, remote
 from pensieve.plugins.engines.replica import Replica, Started, answer_once
@@ -60,7 +60,7 @@ class _ActorBody:
         self._replica.forget(session)
 
 
-class _RayAgents(ABC):
+class _RayAgents(OutsideEngine, ABC):
     """Fields of both baselines.
 
     kv_tokens: of KV in each process, in tokens; null: the workload's longest conversation, else all of cache.gpu.
@@ -88,8 +88,6 @@ class _RayAgents(ABC):
         self._waiting = 0  # threads that Ray owes a result
         self._left = threading.Condition()
         self.at_once = AT_ONCE
-
-    can: Capabilities
 
     @property
     @abstractmethod
@@ -124,17 +122,10 @@ class _RayAgents(ABC):
             "memory_bytes": self._setup.memory_bytes,
             "kv_tokens_a_process": self._kv_tokens,
             "threads": self._setup.threads,
-            "gpu_tokens": None,  # as many times kv_tokens_a_process as there are processes
-            "gpu_bytes": None,
-            "cpu_tokens": 0,
-            "cpu_bytes": 0,
-            "kv_bytes_per_token": self._setup.model.kv_bytes_per_token,
-            "dtype": self._setup.model.dtype,
+            # As many times kv_tokens_a_process as there are processes.
+            **kv_settings(None, self._setup.model.kv_bytes_per_token, self._setup.model.dtype),
         }
         return StartReport(0.0, (time.perf_counter() - began) * 1e3, settings)
-
-    @abstractmethod
-    def answer(self, request: Request, channel: Channel) -> Reply: ...
 
     @abstractmethod
     def _processes(self) -> Mapping[int, float]:
@@ -180,9 +171,6 @@ class _RayAgents(ABC):
         limit = self._setup.memory_bytes
         held = "the memory of this machine" if limit is None else format_bytes(limit)
         return MemoryRanOut(f"An agent's process ran out of memory: {held} is what all of them have together.")
-
-    @abstractmethod
-    def forget(self, session: str | None) -> None: ...
 
     def counters(self) -> dict[str, float]:
         starts = list(self._starts)

@@ -6,7 +6,6 @@ import os
 from array import array
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 from pensieve.core.cost import CostModel
 from pensieve.core.plan import StartReport
@@ -16,6 +15,7 @@ from pensieve.plugins.engines.base import EngineSetup, Reply
 from pensieve.plugins.engines.memory_watch import forbid_more
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.threaded_system import ThreadedSystem
+from pensieve.sim.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,26 +134,5 @@ class _Unprofiled(ThreadedSystem):
     """Its policy goes by recency, so nothing is measured before the first request: a start is as short as it can be."""
 
     def _prices(self, report: StartReport) -> CostModel:
-        return _AllAlike()
-
-
-class _AllAlike:
-    """Every chunk costs the same."""
-
-    def recompute_s(self, context_tokens: int) -> float:
-        return 1.0
-
-    def step_s(self) -> float:
-        return 0.0
-
-    def weights_s(self) -> float:
-        return 0.0
-
-    def load_s(self) -> float:
-        return 1.0
-
-    def hidden_copies(self) -> float | None:
-        return None
-
-    def describe(self) -> dict[str, Any]:
-        return {"source": "none: all chunks cost alike"}
+        alike = {"source": "none: all chunks cost alike"}
+        return Profile(self._chunk_tokens, {self._chunk_tokens: 1.0}, 1.0, alike)

@@ -15,10 +15,10 @@ from time import perf_counter
 from typing import Any
 
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Free, Request, TokenArray
+from pensieve.core.request import Request, TokenArray
 from pensieve.core.session import common_prefix
 from pensieve.errors import ConfigError, EngineFailed, EngineMissing, RequestFailed
-from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
+from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply, kv_settings
 from pensieve.plugins.engines.weights import plain_module
 from pensieve.serve.systems.base import Capabilities
 
@@ -30,9 +30,22 @@ _LOGGERS = ("transformers", "ContinuousBatchingLogger")  # the second writes to 
 
 def end_tokens(setup: EngineSetup, request: Request) -> list[int]:
     """What ends a request; the first id beyond the vocabulary where nothing does."""
-    output = request.output
-    ends = setup.eos if isinstance(output, Free) and not output.ignore_eos else frozenset()
-    return sorted(ends) or [setup.model.vocab]
+    return sorted(setup.ends(request)) or [setup.model.vocab]
+
+
+def _settings(setup: EngineSetup, module: Any, engine: str, tokens: int | None) -> dict[str, Any]:
+    """What both say of themselves. tokens: of KV."""
+    import torch
+    import transformers
+
+    return {
+        "engine": engine,
+        "version": transformers.__version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+        **kv_settings(tokens, setup.model.kv_bytes_per_token, str(module.dtype).removeprefix("torch.")),
+    }
 
 
 @dataclass(slots=True)
@@ -43,7 +56,7 @@ class _Kept:
     tokens: TokenArray[int]
 
 
-class NativePytorch:
+class NativePytorch(OutsideEngine):
     """transformers' generate, one request at a time. The whole history is sent every turn; with keep_cache each
     conversation keeps its DynamicCache, and what two prompts have in common is not computed again.
 
@@ -58,14 +71,8 @@ class NativePytorch:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()  # the one used longest ago first
         self._most_kept = 0
 
-    def check(self) -> None: ...
-
-    def identity(self) -> dict[str, str]:
-        return {}
-
     def start(self) -> StartReport:
         import torch
-        import transformers
 
         began = perf_counter()
         self._module = plain_module(self._setup)
@@ -73,22 +80,8 @@ class NativePytorch:
         self._module(input_ids=torch.zeros(1, 8, dtype=torch.long, device=self._module.device), use_cache=False)
         ready = perf_counter()
         budget = self._setup.kv_tokens if self._keep else None
-        per_token = self._setup.model.kv_bytes_per_token
-        settings = {
-            "engine": "transformers generate",
-            "version": transformers.__version__,
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
-            "attention": self._module.config._attn_implementation,
-            "keep_cache": self._keep,
-            "gpu_tokens": budget,
-            "gpu_bytes": None if budget is None else budget * per_token,
-            "cpu_tokens": 0,
-            "cpu_bytes": 0,
-            "kv_bytes_per_token": per_token,
-            "dtype": str(self._module.dtype).removeprefix("torch."),
-        }
+        settings = _settings(self._setup, self._module, "transformers generate", budget)
+        settings |= {"attention": self._module.config._attn_implementation, "keep_cache": self._keep}
         return StartReport(loaded - began, (ready - loaded) * 1e3, settings)
 
     def answer(self, request: Request, channel: Channel) -> Reply:
@@ -149,9 +142,6 @@ class NativePytorch:
         else:
             self._kept.pop(session, None)
 
-    def counters(self) -> dict[str, float]:
-        return {}
-
     def close(self) -> None:
         self._kept.clear()
         self._module = None
@@ -182,7 +172,7 @@ class _Telling:
         return torch.full((len(input_ids),), not self._wanted, dtype=torch.bool, device=input_ids.device)
 
 
-class ContinuousBatching:
+class ContinuousBatching(OutsideEngine):
     """transformers' generate_batch behind its manager. Sized by hand, since its own choice serves far worse: pages for the
     KV budget and no more, batches as large as the scheduler's. It shares full prefix pages, and does not say when it did."""
 
@@ -196,16 +186,8 @@ class ContinuousBatching:
         self._reader: threading.Thread | None = None
         self._closing = False
 
-    def check(self) -> None: ...
-
-    def identity(self) -> dict[str, str]:
-        return {}
-
     def start(self) -> StartReport:
         """Raises EngineMissing where this transformers has no continuous batching."""
-        import torch
-        import transformers
-
         setup = self._setup
         began = perf_counter()
         module = plain_module(setup)
@@ -219,23 +201,12 @@ class ContinuousBatching:
         self._manager = self._open.enter_context(continuous_batching(module, sizes))
         self._reader = threading.Thread(target=self._read, name="continuous-batching-results", daemon=True)
         self._reader.start()
-        per_token = setup.model.kv_bytes_per_token
         tokens = sizes["num_blocks"] * self._page
         settings = {
-            "engine": "transformers continuous batching",
-            "version": transformers.__version__,
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+            **_settings(setup, module, "transformers continuous batching", tokens),
             **{f"configured_{name}": value for name, value in sizes.items()},
             "max_batch_tokens": setup.batch_tokens,
             "max_batch_requests": setup.batch_requests,
-            "gpu_tokens": tokens,
-            "gpu_bytes": tokens * per_token,
-            "cpu_tokens": 0,
-            "cpu_bytes": 0,
-            "kv_bytes_per_token": per_token,
-            "dtype": str(module.dtype).removeprefix("torch."),
         }
         return StartReport(loaded - began, (perf_counter() - loaded) * 1e3, settings)
 
@@ -277,9 +248,6 @@ class ContinuousBatching:
 
     def forget(self, session: str | None) -> None:
         raise ConfigError("transformers' continuous batching has no way to empty its pages; start it anew.")
-
-    def counters(self) -> dict[str, float]:
-        return {}
 
     def close(self) -> None:
         self._closing = True

@@ -8,16 +8,15 @@ import os
 import queue
 import re
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Free, Request
+from pensieve.core.request import Request
 from pensieve.errors import ConfigError, ContextLengthError, EngineMissing, RequestFailed, UnsupportedModel
-from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
+from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply, kv_settings
 from pensieve.plugins.engines.completions import CompletionsClient
 from pensieve.plugins.engines.openai_http import completion_body, read_completion
 from pensieve.plugins.engines.process import EngineProcess, free_port, while_it_serves
@@ -38,7 +37,7 @@ _LOGGED = {
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class _Vllm(ABC):
+class _Vllm(OutsideEngine):
     """Fields of both baselines.
 
     environment: the folder of a Python environment with vLLM; null: what PENSIEVE_VLLM_ENV names, else .venv-vllm of the
@@ -130,34 +129,16 @@ class _Vllm(ABC):
             **{f"configured_{name}": value for name, value in self._fields.items()},
             "configured_threads": self._setup.threads,
             **{name: value for name, value in self._variables().items() if name.startswith(("VLLM", "OMP"))},
-            "dtype": self._dtype,
+            **kv_settings(tokens, self._per_token, self._dtype),
             "max_batch_tokens": self._fields["max_num_batched_tokens"],
             "max_batch_requests": self._fields["max_num_seqs"],
             "threads": self._setup.threads,
             "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
             **reported,
-            "gpu_tokens": tokens,
-            "gpu_bytes": tokens * self._per_token,
-            "cpu_tokens": 0,
-            "cpu_bytes": 0,
-            "kv_bytes_per_token": self._per_token,
         }
-
-    def _eos(self, request: Request) -> list[int]:
-        output = request.output
-        return sorted(self._setup.eos) if isinstance(output, Free) and not output.ignore_eos else []
-
-    @abstractmethod
-    def start(self) -> StartReport: ...
-
-    @abstractmethod
-    def answer(self, request: Request, channel: Channel) -> Reply: ...
 
     def forget(self, session: str | None) -> None:
         raise ConfigError("vLLM's blocks have no owner, so no conversation can be forgotten; start it anew.")
-
-    def counters(self) -> dict[str, float]:
-        return {}
 
     def close(self) -> None:
         if self._process is not None:
@@ -191,7 +172,9 @@ class Vllm(_Vllm):
         name = str(request.id)
         mail = self._mail[name] = queue.SimpleQueue()
         tokens = request.output.max_new_tokens
-        self._send({"add": name, "prompt": list(request.prompt), "tokens": tokens, "eos": self._eos(request)})
+        self._send(
+            {"add": name, "prompt": list(request.prompt), "tokens": tokens, "eos": sorted(self._setup.ends(request))}
+        )
         while True:
             said = mail.get()
             if said is None:
@@ -274,7 +257,7 @@ class VllmHttp(_Vllm):
     def answer(self, request: Request, channel: Channel) -> Reply:
         assert self._client is not None and self._process is not None
         body = completion_body(request, "served", list(request.prompt))
-        body |= {"detokenize": False, "stop_token_ids": self._eos(request)}
+        body |= {"detokenize": False, "stop_token_ids": sorted(self._setup.ends(request))}
         with (
             while_it_serves(self._process, self._client.reachable),
             self._client.ask("/v1/completions", body) as answer,

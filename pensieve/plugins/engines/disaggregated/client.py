@@ -30,7 +30,7 @@ from typing import Any
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Request
 from pensieve.errors import ConfigError, ContextLengthError, EngineFailed, RequestFailed
-from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
+from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply, kv_settings
 from pensieve.plugins.engines.disaggregated import messages
 from pensieve.plugins.engines.disaggregated.messages import KV, LOGITS, Array, Said
 from pensieve.plugins.engines.disaggregated.wire import Arrived, Wire
@@ -55,7 +55,7 @@ class _Spent:
         self.moved += arrived.said["waited"] + arrived.flight_s
 
 
-class _Disaggregated(ABC):
+class _Disaggregated(OutsideEngine, ABC):
     """start_timeout_s: until the model's process must be ready.
 
     hardware.network_gbps paces what crosses, as a network of that rate would; without it, it goes as fast as the loopback
@@ -80,9 +80,6 @@ class _Disaggregated(ABC):
                 "in the engine."
             )
 
-    def identity(self) -> dict[str, str]:
-        return {}
-
     def start(self) -> StartReport:
         began = perf_counter()
         setup, key = self._setup, os.urandom(KEY_BYTES)
@@ -104,12 +101,7 @@ class _Disaggregated(ABC):
             "network": "loopback, as fast as it is"
             if setup.network_gbps is None
             else f"loopback, paced to at most {setup.network_gbps:g} Gbps: simulated by waiting",
-            "gpu_tokens": None,
-            "gpu_bytes": None,
-            "cpu_tokens": 0,
-            "cpu_bytes": 0,
-            "kv_bytes_per_token": setup.model.kv_bytes_per_token,
-            "dtype": setup.model.dtype,
+            **kv_settings(None, setup.model.kv_bytes_per_token, setup.model.dtype),
         }
         return StartReport(load_s, (perf_counter() - began - load_s) * 1e3, settings)
 
@@ -139,11 +131,8 @@ class _Disaggregated(ABC):
             received_bytes=self._wire.received_bytes - received,
         )
 
-    def forget(self, session: str | None) -> None:  # noqa: B027  nothing to override
+    def forget(self, session: str | None) -> None:
         """Nothing outlives its request."""
-
-    def counters(self) -> dict[str, float]:
-        return {}
 
     def close(self) -> None:
         if self._process is not None:

@@ -21,6 +21,7 @@ from pensieve.core.plan import StartReport
 from pensieve.core.request import Free, Length, Request
 from pensieve.core.scheduler.active_request import noise_key
 from pensieve.errors import ConfigError
+from pensieve.plugins.engines.base import kv_settings
 from pensieve.plugins.engines.disaggregated import messages
 from pensieve.plugins.engines.disaggregated.messages import KV, LOGITS, Array, Timing
 from pensieve.plugins.engines.system import SaidLog
@@ -111,17 +112,12 @@ class _Simulated(ABC):
         return {
             "engine": "simulated, disaggregated",
             "device": h.name,
-            "dtype": self.model.dtype,
+            **kv_settings(None, self.model.kv_bytes_per_token, self.model.dtype),
             "network": f"simulated: {h.network_gbps:g} Gbps each way and {h.network_latency_s * 1e6:g} us one way",
             "network_gbps": h.network_gbps,
             "network_latency_s": h.network_latency_s,
             "bytes": "computed from the shapes of the model",
             "weight_bytes": self.model.weight_bytes,
-            "kv_bytes_per_token": self.model.kv_bytes_per_token,
-            "gpu_tokens": None,
-            "gpu_bytes": None,
-            "cpu_tokens": 0,
-            "cpu_bytes": 0,
         }
 
     def close(self) -> None:
