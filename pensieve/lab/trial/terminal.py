@@ -140,11 +140,6 @@ def remember_interrupts() -> None:
         signal.signal(signal.SIGINT, _handle)
 
 
-def note_interrupts() -> None:
-    """Ctrl-C ends what runs at its next safe point only, where raise_if_interrupted asks: for processes that run trials."""
-    signal.signal(signal.SIGINT, _note)
-
-
 def ends_interrupted() -> None:
     """The command ends by a first Ctrl-C: a second one is raised at a safe point only, where it can be caught."""
     global _interrupted

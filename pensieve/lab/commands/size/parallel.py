@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import active_children, get_context
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from pensieve.lab.results.environment import Owner, this_process
 from pensieve.lab.trial.job import Asked, Outcome
 from pensieve.lab.trial.liveness import end_with
 from pensieve.lab.trial.run import run_trial
-from pensieve.lab.trial.terminal import note_interrupts, raise_if_interrupted
 from pensieve.lab.trial.tracking import Tracking, open_tracking
 
 log = logging.getLogger(__name__)
@@ -29,48 +28,35 @@ Perform = Callable[[Sequence[Asked]], Iterator[tuple[Asked, Outcome]]]
 
 @contextmanager
 def performing(tracking: Tracking, processes: int) -> Iterator[Perform]:
-    """So many trials at a time; with one, in this process. After Ctrl-C those under way are marked as interrupted."""
+    """So many trials at a time; with one, in this process. After Ctrl-C those under way are found dead in the database."""
     if processes == 1:
         yield lambda trials: ((one, _outcome(one, tracking)) for one in trials)
         return
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=note_interrupts) as pool:
+    owner = (this_process(),)
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_begin, initargs=owner)
 
-        def perform(trials: Sequence[Asked]) -> Iterator[tuple[Asked, Outcome]]:
-            futures = {pool.submit(_perform, one, tracking.outputs, this_process()): one for one in trials}
-            try:
-                for future in as_completed(futures):
-                    outcome = future.result()
-                    if outcome is None:
-                        raise KeyboardInterrupt
-                    yield futures[future], outcome
-            finally:  # whoever asked may have had enough
-                for future in futures:
-                    future.cancel()
+    def perform(trials: Sequence[Asked]) -> Iterator[tuple[Asked, Outcome]]:
+        futures = {pool.submit(_perform, one, tracking.outputs): one for one in trials}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
 
-        try:
-            yield perform
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for child in active_children():
-                if child.pid is not None:
-                    os.kill(child.pid, signal.SIGINT)  # a terminal has told them already, another process has not
-            raise
-
-
-_ended = False
-"""In a worker: Ctrl-C came, and trials that wait in its queue do not begin."""
-
-
-def _perform(asked: Asked, outputs: Path, owner: Owner) -> Outcome | None:
-    """Run a trial in a worker; None: it was interrupted."""
-    global _ended
-    end_with(owner)
     try:
-        raise_if_interrupted()
-        return None if _ended else _outcome(asked, open_tracking(check(asked.config), outputs))
-    except KeyboardInterrupt:
-        _ended = True
-        return None
+        yield perform
+    except BaseException:
+        for child in active_children():
+            child.kill()
+        raise
+    finally:  # whoever asked may have had enough
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(owner: Owner) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told too, and ends this process
+    end_with(owner)
+
+
+def _perform(asked: Asked, outputs: Path) -> Outcome:
+    return _outcome(asked, replace(open_tracking(check(asked.config), outputs), mlflow=False))
 
 
 def _outcome(asked: Asked, tracking: Tracking) -> Outcome:

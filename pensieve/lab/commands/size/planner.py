@@ -118,7 +118,8 @@ class _Planner:
         """Rounds of trials, until what is known asks for no other."""
         q = self.question
         axes = "; ".join(f"{axis} = {', '.join(sizes)}" for axis, sizes in q.axes.items())
-        say(f"Map of {' x '.join(map(str, q.shape))} sizes, {len(q.seeds)} seed{'s' * (len(q.seeds) > 1)}: {axes}")
+        shape = " x ".join(str(len(sizes)) for sizes in q.axes.values())
+        say(f"Map of {shape} sizes, {len(q.seeds)} seed{'s' * (len(q.seeds) > 1)}: {axes}")
         with performing(self.tracking, self._processes()) as perform:
             while tasks := self._wanted(self._map()):
                 began = time.monotonic()
