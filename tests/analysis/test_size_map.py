@@ -66,9 +66,9 @@ def test_the_map_shows_what_ran_what_did_not_and_the_border_of_each_question(sto
     assert (rows["1GB", "8GB"]["run"], rows["1GB", "8GB"]["trials"]) == ("False", "")
     assert (rows["2GB", "8GB"]["run"], float(rows["2GB", "8GB"]["found"])) == ("True", pytest.approx(0.6))
     found = read_map(store, source.sweep)
-    _, cpu_needed, *_ = tables_of(found)
-    columns = [list(column.cells) for column in cpu_needed.columns]
-    assert columns == [list(GPU), ["none on the map"] * 2 + ["0GB"], ["none on the map", "8GB", "0GB"]]
+    _, cpu_needed, *_ = tables_of(found).values()
+    needed = [list(line.values()) for line in cpu_needed]
+    assert needed == [["1GB", *["none on the map"] * 2], ["2GB", "none on the map", "8GB"], ["4GB", "0GB", "0GB"]]
 
 
 def test_several_disks_are_a_picture_each_and_the_answer_is_marked_in_one(store, drawn, tmp_path):

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from pensieve import cli
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
 from pensieve.lab.commands.size import parallel, planner
-from pensieve.lab.commands.size.planner import _keeping_table, size
+from pensieve.lab.commands.size.planner import _kept, size
 from pensieve.lab.commands.size.question import question_of, read
 from pensieve.lab.commands.size.refine import lacking
 from pensieve.lab.compose import check, resolved
@@ -115,21 +115,19 @@ def test_a_refined_map_answers_as_the_whole_one_and_its_interpolated_cells_are_n
         assert whole.mean(place, "ttft_ms_p90") == nearest_rank([turn.ttft_ms for turn in turns], 0.9)
         assert one.gpu_tokens == int(GPU[place[0]].split()[0]) and one.cpu_tokens == int(CPU[place[1]].split()[0])
     # What keeping cost, from the rows of the ledger: only with prices, here a second of prefill for 3 GiB·s.
-    assert "worth it" not in first.out and not _keeping_table(whole).row_count
+    assert "worth it" not in first.out and not _kept(whole)
     prices = Prices(gpu_hour=3.0, gpu_gib_hour=1.0, cpu_gib_hour=1.0)
     priced = replace(whole, question=whole.question.model_copy(update={"prices": prices}))
     answer = priced.cells[priced.answer][3]
-    table, rows = _keeping_table(priced), store.holdings_of(answer.trial.id)
-    lines = {cells[0]: cells[1:] for cells in zip(*(column.cells for column in table.columns), strict=True)}
-    assert set(lines) == {row.tier for row in rows if row.idle_gib_s}
-    tokens = int(str(table.columns[4].header).split()[2].replace(",", ""))
-    for tier, (idle, saved, paid, even, *_) in lines.items():
+    lines, rows = _kept(priced), store.holdings_of(answer.trial.id)
+    assert {line["tier"] for line in lines} == {row.tier for row in rows if row.idle_gib_s}
+    for tier, *told in (list(line.values())[:5] for line in lines):
+        tokens = int(list(lines[0])[4].split()[2].replace(",", ""))
         own = [row for row in rows if row.tier == tier]
         kept, won = sum(row.idle_gib_s for row in own), sum(row.saved_s for row in own)
         held = tokens * answer.trial.kv_bytes_per_token / 2**30
         expected = [kept, won, 3.0 * won / kept, 3.0 * answer.value("prefill_s", str(tokens)) / held]
-        told = [float(text.removesuffix(" s").removesuffix("x").replace(",", "")) for text in (idle, saved, paid, even)]
-        assert told == pytest.approx(expected, rel=1e-2)
+        assert [float(text.replace(",", "")) for text in told] == pytest.approx(expected, rel=1e-2)
     sizes = (f"cache.gpu={GPU[0]}", f"cache.cpu={CPU[-1]}")
     alone = composed(*LOAD, "seed=3", *sizes, "cache=demo", "tracking.mlflow=false", name="config")
     again = run_trial(check(alone), resolved(alone), open_tracking(check(alone)), Job("", outputs / "x"), print)

@@ -10,13 +10,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from omegaconf import DictConfig
-from rich import box
-from rich.table import Table
 
 from pensieve.lab.commands.size.parallel import performing
 from pensieve.lab.commands.size.question import Load, SizeSettings, check_question, question_of, read
@@ -29,6 +27,7 @@ from pensieve.lab.results.mlflow_runs import copy_sweep
 from pensieve.lab.results.prices import Worth, prefill_seconds
 from pensieve.lab.results.size_map import SETTINGS, Place, Question, SizeMap, read_map
 from pensieve.lab.statistics import Estimate
+from pensieve.lab.tables import Table, estimated, grid
 from pensieve.lab.trial.job import Asked, Job, Outcome
 from pensieve.lab.trial.summary import brief, places
 from pensieve.lab.trial.sweep import draw_figures, figure_lines
@@ -188,7 +187,7 @@ class _Planner:
         status = "failed" if self.failures else "completed"
         self.close(status)
         print(found.load() or "", f"{found.sentence()} {found.inferred}".rstrip(), sep="\n")
-        console().print(*tables_of(found), sep="\n")
+        console().print(*(grid(lines, title, fold=True) for title, lines in tables_of(found).items()), sep="\n")
         print(*places(self.tracking), sep="\n", flush=True)
         for sentence in dict.fromkeys(self.failures.values()):
             say(f"Not every cell has run: {sentence}")
@@ -203,45 +202,43 @@ class _Planner:
 # -- tables -------------------------------------------------------------------------------------------------------------
 
 
-def tables_of(found: SizeMap) -> list[Table]:
-    maps = [_map_table(found, disk) for disk in range(len(found.question.disk))]
-    kept = _keeping_table(found)
-    return [*maps, _cpu_table(found), _answers_table(found), *([kept] if kept.row_count else [])]
-
-
-def _table(title: str, heads: Iterable[str], rows: Iterable[Sequence[str]], apart: int = 1) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, apart, 0, 0))
-    for index, head in enumerate(heads):
-        table.add_column(head, justify="right" if index else "left", no_wrap=not apart)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _map_table(found: SizeMap, disk: int) -> Table:
-    """GPU sizes down, CPU sizes across; in each cell what is found, and the time to first token under it."""
+def tables_of(found: SizeMap) -> dict[str, Table]:
+    """By their titles; without those that have no line."""
     q = found.question
-    shares, late = found.everywhere("found"), found.everywhere(found.objective)
+    kept, beside = _kept(found), f"; cache.disk = {q.disk[-1]}" if q.disks else ""
+    return {
+        **{_map_title(q, disk): _map_lines(found, disk) for disk in range(len(q.disk))},
+        f"CPU memory needed beside each GPU size{beside}": _cpu_needed(found),
+        "The smallest sizes that suffice": _answers(found),
+        **({"Is keeping worth it: paid back is the price of GPU time saved over that of memory": kept} if kept else {}),
+    }
+
+
+def _map_title(q: Question, disk: int) -> str:
     slo = "" if q.slo_ttft_ms is None else f", + meets {q.slo_ttft_ms:g} ms"
     beside = f"; cache.disk = {q.axes['cache.disk'][disk]}" if q.disks else ""
+    what = f"Share found (%), and TTFT {q.percentile} (ms) under it"
+    return f"{what}: * reaches {q.knee:.0%} of the most{slo}, ~ interpolated{beside}"
+
+
+def _map_lines(found: SizeMap, disk: int) -> Table:
+    """GPU sizes down, CPU sizes across; in each cell what is found, and the time to first token under it."""
+    q, shares, late = found.question, found.everywhere("found"), found.everywhere(found.objective)
 
     def cell(place: Place) -> str:
-        share, ttft = shares.get(place), late.get(place)
         ran = place in found.cells
         marks = "*" * found.reaches(place) + "+" * found.meets(place) if ran else "~"
-        return f"{marks}{percent(share)}\n{'' if ran else '~'}{NONE if ttft is None else significant(ttft)}"
+        ttft = significant(late[place]) if place in late else NONE
+        return f"{marks}{percent(shares.get(place))}\n{'' if ran else '~'}{ttft}"
 
-    return _table(
-        f"Share found (%), and TTFT {q.percentile} (ms) under it: * reaches {q.knee:.0%} of the most{slo}"
-        f", ~ interpolated{beside}",
-        ("GPU \\ CPU", *q.cpu),
-        ([q.gpu[gpu], *(cell((gpu, cpu, disk)) for cpu in range(len(q.cpu)))] for gpu in reversed(range(len(q.gpu)))),
-        apart=0,
-    )
+    return [
+        {"GPU \\ CPU": size, **{beside: cell((gpu, cpu, disk)) for cpu, beside in enumerate(q.cpu)}}
+        for gpu, size in reversed(list(enumerate(q.gpu)))
+    ]
 
 
-def _cpu_table(found: SizeMap) -> Table:
-    """A row for each GPU size: the CPU size that suffices beside it (and beside the largest disk, where there are several).
+def _cpu_needed(found: SizeMap) -> Table:
+    """A line for each GPU size: the CPU size that suffices beside it (and beside the largest disk, where there are several).
     What suffices with less GPU memory does so with more."""
     q = found.question
     fronts = {f"{q.knee:.0%} of what the largest find": found.smallest(found.reaches, q.corner[2])}
@@ -252,73 +249,60 @@ def _cpu_table(found: SizeMap) -> Table:
         enough = [place[1] for place in front if place[0] <= gpu]
         return q.cpu[min(enough)] if enough else "none on the map"
 
-    title = "CPU memory needed beside each GPU size" + (f"; cache.disk = {q.disk[-1]}" if q.disks else "")
-    rows = ([size, *(least(front, gpu) for front in fronts.values())] for gpu, size in enumerate(q.gpu))
-    return _table(title, ("GPU", *fronts), rows)
+    return [
+        {"GPU": size, **{name: least(front, gpu) for name, front in fronts.items()}} for gpu, size in enumerate(q.gpu)
+    ]
 
 
-_TOLD = {  # of the sizes that suffice: metric -> its head, factor and unit
-    "found": ("found", 100, " %"),
-    "bound": ("bound", 100, " %"),
-    "ttft_ms_p50": ("TTFT p50", 1, " ms"),
-    "ttft_ms_p90": ("TTFT p90", 1, " ms"),
-    "throughput_output_tok_s": ("tokens/s", 1, ""),
-    "recomputed_s": ("recomputed", 1, " s"),
+_TOLD = {
+    "found, %": "found",
+    "bound, %": "bound",
+    "TTFT p50, ms": "ttft_ms_p50",
+    "TTFT p90, ms": "ttft_ms_p90",
+    "tokens/s": "throughput_output_tok_s",
+    "recomputed, s": "recomputed_s",
 }
 
 
-def _answers_table(found: SizeMap) -> Table:
+def _answers(found: SizeMap) -> Table:
     """The smallest sizes that suffice, and the largest, with everything that is told of a cell."""
     q = found.question
     rows = [*(("knee", place) for place in found.knee), *((f"{q.slo_ttft_ms:g} ms", place) for place in found.meeting)]
 
-    def cells(why: str, place: Place) -> Iterator[str]:
-        yield why
-        yield from (sizes[index] for sizes, index in zip(q.axes.values(), place, strict=False))
-        for name, (_, factor, unit) in _TOLD.items():
-            yield _with_interval(found.estimate(place, name), factor, unit)
-        yield str(len(found.cells[place]))
-        if (cost := found.an_hour(place)) is not None:
-            yield f"{cost:.4g}"
+    def line(why: str, place: Place) -> dict[str, str]:
+        sizes = {tier: sizes[index] for tier, sizes, index in zip(TIERS, q.axes.values(), place, strict=False)}
+        told = {head: estimated(_read(found.estimate(place, name), head)) for head, name in _TOLD.items()}
+        cost = found.an_hour(place)
+        an_hour = {} if cost is None else {"an hour": f"{cost:.4g}"}
+        return {"": why, **sizes, **told, "seeds": str(len(found.cells[place])), **an_hour}
 
-    return _table(
-        "The smallest sizes that suffice",
-        ("", *q.axes, *(head for head, *_ in _TOLD.values()), "seeds", *["an hour"] * q.prices.given),
-        [list(cells(*row)) for row in (*rows, ("largest", q.corner)) if row[1] in found.cells],
-    )
+    return [line(why, place) for why, place in (*rows, ("largest", q.corner)) if place in found.cells]
 
 
-def _keeping_table(found: SizeMap) -> Table:
+def _read(found: Estimate | None, head: str) -> Estimate | None:
+    """A share in percent, where its column is."""
+    if found is None or not head.endswith("%"):
+        return found
+    low, high = (None if end is None else 100 * end for end in (found.ci_low, found.ci_high))
+    return replace(found, value=100 * found.value, ci_low=low, ci_high=high)
+
+
+def _kept(found: SizeMap) -> Table:
     """Of the sizes that the sentence names: what keeping took and saved by tier, by the ledger of their first seed, and how
-    long KV may be idle before keeping it costs what computing it again would. No row: nothing was kept, or has a price."""
+    long KV may be idle before keeping it costs what computing it again would. No line: nothing was kept, or has a price."""
     place = found.answer
     worth = None if place is None else Worth.of(found.trial(place), found.question.prices)
     if place is None or worth is None:
-        return _table("", (), ())
+        return []
     job = next(iter(found.cells[place].values()))
     prefill = list(prefill_seconds(job.metrics).items())
     shown = [prefill[at] for at in sorted({0, len(prefill) // 2, len(prefill) - 1})] if prefill else []
-
-    def told(value: float | None, unit: str) -> str:
-        return NONE if value is None else f"{significant(value)}{unit}"
-
-    rows = []
+    lines = []
     for tier in TIERS:
         idle, saved = job.value("held_idle_gib_s", tier), job.value("saved_s", tier)
         if idle and saved is not None and worth.gib(tier) is not None:
-            even = (told(worth.break_even_s(tokens, seconds, tier), " s") for tokens, seconds in shown)
-            rows.append([tier, told(idle, ""), told(saved, " s"), told(worth.paid_back(saved, idle, tier), "x"), *even])
-    return _table(
-        f"Is keeping worth it, with {found.name(place)}: paid back is the price of GPU time saved over that of memory",
-        ("tier", "idle GiB·s", "prefill saved", "paid back", *(f"even at {n:,} tokens" for n, _ in shown)),
-        rows,
-    )
-
-
-def _with_interval(found: Estimate | None, factor: float, unit: str) -> str:
-    if found is None:
-        return NONE
-    text = f"{significant(found.value * factor)}{unit}"
-    if found.ci_low is None or found.ci_high is None:
-        return text
-    return f"{text}\n[{significant(found.ci_low * factor)}, {significant(found.ci_high * factor)}]"
+            told = {"idle GiB·s": idle, "prefill saved, s": saved, "paid back": worth.paid_back(saved, idle, tier)}
+            told |= {f"even at {n:,} tokens, s": worth.break_even_s(n, seconds, tier) for n, seconds in shown}
+            texts = {head: NONE if value is None else significant(value) for head, value in told.items()}
+            lines.append({"tier": tier, **texts})
+    return lines
