@@ -97,9 +97,11 @@ def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.L
     first = copy_sweep(tmp_path, store, sweep)
     parent = store.sweep(sweep).mlflow_run_id
     assert first == (parent, 1)
-    store.set_sweep(sweep, mlflow_run_id=None)  # as if the process had died before it could note it
-    assert copy_sweep(tmp_path, store, sweep) == (parent, 0)
-    assert store.sweep(sweep).mlflow_run_id == parent
+    run = store.trial(trial).mlflow_run_id
+    store.set_sweep(sweep, mlflow_run_id=None)  # as if the process had died before it could note either
+    store.set_trial(trial, mlflow_run_id=None)
+    assert copy_sweep(tmp_path, store, sweep) == (parent, 1)
+    assert (store.sweep(sweep).mlflow_run_id, store.trial(trial).mlflow_run_id) == (parent, run)
     assert client.get_run(parent).info.status == "RUNNING"
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
 

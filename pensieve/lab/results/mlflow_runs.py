@@ -98,7 +98,10 @@ def copy_sweep(
     }
     known = client.search_runs([experiment], filter_string=tagged(**{PARENT_TAG: parent}), max_results=50_000)
     whole = {run.data.tags[TRIAL_TAG] for run in known if run.info.status != "RUNNING"}
-    missing = [found for number, found in sorted(ended.items()) if str(number) not in whole]
+    lacking = (
+        number for number, (trial, _) in ended.items() if str(number) not in whole or trial.mlflow_run_id is None
+    )
+    missing = [ended[number] for number in sorted(lacking)]
     for trial, reused in missing:
         with held(), lock(outputs):
             _write_trial(client, experiment, store, trial, sweep, parent, reused)
@@ -248,15 +251,15 @@ def _write_trial(
     run_id = trial.mlflow_run_id if parent is None and run_exists(client, trial.mlflow_run_id) else None
     run_id = run_id or first_run(client, experiment, **own)
     if run_id is None:
-        run_id = client.create_run(
-            experiment, milliseconds(trial.started_at), tags, trial_name(trial, sweep)
-        ).info.run_id
-    if client.get_run(run_id).info.status == "RUNNING":
+        made = client.create_run(experiment, milliseconds(trial.started_at), tags, trial_name(trial, sweep))
+        run_id, begun = str(made.info.run_id), True
+    elif begun := client.get_run(run_id).info.status == "RUNNING":
         log_batches(client, run_id, [], [], tags)
+    if begun:
         _fill_run(client, run_id, store, trial, slo_of_sweep(sweep.overrides) if sweep else slo_of_trial(trial))
     if trial.mlflow_run_id != run_id and (not reused or trial.mlflow_run_id is None):
         store.set_trial(trial.id, mlflow_run_id=run_id)
-    return str(run_id)
+    return run_id
 
 
 def _fill_run(client: Any, run_id: str, store: ResultsStore, trial: Trial, slo: Slo) -> None:
