@@ -5,51 +5,58 @@ from rich.console import Console
 
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.trial.fidelity_here import (
+    FLOW,
     MEASURED_AT,
+    TTFT,
     Compared,
-    Errors,
     Observed,
     errors_of,
     fidelity_here,
+    furthest_rate,
     mean_of,
     real_against_real,
     verdict,
+    within,
 )
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn
 
+RATES = ("gpu_hit_rate", "cpu_hit_rate", "miss_rate")
+
+
+def errors(rates, flow, ttft):
+    return {**dict(zip(RATES, rates, strict=True)), FLOW: flow, TTFT: ttft}
+
 
 def observed(gpu=0.5, cpu=0.3, flow=100.0, **ttft_ms):
-    return Observed((gpu, cpu, 1 - gpu - cpu), flow, {(name, 1): ms for name, ms in ttft_ms.items()})
+    rates = dict(zip(RATES, (gpu, cpu, 1 - gpu - cpu), strict=True))
+    return Observed({**rates, FLOW: flow}, {(name, 1): ms for name, ms in ttft_ms.items()})
 
 
 def test_a_trial_is_held_against_the_median_of_the_repeats():
     real = [observed(flow=flow, a=a, b=20.0) for flow, a in ((90.0, 8.0), (100.0, 10.0), (200.0, 40.0))]
     found = errors_of(observed(gpu=0.505, cpu=0.28, flow=104.0, a=11.0, b=16.0), real)
-    assert found.rates == pytest.approx((0.5, -2.0, 1.5))  # cpu: 28 against 30 %
-    assert found.hits == pytest.approx(-2.0)
-    assert found.throughput == pytest.approx(4.0)
-    assert found.ttft == pytest.approx((10 + 20) / 2)
-    assert not found.within()
-    assert errors_of(real[1], real).within()
+    assert found == pytest.approx(errors((0.5, -2.0, 1.5), 4.0, (10 + 20) / 2))  # cpu: 28 against 30 %
+    assert furthest_rate(found) == pytest.approx(-2.0)
+    assert not within(found)
+    assert within(errors_of(real[1], real))
 
 
 def test_only_turns_that_all_have_are_compared_and_nothing_is_no_zero():
     found = errors_of(observed(a=11.0, c=99.0), [observed(a=10.0, b=1.0)])
-    assert found.ttft == pytest.approx(10.0)
-    nothing = errors_of(Observed((None, None, None), None, {}), [observed(a=10.0)])
-    assert nothing == Errors((None, None, None), None, None) and nothing.hits is None
+    assert found[TTFT] == pytest.approx(10.0)
+    nothing = errors_of(Observed({}, {}), [observed(a=10.0)])
+    assert nothing == errors((None, None, None), None, None) and furthest_rate(nothing) is None
 
 
 def test_a_machine_against_itself():
     assert real_against_real([observed(a=1.0)]) is None
-    assert real_against_real([observed(a=1.0)] * 3) == Errors((0.0, 0.0, 0.0), 0.0, 0.0)
+    assert real_against_real([observed(a=1.0)] * 3) == errors((0.0, 0.0, 0.0), 0.0, 0.0)
     spread = real_against_real([observed(flow=100.0, a=10.0), observed(gpu=0.48, flow=110.0, a=10.0)])
-    assert spread.rates == pytest.approx((2.0, 0.0, 2.0))
-    assert spread.throughput == pytest.approx((100 * (1 - 100 / 110) + 10.0) / 2)
+    assert spread == pytest.approx(errors((2.0, 0.0, 2.0), (100 * (1 - 100 / 110) + 10.0) / 2, 0.0))
 
 
 def of(hits, throughput, ttft):
-    return Errors((hits, 0.0, None), throughput, ttft)
+    return errors((hits, 0.0, None), throughput, ttft)
 
 
 def place(hits, throughput, ttft, real=None, repeats=5):
@@ -58,8 +65,8 @@ def place(hits, throughput, ttft, real=None, repeats=5):
 
 def test_the_verdict_says_where_it_fails_and_whether_the_machine_was_busy():
     assert verdict([place(1.0, -5.0, 10.0)]).startswith("Verdict: holds. All 1 places")
-    for errors in ((1.1, 0.0, 0.0), (0.0, -5.1, 0.0), (0.0, 0.0, 10.1)):
-        assert "fails at 1 of 1 places: pressure=4" in verdict([place(*errors)])
+    for off in ((1.1, 0.0, 0.0), (0.0, -5.1, 0.0), (0.0, 0.0, 10.1)):
+        assert "fails at 1 of 1 places: pressure=4" in verdict([place(*off)])
     assert "what is evicted differs" in verdict([place(1.1, 0.0, 0.0)])
     restless = verdict([place(1.1, 20.0, 0.0, of(3.0, 20.0, 0.0))])
     assert "the machine differs from itself" in restless and "what is evicted differs" not in restless
@@ -107,11 +114,11 @@ def test_each_simulation_counts_and_one_that_is_off_is_not_hidden_by_two_that_ar
 
 
 def test_what_cannot_be_told_does_not_hold():
-    assert not Errors((0.0, 0.0, 0.0), None, 0.0).within() and not Errors((0.0, 0.0, 0.0), 0.0, None).within()
-    assert Errors((None, None, None), 0.0, 0.0).within()  # no history
-    none = mean_of([of(0.0, 1.0, 2.0), Errors((0.0, 0.0, None), None, 2.0)])
-    assert none.throughput is None and none.ttft == 2.0
-    assert mean_of([of(0.0, -1.0, 2.0), of(0.0, -3.0, 2.0), of(0.0, 1.0, 2.0)]).throughput == pytest.approx(-5 / 3)
+    assert not within(of(0.0, None, 0.0)) and not within(of(0.0, 0.0, None))
+    assert within(errors((None, None, None), 0.0, 0.0))  # no history
+    none = mean_of([of(0.0, 1.0, 2.0), of(0.0, None, 2.0)])
+    assert none[FLOW] is None and none[TTFT] == 2.0
+    assert mean_of([of(0.0, -1.0, 2.0), of(0.0, -3.0, 2.0), of(0.0, 1.0, 2.0)])[FLOW] == pytest.approx(-5 / 3)
 
 
 def test_a_simulation_by_another_profile_than_its_real_trial_measured_is_named():

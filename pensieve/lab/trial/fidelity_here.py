@@ -21,11 +21,13 @@ from pensieve.lab.results.frame import Frame, values_of
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.statistics import median
+from pensieve.units import NONE
 
 HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT = 1.0, 5.0, 10.0
 """What each error may come to: hit rates in points, by tier; output tokens a second; first tokens, mean over turns."""
 FEWEST_REPEATS = 5
 _RATES = {"gpu_hit_rate": "GPU", "cpu_hit_rate": "CPU", "miss_rate": "missed"}
+FLOW, TTFT = "throughput_output_tok_s", "ttft"
 _AXIS = "hardware"
 _LEGEND = (
     "Simulated: how far each simulation is from the median of n real repeats. Real again: how far each of these is from "
@@ -39,37 +41,16 @@ ByTurn = Mapping[tuple[str, int], float]
 """(conversation, turn) -> ms."""
 
 
+Errors = Mapping[str, float | None]
+"""By figure: rates in points, throughput and TTFT in percent. None: cannot be told."""
+
+
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One trial. rates: of _RATES, as shares; None where there was no history."""
+    """One trial. figures: of _RATES, as shares, None where there was no history; and its throughput."""
 
-    rates: tuple[float | None, ...]
-    throughput: float | None
+    figures: Mapping[str, float | None]
     ttft_ms: ByTurn
-
-
-@dataclass(frozen=True, slots=True)
-class Errors:
-    """rates: of _RATES, in points; throughput, ttft: in percent. None: cannot be told."""
-
-    rates: tuple[float | None, ...]
-    throughput: float | None
-    ttft: float | None
-
-    @property
-    def hits(self) -> float | None:
-        """The furthest rate."""
-        return max((rate for rate in self.rates if rate is not None), key=abs, default=None)
-
-    def within(self) -> bool:
-        """Hits may be unknown, where there is no history; what has no throughput or no first tokens is not within."""
-        limits = zip(
-            (self.hits or 0.0, self.throughput, self.ttft), (HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT), strict=True
-        )
-        return all(error is not None and abs(error) <= limit for error, limit in limits)
-
-
-_UNKNOWN = Errors((None,) * len(_RATES), None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,30 +66,32 @@ class Compared:
     unpaired: int = 0
 
 
-def median_of(trials: Sequence[Observed]) -> Observed:
-    """The median of each figure over trials; None, or left out, where one of them lacks it."""
-    flows = [trial.throughput for trial in trials if trial.throughput]
-    rates = [
-        [rate for rate in same if rate is not None] for same in zip(*(trial.rates for trial in trials), strict=True)
-    ]
-    common = set(trials[0].ttft_ms).intersection(*(trial.ttft_ms for trial in trials[1:]))
-    return Observed(
-        rates=tuple(median(known) if len(known) == len(trials) else None for known in rates),
-        throughput=median(flows) if len(flows) == len(trials) else None,
-        ttft_ms={turn: median([trial.ttft_ms[turn] for trial in trials]) for turn in sorted(common)},
-    )
+def furthest_rate(errors: Errors) -> float | None:
+    return max((rate for name in _RATES if (rate := errors.get(name)) is not None), key=abs, default=None)
+
+
+def within(errors: Errors) -> bool:
+    """Hits may be unknown, where there is no history; what has no throughput or no first tokens is not within."""
+    found = (furthest_rate(errors) or 0.0, errors.get(FLOW), errors.get(TTFT))
+    limits = zip(found, (HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT), strict=True)
+    return all(error is not None and abs(error) <= limit for error, limit in limits)
 
 
 def errors_of(one: Observed, others: Sequence[Observed]) -> Errors:
-    """Of a trial against the median of others. ttft: mean absolute percentage error over the turns that all have."""
-    middle = median_of(others)
-    beside = zip(one.rates, middle.rates, strict=True)
-    off = [abs(ms / middle.ttft_ms[turn] - 1) for turn, ms in one.ttft_ms.items() if turn in middle.ttft_ms]
-    return Errors(
-        rates=tuple(None if ours is None or theirs is None else 100 * (ours - theirs) for ours, theirs in beside),
-        throughput=100 * (one.throughput / middle.throughput - 1) if one.throughput and middle.throughput else None,
-        ttft=100 * fmean(off) if off else None,
-    )
+    """Of a trial against the median of others. TTFT: mean absolute percentage error over the turns that all have."""
+    off: dict[str, float | None] = {}
+    for name in (*_RATES, FLOW):
+        ours, theirs = (
+            one.figures.get(name),
+            [known for other in others if (known := other.figures.get(name)) is not None],
+        )
+        off[name] = None
+        if ours is not None and len(theirs) == len(others):
+            middle = median(theirs)
+            off[name] = 100 * (ours - middle if name in _RATES else ours / middle - 1)
+    turns = sorted(set(one.ttft_ms).intersection(*(other.ttft_ms for other in others)))
+    sizes = [abs(one.ttft_ms[turn] / median([other.ttft_ms[turn] for other in others]) - 1) for turn in turns]
+    return {**off, TTFT: 100 * fmean(sizes) if sizes else None}
 
 
 def real_against_real(repeats: Sequence[Observed]) -> Errors | None:
@@ -121,11 +104,11 @@ def real_against_real(repeats: Sequence[Observed]) -> Errors | None:
 def mean_of(errors: Iterable[Errors]) -> Errors:
     """Mean sizes, with the sign of the mean; None where one of them is."""
     each = list(errors)
-    return Errors(
-        rates=tuple(map(_mean_size, zip(*(one.rates for one in each), strict=True))),
-        throughput=_mean_size(one.throughput for one in each),
-        ttft=_mean_size(one.ttft for one in each),
-    )
+    found: dict[str, float | None] = {}
+    for name in each[0]:
+        known = [value for one in each if (value := one[name]) is not None]
+        found[name] = copysign(fmean(map(abs, known)), fmean(known)) if len(known) == len(each) else None
+    return found
 
 
 def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
@@ -146,10 +129,14 @@ def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
     for name in ("n", *_RATES.values(), "tok/s", "TTFT"):
         table.add_column(name, justify="right", no_wrap=True)
     for one in compared:
-        real = one.real or _UNKNOWN
-        beside = zip((*one.simulated.rates, one.simulated.throughput), (*real.rates, real.throughput), strict=True)
-        cells = [f"{_signed(ours)}/{_plain(theirs)}" for ours, theirs in beside]
-        table.add_row(one.place, str(one.repeats), *cells, f"{_plain(one.simulated.ttft)}/{_plain(real.ttft)}")
+        cells = []
+        for name in (*_RATES, FLOW, TTFT):
+            ours, theirs = one.simulated.get(name), (one.real or {}).get(name)
+            sign = "" if name == TTFT else "+"
+            cells.append(
+                f"{NONE if ours is None else f'{ours:{sign}.1f}'}/{NONE if theirs is None else f'{abs(theirs):.1f}'}"
+            )
+        table.add_row(one.place, str(one.repeats), *cells)
     return Group(table, _LEGEND, verdict(compared))
 
 
@@ -165,7 +152,7 @@ def compare(found: Frame) -> list[Compared]:
                 simulated = [trial for trial in own if trial.simulated and _profile_of(trial) is not None]
                 place = ", ".join(filter(None, (group.name, baseline, f"seed {seed}")))
                 observed = [_observed(found, trial) for trial in real]
-                errors = _UNKNOWN
+                errors: Errors = {}
                 if real and simulated:
                     errors = mean_of(errors_of(_observed(found, one), observed) for one in simulated)
                 again = real_against_real(observed)
@@ -183,7 +170,7 @@ def _unpaired(real: Sequence[Trial], simulated: Sequence[Trial]) -> int:
 
 def verdict(compared: Sequence[Compared]) -> str:
     limits = f"{HIT_POINTS:g} point of hit rate, {THROUGHPUT_PCT:g} % of throughput, {TTFT_PCT:g} % of TTFT"
-    outside = [one for one in compared if one.unpaired or not one.simulated.within()]
+    outside = [one for one in compared if one.unpaired or not within(one.simulated)]
     text = (
         f"Verdict: holds. All {len(compared)} places are within {limits}."
         if not outside
@@ -197,7 +184,7 @@ def verdict(compared: Sequence[Compared]) -> str:
         )
     if wrong := [one.place for one in outside if _decides_wrongly(one)]:
         text += f" Hit rates are off at {len(wrong)} of them, where the machine's own repeats agree: what is evicted differs."
-    restless = [one for one in compared if one.real is not None and not one.real.within()]
+    restless = [one for one in compared if one.real is not None and not within(one.real)]
     if restless:
         text += (
             f" At {len(restless)} places the machine differs from itself by more than the limits (real again): it was busy, "
@@ -211,14 +198,13 @@ def verdict(compared: Sequence[Compared]) -> str:
 
 def _decides_wrongly(one: Compared) -> bool:
     """Hit rates that differ although the real repeats agree on them."""
-    ours, theirs = one.simulated.hits, one.real.hits if one.real else None
+    ours, theirs = furthest_rate(one.simulated), furthest_rate(one.real or {})
     return ours is not None and abs(ours) > HIT_POINTS and (theirs is None or abs(theirs) <= HIT_POINTS)
 
 
 def _observed(found: Frame, trial: Trial) -> Observed:
     return Observed(
-        rates=tuple(found.metric(trial, name) for name in _RATES),
-        throughput=found.metric(trial, "throughput_output_tok_s"),
+        figures={**{name: found.metric(trial, name) for name in _RATES}, FLOW: found.metric(trial, FLOW) or None},
         ttft_ms=_by_turn(found, trial),
     )
 
@@ -233,17 +219,3 @@ def _profile_of(trial: Trial) -> Mapping[str, Any] | None:
     """What a simulated trial's record says of the profile that it goes by."""
     cost = (trial.engine or {}).get("cost") or {}
     return cost if cost.get("kind") == "machine profile" else None
-
-
-def _mean_size(values: Iterable[float | None]) -> float | None:
-    found = list(values)
-    known = [value for value in found if value is not None]
-    return copysign(fmean(map(abs, known)), fmean(known)) if known and len(known) == len(found) else None
-
-
-def _signed(value: float | None) -> str:
-    return "–" if value is None else f"{value:+.1f}"
-
-
-def _plain(value: float | None) -> str:
-    return "–" if value is None else f"{abs(value):.1f}"
