@@ -112,100 +112,77 @@ def _run_job(cfg: DictConfig) -> None:
 
 def size() -> int:
     """How much KV cache a load needs, as a map: [group=option] [size.gpu=[...]] [slo.ttft_ms=500]."""
-    sys.path.insert(0, os.getcwd())  # your own policies, as in run
-    with _imports():
-        import hydra
-        from hydra.core.hydra_config import HydraConfig
 
-        from pensieve.lab.compose import conf_folder, outputs_folder
-        from pensieve.lab.trial.terminal import guarded
-
-    os.environ["PENSIEVE_OUTPUTS"] = str(outputs_folder())  # absolute, also for the processes that run its trials
-
-    @hydra.main(config_path=str(conf_folder()), config_name="size", version_base="1.3")
-    def app(cfg: DictConfig) -> None:
+    def body(cfg: DictConfig) -> int:
         with _imports():
-            from pensieve.errors import PensieveError
+            from hydra.core.hydra_config import HydraConfig
+
             from pensieve.lab.commands.size.planner import size as run_map
 
-        hydra_node = HydraConfig.get()
-        if hydra_node.mode is not None and hydra_node.mode.name == "MULTIRUN":
+        hydra = HydraConfig.get()
+        if hydra.mode is not None and hydra.mode.name == "MULTIRUN":
             sys.exit("A map is a sweep of its own: leave -m out, and give sizes as size.gpu=[4GB,8GB].")
-        try:
-            status = run_map(cfg, list(hydra_node.overrides.task), Path(hydra_node.runtime.output_dir))
-        except PensieveError as error:
-            sys.exit(str(error))
-        if status:
-            sys.exit(status)
+        return run_map(cfg, list(hydra.overrides.task), Path(hydra.runtime.output_dir))
 
-    guarded(app, "size")
-    return 0
+    return _composed("size", body)
 
 
 def bench() -> int:
     """Benchmarks beside their limits and peers: target=all."""
-    with _imports():
-        import hydra
-        from hydra.core.hydra_config import HydraConfig
-        from omegaconf import OmegaConf
-
-        from pensieve.errors import PensieveError
-        from pensieve.lab.bench import run_target
-        from pensieve.lab.compose import conf_folder
-        from pensieve.lab.trial.terminal import guarded
-
-    @hydra.main(config_path=str(conf_folder()), config_name="bench", version_base="1.3")
-    def app(cfg: DictConfig) -> None:
-        config = OmegaConf.to_container(cfg, resolve=True)
-        assert isinstance(config, dict)
-        typed = (str(text).lstrip("+").partition("=") for text in HydraConfig.get().overrides.task)
-        try:
-            status = run_target({str(name): value for name, value in config.items()}, {key: v for key, _, v in typed})
-        except PensieveError as error:
-            sys.exit(str(error))
-        if status:
-            sys.exit(status)
-
-    guarded(app, "bench")
-    return 0
+    return _live("bench", "pensieve.lab.bench", "run_target")
 
 
 def serve() -> int:
     """A server with the API of OpenAI: [group=option] [serve.port=8000]."""
-    return _live("serve", "pensieve.serve.server.command")
+    return _live("serve", "pensieve.serve.server.command", "serve")
 
 
 def chat() -> int:
     """Talk to a model in the terminal: [group=option] [chat.script=FILE]."""
-    return _live("chat", "pensieve.serve.server.chat")
+    return _live("chat", "pensieve.serve.server.chat", "chat")
 
 
 def profile() -> int:
     """Measure this machine for its cost model and for simulating it: [group=option] [profile.to=FILE]."""
-    return _live("profile", "pensieve.lab.commands.profile")
+    return _live("profile", "pensieve.lab.commands.profile", "profile")
 
 
-def _live(verb: str, module: str) -> int:
-    """Run the function of that name in that module with the composed configuration of conf/<verb>.yaml."""
-    sys.path.insert(0, os.getcwd())  # your own policies, as in run
+def _live(verb: str, module: str, function: str) -> int:
+    """Run that function with the composed configuration of conf/<verb>.yaml and the overrides as typed, by field."""
     with _imports():
-        import hydra
+        command = getattr(import_module(module), function)
+
+    def body(cfg: DictConfig) -> int:
         from hydra.core.hydra_config import HydraConfig
         from omegaconf import OmegaConf
 
+        config = OmegaConf.to_container(cfg, resolve=True)
+        assert isinstance(config, dict)
+        typed = (str(text).lstrip("+~").partition("=") for text in HydraConfig.get().overrides.task)
+        status: int = command(
+            {str(name): value for name, value in config.items()}, {key: text for key, _, text in typed}
+        )
+        return status
+
+    return _composed(verb, body)
+
+
+def _composed(verb: str, body: Callable[[DictConfig], int]) -> int:
+    """Have Hydra compose conf/<verb>.yaml, and end the process with the status of `body`."""
+    sys.path.insert(0, os.getcwd())  # your own policies, as in run
+    with _imports():
+        import hydra
+
         from pensieve.errors import PensieveError
-        from pensieve.lab.compose import conf_folder
+        from pensieve.lab.compose import conf_folder, outputs_folder
         from pensieve.lab.trial.terminal import guarded
 
-        command = getattr(import_module(module), verb)
+    os.environ["PENSIEVE_OUTPUTS"] = str(outputs_folder())  # absolute, also for processes that run trials
 
     @hydra.main(config_path=str(conf_folder()), config_name=verb, version_base="1.3")
     def app(cfg: DictConfig) -> None:
-        config = OmegaConf.to_container(cfg, resolve=True)
-        assert isinstance(config, dict)
-        typed = {str(text).lstrip("+~").partition("=")[0] for text in HydraConfig.get().overrides.task}
         try:
-            status = command({str(name): value for name, value in config.items()}, typed)
+            status = body(cfg)
         except PensieveError as error:
             sys.exit(str(error))
         if status:
@@ -353,8 +330,9 @@ def _results_parser() -> argparse.ArgumentParser:
     pruned = command("prune", _prune, "delete attempts that no sweep shows; without --yes only say which")
     pruned.add_argument("--failed", action="store_true", help="also failed and interrupted trials that never completed")
     pruned.add_argument("--yes", action="store_true", help="delete them")
-    command("sync-mlflow", _sync, "write to MLflow what it lacks of the results database (pensieve mlflow sync)")
-    command("rebuild-mlflow", _rebuild, "make the MLflow store anew from the results database")
+    command("sync-mlflow", _to_mlflow, "write to MLflow what it lacks of the results database (pensieve mlflow sync)")
+    anew = command("rebuild-mlflow", _to_mlflow, "make the MLflow store anew from the results database")
+    anew.set_defaults(anew=True)
     bundled = command("bundle", _bundle, "a zip of a sweep that redraws its figures on another machine")
     bundled.add_argument("sweep", type=int)
     bundled.add_argument("--to", type=Path, help="file (default: outputs/bundle/sweep-<id>.zip)")
@@ -526,22 +504,12 @@ def _prune(store: ResultsStore, options: argparse.Namespace) -> int:
     return 0
 
 
-def _rebuild(store: ResultsStore, _options: argparse.Namespace) -> int:
+def _to_mlflow(store: ResultsStore, options: argparse.Namespace) -> int:
     from pensieve.lab.compose import outputs_folder
-    from pensieve.lab.results.mlflow_runs import rebuild_mlflow
+    from pensieve.lab.results.mlflow_runs import rebuild_mlflow, sync_mlflow
 
-    return _written(rebuild_mlflow(outputs_folder(), store, _say), store)
-
-
-def _sync(store: ResultsStore, _options: argparse.Namespace) -> int:
-    from pensieve.lab.compose import outputs_folder
-    from pensieve.lab.results.mlflow_runs import sync_mlflow
-
-    return _written(sync_mlflow(outputs_folder(), store, _say), store)
-
-
-def _written(trials: int, store: ResultsStore) -> int:
-    print(f"{trials} trials were written to MLflow from {store.database.shown}.")
+    write = rebuild_mlflow if "anew" in options else sync_mlflow
+    print(f"{write(outputs_folder(), store, _say)} trials were written to MLflow from {store.database.shown}.")
     return 0
 
 
