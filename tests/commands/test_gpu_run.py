@@ -32,7 +32,6 @@ def test_every_step_has_its_verdict_and_all_is_in_one_file(
 ) -> None:
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     monkeypatch.setattr(gpu_run, "environment", lambda checkout: {"gpu": "a GPU", "commit": "abc"})
-    monkeypatch.setattr(gpu_run, "_GRACE_S", 0.2)
     database = "import os, pathlib; pathlib.Path(os.environ['PENSIEVE_OUTPUTS'], 'results.db').write_text('rows')"
     steps = (
         Step("good", ("-c", f"{database}; print('all well')"), 30),

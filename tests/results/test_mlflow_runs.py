@@ -240,7 +240,7 @@ def test_an_experiment_that_another_machine_makes_first_is_used(
             self.asked += 1
             return None if self.asked == 1 else SimpleNamespace(experiment_id=7, lifecycle_stage="active")
 
-        def create_experiment(self, name: str, tags: dict[str, str]) -> str:
+        def create_experiment(self, name: str, **_: object) -> str:
             raise exceptions.MlflowException("it exists")
 
     assert mlflow_store.experiment_id(Server(), tmp_path, "ours") == "7"

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
@@ -11,13 +12,24 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pensieve.core.clock import WallClock
+from pensieve.core.clock import VirtualClock, WallClock
+from pensieve.errors import ResultsError
 from pensieve.lab.compose.machine import Device
 from pensieve.lab.results import environment
 from pensieve.lab.results.store import open_store
 from pensieve.lab.trial import samples
-from pensieve.lab.trial.samples import CpuMeter, NvmlMeter, Quantity, Sampler, device_metrics, meter_of
+from pensieve.lab.trial.samples import (
+    MOST_MOMENTS,
+    CpuMeter,
+    NvmlMeter,
+    Quantity,
+    Sampler,
+    device_metrics,
+    gauges_of,
+    meter_of,
+)
 from tests.results.trials import trial_fields
+from tests.trial.test_run import run, tracking  # noqa: F401  a fixture
 
 CPU = Device("cpu", "cpu", "cpu", "this CPU", 1, 1, 1)
 GPU = Device("cuda", "cuda:0", "GPU-1", "a GPU", 1, 1, 1)
@@ -212,3 +224,82 @@ def test_an_nvidia_device_that_nvml_does_not_know(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(nvmlDeviceGetHandleByUUID=unknown))
     assert meter_of(GPU) is None
     assert "cannot be sampled: Not Found" in caplog.text
+
+
+# -- the cache's occupancy
+
+NAMES = {"gpu_blocks_used", "cpu_blocks_used", "queue_length", "running_requests"}
+
+
+class Gauged:
+    """Holds as many blocks as the last time that somebody set."""
+
+    def __init__(self, clock):
+        self.clock, self.held, self.asked = clock, 0, 0
+
+    def gauges(self):
+        self.asked += 1
+        return {"gpu_blocks_used": (self.held, "blocks")}
+
+
+class Silent:
+    clock = VirtualClock()
+
+
+def test_simulated_time_is_read_at_even_moments(store):
+    clock = VirtualClock()
+    clock.advance_to(5_000_000_000)  # the engine was started before
+    system = Gauged(clock)
+    with Sampler(store, 1, gauges_of(system), clock, 0.1):
+        for held, until_ms in ((3, 5_250), (7, 5_260), (9, 5_460)):
+            system.held = held
+            clock.advance_to(until_ms * 1_000_000)
+    clock.advance_to(9_000_000_000)
+    readings = store.samples_of(1)
+    assert [(round(r.at_s, 9), r.value) for r in readings] == [(0.0, 3), (0.1, 3), (0.2, 3), (0.3, 9), (0.4, 9)]
+    assert {(r.device, r.name, r.unit) for r in readings} == {("engine", "gpu_blocks_used", "blocks")}
+    assert system.asked == 2  # once for each stretch in which a reading fell due
+
+
+@pytest.mark.parametrize("steps", [1, 100, 100_000])
+def test_a_trial_of_any_length_has_a_bounded_number_of_readings(store, steps):
+    clock = VirtualClock()
+    with Sampler(store, 1, gauges_of(Gauged(clock)), clock, 0.1, most=64):
+        for step in range(steps):
+            clock.advance_to((step + 1) * 100_000 * 1_000_000_000 // steps)  # a day and a bit
+    times = [r.at_s for r in store.samples_of(1)]
+    assert 32 <= len(times) < 64
+    gaps = {round(b - a, 6) for a, b in pairwise(times)}
+    assert len(gaps) == 1  # evenly, however the clock moves
+    assert times[-1] >= 100_000 - 2 * max(gaps)
+
+
+def test_a_system_that_does_not_tell_and_a_full_disk(store, monkeypatch, caplog):
+    with Sampler(store, 1, gauges_of(Silent()), Silent.clock):
+        Silent.clock.advance_to(10**10)
+    assert store.samples_of(1) == []
+
+    def full(*_):
+        raise ResultsError("the disk is full")
+
+    monkeypatch.setattr(type(store), "add_samples", full)
+    with Sampler(store, 1, gauges_of(Gauged(VirtualClock())), VirtualClock()):
+        pass
+    assert "not kept: the disk is full" in caplog.text
+
+
+@pytest.mark.parametrize("baseline", ["pensieve", "stateless", "prefix_cache", "llama_slots"])
+def test_a_trial_shows_what_it_held(tracking, baseline):  # noqa: F811
+    outcome = run(tracking, f"baseline={baseline}", "workload.pressure=2")
+    trial = tracking.store.trial(outcome.trial_id)
+    readings = tracking.store.samples_of(outcome.trial_id)
+    assert {r.name for r in readings} == NAMES
+    assert 0 < len(readings) <= MOST_MOMENTS * len(NAMES)
+    most = {name: max(r.value for r in readings if r.name == name) for name in NAMES}
+    chunk = trial.config["cache"]["chunk_tokens"]
+    assert 0 < most["gpu_blocks_used"] <= trial.gpu_tokens / chunk
+    assert most["running_requests"] >= 1
+    assert (most["cpu_blocks_used"] > 0) is (baseline == "pensieve")
+    assert most["cpu_blocks_used"] <= trial.cpu_tokens / chunk
+    assert min(r.at_s for r in readings) == 0.0
+    assert max(r.at_s for r in readings) <= trial.measure_end_s + 100

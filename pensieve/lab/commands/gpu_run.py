@@ -11,6 +11,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import distributions
@@ -22,7 +23,6 @@ from pensieve.lab.compose import outputs_folder
 from pensieve.lab.trial.terminal import say
 
 Verdict = Literal["passed", "failed", "out of time", "not run"]
-_GRACE_S = 10  # between the request to end and the end
 _BENCH = "runners/bench.py"
 _ROOM_FOR_8B = 22 * 2**30
 _ASK_S = 60  # of a command that describes the machine
@@ -125,24 +125,14 @@ def _perform(step: Step, checkout: Path, folder: Path) -> tuple[Outcome, bool]:
             verdict = "out of time"
         except KeyboardInterrupt:
             stopped = True
-        finally:
-            _end(process)
+        finally:  # with all it has started: a worker that holds the device would spoil the next step
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     lines = log.read_text(errors="replace").strip().splitlines()
     seconds = time.monotonic() - began
     said = lines[-1].strip()[:200] if lines else ""
     return Outcome(step.name, _typed(step), verdict, round(seconds, 1), said, log.name), stopped
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a step with all it has started: a worker that holds the device would spoil the next step."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        os.killpg(process.pid, how)
-        try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def environment(checkout: Path) -> dict[str, str]:

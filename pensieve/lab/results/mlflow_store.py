@@ -183,29 +183,21 @@ def lock(outputs: Path) -> FileLock:
 
 
 def experiment_id(client: Any, outputs: Path, name: str) -> str:
-    """The experiment's id, created or restored from deletion if need be. The caller holds the lock."""
+    """The experiment's id, created or restored from deletion if need be. The caller holds the lock of this machine."""
+    from mlflow.exceptions import MlflowException
+
     found = client.get_experiment_by_name(name)
-    if found is None and remote_url() is not None:  # the server decides where artifacts go
-        return _made_once(client, name)
     if found is None:
-        location = (outputs.absolute() / "mlartifacts").as_uri()
-        return str(client.create_experiment(name, artifact_location=location, tags=RUNS_FIRST))
+        location = None if remote_url() else (outputs.absolute() / "mlartifacts").as_uri()  # a server decides it itself
+        try:
+            return str(client.create_experiment(name, artifact_location=location, tags=RUNS_FIRST))
+        except MlflowException:  # on a server another machine may be first
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
     if found.lifecycle_stage == "deleted":
         client.restore_experiment(found.experiment_id)
     return str(found.experiment_id)
-
-
-def _made_once(client: Any, name: str) -> str:
-    """The lock is this machine's: on a server another one may be first."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        return str(client.create_experiment(name, tags=RUNS_FIRST))
-    except MlflowException:
-        found = client.get_experiment_by_name(name)
-        if found is None:
-            raise
-        return str(found.experiment_id)
 
 
 def run_exists(client: Any, run_id: str | None) -> bool:
