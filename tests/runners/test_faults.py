@@ -1,11 +1,12 @@
 """Whatever dies, nothing finished is lost and nothing is counted twice."""
 
+import contextlib
 import importlib.util
 import os
-import random
 import resource
+import signal
 import sqlite3
-import time
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -13,7 +14,8 @@ from pensieve.lab.results import store as store_module
 from pensieve.lab.results.store import open_store
 from pensieve.lab.results.sweep_table import sweep_table
 from tests.results.trials import trial_fields
-from tests.runners.sweeping import SHORT, kill, start, wait_until
+from tests.runners import sweeping
+from tests.runners.sweeping import SHORT, start, wait_until
 
 SWEEP = (*SHORT, "-m", "seed=0,1", "baseline=pensieve,stateless", "tracking.mlflow=false")
 JOBS = 4
@@ -42,6 +44,14 @@ def completed(outputs):
         return []
 
 
+def ended(outputs, *arguments, status=0):
+    """The command, from its start to its end."""
+    process = start(outputs, *arguments)
+    process.join(100)
+    assert process.exitcode == status, said(outputs)
+    assert "Traceback" not in said(outputs)
+
+
 def check_whole(outputs, jobs=JOBS):
     """Every job has exactly one completed trial, with all its turns and tokens; the table counts each once."""
     assert query(outputs, "pragma integrity_check") == [("ok",)]
@@ -65,64 +75,40 @@ def check_whole(outputs, jobs=JOBS):
     assert sum(row.trials for row in sweep_table(store, sweep).rows) == jobs
 
 
-def kill_and_resume(outputs, kills, arguments, seconds):
-    """Each time the sweep starts over, runs for a random while and is killed; what was completed stays as it was."""
-    draw = random.Random(kills)
-    finished = []
-    for _ in range(kills):
-        process = start(outputs, *arguments)
-        time.sleep(draw.uniform(0, seconds))
-        kill(process)
-        now = completed(outputs)
-        assert set(finished) <= set(now)
-        finished = now
-        if len(finished) == JOBS:  # begin with nothing again, or the later kills meet a sweep with nothing to do
-            check_finished_then_clear(outputs, arguments)
-            finished = []
-    process = start(outputs, *arguments)
-    process.join(60)
-    assert process.exitcode == 0, said(outputs)
-    assert said(outputs).count("is this one and is completed") == len(finished)
-    check_whole(outputs)
-
-
-def check_finished_then_clear(outputs, arguments):
-    process = start(outputs, *arguments)
-    process.join(60)
-    assert process.exitcode == 0, said(outputs)
-    check_whole(outputs)
-    for file in outputs.glob("results.db*"):
-        file.unlink()
-
-
-@pytest.mark.slow
-def test_a_sweep_killed_at_random_moments_resumes(tmp_path):
-    kill_and_resume(tmp_path / "outputs", 5, SWEEP, 1.6)
-
-
 @pytest.mark.skipif(
     importlib.util.find_spec("joblib") is None
     or importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None,
     reason="hydra-joblib-launcher is not installed",
 )
 @pytest.mark.slow
-def test_joblib_runs_a_sweep_and_resumes_it(tmp_path, monkeypatch):
+def test_a_worker_of_joblib_is_killed_then_its_sweep_and_the_third_command_ends(tmp_path, monkeypatch):
     outputs = tmp_path / "outputs"
     arguments = (*SWEEP, "hydra/launcher=joblib_2")
+
+    def pids(status):
+        with contextlib.suppress(sqlite3.OperationalError):  # before there is a table
+            return {pid for (pid,) in query(outputs, f"select pid from trial where status = '{status}'")}
+        return set()
+
+    process = start(outputs, *arguments)
+    running = set()
+    wait_until(lambda: running.update(pids("running")) or running)
+    os.kill(min(running), signal.SIGKILL)
+    process.join(100)
+    assert process.exitcode == 1 and "A process of the sweep was killed" in said(outputs)
+    assert query(outputs, "select status from sweep") == [("failed",)]
     process = start(outputs, *arguments)
     wait_until(lambda: completed(outputs))
-    os.kill(process.pid, 9)  # the parent only: its workers must end by themselves
+    os.kill(process.pid, signal.SIGKILL)  # the parent only: its workers must end by themselves
     process.join()
-    pids = [pid for (pid,) in query(outputs, "select distinct pid from trial")]
-    assert process.pid not in pids
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 30)
+    workers = pids("completed") | pids("running") | pids("interrupted")
+    assert process.pid not in workers
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers), 30)
     finished = completed(outputs)
     from joblib.externals.loky.backend import context
 
     monkeypatch.setattr(context, "_DEFAULT_START_METHOD", "fork")  # new interpreters have been shown to work
-    process = start(outputs, *arguments)
-    process.join(100)
-    assert process.exitcode == 0, said(outputs)
+    ended(outputs, *arguments)
     assert set(finished) <= set(completed(outputs))
     check_whole(outputs)
 
@@ -134,9 +120,7 @@ def test_a_failed_trial_does_not_stop_the_others(tmp_path, monkeypatch):
     monkeypatch.setenv("CRASHES", "2")
     monkeypatch.setenv("CRASH_COUNT", str(tmp_path / "crashes"))
     crashing = (*SWEEP, "++eviction._target_=tests.trial.crashing.Crash")
-    process = start(outputs, *crashing)
-    process.join(60)
-    assert process.exitcode == 1
+    ended(outputs, *crashing, status=1)
     found = query(outputs, "select status, error, traceback from sweep_trial join trial on id = trial_id order by job")
     assert [status for status, _, _ in found] == ["failed", "failed", "completed", "completed"]
     for _, error, trace in found[:2]:
@@ -144,56 +128,42 @@ def test_a_failed_trial_does_not_stop_the_others(tmp_path, monkeypatch):
         assert trace.startswith("Traceback")
     assert query(outputs, "select status from sweep") == [("failed",)]
     assert said(outputs).count("tests/trial/crashing.py, line 28 (__init__), raised RuntimeError: it broke") == 2
-    assert "Traceback" not in said(outputs)
     monkeypatch.setenv("CRASHES", "1000")
-    process = start(outputs, *crashing, "trial.fail_fast=true")
-    process.join(60)
-    assert process.exitcode == 1
+    ended(outputs, *crashing, "trial.fail_fast=true", status=1)
     assert "not_completed" in said(outputs)  # the table, with what is there
     assert query(outputs, "select status from sweep") == [("failed",)]
     assert len(query(outputs, "select 1 from trial")) == 4 + 1  # the first failed again, and nothing came after it
     assert query(outputs, "select count(*) from sweep") == [(1,)]
     monkeypatch.setenv("CRASHES", "0")
-    process = start(outputs, *crashing)
-    process.join(60)
-    assert process.exitcode == 0, said(outputs)
+    ended(outputs, *crashing)
     check_whole(outputs)
 
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_in_a_sweep(tmp_path, monkeypatch):
     outputs = tmp_path / "outputs"
-    process = start(outputs, *SHORT, "-m", "seed=0", "baseline=pensieve", "tracking.mlflow=false")
-    process.join(60)
+    ended(outputs, *SHORT, "-m", "seed=0", "baseline=pensieve", "tracking.mlflow=false")
     limit = max(file.stat().st_size for file in outputs.glob("results.db*")) + 20_000
 
     def limited(*arguments):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         run(*arguments)
 
-    import signal
-
-    from tests.runners import sweeping
-
     run = sweeping._sweep
     with monkeypatch.context() as patch:
         patch.setattr(sweeping, "_sweep", limited)
         previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # EFBIG instead, as Python itself asks for
         try:
-            process = start(
-                outputs, *SWEEP, "hydra.job_logging.handlers.file.filename=/dev/full"
+            ended(
+                outputs, *SWEEP, "hydra.job_logging.handlers.file.filename=/dev/full", status=1
             )  # and so is the log's
-            process.join(60)
         finally:
             signal.signal(signal.SIGXFSZ, previous)
-    assert process.exitcode == 1
-    assert "Traceback" not in said(outputs) and "Logging error" not in said(outputs), said(outputs)
+    assert "Logging error" not in said(outputs), said(outputs)
     assert "disk" in said(outputs)
     assert query(outputs, "pragma integrity_check") == [("ok",)]
     assert len(completed(outputs)) < JOBS
-    process = start(outputs, *SWEEP)
-    process.join(60)
-    assert process.exitcode == 0, said(outputs)
+    ended(outputs, *SWEEP)
     assert len(completed(outputs)) == JOBS
 
 
@@ -203,15 +173,11 @@ def test_a_database_that_stays_locked(tmp_path, monkeypatch):
     open_store(outputs)
     holder = sqlite3.connect(outputs / "results.db", isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
-    process = start(outputs, *SWEEP)
-    process.join(60)
-    assert process.exitcode == 1
+    ended(outputs, *SWEEP, status=1)
     assert "stayed locked" in said(outputs)
     holder.execute("ROLLBACK")
     holder.close()
-    process = start(outputs, *SWEEP)
-    process.join(60)
-    assert process.exitcode == 0, said(outputs)
+    ended(outputs, *SWEEP)
     check_whole(outputs)
 
 
@@ -219,17 +185,13 @@ def test_a_damaged_database_is_left_alone(tmp_path):
     outputs = tmp_path / "outputs"
     outputs.mkdir()
     (outputs / "results.db").write_bytes(b"these are my notes\n" * 500)
-    process = start(outputs, *SWEEP)
-    process.join(60)
-    assert process.exitcode == 1
+    ended(outputs, *SWEEP, status=1)
     assert "is damaged" in said(outputs)
     assert len(said(outputs).strip().splitlines()) <= 2, said(outputs)
     assert (outputs / "results.db").read_bytes() == b"these are my notes\n" * 500
 
 
 def test_a_clock_that_steps_back(tmp_path, monkeypatch):
-    from datetime import UTC, datetime, timedelta
-
     store = open_store(tmp_path)
     first = store.begin_trial(trial_fields())
     store.finish_trial(first, "completed")

@@ -1,16 +1,11 @@
-"""kill -9 at random moments, with and without a launcher: afterwards every record tells the same story."""
+"""kill -9 at random moments: afterwards every record tells the same story."""
 
 import contextlib
-import importlib.util
-import itertools
-import os
 import random
 import shutil
-import signal
 import sqlite3
 import time
 
-import psutil
 import pytest
 
 from pensieve.errors import TrialRunning
@@ -20,11 +15,10 @@ from pensieve.lab.results.store import open_store
 from pensieve.lab.trial import run as run_module
 from tests.results.test_database import FORK
 from tests.runners.sweeping import SHORT, kill, start, wait_until
-from tests.runners.test_faults import check_whole, completed, query, said
+from tests.runners.test_faults import check_whole, completed, ended, query, said
 
 SWEEP = (*SHORT, "-m", "seed=0", "baseline=pensieve,gpu_only,stateless")
 JOBS = 3
-KILLED_WORKER = "A process of the sweep was killed"
 
 
 @pytest.fixture(autouse=True)
@@ -39,18 +33,6 @@ def warm(monkeypatch):
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient  # noqa: F401
     from mlflow.store.tracking import sqlalchemy_store  # noqa: F401
-
-
-@pytest.fixture
-def forked_workers(warm):
-    if any(importlib.util.find_spec(name) is None for name in ("joblib", "hydra_plugins.hydra_joblib_launcher")):
-        pytest.skip("hydra-joblib-launcher is not installed")
-    from joblib.externals.loky.backend import context
-
-    before = context._DEFAULT_START_METHOD
-    context.set_start_method("fork", force=True)
-    yield
-    context.set_start_method(before, force=True)
 
 
 def mlflow_runs(outputs):
@@ -88,9 +70,7 @@ def check_mlflow(outputs):
 
 
 def finish(outputs, arguments):
-    process = start(outputs, *arguments)
-    process.join(200)
-    assert process.exitcode == 0, said(outputs)
+    ended(outputs, *arguments)
     check_whole(outputs, JOBS)
     check_mlflow(outputs)
 
@@ -108,7 +88,7 @@ def begin_with_nothing(outputs):
     shutil.copyfile(empty / "mlflow.db", outputs / "mlflow.db")
 
 
-def kill_and_resume(outputs, kills, arguments, kill_one):
+def kill_and_resume(outputs, kills, arguments):
     """The same command again and again, killed at a random moment of the time that it takes on this machine as busy as
     it is now; what was completed stays as it was. A sweep that came to its end is checked, and begins with nothing."""
     begin_with_nothing(outputs)
@@ -124,7 +104,7 @@ def kill_and_resume(outputs, kills, arguments, kill_one):
             landed += 1
         else:
             seconds *= 0.9  # too late: the machine is less busy than it was, or little was left to do
-        kill_one(process, draw)
+        kill(process)
         now = completed(outputs)
         assert set(finished) <= set(now)
         finished = now
@@ -139,74 +119,7 @@ def kill_and_resume(outputs, kills, arguments, kill_one):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_one_process_killed_at_random_moments(tmp_path, warm):
-    kill_and_resume(tmp_path / "outputs", 6, SWEEP, lambda process, _: kill(process))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_joblib_killed_at_random_moments(tmp_path, forked_workers):
-    """Parent, worker or both, in turn. A parent that lives tells of its worker; workers that live end by themselves."""
-    outputs = tmp_path / "outputs"
-    turns = itertools.cycle(["parent", "worker", "both"])
-    left, told, at_trials = [], [], set()
-
-    def at_work(process):
-        """The worker whose trial runs, waited for: a kill between two trials may be one that nobody has to hear of."""
-        while process.exitcode is None:
-            with contextlib.suppress(psutil.NoSuchProcess, sqlite3.OperationalError):  # before there is a table
-                running = {pid for (pid,) in query(outputs, "select pid from trial where status = 'running'")}
-                for worker in psutil.Process(process.pid).children():
-                    if worker.pid in running:
-                        return worker
-            process.join(0.02)
-        raise psutil.NoSuchProcess(process.pid)
-
-    def kill_one(process, draw):
-        who = next(turns)
-        workers = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            workers = [p for p in psutil.Process(process.pid).children() if not _is_tracker(p)]
-        if who == "parent":
-            left.extend(workers)
-            process.kill()  # the next sweep begins at once, while its workers may still be at work
-            process.join()
-            with contextlib.suppress(sqlite3.OperationalError):  # before there is a table
-                at_trials.update(pid for (pid,) in query(outputs, "select pid from trial"))
-        elif who == "worker" and process.exitcode is None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                at_work(process).send_signal(signal.SIGKILL)
-            process.join(60)
-            assert process.exitcode in (0, 1), said(outputs)
-            assert "Traceback" not in said(outputs)
-            if process.exitcode == 1:
-                assert KILLED_WORKER in said(outputs)
-                assert query(outputs, "select status from sweep") == [("failed",)]
-                told.append(process.pid)
-        else:
-            kill(process)
-
-    kill_and_resume(outputs, 6, (*SWEEP, "hydra/launcher=joblib_2"), kill_one)
-    assert told
-    at_trials.update(pid for (pid,) in query(outputs, "select pid from trial"))
-    wait_until(lambda: all(_has_ended(worker) for worker in left if worker.pid in at_trials), 30)
-    for process in left:  # those that never got a job wait for one
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    assert os.getpid() not in at_trials
-
-
-def _has_ended(process):
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def _is_tracker(process):
-    try:
-        return any("resource_tracker" in word for word in process.cmdline())
-    except psutil.Error:
-        return True
+    kill_and_resume(tmp_path / "outputs", 6, SWEEP)
 
 
 @pytest.mark.slow
@@ -217,9 +130,7 @@ def test_fail_fast_ends_the_sweep_with_its_table_and_its_mlflow_run(tmp_path, wa
     monkeypatch.setenv("CRASHES", "1")
     failing = (*SWEEP, "trial.fail_fast=true", "++eviction._target_=tests.trial.crashing.Crash")
     begin_with_nothing(outputs)
-    process = start(outputs, *failing)
-    process.join(200)
-    assert process.exitcode == 1
+    ended(outputs, *failing, status=1)
     assert query(outputs, "select status from trial") == [("failed",)]
     assert query(outputs, "select status from sweep") == [("failed",)]
     assert "no further trial of this sweep begins" in said(outputs)
@@ -235,11 +146,8 @@ def test_a_sweep_without_its_mlflow_store_is_rebuilt_later(tmp_path, warm):
     outputs = tmp_path / "outputs"
     outputs.mkdir()
     (outputs / "mlflow.db").write_bytes(b"not a database" * 100)
-    process = start(outputs, *SWEEP)
-    process.join(200)
-    assert process.exitcode == 0, said(outputs)
+    ended(outputs, *SWEEP)
     assert "the results database is complete without it" in said(outputs)
-    assert "Traceback" not in said(outputs)
     check_whole(outputs, JOBS)
     assert query(outputs, "select count(*) from trial where mlflow_run_id is not null") == [(0,)]
     rebuilding = FORK.Process(target=rebuild_mlflow, args=(outputs, open_store(outputs), print))
@@ -265,9 +173,7 @@ def test_a_command_repeated_at_once_waits_for_the_worker_that_was_left(tmp_path,
 
     monkeypatch.setattr(type(store), "claim_trial", refused_once)
     monkeypatch.setattr("pensieve.lab.trial.run.ORPHAN_S", -1.0)
-    process = start(outputs, *SHORT, "-m", "seed=0", "baseline=pensieve", "tracking.mlflow=false")
-    process.join(100)
-    assert process.exitcode == 0, said(outputs)
+    ended(outputs, *SHORT, "-m", "seed=0", "baseline=pensieve", "tracking.mlflow=false")
     assert query(outputs, "select status, attempt from trial") == [("completed", 1)]
     assert "This trial is running already." in said(outputs)
 
