@@ -1,33 +1,8 @@
-"""What tests are given composed once is what Hydra composes, and follows the files."""
+"""What tests are given read once follows the files."""
 
-import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from pensieve.lab.compose import read_option
-from tests import composed_once
-from tests.composed import hydra_session
-
-
-def whole(overrides):
-    with hydra_session():
-        return OmegaConf.to_yaml(compose(config_name="config", overrides=overrides, return_hydra_config=True))
-
-
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        ([], ["seed=3", "hydra.job.chdir=true"]),
-        (["eviction=lru", "cache.gpu=4096 tokens"], ["eviction=lru", "~trial.trace", "+workload.own=1"]),
-    ],
-)
-def test_the_same_options_with_other_fields_are_what_hydra_composes(first, then, monkeypatch):
-    whole(first)
-    again = whole(then)
-    with monkeypatch.context() as patch:
-        patch.setattr(composed_once, "_state", lambda file: object())  # a file is never the same
-        assert whole(then) == again
-    assert whole(then) == again != whole(first)
 
 
 def test_a_file_that_is_written_again_is_read_again(tmp_path):
