@@ -24,6 +24,10 @@ def composed(name, scale="full"):
         return compose(config_name="config", overrides=overrides, return_hydra_config=True)
 
 
+def plain(cfg):
+    return check({key: value for key, value in cfg.items() if key != "hydra"})
+
+
 def test_only_experiments_are_shortened():
     assert set(SHORTENED) < set(EXPERIMENTS)
 
@@ -42,7 +46,7 @@ def test_small_is_the_tiny_model_on_the_cpu_with_the_same_axes(name):
 def test_swept_fields_have_a_scalar_among_their_values(name, scale):
     cfg = composed(name, scale)
     axes = cfg.hydra.sweeper.params
-    check({key: value for key, value in cfg.items() if key != "hydra"})
+    plain(cfg)
     for axis in axes:
         if "." in axis:
             assert str(OmegaConf.select(cfg, axis)).lower() in str(axes[axis]).split(","), axis
@@ -67,6 +71,8 @@ def test_each_begins_with_its_command_and_what_it_shows(name):
     assert 20 < len(clause(name)) < 95
     assert f"  {name} " in choices()
     assert name.rpartition("/")[0] in FOLDERS
+    own = {"machine/fidelity_vllm": "prefix_cache", "peers/llama_cpp_cascade": "llama_cpp"}
+    assert plain(composed(name)).baseline.name == own.get(name, "pensieve")
 
 
 def test_sharegpt_overlays_have_their_models_and_replies():

@@ -25,20 +25,18 @@ CONTRACT = {
     "sweep": "baselines none",
 }
 PARAMETERS = {  # billions, as the models' cards give them
-    "smollm2_135m": 0.135, "smollm2_135m_gguf": 0.135,
+    "tiny": 0.0105, "smollm2_135m": 0.135, "smollm2_135m_gguf": 0.135,
     "gpt2": 0.124, "opt_125m": 0.125, "opt_13b": 12.9, "opt_66b": 65.7, "llama2_7b": 6.74, "llama2_13b": 13.0,
     "llama2_70b": 69.0, "llama3_8b": 8.03, "gemma2_27b_it": 27.2,
 }  # fmt: skip
 CASES = [(group, option) for group in CONTRACT for option in CONTRACT[group].split()]
 
 
-@pytest.mark.parametrize("group", CONTRACT)
-def test_every_option_of_the_contract_exists(group):
-    assert set(CONTRACT[group].split()) <= set(options(group))
-
-
-@pytest.mark.parametrize(("group", "option"), [case for case in CASES if case[0] not in ("sweep", "tracking")])
-def test_every_option_composes_and_carries_its_name(group, option):
+@pytest.mark.parametrize(("group", "option"), CASES)
+def test_every_option_of_the_contract_composes_and_carries_its_name(group, option):
+    assert option in options(group)
+    if group in ("sweep", "tracking"):
+        return
     cfg = composed(f"{group}={option}")
     assert cfg[group].name == option
     missing = group in ("baseline", "workload") and cfg[group].get("missing")
@@ -53,18 +51,6 @@ def test_every_option_composes_and_carries_its_name(group, option):
 def test_architectures_have_the_published_size(model, billions):
     architecture = ModelConfig.model_validate(resolved(composed(f"model={model}"))["model"]).architecture
     assert ModelSpec.from_architecture(model, architecture).parameters / 1e9 == pytest.approx(billions, rel=0.02)
-
-
-def test_tiny_has_about_ten_million_parameters():
-    architecture = ModelConfig.model_validate(resolved(composed())["model"]).architecture
-    assert 8e6 < ModelSpec.from_architecture("tiny", architecture).parameters < 12e6
-
-
-@pytest.mark.parametrize("overlay", options("experiment"))
-def test_overlays_compose(overlay):
-    cfg = composed(f"experiment={overlay}")
-    own = {"machine/fidelity_vllm": "prefix_cache", "peers/llama_cpp_cascade": "llama_cpp"}
-    assert check(cfg).baseline.name == own.get(overlay, "pensieve")
 
 
 def test_every_yaml_begins_with_a_comment():
