@@ -68,31 +68,24 @@ def _benchmark(source: Source) -> bool:
 
 def _comparison(rows: Sequence[SweepRow]) -> Table:
     axes = list(rows[0].group)
-    disk = [("disk hit", "%")] if any(row.disk_hit_rate for row in rows) else []
+    on_disk = any(row.metrics["disk_hit_rate"] for row in rows)
     columns = [
         *((axis, "") for axis in axes), ("baseline", ""), ("trials", ""), ("TTFT p50", "ms"), ("TTFT p99", "ms"),
         ("TTFT last turn", "ms"), ("ITL p50", "ms"), ("ITL p99", "ms"), ("output", "tok/s"), ("GPU hit", "%"),
-        ("CPU hit", "%"), *disk, ("miss", "%"), ("outputs", "held against the others"),
+        ("CPU hit", "%"), *([("disk hit", "%")] if on_disk else []), ("miss", "%"), ("outputs", "held against the others"),
     ]  # fmt: skip
-    texts = [[*row.group.values(), *_row(row, bool(disk))] for row in rows]
+    texts = [[*row.group.values(), *_row(row, on_disk)] for row in rows]
     kept = [place for place in range(len(columns)) if any(text[place] != NONE for text in texts)]
     columns, texts = [columns[place] for place in kept], [[text[place] for place in kept] for text in texts]
     return Table(columns, texts, "Baselines side by side", words=len(axes) + 1)
 
 
 def _row(row: SweepRow, on_disk: bool) -> list[str]:
-    disk = [row.disk_hit_rate] if on_disk else []
-    return [
-        row.baseline,
-        str(row.trials),
-        *(
-            three_digits(ms)
-            for ms in (row.ttft_p50_ms, row.ttft_p99_ms, row.ttft_last_ms, row.itl_p50_ms, row.itl_p99_ms)
-        ),
-        three_digits(row.throughput_output_tok_s),
-        *(percent(rate) for rate in (row.gpu_hit_rate, row.cpu_hit_rate, *disk, row.miss_rate)),
-        _outputs(row),
-    ]
+    ttft, itl = ([row.metrics[f"{name}_ms_{p}"] for p in ("p50", "p99")] for name in ("ttft", "itl"))
+    rates = ("gpu_hit_rate", "cpu_hit_rate", *(["disk_hit_rate"] if on_disk else []), "miss_rate")
+    numbers = [*ttft, row.ttft_last_ms, *itl, row.metrics["throughput_output_tok_s"]]
+    shares = [percent(row.metrics[name]) for name in rates]
+    return [row.baseline, str(row.trials), *map(three_digits, numbers), *shares, _outputs(row)]
 
 
 def _outputs(row: SweepRow) -> str:

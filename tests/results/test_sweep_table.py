@@ -48,7 +48,7 @@ def test_columns_are_taken_from_the_measured_turns(store: ResultsStore) -> None:
     assert theirs.beside_ours.ratio == pytest.approx(3.0)
     assert theirs.beside_ours.n == 6
     assert ours.beside_ours is None
-    assert (ours.gpu_hit_rate, ours.cpu_hit_rate, ours.miss_rate) == (0.5, 0.25, 0.25)
+    assert [ours.metrics[f"{name}_rate"] for name in ("gpu_hit", "cpu_hit", "miss")] == [0.5, 0.25, 0.25]
 
 
 def test_swapping_two_baselines_swaps_the_rows() -> None:

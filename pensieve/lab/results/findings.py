@@ -66,39 +66,27 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """ "4.35× lower than stateless (95 % CI 2.21–5.65)", "not told apart from gpu_only (1.04×, 95 % CI 0.95–1.13)"."""
-        if self.verdict == "not told apart":
-            inside = ", ".join(filter(None, (self.size(), self.interval())))
-            return f"not told apart from {self.other} ({inside})"
-        invert = self.verdict == "higher"
-        interval = self.interval(invert)
-        return f"{self.size(invert)} {self.verdict} than {self.other}{f' ({interval})' if interval else ''}"
+        """ "4.35× lower than stateless (95 % CI 2.21–5.65)", "not told apart from gpu_only (1.04×, 95 % CI 0.95–1.13)".
 
-    def size(self, invert: bool = False) -> str:
-        """invert: how many times higher, where `found` is below 1. Points have no sign beside a verdict."""
-        if self.in_points:
-            signed = self.found.ratio if self.verdict == "not told apart" else abs(self.found.ratio)
-            return f"{_points(signed)} points"
-        return f"{_times(1 / self.found.ratio if invert else self.found.ratio)}×"
-
-    def interval(self, invert: bool = False) -> str:
-        low, high = self.found.ci_low, self.found.ci_high
-        if low is None or high is None:
-            return ""
-        if self.in_points:
-            ends = sorted((abs(low), abs(high))) if self.verdict != "not told apart" else [low, high]
-            return f"95 % CI {_points(ends[0])} to {_points(ends[1])}"
-        if invert:
-            low, high = 1 / high, 1 / low
-        return f"95 % CI {_times(low)}–{_times(high)}"
+        Beside a verdict points have no sign, and a ratio is above 1."""
+        told = self.verdict != "not told apart"
+        numbers = [one for one in (self.found.ratio, self.found.ci_low, self.found.ci_high) if one is not None]
+        if self.verdict == "higher" and not self.in_points:
+            numbers = [1 / one for one in numbers]
+        elif told:
+            numbers = [abs(one) for one in numbers]
+        shown = [
+            f"{100 * one + 0.0:.1f}" if self.in_points else _times(one) for one in (numbers[0], *sorted(numbers[1:]))
+        ]
+        size = f"{shown[0]}{' points' if self.in_points else '×'}"
+        interval = f"95 % CI {(' to ' if self.in_points else '–').join(shown[1:])}" if len(shown) > 1 else ""
+        if not told:
+            return f"not told apart from {self.other} ({', '.join(filter(None, (size, interval)))})"
+        return f"{size} {self.verdict} than {self.other}{f' ({interval})' if interval else ''}"
 
 
 def _times(ratio: float) -> str:
     return f"{ratio:.1f}" if ratio >= 10 else f"{ratio:.2f}"
-
-
-def _points(share: float) -> str:
-    return f"{100 * share + 0.0:.1f}"
 
 
 def last_turn_ratio(a: pd.Series[float], b: pd.Series[float]) -> PairedRatio | None:
@@ -189,21 +177,21 @@ def headline(found: Frame, groups: Sequence[TrialGroup], made: Sequence[Finding]
     if not latencies:
         ranked = _ranked(found, groups)
         return f"{simulated}{ranked}" if ranked else None
-    quantity, names = latencies[0].quantity, {one.name for one in latencies}
-    settings = {tuple(one.at.items()) for one in latencies}
+    first = latencies[0]
+    settings = {tuple(one.at.items()): one.name for one in latencies}
     if len(settings) == 1:
-        each = ", ".join(one.text for one in latencies)
-        at = "".join(f", {axis}={value}" for axis, value in latencies[0].at.items())
-        return f"{simulated}{quantity}{at}: {latencies[0].name} {each}{_without_interval(latencies)}."
-    if len(names) == 1:
-        others = dict.fromkeys(one.other for one in latencies)
-        each = "; ".join(_over_settings([one for one in latencies if one.other == other]) for other in others)
-        return f"{simulated}{quantity} over {len(settings)} settings: {latencies[0].name} {each}."
-    wins = Counter({one.name: 0 for one in latencies})
-    for place in settings:
-        wins[next(one.name for one in latencies if tuple(one.at.items()) == place)] += 1
-    each = ", ".join(f"{name} lowest in {count}" for name, count in wins.most_common())
-    return f"{simulated}{quantity} over {len(settings)} settings: {each}."
+        at = "".join(f", {axis}={value}" for axis, value in first.at.items())
+        each = f"{first.name} {', '.join(one.text for one in latencies)}{_without_interval(latencies)}"
+        return f"{simulated}{first.quantity}{at}: {each}."
+    if len({one.name for one in latencies}) == 1:
+        own = [
+            [one for one in latencies if one.other == other] for other in dict.fromkeys(one.other for one in latencies)
+        ]
+        each = f"{first.name} {'; '.join(map(_over_settings, own))}"
+    else:
+        lowest = Counter(settings.values())
+        each = ", ".join(f"{name} lowest in {count}" for name, count in lowest.most_common())
+    return f"{simulated}{first.quantity} over {len(settings)} settings: {each}."
 
 
 def _over_settings(own: Sequence[Finding]) -> str:
@@ -230,20 +218,20 @@ def _ranked(found: Frame, groups: Sequence[TrialGroup]) -> str | None:
         return None
     if any(found.incomplete(trials) for group in groups for trials in group.trials.values()):
         return None
-    shares = {}
-    for group in groups:
-        [trials] = group.trials.values()
-        if (rate := found.mean(trials, "miss_rate")) is not None:
-            shares[group.name] = rate
+    rates = {group.name: found.mean(next(iter(group.trials.values())), "miss_rate") for group in groups}
+    shares = {name: f"{100 * rate:.1f} %" for name, rate in sorted(rates.items(), key=_by_rate) if rate is not None}
     if len(shares) < 2:
         return None
-    least, most = min(shares.values()), max(shares.values())
-    if f"{least:.1%}" == f"{most:.1%}":
-        return f"{RECOMPUTED}: {100 * least:.1f} % in all {len(shares)} settings."
-    low = _some_of([name for name, share in shares.items() if f"{share:.1%}" == f"{least:.1%}"])
-    high = _some_of([name for name, share in shares.items() if f"{share:.1%}" == f"{most:.1%}"])
-    return f"{RECOMPUTED}: lowest {100 * least:.1f} % ({low}), highest {100 * most:.1f} % ({high})."
+    least, *_, most = shares.values()
+    if least == most:
+        return f"{RECOMPUTED}: {least} in all {len(shares)} settings."
+    return f"{RECOMPUTED}: lowest {least} ({_some_of(shares, least)}), highest {most} ({_some_of(shares, most)})."
 
 
-def _some_of(names: Sequence[str]) -> str:
+def _by_rate(one: tuple[str, float | None]) -> float:
+    return one[1] or 0.0
+
+
+def _some_of(shares: Mapping[str, str], share: str) -> str:
+    names = [name for name, own in shares.items() if own == share]
     return names[0] if len(names) == 1 else f"{len(names)} settings"

@@ -75,6 +75,11 @@ Held = Callable[[], AbstractContextManager[object]]
 
 # -- sweeps -------------------------------------------------------------------------------------------------------------
 
+_SHOWN = (
+    "ttft_ms_p50", "ttft_ms_p99", "throughput_output_tok_s", "gpu_hit_rate", "cpu_hit_rate", "miss_rate", "bound_hit_rate",
+)  # fmt: skip
+"""Of each row of a sweep's table, in its parent run."""
+
 
 @or_none
 def copy_sweep(
@@ -187,17 +192,9 @@ def headline_metrics(table: SweepTable) -> dict[str, float | None]:
             }
     for row in table.rows:
         place = " ".join([*row.group.values(), *([row.baseline] if several or not row.group else [])])
-        found |= {
-            f"ttft_ms_p50/{place}": row.ttft_p50_ms,
-            f"ttft_ms_p99/{place}": row.ttft_p99_ms,
-            f"ttft_ms_first_turn/{place}": row.ttft_first_ms,
-            f"ttft_ms_last_turn/{place}": row.ttft_last_ms,
-            f"throughput_output_tok_s/{place}": row.throughput_output_tok_s,
-            f"gpu_hit_rate/{place}": row.gpu_hit_rate,
-            f"cpu_hit_rate/{place}": row.cpu_hit_rate,
-            f"miss_rate/{place}": row.miss_rate,
-            f"bound_hit_rate/{place}": row.bound_hit_rate,
-        }
+        ends = {"ttft_ms_first_turn": row.ttft_first_ms, "ttft_ms_last_turn": row.ttft_last_ms}
+        values = {**ends, **{name: row.metrics[name] for name in _SHOWN}}
+        found |= {f"{name}/{place}": value for name, value in values.items()}
     return found
 
 

@@ -54,6 +54,13 @@ class Note:
         return self.code in ABOVE
 
 
+def _where(code: str, places: Sequence[str], between: str = ", ", **values: Any) -> list[Note]:
+    """A note that names these places; none without any."""
+    more = len(places) - _SHOWN
+    listed = between.join(places[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return [Note(code, {"where": listed, **values})] if places else []
+
+
 def notes(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
     """All that apply to the sweep, those above the table first."""
     made = [*missing(found), *not_comparable(groups), *_lost_most(found, groups), *load_changed(groups)]
@@ -105,7 +112,7 @@ def _context_cut(groups: Sequence[TrialGroup]) -> list[Note]:
     if alike:
         return [Note("context_cut", {"where": next(iter(told.values()))})]
     each_place = [f"{f'({name}) ' if name else ''}{said}" for name, said in told.items()]
-    return [Note("context_cut", {"where": _listed(each_place, "; ")})]
+    return _where("context_cut", each_place, "; ")
 
 
 def plan_of(trial: Trial) -> Mapping[str, Any]:
@@ -133,7 +140,7 @@ def _lost_most(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
         for group in groups
         for name, (done, asked) in mostly_lost(found, group).items()
     ]
-    return [Note("mostly_lost", {"where": _listed(where)})] if where else []
+    return _where("mostly_lost", where)
 
 
 # -- one rule for each note ---------------------------------------------------------------------------------------------
@@ -147,7 +154,7 @@ def _turns_without_reply(found: Frame, groups: Sequence[TrialGroup]) -> list[Not
             turns = less.total() + sum(int(found.metric(trial, "turns", "completed") or 0) for trial in trials)
             each = ", ".join(f"{count:,} {status}" for status, count in less.items())
             lost.append(f"{_place(group, name)} {less.total():,} of {turns:,} ({each})")
-    return [Note("turns_without_reply", {"where": _listed(lost, "; ")})] if lost else []
+    return _where("turns_without_reply", lost, "; ")
 
 
 def _waiting(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
@@ -157,7 +164,7 @@ def _waiting(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
         if _mostly_wait(last):
             waited, ttft = last["queue_ms"].median(), last["ttft_ms"].median()
             late.append(f"{_place(group, name)} {waited:,.0f} of {ttft:,.0f} ms")
-    return [Note("near_saturation", {"where": _listed(late)})] if late else []
+    return _where("near_saturation", late)
 
 
 def _last_turns(found: Frame, trials: Sequence[Trial]) -> pd.DataFrame:
@@ -188,7 +195,7 @@ def _less_finished(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
             elif ahead := _most_ahead(own, {other: of for other, of in rates.items() if other != name}):
                 other, rate, most = ahead
                 less.append(f"{_place(group, name)} {rate:.3g}, {other} {most:.3g} with the same seeds")
-    return [Note("less_finished", {"where": _listed(less, "; ")})] if less else []
+    return _where("less_finished", less, "; ")
 
 
 def _most_ahead(own: Mapping[int, float], others: Mapping[str, Mapping[int, float]]) -> tuple[str, float, float] | None:
@@ -236,7 +243,7 @@ def _slower_at(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
             made = _behind(*(found.by_seed(own, "throughput_output_tok_s") for own in (ours, theirs)))
             if made is not None:
                 slower.append(f"{made[0]:.3g} output tokens/s, {_place(group, other)} {made[1]:.3g}{_seeds(made[2])}")
-    return [Note("slower_at", {"where": _listed(slower, "; ")})] if slower else []
+    return _where("slower_at", slower, "; ")
 
 
 def _seeds(count: int) -> str:
@@ -261,8 +268,7 @@ def _caches(_found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
             if said:
                 more = f" (and {len(said) - 1} more trials)" if len(said) > 1 else ""
                 places.append(f"{_place(group, name)}: {said[0]}{more}")
-        if places:
-            made.append(Note(code, {"where": _listed(places, "; ")}))
+        made += _where(code, places, "; ")
     return made
 
 
@@ -274,7 +280,7 @@ def _slots(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
         if shares and median(shares) > _FOUND_FULL:
             slots = "/".join(sorted({str(_slots_of(trial)) for trial in trials}))
             limited.append(f"{_place(group, name)} has {slots}, taken for {median(shares):.0%} of its turns")
-    return [Note("slots_taken", {"where": _listed(limited)})] if limited else []
+    return _where("slots_taken", limited)
 
 
 def _slots_of(trial: Trial) -> int | None:
@@ -350,15 +356,12 @@ def _machine(found: Frame, _groups: Sequence[TrialGroup]) -> list[Note]:
         error = found.metric(trial, "cost_model_error_pct")
         if error is not None and abs(error) > max(_MODEL_OFF_PCT, abs(worst.get(trial.baseline, 0.0))):
             worst[trial.baseline] = error
-    if worst:
-        made.append(Note("cost_model_off", {"where": ", ".join(f"{n} {e:+.0f} %" for n, e in worst.items())}))
-    return made
+    return made + _where("cost_model_off", [f"{name} {error:+.0f} %" for name, error in worst.items()])
 
 
 def _what_ran(found: Frame, _groups: Sequence[TrialGroup]) -> list[Note]:
-    trials, made = found.trials, []
-    if simulated := sorted({trial.hardware for trial in trials if trial.simulated}):
-        made.append(Note("simulated", {"where": ", ".join(simulated)}))
+    trials = found.trials
+    made = _where("simulated", sorted({trial.hardware for trial in trials if trial.simulated}))
     if any(trial.weights == "random" for trial in trials):
         made.append(Note("random_weights"))
     made += [Note("served_by", {"text": text}) for text in footer(trials)]
@@ -384,9 +387,7 @@ def _window(found: Frame, _groups: Sequence[TrialGroup]) -> list[Note]:
     for trial in trials:
         if (share := float(trial.flags.get("drain_share") or 0.0)) > 0:
             drained[trial.baseline] = max(share, drained.get(trial.baseline, 0.0))
-    if drained:
-        made.append(Note("drain", {"where": ", ".join(f"{name} {share:.0%}" for name, share in drained.items())}))
-    return made
+    return made + _where("drain", [f"{name} {share:.0%}" for name, share in drained.items()])
 
 
 def _bound(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
@@ -394,18 +395,14 @@ def _bound(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
     if len(groups) != 1:
         return []
     bounds = {name: found.mean(trials, "bound_hit_rate") for name, trials in groups[0].trials.items()}
-    known = ", ".join(
-        f"{name} {percent(bound)}" for name, bound in bounds.items() if bound is not None and name != REFERENCE
-    )
-    return [Note("bound", {"where": known})] if known else []
+    known = [f"{name} {percent(bound)}" for name, bound in bounds.items() if bound is not None and name != REFERENCE]
+    return _where("bound", known)
 
 
 def _failures(found: Frame, _groups: Sequence[TrialGroup]) -> list[Note]:
     lost = [job.last for job in found.jobs if job.last.status not in ("completed", "running")]
-    made = []
-    if lost:
-        each = [f"{t.baseline}, seed {t.seed}, {t.status}{f': {t.error}'.rstrip('.') if t.error else ''}" for t in lost]
-        made.append(Note("not_completed", {"where": _listed(each, "; ")}))
+    each = [f"{t.baseline}, seed {t.seed}, {t.status}{f': {t.error}'.rstrip('.') if t.error else ''}" for t in lost]
+    made = _where("not_completed", each, "; ")
     waiting = found.sweep.n_expected - len(found.jobs)
     if waiting > 0:
         made.append(Note("never_begun", {"count": waiting, "expected": found.sweep.n_expected}))
@@ -478,8 +475,3 @@ def _all(groups: Sequence[TrialGroup]) -> list[tuple[TrialGroup, str, Sequence[T
 
 def _place(group: TrialGroup, baseline: str) -> str:
     return f"{baseline} ({group.name})" if group.name else baseline
-
-
-def _listed(places: Sequence[str], between: str = ", ") -> str:
-    more = len(places) - _SHOWN
-    return between.join(places[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from itertools import groupby
@@ -48,31 +48,22 @@ class OutputCheck:
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One baseline in one group. Rates, throughput and percentiles: means over its trials. TTFT first, last: geometric mean
-    in ms over seeds, repeats and conversations, of the first measured turn and of each conversation's own last one. The ratio
-    of two baselines' last turns is so the quotient of their numbers, where both measured the same conversations.
+    """One baseline in one group. metrics: means over its trials; bound_hit_rate is None for a server that stores nothing.
 
-    beside_ours: its TTFT over Pensieve's at the last turn that both measured, paired by seed and conversation. gap_closed:
-    where eviction policies were compared, see frame.gap_closed. bound_hit_rate: None for a server that stores nothing.
+    ttft_first_ms, ttft_last_ms: geometric mean over seeds, repeats and conversations, of the first measured turn and of each
+    conversation's own last one. The ratio of two baselines' last turns is so the quotient of their numbers, where both
+    measured the same conversations. beside_ours: its TTFT over Pensieve's at the last turn that both measured, paired by
+    seed and conversation. gap_closed: where eviction policies were compared, see frame.gap_closed.
     """
 
     group: Mapping[str, str]
     baseline: str
     trials: int
     seeds: int
-    ttft_p50_ms: float | None
-    ttft_p99_ms: float | None
+    metrics: Mapping[str, float | None]
     ttft_first_ms: float | None
     ttft_last_ms: float | None
-    itl_p50_ms: float | None
-    itl_p99_ms: float | None
     beside_ours: PairedRatio | None
-    throughput_output_tok_s: float | None
-    gpu_hit_rate: float | None
-    cpu_hit_rate: float | None
-    disk_hit_rate: float | None
-    miss_rate: float | None
-    bound_hit_rate: float | None
     gap_closed: PairedRatio | None
     outputs: OutputCheck | None
 
@@ -159,28 +150,20 @@ def _row(found: Frame, group: TrialGroup, baseline: str, made: Sequence[Finding]
     reference = REFERENCE if REFERENCE in group.trials else next(iter(group.trials))
     beside = (f.found for f in made if f.quantity == LAST_TTFT and (f.at, f.other) == (group.at, baseline))
     means = {name: found.mean(trials, name) for name in _MEANS}
+    if baseline == REFERENCE:
+        means["bound_hit_rate"] = None
+    outputs = _check_outputs(found.store, reference, group.trials[reference], trials) if baseline != reference else None
     return SweepRow(
         group=group.at,
         baseline=baseline,
         trials=len(trials),
         seeds=len({trial.seed for trial in trials}),
-        ttft_p50_ms=means["ttft_ms_p50"],
-        ttft_p99_ms=means["ttft_ms_p99"],
+        metrics=means,
         ttft_first_ms=_geometric_mean(ttft[turns == min(turns, default=0)]),
         ttft_last_ms=_geometric_mean(ttft.groupby(level=CONVERSATION).last()),
-        itl_p50_ms=means["itl_ms_p50"],
-        itl_p99_ms=means["itl_ms_p99"],
         beside_ours=next(beside, None),
-        throughput_output_tok_s=means["throughput_output_tok_s"],
-        gpu_hit_rate=means["gpu_hit_rate"],
-        cpu_hit_rate=means["cpu_hit_rate"],
-        disk_hit_rate=means["disk_hit_rate"],
-        miss_rate=means["miss_rate"],
-        bound_hit_rate=means["bound_hit_rate"] if baseline != REFERENCE else None,
         gap_closed=_gap_closed(found, group, baseline),
-        outputs=_check_outputs(found.store, reference, group.trials[reference], trials)
-        if baseline != reference
-        else None,
+        outputs=outputs,
     )
 
 
@@ -228,27 +211,13 @@ def _geometric_mean(values: Iterable[float]) -> float | None:
 
 def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -> RenderableType:
     """A row for each baseline; with axes, for each value of these of the one baseline. No column without a value."""
-    columns = {
-        f"\n{axes or 'baseline'}": [", ".join(row.group.values()) if axes else row.baseline for row in rows],
-        "\nn": [str(row.trials) for row in rows],
-        "TTFT ms\np50": [three_digits(row.ttft_p50_ms) for row in rows],
-        "\np99": [three_digits(row.ttft_p99_ms) for row in rows],
-        "last\nturn": [three_digits(row.ttft_last_ms) for row in rows],
-        "last turn,\n× pensieve (CI)": [_ratio(row) for row in rows],
-        "ITL ms\np50": [three_digits(row.itl_p50_ms) for row in rows],
-        " \np99": [three_digits(row.itl_p99_ms) for row in rows],
-        "out\ntok/s": [three_digits(row.throughput_output_tok_s) for row in rows],
-        "GPU\nhit %": [percent(row.gpu_hit_rate) for row in rows],
-        "CPU\nhit %": [percent(row.cpu_hit_rate) for row in rows],
-        "disk\nhit %": [percent(row.disk_hit_rate) if row.disk_hit_rate else NONE for row in rows],
-        "miss\n%": [percent(row.miss_rate) for row in rows],
-        "bound\n%": [percent(row.bound_hit_rate) if axes else NONE for row in rows],
-        f"{START} to bound,\nclosed %": [_closed(row.gap_closed) for row in rows],
-        "\noutputs": [_outputs(row.outputs) for row in rows],
-    }
-    first = next(iter(columns))
-    shown = [name for name, cells in columns.items() if name == first or any(one not in (NONE, _OWN) for one in cells)]
-    lines = [{name: columns[name][place] for name in shown} for place in range(len(rows))]
+    columns = {head: [cell(row) for row in rows] for head, cell in _COLUMNS.items() if axes or head != _BOUND}
+    names = [", ".join(row.group.values()) if axes else row.baseline for row in rows]
+    shown = {head: cells for head, cells in columns.items() if any(one not in (NONE, _OWN) for one in cells)}
+    lines = [
+        {f"\n{axes or 'baseline'}": name, **{head: cells[place] for head, cells in shown.items()}}
+        for place, name in enumerate(names)
+    ]
     return grid(lines, "  ".join(f"{axis}={value}" for axis, value in group.items()))
 
 
@@ -291,9 +260,6 @@ def _notes_on_outputs(rows: Sequence[SweepRow]) -> list[Note]:
     return made
 
 
-_OWN = "1"
-
-
 def _ratio(row: SweepRow) -> str:
     ratio = row.beside_ours
     if ratio is None:
@@ -302,3 +268,35 @@ def _ratio(row: SweepRow) -> str:
         return f"{ratio.ratio:.2f}, n = {ratio.groups}"
     digits = 2 if ratio.ci_high < 10 else 1
     return f"{ratio.ratio:.{digits}f} ({ratio.ci_low:.{digits}f}–{ratio.ci_high:.{digits}f})"
+
+
+_OWN = "1"
+_BOUND = "bound\n%"
+
+
+def _digits(name: str) -> Callable[[SweepRow], str]:
+    return lambda row: three_digits(row.metrics[name])
+
+
+def _percent(name: str) -> Callable[[SweepRow], str]:
+    return lambda row: percent(row.metrics[name])
+
+
+_COLUMNS: Mapping[str, Callable[[SweepRow], str]] = {
+    "\nn": lambda row: str(row.trials),
+    "TTFT ms\np50": _digits("ttft_ms_p50"),
+    "\np99": _digits("ttft_ms_p99"),
+    "last\nturn": lambda row: three_digits(row.ttft_last_ms),
+    "last turn,\n× pensieve (CI)": _ratio,
+    "ITL ms\np50": _digits("itl_ms_p50"),
+    " \np99": _digits("itl_ms_p99"),
+    "out\ntok/s": _digits("throughput_output_tok_s"),
+    "GPU\nhit %": _percent("gpu_hit_rate"),
+    "CPU\nhit %": _percent("cpu_hit_rate"),
+    "disk\nhit %": lambda row: percent(row.metrics["disk_hit_rate"] or None),
+    "miss\n%": _percent("miss_rate"),
+    _BOUND: _percent("bound_hit_rate"),
+    f"{START} to bound,\nclosed %": lambda row: _closed(row.gap_closed),
+    "\noutputs": lambda row: _outputs(row.outputs),
+}
+"""Head -> what a row has there."""
