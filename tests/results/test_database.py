@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import sqlite3
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ from pensieve.errors import ResultsError
 from pensieve.lab.results.database import Database, check_sqlite_file
 from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE
 from pensieve.lab.results.store import ResultsStore, open_store
-from tests.results.trials import conversation_turns, trial_fields, turn, write_tokens
+from tests.results.trials import conversation_turns, trial_fields
 
 FORK = multiprocessing.get_context("fork")
 
@@ -163,48 +161,6 @@ def test_a_full_disk_keeps_what_was_whole(tmp_path: Path) -> None:
     assert len(store.turns_of(trial)) == 7
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Any:
-    """A file system of 1 MB of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)], capture_output=True)
-    if done.returncode != 0:
-        pytest.skip("this user may not mount a file system")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@pytest.mark.skipif(shutil.which("mount") is None, reason="there is no mount command")
-def test_a_disk_that_is_really_full(small_disk: Path) -> None:
-    """Batches that were recorded stay whole, the next ones go on where there is room again, and so do the tokens."""
-    store = open_store(small_disk)
-    trial = store.begin_trial(trial_fields())
-    batch = conversation_turns([10.0] * 20, sessions=10)
-    recorded = []
-
-    def fill() -> None:
-        while len(recorded) < 1000:
-            store.add_turns(trial, batch)
-            recorded.append(len(batch))
-
-    with pytest.raises(ResultsError, match=r"disk.* full"):
-        fill()
-    whole = len(recorded)
-    assert whole >= 1
-    with pytest.raises(ResultsError, match="tokens cannot be written"):
-        write_tokens(small_disk / "t.parquet", [turn("s", n, tokens=range(5000)) for n in range(100)])
-    assert not list(small_disk.glob("*t.parquet*"))  # what could not be finished takes no room
-    subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
-    again = open_store(small_disk)
-    with again.database.reading() as connection:
-        assert connection.scalar(text("PRAGMA integrity_check")) == "ok"
-    assert len(again.turns_of(trial, "id")) == whole * len(batch)
-    again.add_turns(trial, batch)
-    again.finish_trial(trial, "completed")
-    assert len(again.turns_of(trial, "id")) == (whole + 1) * len(batch)
-
-
 def test_while_it_is_held_the_log_is_not_copied_for_each_transaction(tmp_path: Path) -> None:
     store, log = open_store(tmp_path), tmp_path / "results.db-wal"
     file = tmp_path / "results.db"
@@ -271,9 +227,3 @@ def test_urls_that_cannot_work_say_so_without_the_password() -> None:
         Database("nosuchdb+driver://me:secret@host/db")
     assert "driver" in str(raised.value)
     assert "secret" not in str(raised.value)
-
-
-def test_memory_database_keeps_its_rows_between_transactions() -> None:
-    store = ResultsStore("sqlite://")
-    trial = store.begin_trial(trial_fields())
-    assert store.trial(trial).status == "running"

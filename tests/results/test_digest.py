@@ -42,17 +42,8 @@ def real():
     run("helper.py")
 """
 PACKAGES = (
-    "",
-    "core/",
-    "lab/",
-    "serve/",
-    "plugins/",
-    "lab/trial/",
-    "device/",
-    "formats/",
-    "plugins/engines/",
-    "serve/server/",
-)
+    "", "core/", "lab/", "serve/", "plugins/", "lab/trial/", "device/", "formats/", "plugins/engines/", "serve/server/",
+)  # fmt: skip
 FILES = {
     **{f"{room}__init__.py": "" for room in PACKAGES},
     "lab/trial/run.py": RUN,
@@ -64,18 +55,13 @@ FILES = {
     "serve/server/command.py": "import pensieve.serve.server.api",
     **dict.fromkeys(
         (
-            *("lab/trial/helper.py", "lab/trial/__pycache__/run.pyc", "lab/bench/command.py", "kinds.py", "unseen.py"),
-            *("core/cache/lru.py", "core/cache/tables/h100/rates.json", "formats/azure.py", "device/kernels.py"),
-            *(
-                "plugins/engines/base.py",
-                "plugins/engines/openai_http.py",
-                "serve/server/api.py",
-                "serve/server/page.html",
-            ),
+            "lab/trial/helper.py", "lab/trial/__pycache__/run.pyc", "lab/bench/command.py", "kinds.py", "unseen.py",
+            "core/cache/lru.py", "core/cache/tables/h100/rates.json", "formats/azure.py", "device/kernels.py",
+            "plugins/engines/base.py", "plugins/engines/openai_http.py", "serve/server/api.py", "serve/server/page.html",
         ),
         SOURCE,
     ),
-}
+}  # fmt: skip
 SIM = {"hardware": {"simulated": True}}
 
 

@@ -64,19 +64,8 @@ def server():
             for path in (Path(name), secret):
                 os.chown(path, who["user"], who["group"])
         quiet = {"check": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": "/", **who}
-        make = [
-            folder / "initdb",
-            "-D",
-            data,
-            "-U",
-            "pensieve",
-            "-A",
-            "scram-sha-256",
-            f"--pwfile={secret}",
-            "--no-sync",
-            "-E",
-            "UTF8",
-        ]
+        how = ["-U", "pensieve", "-A", "scram-sha-256", f"--pwfile={secret}", "--no-sync", "-E", "UTF8"]
+        make = [folder / "initdb", "-D", data, *how]
         subprocess.run(make, **quiet)
         options = f"-c listen_addresses=127.0.0.1 -p {port} -k {name} -c fsync=off"
         control = [folder / "pg_ctl", "-D", data, "-w"]

@@ -3,13 +3,13 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
-from sqlalchemy import create_engine, inspect, select, text
+from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from pensieve.lab.metrics import MetricValue
-from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base, Trial
+from pensieve.lab.results.schema import VERSION_TABLE, Base, Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.serve.record import TurnRecord
 from tests.results.trials import MEMORY, trial_fields
@@ -72,10 +72,6 @@ def test_a_turn_record_is_a_turn_row() -> None:
     assert sorted(names) == sorted(CONTRACT["turn"].split()[2:])
 
 
-def test_a_metric_is_a_metric_row() -> None:
-    assert sorted([*(f.name for f in fields(MetricValue)), "unit"]) == sorted(CONTRACT["metric"].split()[1:])
-
-
 def test_primary_key_of_metric_and_default_label(store: ResultsStore) -> None:
     trial = store.begin_trial(trial_fields())
     with store.database.writing() as connection:
@@ -101,28 +97,6 @@ def test_uniqueness_of_trials(store: ResultsStore, status: str, attempt: int) ->
         connection.execute(statement, {"s": "completed", "a": 2, "id": trial})
 
 
-def test_current_trial_is_the_newest_completed_attempt(store: ResultsStore) -> None:
-    ids = []
-    for status in ("completed", "completed", "failed"):
-        ids.append(store.begin_trial(trial_fields()))
-        store.finish_trial(ids[-1], status)
-    other = store.begin_trial(trial_fields("other"))
-    store.finish_trial(other, "failed", error="no")
-    with store.database.reading() as connection:
-        assert connection.scalars(text("SELECT id FROM current_trial")).all() == [ids[1]]
-
-
-def test_times_come_back_in_utc(store: ResultsStore) -> None:
-    trial = store.trial(store.begin_trial(trial_fields()))
-    assert trial.started_at.utcoffset() is not None
-    assert trial.started_at.utcoffset().total_seconds() == 0  # type: ignore[union-attr]
-
-
-def test_schema_is_stamped_for_migrations(store: ResultsStore) -> None:
-    with store.database.reading() as connection:
-        assert connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}")) == SCHEMA_VERSION
-
-
 def test_every_constraint_has_a_name() -> None:
     for table in Base.metadata.tables.values():
         for constraint in table.constraints:
@@ -136,11 +110,3 @@ def test_postgresql_gets_the_partial_index_too() -> None:
     written = str(CreateIndex(index).compile(dialect=postgresql.dialect()))
     assert written.startswith("CREATE UNIQUE INDEX uq_trial_fingerprint_running")
     assert written.endswith("WHERE status = 'running'")
-
-
-def test_deleting_a_trial_deletes_what_it_left(store: ResultsStore) -> None:
-    trial = store.begin_trial(trial_fields())
-    store.add_metrics(trial, [MetricValue("power_w", 1.0)])
-    with store.database.writing() as connection:
-        connection.execute(Trial.__table__.delete())  # type: ignore[attr-defined]
-        assert connection.execute(select(text("*")).select_from(text("metric"))).all() == []

@@ -3,10 +3,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import sqlite3
 import sys
-import time
-from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -16,9 +13,9 @@ from sqlalchemy import event, text
 from pensieve.errors import ResultsError
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.environment import Owner, is_alive, this_process
-from pensieve.lab.results.store import TURN_COLUMNS, Reading, ResultsStore, open_store
+from pensieve.lab.results.store import Reading, ResultsStore, open_store
 from tests.results.test_database import in_another_process
-from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep, trial_fields, turn
+from tests.results.trials import MEMORY, add_trial, open_sweep, trial_fields, turn
 
 
 @pytest.fixture
@@ -98,13 +95,6 @@ def test_a_sweep_that_another_process_runs_is_not_gone_on_with(store: ResultsSto
     store.set_sweep(first, status="interrupted")
     store.set_sweep(third, status="completed")
     assert begun_anew(store) == first
-
-
-def test_the_first_sweep_that_was_begun_anew_is_gone_on_with_too(store: ResultsStore) -> None:
-    first = begun_anew(store)
-    store.set_sweep(first, status="interrupted")
-    assert begun_anew(store) == first
-    assert store.open_sweep("key", "chat", None, "plain", {}, 3, "host", None) == first
 
 
 def test_a_trial_from_begin_to_end(store: ResultsStore) -> None:
@@ -196,24 +186,6 @@ def test_turns_come_back_as_they_were(store: ResultsStore) -> None:
     assert store.turns_of(trial, "session", "ttft_ms") == [("b", None), ("a", 12.5)]
 
 
-def test_twenty_thousand_turns_in_bulk(store: ResultsStore, tmp_path: Path) -> None:
-    """In a second; where the machine is slow, in little more than SQLite itself takes for as many bare rows."""
-    trial = store.begin_trial(trial_fields())
-    records = [turn(f"s{i % 100}", i // 100) for i in range(20_000)]
-    before = time.process_time()  # not the wall: other tests share this machine
-    store.add_turns(trial, records)
-    taken = time.process_time() - before
-    assert len(store.turns_of(trial, "id")) == 20_000
-    with closing(sqlite3.connect(tmp_path / "bare.db")) as bare:
-        bare.execute(f"create table turn ({', '.join(TURN_COLUMNS)})")
-        rows = [tuple(getattr(record, name) for name in TURN_COLUMNS) for record in records]
-        before = time.process_time()
-        with bare:
-            bare.executemany(f"insert into turn values ({', '.join('?' * len(TURN_COLUMNS))})", rows)
-        floor = time.process_time() - before
-    assert taken < max(1, 5 * floor)
-
-
 def test_turns_are_recorded_in_one_statement_of_one_transaction(store: ResultsStore) -> None:
     """What recording costs beside the rows themselves must not grow with them."""
     trial, statements = store.begin_trial(trial_fields()), []
@@ -283,20 +255,6 @@ def test_a_job_has_one_trial_and_a_trial_may_serve_several_sweeps() -> None:
     assert (borrowed.job, borrowed.reused, borrowed.value("gpu_hit_rate")) == (3, True, 0.1)
     store.link(sweep, changed_code, 0, reused=True)
     assert [j.reused for j in store.trials_of_sweep(sweep)] == [False]
-
-
-def test_a_job_that_failed_again_still_shows_its_completed_attempt() -> None:
-    store = ResultsStore(MEMORY)
-    sweep = open_sweep(store)
-    good = add_trial(store, sweep, 0, "pensieve", conversation_turns([1.0]))
-    fingerprint = store.trial(good).fingerprint
-    bad = store.begin_trial(trial_fields(fingerprint))
-    store.link(sweep, bad, 0, reused=False)
-    store.finish_trial(bad, "failed", error="no")
-    (job,) = store.trials_of_sweep(sweep)
-    assert (job.trial.id, job.last.id, job.last.status) == (good, bad, "failed")  # type: ignore[union-attr]
-    assert job.value("gpu_hit_rate") == 0.5
-    assert job.value("no such metric") is None
 
 
 def shown(store: ResultsStore, sweep: int) -> dict[int, int | None]:

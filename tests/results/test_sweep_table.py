@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from pensieve.errors import ResultsError
-from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import SweepRow, sweep_table
 from pensieve.serve.record import TurnRecord
@@ -51,21 +48,6 @@ def test_columns_are_taken_from_the_measured_turns(store: ResultsStore) -> None:
     assert [ours.metrics[f"{name}_rate"] for name in ("gpu_hit", "cpu_hit", "miss")] == [0.5, 0.25, 0.25]
 
 
-def test_swapping_two_baselines_swaps_the_rows() -> None:
-    def found(ttft: dict[str, Sequence[float]]) -> dict[str, SweepRow]:
-        store = ResultsStore(MEMORY)
-        return by_baseline(store, sweep_of(store, ttft))
-
-    straight = found({"pensieve": FAST, "gpu_only": SLOW, "stateless": SLOW})
-    swapped = found({"pensieve": SLOW, "gpu_only": FAST, "stateless": SLOW})
-    for a, b in (("pensieve", "gpu_only"), ("gpu_only", "pensieve")):
-        assert straight[a].ttft_last_ms == swapped[b].ttft_last_ms != swapped[a].ttft_last_ms
-    found = [rows["gpu_only"].beside_ours for rows in (straight, swapped)]
-    assert found[0] is not None and found[1] is not None
-    assert found[0].ratio == pytest.approx(1 / found[1].ratio)
-    assert straight["stateless"].ttft_last_ms == swapped["stateless"].ttft_last_ms
-
-
 def test_the_ratio_is_that_of_the_times_beside_it_where_some_conversations_are_fast(store: ResultsStore) -> None:
     """As without a CPU tier, where a history is on the GPU or nowhere: medians would stand three to one."""
     sweep = open_sweep(store)
@@ -95,25 +77,6 @@ def test_the_last_turn_is_the_last_one_that_both_measured(store: ResultsStore) -
     assert ratio.ratio == pytest.approx((120 / 48 * 3 * 3) ** (1 / 3))  # geometric mean over three conversations
 
 
-def test_every_swept_axis_but_seed_repeat_and_baseline_makes_groups(store: ResultsStore) -> None:
-    sweep = open_sweep(
-        store, cache="demo,small", **{"workload.pressure": "1,2"}, model="tiny", seed="0,1", repeat="0,1"
-    )
-    jobs = [(c, p, s) for c in ("demo", "small") for p in (1.0, 2.0) for s in (0, 1)]
-    for job, (cache, pressure, seed) in enumerate(jobs):
-        config = {"workload": {"name": "chat", "pressure": pressure}}
-        scale = 1.0 if cache == "demo" else 2.0
-        turns = conversation_turns([scale * ms for ms in FAST])
-        add_trial(store, sweep, job, "pensieve", turns, cache=cache, config=config, seed=seed, repeat=seed)
-    rows = sweep_table(store, sweep).rows
-    assert [(dict(row.group), row.trials) for row in rows] == [
-        ({"cache": c, "workload.pressure": p}, 2) for c in ("demo", "small") for p in ("1.0", "2.0")
-    ]
-    assert rows[2].ttft_last_ms == pytest.approx(2 * (rows[0].ttft_last_ms or 0))
-    text = sweep_table(store, sweep).text()
-    assert "small, 2.0" in text and text.count("miss") == 1, "settings of one baseline are rows of one table"
-
-
 def test_what_a_swept_overlay_chose_makes_groups(store: ResultsStore) -> None:
     """Two replays of one sweep are two machines: their times must not be pooled."""
     sweep = open_sweep(store, experiment="fidelity_vllm", replay="one,other")
@@ -126,13 +89,6 @@ def test_what_a_swept_overlay_chose_makes_groups(store: ResultsStore) -> None:
         {"model": "qwen", "hardware": "sim_h200"},
     ]
     assert rows[1].ttft_last_ms == pytest.approx(9 * (rows[0].ttft_last_ms or 0))
-
-
-def test_an_overlay_that_is_not_swept_makes_none(store: ResultsStore) -> None:
-    sweep = open_sweep(store, experiment="hotness", seed="0,1")
-    for seed in (0, 1):
-        add_trial(store, sweep, seed, "pensieve", conversation_turns(FAST), seed=seed)
-    assert [dict(row.group) for row in sweep_table(store, sweep).rows] == [{}]
 
 
 def test_outputs_are_compared_token_for_token(tmp_path: Path) -> None:
@@ -167,31 +123,6 @@ def test_identical_is_said_of_float32_only(tmp_path: Path) -> None:
         [note] = [one for one in table.notes if one.code == "outputs_agree"]
         assert note.values == {"turns": "19", "exact": exact}
         assert ("identical" in table.text()) is (dtype == "float32")
-
-
-def test_one_headline_one_table_and_the_codes_of_notes(store: ResultsStore) -> None:
-    sweep = sweep_of(store, {"pensieve": FAST, "stateless": SLOW})
-    metrics = ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50")
-    for job in store.trials_of_sweep(sweep):
-        assert job.trial is not None
-        store.add_metrics(job.trial.id, [MetricValue(name, 10.0 + job.job) for name in metrics])
-    golden = Path(__file__).with_name("sweep_table.txt")
-    assert sweep_table(store, sweep).text(110) == golden.read_text(encoding="utf-8")
-
-
-def test_no_column_is_empty(store: ResultsStore) -> None:
-    sweep = sweep_of(store, {"pensieve": FAST, "stateless": SLOW})
-    text = sweep_table(store, sweep).text()
-    assert not any(head in text for head in ("ITL", "p50", "bound", "disk", "outputs "))
-    assert "miss" in text and "× pensieve" in text
-
-
-def test_particulars_hold_every_finding_and_note(store: ResultsStore) -> None:
-    table = sweep_table(store, sweep_of(store, {"pensieve": FAST, "stateless": SLOW}))
-    written = StringIO()
-    Console(file=written, width=400).print(table.particulars)
-    for text in (*(one.text for one in table.findings), *(note.text for note in table.notes)):
-        assert text in written.getvalue()
 
 
 def test_a_sweep_without_completed_trials(store: ResultsStore) -> None:
