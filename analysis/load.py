@@ -16,9 +16,7 @@ from analysis.registry import Plot, columns, figure
 from analysis.sweep import NO_VALUE, Cell, Panel, Source, number
 from pensieve.errors import MissingSeries
 from pensieve.lab.compose.folder import conf_folder
-from pensieve.lab.results.claims import Claim, read_claims
-from pensieve.lab.results.claims.claim import unmet
-from pensieve.lab.results.claims.measures import crossing
+from pensieve.lab.results.claims import Claim, crossing, read_claims, unmet
 from pensieve.lab.results.frame import TrialGroup, by_conversation, positive_ratio, values_of
 from pensieve.lab.results.notes import load_changed, offered_rate, starting
 from pensieve.lab.results.schema import Trial

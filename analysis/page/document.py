@@ -13,9 +13,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from pensieve.lab.results.claims.claim import Bounds
-from pensieve.lab.results.claims.judge import VERDICTS, Verdict
-from pensieve.lab.results.claims.measures import Measured
+from pensieve.lab.results.claims import VERDICTS, Bounds, Measured, Verdict
 
 HERE = Path(__file__).resolve().parent
 LEADING = 3

@@ -9,7 +9,7 @@ from analysis.page.document import Table
 from analysis.page.particulars import UPFRONT
 from analysis.sweep import Source
 from pensieve.errors import MissingSeries
-from pensieve.lab.results.claims.measures import Sides, Which, speedup
+from pensieve.lab.results.claims import Sides, Which, speedup
 from pensieve.lab.results.findings import REFERENCE
 from pensieve.lab.results.frame import Frame
 from pensieve.lab.results.sweep_table import SweepRow, sweep_table

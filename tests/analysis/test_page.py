@@ -9,9 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from analysis.page.document import HERE, SYMBOLS, Page, Picture, Table, Verdicted, interval, leading_first, render
-from pensieve.lab.results.claims.claim import Bounds
-from pensieve.lab.results.claims.judge import VERDICTS
-from pensieve.lab.results.claims.measures import Measured
+from pensieve.lab.results.claims import VERDICTS, Bounds, Measured
 
 HOSTILE = "<script src='https://evil.example/x.js'>alert(1)</script>\"'&"
 VOID = {"meta", "img", "rect", "br", "link", "input", "source"}

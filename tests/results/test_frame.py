@@ -8,7 +8,7 @@ from pensieve.lab.results.compare_trials import compare_trials, select_trials
 from pensieve.lab.results.frame import KEY, by_conversation, conversation_ends, paired, turn_frame, values_of
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.trials import field_of, leaves
-from tests.results.claims.synthetic import measure, numbered, sweep
+from tests.results.synthetic import measure, numbered, sweep
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn
 
 

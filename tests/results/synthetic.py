@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pensieve.lab.results.claims.claim import Claim
-from pensieve.lab.results.claims.measures import MEASURES, Measured, Sides
+from pensieve.lab.results.claims import MEASURES, Claim, Measured, Sides
 from pensieve.lab.results.frame import Frame
 from pensieve.lab.results.store import ResultsStore
 from pensieve.serve.record import TurnRecord

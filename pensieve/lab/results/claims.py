@@ -1,0 +1,459 @@
+"""Published numbers compared with those of a sweep: the entries of a file of claims, what they can ask of the database, and a
+verdict for each (holds, fails, inconclusive, not comparable), from its bounds and a measured interval.
+
+Over turns intervals count seeds where there are several, else conversations. Of numbers that a trial has once an interval
+comes from seeds alone, and only from enough of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from sqlalchemy import delete, insert, select
+from sqlalchemy.orm import Session
+
+from pensieve.errors import ConfigError, MissingSeries
+from pensieve.lab.results.frame import Frame, TrialGroup, conversation_ends, paired, speed_up, values_of
+from pensieve.lab.results.schema import ClaimRow, Trial
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.results.trials import axis_value, field_of, mixtures, varying_axes
+from pensieve.lab.statistics import PairedRatio, has_interval, paired_ratio
+
+# Measures: from rows to a value with its interval
+
+Pairs = dict[tuple[int, str], float]
+"""(seed, repeat) -> value."""
+
+Curve = list[tuple[float, float]]
+"""(throughput, latency) of one seed's trials, by rising load."""
+
+Which = int | Literal["first", "last"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Trials of one group. theirs: empty where nothing is compared. over: the axis that the trials may differ in."""
+
+    evidence: Frame
+    ours: Sequence[Trial]
+    theirs: Sequence[Trial] = ()
+    over: str | None = None
+
+    def at(self, trial: Trial) -> float:
+        """The trial's place on the axis. Raises MissingSeries where it has none."""
+        assert self.over is not None, "the claim names no axis"
+        try:
+            return float(axis_value(trial, self.over))
+        except ValueError:
+            raise MissingSeries(f"{self.over} is not set to a number") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A value from the database. ci_*: its 95 % interval, None where none is due. n counts n_unit, from `seeds` seeds.
+
+    trial_ids: every trial that it was computed from.
+    """
+
+    value: float
+    ci_low: float | None
+    ci_high: float | None
+    n: int
+    n_unit: str
+    seeds: int
+    trial_ids: tuple[int, ...]
+
+
+def speedup(sides: Sides, column: str = "ttft_ms", turn: Which = None) -> Measured:
+    """How many times theirs is of ours, over the turns that both have: one ratio a conversation, geometric mean.
+
+    turn: its number in the conversation, or "first" or "last" of those that both have; None: the mean of all of them.
+    """
+    pairs = paired(*(values_of(sides.evidence.turns(trials), column) for trials in (sides.theirs, sides.ours)))
+    if isinstance(turn, str):
+        pairs = conversation_ends(pairs, last=turn == "last")
+    elif turn is not None:
+        pairs = pairs[pairs.index.get_level_values("turn") == turn]
+    found = speed_up(pairs)
+    if found is None:
+        of = "of all turns" if turn is None else f"at the {turn} turn" if isinstance(turn, str) else f"at turn {turn}"
+        raise MissingSeries(f"no conversation has {column} {of} in both")
+    return _measured(found, sides, "conversations")
+
+
+def throughput_at_latency_ratio(
+    sides: Sides, limit: float, latency: str = "normalized_latency_ms_p90", throughput: str = "throughput_req_s"
+) -> Measured:
+    """Requests a second that ours finishes at this latency (ms), over theirs: paired by seed, from a sweep over rates.
+
+    Between the last rate at which the latency is within the limit and the next one, both are taken as linear.
+    """
+    ours, theirs = (_reached(sides, trials, limit, latency, throughput) for trials in (sides.ours, sides.theirs))
+    if not ours.keys() & theirs.keys():
+        raise MissingSeries(f"{latency} of no seed crosses {limit:g} ms in both over the rates of this sweep")
+    return _measured(paired_ratio(ours, theirs), sides, "trials")
+
+
+def _measured(found: PairedRatio, sides: Sides, n_unit: str) -> Measured:
+    """Repeats of too few seeds give no interval."""
+    due = n_unit != "trials" or has_interval(found.n_seeds)
+    low, high = (found.ci_low, found.ci_high) if due else (None, None)
+    trial_ids = sorted({trial.id for trial in chain(sides.ours, sides.theirs)})
+    return Measured(found.ratio, low, high, found.n, n_unit, found.n_seeds, tuple(trial_ids))
+
+
+def _reached(sides: Sides, trials: Sequence[Trial], limit: float, latency: str, throughput: str) -> Pairs:
+    curves: dict[tuple[int, str], list[tuple[float, float, float]]] = defaultdict(list)
+    for trial in trials:
+        y, x = sides.evidence.metric(trial, latency), sides.evidence.metric(trial, throughput)
+        if y is not None and x is not None:
+            curves[trial.seed, str(trial.repeat)].append((sides.at(trial), x, y))
+    found = {key: crossing([(x, y) for _, x, y in sorted(curve)], limit) for key, curve in curves.items()}
+    return {key: value for key, value in found.items() if value}
+
+
+def crossing(curve: Curve, limit: float) -> float | None:
+    """The throughput at which the latency passes the limit for good; None where it never does, or was never below."""
+    for (x, y), (next_x, next_y) in reversed(list(pairwise(curve))):
+        if y <= limit < next_y:
+            return x + (next_x - x) * (limit - y) / (next_y - y)
+    return None
+
+
+Measure = Callable[..., Measured]
+"""(Sides, **arguments) -> Measured. Raises MissingSeries, with what is missing, where the rows cannot give a value."""
+
+MEASURES: Mapping[str, Measure] = {one.__name__: one for one in (speedup, throughput_at_latency_ratio)}
+
+
+def arguments_of(measure: str) -> set[str]:
+    """What a claim may give the measure beside its trials."""
+    return {name for name in inspect.signature(MEASURES[measure]).parameters if name != "sides"}
+
+
+# The entries of a file
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The values that satisfy a claim: low <= value <= high; an end of None is open.
+
+    claimed: the number itself: the bound of a one-sided claim, the middle of "about x", the lower end of a range.
+    shown: as people write it, such as "1.5 to 2.5".
+    """
+
+    low: float | None
+    high: float | None
+    claimed: float
+    shown: str
+
+    def __post_init__(self) -> None:
+        assert self.low is not None or self.high is not None, "a claim that nothing could contradict"
+        assert self.low is None or self.high is None or self.low <= self.high
+
+    def contain(self, value: float) -> bool:
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+
+class Claimed(BaseModel):
+    """One of: above, below (a bound, inclusive), between (two bounds), about (a value, within +/- give_or_take)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    above: float | None = None
+    below: float | None = None
+    between: tuple[float, float] | None = None
+    about: float | None = None
+    give_or_take: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Claimed:
+        if sum(value is not None for value in (self.above, self.below, self.between, self.about)) != 1:
+            raise ValueError("give one of above, below, between and about")
+        if (self.about is None) != (self.give_or_take is None):
+            raise ValueError("about needs give_or_take, and nothing else does")
+        if self.between is not None and self.between[0] >= self.between[1]:
+            raise ValueError("between needs its lower end first")
+        return self
+
+    def bounds(self) -> Bounds:
+        if self.between is not None:
+            low, high = self.between
+            return Bounds(low, high, low, f"{_text(low)} to {_text(high)}")
+        if self.about is not None and self.give_or_take is not None:
+            low, high = self.about - self.give_or_take, self.about + self.give_or_take
+            return Bounds(low, high, self.about, f"about {_text(self.about)} (± {_text(self.give_or_take)})")
+        if self.above is not None:
+            return Bounds(self.above, None, self.above, f"> {_text(self.above)}")
+        assert self.below is not None
+        return Bounds(None, self.below, self.below, f"< {_text(self.below)}")
+
+
+Values = tuple[str | float | bool | None, ...]
+
+
+def _one_or_more(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_more)]
+
+
+class Claim(BaseModel):
+    """One entry: all that a verdict needs beside the trials.
+
+    measure, arguments: one of results.claims. of, against: baselines; the first one that the sweep has
+    is taken. over: the swept field that the measure reads along, the first of these that the sweep varies; the sweep's other
+    axes make groups, judged one by one.
+    conditions: column of table `trial` (or dotted field of its configuration) -> the values that count, patterns such as
+    "*A100*" included. seeds: the fewest that decide it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
+    text: str
+    source: str
+    measure: str
+    arguments: dict[str, Any] = {}
+    of: Names
+    against: Names = ()
+    over: Names = ()
+    claimed: Claimed
+    unit: str
+    conditions: dict[str, Values] = {}
+    seeds: int = Field(default=3, ge=1)
+
+    @model_validator(mode="after")
+    def _can_be_measured(self) -> Claim:
+        if self.measure not in MEASURES:
+            raise ValueError(f"there is no measure {self.measure}; there are: {', '.join(sorted(MEASURES))}")
+        unknown = sorted(set(self.arguments) - arguments_of(self.measure))
+        if unknown:
+            raise ValueError(f"the measure {self.measure} takes no {', '.join(unknown)}")
+        return self
+
+
+def read_claims(path: Path) -> Sequence[Claim]:
+    """The claims of a YAML file, in its order. Raises ConfigError with one sentence about the first thing wrong."""
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"The claims cannot be read from {path} ({error.strerror}); put the file there.") from None
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" at line {where.line + 1}" if where else ""
+        raise ConfigError(f"{path} is not YAML{line}; correct it.") from None
+    if not isinstance(entries, list):
+        raise ConfigError(f"{path} must hold a list of claims.")
+    claims: dict[str, Claim] = {}
+    for place, entry in enumerate(entries, start=1):
+        name = entry.get("name") if isinstance(entry, dict) else None
+        try:
+            claim = Claim.model_validate(entry)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"])
+            what = first["msg"].removeprefix("Value error, ")
+            raise ConfigError(
+                f"Claim {name or place} of {path.name} cannot be used{f' ({field})' if field else ''}: {what}."
+            ) from None
+        if claim.name in claims:
+            raise ConfigError(f"{path.name} has two claims called {claim.name}; name one of them otherwise.")
+        claims[claim.name] = claim
+    return list(claims.values())
+
+
+def unmet(conditions: Mapping[str, Values], trials: Sequence[Trial]) -> list[str]:
+    """A clause for each condition that one of the trials does not meet. Fields are columns, or dotted configuration."""
+    found = []
+    for field, wanted in conditions.items():
+        values = [field_of(trial, field) for trial in trials]
+        if strange := list(dict.fromkeys(_shown(value) for value in values if not _meets(value, wanted))):
+            claimed = " or ".join(_shown(value) for value in wanted)
+            found.append(f"{field} is {', '.join(strange)} here, claimed for {claimed}")
+    return found
+
+
+def _meets(value: Any, wanted: Values) -> bool:
+    return any(
+        fnmatchcase(str(value), one) if isinstance(one, str) else value == one and (value is None) == (one is None)
+        for one in wanted
+    )
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return str(value) if isinstance(value, bool) or not isinstance(value, int | float) else _text(value)
+
+
+def _text(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:g}"
+
+
+# Verdicts
+
+Verdict = Literal["holds", "fails", "inconclusive", "not comparable"]
+VERDICTS: tuple[Verdict, ...] = ("holds", "fails", "inconclusive", "not comparable")
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    verdict: Verdict
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One claim in one group of the sweep. name: the claim's, with the group's values where the sweep has several.
+
+    ours, theirs: the baselines compared. measured: also given where conditions differ, but not where the workload does.
+    differences: why it is not comparable, a clause each.
+    """
+
+    name: str
+    claim: Claim
+    group: str
+    ours: str | None
+    theirs: str | None
+    measured: Measured | None
+    judgement: Judgement
+    differences: tuple[str, ...]
+    simulated: bool
+
+
+def judge_sweep(store: ResultsStore, sweep_id: int, claims: Sequence[Claim]) -> Sequence[Judged]:
+    """A verdict for each claim and group of the sweep, in the order of the claims. A claim that is not comparable in any
+    group is listed once, for the group with the fewest differences.
+
+    Raises ResultsError without such a sweep.
+    """
+    evidence = Frame(store, sweep_id)
+    found: list[Judged] = []
+    for claim in claims:
+        over = _axis(claim, evidence)
+        groups = evidence.groups(over)
+        judged = [_judged(claim, evidence, group, over, len(groups) > 1) for group in groups]
+        comparable = [one for one in judged if one.judgement.verdict != "not comparable"]
+        found += comparable or [min(judged, key=lambda one: len(one.differences), default=_without_trials(claim))]
+    return found
+
+
+def record_claims(store: ResultsStore, sweep_id: int, judged: Sequence[Judged]) -> None:
+    """Replace the sweep's rows with one for each verdict. trial_ids: of the measurement, else empty."""
+    rows = [
+        {
+            "sweep_id": sweep_id,
+            "name": one.name,
+            "claimed": one.claim.claimed.bounds().claimed,
+            "measured": one.measured.value if one.measured else None,
+            "ci_low": one.measured.ci_low if one.measured else None,
+            "ci_high": one.measured.ci_high if one.measured else None,
+            "n": one.measured.n if one.measured else None,
+            "verdict": one.judgement.verdict,
+            "trial_ids": list(one.measured.trial_ids) if one.measured else [],
+        }
+        for one in judged
+    ]
+    with store.database.writing() as connection:
+        connection.execute(delete(ClaimRow).where(ClaimRow.sweep_id == sweep_id))
+        if rows:
+            connection.execute(insert(ClaimRow), rows)
+
+
+def recorded_claims(store: ResultsStore, sweep_id: int) -> Sequence[ClaimRow]:
+    """The recorded verdicts of the sweep, in order of name."""
+    query = select(ClaimRow).where(ClaimRow.sweep_id == sweep_id).order_by(ClaimRow.name)
+    with store.database.reading() as connection, Session(connection, expire_on_commit=False) as session:
+        rows = session.scalars(query).all()
+        session.expunge_all()
+    return rows
+
+
+def _axis(claim: Claim, evidence: Frame) -> str | None:
+    """The field of `over` that the sweep varies; its first where none is."""
+    varied = varying_axes(evidence.sweep.overrides, evidence.trials)
+    return next((axis for axis in claim.over if axis in varied), claim.over[0] if claim.over else None)
+
+
+def _judged(claim: Claim, evidence: Frame, group: TrialGroup, over: str | None, several: bool) -> Judged:
+    group = _of_workload(claim, group)
+    ours, theirs = group.first_of(claim.of), group.first_of(claim.against)
+    absent = [
+        f"no completed trial of {' or '.join(wanted)} in this sweep"
+        for wanted, name in ((claim.of, ours), (claim.against, theirs))
+        if wanted and name is None
+    ]
+    sides = Sides(evidence, group.trials[ours] if ours else (), group.trials[theirs] if theirs else (), over)
+    trials: Sequence[Trial] = [*sides.ours, *sides.theirs] or [one for own in group.trials.values() for one in own]
+    reasons = [
+        *absent,
+        *unmet(claim.conditions, trials),
+        *(f"the sweep holds {one.what}" for one in mixtures(trials)),
+    ]
+    simulated = any(trial.simulated for trial in trials)
+    measured = None
+    if not absent and not unmet(_workload_of(claim), trials):
+        try:
+            measured = MEASURES[claim.measure](sides, **claim.arguments)
+        except MissingSeries as error:
+            reasons.append(str(error).rstrip("."))
+    name = f"{claim.name} ({group.name})" if several and group.name else claim.name
+    judgement = judge(claim.claimed.bounds(), measured, reasons, claim.seeds)
+    return Judged(name, claim, group.name, ours, theirs, measured, judgement, tuple(reasons), simulated)
+
+
+def _of_workload(claim: Claim, group: TrialGroup) -> TrialGroup:
+    """The group with the trials of the claim's workload alone, if there are any: a benchmark's sweep holds several."""
+    wanted = _workload_of(claim)
+    asked = {name: [t for t in trials if not unmet(wanted, [t])] for name, trials in group.trials.items()}
+    asked = {name: trials for name, trials in asked.items() if trials}
+    return TrialGroup(group.at, asked) if asked else group
+
+
+def _workload_of(claim: Claim) -> Mapping[str, Values]:
+    return {field: wanted for field, wanted in claim.conditions.items() if field == "workload"}
+
+
+def _without_trials(claim: Claim) -> Judged:
+    why = "no trial of this sweep is completed"
+    judgement = Judgement("not comparable", why)
+    return Judged(claim.name, claim, "", None, None, None, judgement, (why,), False)
+
+
+def judge(bounds: Bounds, measured: Measured | None, differences: Sequence[str], fewest_seeds: int = 1) -> Judgement:
+    """A claim holds, or fails, only where the whole interval lies on one side of its bounds.
+
+    differences: the conditions of the claim that the trials do not meet, a clause each; any makes it not comparable.
+    """
+    if differences:
+        return Judgement("not comparable", "; ".join(differences))
+    if measured is None or not math.isfinite(measured.value):
+        return Judgement("not comparable", "the trials give no value for it")
+    if measured.seeds < fewest_seeds:
+        return Judgement("inconclusive", f"{_seeds(measured.seeds)}, and {fewest_seeds} are needed")
+    low, high = measured.ci_low, measured.ci_high
+    if low is None or high is None:
+        return Judgement("inconclusive", f"no interval: n = {measured.n} {measured.n_unit}, {_seeds(measured.seeds)}")
+    if bounds.contain(low) and bounds.contain(high):
+        return Judgement("holds", "the whole interval lies within the claim")
+    if bounds.high is not None and low > bounds.high:
+        return Judgement("fails", "the whole interval lies above the claim")
+    if bounds.low is not None and high < bounds.low:
+        return Judgement("fails", "the whole interval lies below the claim")
+    return Judgement("inconclusive", "the interval lies across the claim's bound")
+
+
+def _seeds(count: int) -> str:
+    return "one seed" if count == 1 else f"{count} seeds"

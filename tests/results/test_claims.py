@@ -1,0 +1,454 @@
+"""Claims: the file and what is said where it is wrong, conditions, measures on a small database whose answer is known, and
+verdicts."""
+
+import math
+
+import pytest
+from sqlalchemy import func, select
+
+from pensieve.errors import ConfigError, MissingSeries, ResultsError
+from pensieve.lab.compose import conf_folder, options
+from pensieve.lab.results.claims import (
+    Bounds,
+    Claimed,
+    Measured,
+    crossing,
+    judge,
+    judge_sweep,
+    read_claims,
+    record_claims,
+    recorded_claims,
+    unmet,
+)
+from pensieve.lab.results.schema import ClaimRow, Trial
+from pensieve.lab.results.store import ResultsStore
+from tests.results.synthetic import claim, measure, numbered, sweep, talk
+from tests.results.trials import MEMORY, add_trial, open_sweep, trial_fields, turn
+
+# The file of claims: what it may hold, what is said where it may not, and the one that ships.
+
+ONE = """
+- name: speedup
+  text: It is faster
+  source: somebody
+  measure: speedup
+  arguments: {turn: 5}
+  of: pensieve
+  against: [vllm, stateless]
+  claimed: {above: 2.0}
+  unit: x
+  conditions: {model: [tiny]}
+"""
+
+
+def read(tmp_path, text):
+    path = tmp_path / "claims.yaml"
+    path.write_text(text)
+    return read_claims(path)
+
+
+def test_an_entry_becomes_a_claim(tmp_path):
+    [claim] = read(tmp_path, ONE)
+    assert (claim.of, claim.against) == (("pensieve",), ("vllm", "stateless"))
+    assert claim.seeds == 3 and claim.over == ()
+
+
+@pytest.mark.parametrize(
+    ("claimed", "low", "high", "number", "shown"),
+    [
+        ({"above": 2.0}, 2.0, None, 2.0, "> 2"),
+        ({"below": 200}, None, 200, 200, "< 200"),
+        ({"between": [1.5, 2.5]}, 1.5, 2.5, 1.5, "1.5 to 2.5"),
+        ({"between": [1e3, 1e5]}, 1e3, 1e5, 1e3, "1,000 to 100,000"),
+        ({"about": 1.36, "give_or_take": 0.136}, 1.224, 1.496, 1.36, "about 1.36 (± 0.136)"),
+    ],
+)
+def test_what_is_claimed_becomes_bounds(claimed, low, high, number, shown):
+    bounds = Claimed.model_validate(claimed).bounds()
+    assert (bounds.low, bounds.high, bounds.claimed) == (
+        low if low is None else pytest.approx(low),
+        high if high is None else pytest.approx(high),
+        number,
+    )
+    assert bounds.shown == shown
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("{above: 2.0}", "{above: 2.0, below: 3.0}", "give one of above, below, between and about"),
+        ("{above: 2.0}", "{}", "give one of"),
+        ("{above: 2.0}", "{about: 2.0}", "about needs give_or_take"),
+        ("{above: 2.0}", "{between: [3, 2]}", "lower end first"),
+        ("measure: speedup", "measure: speedupp", "there is no measure speedupp; there are: speedup"),
+        ("{turn: 5}", "{turns: 5}", "the measure speedup takes no turns"),
+        ("unit: x", "unit: x\n  colour: red", r"Claim speedup of claims.yaml cannot be used \(colour\)"),
+        ("  unit: x\n", "", r"\(unit\): Field required"),
+        ("name: speedup", "name: Speed up", r"\(name\)"),
+    ],
+)
+def test_a_malformed_entry_is_one_sentence_that_names_it(tmp_path, old, new, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        read(tmp_path, ONE.replace(old, new))
+
+
+def test_two_claims_of_one_name_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="two claims called speedup"):
+        read(tmp_path, ONE + ONE)
+
+
+@pytest.mark.parametrize(("text", "sentence"), [("[", "not YAML at line"), ("name: x", "must hold a list of claims")])
+def test_a_file_that_is_no_list_is_refused(tmp_path, text, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        read(tmp_path, text)
+
+
+def test_a_file_that_is_not_there_is_a_sentence(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read from"):
+        read_claims(tmp_path / "none.yaml")
+
+
+def test_the_claims_that_ship_name_what_exists_and_bear_the_published_numbers():
+    claims = read_claims(conf_folder() / "claims.yaml")
+    for one in claims:
+        assert set(one.of) | set(one.against) <= set(options("baseline")), one.name
+        for group in ("model", "workload"):
+            assert set(one.conditions.get(group, ())) <= set(options(group)), one.name
+        assert one.source and one.text[0].isupper() and not one.text.endswith(".")
+    assert [one.claimed.bounds().claimed for one in claims] == [1.36, 1.70, 1.17, 1.58, 2.04, 3.0]
+
+
+# Trials against the conditions of a claim.
+
+
+def trial(**changed):
+    return Trial(**trial_fields(**changed))
+
+
+USERS = {"workload": {"name": "chat", "users": 6}, "cache": {"gpu": "8 tokens"}}
+
+
+@pytest.mark.parametrize(
+    ("field", "wanted"),
+    [
+        ("model", ("tiny",)),
+        ("model", ("opt_13b", "t*y")),
+        ("simulated", (False,)),
+        ("device", (None,)),
+        ("workload.users", (6,)),
+        ("cache.gpu", ("8 *",)),
+        ("flags.load", ("closed",)),
+    ],
+)
+def test_conditions_that_are_met_make_no_difference(field, wanted):
+    assert unmet({field: wanted}, [trial(config=USERS, flags={"load": "closed"})]) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "wanted", "clause"),
+    [
+        ("model", ("opt_13b", "opt_66b"), "model is tiny here, claimed for opt_13b or opt_66b"),
+        ("device", ("*A100*",), "device is not set here, claimed for *A100*"),
+        ("workload.users", (1,), "workload.users is 6 here, claimed for 1"),
+    ],
+)
+def test_a_condition_that_is_not_met_is_a_clause(field, wanted, clause):
+    assert unmet({field: wanted}, [trial(config=USERS)]) == [clause]
+
+
+def test_every_strange_value_is_named_once():
+    trials = [trial(model=name) for name in ("tiny", "gpt2", "gpt2", "opt_13b")]
+    assert unmet({"model": ("tiny",)}, trials) == ["model is gpt2, opt_13b here, claimed for tiny"]
+
+
+# Each reduction on a small database whose answer is known.
+
+FAST, SLOW = talk(10.0, 20.0, 30.0), talk(10.0, 40.0, 90.0)
+
+
+def both(ours=FAST, theirs=SLOW, **kw):
+    return sweep({"pensieve": ours, "stateless": theirs}, **kw)
+
+
+@pytest.mark.parametrize(("turn_", "expected"), [(1, 1.0), (2, 2.0), (3, 3.0), ("first", 1.0), ("last", 3.0)])
+def test_speedup_is_theirs_over_ours_at_a_turn(turn_, expected):
+    found = measure(both(), "speedup", theirs="stateless", turn=turn_)
+    assert found.value == pytest.approx(expected)
+    assert (found.ci_low, found.ci_high) == (pytest.approx(expected), pytest.approx(expected))
+    assert (found.n, found.seeds, found.trial_ids) == (20, 5, tuple(range(1, 11)))
+
+
+def test_speedup_over_all_turns_is_of_each_conversations_mean():
+    assert measure(both(), "speedup", theirs="stateless").value == pytest.approx(140 / 60)
+
+
+def test_swapping_the_baselines_turns_a_speedup_round():
+    straight = measure(both(), "speedup", theirs="stateless", turn=3)
+    swapped = measure(both(SLOW, FAST), "speedup", theirs="stateless", turn=3)
+    assert swapped.value == pytest.approx(1 / straight.value)
+
+
+def test_speedup_takes_the_turns_that_both_have_and_none_of_the_warm_up():
+    def ours(seed):
+        return numbered([turn("s0", 1, 10.0), turn("s0", 2, 10.0), turn("w", 1, 1.0, phase="warmup")])
+
+    def theirs(seed):
+        return numbered(
+            [turn("s0", 1, 50.0), turn("s0", 2, 90.0, status="timeout"), turn("w", 1, 999.0, phase="warmup")]
+        )
+
+    found = measure(both(ours, theirs), "speedup", theirs="stateless", turn="last")
+    assert (found.value, found.n) == (pytest.approx(5.0), 5)
+
+
+def test_speedup_of_numbers_made_of_two_columns():
+    def turns(latency, sent):
+        return lambda seed: numbered(
+            [turn("a", 1, 1.0, tokens=(1, 2, 3, 4), latency_ms=latency, sent_bytes=sent, received_bytes=20)]
+        )
+
+    store = both(turns(40.0, 20), turns(400.0, 3980))
+    assert measure(store, "speedup", theirs="stateless", column="normalized_latency_ms").value == pytest.approx(10.0)
+    assert measure(store, "speedup", theirs="stateless", column="wire_bytes_per_token").value == pytest.approx(100.0)
+
+
+def test_a_turn_that_nobody_has_is_named():
+    with pytest.raises(MissingSeries, match="no conversation has ttft_ms at turn 9 in both"):
+        measure(both(), "speedup", theirs="stateless", turn=9)
+
+
+@pytest.mark.parametrize(
+    ("curve", "expected"),
+    [
+        ([(1.0, 50.0), (2.0, 100.0), (3.0, 200.0)], 2.5),
+        ([(1.0, 50.0), (2.0, 150.0)], None),  # reached, not passed
+        ([(1.0, 200.0), (2.0, 100.0), (3.0, 300.0)], 2.25),  # noise below the knee: the last crossing counts
+        ([(1.0, 50.0), (2.0, 60.0)], None),
+        ([(1.0, 250.0), (2.0, 260.0)], None),
+        ([(1.0, 50.0)], None),
+    ],
+)
+def test_where_a_latency_passes_its_limit(curve, expected):
+    found = crossing(curve, 150.0)
+    assert found == (expected if expected is None else pytest.approx(expected))
+
+
+def test_throughput_at_latency_is_read_between_rates():
+    def of(capacity):
+        return lambda seed, rate: {
+            "throughput_req_s": float(rate),
+            "normalized_latency_ms_p90": 100.0 * rate / capacity,
+        }
+
+    axis = "workload.request_rate"
+    metrics = {"pensieve": of(3.0), "stateless": of(2.0)}
+    turns = {name: lambda seed, rate: talk(10.0)(seed) for name in metrics}
+    store = sweep(turns, seeds=5, metrics=metrics, axis=axis, values=[1, 2, 3, 4])
+    found = measure(store, "throughput_at_latency_ratio", theirs="stateless", over=axis, limit=120.0)
+    assert (found.value, found.ci_low, found.n) == (pytest.approx(3.6 / 2.4), pytest.approx(1.5), 5)
+    with pytest.raises(MissingSeries, match="crosses 900 ms"):
+        measure(store, "throughput_at_latency_ratio", theirs="stateless", over=axis, limit=900.0)
+
+
+def test_throughput_at_latency_needs_rates():
+    store = both(metrics={"pensieve": lambda s: {"throughput_req_s": 1.0, "normalized_latency_ms_p90": 1.0}})
+    with pytest.raises(MissingSeries, match="request_rate is not set to a number"):
+        measure(store, "throughput_at_latency_ratio", theirs="stateless", over="workload.request_rate", limit=1.0)
+
+
+# Claims against whole sweeps, and the table they end up in.
+
+TEN_MS, THIRTY_MS = talk(10.0, 10.0), talk(30.0, 30.0)
+
+
+def verdict(store, **changed):
+    [one] = judge_sweep(store, 1, [claim(**changed)])
+    return one.judgement.verdict, one.judgement.why
+
+
+def test_swapping_two_baselines_flips_the_verdict():
+    assert verdict(sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS}))[0] == "holds"
+    assert verdict(sweep({"pensieve": THIRTY_MS, "stateless": TEN_MS}))[0] == "fails"
+
+
+def test_an_interval_across_the_bound_is_inconclusive():
+    def uneven(seed):
+        return talk(10.0 * (1 + 4 * seed), 10.0)(seed)
+
+    assert verdict(sweep({"pensieve": uneven, "stateless": THIRTY_MS}), claimed={"above": 1.3}) == (
+        "inconclusive",
+        "the interval lies across the claim's bound",
+    )
+
+
+def test_a_baseline_that_is_not_there_is_named():
+    assert verdict(sweep({"pensieve": TEN_MS, "gpu_only": THIRTY_MS}), against=["vllm", "stateless"]) == (
+        "not comparable",
+        "no completed trial of vllm or stateless in this sweep",
+    )
+
+
+def test_the_first_baseline_that_is_there_is_taken():
+    store = sweep({"pensieve": TEN_MS, "gpu_only": talk(11.0, 11.0), "stateless": THIRTY_MS})
+    [one] = judge_sweep(store, 1, [claim(against=["vllm", "stateless", "gpu_only"])])
+    assert (one.ours, one.theirs, one.measured.value) == ("pensieve", "stateless", pytest.approx(3.0))
+    assert len(one.measured.trial_ids) == 10
+
+
+def test_a_condition_that_differs_leaves_the_measurement_to_be_seen():
+    store = sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS})
+    [one] = judge_sweep(store, 1, [claim(conditions={"model": ["opt_13b"]})])
+    assert (one.judgement.verdict, one.measured.value) == ("not comparable", pytest.approx(3.0))
+    assert "model is tiny here, claimed for opt_13b" in one.judgement.why
+
+
+def test_another_workload_is_another_question():
+    store = sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS})
+    [one] = judge_sweep(store, 1, [claim(conditions={"workload": ["hotness"]})])
+    assert (one.judgement.verdict, one.measured) == ("not comparable", None)
+
+
+def test_of_several_workloads_those_that_the_claim_is_about_are_taken():
+    store = sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS})
+    for job, name in enumerate(("pensieve", "stateless"), start=50):
+        add_trial(store, 1, job, name, TEN_MS(0), workload="other", config={"workload": {"name": "chat"}})
+    [one] = judge_sweep(store, 1, [claim(conditions={"workload": ["chat"]})])
+    assert (one.judgement.verdict, one.measured.trial_ids) == ("holds", tuple(range(1, 11)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "clause"),
+    [
+        ({"simulated": True}, "the sweep holds simulated and real trials"),
+        ({"code_hash": "other"}, "different versions of the code"),
+        ({"weights": "hub"}, "random and trained weights"),
+        ({"contended": True}, "shared their device with others"),
+    ],
+)
+def test_trials_that_must_not_stand_beside_each_other(changed, clause):
+    store = sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS}, seeds=2)
+    config = {"workload": {"name": "chat"}}
+    add_trial(store, 1, 4, "pensieve", TEN_MS(2), seed=2, config=config, **changed)
+    add_trial(store, 1, 5, "stateless", THIRTY_MS(2), seed=2, config=config)
+    found, why = verdict(store)
+    assert found == "not comparable"
+    assert clause in why
+
+
+def test_every_group_of_a_sweep_is_judged_by_itself():
+    def ours(seed, cache):
+        return talk(10.0 if cache == "large" else 30.0)(seed)
+
+    turns = {"pensieve": ours, "stateless": lambda seed, cache: talk(30.0)(seed)}
+    store = sweep(turns, axis="cache.size", values=["large", "small"])
+    found = {one.name: one.judgement.verdict for one in judge_sweep(store, 1, [claim()])}
+    assert found == {"speedup (cache.size=large)": "holds", "speedup (cache.size=small)": "fails"}
+
+
+def test_what_no_group_can_speak_to_is_said_once_of_the_nearest_group():
+    turns = {"pensieve": lambda seed, size: TEN_MS(seed), "stateless": lambda seed, size: THIRTY_MS(seed)}
+    store = sweep(turns, axis="cache.size", values=[1, 2, 3])
+    conditions = {"model": ["opt_13b"], "cache.size": [2]}
+    [one] = judge_sweep(store, 1, [claim(conditions=conditions)])
+    assert one.name == "speedup (cache.size=2)"
+    assert one.differences == ("model is tiny here, claimed for opt_13b",)
+
+
+def test_a_failed_trial_and_a_sweep_without_trials_speak_to_nothing():
+    store = ResultsStore(MEMORY)
+    open_sweep(store, n_expected=2)
+    assert verdict(store) == ("not comparable", "no trial of this sweep is completed")
+    with pytest.raises(ResultsError, match="no sweep 9"):
+        judge_sweep(store, 9, [claim()])
+
+
+def test_rows_of_the_table_are_replaced_not_added():
+    store = sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS})
+    other = store.open_sweep("other", "chat", None, None, {}, 0, "host", None)
+    record_claims(store, other, judge_sweep(store, other, [claim(name="kept")]))
+    first = [claim(), claim(name="dropped", claimed={"between": [1.0, 2.0]})]
+    record_claims(store, 1, judge_sweep(store, 1, first))
+    assert [(row.name, row.verdict) for row in recorded_claims(store, 1)] == [
+        ("dropped", "fails"),
+        ("speedup", "holds"),
+    ]
+    for _ in range(2):
+        record_claims(store, 1, judge_sweep(store, 1, [claim(claimed={"below": 1.0})]))
+    [row] = recorded_claims(store, 1)
+    assert (row.name, row.verdict, row.claimed) == ("speedup", "fails", 1.0)
+    assert (row.measured, row.n, row.trial_ids) == (pytest.approx(3.0), 20, list(range(1, 11)))
+    with store.database.reading() as connection:
+        assert connection.scalar(select(func.count()).select_from(ClaimRow)) == 2
+
+
+# Each verdict from the intervals that call for it.
+
+RANGE = Bounds(1.5, 2.5, 1.5, "1.5 to 2.5")
+ABOVE = Bounds(2.0, None, 2.0, "> 2")
+BELOW = Bounds(None, 1.0, 1.0, "< 1")
+
+
+def measured(low, high, value=None, seeds=3, n=18):
+    value = value if value is not None else ((low or 0) + (high or 0)) / 2
+    return Measured(value, low, high, n, "conversations", seeds, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "low", "high", "verdict", "word"),
+    [
+        (RANGE, 1.6, 2.4, "holds", "within"),
+        (RANGE, 1.5, 2.5, "holds", "within"),
+        (RANGE, 2.6, 3.0, "fails", "above"),
+        (RANGE, 1.0, 1.4, "fails", "below"),
+        (RANGE, 1.4, 1.6, "inconclusive", "across"),
+        (RANGE, 2.4, 2.6, "inconclusive", "across"),
+        (RANGE, 1.0, 3.0, "inconclusive", "across"),
+        (ABOVE, 2.0, 9.0, "holds", "within"),
+        (ABOVE, 2.1, 1e9, "holds", "within"),
+        (ABOVE, 1.0, 1.9, "fails", "below"),
+        (ABOVE, 1.9, 2.1, "inconclusive", "across"),
+        (BELOW, -0.5, 1.0, "holds", "within"),
+        (BELOW, 1.1, 1.2, "fails", "above"),
+        (BELOW, 0.9, 1.1, "inconclusive", "across"),
+    ],
+)
+def test_a_claim_holds_or_fails_only_where_the_whole_interval_does(bounds, low, high, verdict, word):
+    found = judge(bounds, measured(low, high), [])
+    assert found.verdict == verdict
+    assert word in found.why
+
+
+def test_the_value_itself_decides_nothing():
+    assert judge(RANGE, measured(1.0, 3.0, value=2.0), []).verdict == "inconclusive"
+
+
+def test_an_interval_of_no_width_is_an_interval():
+    assert judge(RANGE, measured(2.0, 2.0), []).verdict == "holds"
+
+
+def test_too_few_seeds_are_inconclusive_whatever_the_interval():
+    found = judge(RANGE, measured(1.9, 2.0, seeds=1), [], fewest_seeds=3)
+    assert (found.verdict, found.why) == ("inconclusive", "one seed, and 3 are needed")
+    assert judge(RANGE, measured(1.9, 2.0, seeds=3), [], fewest_seeds=3).verdict == "holds"
+
+
+def test_no_interval_is_inconclusive_and_says_how_much_there_was():
+    found = judge(RANGE, measured(None, None, value=2.0, n=4), [])
+    assert found.verdict == "inconclusive"
+    assert "n = 4 conversations, 3 seeds" in found.why
+
+
+def test_a_difference_in_conditions_comes_before_everything():
+    found = judge(RANGE, measured(1.9, 2.0), ["model is tiny here", "workload is chat here"])
+    assert found.verdict == "not comparable"
+    assert found.why == "model is tiny here; workload is chat here"
+
+
+@pytest.mark.parametrize("nothing", [None, measured(1.0, 2.0, value=math.nan), measured(1.0, 2.0, value=math.inf)])
+def test_without_a_value_nothing_is_comparable(nothing):
+    assert judge(RANGE, nothing, []).verdict == "not comparable"
+
+
+def test_bounds_that_nothing_could_contradict_are_our_bug():
+    with pytest.raises(AssertionError):
+        Bounds(None, None, 1.0, "")
