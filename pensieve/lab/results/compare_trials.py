@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean
 
 from rich.console import Group, RenderableType
@@ -11,7 +12,7 @@ from rich.text import Text
 from sqlalchemy import select
 
 from pensieve.errors import MissingSeries, MixedPanel, ResultsError, typed
-from pensieve.lab.metric_registry import METRICS, metric_of
+from pensieve.lab.metric_registry import metric_of
 from pensieve.lab.metrics import Slo
 from pensieve.lab.results.frame import conversation_means, paired, turn_frame, values_of
 from pensieve.lab.results.schema import Sweep, Trial, current_trial
@@ -24,9 +25,6 @@ from pensieve.lab.tables import grid
 from pensieve.units import NONE
 
 UNEQUAL_RATE = 0.05
-BY_SESSION = tuple(one.name for one in METRICS.values() if one.per_conversation and not one.name.endswith("_mean"))
-"""Latencies whose mean is compared conversation by conversation; all else is one value a trial."""
-
 PAIRED = (
     "paired: the geometric mean of A / B over the pairs (same seed, and same conversation where n counts conversations). The "
     "interval and the verdict are of it; where it is –, since some value is 0, they are of A / B."
@@ -253,14 +251,17 @@ def _differ(a: Sequence[Trial], b: Sequence[Trial], varying: Sequence[str]) -> s
 
 
 def _metrics(store: ResultsStore, group: str, pairs: Sequence[tuple[Trial, Trial]], slo: Slo) -> list[ComparedMetric]:
+    """Latencies are means of each conversation, over the turns that both completed; all else is one value a trial."""
     metrics = [[{(m.name, m.label): m for m in store.metrics_of(t.id, slo)} for t in pair] for pair in pairs]
-    by_conversation = _latencies(store, pairs)
+    columns = ("label", "output_tokens", "ttft_ms", "latency_ms", "queue_ms")
+    turns = [turn_frame(store, side, *columns) for side in zip(*pairs, strict=True)]
+    turns_of = cache(lambda column: paired(*(values_of(side, column) for side in turns)))
     rows = []
     for (name, label), first in metrics[0][0].items():
-        base = name.removesuffix("_mean")
         if metric_of(name).per_conversation:
-            a, b = by_conversation.get((base, label), ({}, {}))
-            n_unit = "conversations"
+            both = turns_of(name.removesuffix("_mean"))
+            part = both[turns[0]["label"].reindex(both.index) == label] if label else both
+            a, b, n_unit = conversation_means(part["a"]), conversation_means(part["b"]), "conversations"
         else:
             a, b, n_unit = {}, {}, "trials"
             for (one, _), sides in zip(pairs, metrics, strict=True):
@@ -270,23 +271,6 @@ def _metrics(store: ResultsStore, group: str, pairs: Sequence[tuple[Trial, Trial
         if a:
             rows.append(_row(group, name, label, first.unit, a, b, n_unit))
     return rows
-
-
-def _latencies(
-    store: ResultsStore, pairs: Sequence[tuple[Trial, Trial]]
-) -> dict[tuple[str, str], tuple[Values, Values]]:
-    """(metric, label) -> means of each conversation in A and in B, over the turns that both completed."""
-    columns = ("label", "output_tokens", "ttft_ms", "latency_ms", "queue_ms")
-    a, b = (turn_frame(store, side, *columns) for side in zip(*pairs, strict=True))
-    found = {}
-    for metric in BY_SESSION:
-        both = paired(values_of(a, metric), values_of(b, metric))
-        labels = a["label"].reindex(both.index)
-        for label in ("", *labels[labels != ""].unique()):
-            part = both[labels == label] if label else both
-            if len(part):
-                found[metric, label] = (conversation_means(part["a"]), conversation_means(part["b"]))
-    return found
 
 
 def _row(group: str, name: str, label: str, unit: str, a: Values, b: Values, n_unit: str) -> ComparedMetric:
@@ -353,10 +337,6 @@ def _all(store: ResultsStore) -> list[Trial]:
 
 
 def _of_sweep(store: ResultsStore, sweep: str) -> list[Trial]:
-    if sweep != LATEST and not sweep.isdigit():
-        raise ResultsError(
-            f"{sweep!r} is no sweep's id; write a number, latest, or conditions such as baseline=pensieve."
-        )
     jobs = store.trials_of_sweep(store.sweep_named(sweep).id)
     found = {job.trial.id: job.trial for job in jobs if job.trial}
     return [found[key] for key in sorted(found)]

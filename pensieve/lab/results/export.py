@@ -9,16 +9,17 @@ import tempfile
 import zipfile
 from collections.abc import Iterable, Sequence
 from importlib.metadata import distributions
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sqlalchemy import Row, insert, select
+from sqlalchemy import Boolean, Float, Integer, Row, insert, select
 
 from pensieve.errors import MissingSeries, ResultsError
 from pensieve.lab.results.environment import DISTRIBUTION
 from pensieve.lab.results.frame import measured_turns
-from pensieve.lab.results.schema import ArtifactRow, Base, Trial, version_table
+from pensieve.lab.results.schema import ArtifactRow, Base, Trial, TurnRow, version_table
 from pensieve.lab.results.store import DATABASE_NAME, TURN_COLUMNS, JobResult, ResultsStore, open_store
 from pensieve.lab.results.trials import axis_value, varying_axes
 from pensieve.lab.statistics import median, nearest_rank
@@ -37,6 +38,7 @@ NOTES = {
 """Why a field of a run is null."""
 
 _MEGABYTE = 1e6
+_AS_RECORDED = ("queue_ms", "compute_ms", "transfer_ms", "sent_bytes", "received_bytes")
 
 
 def export_sweep(store: ResultsStore, sweep_id: int, folder: Path) -> list[Path]:
@@ -80,7 +82,7 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
     """
     runs: list[dict[str, Any]] = []
     prompts: list[int] = []
-    served: list[tuple[float, int]] = []
+    at_once: list[int] = []
     for job in jobs:
         assert job.trial is not None
         gpu, bandwidth = job.value("gpu_util_pct"), job.value("memory_bw_gbps")
@@ -88,26 +90,20 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
         for turn in turns:
             name = f"{job.trial.id}/{turn.session}/{turn.turn}" + (f"/{turn.iteration}" if turn.iteration else "")
             each = turn.latency_ms / turn.output_tokens if turn.output_tokens and turn.latency_ms is not None else None
-            runs.append(
-                {
-                    "run_id": name,
-                    "total_ms": turn.latency_ms,
-                    "per_token_ms": each,
-                    "tokens_generated": turn.output_tokens,
-                    "gpu_util_pct": gpu,
-                    "memory_bw_gbps": bandwidth,
-                    "host_to_device_mb": _megabytes(turn.h2d_bytes),
-                    "device_to_host_mb": _megabytes(turn.d2h_bytes),
-                    "queue_ms": turn.queue_ms,
-                    "compute_ms": turn.compute_ms,
-                    "transfer_ms": turn.transfer_ms,
-                    "sent_bytes": turn.sent_bytes,
-                    "received_bytes": turn.received_bytes,
-                }
-            )
-            if turn.prompt_tokens is not None:
-                prompts.append(turn.prompt_tokens)
-        served += sorted(edge for turn in turns for edge in _edges(turn))
+            run = {
+                "run_id": name,
+                "total_ms": turn.latency_ms,
+                "per_token_ms": each,
+                "tokens_generated": turn.output_tokens,
+                "gpu_util_pct": gpu,
+                "memory_bw_gbps": bandwidth,
+                "host_to_device_mb": _megabytes(turn.h2d_bytes),
+                "device_to_host_mb": _megabytes(turn.d2h_bytes),
+            }
+            runs.append(run | {column: getattr(turn, column) for column in _AS_RECORDED})
+        prompts += [turn.prompt_tokens for turn in turns if turn.prompt_tokens is not None]
+        edges = sorted(edge for turn in turns for edge in _edges(turn))
+        at_once += accumulate(change for _, change in edges)
     trial = jobs[0].trial
     assert trial is not None
     totals = [run["total_ms"] for run in runs if run["total_ms"] is not None]
@@ -117,7 +113,7 @@ def baseline_report(store: ResultsStore, jobs: Sequence[JobResult]) -> dict[str,
         "model_id": (trial.config.get("model") or {}).get("hub_id") or trial.model,
         "prompt_tokens": int(median(prompts)) if prompts else None,
         "new_tokens": int(median([run["tokens_generated"] for run in runs])) if runs else None,
-        "batch_size": _most_at_once(served),
+        "batch_size": max(at_once, default=None),
         "runs": runs,
         "aggregates": {
             "mean_total_ms": fmean(totals) if totals else None,
@@ -142,14 +138,6 @@ def _edges(turn: Row[Any]) -> Iterable[tuple[float, int]]:
     return (began, 1), (turn.finished_s, -1)
 
 
-def _most_at_once(edges: Sequence[tuple[float, int]]) -> int | None:
-    most = now = 0
-    for _, change in edges:
-        now += change
-        most = max(most, now)
-    return most if edges else None
-
-
 def _write_turns(store: ResultsStore, trials: Sequence[Trial], folder: Path) -> list[Path]:
     """Write the turns of one trial after the other, so that memory holds one trial. Units are in the names of the columns."""
     import pandas as pd
@@ -172,11 +160,10 @@ def _write_turns(store: ResultsStore, trials: Sequence[Trial], folder: Path) -> 
 def _arrow_type(name: str) -> Any:
     import pyarrow as pa
 
-    if name.endswith(("_s", "_ms")):
-        return pa.float64()
-    if name.endswith(("_tokens", "_bytes")) or name in ("trial_id", "seed", "repeat", "ordinal", "turn", "iteration"):
-        return pa.int64()
-    return pa.bool_() if name == "stream" else pa.string()
+    turn, trial = TurnRow.__table__.columns, Trial.__table__.columns
+    kind_of = (turn[name] if name in turn else trial[name]).type
+    kinds = {Boolean: pa.bool_(), Float: pa.float64(), Integer: pa.int64()}
+    return next((arrow for kind, arrow in kinds.items() if isinstance(kind_of, kind)), pa.string())
 
 
 # All of it, in a zip

@@ -205,7 +205,7 @@ class ResultsStore:
         if name != LATEST:
             if not name.isdigit():
                 raise ResultsError(
-                    f"{name!r} is no sweep; give an id (runners/results.py list shows them), or {LATEST}."
+                    f"{name!r} is no sweep; give an id ({typed('results')} list shows them), or {LATEST}."
                 )
             return self.sweep(int(name))
         found = self.latest_sweep()
