@@ -13,7 +13,7 @@ from analysis import marks, style, tables
 from analysis.estimates import over_seeds
 from analysis.registry import Plot, Row, columns, figure
 from analysis.sweep import Cell, Source
-from pensieve.core.facts import Tier
+from pensieve.core.plan import Tier
 from pensieve.errors import MissingSeries
 from pensieve.lab.results.prices import Worth, prefill_seconds
 from pensieve.lab.results.size_map import is_map

@@ -22,13 +22,11 @@ class FastForward(Scheduler):
         nor copy anything. Decodes go on by one position, and a prefill that fills up the iteration by as many as it has now.
         When a copy ends, only the worker knows: it stops then. A deferred head is admitted no sooner, unless what is computed
         meanwhile may shorten its prompt (shares), or the work under way decides (admit_beyond_budget)."""
-        cache, room, settings, copying = self.cache, self.cache.room, self.settings, self._copying
+        room, settings, copying = self._room, self.settings, self._copying
         if not rows or self._awaits_loads:
             return 1
         head = self.queue.head() if self._slots else None
-        if head is not None and (
-            cache.shares or not settings.admit_beyond_budget or head.arrival not in self._deferred
-        ):
+        if head is not None and (room.shares or not settings.admit_beyond_budget or head.arrival not in self._deferred):
             return 1
         if head is not None and copying.changes_places(head.session):
             return 1
@@ -63,8 +61,7 @@ class FastForward(Scheduler):
 
     @property
     def _awaits_loads(self) -> bool:
-        reads, loads = self._disk_reads, self._loads
-        return (reads is not None and reads.expected) or (loads is not None and loads.expected)
+        return bool(self._reading) or (self._loads is not None and self._loads.expected)
 
     def _blocks_for(self, lengths: list[int], further: int) -> int:
         """Blocks that requests whose positions fill blocks up to these lengths take for `further` positions more each."""
