@@ -19,7 +19,7 @@ from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
-from pensieve.sim.fast_forward import scheduler_for
+from pensieve.sim.fast_forward import forward_for
 from pensieve.sim.worker import SimulatedWorker
 from pensieve.specs import HardwareSpec, ModelSpec
 
@@ -98,7 +98,7 @@ def make_engine(
         limits=limits,
         cost=cost,
         facts=books,
-        scheduler=scheduler_for(worker.computes, depth),
+        forward=forward_for(worker.computes, depth),
     )
     if holding:
         books.count_holding()

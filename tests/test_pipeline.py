@@ -22,7 +22,7 @@ from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
-from pensieve.sim.fast_forward import scheduler_for
+from pensieve.sim.fast_forward import forward_for
 from pensieve.sim.worker import SimulatedWorker
 from tests.simulated import MACHINE, make_engine, request, run
 
@@ -94,7 +94,7 @@ def engine_of(depth: int, eos: frozenset[int] = frozenset(), **options: Any) -> 
         eos=eos,
         decode_text=letters,
         facts=Books(made.cache.chunk_tokens),
-        scheduler=scheduler_for(worker.computes, depth),
+        forward=forward_for(worker.computes, depth),
     )
 
 

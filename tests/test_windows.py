@@ -62,7 +62,7 @@ def drive(
     }
     engine = make_engine(computes=False, **settings)
     if not windows:
-        monkeypatch.setattr(engine.scheduler, "_repeat", lambda rows: 1)
+        monkeypatch.setattr(engine.scheduler.forward, "iterations", lambda rows: 1)
     launched: list[StepPlan] = []
     launch = engine.worker.launch
     monkeypatch.setattr(engine.worker, "launch", lambda plan: (launched.append(plan), launch(plan))[1])

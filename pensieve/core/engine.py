@@ -15,7 +15,7 @@ from pensieve.core.plan import Moved, Repeats, StepResult
 from pensieve.core.request import Request, TokenArray
 from pensieve.core.scheduler.active_request import ActiveRequest, turn_of
 from pensieve.core.scheduler.composition import SchedulerSettings
-from pensieve.core.scheduler.scheduler import Scheduler, Step
+from pensieve.core.scheduler.scheduler import Forward, Scheduler, Step
 from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.core.session import Session
 from pensieve.core.worker import Worker
@@ -45,7 +45,7 @@ class Engine:
         limits: MemoryLimits | None = None,
         cost: CostModel | None = None,
         facts: Facts = SILENT,
-        scheduler: type[Scheduler] = Scheduler,
+        forward: Callable[[Scheduler], Forward] | None = None,
     ) -> None:
         """cost: what decisions go by. facts: where it is told what happens; what that returns of a request that ended is in
         its event `finished`."""
@@ -53,7 +53,8 @@ class Engine:
         self.cache = cache
         """For queries alone."""
         self.facts = facts
-        self.scheduler = scheduler(cache, settings, max_context, worker.depth > 1, cost, worker.computes, facts, limits)
+        self.scheduler = Scheduler(cache, settings, max_context, worker.depth > 1, cost, worker.computes, facts, limits)
+        self.scheduler.forward = None if forward is None else forward(self.scheduler)
         self.sessions = self.scheduler.sessions
         self.worker = worker
         self.clock = clock
@@ -259,7 +260,8 @@ class Engine:
 
     def _commit_repeats(self, step: Step, repeats: Repeats, now_s: float) -> None:
         """Apply the further iterations of a repeated plan, as one result for each of them would have."""
-        emitted, earlier = self.scheduler.forward(step, repeats, now_s, self.counts_windows)
+        assert self.scheduler.forward is not None
+        emitted, earlier = self.scheduler.forward.apply(step, repeats, now_s, self.counts_windows)
         self._events += earlier
         ended_s = repeats.ended_ns[-1] / 1e9
         for (active, _), tokens in zip(step.rows, emitted, strict=False):

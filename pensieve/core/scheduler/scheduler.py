@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pensieve.core.cache.base import CacheManager
 from pensieve.core.cost import CostModel
@@ -58,6 +59,21 @@ class _Draft:
     admitted: list[ActiveRequest] = field(default_factory=list)
 
 
+class Forward(Protocol):
+    """Plans that stand for several iterations, for a worker that computes nothing."""
+
+    def iterations(self, rows: list[tuple[ActiveRequest, Row]]) -> int:
+        """How many iterations the plan of these rows may stand for."""
+        ...
+
+    def apply(
+        self, step: Step, repeats: Repeats, now_s: float, counted: bool
+    ) -> tuple[list[TokenArray[int]], list[Event]]:
+        """Apply the further iterations of a plan, the first of which ended now. Returns the tokens that they appended to each
+        of the plan's first rows, and the events of all but the last. counted: those tell only how many tokens there are."""
+        ...
+
+
 class Scheduler:
     """Iteration-level batching over any CacheManager; knows no tensor and no baseline.
 
@@ -87,9 +103,10 @@ class Scheduler:
         cache.begin(facts=facts)
         self.cache, self._room = cache, cache.room
         self.sessions = Sessions(cache, limits or MemoryLimits(), facts)
+        self.forward: Forward | None = None
         self.in_flight: deque[Step] = deque()
         """Plans that are launched and not collected, the oldest first."""
-        self._facts = facts
+        self.facts = facts
         self._must_drain = False
         self._ahead = ahead
         self._loads = Loads(cost, cache.chunk_tokens) if settings.load_apart and cost is not None else None
@@ -166,7 +183,7 @@ class Scheduler:
         """The oldest plan in flight is over."""
         step = self.in_flight.popleft()
         assert step.plan.step == result.step, "plans are collected in the order of their launch"
-        self._facts.collected(step.plan, result)
+        self.facts.collected(step.plan, result)
         following = self.counters.steps
         self.cache.plans(self.in_flight[0].plan.step if self.in_flight else following, following)
         for active in step.members:
@@ -271,7 +288,7 @@ class Scheduler:
             rows=tuple([row for _, row in rows]),
             tables=tuple(draft.tables),
             moves=moves,
-            repeat=self._repeat(rows),
+            repeat=1 if self.forward is None else self.forward.iterations(rows),
             horizon_ns=horizon_ns,
         )
         computed, tokens, sampled = [], 0, 0
@@ -309,7 +326,7 @@ class Scheduler:
                 continue
             keep = head.kept()
             lacking = self._lacking(head, keep)
-            self._facts.room_for(session, now_s)
+            self.facts.room_for(session, now_s)
             if lacking > 0:
                 if head.arrival not in self._deferred:
                     self._deferred.add(head.arrival)
@@ -326,7 +343,7 @@ class Scheduler:
     def _start(self, active: ActiveRequest, keep: int, draft: _Draft, now_s: float) -> None:
         """Admit the request, or resume it, into a slot of its own."""
         cache, session = self.cache, active.session
-        facts, request = self._facts, active.request
+        facts, request = self.facts, active.request
         self._deferred.discard(active.arrival)
         if active.preempted:
             admission = cache.admit(session, keep, None, now_s)
@@ -388,7 +405,7 @@ class Scheduler:
         preempted."""
         cache, room, session = self.cache, self._room, active.session
         length = active.work[0][1]
-        self._facts.room_for(session, now_s)
+        self.facts.room_for(session, now_s)
         while True:
             added = cache.extend(session, length, now_s)
             if added is not None:
@@ -412,16 +429,42 @@ class Scheduler:
             elif not room.drop(1, now_s):
                 return False  # the other blocks are in this very plan; the next iteration preempts
 
-    def _repeat(self, rows: list[tuple[ActiveRequest, Row]]) -> int:
-        """Iterations that this plan may stand for."""
-        return 1
+    # -- for how long a plan stays as it is ---------------------------------------------------------------------------
 
-    def forward(
-        self, step: Step, repeats: Repeats, now_s: float, counted: bool
-    ) -> tuple[list[TokenArray[int]], list[Event]]:
-        """Apply the further iterations of a plan, the first of which ended now. Returns the tokens that they appended to each
-        of the plan's first rows, and the events of all but the last. counted: those tell only how many tokens there are."""
-        return [], []
+    @property
+    def next_head(self) -> ActiveRequest | None:
+        """Who is admitted next; None where nobody waits, or no slot is free."""
+        return self.queue.head() if self._slots else None
+
+    def blocks_until_change(self, prefills: Sequence[ActiveRequest]) -> float:
+        """How many GPU blocks decodes may take until a plan would admit or copy something, while these prefills go on; below
+        0 where the next one may in any case. A deferred head is admitted no sooner, unless what is computed meanwhile may
+        shorten its prompt (shares), or the work under way decides (admit_beyond_budget)."""
+        room, copying, head, lacking = self._room, self._copying, self.next_head, 0
+        if self._reading or (self._loads is not None and self._loads.expected):
+            return -1
+        if head is not None:
+            if room.shares or not self.settings.admit_beyond_budget or head.arrival not in self._deferred:
+                return -1
+            lacking = self._lacking(head, head.kept())
+            if lacking <= 0 or copying.changes_places(head.session):
+                return -1
+        if not room.grows:
+            return math.inf
+        blocks = room.available
+        if not room.can_swap_out:
+            return blocks
+        ahead = copying.begins_below(any(room.on_cpu(active.session) for active in prefills))
+        wanted = max(ahead, blocks + lacking if lacking else 0)
+        return min(blocks, blocks + room.outgoing - wanted)
+
+    def take_block(self, active: ActiveRequest, length: int, now_s: float) -> None:
+        """Take the block of a decode that no plan of its own asks for, if it needs one; there is one."""
+        self.facts.room_for(active.session, now_s)
+        added = self.cache.extend(active.session, length, now_s)
+        assert added is not None and active.slot is not None, "a plan is repeated for as long as there are blocks"
+        if added[1]:
+            self._unsent.tables.append((active.slot, *added))
 
     def _must_preempt(self) -> bool:
         """The next decodes need more blocks than there are, and only a preemption makes some free, for which nothing may be

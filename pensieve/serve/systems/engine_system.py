@@ -27,7 +27,7 @@ from pensieve.serve.books.holding import Held
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import Capabilities, Listener
 from pensieve.serve.tokenizer import Tokenizer
-from pensieve.sim.fast_forward import scheduler_for
+from pensieve.sim.fast_forward import forward_for
 from pensieve.sim.mistaken import mistaken
 from pensieve.specs import HardwareSpec, ModelSpec
 
@@ -149,7 +149,7 @@ class EngineSystem(ABC):
             limits=self._limits,
             cost=believed,
             facts=self.books,
-            scheduler=scheduler_for(self._worker.computes, self._worker.depth),
+            forward=forward_for(self._worker.computes, self._worker.depth),
         )
         return report
 
