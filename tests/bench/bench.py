@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from pensieve.lab.bench import Options
 from pensieve.lab.bench.record import Record
-from pensieve.lab.bench.session import Bench, Options
+from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose.machine import Device
 from pensieve.lab.compose.schema import HardwareConfig
 from pensieve.lab.results.store import open_store
@@ -19,14 +20,12 @@ CPU = Device("cpu", "cpu", "cpu", "a processor", 1, 2**33, 2**33)
 
 def make_bench(target: str, folder: Path, **options: Any) -> Bench:
     store = open_store(folder)
-    given = Options(size="small", repeats=2, model=None, seed=0, exclusive=False)
-    fields = {name: getattr(given, name) for name in Options.__slots__}
     return Bench(
         target=target,
         device=torch.device("cpu"),
         machine=CPU,
         hardware=HardwareConfig(name="cpu", simulated=False, device="cpu", threads=1),
-        options=Options(**{**fields, **options}),
+        options=Options(**{"repeats": 2, "exclusive": False, **options}),
         records=Record(store, target, {"target": target}, CPU),
         tracking=Tracking(folder, store, mlflow=False, kept=True),
         say=lambda _: None,

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from pensieve.errors import ConfigError
+from pensieve.lab.compose import read_option
+from pensieve.lab.compose.settings import check_node
 
 TARGETS = {
     "kernel": ("kernel", "run"),
@@ -17,6 +22,19 @@ TARGETS = {
 """By name: the module in this folder, and its function of a Bench. `all` is all of them, in this order."""
 
 
+class Options(BaseModel):
+    """The fields of `bench` in conf/bench.yaml. None: the target's own choice. size: auto is small."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    size: Literal["auto", "small", "full"] = "auto"
+    repeats: Annotated[int, Field(ge=1)] | None = None
+    model: Annotated[str | None, BeforeValidator(lambda name: None if name == "auto" else name)] = None
+    markdown: Path | None = None
+    only: str | None = None
+    exclusive: bool = True
+    seed: int = Field(0, ge=0)
+
+
 def run_target(config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
     """Run the target of conf/bench.yaml; exit status 0 where everything was measured beside its limit and its peer.
 
@@ -26,15 +44,9 @@ def run_target(config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
     target = str(config["target"])
     if target not in ("all", *TARGETS):
         raise ConfigError(f"There is no target {target!r}; choose all, {', '.join(TARGETS)}.")
-    whole(config["bench"], "seed", 0)  # before torch is imported
+    options = check_node(Options, config, "bench")  # before torch is imported
+    if options.model is not None:
+        read_option("model", options.model)  # refuses an unknown one, also where the target runs none
     from pensieve.lab.bench.command import run_command
 
-    return run_command(target, tuple(TARGETS) if target == "all" else (target,), config, overrides)
-
-
-def whole(options: Mapping[str, Any], name: str, least: int) -> int:
-    """The field bench.`name`. Raises ConfigError unless it is a whole number from `least` on."""
-    value = options[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"bench.{name}={value!r} cannot be used; give a whole number from {least} on.")
-    return value
+    return run_command(target, tuple(TARGETS) if target == "all" else (target,), config, options, overrides)

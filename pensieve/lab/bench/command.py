@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
 from pensieve.errors import ConfigError, HardwareMissing, PensieveError
-from pensieve.lab.bench import TARGETS, table, whole
+from pensieve.lab.bench import TARGETS, Options, table
 from pensieve.lab.bench.record import Record, command
-from pensieve.lab.bench.session import Bench, Options
+from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.timer import explain
-from pensieve.lab.compose.folder import read_option
 from pensieve.lab.compose.machine import Device, cores, find_device
 from pensieve.lab.compose.schema import HardwareConfig, TrackingConfig
+from pensieve.lab.compose.settings import check_node
 from pensieve.lab.trial.liveness import device_lock
 from pensieve.lab.trial.terminal import say
 from pensieve.lab.trial.tracking import Tracking, open_named
@@ -29,10 +28,11 @@ from pensieve.plugins.device.shelf import open_shelf
 TRIALS = ("serve",)  # targets made of trials: each takes the device for itself, which may be simulated
 
 
-def run_command(name: str, targets: Sequence[str], config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
+def run_command(
+    name: str, targets: Sequence[str], config: Mapping[str, Any], options: Options, overrides: Mapping[str, str]
+) -> int:
     """See pensieve.lab.bench.run_target. A target that fails is one sentence; the others run, and the status is 1."""
-    hardware, tracked = _group(HardwareConfig, config, "hardware"), _group(TrackingConfig, config, "tracking")
-    options = decided(config["bench"])
+    hardware, tracked = check_node(HardwareConfig, config, "hardware"), check_node(TrackingConfig, config, "tracking")
     machine = find_device(hardware)
     if machine.simulated and not set(targets) <= set(TRIALS):
         raise HardwareMissing(
@@ -70,37 +70,11 @@ def run_command(name: str, targets: Sequence[str], config: Mapping[str, Any], ov
     failures += [gap for bench in benches for gap in bench.gaps]
     records.close("failed" if failures else "completed")
     if options.markdown:
-        _write(options.markdown, machine, benches, limits, failures)
+        _write(options.markdown.expanduser(), machine, benches, limits, failures)
     _say_places(tracking, records, benches)
     for failure in failures:
         say(failure)
     return 1 if failures else 0
-
-
-def decided(options: Mapping[str, Any]) -> Options:
-    """The fields of `bench` in conf/bench.yaml, checked. Raises ConfigError."""
-    if options["size"] not in ("auto", "small", "full"):
-        raise ConfigError(f"bench.size={options['size']!r} is unknown; it is auto, small or full.")
-    if options["model"] != "auto":
-        read_option("model", str(options["model"]))  # refuses an unknown one, also where the target runs none
-    return Options(
-        size="full" if options["size"] == "full" else "small",
-        repeats=None if options["repeats"] is None else whole(options, "repeats", 1),
-        model=None if options["model"] == "auto" else str(options["model"]),
-        seed=whole(options, "seed", 0),
-        exclusive=bool(options["exclusive"]),
-        markdown=Path(str(options["markdown"])).expanduser() if options["markdown"] else None,
-        only=str(options["only"]) if options["only"] else None,
-    )
-
-
-def _group(kind: type[BaseModel], config: Mapping[str, Any], name: str) -> Any:
-    try:
-        return kind.model_validate(config[name])
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join([name, *(str(part) for part in first["loc"])])
-        raise ConfigError(f"{field}={first['input']!r} cannot be used: {first['msg']}.") from None
 
 
 def _use_threads(asked: int | None, machine: Device) -> int | None:

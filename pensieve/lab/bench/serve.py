@@ -11,9 +11,10 @@ import transformers
 
 from pensieve.core.request import is_measured
 from pensieve.errors import ConfigError, PensieveError, RequestFailed
+from pensieve.lab.bench import Options
 from pensieve.lab.bench.case import Case, Figure, Measured
 from pensieve.lab.bench.record import now
-from pensieve.lab.bench.session import Bench, Options
+from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.timer import explain
 from pensieve.lab.compose import TrialPlan, build_tokenizer, build_workload, check, plan_trial
 from pensieve.lab.compose.machine import Device
@@ -24,7 +25,7 @@ from pensieve.sim.roofline import Roofline
 
 BASELINES = ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots")
 OURS, WORST, PEER = "pensieve", "stateless", "transformers_cb"
-GPU_BATCH_TOKENS, GPU_BATCH_REQUESTS = 2048, {"small": 128, "full": 256}  # the peer gets the same sizes
+GPU_BATCH_TOKENS = 2048  # the peer gets the same sizes
 MARGIN = 1.25  # over the lowest latency that every system keeps to
 _TIMEOUT_S = 180.0  # of one trial
 
@@ -176,7 +177,7 @@ def _compose(bench: Bench, cell: Cell, load: int, baseline: str) -> Any:
 
 
 def _gpu_batch(bench: Bench) -> tuple[str, ...]:
-    requests = GPU_BATCH_REQUESTS[bench.options.size]
+    requests = 256 if bench.full else 128
     return f"scheduler.max_batch_tokens={GPU_BATCH_TOKENS}", f"scheduler.max_batch_requests={requests}"
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from pensieve.lab.bench import Options
 from pensieve.lab.bench.case import Case, Measured, Result
 from pensieve.lab.bench.record import Record, Setting, now
 from pensieve.lab.bench.timer import interleaved
@@ -19,25 +19,10 @@ from pensieve.lab.trial.job import Job, Outcome
 from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.tracking import Tracking
 
-Size = Literal["small", "full"]
-
 # Of what measures the limits.
 _COPY_BYTES = {"cuda": 2 * 2**30, "cpu": 64 * 2**20}  # beyond any cache, and short
 _SQUARE = {"cuda": 8192, "cpu": 1024}
 _ROUNDS = 7
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The fields of `bench` in conf/bench.yaml, checked. None: the target's own choice."""
-
-    size: Size
-    repeats: int | None
-    model: str | None
-    seed: int
-    exclusive: bool
-    markdown: Path | None = None
-    only: str | None = None
 
 
 @dataclass
