@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from pensieve.core.request import Length, Request
-from pensieve.plugins.engines.base import EngineSetup
+from pensieve.plugins.engines.base import EngineSetup, OutsideEngine
+from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.serve.record import TurnRecord
 from pensieve.specs import ModelSpec
 
@@ -38,6 +39,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "vocab_size": 300, "max_position_embeddings": 512, "word_embed_proj_dim": 32,
     },
 }  # fmt: skip
+
+
+OPEN: list[OutsideSystem] = []
+
+
+def begun(engine: OutsideEngine) -> OutsideSystem:
+    """Its system, which is closed when the test is over."""
+    OPEN.append(OutsideSystem(engine))
+    OPEN[-1].start()
+    return OPEN[-1]
 
 
 def setup_of(family: str = "llama", **changes: Any) -> EngineSetup:

@@ -11,7 +11,6 @@ import signal
 import socket
 import threading
 from array import array
-from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Client, Listener
 from typing import Any
@@ -29,7 +28,7 @@ from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.plugins.engines.transformers_peers import NativePytorch
 from pensieve.plugins.engines.weights import plain_module
 from pensieve.serve.record import TurnRecord
-from tests.engines.small import ARCHITECTURES, ask, prompt, served, setup_of
+from tests.engines.small import ARCHITECTURES, ask, begun, prompt, served, setup_of
 
 KINDS = (FullyAware, PartiallyAware, SemanticBlind)
 FRAME = 4  # bytes that multiprocessing.connection puts before each piece
@@ -74,23 +73,8 @@ def in_thread(kind: type[Any], proxies: list[Proxy] | None = None) -> type[Any]:
     return InThread
 
 
-@pytest.fixture
-def opened() -> Any:
-    systems = []
-
-    def begin(kind: type[Any], proxies: list[Proxy] | None = None, **changes: Any) -> OutsideSystem:
-        setup = changes.pop("setup", None) or setup_of(**changes)
-        system = OutsideSystem(in_thread(kind, proxies)(setup))
-        systems.append(system)
-        system.start()
-        return system
-
-    yield begin
-    for system in systems:
-        system.close()
-
-
-Opened = Callable[..., OutsideSystem]
+def opened(kind: type[Any], proxies: list[Proxy] | None = None, **changes: Any) -> OutsideSystem:
+    return begun(in_thread(kind, proxies)(changes.pop("setup", None) or setup_of(**changes)))
 
 
 def generated(module: Any, tokens: array[int], count: int) -> list[int]:
@@ -110,7 +94,7 @@ def one(system: OutsideSystem, tokens: array[int], output: int = 6, number: int 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "tied_llama", "gpt2", "opt"])
-def test_the_tokens_are_those_of_generate(family: str, kind: type[Any], opened: Opened) -> None:
+def test_the_tokens_are_those_of_generate(family: str, kind: type[Any]) -> None:
     module, system = plain_module(setup_of(family)), opened(kind, family=family)
     for number, length in enumerate((40, 7)):
         turn = one(system, prompt(length), 8, number)
@@ -118,7 +102,7 @@ def test_the_tokens_are_those_of_generate(family: str, kind: type[Any], opened: 
         assert len(turn.emitted_s) == 8
 
 
-def test_sixteen_bits_cross_as_they_are(opened: Opened) -> None:
+def test_sixteen_bits_cross_as_they_are() -> None:
     small = setup_of("wide_llama")
     setup = replace(small, model=replace(small.model, dtype="bfloat16"))
     module = plain_module(setup)
@@ -127,7 +111,7 @@ def test_sixteen_bits_cross_as_they_are(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bytes_are_those_that_a_proxy_on_the_socket_saw(kind: type[Any], opened: Opened) -> None:
+def test_the_bytes_are_those_that_a_proxy_on_the_socket_saw(kind: type[Any]) -> None:
     proxies: list[Proxy] = []
     system = opened(kind, proxies)
     one(system, prompt(10), 1)  # the handshake of the connection is over, and all of its bytes have been seen
@@ -175,7 +159,7 @@ def test_no_piece_waits_until_the_one_before_is_acknowledged(wires: tuple[Wire, 
             assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_what_crosses_grows_as_each_knows(opened: Opened) -> None:
+def test_what_crosses_grows_as_each_knows() -> None:
     """By differences, so that no constant of the format takes part; a number in a head may take up to 4 bytes more."""
     setup, lengths, slack = setup_of(), (1, 2, 3, 4), 8
     sent, received = {}, {}
@@ -248,7 +232,7 @@ def test_kv_that_was_changed_on_the_way_changes_the_answer() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_parts_of_a_turn_are_within_it(kind: type[Any], opened: Opened) -> None:
+def test_the_parts_of_a_turn_are_within_it(kind: type[Any]) -> None:
     system = opened(kind)
     one(system, prompt(10), 1)
     turn = one(system, prompt(40), 6, 2, intended_s=system.clock.now_s())
@@ -257,7 +241,7 @@ def test_the_parts_of_a_turn_are_within_it(kind: type[Any], opened: Opened) -> N
     assert turn.queue_ms + turn.compute_ms + turn.transfer_ms <= (turn.latency_ms or 0) + 0.01
 
 
-def test_a_cap_holds_back_each_message_and_is_in_the_record(opened: Opened) -> None:
+def test_a_cap_holds_back_each_message_and_is_in_the_record() -> None:
     gbps, plain = 0.004, opened(PartiallyAware)
     slow = opened(PartiallyAware, network_gbps=gbps)
     fast, paced = one(plain, prompt(60), 4), one(slow, prompt(60), 4)
@@ -271,7 +255,7 @@ def test_a_cap_holds_back_each_message_and_is_in_the_record(opened: Opened) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_end_of_sequence_ends_it_and_a_cancelled_request_leaves_the_next_alone(
-    kind: type[Any], opened: Opened
+    kind: type[Any],
 ) -> None:
     module = plain_module(setup_of())
     tokens = generated(module, prompt(60), 8)
@@ -293,7 +277,7 @@ def test_an_end_of_sequence_ends_it_and_a_cancelled_request_leaves_the_next_alon
     assert list(after.token_ids) == generated(module, prompt(30), 5)
 
 
-def test_what_cannot_be_served_says_so(opened: Opened) -> None:
+def test_what_cannot_be_served_says_so() -> None:
     system = opened(FullyAware)
     [turn] = served(system, ask(1, "a", prompt(40), output=ARCHITECTURES["llama"]["max_position_embeddings"]))
     assert (turn.status, turn.finish_reason) == ("refused", "context") and turn.sent_bytes is None
@@ -303,15 +287,13 @@ def test_what_cannot_be_served_says_so(opened: Opened) -> None:
 
 
 def test_who_crosses_no_network_has_no_bytes() -> None:
-    system = OutsideSystem(NativePytorch(setup_of()))
-    system.start()
+    system = begun(NativePytorch(setup_of()))
     turn = one(system, prompt(20), 2)
     assert turn.sent_bytes is turn.received_bytes is turn.transfer_ms is None
-    system.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_simulation_counts_what_a_socket_would_have_carried(kind: type[Any], opened: Opened) -> None:
+def test_the_simulation_counts_what_a_socket_would_have_carried(kind: type[Any]) -> None:
     from pensieve.specs import HardwareSpec
 
     setup = setup_of()

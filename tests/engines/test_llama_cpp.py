@@ -19,7 +19,7 @@ from pensieve.plugins.engines import llama_cpp
 from pensieve.plugins.engines.llama_cpp import LlamaCpp, LlamaCppHttp, reported
 from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.plugins.engines.weights import plain_module
-from tests.engines.small import ask, greedy, prompt, served, setup_of
+from tests.engines.small import ask, begun, greedy, prompt, served, setup_of
 
 pytest.importorskip("xllamacpp")
 pytest.importorskip("gguf")
@@ -39,9 +39,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def opened(
     kind: type[Any] = LlamaCpp, family: str = "llama", setup: dict[str, Any] | None = None, **fields: Any
 ) -> Any:
-    system = OutsideSystem(kind(setup_of(family, **(setup or {})), **fields))
-    system.start()
-    return system
+    return begun(kind(setup_of(family, **(setup or {})), **fields))
 
 
 @pytest.mark.parametrize("family", ["llama", "tied_llama", "gpt2"])
@@ -56,7 +54,6 @@ def test_greedy_tokens_are_those_of_plain_transformers_over_three_turns(family: 
         assert record.shared_hit_tokens == 0 and record.recomputed_tokens == 0
         assert record.cpu_hit_tokens is None
         said = said + record.token_ids + prompt(12, start=turn)
-    system.close()
 
 
 def test_over_http_the_tokens_are_the_same_streamed_and_whole() -> None:
@@ -83,7 +80,6 @@ def test_over_http_the_tokens_are_the_same_streamed_and_whole() -> None:
     }.items():
         assert settings[f"reported_{name}"] == value
     assert settings["n_ctx"] == settings["reported_n_ctx"] == settings["n_parallel"] * settings["n_ctx_slot"] == 1024
-    system.close()
 
 
 def test_streams_one_after_the_other_all_come() -> None:
@@ -93,7 +89,6 @@ def test_streams_one_after_the_other_all_come() -> None:
     for number in range(60):
         [turn] = served(system, ask(number, f"s{number}", prompt(20, start=number), output=2))
         assert turn.status == "completed"
-    system.close()
 
 
 def test_in_this_process_it_reports_what_it_runs_with_and_is_silent_then(capfd: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +202,6 @@ def test_an_identical_prompt_computes_one_token() -> None:
     [again] = served(system, ask(2, "a", prompt(50), output=1, known_tokens=50))
     assert again.gpu_hit_tokens == again.history_tokens == 49
     assert again.new_tokens == 1
-    system.close()
 
 
 def test_what_others_said_before_is_shared() -> None:
@@ -216,7 +210,6 @@ def test_what_others_said_before_is_shared() -> None:
     [other] = served(system, ask(2, "b", prompt(40) + prompt(20, start=9), output=1))
     assert (other.gpu_hit_tokens, other.history_tokens) == (0, 0)
     assert other.shared_hit_tokens == 40
-    system.close()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -234,7 +227,6 @@ def test_a_prompt_beyond_its_slot_is_refused_and_an_output_beyond_it_fails(strea
     assert "256 tokens" in str(long.error)
     assert (longer.status, longer.finish_reason) == ("failed", "context")
     assert fits.status == "completed"
-    system.close()
 
 
 def test_slots_are_few_enough_for_the_longest_conversation() -> None:
@@ -285,7 +277,6 @@ def test_requests_wait_their_turn_and_a_cancelled_one_ends() -> None:
                 turns[event.request_id] = event.turn
     assert turns[1].status == "timeout" and 0 < turns[1].output_tokens < 900
     assert turns[2].status == "completed"
-    system.close()
 
 
 @pytest.mark.parametrize("kind", [LlamaCpp, LlamaCppHttp])
@@ -298,7 +289,6 @@ def test_a_free_output_ends_with_its_end_of_sequence(kind: type[Any]) -> None:
     ended, whole = served(system, free, ignoring)
     assert list(ended.token_ids) == tokens[: eos_at + 1] and ended.finish_reason == "eos"
     assert list(whole.token_ids) == tokens
-    system.close()
 
 
 def test_a_request_that_a_running_server_loses_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +306,6 @@ def test_a_request_that_a_running_server_loses_fails_alone(monkeypatch: pytest.M
     monkeypatch.undo()
     [whole] = served(system, ask(2, "a", prompt(30), output=1))
     assert whole.status == "completed"
-    system.close()
 
 
 def test_a_server_that_is_killed_fails_the_trial_with_its_log() -> None:
@@ -328,7 +317,6 @@ def test_a_server_that_is_killed_fails_the_trial_with_its_log() -> None:
     system.submit(ask(2, "b", prompt(60, start=9)))
     with pytest.raises(WorkerError, match=r"(?s)ended while it served requests.*listening|does not answer"):
         system.poll(None)
-    system.close()
 
 
 @pytest.mark.parametrize("kind", [LlamaCpp, LlamaCppHttp])
@@ -377,4 +365,3 @@ def test_nothing_is_forgotten_silently() -> None:
     system = opened()
     with pytest.raises(ConfigError, match="start it anew"):
         system.forget(None)
-    system.close()

@@ -19,7 +19,7 @@ from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.plugins.engines.weights import plain_module
 from pensieve.serve.tokenizer import ByteTokenizer
 from tests.engines.endpoint import Endpoint
-from tests.engines.small import ask, greedy, prompt, served, setup_of
+from tests.engines.small import ask, begun, greedy, prompt, served, setup_of
 
 
 @pytest.fixture
@@ -31,9 +31,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 def opened(url: str, **fields: Any) -> OutsideSystem:
-    system = OutsideSystem(OpenAIHttp(setup_of(tokenizer=ByteTokenizer()), base_url=url, **fields))
-    system.start()
-    return system
+    return begun(OpenAIHttp(setup_of(tokenizer=ByteTokenizer()), base_url=url, **fields))
 
 
 def completion(*ids: int, **rest: Any) -> dict[str, Any]:
@@ -56,7 +54,6 @@ def test_a_streamed_completion_is_read_piece_by_piece(endpoint: Endpoint, monkey
     assert headers["authorization"] == "Bearer secret" and headers["x-session"] == "anna"
     assert turn.sent_bytes == int(headers["content-length"])
     assert "secret" not in json.dumps(system.settings())
-    system.close()
 
 
 def test_a_server_without_usage_and_ids_leaves_them_open(endpoint: Endpoint) -> None:
@@ -67,7 +64,6 @@ def test_a_server_without_usage_and_ids_leaves_them_open(endpoint: Endpoint) -> 
     assert turn.gpu_hit_tokens is turn.shared_hit_tokens is turn.recomputed_tokens is None
     assert endpoint.asked[0][1]["prompt"] == ByteTokenizer().decode(prompt(40, vocab=100))
     assert {system.settings()[name] for name in ("gpu_tokens", "cpu_tokens", "dtype")} == {None}
-    system.close()
 
 
 def test_responses_send_the_new_message_and_the_previous_id(endpoint: Endpoint) -> None:
@@ -88,7 +84,6 @@ def test_responses_send_the_new_message_and_the_previous_id(endpoint: Endpoint) 
     assert "previous_response_id" not in bodies[0]
     assert bodies[1]["previous_response_id"] == "resp_1"
     assert bodies[0]["input"] == bodies[1]["input"], "the new message alone"
-    system.close()
 
 
 def test_a_refusal_and_a_failure_end_their_request_and_nothing_is_asked_twice(endpoint: Endpoint) -> None:
@@ -100,7 +95,6 @@ def test_a_refusal_and_a_failure_end_their_request_and_nothing_is_asked_twice(en
     assert (refused.status, refused.finish_reason) == ("refused", "context")
     assert failed.status == "failed" and "503: overloaded" in str(failed.error)
     assert len(endpoint.asked) == 2
-    system.close()
 
 
 @pytest.mark.parametrize("drops", ["early", "silently"])
@@ -121,7 +115,6 @@ def test_a_stream_that_breaks_off_fails_its_request_alone(endpoint: Endpoint, dr
     [whole] = served(system, asked(2))
     assert whole.status == "completed"
     assert len(endpoint.asked) == 2, "nothing is asked twice"
-    system.close()
 
 
 def test_a_server_that_is_gone_ends_the_trial(endpoint: Endpoint) -> None:
@@ -131,7 +124,6 @@ def test_a_server_that_is_gone_ends_the_trial(endpoint: Endpoint) -> None:
     system.submit(ask(1, "a", prompt(40), output=2))
     with pytest.raises(WorkerError, match="does not answer"):
         system.poll(None)
-    system.close()
 
 
 def test_too_many_requests_fail_theirs_and_wait_for_nobody(endpoint: Endpoint) -> None:
@@ -148,7 +140,6 @@ def test_too_many_requests_fail_theirs_and_wait_for_nobody(endpoint: Endpoint) -
         "an error within a stream, whose code is a word"
     )
     assert len(endpoint.asked) == 2
-    system.close()
 
 
 def test_a_key_that_is_refused_is_told_at_once(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +157,6 @@ def test_a_key_that_is_refused_is_told_at_once(endpoint: Endpoint, monkeypatch: 
     system.submit(ask(1, "a", prompt(40)))
     with pytest.raises(WorkerError, match=r"Invalid API Key.*key_env"):
         system.poll(None)
-    system.close()
 
 
 def test_a_key_that_may_not_do_one_thing_fails_one_request(endpoint: Endpoint) -> None:
@@ -177,7 +167,6 @@ def test_a_key_that_may_not_do_one_thing_fails_one_request(endpoint: Endpoint) -
     endpoint.status, endpoint.pieces = 200, [completion(65)]
     [whole] = served(system, ask(2, "b", prompt(40), output=1))
     assert whole.status == "completed"
-    system.close()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -190,7 +179,6 @@ def test_a_connection_that_is_lost_before_the_answer_fails_its_request_alone(end
     [whole] = served(system, ask(2, "b", prompt(40), output=1, stream=stream))
     assert whole.status == "completed"
     assert len(endpoint.asked) == 2, "nothing is asked twice"
-    system.close()
 
 
 @pytest.mark.parametrize("error", [httpx.ConnectTimeout, httpx.ConnectError, httpx.ReadError])
@@ -213,7 +201,6 @@ def test_a_server_that_takes_one_connection_less_is_not_gone(
     endpoint.pieces = [completion(65)]
     [whole] = served(system, ask(2, "b", prompt(40), output=1))
     assert whole.status == "completed"
-    system.close()
 
 
 def test_a_model_may_be_called_otherwise_than_it_is_listed(
@@ -232,7 +219,6 @@ def test_a_model_may_be_called_otherwise_than_it_is_listed(
     endpoint.status, endpoint.pieces = 404, [{"error": {"message": "no such page"}}]
     [failed] = served(system, ask(3, "a", prompt(40), output=1))
     assert failed.status == "failed", "it has served this model, so it is of the request"
-    system.close()
 
 
 def test_a_model_that_is_not_served_is_told_with_those_that_are(
@@ -265,7 +251,6 @@ def test_streamed_or_not_each_request_opens_a_connection(endpoint: Endpoint) -> 
         assert turn.status == "completed"
         opens.append(endpoint.connections - before)
     assert opens == [1] * 6
-    system.close()
 
 
 @pytest.mark.parametrize(("keeps", "expected"), [(True, 1), (False, 4)])
@@ -290,7 +275,6 @@ def test_what_nobody_had_said_is_counted(endpoint: Endpoint) -> None:
     usage["prompt_tokens"] = 47  # it puts seven tokens of its own around each prompt
     [around] = served(system, ask(3, "c", prompt(20, start=9) + prompt(20), output=2))
     assert [turn.unexplained_tokens for turn in (first, same, around)] == [24, 0, 17]
-    system.close()
 
 
 def test_no_server_is_said_in_a_sentence() -> None:
@@ -315,8 +299,7 @@ def test_llama_cpp_s_own_endpoint_gives_the_tokens_of_plain_decoding(tmp_path: P
     module = plain_module(setup)
     write_gguf(module, "small", tmp_path / "m.gguf", "f32")
     server = xllamacpp.Server(params_of(tmp_path / "m.gguf", LlamaCpp(setup)._fields, port=0, verbosity=0))
-    system = OutsideSystem(OpenAIHttp(setup, base_url=server.listening_address + "/v1"))
-    system.start()
+    system = begun(OpenAIHttp(setup, base_url=server.listening_address + "/v1"))
     said = prompt(50)
     [one] = served(system, ask(1, "a", said, output=6))
     said = said + one.token_ids + prompt(8)

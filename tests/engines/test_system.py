@@ -14,16 +14,16 @@ from pensieve.core.request import Forced, Request, Sampling
 from pensieve.errors import ContextLengthError, EngineFailed, RequestFailed, WorkerError
 from pensieve.lab.compose import build_tokenizer, build_workload, plan_trial
 from pensieve.lab.replay import replay
-from pensieve.plugins.engines.base import Channel, Reply
+from pensieve.plugins.engines.base import Channel, OutsideEngine, Reply
 from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import Capabilities
 from tests.composed import SHORT, checked
-from tests.engines.small import ask, prompt, served
+from tests.engines.small import ask, begun, prompt, served
 from tests.scripted import ScriptedSystem
 
 
-class FakeEngine:
+class FakeEngine(OutsideEngine):
     """Answers as `how` says; counts what was started and closed."""
 
     def __init__(self, how: Callable[[Request, Channel], Reply], at_once: int = 4) -> None:
@@ -32,11 +32,6 @@ class FakeEngine:
         self.closed = 0
         self.fails = False
 
-    def check(self) -> None: ...
-
-    def identity(self) -> dict[str, str]:
-        return {}
-
     def start(self) -> StartReport:
         if self.fails:
             raise EngineFailed("no")
@@ -44,11 +39,6 @@ class FakeEngine:
 
     def answer(self, request: Request, channel: Channel) -> Reply:
         return self._how(request, channel)
-
-    def forget(self, session: str | None) -> None: ...
-
-    def counters(self) -> dict[str, float]:
-        return {}
 
     def close(self) -> None:
         self.closed += 1
@@ -65,9 +55,7 @@ def tokens(cached: int | None = None, **fields: object) -> Callable[[Request, Ch
 
 def started(how: Callable[[Request, Channel], Reply], at_once: int = 4) -> tuple[OutsideSystem, FakeEngine]:
     engine = FakeEngine(how, at_once)
-    system = OutsideSystem(engine)
-    system.start()
-    return system, engine
+    return begun(engine), engine
 
 
 def counts(turn: TurnRecord) -> tuple[int | None, ...]:
@@ -87,7 +75,6 @@ def test_cached_tokens_are_history_first_and_shared_beyond_it() -> None:
     assert counts(two) == (40, 25, 15, 25, None, 0, 5)
     assert counts(three) == (40, 0, 40, 0, None, 0, 12)
     assert [turn.status for turn in (one, two, three)] == ["completed"] * 3
-    system.close()
 
 
 def test_what_the_engine_does_not_report_is_unknown_and_not_zero() -> None:
@@ -96,14 +83,12 @@ def test_what_the_engine_does_not_report_is_unknown_and_not_zero() -> None:
     assert counts(turn) == (20, 0, 20, None, None, None, None)
     unknown = (turn.admitted_s, turn.queue_ms, turn.compute_ms, turn.h2d_bytes, turn.d2h_bytes, turn.sent_bytes)
     assert set(unknown) == {None}
-    system.close()
 
 
 def test_what_the_workload_warmed_is_history_whatever_was_said() -> None:
     system, _ = started(tokens(10))
     [turn] = served(system, ask(1, "a", prompt(20), known_tokens=8))
     assert counts(turn) == (20, 8, 12, 8, None, 0, 2)
-    system.close()
 
 
 def test_a_whole_answer_has_a_first_token_only_if_it_is_one_token() -> None:
@@ -115,7 +100,6 @@ def test_a_whole_answer_has_a_first_token_only_if_it_is_one_token() -> None:
     assert one.ttft_ms == one.latency_ms
     assert many.ttft_ms is None and len(many.emitted_s) == 0, "when its tokens came nobody saw"
     assert many.latency_ms is not None and many.output_tokens == 5
-    system.close()
 
 
 def test_the_times_of_another_process_are_read_by_our_clock() -> None:
@@ -128,7 +112,6 @@ def test_the_times_of_another_process_are_read_by_our_clock() -> None:
     assert turn.admitted_s == turn.emitted_s[0] == turn.first_token_s
     assert turn.first_token_s == pytest.approx(system.clock.now_s(), abs=5.0)
     assert turn.finished_s == pytest.approx(turn.first_token_s + 1.0)
-    system.close()
 
 
 def test_an_output_that_ends_early_has_failed() -> None:
@@ -140,7 +123,6 @@ def test_an_output_that_ends_early_has_failed() -> None:
     [turn] = served(system, ask(1, "a", prompt(4), output=5))
     assert (turn.status, turn.finish_reason) == ("failed", "context")
     assert "after 1 of 5 tokens" in str(turn.error)
-    system.close()
 
 
 @pytest.mark.parametrize(
@@ -157,7 +139,6 @@ def test_a_request_that_fails_ends_alone(error: Exception, status: str, reason: 
     bad, good = served(system, ask(1, "bad", prompt(4)), ask(2, "good", prompt(4)))
     assert (bad.status, bad.finish_reason, bad.error) == (status, reason, str(error))
     assert good.status == "completed"
-    system.close()
 
 
 def test_forced_tokens_and_noise_are_refused_in_a_sentence() -> None:
@@ -167,7 +148,6 @@ def test_forced_tokens_and_noise_are_refused_in_a_sentence() -> None:
     turns = served(system, forced, noisy)
     assert [turn.status for turn in turns] == ["refused", "refused"]
     assert all(str(turn.error).endswith(".") for turn in turns)
-    system.close()
 
 
 def test_an_engine_that_dies_surfaces_in_poll() -> None:
@@ -209,7 +189,6 @@ def test_a_cancelled_request_keeps_what_it_had() -> None:
     while not turns:
         turns = [event.turn for event in system.poll(None) if event.turn]
     assert [(turn.status, list(turn.token_ids)) for turn in turns] == [("timeout", [7])]
-    system.close()
 
 
 def test_requests_are_served_side_by_side() -> None:
@@ -222,7 +201,6 @@ def test_requests_are_served_side_by_side() -> None:
     system, _ = started(how)
     turns = served(system, *(ask(number, f"s{number}", prompt(4)) for number in range(3)))
     assert [turn.status for turn in turns] == ["completed"] * 3
-    system.close()
 
 
 def test_close_comes_back_while_a_request_waits() -> None:
@@ -233,7 +211,6 @@ def test_close_comes_back_while_a_request_waits() -> None:
 
     system, _ = started(how)
     system.submit(ask(1, "a", prompt(4)))
-    system.close()
 
 
 def test_a_poll_waits_for_news_and_no_longer() -> None:
@@ -242,7 +219,6 @@ def test_a_poll_waits_for_news_and_no_longer() -> None:
     assert system.poll(system.clock.now_s() + 0.05) == []
     assert time.monotonic() - began >= 0.045
     assert system.poll(None) == [], "nothing is under way"
-    system.close()
 
 
 def test_a_replay_sends_whole_prompts_and_counts_history_as_our_engine_does() -> None:

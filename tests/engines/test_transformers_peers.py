@@ -8,22 +8,15 @@ from typing import Any
 import pytest
 
 from pensieve.core.request import Free, Request
-from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.plugins.engines.transformers_peers import ContinuousBatching, NativePytorch
 from pensieve.plugins.engines.weights import plain_module
-from tests.engines.small import ask, greedy, prompt, served, setup_of
-
-
-def opened(engine: Any) -> OutsideSystem:
-    system = OutsideSystem(engine)
-    system.start()
-    return system
+from tests.engines.small import ask, begun, greedy, prompt, served, setup_of
 
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 def test_generate_gives_the_tokens_of_plain_decoding_over_three_turns(family: str, keep: bool) -> None:
-    module, system = plain_module(setup_of(family)), opened(NativePytorch(setup_of(family), keep_cache=keep))
+    module, system = plain_module(setup_of(family)), begun(NativePytorch(setup_of(family), keep_cache=keep))
     said = prompt(40)
     for turn in (1, 2, 3):
         [record] = served(system, ask(turn, "a", said, output=6, turn=turn))
@@ -34,21 +27,19 @@ def test_generate_gives_the_tokens_of_plain_decoding_over_three_turns(family: st
         assert record.recomputed_tokens == (0 if keep else history)
         assert len(record.emitted_s) == 6 and record.queue_ms is not None
         said = said + record.token_ids + prompt(9, start=turn)
-    system.close()
 
 
 def test_an_edited_history_is_cut_where_it_differs() -> None:
-    module, system = plain_module(setup_of()), opened(NativePytorch(setup_of(), keep_cache=True))
+    module, system = plain_module(setup_of()), begun(NativePytorch(setup_of(), keep_cache=True))
     served(system, ask(1, "a", prompt(40), output=4))
     edited = prompt(25) + prompt(20, start=99)
     [record] = served(system, ask(2, "a", edited, output=6, turn=2))
     assert record.gpu_hit_tokens == 25
     assert list(record.token_ids) == greedy(module, edited, 6)
-    system.close()
 
 
 def test_kept_caches_stay_within_the_budget() -> None:
-    system = opened(NativePytorch(setup_of(kv_tokens=100), keep_cache=True))
+    system = begun(NativePytorch(setup_of(kv_tokens=100), keep_cache=True))
     for number, name in enumerate(("a", "b", "c")):
         served(system, ask(number, name, prompt(40, start=number), output=2))
     found = [
@@ -56,11 +47,10 @@ def test_kept_caches_stay_within_the_budget() -> None:
         for number, name in ((2, "c"), (0, "a"))
     ]
     assert found == [39, 0], "two of 41 tokens fit, and the one used longest ago went"
-    system.close()
 
 
 def test_continuous_batching_gives_the_same_tokens_side_by_side() -> None:
-    module, system = plain_module(setup_of()), opened(ContinuousBatching(setup_of()))
+    module, system = plain_module(setup_of()), begun(ContinuousBatching(setup_of()))
     prompts = [prompt(40, start=start) for start in (1, 2, 3)]
     turns = served(system, *(ask(number, f"s{number}", one, output=6) for number, one in enumerate(prompts)))
     for turn, one in zip(turns, prompts, strict=True):
@@ -68,7 +58,6 @@ def test_continuous_batching_gives_the_same_tokens_side_by_side() -> None:
         assert turn.gpu_hit_tokens is None, "it does not say"
         assert turn.ttft_ms is not None and 0 < turn.ttft_ms <= turn.latency_ms  # type: ignore[operator]
         assert len(turn.emitted_s) == 6
-    system.close()
 
 
 def test_continuous_batching_prints_nothing_into_a_trials_table() -> None:
@@ -81,7 +70,7 @@ def test_continuous_batching_prints_nothing_into_a_trials_table() -> None:
     root.setLevel(logging.INFO)
     own.addHandler(handler)
     try:
-        opened(ContinuousBatching(setup_of())).close()
+        begun(ContinuousBatching(setup_of())).close()
         assert said == []
         assert own.level == levels[1]
     finally:
@@ -92,18 +81,16 @@ def test_continuous_batching_prints_nothing_into_a_trials_table() -> None:
 @pytest.mark.parametrize("kind", [NativePytorch, ContinuousBatching])
 def test_a_free_output_ends_with_its_end_of_sequence(kind: type[Any]) -> None:
     tokens = greedy(plain_module(setup_of()), prompt(60), 8)
-    system = opened(kind(setup_of(eos=frozenset({tokens[3]}))))
+    system = begun(kind(setup_of(eos=frozenset({tokens[3]}))))
     [turn] = served(system, Request(1, "a", 1, prompt(60), Free(8), continues=False))
     assert list(turn.token_ids) == tokens[: tokens.index(tokens[3]) + 1] and turn.finish_reason == "eos"
-    system.close()
 
 
 def test_continuous_batching_has_the_kv_of_the_others_and_no_more() -> None:
     """A conversation as long as all of it, then one that fits only where the first gives way."""
-    module, system = plain_module(setup_of()), opened(ContinuousBatching(setup_of(kv_tokens=256, batch_tokens=64)))
+    module, system = plain_module(setup_of()), begun(ContinuousBatching(setup_of(kv_tokens=256, batch_tokens=64)))
     settings = system.settings()
     assert (settings["gpu_tokens"], settings["configured_num_blocks"]) == (256, 8)
     for number, start in enumerate((1, 2)):
         [turn] = served(system, ask(number, f"s{number}", prompt(240, start=start), output=6))
         assert list(turn.token_ids) == greedy(module, prompt(240, start=start), 6)
-    system.close()

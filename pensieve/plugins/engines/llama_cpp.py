@@ -241,12 +241,11 @@ class LlamaCpp(_LlamaCpp):
                 last = [line for line in said().splitlines() if line.strip()][-LOG_LINES:]
                 raise EngineFailed("\n".join([f"llama.cpp did not start ({error})", *last])) from error
             ready = perf_counter()
-            if silence is not None:
-                ends = ready + LOG_S
-                while perf_counter() < ends and IDLE not in said():
-                    sleep(LOG_POLL_S)
+            if silence is None:
+                log = said()
+            else:
+                log = _whole(said)
                 silence(SILENT)
-            log = said()
         build = str(xllamacpp.get_system_info()).strip()
         return ready, {"version": xllamacpp.__version__, "build": build, **reported(log)}
 
@@ -298,7 +297,7 @@ class LlamaCppHttp(_LlamaCpp):
         self._process = EngineProcess(self._setup.baseline, command)
         self._client = client = CompletionsClient(f"http://127.0.0.1:{port}")
         self._process.wait_until(client.healthy, self._timeout_s)
-        return perf_counter(), reported(self._process.log())
+        return perf_counter(), reported(_whole(self._process.log))
 
     def _command(self, file: Path, port: int) -> list[str]:
         if self._server_path is None:
@@ -437,6 +436,14 @@ def reported(log: str) -> dict[str, Any]:
     for threads, batch in _THREADS.findall(log)[:1]:
         found |= {"reported_threads": int(threads), "reported_threads_batch": int(batch)}
     return found
+
+
+def _whole(said: Callable[[], str]) -> str:
+    """The log of a server that serves, up to the last line of its start; what there is of it after LOG_S."""
+    ends = perf_counter() + LOG_S
+    while perf_counter() < ends and IDLE not in said():
+        sleep(LOG_POLL_S)
+    return said()
 
 
 @contextmanager
