@@ -1,13 +1,9 @@
-from dataclasses import replace
-
 import pytest
 
 from pensieve.core.request import is_measured
-from pensieve.errors import MeasurementInvalid
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.cache_state import BEFORE, SALT_TOKENS, in_state
 from pensieve.lab.workload.start_state import check_start, contamination
-from pensieve.serve.record import TurnRecord
 from tests.composed import SHORT, replayed
 from tests.scripted import ScriptedSystem, context
 from tests.workload.dry import MAKERS, drive
@@ -86,24 +82,3 @@ def test_only_a_cache_by_content_is_warm_and_none_is_where_texts_are_salted():
     assert shared["prefix_cache", "warm"] > 0.7
     assert shared["prefix_cache", "cold"] < 0.3
     assert shared["prefix_cache", "salted"] == 0.0
-
-
-def turn(session, number, **fields):
-    record = TurnRecord(session, number, arrived_s=float(number), prompt_tokens=100, history_tokens=0, gpu_hit_tokens=0)
-    return replace(record, **fields)
-
-
-def test_an_engine_that_still_holds_a_salted_conversation_is_told():
-    plan = in_state("salted", MAKERS["rounds"], context()).describe()
-    clean = [turn("warmup", 1, phase="warmup", shared_hit_tokens=0), turn("a", 1, shared_hit_tokens=SALT_TOKENS - 1)]
-    assert contamination(plan, clean) is None
-    held = [*clean, turn("b", 1, shared_hit_tokens=64), turn("b", 2, shared_hit_tokens=90)]
-    assert "1 salted conversations were found" in str(contamination(plan, held))
-    assert contamination(MAKERS["rounds"](context()).describe(), held) is None, "nobody declared it salted"
-
-
-def test_an_engine_that_does_not_say_when_it_admits_is_held_to_a_cold_start_too():
-    plan = MAKERS["rounds"](context()).describe()
-    check_start(plan, [turn("a", 1, shared_hit_tokens=0), turn("b", 2, shared_hit_tokens=40)])
-    with pytest.raises(MeasurementInvalid, match="found 40 tokens"):
-        check_start(plan, [turn("a", 1, shared_hit_tokens=40), turn("b", 2, shared_hit_tokens=0)])
