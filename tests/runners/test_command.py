@@ -13,13 +13,13 @@ import pytest
 
 from pensieve import cli
 from pensieve.lab.trial.terminal import command_line
+from tests.runners.sweeping import SHORT
 from tests.test_recipes import UNFINISHED
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
 RUNNERS = ("bench", "chat", "compare", "doctor", "profile", "results", "run", "serve", "size")
 VERBS = (*RUNNERS, "demo", "mlflow")
-SHORT = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")
 SCRIPT = "import sys\nfrom pensieve.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 
 

@@ -5,12 +5,14 @@ import json
 import sqlite3
 import zipfile
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from pensieve.cli import results as results_verb
-from tests.runners.test_run import SHORT, run
+from tests.runners.sweeping import SHORT
+from tests.runners.test_run import rows, run
 
 pytestmark = pytest.mark.slow  # the sweep, in a process of its own
 
@@ -38,10 +40,7 @@ def results(outputs, *arguments, status=0):
 def test_list_and_show(swept):
     lines = results(swept, "list").stdout.splitlines()
     assert lines[1].startswith("1      completed")
-    assert [line.split()[:3] for line in lines[4:]][-2:] == [
-        ["2", "completed", "stateless"],
-        ["1", "completed", "pensieve"],
-    ]
+    assert [" ".join(line.split()[:3]) for line in lines[-2:]] == ["2 completed stateless", "1 completed pensieve"]
     assert "ttft_ms_p50" in results(swept, "show", "1").stdout
     assert "There is no sweep 99" in results(swept, "list", "--sweep", "99", status=1).stderr
     with pytest.raises(SystemExit):
@@ -64,11 +63,23 @@ def test_export_and_bundle(swept, tmp_path):
         assert {"outputs/results.db", "redraw.sh", "lock.txt", "configs/trial-1.json"} <= set(archive.namelist())
 
 
-def test_reproduce_then_prune(swept):
-    def asked(query):
-        with sqlite3.connect(swept / "results.db") as connection:
-            return connection.execute(query).fetchall()
+def test_two_baselines_are_compared(swept):
+    shown = run(swept, "baseline=pensieve", "baseline=stateless", script="compare.py")
+    assert shown.returncode == 0, shown.stderr
+    for text in (
+        "ttft_ms_mean",
+        "95 % interval",
+        "8 conversations",
+        "n = 1, no interval",
+        "stateless in B",
+        "One seed",
+    ):
+        assert text in shown.stdout, text
+    assert "queue_ms" not in shown.stdout
 
+
+def test_reproduce_then_prune(swept):
+    asked = partial(rows, swept)
     done = results(swept, "reproduce", "1")
     assert "Trial 3 repeats trial 1." in done.stdout
     assert "Outputs are identical, token for token, in 18 turns." in done.stdout

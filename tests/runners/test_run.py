@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.runners.sweeping import SHORT
 from tests.typed import typed, typed_process
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-SHORT = ["hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2"]
 
 
 @pytest.fixture
@@ -138,6 +138,15 @@ def test_a_failed_trial_is_recorded_and_the_exit_status_says_so(outputs):
     assert "trial.timeout_s" in done.stderr
     assert "Traceback" not in done.stderr
     assert rows(outputs, "select status from trial") == [("failed",)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sweep", [(), ("-m",)])
+def test_an_inspection_runs_nothing_and_records_nothing(outputs, sweep):
+    done = run(outputs, *SHORT, "workload.inspect=true", "seed=0", *sweep)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("working set") == 1 and "x cache.gpu (1,408)" in done.stdout
+    assert not (outputs / "results.db").exists()
 
 
 @pytest.mark.slow

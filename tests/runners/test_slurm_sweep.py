@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import sqlite3
 from pathlib import Path
 
 import pytest
 
+from tests.runners.sweeping import SHORT
+from tests.runners.test_run import rows
 from tests.typed import typed
 
 pytestmark = pytest.mark.skipif(
@@ -18,8 +19,7 @@ pytestmark = pytest.mark.skipif(
     reason="hydra-submitit-launcher is not installed",
 )
 
-SWEEP = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2", "seed=0",
-         "baseline=pensieve,stateless", "tracking.mlflow=false", "-m")  # fmt: skip
+SWEEP = (*SHORT, "seed=0", "baseline=pensieve,stateless", "tracking.mlflow=false", "-m")
 
 # As Slurm does: the script is kept as it was handed in, and each task of the array is run with its number, one after another
 # here, by nobody who waits for it.
@@ -47,11 +47,6 @@ for task in 0 1; do
     echo "4711_$task|$state|node1"
 done
 """
-
-
-def rows(outputs: Path, query: str) -> list[tuple[object, ...]]:
-    with sqlite3.connect(outputs / "results.db") as database:
-        return database.execute(query).fetchall()
 
 
 @pytest.mark.slow
