@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import isnan, nan
+from math import isnan
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +25,9 @@ MOST_TURNS = 100_000
 
 _FLUSH_TOKENS = 200_000
 
+_Turn = tuple[str, int, NDArray[np.int32], NDArray[np.float64], NDArray[np.float64]]
+"""Session, number, tokens, margins, times."""
+
 
 class TokenFile:
     """Writes the tokens of turns as they finish; the complete file appears at `path` when it is closed.
@@ -40,30 +42,34 @@ class TokenFile:
         self.turns = 0
         self._most_turns = most_turns
         self._partial = path.with_name(f".{path.name}.{os.getpid()}")
-        self._waiting = _Columns()
+        self._waiting: list[_Turn] = []
+        self._tokens = 0  # of them
         self._writer: Any = None
 
     def add(self, turn: TurnRecord) -> None:
         """The record's tokens are copied, and may be freed afterwards."""
         self.turns += 1
         if self.turns > self._most_turns:
-            self._waiting = _Columns()
+            self._waiting = []
             return
-        self._waiting.add(turn)
-        if len(self._waiting.token_id) >= _FLUSH_TOKENS:
+        count = len(turn.token_ids)
+        tokens, margins = np.array(turn.token_ids, np.int32), _told(turn.margins, count)
+        self._waiting.append((turn.session, turn.turn, tokens, margins, _told(turn.emitted_s, count)))
+        self._tokens += count
+        if self._tokens >= _FLUSH_TOKENS:
             self.flush()
 
     def flush(self) -> None:
-        if not self._waiting.session:
+        waiting, self._waiting, self._tokens = self._waiting, [], 0
+        if not waiting:
             return
         try:
             import pyarrow.parquet as pq
         except ImportError:
             log.warning("pyarrow is not installed, so output tokens are not kept and outputs cannot be compared.")
-            self._waiting, self._most_turns = _Columns(), 0
+            self._most_turns = 0
             return
-        batch = self._waiting.table()
-        self._waiting = _Columns()
+        batch = _table(waiting)
         try:
             if self._writer is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +103,7 @@ class TokenFile:
 
     def discard(self) -> None:
         """Delete what was written, also where the disk is full and the file cannot be closed."""
-        writer, self._writer, self._waiting = self._writer, None, _Columns()
+        writer, self._writer, self._waiting = self._writer, None, []
         with suppress(OSError):
             if writer is not None:
                 writer.close()
@@ -199,47 +205,29 @@ def _first_difference(a: NDArray[np.int32], b: NDArray[np.int32]) -> int | None:
     return shorter if len(a) != len(b) else None
 
 
-class _Columns:
-    """The tokens of finished turns, copied array by array: a turn costs a few calls, however many tokens it has."""
+def _told(values: Sequence[float], count: int) -> NDArray[np.float64]:
+    """NaN for what an engine does not tell."""
+    found = np.full(count, np.nan)
+    found[: len(values)] = values[:count]
+    return found
 
-    def __init__(self) -> None:
-        self.session: list[str] = []
-        self.turn = array("i")
-        self.counts = array("i")
-        self.token_id = array("i")
-        self.margin = array("d")
-        self.emitted_s = array("d")
 
-    def add(self, record: TurnRecord) -> None:
-        count = len(record.token_ids)
-        self.session.append(record.session)
-        self.turn.append(record.turn)
-        self.counts.append(count)
-        self.token_id.extend(record.token_ids)
-        for column, told in ((self.margin, record.margins), (self.emitted_s, record.emitted_s)):
-            if len(told) == count:
-                column.extend(told)
-            else:  # an engine that tells none, or not all
-                column.extend(told[:count])
-                column.extend(array("d", [nan]) * max(0, count - len(told)))
+def _table(turns: Sequence[_Turn]) -> Any:
+    import pyarrow as pa
 
-    def table(self) -> Any:
-        import pyarrow as pa
-
-        counts = np.frombuffer(self.counts, np.int32)
-        starts = np.cumsum(counts, dtype=np.int64) - counts
-        positions = np.arange(len(self.token_id)) - np.repeat(starts, counts)
-        of_turn = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        return pa.table(
-            {
-                "session": _texts(self.session).take(_numbers(of_turn)),
-                "turn": _numbers(np.frombuffer(self.turn, np.int32)[of_turn]),
-                "position": _numbers(positions.astype(np.int32)),
-                "token_id": _numbers(np.frombuffer(self.token_id, np.int32)),
-                "margin": _numbers(np.frombuffer(self.margin).astype(np.float32)),
-                "emitted_s": _numbers(np.frombuffer(self.emitted_s)),
-            }
-        )
+    sessions, numbers, tokens, margins, emitted = zip(*turns, strict=True)
+    counts = [len(own) for own in tokens]
+    of_turn = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    return pa.table(
+        {
+            "session": _texts(sessions).take(_numbers(of_turn)),
+            "turn": _numbers(np.array(numbers, np.int32)[of_turn]),
+            "position": _numbers(np.concatenate([np.arange(count, dtype=np.int32) for count in counts])),
+            "token_id": _numbers(np.concatenate(tokens)),
+            "margin": _numbers(np.concatenate(margins).astype(np.float32)),
+            "emitted_s": _numbers(np.concatenate(emitted)),
+        }
+    )
 
 
 def _numbers(values: NDArray[Any]) -> Any:
