@@ -28,17 +28,7 @@ def panels_of_engines(source: Source, *along: str) -> Iterator[Panel]:
     """
     for panel in source.panels(*along):
         outside = any(field_of(trial, "baseline.engine") for cell in panel.cells for trial in cell.trials)
-        yield _checked(panel, _unlike(panel.cells, {"kv_tokens": _same_kv}) if outside else [], source.allow_mixed)
-
-
-def panels_of_interfaces(source: Source, interfaces: Mapping[str, str]) -> Iterator[Panel]:
-    """The same where an engine is compared with its other interface alone, by pairs of baselines: its KV is the same to the
-    token."""
-    for panel in source.panels():
-        pairs = ([*panel.of(plain), *panel.of(http)] for plain, http in interfaces.items())
-        exact = dict.fromkeys(("gpu_tokens", "cpu_tokens"), _equal)
-        unlike = [what for pair in pairs for what in _unlike(pair, exact)]
-        yield _checked(panel, unlike, source.allow_mixed)
+        yield _checked(panel, _unlike(panel.cells) if outside else [], source.allow_mixed)
 
 
 def _checked(panel: Panel, unlike: list[str], allow_mixed: bool) -> Panel:
@@ -113,6 +103,7 @@ def _at_once(trial: Trial) -> float:
 Same = Callable[[Trial, Trial, str], bool]
 _DERIVED: Mapping[str, Callable[[Reported], Any]] = {"kv_tokens": _kv_tokens, "n_batch": _n_batch}
 _ALIKE: Mapping[str, Same] = {
+    "kv_tokens": _same_kv,
     "max_batch_tokens": _equal,
     "n_batch": _equal,
     "max_batch_requests": _same_requests,
@@ -121,14 +112,14 @@ _ALIKE: Mapping[str, Same] = {
 }
 
 
-def _unlike(cells: Iterable[Cell], kv: Mapping[str, Same]) -> list[str]:
+def _unlike(cells: Iterable[Cell]) -> list[str]:
     """A clause for each setting that is not the same at one place of the axes."""
     places: dict[tuple[tuple[str, str], ...], list[Trial]] = {}
     for cell in cells:
         places.setdefault(tuple(sorted(cell.at.items())), []).extend(cell.trials)
     found: dict[str, None] = {}
     for trials in places.values():
-        for name, same in {**kv, **_ALIKE}.items():
+        for name, same in _ALIKE.items():
             known = _first_of_each(trials, name)
             if not all(same(one, other, name) for one, other in combinations(known, 2)):
                 said: dict[str, str] = {}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from matplotlib.figure import Figure as Picture
-
 from analysis import marks, style
 from analysis.marks import Bar, Group
-from analysis.registry import Figure, Plot, figure
+from analysis.registry import Plot
 from analysis.sweep import Cell, Panel, Source
 from pensieve.errors import MissingSeries
 from pensieve.lab.metrics import MetricValue
@@ -38,113 +36,68 @@ _COLOURS = {
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What one backend made of a case. time: the median over repetitions, in `unit`; values: each of them, in order.
-    figures: the further numbers about it, by name."""
+    """What one backend made of a case. time: the median over repetitions; over: that over the case's limit, which was
+    measured in the same run. row: of the CSV. values: of the repetitions. figures: further numbers about it, by name."""
 
+    case: str
     backend: str
-    trial: int
+    job: JobResult
     time: Estimate
-    unit: str
+    over: Estimate
+    row: dict[str, Any]
     values: Sequence[float]
-    figures: dict[str, MetricValue]
-
-
-@dataclass(frozen=True, slots=True)
-class BenchCase:
-    """floor: the limit that was measured in the same run, in the same unit; floor_is: what it is made of."""
-
-    label: str
-    floor: float
-    floor_is: str
-    timed: Sequence[Timed]
-
-    def of(self, backend: str) -> Timed | None:
-        return next((one for one in self.timed if one.backend == backend), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Benchmark:
-    """The cases of one target in one sweep. absent: backends that could not run here, and why."""
-
-    panel: Panel
-    cases: Sequence[BenchCase]
-    absent: dict[str, str]
+    figures: dict[str, float | None]
 
     @property
-    def backends(self) -> list[str]:
-        return list(dict.fromkeys(one.backend for case in self.cases for one in case.timed))
+    def said(self) -> str:
+        return f"{digits(self.time.value)} {self.row['unit']}"
 
 
-def _command(target: str) -> str:
-    return f"python runners/bench.py target={target}"
-
-
-def _figure(target: str, title: str, shows: str) -> Callable[[Callable[[Source], Iterator[Plot]]], Figure]:
-    workload = f"bench_{target}"
-    return figure(
-        target,
-        title,
-        shows=shows,
-        command=_command(target),
-        applies=lambda source: source.has_workload(workload),
-        workload=workload,
-    )
-
-
-@_figure("kernel", "Attention, by backend", "attention by backend beside its limit")
 def kernel(source: Source) -> Iterator[Plot]:
-    def text(case: BenchCase, one: Timed) -> str:
-        """The time, and how many times the limit it is."""
-        return f"{digits(one.time.value)} {one.unit} ({digits(one.time.value / case.floor)}×)"
-
-    found = read(source, "kernel")
+    """Beside a bar the time, and how many times the limit it is."""
+    cases, absent = read(source, "kernel")
     lead = "Median over the limit measured in the same run (red), with the 95 % interval of the median; "
-    yield Plot(found.panel, _draw(found, text), lead + _small_print(found), _rows(found))
+    texts = {id(one): f"{one.said} ({digits(one.over.value)}×)" for timed in cases.values() for one in timed}
+    yield _plot(source, cases, absent, texts, lead, {})
 
 
-@_figure("swap", "Restoring KV: in sequence, and pipelined", "swapping in sequence and pipelined, beside its limit")
 def swap(source: Source) -> Iterator[Plot]:
-    found = read(source, "swap", (SEQUENTIAL, PIPELINED))
-    speeds = {case.label: speed_up(case) for case in found.cases}
-
-    def text(case: BenchCase, one: Timed) -> str:
-        said = f"{digits(one.time.value)} {one.unit}"
-        if one.backend != PIPELINED:
-            return said
-        said += f", {speeds[case.label].ratio:.2f}× faster"
-        overlap = one.figures.get("overlap_pct")
-        return said if overlap is None or overlap.value is None else f"{said}, {overlap.value:.0f} % overlap"
-
+    cases, absent = read(source, "swap", (SEQUENTIAL, PIPELINED))
+    speeds = {case: speed_up(timed) for case, timed in cases.items()}
+    texts = {}
+    for case, timed in cases.items():
+        for one in timed:
+            texts[id(one)] = one.said
+            if one.backend == PIPELINED:
+                overlap = one.figures.get("overlap_pct")
+                texts[id(one)] += f", {speeds[case].ratio:.2f}× faster"
+                texts[id(one)] += "" if overlap is None else f", {overlap:.0f} % overlap"
     lead = (
         "Median over the limit measured in the same run (red), with the 95 % interval of the median. Faster: sequential "
         "over pipelined, repetition by repetition. Overlap: as the benchmark counted it. "
     )
-    rows = [
-        {
-            **row,
-            "speed_up": speeds[row["case"]].ratio,
-            "speed_up_ci_low": speeds[row["case"]].ci_low,
-            "speed_up_ci_high": speeds[row["case"]].ci_high,
-        }
-        for row in _rows(found)
-    ]
-    yield Plot(found.panel, _draw(found, text), lead + _small_print(found), rows)
+    more = {
+        case: {"speed_up": one.ratio, "speed_up_ci_low": one.ci_low, "speed_up_ci_high": one.ci_high}
+        for case, one in speeds.items()
+    }
+    yield _plot(source, cases, absent, texts, lead, more)
 
 
-def speed_up(case: BenchCase) -> PairedRatio:
+def speed_up(timed: Sequence[Timed]) -> PairedRatio:
     """How many times as long the sequential one takes, paired by repetition, since the two were interleaved."""
-    sequential, pipelined = case.of(SEQUENTIAL), case.of(PIPELINED)
-    assert sequential is not None and pipelined is not None, "read has made sure of both"
-    sides = [{(0, str(place)): value for place, value in enumerate(one.values)} for one in (sequential, pipelined)]
+    of = {one.backend: one for one in timed}
+    sides = ({(0, str(at)): value for at, value in enumerate(of[name].values)} for name in (SEQUENTIAL, PIPELINED))
     return paired_ratio(*sides)
 
 
-def read(source: Source, target: str, needed: Sequence[str] = ()) -> Benchmark:
-    """The cases of a target. needed: only cases of these backends, which must have all of them.
+def read(source: Source, target: str, needed: Sequence[str] = ()) -> tuple[dict[str, list[Timed]], dict[str, str]]:
+    """The cases of a target, and the backends that could not run here, with why. needed: only cases of these backends, which
+    must have all of them.
 
     Raises MissingSeries where a case has no limit, or lacks a backend that is needed or asked for; a peer that this
     machine does not have is absent, and the figure says so.
     """
+    command = f"python runners/bench.py target={target}"
     jobs = [job for job in source.jobs if job.last.workload == f"bench_{target}"]
     chosen = [job for job in jobs if not source.wanted or job.last.baseline in {*source.wanted, *needed}]
     found: dict[str, list[tuple[JobResult, MetricValue]]] = {}
@@ -156,33 +109,49 @@ def read(source: Source, target: str, needed: Sequence[str] = ()) -> Benchmark:
             absent.setdefault(job.last.baseline, (job.last.error or "not measured").rstrip("."))
         else:
             found.setdefault(metric.label, []).append((job, metric))
-    again = source.sweep.command or _command(target)
     if needed:
-        found = {
-            label: measured
-            for label, measured in found.items()
-            if any(job.last.baseline in needed for job, _ in measured)
-        }
+        found = {label: own for label, own in found.items() if any(job.last.baseline in needed for job, _ in own)}
     if not found:
+        again = source.sweep.command or command
         raise MissingSeries(f"Sweep {source.sweep.id} has no completed case of {target}; run `{again}`.")
     for label, measured in found.items():
-        have = {job.last.baseline for job, _ in measured}
         for backend in (*needed, *source.wanted):
-            if backend not in have:
+            if backend not in {job.last.baseline for job, _ in measured}:
                 why = f" ({absent[backend]})" if backend in absent else ""
                 raise MissingSeries(
-                    f"Sweep {source.sweep.id} has no {target} measurement of {backend} for {label}{why}; run "
-                    f"`{_command(target)}`."
+                    f"Sweep {source.sweep.id} has no {target} measurement of {backend} for {label}{why}; run `{command}`."
                 )
-    cases = [_case(source, target, label, measured) for label, measured in found.items()]
-    trials = {job.trial.id: job.trial for measured in found.values() for job, _ in measured if job.trial}
-    backends = dict.fromkeys(one.backend for case in cases for one in case.timed)
-    cells = [
-        Cell(name, {}, [job for measured in found.values() for job, _ in measured if job.last.baseline == name])
-        for name in backends
-    ]
-    panel = Panel(source.sweep, {}, cells, source.trace(list(trials.values())))
-    return Benchmark(panel, cases, {name: why for name, why in absent.items() if name not in backends})
+        if not any(metric.limit_value for _, metric in measured):
+            raise MissingSeries(
+                f"Case {label} of {target} in sweep {source.sweep.id} has no limit beside it; run `{command}`."
+            )
+    cases = {label: [_timed(*one, measured) for one in measured] for label, measured in found.items()}
+    ran = {one.backend for timed in cases.values() for one in timed}
+    return cases, {name: why for name, why in absent.items() if name not in ran}
+
+
+def _timed(job: JobResult, metric: MetricValue, beside: Sequence[tuple[JobResult, MetricValue]]) -> Timed:
+    assert job.trial is not None and metric.value is not None
+    floor = next(one.limit_value for _, one in beside if one.limit_value)
+    floor_is = str((beside[0][0].last.flags or {}).get("floor_is", ""))
+    time = Estimate(metric.value, metric.ci_low, metric.ci_high, metric.n or 0, 1)
+    low, high = (None if end is None else end / floor for end in (time.ci_low, time.ci_high))
+    over = Estimate(time.value / floor, low, high, time.n, time.groups)
+    row = {
+        "case": metric.label,
+        "backend": job.last.baseline,
+        "unit": metric.unit,
+        "time": time.value,
+        "ci_low": time.ci_low,
+        "ci_high": time.ci_high,
+        "n": time.n,
+        "floor": floor,
+        "over_floor": over.value,
+        "floor_is": floor_is,
+    }
+    values = [float(value) for value in (job.trial.engine or {}).get("values") or [metric.value]]
+    figures = {name: one.value for (name, of), one in job.metrics.items() if of == metric.label and name != metric.name}
+    return Timed(metric.label, job.last.baseline, job, time, over, row, values, figures)
 
 
 def colour(backend: str) -> str:
@@ -195,95 +164,52 @@ def digits(value: float) -> str:
     return f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
-def _draw(benchmark: Benchmark, text_of: Callable[[BenchCase, Timed], str]) -> Picture:
-    """Every case with all its backends, as multiples of its limit, in the order in which they were measured.
-
-    From the limit on and logarithmic where some take more than ten times as long as others. text_of: beside a bar.
-    """
-    sections = [
-        [
+def _plot(
+    source: Source,
+    cases: Mapping[str, Sequence[Timed]],
+    absent: Mapping[str, str],
+    texts: Mapping[int, str],
+    lead: str,
+    more: Mapping[str, Mapping[str, Any]],
+) -> Plot:
+    """Every case with all its backends, as multiples of its limit, in the order in which they were measured; logarithmic from
+    the limit on where some take more than ten times as long as others. more: further columns of a case."""
+    every = [one for timed in cases.values() for one in timed]
+    groups = {
+        case: [
             Group(
-                one.backend,
-                colour(one.backend),
-                [
-                    Bar(
-                        _over(one.time, case.floor),
-                        colour(one.backend),
-                        text_of(case, one),
-                        f"{one.backend}/{case.label}",
-                    )
-                ],
+                one.backend, (ink := colour(one.backend)), [Bar(one.over, ink, texts[id(one)], f"{one.backend}/{case}")]
             )
-            for one in case.timed
+            for one in timed
         ]
-        for case in benchmark.cases
-    ]
-    picture, grid = marks.bar_grid(sections)
-    overs = [one.time.value / case.floor for case in benchmark.cases for one in case.timed]
+        for case, timed in cases.items()
+    }
+    picture, grid = marks.bar_grid(list(groups.values()))
+    overs = [one.over.value for one in every]
     wide = min(overs) > 0.9 and max(overs) > 12
-    for [axes], case, groups in zip(grid, benchmark.cases, sections, strict=True):
+    for [axes], (case, own) in zip(grid, groups.items(), strict=True):
         if wide:
             marks.plain_log(axes, "x")
-        marks.bars(axes, groups, origin=1.0 if wide else 0.0)
+        marks.bars(axes, own, origin=1.0 if wide else 0.0)
         axes.axvline(1.0, color=style.WARNING, linewidth=1.1, gid="limit")
-        axes.set_title(case.label, fontsize=6.5, fontweight="bold", color=style.GREY)
+        axes.set_title(case, fontsize=6.5, fontweight="bold", color=style.GREY)
     grid[-1][0].set_xlabel("time over the limit (×)")
-    return picture
-
-
-def _rows(benchmark: Benchmark) -> list[dict[str, Any]]:
-    """For the CSV: a line for each backend of each case, with every further number that any of them has."""
-    names = sorted({name for case in benchmark.cases for one in case.timed for name in one.figures})
-    return [
+    names = sorted({name for one in every for name in one.figures})
+    rows = [
         {
-            "case": case.label,
-            "backend": one.backend,
-            "unit": one.unit,
-            "time": one.time.value,
-            "ci_low": one.time.ci_low,
-            "ci_high": one.time.ci_high,
-            "n": one.time.n,
-            "floor": case.floor,
-            "over_floor": one.time.value / case.floor,
-            "floor_is": case.floor_is,
-            **{name: one.figures[name].value if name in one.figures else None for name in names},
-            "trials": str(one.trial),
+            **one.row,
+            **{name: one.figures.get(name) for name in names},
+            "trials": str(one.job.trial.id if one.job.trial else ""),
+            **more.get(one.case, {}),
         }
-        for case in benchmark.cases
-        for one in case.timed
+        for one in every
     ]
-
-
-def _small_print(benchmark: Benchmark) -> str:
-    """How often each was repeated, what the limit is made of, and which backends are not there, and why."""
-    counts = [one.time.n for case in benchmark.cases for one in case.timed]
+    counts = [one.time.n for one in every]
     often = str(min(counts)) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
-    limits = " / ".join(dict.fromkeys(case.floor_is for case in benchmark.cases if case.floor_is))
-    absent = "".join(f"; without {name}: {why}" for name, why in benchmark.absent.items())
-    return f"n = {often} repetitions; limit: {limits or 'see the CSV'}{absent}"
-
-
-def _case(source: Source, target: str, label: str, measured: Sequence[tuple[JobResult, MetricValue]]) -> BenchCase:
-    floors = [metric.limit_value for _, metric in measured if metric.limit_value]
-    if not floors:
-        raise MissingSeries(
-            f"Case {label} of {target} in sweep {source.sweep.id} has no limit beside it; run `{_command(target)}`."
-        )
-    timed = []
-    for job, metric in measured:
-        assert job.trial is not None and metric.value is not None
-        time = Estimate(metric.value, metric.ci_low, metric.ci_high, metric.n or 0, 1)
-        figures = {name: one for (name, of), one in job.metrics.items() if of == label and name != metric.name}
-        timed.append(Timed(job.last.baseline, job.trial.id, time, metric.unit, _values(job, metric), figures))
-    said = next((str((job.last.flags or {}).get("floor_is", "")) for job, _ in measured), "")
-    return BenchCase(label, floors[0], said, timed)
-
-
-def _values(job: JobResult, metric: MetricValue) -> list[float]:
-    assert job.trial is not None and metric.value is not None
-    return [float(value) for value in (job.trial.engine or {}).get("values") or [metric.value]]
-
-
-def _over(time: Estimate, floor: float) -> Estimate:
-    low, high = (None if end is None else end / floor for end in (time.ci_low, time.ci_high))
-    return Estimate(time.value / floor, low, high, time.n, time.groups)
+    limits = " / ".join(dict.fromkeys(one.row["floor_is"] for one in every if one.row["floor_is"]))
+    without = "".join(f"; without {name}: {why}" for name, why in absent.items())
+    lead += f"n = {often} repetitions; limit: {limits or 'see the CSV'}{without}"
+    backends = dict.fromkeys(one.backend for one in every)
+    cells = [Cell(name, {}, [one.job for one in every if one.backend == name]) for name in backends]
+    trials = {one.job.trial.id: one.job.trial for one in every if one.job.trial}
+    return Plot(Panel(source.sweep, {}, cells, source.trace(list(trials.values()))), picture, lead, rows)

@@ -10,10 +10,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
-from analysis import marks, style, tables
-from analysis.estimates import as_estimate, median
-from analysis.registry import Plot, Row, columns, figure
-from analysis.sweep import DEFAULT_COMMAND, Panel, Source
+from analysis import marks, style
+from analysis.quantities import as_estimate, columns, median
+from analysis.registry import Plot, Row
+from analysis.sweep import Panel, Source
+from pensieve.lab import tables
 from pensieve.lab.results.findings import REFERENCE
 from pensieve.lab.results.frame import paired, speed_up, values_of
 from pensieve.lab.statistics import Estimate, PairedRatio
@@ -29,13 +30,6 @@ PAIRED = (
 )
 
 
-@figure(
-    "ttft_by_turn",
-    "Time to first token by turn",
-    shows="time to first token by turn, a line a baseline, and the ideal",
-    command=DEFAULT_COMMAND,
-    applies=lambda source: source.has_turns,
-)
 def ttft_by_turn(source: Source) -> Iterator[Plot]:
     for panel, lines, ideal in read_ttft_by_turn(source):
         picture, axes = style.new_axes(2.0)
@@ -121,13 +115,6 @@ def has_reference(source: Source) -> bool:
     return REFERENCE in names and len(names) > 1
 
 
-@figure(
-    "speedup",
-    "Speed-up of the first token over stateless",
-    shows="speed-up of the first token at turns 1, 5, 10 and on average",
-    command=DEFAULT_COMMAND,
-    applies=lambda source: has_reference(source) and source.has_turns,
-)
 def speedup(source: Source) -> Iterator[Plot]:
     for panel, found in read_speedup(source):
         table = [
@@ -143,13 +130,6 @@ def read_speedup(source: Source) -> Iterator[tuple[Panel, Mapping[str, Ratios]]]
     return _speed_ups(source, {**parts, "average": lambda turns: turns}, "turn")
 
 
-@figure(
-    "hotness",
-    "Speed-up by how often users return",
-    shows="speed-up of hot, warm and cold users over stateless serving",
-    command="python runners/run.py experiment=users/hotness -m",
-    applies=lambda source: has_reference(source) and any(source.has_metric("ttft_ms_p50", one) for one in CLASSES),
-)
 def hotness(source: Source) -> Iterator[Plot]:
     for panel, found in read_hotness(source):
         picture, axes = style.new_axes(2.0)
@@ -168,6 +148,10 @@ def hotness(source: Source) -> Iterator[Plot]:
         axes.set_ylabel("speed-up of the first token (×)")
         style.legend(picture)
         yield Plot(panel, picture, PAIRED, _rows(panel, found, "class"))
+
+
+def has_classes(source: Source) -> bool:
+    return any(source.has_metric("ttft_ms_p50", one) for one in CLASSES)
 
 
 def read_hotness(source: Source) -> Iterator[tuple[Panel, Mapping[str, Ratios]]]:

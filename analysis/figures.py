@@ -11,35 +11,17 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from analysis import registry, style, tables
+from analysis import registry, style
 from analysis.registry import Drawing, Figure
 from analysis.sweep import Source, all_sweeps, latest_of, open_source
 from pensieve.errors import MissingSeries, PensieveError, ResultsError
+from pensieve.lab import tables
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.store import LATEST, ResultsStore, figures_folder, open_store
-
-FAMILIES = (
-    "conversations",
-    "caches",
-    "load",
-    "beyond",
-    "prefix",
-    "cluster",
-    "decoding",
-    "agents",
-    "policies",
-    "ledgers",
-    "sizes",
-    "benchmarks",
-)
-"""Modules that register figures, in the order in which a report shows them."""
-for _family in FAMILIES:
-    import_module(f"analysis.{_family}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

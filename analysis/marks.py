@@ -16,6 +16,7 @@ from pensieve.lab.statistics import Estimate
 BAR_IN = 0.14  # one bar and its value
 LABEL_SIZE = 6.0
 _GROUP_GAP = 0.45  # bars
+BOUND: dict[str, Any] = {"color": "black", "marker": "|", "markersize": 6, "linewidth": 0, "clip_on": False}
 Points = Sequence[tuple[float, Estimate]]
 
 
@@ -28,15 +29,16 @@ def line(
     band: bool = False,
     width: float = 1.3,
     joined: bool = True,
+    look: tuple[str, str] | None = None,
 ) -> None:
     """Points with whiskers, or a band, where an estimate has an interval; a lower order lies on top. joined: False where x
-    is a category, since nothing lies between two of them.
+    is a category, since nothing lies between two of them. look: colour and marker, by default those of a baseline.
 
     The line's gid is `name`, the interval's `name/interval`.
     """
-    colour, above = style.colour(name), 3 - order / 100
+    (colour, marker), above = look or (style.colour(name), style.marker(name)), 3 - order / 100
     axes.plot(
-        [x for x, _ in points], [one.value for _, one in points], color=colour, marker=style.marker(name),
+        [x for x, _ in points], [one.value for _, one in points], color=colour, marker=marker,
         markersize=2.2 + width, linewidth=width if joined else 0, gid=name, label=name, zorder=above,
         clip_on=False,  # a marker at the top of the axes is whole
     )  # fmt: skip
@@ -53,6 +55,24 @@ def line(
 def wide(values: Sequence[float]) -> bool:
     """Whether values span so much that only a logarithmic axis shows all of them."""
     return bool(values) and min(values) > 0 and max(values) > 20 * min(values)
+
+
+def from_zero(axes: Axes, values: Sequence[float]) -> None:
+    """A y axis from zero, or a logarithmic one where only that shows all of the values."""
+    if wide(values):
+        plain_log(axes, "y")
+    else:
+        axes.set_ylim(bottom=0)
+
+
+def rows(axes: Axes, names: Sequence[str], colours: Sequence[str]) -> None:
+    """Named rows from the top down, each in its colour."""
+    axes.grid(visible=False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    for label, colour in zip(axes.get_yticklabels(), colours, strict=False):  # axes to the right may have none
+        label.set(color=colour, fontweight="bold")
 
 
 def mark_counts(axes: Axes, counts: Sequence[float]) -> None:

@@ -8,19 +8,26 @@ from statistics import fmean
 
 from matplotlib.lines import Line2D
 
-from analysis import marks, style, tables
-from analysis.caches import BOUND, MEDIAN, OUTPUT, TAIL, Measure, Shares, axis_of, shares, short
-from analysis.estimates import as_estimate, over_seeds, seed_means
+from analysis import marks, style
+from analysis.caches import BOUND, axis_of, short
 from analysis.marks import Bar, Group
-from analysis.registry import Plot, Row, columns, figure
+from analysis.quantities import Quantity, Shares, as_estimate, columns, over_seeds, seed_means, shares
+from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Panel, Source
+from pensieve.lab import tables
 from pensieve.lab.results.findings import REFERENCE
 from pensieve.lab.results.frame import PAPERS, START, found_more, gap_closed
 from pensieve.lab.statistics import Estimate, PairedRatio
 
 AXIS = "eviction"
-COMMAND = "python runners/run.py experiment=policies -m"
-TIMES = (MEDIAN, TAIL, OUTPUT)
+TIMES = (
+    Quantity(of="ttft_ms", how="p50", name="ttft_ms_p50", prefix="ttft_ms_p50_", says="TTFT p50\n(ms)"),
+    Quantity(of="ttft_ms", how="p90", name="ttft_ms_p90", prefix="ttft_ms_p90_", says="p90"),
+    Quantity(
+        of="throughput_output_tok_s", how="seeds", name="throughput_output_tok_s", prefix="throughput_output_tok_s_",
+        says="out\ntok/s",
+    ),
+)  # fmt: skip
 LEAST = -150.0  # percent; what loses more would leave all others no width
 KNOWN = {
     START: "no hint: least recently used",
@@ -48,7 +55,7 @@ class Policy:
     more: Estimate | None
 
 
-def _applies(source: Source) -> bool:
+def has_gap(source: Source) -> bool:
     swept = source.swept(AXIS)
     return len(swept) > 1 and START in swept and source.has_metric("bound_hit_rate")
 
@@ -109,13 +116,6 @@ def _label(cell: Cell, size: str | None) -> str:
     return f"{short(trial.gpu_tokens + (trial.cpu_tokens or 0))} tokens"
 
 
-@figure(
-    "policy_gap",
-    "From least recently used to the bound",
-    shows="the share of the gap between least recently used and the offline bound that each eviction policy closes",
-    command=COMMAND,
-    applies=_applies,
-)
 def policy_gap(source: Source) -> Iterator[Plot]:
     """Bars begin at what START finds, 0 %, and a line at 100 % is the bound; beside each bar its hit rate."""
     for panel, by_size in read(source):
@@ -163,49 +163,27 @@ def _row(one: Policy) -> Row:
     }
 
 
-@figure(
-    "policy_table",
-    "Eviction policies",
-    shows="hits, the gap closed, times to first token and throughput of each eviction policy",
-    command=COMMAND,
-    applies=_applies,
-)
 def policy_table(source: Source) -> Iterator[Plot]:
     for panel, by_size in read(source):
         lines, rows = [], []
-        for policies in by_size.values():
-            for one in policies:
-                times = {measure.name: measure.of(source, one.cell) for measure in TIMES}
-                lines.append(_line(one, times))
-                rows.append({**_row(one), **_times_row(TIMES, times)})
+        for one in (one for policies in by_size.values() for one in policies):
+            times = {time: time.found(source, one.cell) for time in TIMES}
+            lines.append(
+                {
+                    "policy": one.name,
+                    **({"cache": one.size.removesuffix(" tokens")} if one.size else {}),
+                    "hits": tables.estimated(one.hits.hit),
+                    "bound": f"{one.bound:.1f}",
+                    "closed": tables.estimated(one.closed),
+                    "more": tables.estimated(one.more),
+                    **{time.says: tables.estimated(own) for time, own in times.items() if not isinstance(own, float)},
+                }
+            )
+            known = [time.columns(own) for time, own in times.items() if own is not None]
+            rows.append({**_row(one), **{name: value for own in known for name, value in own.items()}})
         lead = f"Hits: % of history tokens. Closed: % of the gap from {START} to the bound. "
         lead += f"More: % of history found more than by {PAPERS}. Below a value its 95 % interval"
         yield Plot(panel, None, lead, rows, lines)
-
-
-def _line(one: Policy, times: Mapping[str, Estimate | Shares | None]) -> dict[str, str]:
-    heads = {"ttft_ms_p50": "TTFT p50\n(ms)", "ttft_ms_p90": "p90", "throughput_output_tok_s": "out\ntok/s"}
-    return {
-        "policy": one.name,
-        **({"cache": one.size.removesuffix(" tokens")} if one.size else {}),
-        "hits": tables.estimated(one.hits.hit),
-        "bound": f"{one.bound:.1f}",
-        "closed": tables.estimated(one.closed),
-        "more": tables.estimated(one.more),
-        **{
-            heads[name]: tables.estimated(found if isinstance(found, Estimate) else None)
-            for name, found in times.items()
-        },
-    }
-
-
-def _times_row(measures: Sequence[Measure], times: Mapping[str, Estimate | Shares | None]) -> Row:
-    row: dict[str, object] = {}
-    for measure in measures:
-        found = times[measure.name]
-        if isinstance(found, Estimate):
-            row |= columns(measure.name, found, prefix=f"{measure.name}_")
-    return row
 
 
 # Hints
@@ -228,19 +206,12 @@ def _hint_name(policy: str) -> str:
     return f"“soon”, wrong {policy.removeprefix(NOISY)} %" if policy.startswith(NOISY) else KNOWN.get(policy, policy)
 
 
-def _hints_apply(source: Source) -> bool:
+def has_hints(source: Source) -> bool:
     swept = source.swept(AXIS)
     told = [name for name in swept if name.startswith(NOISY) or name in ("stop_reason", "ttl", "hinted", "oracle_hint")]
     return START in swept and bool(told) and source.has_metric("gpu_hit_rate")
 
 
-@figure(
-    "value_of_hint",
-    "What a hint is worth to eviction",
-    shows="hit rate and the share of the gap to the bound, by what a policy is told",
-    command="python runners/run.py experiment=agents/value_of_hint workload.path=FOLDER -m",
-    applies=_hints_apply,
-)
 def value_of_hint(source: Source) -> Iterable[Plot]:
     for panel in source.panels(AXIS):
         for baseline in panel.baselines:

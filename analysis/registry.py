@@ -7,27 +7,35 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
+import yaml
 from matplotlib.figure import Figure as Picture
+from pydantic import ValidationError
 
-from analysis import style, tables
+from analysis import style
 from analysis.provenance import brief, footnote
 from analysis.sweep import Panel, Source
-from analysis.tables import Table
-from pensieve.lab.statistics import FEWEST_GROUPS, Estimate
+from pensieve.errors import ConfigError
+from pensieve.lab import tables
+from pensieve.lab.compose.folder import conf_folder
+from pensieve.lab.statistics import FEWEST_GROUPS
+from pensieve.lab.tables import Table
 
 Row = Mapping[str, Any]
+LAST = 1000  # the place of a figure that names none
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
     """One panel, drawn. lead: what a point and its interval are. rows: what is drawn, a mapping a point with the same keys.
 
-    picture: None where the figure is a table, which is text. table: its numbers as cells. title: where it says more than the
-    figure's.
+    picture: None where the figure is a table, which is text. table: its numbers as cells. more: the title's end, where the
+    trials give it one.
     """
 
     panel: Panel
@@ -35,7 +43,7 @@ class Plot:
     lead: str
     rows: Sequence[Row]
     table: Table | None = None
-    title: str = ""
+    more: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,40 +95,53 @@ class Figure:
         return [_publish(self, plot, folder, dark) for plot in self.plots(source)]
 
 
-FIGURES: dict[str, Figure] = {}
-"""By name, in the order in which a report shows them."""
+def read_figures(folder: Path) -> dict[str, Figure]:
+    """The files of a folder, by name, in the order in which a report shows them: by their `place`, then by name."""
+    files = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.yaml"))}
+    return {
+        name: _figure(name, **files[name]) for name in sorted(files, key=lambda name: files[name].pop("place", LAST))
+    }
 
 
-def figure(
+def _figure(
     name: str,
     title: str,
-    *,
     shows: str,
     command: str,
-    applies: Callable[[Source], bool],
+    form: str,
+    applies: Mapping[str, Any],
     workload: str | None = None,
     alone: bool = False,
-) -> Callable[[Callable[[Source], Iterable[Plot]]], Figure]:
-    """Make a function that draws the panels of a sweep a figure of the command line and of reports."""
+    **given: Any,
+) -> Figure:
+    """form: a function of analysis/forms.py, or any other by its dotted name; `given` are its arguments. applies: what
+    holds of a sweep that it can be drawn from: methods of Source with their argument (of several, each), or functions of a
+    Source by their dotted name. Modules are imported when they are asked for."""
+    path = form if "." in form else f"analysis.forms.{form}"
 
-    def register(plots: Callable[[Source], Iterable[Plot]]) -> Figure:
-        assert name not in FIGURES, f"two figures are called {name}"
-        FIGURES[name] = Figure(name, title, shows, command, applies, plots, workload, alone)
-        return FIGURES[name]
+    def plots(source: Source) -> Iterable[Plot]:
+        try:
+            yield from resolve_name(path)(source, **given)
+        except ValidationError as error:
+            where = ".".join(map(str, error.errors()[0]["loc"]))
+            raise ConfigError(f"conf/figure/{name}.yaml: {where}: {error.errors()[0]['msg']}.") from None
 
-    return register
+    return Figure(name, title, shows, command, partial(_holds, applies), plots, workload, alone)
 
 
-def columns(name: str, estimate: Estimate | None, prefix: str = "") -> dict[str, Any]:
-    """The columns of an estimate in a CSV, empty where there is none. prefix: before those of its interval and counts."""
-    names = (name, *(f"{prefix}{which}" for which in ("ci_low", "ci_high", "n", "n_seeds")))
-    return dict.fromkeys(names) if estimate is None else dict(zip(names, astuple(estimate), strict=True))
+def _holds(applies: Mapping[str, Any], source: Source) -> bool:
+    for name, asked in applies.items():
+        holds = partial(resolve_name(name), source) if "." in name else getattr(source, name)
+        each = asked if isinstance(asked, list) else [asked]
+        if not all(holds() if one is True else holds(one) for one in each):
+            return False
+    return True
 
 
 def _publish(of: Figure, plot: Plot, folder: Path, dark: bool) -> Drawing:
     """Title and a line of small print around the picture, and its files; the panel's group goes before the columns of the
     CSV. What does not fit the line is the caption, for whoever sets the figure."""
-    panel, origin, title = plot.panel, plot.panel.provenance, plot.title or of.title
+    panel, origin, title = plot.panel, plot.panel.provenance, of.title + plot.more
     warning = f"MIXED: {'; '.join(origin.mixed)}" if origin.mixed else ""
     drawn = _interval_drawn(plot)
     lead = plot.lead if drawn else f"{plot.lead}; no interval is due below {FEWEST_GROUPS} seeds"
@@ -169,3 +190,7 @@ def _interval_drawn(plot: Plot) -> bool:
 
 def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "_", text).strip("_")
+
+
+FIGURES = read_figures(conf_folder() / "figure")
+"""By name, in the order in which a report shows them."""

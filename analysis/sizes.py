@@ -13,7 +13,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from analysis import style
 from analysis.provenance import trace
-from analysis.registry import Plot, figure
+from analysis.registry import Plot
 from analysis.sweep import Panel, Source
 from pensieve.lab.results.frame import conversations_of
 from pensieve.lab.results.size_map import Place, SizeMap, is_map, read_map, spaced
@@ -30,14 +30,10 @@ NAMED: dict[str, Any] = {
 MOST_WRITTEN = 13  # sizes along a side up to which a cell has its number written into it
 
 
-@figure(
-    "size_map",
-    "How much KV cache this load needs",
-    shows="what is found and the time to first token over the sizes of both tiers, with the knee and the objective's border",
-    command="python runners/size.py",
-    applies=lambda source: is_map(source.sweep),
-    alone=True,
-)
+def is_size_map(source: Source) -> bool:
+    return is_map(source.sweep)
+
+
 def size_map(source: Source) -> Iterator[Plot]:
     found = read_map(source.store, source.sweep)
     q, sentence = found.question, found.sentence()

@@ -6,7 +6,7 @@ import colorsys
 import os
 import textwrap
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,14 @@ def marker(baseline: str) -> str:
     names = [*COLOURS, *ROUTERS, *MOVES]
     place = names.index(baseline) if baseline in names else zlib.crc32(baseline.encode())
     return MARKERS[place % len(MARKERS)]
+
+
+def looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each line: its own where any has one everywhere, else those of its place: no two are alike."""
+    every = list(dict.fromkeys(names))
+    if any(name in {**COLOURS, **ROUTERS, **MOVES} for name in every):
+        return {name: (colour(name), marker(name)) for name in every}
+    return {name: (_OTHERS[at % len(_OTHERS)], MARKERS[at % len(MARKERS)]) for at, name in enumerate(every)}
 
 
 def outputs_folder() -> Path:

@@ -121,6 +121,16 @@ class Source(Frame):
         found = self.swept(axis)
         return len(found) > 1 and NO_VALUE not in found
 
+    def several(self, axis: str) -> bool:
+        return len(self.swept(axis)) > 1
+
+    def one(self, axis: str) -> bool:
+        return not self.several(axis)
+
+    def holds(self, values: Mapping[str, str]) -> bool:
+        """Whether each of these axes takes this value, among others."""
+        return all(value in self.swept(axis) for axis, value in values.items())
+
     def lacks(self, what: str) -> MissingSeries:
         """To be raised where `what` is missing from the sweep."""
         return MissingSeries(f"Sweep {self.sweep.id} has no {what}; run `{self.command}`.")
@@ -131,7 +141,6 @@ class Source(Frame):
     def has_metric(self, name: str, label: str = "") -> bool:
         return any(job.value(name, label) is not None for job in self.jobs)
 
-    @property
     def has_turns(self) -> bool:
         """Conversations of several turns; elsewhere a turn's number means nothing."""
         if not self.trials:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from analysis.alike import panels_of_engines
-from analysis.prefix import cache_architecture, invalidation_cost, invalidation_table, prefix_overview
+from analysis.registry import FIGURES
 from analysis.sweep import Source, open_source
 from pensieve.errors import MixedPanel
 from pensieve.lab.results.store import ResultsStore
@@ -57,11 +56,10 @@ def test_an_engine_of_unlike_settings_is_refused_by_name(changed, said):
     check(swept(pensieve=changed, gpu_only={}))
 
 
-@pytest.mark.parametrize("figure", [invalidation_table, prefix_overview, cache_architecture, invalidation_cost])
-def test_figures_that_compare_engines_ask(figure, drawn, tmp_path):
+def test_figures_that_compare_engines_ask(drawn, tmp_path):
     with pytest.raises(MixedPanel, match="threads"):
-        figure.draw(swept(pensieve={}, llama_cpp={"threads": 2}), tmp_path)
-    figure.draw(swept(pensieve={}, llama_cpp={}), tmp_path)
+        FIGURES["invalidation_cost"].draw(swept(pensieve={}, llama_cpp={"threads": 2}), tmp_path)
+    FIGURES["invalidation_cost"].draw(swept(pensieve={}, llama_cpp={}), tmp_path)
 
 
 def test_one_tier_may_have_what_two_have_together_and_what_is_not_reported_does_not_count():
@@ -99,7 +97,7 @@ LLAMA: dict[str, Any] = {"n_parallel": 4, "configured_ram_cache_mib": 0, "kv_byt
 def test_ordinary_sweeps_draw(at_once, budget, ours, outside, drawn, tmp_path):
     """64 requests at a time where one is asked, steps of slots and of MiB, and a budget of the device alone."""
     outside = {name: LLAMA | said if name == "llama_cpp" else said for name, said in outside.items()}
-    [drawing] = invalidation_table.draw(swept(budget, at_once, pensieve=ours, **outside), tmp_path)
+    [drawing] = FIGURES["invalidation_cost"].draw(swept(budget, at_once, pensieve=ours, **outside), tmp_path)
     assert "MIXED" not in drawing.caption
 
 
@@ -125,5 +123,7 @@ def test_gross_differences_are_refused_or_said(at_once, budget, ours, llama, sai
     source = swept(budget, at_once, pensieve=ours, llama_cpp=LLAMA | llama)
     with pytest.raises(MixedPanel, match=f"{said}.*--allow-mixed"):
         check(source)
-    [drawing] = invalidation_table.draw(replace(source, allow_mixed=True), tmp_path)
+    [drawing] = FIGURES["invalidation_cost"].draw(
+        open_source(source.store, source.sweep.id, allow_mixed=True), tmp_path
+    )
     assert re.search(f"MIXED: engines of unlike settings: .*{said}", drawing.caption)

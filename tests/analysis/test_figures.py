@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
 from analysis import figures, registry
 from analysis.sweep import open_source
+from pensieve.errors import ConfigError
+from pensieve.lab.compose.folder import conf_folder
 from pensieve.lab.results.store import open_store
 from tests.analysis.sweeps import answered, fill
 from tests.results.trials import add_trial, conversation_turns
@@ -143,11 +148,23 @@ def test_a_complete_sweep_without_a_figure_is_not_sent_to_run_again(outputs, cap
     assert capsys.readouterr().err.splitlines()[-1] == "Sweep 1 is complete, and no figure is of what it ran."
 
 
-def test_every_figure_has_a_name_of_its_own():
-    assert [figure.name for figure in registry.FIGURES.values()] == list(registry.FIGURES)
-    assert all("python runners/" in figure.command for figure in registry.FIGURES.values())
-    with pytest.raises(AssertionError, match="two figures are called hit_rates"):
-        registry.figure("hit_rates", "", shows="", command="", applies=lambda source: True)(lambda source: [])
+def test_every_file_of_conf_figure_names_a_command_whose_overlay_there_is():
+    experiments = conf_folder() / "experiment"
+    for name, figure in registry.FIGURES.items():
+        assert figure.name == name and figure.command.startswith("python runners/")
+        for overlay in re.findall(r"experiment=(\S+)", figure.command):
+            assert (experiments / f"{overlay}.yaml").is_file(), name
+
+
+def test_a_figure_of_ones_own_that_is_written_wrong_is_told_by_its_field(store, tmp_path):
+    file = {"title": "T", "shows": "s", "command": "c", "form": "bars", "applies": {"has_turns": True}, "lead": "L"}
+    file["sides"] = [{"says": "ms", "quantities": [{"of": "queue_ms", "how": "mean", "labelled": "x"}]}]
+    (tmp_path / "mine.yaml").write_text(json.dumps(file))
+    figure = registry.read_figures(tmp_path)["mine"]
+    source = chat(store)
+    assert figure.applies(source)
+    with pytest.raises(ConfigError, match=r"mine.yaml: quantities.0.labelled: Extra inputs are not permitted"):
+        figure.draw(source, tmp_path)
 
 
 def test_applying_never_raises_on_a_sweep_without_trials(store):

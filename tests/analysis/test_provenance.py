@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from analysis.conversations import ttft_by_turn
 from analysis.provenance import footnote, ranges
+from analysis.registry import FIGURES
 from analysis.sweep import open_source
 from pensieve.errors import MixedPanel
 from tests.analysis.sweeps import fill
@@ -45,7 +45,7 @@ def test_what_must_not_stand_in_one_panel_is_refused_unless_asked_for_and_then_s
     with pytest.raises(MixedPanel, match=f"One panel would hold .*{said}.*--allow-mixed"):
         source.panels()
     allowed = open_source(store, allow_mixed=True)
-    [drawing] = ttft_by_turn.draw(allowed, tmp_path)
+    [drawing] = FIGURES["ttft_by_turn"].draw(allowed, tmp_path)
     warning = next(text for text in drawn["ttft_by_turn"].texts if text.startswith("MIXED: "))
     told = json.loads(drawing.sidecar.read_text())
     assert told["allow_mixed"] is True
@@ -69,7 +69,7 @@ def test_classes_of_ones_own_may_have_code_of_their_own(store):
 def test_the_sidecar_says_what_the_figure_stands_on(store, drawn, tmp_path):
     source = chat(store, device="NVIDIA X", device_count=2, weights="hub", code_hash="abcdef0123456789")
     store.set_trial(1, flags={"failures": "one timed out"})
-    [drawing] = ttft_by_turn.draw(open_source(store), tmp_path)
+    [drawing] = FIGURES["ttft_by_turn"].draw(open_source(store), tmp_path)
     told = json.loads(drawing.sidecar.read_text())
     expected = {
         "figure": "ttft_by_turn", "sweep": source.sweep.id, "command": "run.py -m", "trials": [1, 2, 3, 4],

@@ -55,7 +55,7 @@ def test_architectures_have_the_published_size(model, billions):
 
 def test_every_yaml_begins_with_a_comment():
     for file in conf_folder().glob("[a-z]*/**/*.yaml"):
-        if "hydra" in file.parts:
+        if {"hydra", "figure"} & {*file.parts}:  # a figure begins with its title
             continue
         assert file.read_text().startswith("#"), file
 

@@ -1,0 +1,255 @@
+"""What a figure draws of a cell: a metric, a reduction of its turns, or a function, each with its interval."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, replace
+from functools import reduce
+from pkgutil import resolve_name
+from statistics import fmean
+from typing import Any
+
+import pandas as pd
+from pydantic import BaseModel
+
+from analysis.sweep import Cell, Source
+from pensieve.errors import MissingSeries
+from pensieve.lab.metric_registry import PERCENTILES
+from pensieve.lab.results.findings import REFERENCE
+from pensieve.lab.results.frame import ByConversation, by_conversation, conversation_sums, positive_ratio, values_of
+from pensieve.lab.statistics import (
+    Estimate,
+    PairedRatio,
+    estimate_mean,
+    estimate_percentile_by_seed,
+    estimate_percentiles_by_seed,
+    paired_ratio,
+    rate_by_seed,
+)
+from pensieve.units import significant
+
+Found = Estimate | float | None
+
+
+def columns(name: str, estimate: Estimate | None, prefix: str = "") -> dict[str, Any]:
+    """The columns of an estimate in a CSV, empty where there is none. prefix: before those of its interval and counts."""
+    names = (name, *(f"{prefix}{which}" for which in ("ci_low", "ci_high", "n", "n_seeds")))
+    return dict.fromkeys(names) if estimate is None else dict(zip(names, astuple(estimate), strict=True))
+
+
+def percentile(values: ByConversation, p: float) -> Estimate:
+    """Nearest rank over all turns; n counts turns."""
+    return estimate_percentiles_by_seed(values, [p])[0]
+
+
+def median(values: pd.Series[Any]) -> Estimate:
+    """Of one value a conversation; n counts conversations."""
+    return estimate_percentile_by_seed({key: found[-1] for key, found in by_conversation(values).items()}, 0.5)
+
+
+def mean(values: ByConversation) -> Estimate:
+    """Over all turns; n counts turns."""
+    sums = {key: sum(found) for key, found in values.items()}
+    counts = {key: float(len(found)) for key, found in values.items()}
+    return as_estimate(paired_ratio(sums, counts, of="means"), sum(len(found) for found in values.values()))
+
+
+def percent(parts: pd.Series[Any], wholes: pd.Series[Any]) -> Estimate:
+    """Sum over sum in percent, such as hit tokens of history tokens; n counts conversations."""
+    tops, bottoms = (conversation_sums(one) for one in (parts, wholes))
+    found = rate_by_seed({key: (tops[key], whole) for key, whole in bottoms.items()})
+    low, high = (None if end is None else 100 * end for end in (found.ci_low, found.ci_high))
+    return Estimate(100 * found.value, low, high, len(bottoms), found.groups)
+
+
+def over_seeds(values: Mapping[tuple[int, int], float]) -> Estimate:
+    """Mean of one value a trial, by (seed, repeat); seeds are the groups."""
+    return estimate_mean({str(seed): [value] for seed, value in sorted(seed_means(values).items())})
+
+
+def seed_means(values: Mapping[tuple[int, int], float]) -> dict[int, float]:
+    """Of one value a trial, by (seed, repeat), the mean of each seed."""
+    by_seed: dict[int, list[float]] = defaultdict(list)
+    for (seed, _), value in values.items():
+        by_seed[seed].append(value)
+    return {seed: fmean(part) for seed, part in by_seed.items()}
+
+
+def as_estimate(found: PairedRatio, n: int | None = None) -> Estimate:
+    return Estimate(found.ratio, found.ci_low, found.ci_high, found.n if n is None else n, found.n_seeds)
+
+
+class Quantity(BaseModel, frozen=True, extra="forbid"):
+    """of: a column of table `turn` or what pandas makes of several ("compute_ms / output_tokens"), a metric (several: their
+    sum), or a function(source, cell) by its dotted name; one of this module needs no dot.
+
+    how: of a column "mean" or a percentile ("p90") over the turns; of a metric "seeds", its mean over seeds, or "sum".
+    where: which turns, as pandas' query has it. label: of a metric; scale: so many of it are one.
+    name: its column in the CSV; prefix: of its interval there; interval: False leaves that out. says: over its axis, and in a
+    table. text: beside a bar, as str.format has it; unit: "bytes" or "digits", which make a text of the number first.
+    missing: beside the bar of a cell that does not count it. hatched: a second kind of bar. drawn: False: in the CSV alone.
+    """
+
+    of: str
+    how: str = ""
+    where: str = ""
+    label: str = ""
+    scale: float = 1.0
+    name: str = ""
+    prefix: str = ""
+    interval: bool = True
+    says: str = ""
+    text: str = "{:,.1f}"
+    unit: str = ""
+    missing: str = ""
+    hatched: bool = False
+    drawn: bool = True
+
+    def found(self, source: Source, cell: Cell) -> Found:
+        """None: this cell's trials do not have it."""
+        if not self.how:
+            own: Found = resolve_name(self.of if "." in self.of else f"{__name__}.{self.of}")(source, cell)
+            return own
+        if self.how == "sum":
+            return sum(cell.metric(self.of, self.label).values())
+        if self.how == "seeds":
+            return _over_seeds(cell, self.of.split(" + "), self.label, self.scale)
+        turns = _those(source.turns(cell), self.where)
+        every = values_of(turns, self.of) if self.of.isidentifier() else pd.Series(turns.eval(self.of), turns.index)
+        values = by_conversation(every.dropna())
+        if not values:
+            return None
+        return mean(values) if self.how == "mean" else percentile(values, PERCENTILES[self.how])
+
+    def shown(self, found: Estimate | float) -> str:
+        value = found.value if isinstance(found, Estimate) else found
+        return self.text.format(size(value) if self.unit == "bytes" else significant(value) if self.unit else value)
+
+    def columns(self, found: Found) -> dict[str, Any]:
+        """Of the CSV: the value, and of an estimate its interval and counts."""
+        if isinstance(found, float | int) or not self.interval:
+            return {self.name: found.value if isinstance(found, Estimate) else found}
+        return columns(self.name, found, self.prefix)
+
+
+def size(value: float) -> str:
+    """Of bytes three digits and a decimal unit."""
+    for unit in ("B", "kB", "MB"):
+        if abs(value) < 999.5:
+            return f"{value:.3g} {unit}" if value else "0"
+        value /= 1000
+    return f"{value:.3g} GB"
+
+
+def _those(turns: pd.DataFrame, where: str) -> pd.DataFrame:
+    return turns.query(where) if where else turns
+
+
+def _over_seeds(cell: Cell, names: list[str], label: str, scale: float) -> Estimate | None:
+    """Of a sum all parts, in each trial."""
+    parts = [cell.metric(name, label) for name in names]
+    keys = reduce(set.intersection, (set(part) for part in parts))
+    if not keys or (len(parts) > 1 and len(keys) < len({(trial.seed, trial.repeat) for trial in cell.trials})):
+        return None
+    return over_seeds({key: sum(part[key] for part in parts) / scale for key in sorted(keys)})
+
+
+# Where history was found
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """gpu, hit (all tiers together) of all history tokens, in percent. disk: of these the part on disk; None: the sweep found
+    nothing there."""
+
+    gpu: Estimate
+    hit: Estimate
+    disk: float | None = None
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """They sum to 100."""
+        on_disk = {} if self.disk is None else {"disk hit": self.disk}
+        cpu = self.hit.value - self.gpu.value - (self.disk or 0.0)
+        return {"GPU hit": self.gpu.value, "CPU hit": cpu, **on_disk, "recomputed": 100.0 - self.hit.value}
+
+
+def shares(source: Source, cell: Cell) -> Shares | None:
+    """None where no turn had history, or the engine does not say what it found."""
+    turns = source.turns(cell)
+    turns = turns[(turns["history_tokens"] > 0) & turns["gpu_hit_tokens"].notna()]
+    if turns.empty:
+        return None
+    gpu, history = turns["gpu_hit_tokens"], turns["history_tokens"]
+    on_disk = turns["disk_hit_tokens"].fillna(0)
+    has_disk = any((job.value("disk_hit_rate") or 0.0) > 0 for job in source.jobs)
+    disk = percent(on_disk, history).value if has_disk else None
+    found = Shares(percent(gpu, history), percent(gpu + turns["cpu_hit_tokens"].fillna(0) + on_disk, history), disk)
+    if cell.baseline != REFERENCE or found.hit.value > 0:
+        return found
+    certain = replace(found.hit, ci_low=None, ci_high=None)  # it keeps nothing: its 0 is no estimate
+    return replace(found, gpu=certain, hit=certain)
+
+
+def found_pct(source: Source, cell: Cell) -> Estimate | None:
+    """History tokens found on any tier, in percent."""
+    found = shares(source, cell)
+    return found.hit if found else None
+
+
+def lost_pct(source: Source, cell: Cell) -> Estimate | None:
+    """The rest, which was computed again."""
+    found = found_pct(source, cell)
+    if found is None:
+        return None
+    low, high = (None if end is None else 100 - end for end in (found.ci_high, found.ci_low))
+    return Estimate(100 - found.value, low, high, found.n, found.groups)
+
+
+# Replicas
+
+
+def skew(source: Source, cell: Cell) -> Estimate:
+    """Requests under way on the fullest replica over those on all of them but as many, means over the readings of a trial."""
+    return over_seeds({(trial.seed, trial.repeat): _skew(source, trial.id, cell) for trial in cell.trials})
+
+
+def _skew(source: Source, trial_id: int, cell: Cell) -> float:
+    readings = source.store.samples_of(trial_id)
+    fullest, under_way = (
+        [one.value for one in readings if one.name == name and one.value is not None]
+        for name in ("fullest_replica", "requests_under_way")
+    )
+    if not any(under_way):
+        raise MissingSeries(f"Trial {trial_id} has no readings of its replicas; run it again.")
+    return fmean(fullest) / (fmean(under_way) / int(cell.at["hardware.replicas"]))
+
+
+def received_per_turn(source: Source, cell: Cell) -> float:
+    """Bytes of KV that came from other replicas, a turn with history."""
+    turns = _those(source.turns(cell), "history_tokens > 0")
+    return float(turns["received_bytes"].fillna(0).sum()) / max(1, len(turns))
+
+
+# Agents
+
+
+def reason_over_reflect(source: Source, cell: Cell) -> Estimate | None:
+    """Latency of a reason over that of a reflection, paired by seed and agent: the geometric mean."""
+    sides: list[Mapping[tuple[int, str], float]] = []
+    for stage in ("reason", "reflect"):
+        found = by_conversation(_those(source.turns(cell), f"label == '{stage}'")["latency_ms"])
+        sides.append({key: fmean(values) for key, values in found.items()})
+    ratio = positive_ratio(*sides)
+    return None if ratio is None else as_estimate(ratio)
+
+
+def out_of_memory(source: Source, cell: Cell) -> int:
+    """Turns of agents that did not get the memory they needed: refused since the GPU tier cannot hold them, or failed when
+    the device ran out."""
+    turns = source.turns(cell, measured=False)
+    turns = turns[turns["label"].isin(("reason", "reflect"))]
+    refused = (turns["status"] == "refused") & (turns["finish_reason"] == "capacity")
+    failed = (turns["status"] == "failed") & turns["error"].fillna("").str.contains("memory")
+    return int((refused | failed).sum())

@@ -1,0 +1,135 @@
+"""What the forms of figures draw, against what went into the database by hand."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+from matplotlib.colors import to_hex
+
+from analysis import style
+from analysis.registry import FIGURES
+from analysis.sweep import open_source
+from pensieve.errors import MissingSeries
+from pensieve.lab.results.store import ResultsStore
+from tests.analysis.sweeps import fill, flat
+from tests.results.trials import MEMORY, turn
+
+FAST, SLOW = {"reason": 100.0, "reflect": 20.0}, {"reason": 400.0, "reflect": 200.0}
+COSTS = {"pensieve": FAST, "gpu_only": FAST, "stateless": SLOW}
+BYTES = {"sent_bytes_per_token": 1000.0, "received_bytes_per_token": 24.0, "h2d_bytes_per_token": 7.0}
+
+
+def rows_of(folder, stem):
+    with (folder / f"{stem}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def timed(session, number, phase, ms, **given):
+    record = turn(session, number, ms, phase=phase, label="" if phase == "warmup" else phase, **given)
+    record.latency_ms = ms
+    return record
+
+
+def agents(costs, refused_from=None, store=None):
+    """Agent a takes 1 + a / 10 times as long; from so many agents on the reflection of agent 0 is refused, by baseline."""
+
+    def turns(at, seed):
+        n, found = int(at["workload.agents"]), []
+        for agent in range(n):
+            found.append(timed(f"warmup-{agent}", 1, "warmup", 9000.0))
+            for number, stage in enumerate(("reason", "reflect"), 1):
+                found.append(timed(f"agent-{agent}", number, stage, costs[at["baseline"]][stage] * (1 + agent / 10)))
+        if n >= (refused_from or {}).get(at["baseline"], 1000):
+            found[2].status, found[2].finish_reason, found[2].latency_ms = "refused", "capacity", None
+        return found
+
+    axes = {"workload.agents": ["4", "1", "16"], "baseline": list(costs)}
+    return fill(store or ResultsStore(MEMORY), axes, turns, workload="agents")
+
+
+def decoding(slow, counted=True):
+    """Ten requests at 10 ms a token, 40 for the slow one, which also moves bytes."""
+
+    def turns(at, seed):
+        each = 40.0 if at["baseline"] == slow else 10.0
+        return [timed("first", 1, "warmup", 9e5)] + [
+            timed(str(number), 1, "throughput", 50 * each * (1 + number / 100), tokens=(1,) * 50, iteration=number)
+            for number in range(1, 11)
+        ]
+
+    def metrics(at, seed):
+        moved = BYTES if at["baseline"] == slow else dict.fromkeys(BYTES, 0.0)
+        return {**moved, "d2h_bytes_per_token": 0.0} if counted else moved
+
+    return fill(ResultsStore(MEMORY), {"baseline": list(COSTS)}, turns, metrics, workload="decode")
+
+
+def test_a_point_is_the_percentile_of_its_facet_and_a_baseline_has_its_colour(drawn, tmp_path):
+    FIGURES["agent_scaling"].draw(agents(COSTS), tmp_path)
+    reason, reflect = (
+        {line.get_gid(): line for line in axes.get_lines()} for axes in drawn["agent_scaling"].figure.axes
+    )
+    assert flat(zip(*reason["pensieve"].get_data(), strict=True)) == pytest.approx([1, 100, 4, 130, 16, 250])
+    assert reflect["stateless"].get_ydata() == pytest.approx([200, 260, 500])
+    assert all(to_hex(line.get_color()).upper() == style.colour(name) for name, line in reason.items())
+    assert "the fewest here are 2" in drawn["agent_scaling"].caption and not drawn["agent_scaling"].clipped
+    row = next(row for row in rows_of(tmp_path, "agent_scaling") if row["stage"] == "reflect" and row["agents"] == "4")
+    assert (row["baseline"], row["n"], row["out_of_memory_turns"]) == ("pensieve", "8", "0")
+
+
+def test_a_cross_stands_where_memory_first_ran_out(drawn, tmp_path):
+    FIGURES["agent_scaling"].draw(agents(COSTS, {"stateless": 4, "gpu_only": 16}), tmp_path)
+    found = drawn["agent_scaling"].lines
+    assert [x for x, _ in found["stateless/memory ran out"]] == [4.0]
+    assert [x for x, _ in found["gpu_only/memory ran out"]] == [16.0]
+    assert "pensieve/memory ran out" not in found and "× memory ran out" in drawn["agent_scaling"].caption
+
+
+def test_a_cell_that_no_trial_completed_is_left_out_and_named(drawn, store, tmp_path):
+    source = agents(COSTS, store=store)
+    for trial in source.trials:
+        if trial.baseline == "stateless" and trial.config["workload"]["agents"] == "16":
+            store.finish_trial(trial.id, "failed", error="timeout")
+    FIGURES["agent_scaling"].draw(open_source(store), tmp_path)
+    assert [x for x, _ in drawn["agent_scaling"].lines["stateless"]] == [1.0, 4.0]
+    assert "Left out, without a completed trial: stateless (workload.agents=16)" in drawn["agent_scaling"].caption
+    with pytest.raises(MissingSeries, match=r"baseline vllm.*`python runners/run.py baseline=vllm -m`"):
+        FIGURES["agent_scaling"].draw(open_source(store, wanted=["pensieve", "vllm"]), tmp_path)
+
+
+def test_loads_of_which_one_is_no_number_stand_at_equal_distances(drawn, tmp_path, store):
+    def turns(at, seed):
+        slow = 1 if at["workload.users"] == "None" else int(at["workload.users"])
+        return [turn(name, 1, 10.0 * slow, label=name) for name in ("hot", "cold")]
+
+    axes = {"workload.users": ["None", "2", "8"], "baseline": ["pensieve"]}
+    FIGURES["hotness_load"].draw(fill(store, axes, turns, lambda at, seed: {}, summary=True), tmp_path)
+    assert flat(drawn["hotness_load"].lines["pensieve"]) == [0, 20, 1, 80, 2, 10]
+    assert drawn["hotness_load"].ticks[-3:] == ["2", "8", "unlimited"]
+    assert [axes.get_ylabel() for axes in drawn["hotness_load"].figure.axes] == ["hot users", "cold users"]
+
+
+def test_bars_are_quantities_and_what_nobody_counted_is_not_drawn_as_none(drawn, tmp_path):
+    FIGURES["decode_cost"].draw(decoding("stateless"), tmp_path)
+    times, moved = drawn["decode_cost"].figure.axes
+    widths = {
+        patch.get_gid(): patch.get_width() for axes in (times, moved) for patch in axes.patches if patch.get_gid()
+    }
+    assert widths["pensieve/per_token_ms_p50"] == pytest.approx(10.5)
+    assert widths["stateless/per_token_ms_p99"] == pytest.approx(44.0)
+    assert widths["stateless/bytes_per_token network"] == 1024.0
+    assert {"network 1.02 kB", "GPU-CPU 7 B", "p50 10.5", "nothing moved"} <= set(drawn["decode_cost"].texts)
+    rows = {(row["baseline"], row["quantity"]): row["value"] for row in rows_of(tmp_path, "decode_cost")}
+    assert rows["stateless", "bytes_per_token network"] == "1024.0"
+    FIGURES["decode_cost"].draw(decoding("stateless", counted=False), tmp_path)
+    assert "GPU-CPU not counted" in drawn["decode_cost"].texts
+    assert {row["value"] for row in rows_of(tmp_path, "decode_cost") if row["quantity"].endswith("GPU-CPU")} == {""}
+    FIGURES["decode_cost"].draw(decoding("nobody"), tmp_path)
+    assert len(drawn["decode_cost"].figure.axes) == 1 and "no baseline moved a byte" in drawn["decode_cost"].caption
+
+
+def test_a_cell_without_numbers_is_told_with_the_command(store, tmp_path):
+    source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: [turn("a", 1, phase="warmup")], workload="decode")
+    with pytest.raises(MissingSeries, match=r"no completed request that decodes by itself of pensieve; run"):
+        FIGURES["decode_cost"].draw(source, tmp_path)
