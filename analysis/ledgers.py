@@ -13,7 +13,7 @@ from analysis import marks, style
 from analysis.quantities import columns, over_seeds
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Panel, Source
-from pensieve.core.facts import Tier
+from pensieve.core.plan import Tier
 from pensieve.errors import MissingSeries
 from pensieve.lab import tables
 from pensieve.lab.results.prices import Worth, prefill_seconds

@@ -211,8 +211,8 @@ class HardwareSpec:
     padded to the sizes that CUDA graphs were captured at. duplex_penalty: share of the rate each direction loses while both
     run (the paper measured 18-20 %, section 5). fragment_s: of each contiguous piece that a copy between the tiers consists
     of, beside its bytes. pipelined_swap_in: a layer's compute waits for its own part of a swap-in, not for all of it (section
-    4.3.3). disk_bw: bytes/s that the file store is read and written at. profile: the file of a machine that was measured
-    whole (cost.machine_profile), in place of all rates. overlaps: copies run beside compute, and not before it.
+    4.3.3). profile: the file of a machine that was measured whole (cost.machine_profile), in place of all rates. overlaps:
+    copies run beside compute, and not before it.
     """
 
     name: str
@@ -239,7 +239,6 @@ class HardwareSpec:
     duplex_penalty: float = 0.0
     fragment_s: float = 0.0
     pipelined_swap_in: bool = True
-    disk_bw: float = 0.0
     profile: str | None = None
     overlaps: bool = True
     source: str = ""

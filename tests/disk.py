@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pensieve.core.cache.base import LowerTier
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request, TokenArray
@@ -36,21 +38,20 @@ class Talk:
         disk_blocks: int = 60,
         load_s: float = 0.0,
         identity: bytes = OURS,
+        below: LowerTier | None = None,
         **settings: Any,
     ) -> None:
         self.path = folder / "pool.kv"
         cache = TwoTierCache(
             policy=Lru(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu
         )
-        options = TorchOptions(transfer=DiskOptions(self.path, folder, identity, disk_blocks))
+        below = below or DiskTier(disk_blocks, transfer=DiskOptions(self.path, folder, identity, disk_blocks))
+        assert below.transfer is not None
+        options = TorchOptions(transfer=below.transfer)
         limits = SchedulerSettings(**{"max_batch_tokens": 64, **settings})
         self.engine = CheckedEngine(load(name), cache, limits, 512, options=options)
-        cache.begin(cost=COST, layers=2, batch_tokens=64)
-        cache.begin(
-            below=DiskTier(
-                disk_blocks, cache.chunk_tokens, load_s, 2, COST, self.engine.report.disk_kept, cache.counters.extra
-            )
-        )
+        report = replace(self.engine.report, below_load_s=load_s)
+        cache.begin(cost=COST, layers=2, batch_tokens=64, below=below, report=report)
         self.cache, self._numbers = cache, 0
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import VirtualClock
 from pensieve.core.engine import Engine
-from pensieve.core.plan import StepResult
+from pensieve.core.plan import Moved, StepResult
 from pensieve.core.policies.base import PolicyContext
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request
@@ -19,7 +19,7 @@ from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
-from pensieve.sim.fast_forward import scheduler_for
+from pensieve.sim.fast_forward import forward_for
 from pensieve.sim.worker import SimulatedWorker
 from pensieve.specs import HardwareSpec, ModelSpec
 
@@ -46,18 +46,18 @@ class LateWorker(SimulatedWorker):
     def __init__(self, *args: Any, rng: random.Random) -> None:
         super().__init__(*args)
         self._rng = rng
-        self._held: list[int] = []
+        self._held: list[Moved] = []
 
     def collect(self, until_ns: int | None) -> StepResult | None:
         result = super().collect(until_ns)
         if result is None and not self._held:
             return None
-        self._held += result.done if result else ()
+        self._held += result.moved if result else ()
         self._rng.shuffle(self._held)
         idle = result is None or result.step is None
         count = max(1, self._rng.randint(0, len(self._held))) if idle else self._rng.randint(0, len(self._held))
-        done, self._held = tuple(self._held[:count]), self._held[count:]
-        return replace(result or StepResult(step=None), done=done)
+        moved, self._held = tuple(self._held[:count]), self._held[count:]
+        return replace(result or StepResult(step=None), moved=moved)
 
 
 def policy_context(chunk_tokens: int = 4, gpu_blocks: int = 16, cpu_blocks: int = 16) -> PolicyContext:
@@ -77,13 +77,14 @@ def make_engine(
     computes: bool = True,
     cost: Any = None,
     holding: bool = False,
+    below_bw: float = 0.0,
     **settings: Any,
 ) -> Engine:
     """computes: plans are made as for a worker that reads tokens, one iteration each."""
     clock = VirtualClock()
     policy = (policy or RetentionValue)(policy_context(chunk_tokens, gpu_blocks, cpu_blocks))
     manager = cache(policy=policy, chunk_tokens=chunk_tokens, gpu_blocks=gpu_blocks, cpu_blocks=cpu_blocks)
-    made = (MODEL, hardware, clock, chunk_tokens, depth)
+    made = (MODEL, hardware, clock, chunk_tokens, depth, below_bw)
     worker = SimulatedWorker(*made) if late is None else LateWorker(*made, rng=late)
     worker.computes = computes
     worker.start(gpu_blocks, manager.cpu_blocks)
@@ -97,7 +98,7 @@ def make_engine(
         limits=limits,
         cost=cost,
         facts=books,
-        scheduler=scheduler_for(worker.computes, depth),
+        forward=forward_for(worker.computes, depth),
     )
     if holding:
         books.count_holding()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pensieve.core.plan import Moved
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
 from pensieve.plugins.tiers.pool_file import PoolFile
@@ -34,7 +35,7 @@ def test_a_turn_on_gpu_cpu_disk_and_a_hole_gives_the_plain_models_tokens(tmp_pat
     assert {"C", "D"} <= set(places), places
     session, first = talk.cache.sessions["a"], places.index("D") + 1
     names = session.named(len(session.tokens), CHUNK)
-    talk.disk.remove([names[first]])  # the second chunk of those on disk: a hole
+    talk.disk.finish([Moved(0, ok=False, gone=(names[first],))])  # the second chunk of those on disk: a hole
     turn = talk.ask("a", 5, 6)
     assert turn.disk_hit_tokens and turn.cpu_hit_tokens and turn.recomputed_tokens
     assert talk.engine.paths.hole

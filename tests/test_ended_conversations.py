@@ -8,6 +8,7 @@ import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import VirtualClock
+from pensieve.core.plan import StartReport
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.core.scheduler.sessions import MemoryLimits
@@ -102,7 +103,7 @@ def test_limits_of_memory_decide_as_before(cache: str, limits: MemoryLimits, mon
 def test_a_disk_tier_keeps_the_names_of_its_chunks():
     system = system_of("pensieve")
     cache = system.engine.cache
-    cache.begin(below=DiskTier(64, cache.chunk_tokens, 1e-3, MODEL.layers, system.cost, {}, {}))
+    cache.begin(cost=system.cost, below=DiskTier(64), report=StartReport(0.0, 0.0))
     known = system.engine.cache.open("a", 0.0)
     assert not system.engine.cache.forget(known, if_empty=True)
 

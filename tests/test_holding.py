@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import VirtualClock
 from pensieve.core.cost import positions_s
 from pensieve.core.engine import Engine
+from pensieve.core.plan import Moved, StartReport
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Fork, tokens_of
 from pensieve.core.session import Session
@@ -27,7 +27,7 @@ from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.serve.books.books import Books
 from pensieve.serve.books.holding import EARLIER, Held
 from pensieve.serve.record import TurnRecord
-from tests.simulated import MACHINE, make_engine, request
+from tests.simulated import make_engine, request
 from tests.test_bound_of_managers import Dear, trace
 from tests.test_windows import CASES, drive
 
@@ -63,11 +63,12 @@ def engine_of(name: str, rng: random.Random) -> Engine:
     disk_blocks = parts.pop("disk_blocks", 0)
     if parts.pop("late", False):
         parts["late"] = rng
-    engine = make_engine(hardware=replace(MACHINE, disk_bw=1e9), **parts)
+    engine = make_engine(below_bw=1e9, **parts)
+    below = {}
     if disk_blocks:
         kept = {bytes([number]) * 32: number for number in range(3)}
-        engine.cache.begin(below=DiskTier(disk_blocks, engine.cache.chunk_tokens, 1e-9, 4, Priced(), kept, {}))  # type: ignore[arg-type]
-    engine.cache.begin(cost=Priced(), layers=4, batch_tokens=8)  # type: ignore[arg-type]
+        below = {"below": DiskTier(disk_blocks), "report": StartReport(0.0, 0.0, below_load_s=1e-9, below_kept=kept)}
+    engine.cache.begin(cost=Priced(), layers=4, batch_tokens=8, **below)  # type: ignore[arg-type]
     engine.facts.count_holding()
     return engine
 
@@ -205,7 +206,8 @@ def test_kv_that_a_fork_takes_is_paid_by_the_child() -> None:
 def test_chunks_of_an_earlier_run_are_paid_by_nobody_until_they_are_read() -> None:
     books, said = Books(2), tokens_of([1, 2, 3, 4, 5])
     one, two = HashChain(2, "").upto(said, 4)
-    tier = DiskTier(4, 2, 1e-9, 4, Priced(), {one: 1, two: 2}, {})  # type: ignore[arg-type]
+    tier = DiskTier(4)
+    tier.begin(StartReport(0.0, 0.0, below_kept={one: 1, two: 2}), 2, 4, Priced(), {})  # type: ignore[arg-type]
     tier.report_to(books)
     books.count_holding()
     session = Session("a", 0, 0.0, 0.0)
@@ -216,7 +218,7 @@ def test_chunks_of_an_earlier_run_are_paid_by_nobody_until_they_are_read() -> No
     tier.read(session, [(0, 1)], ticket=1)
     books.at(80)
     assert books.holdings() == {(EARLIER, "disk"): Held(50 + 80, 50 + 80), ("a", "disk"): Held(30, 30)}
-    tier.remove([one, two])
+    tier.finish([Moved(1, ok=False, gone=(one, two))])
     books.at(1000)
     assert books.holdings() == {(EARLIER, "disk"): Held(50 + 80, 50 + 80), ("a", "disk"): Held(30, 30)}
 

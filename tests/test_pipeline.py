@@ -22,7 +22,7 @@ from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
-from pensieve.sim.fast_forward import scheduler_for
+from pensieve.sim.fast_forward import forward_for
 from pensieve.sim.worker import SimulatedWorker
 from tests.simulated import MACHINE, make_engine, request, run
 
@@ -69,12 +69,12 @@ class Watched(SimulatedWorker):
             return replace(result, tokens=without(result.tokens, slot), not_finite=(slot,))
         if plan.step not in self.failing:
             return result
-        self.over |= {copy.ticket for copy in (*plan.swap_in, *plan.swap_out)}  # a failed plan's are not heard of again
+        self.over |= {move.ticket for move in plan.moves}  # a failed plan's are not heard of again
         return replace(result, tokens={}, error="The device stumbled.")
 
     def collect(self, until_ns: int | None) -> StepResult | None:
         result = super().collect(until_ns)
-        return result and replace(result, done=tuple(ticket for ticket in result.done if ticket not in self.over))
+        return result and replace(result, moved=tuple(one for one in result.moved if one.ticket not in self.over))
 
 
 def without(tokens: dict[int, int], slot: int) -> dict[int, int]:
@@ -94,7 +94,7 @@ def engine_of(depth: int, eos: frozenset[int] = frozenset(), **options: Any) -> 
         eos=eos,
         decode_text=letters,
         facts=Books(made.cache.chunk_tokens),
-        scheduler=scheduler_for(worker.computes, depth),
+        forward=forward_for(worker.computes, depth),
     )
 
 

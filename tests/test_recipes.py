@@ -8,11 +8,13 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from tests.disk import Talk
 from tests.typed import typed
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -117,6 +119,10 @@ def copy(tmp_path):
             "select max(gpu_hit_tokens + cpu_hit_tokens), max(history_tokens) > 128 from turn", (128, 1),
         ),
         (
+            "A tier below the CPU's", "baseline", "second_pool",
+            "select sum(disk_hit_tokens) > 0.1 * sum(history_tokens) from turn", (1,),
+        ),
+        (
             "A workload", "workload", "round_robin",
             "select count(*), count(distinct session), max(turn) from turn", (18, 6, 3),
         ),
@@ -129,6 +135,18 @@ def test_an_option_of_ones_own(title, column, name, promise, kept, tmp_path, out
     assert rows(outputs, f"select {column}, status, simulated from trial") == [(name, "completed", 1)]
     assert rows(outputs, "select distinct status from turn") == [("completed",)]
     assert rows(outputs, promise) == [kept]
+
+
+def test_a_tier_below_the_cpu_brings_back_what_was_computed(tmp_path, monkeypatch):
+    """Every token is compared with the plain model, and every invariant is checked after each step."""
+    write_files(recipe("A tier below the CPU's"), tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    pool = import_module("second_pool").SecondPool(blocks=24, gb_per_s=8.0)
+    talk, found = Talk(tmp_path, gpu=16, cpu=6, below=pool), 0
+    for name in "abcd" * 4:
+        found += talk.ask(name, tokens=24).disk_hit_tokens
+    talk.close()
+    assert found > 100 and pool.used == pool.blocks
 
 
 def test_the_policy_of_the_readme_is_the_one_of_the_recipe():

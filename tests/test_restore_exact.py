@@ -103,8 +103,8 @@ def test_a_hybrid_restore_computes_while_the_rest_loads() -> None:
     checked._commit = watched  # type: ignore[method-assign]
     turn = ask(checked, 3, "a", 4, 2, 2)
     assert 0 < turn.cpu_recomputed_tokens < (turn.cpu_hit_tokens or 0)
-    assert [(result.done, result.stall_ns) for result in results[:2]] == [((), 0)] * 2
-    assert any(result.done for result in results[2:])
+    assert [(result.moved, result.stall_ns) for result in results[:2]] == [((), 0)] * 2
+    assert any(result.moved for result in results[2:])
     checked.torch_worker.close()
 
 

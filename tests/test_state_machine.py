@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache as remember
 from functools import partial
 from pathlib import Path
@@ -79,10 +80,9 @@ class Serving(RuleBasedStateMachine):
     ) -> None:
         make = partial(make, restore=restore) if make is TwoTierCache else make
         cache = make(policy=policy(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu)
+        costs = {"cost": Profile(CHUNK, {128: 0.128, 256: 0.256}, load * CHUNK / 1000, {}), "layers": 2}
         if isinstance(cache, TwoTierCache):
-            cache.begin(
-                cost=Profile(CHUNK, {128: 0.128, 256: 0.256}, load * CHUNK / 1000, {}), layers=2, batch_tokens=budget
-            )
+            cache.begin(**costs, batch_tokens=budget)
         limits = SchedulerSettings(
             composition=composition, max_batch_tokens=budget, max_batch_requests=requests, copy_ahead=ahead
         )
@@ -93,9 +93,8 @@ class Serving(RuleBasedStateMachine):
         options = TorchOptions(depth=depth, transfer=store) if on_disk else TorchOptions(depth=depth)
         self.engine = CheckedEngine(model_of("llama"), cache, limits, 512, link, options)
         if on_disk:
-            cost = Profile(CHUNK, {128: 0.128, 256: 0.256}, 0.0, {})
-            load_s, kept = load * CHUNK / 1000, self.engine.report.disk_kept
-            cache.begin(below=DiskTier(disk_blocks, CHUNK, load_s, 2, cost, kept, cache.counters.extra))
+            report = replace(self.engine.report, below_load_s=load * CHUNK / 1000)
+            cache.begin(**costs, batch_tokens=budget, below=DiskTier(disk_blocks), report=report)
         self.number = 0
         self.finished: dict[int, TurnRecord] = {}
 

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from pensieve.core.plan import StepPlan, StepResult
+from pensieve.core.plan import CPU, GPU, StepPlan, StepResult
 from pensieve.lab.metrics import summarise
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.chat import ChatWorkload
@@ -32,7 +32,7 @@ class Planned(SimulatedWorker):
     def _perform(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         if plan.step in self.failing:
-            return replace(super()._perform(replace(plan, swap_in=(), swap_out=())), error="It broke.")
+            return replace(super()._perform(replace(plan, moves=())), error="It broke.")
         return super()._perform(plan)
 
 
@@ -48,13 +48,9 @@ def pressed(failing=None):
     return engine, worker, found
 
 
-def blocks(copies):
-    return sum(len(copy.src) for copy in copies)
-
-
 def test_a_returning_conversation_pays_for_its_own_swap_in():
     engine, worker, found = pressed()
-    planned = {copy.ticket: len(copy.src) for plan in worker.plans for copy in plan.swap_in}
+    planned = {move.ticket: len(move.src) for plan in worker.plans for move in plan.moves if move.target == GPU}
     assert len(planned) >= 1
     assert sum(turn.h2d_bytes for turn in found.values()) == sum(planned.values()) * BLOCK_BYTES
     assert all((turn.h2d_bytes > 0) is (turn.cpu_hit_tokens > 0) for turn in found.values())
@@ -68,7 +64,7 @@ def test_a_preempted_turn_pays_for_its_way_out_and_back():
         engine.submit(request(number, session, 6, 24))
     found = run(engine)
     assert engine.scheduler.counters.preempted
-    urgent = sum(blocks(copy for copy in plan.swap_out if copy.urgent) for plan in worker.plans)
+    urgent = sum(len(move.src) for plan in worker.plans for move in plan.moves if move.target == CPU and move.urgent)
     assert sum(turn.d2h_bytes for turn in found.values()) == urgent * BLOCK_BYTES > 0
     resumed = [turn for turn in found.values() if turn.resumed_swapped_tokens]
     assert resumed and all(turn.d2h_bytes and turn.h2d_bytes for turn in resumed)
@@ -86,7 +82,7 @@ def test_what_is_copied_ahead_of_time_is_in_the_total_and_in_no_turn():
 
 def test_what_a_failed_step_moved_is_not_known():
     _, worker, found = pressed()
-    step = next(plan.step for plan in worker.plans if plan.swap_in)
+    step = next(plan.step for plan in worker.plans if any(move.target == GPU for move in plan.moves))
     number = next(number for number, turn in found.items() if turn.h2d_bytes)
     _, _, found = pressed(failing=step)
     assert (found[number].status, found[number].h2d_bytes) == ("failed", None)

@@ -12,7 +12,7 @@ import pytest
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import VirtualClock
 from pensieve.core.engine import Engine
-from pensieve.core.plan import StepPlan
+from pensieve.core.plan import CPU, StepPlan
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.scheduler.sessions import MemoryLimits
@@ -62,7 +62,7 @@ def drive(
     }
     engine = make_engine(computes=False, **settings)
     if not windows:
-        monkeypatch.setattr(engine.scheduler, "_repeat", lambda rows: 1)
+        monkeypatch.setattr(engine.scheduler.forward, "iterations", lambda rows: 1)
     launched: list[StepPlan] = []
     launch = engine.worker.launch
     monkeypatch.setattr(engine.worker, "launch", lambda plan: (launched.append(plan), launch(plan))[1])
@@ -162,7 +162,7 @@ def test_a_window_holds_a_prefill_while_others_wait_and_copies_are_under_way(
         plans, _ = assert_equal(seed, monkeypatch, longest=120, swap_out_start=0.5, swap_out_stop=0.9, **CASES[case])
         repeated = [plan for plan in plans if plan.repeat > 1]
         prefills += sum(plan.rows[-1].sample is None for plan in repeated)
-        copying += sum(bool(plan.swap_out) for plan in repeated)
+        copying += sum(any(move.target == CPU for move in plan.moves) for plan in repeated)
     assert prefills > 20
     assert copying > 3 or case != "two tiers"
 

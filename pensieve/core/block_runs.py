@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pensieve.core.plan import Copy
+from pensieve.core.plan import Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,9 @@ class BlockRun:
     blocks: int
 
 
-def merge_copies(copies: Sequence[Copy]) -> list[BlockRun]:
-    """Join blocks that are adjacent in source and target alike. Copies of one direction may be done in any order."""
-    pairs = sorted(pair for copy in copies for pair in zip(copy.src, copy.dst, strict=True))
+def merge_moves(moves: Sequence[Move]) -> list[BlockRun]:
+    """Join blocks that are adjacent in source and target alike. Moves of one direction may be done in any order."""
+    pairs = sorted(pair for move in moves for pair in zip(move.src, move.dst, strict=True))
     runs: list[BlockRun] = []
     for src, dst in pairs:
         last = runs[-1] if runs else None

@@ -11,11 +11,11 @@ from pensieve.core.clock import Clock
 from pensieve.core.cost import CostModel
 from pensieve.core.event import Event
 from pensieve.core.facts import SILENT, Computed, Facts
-from pensieve.core.plan import Repeats, StepResult
+from pensieve.core.plan import Moved, Repeats, StepResult
 from pensieve.core.request import Request, TokenArray
 from pensieve.core.scheduler.active_request import ActiveRequest, turn_of
 from pensieve.core.scheduler.composition import SchedulerSettings
-from pensieve.core.scheduler.scheduler import Scheduler, Step
+from pensieve.core.scheduler.scheduler import Forward, Scheduler, Step
 from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.core.session import Session
 from pensieve.core.worker import Worker
@@ -45,7 +45,7 @@ class Engine:
         limits: MemoryLimits | None = None,
         cost: CostModel | None = None,
         facts: Facts = SILENT,
-        scheduler: type[Scheduler] = Scheduler,
+        forward: Callable[[Scheduler], Forward] | None = None,
     ) -> None:
         """cost: what decisions go by. facts: where it is told what happens; what that returns of a request that ended is in
         its event `finished`."""
@@ -53,7 +53,8 @@ class Engine:
         self.cache = cache
         """For queries alone."""
         self.facts = facts
-        self.scheduler = scheduler(cache, settings, max_context, worker.depth > 1, cost, worker.computes, facts, limits)
+        self.scheduler = Scheduler(cache, settings, max_context, worker.depth > 1, cost, worker.computes, facts, limits)
+        self.scheduler.forward = None if forward is None else forward(self.scheduler)
         self.sessions = self.scheduler.sessions
         self.worker = worker
         self.clock = clock
@@ -200,29 +201,31 @@ class Engine:
         self.facts.at(ended_ns)
         repeats = result.repeats if result.repeats is not None and result.repeats.ended_ns else None
         scheduler = self.scheduler
-        if result.failed and repeats is None:
-            self._fail_copies(result.failed)
-        misread = scheduler.read(result)
+        failed = [one for one in result.moved if not one.ok]
+        misread = self._fail_moves(failed) if failed else ()
         if result.step is None:
-            self.facts.collected(None, {}, result)
-            scheduler.copied(result.done)
+            self.facts.collected(None, result)
+            if result.moved:
+                scheduler.moved(result.moved)
             if misread:
                 scheduler.start_over(misread, self.clock.now_s())
             return
         step = scheduler.collected(result)
         now_s = ended_ns / 1e9
         if result.error is not None:
-            scheduler.copied([ticket for ticket in result.done if ticket not in step.tickets])
+            own = {move.ticket for move in step.plan.moves}
+            scheduler.moved([one for one in result.moved if one.ticket not in own])
             self._fail_requests(scheduler.failed(step), result.error, now_s)
         elif repeats is None:
-            scheduler.copied(result.done)
+            if result.moved:
+                scheduler.moved(result.moved)
             self._commit_rows(step, result, now_s, misread)
         else:  # its copies ended with the last iteration, if any did
             self._commit_rows(step, result, now_s, misread)
             self._commit_repeats(step, repeats, now_s)
             self.facts.at(repeats.ended_ns[-1])
-            self._fail_copies(result.failed)
-            scheduler.copied(result.done)
+            if result.moved:
+                scheduler.moved(result.moved)
         for active in step.members:
             if active.closed:
                 self._release(active)
@@ -231,7 +234,7 @@ class Engine:
 
     def _commit_rows(self, step: Step, result: StepResult, now_s: float, misread: Sequence[ActiveRequest]) -> None:
         """Give times and tokens to the requests that had a row. A request that was closed meanwhile gets none, and the
-        cache was never told of its position. misread: requests whose rows read something else from disk than was asked for;
+        cache was never told of its position. misread: requests whose rows read something else than was asked for;
         what they computed is discarded."""
         drawn: list[int | None] = []
         rows: list[Computed] = []
@@ -257,7 +260,8 @@ class Engine:
 
     def _commit_repeats(self, step: Step, repeats: Repeats, now_s: float) -> None:
         """Apply the further iterations of a repeated plan, as one result for each of them would have."""
-        emitted, earlier = self.scheduler.forward(step, repeats, now_s, self.counts_windows)
+        assert self.scheduler.forward is not None
+        emitted, earlier = self.scheduler.forward.apply(step, repeats, now_s, self.counts_windows)
         self._events += earlier
         ended_s = repeats.ended_ns[-1] / 1e9
         for (active, _), tokens in zip(step.rows, emitted, strict=False):
@@ -279,10 +283,12 @@ class Engine:
 
     # -- failure ------------------------------------------------------------------------------------------------------
 
-    def _fail_copies(self, tickets: Sequence[int]) -> None:
-        """Fail the requests that run on KV that these copies should have brought."""
-        failing = self.scheduler.copies_failed(tickets)
+    def _fail_moves(self, failed: Sequence[Moved]) -> Sequence[ActiveRequest]:
+        """Fail the requests that run on KV that one of these should have brought from the CPU. Returns those that read
+        something else than was asked for."""
+        failing, misread = self.scheduler.lost(failed)
         self._fail_requests(failing, "A copy between the CPU and the GPU tier failed.", self.clock.now_s())
+        return misread
 
     def _fail_requests(self, failing: Sequence[ActiveRequest], error: str, now_s: float) -> None:
         """Close these requests as failed; nobody else is touched."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
-from pensieve.core.plan import Copy, Repeats, StepPlan, StepResult
+from pensieve.core.plan import Repeats, StepPlan, StepResult, Tier
 from pensieve.core.request import Request, TokenArray
 from pensieve.core.session import Run, Session
-
-Tier = Literal["gpu", "cpu", "disk"]
 
 NOBODY_NOW = -1
 """Instead of a session's number: no session of this run."""
@@ -30,20 +28,21 @@ class Found(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """work: positions without KV on GPU or in swap_in, ascending. table: GPU blocks of the session from chunk 0.
+    """work: positions without KV on GPU or on the way there, ascending. table: GPU blocks of the session from chunk 0.
 
-    found: None for a request that is resumed. loaded_tokens: those that swap_in and the disk bring. again_tokens: on CPU, and
-    computed again while others load. swap_in may still be under way when a later plan of the request is launched; a plan with
-    a position above a loaded chunk waits for it. read: positions that come from disk, with the ticket disk_ticket.
+    found: None for a request that is resumed. loaded_tokens: those on the way to the GPU. again_tokens: on CPU, and computed
+    again while others load. A load may still be under way when a later plan of the request is launched; a plan with a
+    position above a loaded chunk waits for it. loading: blocks that come from the CPU. read: positions that come from a tier
+    below it, with the ticket read_ticket.
     """
 
     work: tuple[Run, ...]
     table: tuple[int, ...]
     found: Found | None = None
-    swap_in: tuple[Copy, ...] = ()
+    loading: int = 0
     loaded_tokens: int = 0
     again_tokens: int = 0
-    disk_ticket: int | None = None
+    read_ticket: int | None = None
     read: tuple[Run, ...] = ()
 
 
@@ -124,7 +123,7 @@ class Facts:
         """The request runs, for the first time."""
 
     def resumed(self, request: Request, session: Session, admission: Admission, misread: bool) -> None:
-        """It runs again. misread: what it read from disk was something else; False: it had been preempted."""
+        """It runs again. misread: what it read from a tier below was something else; False: it had been preempted."""
 
     def ended(self, request: Request, status: str, reason: str | None, now_s: float, error: str | None) -> Any:
         """It is over. Returns what Event.turn shall tell of it."""
@@ -138,8 +137,11 @@ class Facts:
     def expired(self) -> None:
         """A session was idle for too long, or one too many."""
 
-    def collected(self, plan: StepPlan | None, copied_for: Mapping[int, int], result: StepResult) -> None:
-        """A plan is over; None: copies alone. copied_for: by ticket, the request that waited for these copies."""
+    def awaited(self, ticket: int, session: Session) -> None:
+        """A request of the session waits for this copy between the GPU and the CPU tier, which the next plan has."""
+
+    def collected(self, plan: StepPlan | None, result: StepResult) -> None:
+        """A plan is over; None: copies alone."""
 
     def computed(self, plan: StepPlan, result: StepResult, rows: Sequence[Computed], now_s: float) -> None:
         """What the plan's valid rows yielded."""

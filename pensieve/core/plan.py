@@ -1,47 +1,57 @@
-"""What the scheduler decides and a worker performs: frozen, integers only, picklable.
+"""What the scheduler decides and a worker performs: frozen, names and integers only, picklable.
 
 A worker keeps, per slot, the block table of the request that runs there and the token it sampled last. Plans execute in
-the order they were launched; inside a plan what goes to disk is read from its blocks first, then come the swap-ins.
+the order they were launched. Inside a plan, blocks that move to a tier below the CPU's are read as they are before anything
+of the plan is done; then come the moves to the GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pensieve.core.request import Sampling, TokenArray
 
+Tier = str
+"""Name of a tier: GPU, CPU, or what a tier below calls itself."""
+
+GPU, CPU = "gpu", "cpu"
+
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """Whole blocks, all layers, from src[i] of one tier to dst[i] of the other; done when its ticket is reported."""
+class Move:
+    """Whole blocks, all layers, from src[i] of one tier to dst[i] of another; over when its ticket is reported.
+
+    keys: what the blocks are called in a tier below the CPU's; a load from there brings what these name, or has failed.
+    urgent: a request waits for it.
+    """
 
     ticket: int
+    source: Tier
+    target: Tier
     src: tuple[int, ...]
     dst: tuple[int, ...]
+    keys: tuple[bytes, ...] = ()
     urgent: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DiskStore:
-    """Block src, of the GPU or the CPU tier, to block dst of the file store, as it is before anything of the plan is done.
-    key: what it is called there."""
-
-    key: bytes
-    on_gpu: bool
-    src: int
-    dst: int
-
-
-@dataclass(frozen=True, slots=True)
-class DiskLoad:
-    """Blocks src[i] of the file store to GPU blocks dst[i], if they hold what these keys name."""
+class Moved(NamedTuple):
+    """A move is over. ok: False where what it wrote is not valid. gone: of its keys, those that the tier below lacks."""
 
     ticket: int
-    keys: tuple[bytes, ...]
-    src: tuple[int, ...]
-    dst: tuple[int, ...]
+    ok: bool = True
+    gone: tuple[bytes, ...] = ()
+
+
+def swap_in(ticket: int, src: tuple[int, ...], dst: tuple[int, ...]) -> Move:
+    """CPU blocks to GPU blocks."""
+    return Move(ticket, CPU, GPU, src, dst, urgent=True)
+
+
+def swap_out(ticket: int, src: tuple[int, ...], dst: tuple[int, ...], urgent: bool = False) -> Move:
+    """GPU blocks to CPU blocks."""
+    return Move(ticket, GPU, CPU, src, dst, urgent=urgent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +89,17 @@ class Row:
 class StepPlan:
     """One iteration. rows may be empty: copies only.
 
-    tables: (slot, first chunk, block ids): what changed in the slots' block tables since the last plan. disk: in this order.
+    tables: (slot, first chunk, block ids): what changed in the slots' block tables since the last plan. moves: in the order
+    in which they were decided; those with a tier below are performed in this order.
     repeat: iterations that this plan may stand for, each further one as the one before (only for a worker that computes
     nothing): a row that is sampled goes on by one position, another one by as many as it has. None begins at horizon_ns or
-    later, while a swap-in or a read is under way, or after a copy has ended.
+    later, while a move to the GPU is under way, or after a move has ended.
     """
 
     step: int
     rows: tuple[Row, ...] = ()
     tables: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
-    swap_in: tuple[Copy, ...] = ()
-    swap_out: tuple[Copy, ...] = ()
-    disk: tuple[DiskStore | DiskLoad, ...] = ()
+    moves: tuple[Move, ...] = ()
     repeat: int = 1
     horizon_ns: int | None = None
 
@@ -109,10 +118,9 @@ class StepResult:
     """What a plan did. tokens and margins by slot (margin: top logit less the second; absent where unknown).
     not_finite: slots that were to be sampled and whose logits are NaN or infinite; the other rows are valid.
 
-    done, failed: tickets of copies that ended since the last result, of this plan or of earlier ones; what a failed copy
-    wrote is not valid. unread: tickets of loads from disk that brought something else than was asked for; unkept: keys that
-    the file store does not hold. With an error, nothing that this plan wrote is valid, and its tickets are in no result,
-    neither in this one nor in a later one. repeats: what came after the first iteration, which all else here is about.
+    moved: moves that ended since the last result, of this plan or of earlier ones. With an error, nothing that this plan
+    wrote is valid, and no result says that one of its moves to the GPU or the CPU tier is over, neither this one nor a later
+    one. repeats: what came after the first iteration, which all else here is about.
     ended_ns: the clock at the end of the iteration; None where the plan computed nothing. step None: only copies finished.
     stall_ns: compute that waited for a transfer. error: the sentence that fails this plan's requests. plan_bytes, plan_ns: of
     a plan that went to several processes: its size on the way, and the time from the launch until the last of them had it.
@@ -123,10 +131,7 @@ class StepResult:
     margins: dict[int, float] = field(default_factory=dict)
     not_finite: tuple[int, ...] = ()
     ended_ns: int | None = None
-    done: tuple[int, ...] = ()
-    failed: tuple[int, ...] = ()
-    unread: tuple[int, ...] = ()
-    unkept: tuple[bytes, ...] = ()
+    moved: tuple[Moved, ...] = ()
     compute_ns: int = 0
     stall_ns: int = 0
     h2d_bytes: int = 0
@@ -142,8 +147,8 @@ class StartReport:
     """load_s: weights to memory; None where an earlier trial of the process has loaded them. warmup_ms: from then until
     ready. settings: as the engine itself reports them.
 
-    disk_load_s: seconds to read a chunk from the file store, measured where there is one; disk_kept: block by key of what it
-    holds from before, oldest first.
+    below_load_s: seconds to read a chunk from the tier below the CPU's, where there is one; below_kept: block by key of what
+    that holds from before, oldest first.
     eos: token ids that end a turn by the model's own account, which may name more than its tokenizer does. sampling: how
     the model's generation_config.json draws tokens, for callers that do not say.
     """
@@ -152,6 +157,6 @@ class StartReport:
     warmup_ms: float
     settings: dict[str, Any] = field(default_factory=dict)
     eos: frozenset[int] = frozenset()
-    disk_load_s: float = 0.0
-    disk_kept: Mapping[bytes, int] = field(default_factory=dict)
+    below_load_s: float = 0.0
+    below_kept: Mapping[bytes, int] = field(default_factory=dict)
     sampling: Sampling = field(default_factory=Sampling)

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from pensieve.core.plan import StartReport, StepPlan, StepResult
 
-DISK_STAGING_BYTES = 256 * 2**20
-"""What may wait in memory to be written to disk; a chunk that finds it full is not written: no step waits for a disk."""
+STAGING_BYTES = 256 * 2**20
+"""What may wait in memory to be written to a tier below; a chunk that finds it full is not written: no step waits for it."""
 
 
 class Worker(Protocol):

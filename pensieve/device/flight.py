@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pensieve.core.plan import DiskLoad, StepPlan
+from pensieve.core.plan import StepPlan
 from pensieve.device.sampler import Drawn
 
 
@@ -35,8 +35,7 @@ class Flight:
 
     @property
     def tickets(self) -> list[int]:
-        reads = [one.ticket for one in self.plan.disk if isinstance(one, DiskLoad)]
-        return [*(copy.ticket for copy in (*self.plan.swap_in, *self.plan.swap_out)), *reads]
+        return [move.ticket for move in self.plan.moves]
 
     def send(self, slots: tuple[int, ...], drawn: Drawn) -> None:
         """Start the one copy to the host that a step makes: tokens, and margins bit for bit."""

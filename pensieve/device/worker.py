@@ -122,7 +122,7 @@ class TorchWorker:
         warmup_ms = (perf_counter_ns() - started) / 1e6
         loaded_s = None if self.model.reused else self.model.load_s
         model, moves = self.model, self.transfer
-        told = (self.settings(), model.eos_token_ids, moves.disk_load_s, moves.disk_kept, model.sampling)
+        told = (self.settings(), model.eos_token_ids, moves.below_load_s, moves.below_kept, model.sampling)
         return StartReport(loaded_s, warmup_ms, *told)
 
     def settings(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class TorchWorker:
             "iteration_bytes": self._room.iteration_bytes if self._room else None,
             "standing_bytes": self._room.standing_bytes if self._room else None,
             "copies": self._copies,
-            "disk_load_s": self._transfer.disk_load_s if self._transfer else 0.0,
+            "disk_load_s": self._transfer.below_load_s if self._transfer else 0.0,
             "mean_fragment_bytes": self._transfer.mean_fragment_bytes if self._transfer else 0.0,
         }
 
@@ -186,8 +186,7 @@ class TorchWorker:
             transfer = self._transfer
             if transfer is None or not transfer.wait():
                 return None
-            done, failed = transfer.done(), transfer.failed()
-            return StepResult(None, done=done, failed=failed, unread=transfer.unread(), unkept=transfer.unkept())
+            return StepResult(None, moved=transfer.moved())
         return self._land(self._flights.popleft())
 
     def forget(self) -> None:
@@ -261,10 +260,7 @@ class TorchWorker:
             margins=margins,
             not_finite=not_finite,
             ended_ns=ended_ns if plan.rows else None,
-            done=transfer.done(),
-            failed=transfer.failed(),
-            unread=transfer.unread(),
-            unkept=transfer.unkept(),
+            moved=transfer.moved(),
             compute_ns=max(0, flight.compute_ns - waited_ns),
             stall_ns=flight.held_ns + waited_ns,
             h2d_bytes=flight.h2d_bytes,

@@ -14,23 +14,18 @@ from pensieve.core.scheduler.scheduler import Scheduler, Step
 from pensieve.core.session import tokens_in
 
 
-class FastForward(Scheduler):
-    """A scheduler that says of each plan for how many iterations it would make the same one again."""
+class FastForward:
+    """Says of each plan of a scheduler for how many iterations it would make the same one again, and applies those."""
 
-    def _repeat(self, rows: list[tuple[ActiveRequest, Row]]) -> int:
-        """Iterations that this plan may stand for: as long as each would be composed as this one is, and would neither admit
-        nor copy anything. Decodes go on by one position, and a prefill that fills up the iteration by as many as it has now.
-        When a copy ends, only the worker knows: it stops then. A deferred head is admitted no sooner, unless what is computed
-        meanwhile may shorten its prompt (shares), or the work under way decides (admit_beyond_budget)."""
-        cache, room, settings, copying = self.cache, self.cache.room, self.settings, self._copying
-        if not rows or self._awaits_loads:
-            return 1
-        head = self.queue.head() if self._slots else None
-        if head is not None and (
-            cache.shares or not settings.admit_beyond_budget or head.arrival not in self._deferred
-        ):
-            return 1
-        if head is not None and copying.changes_places(head.session):
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def iterations(self, rows: list[tuple[ActiveRequest, Row]]) -> int:
+        """As long as each would be composed as this one is, and nothing would be admitted or copied. Decodes go on by one
+        position, and a prefill that fills up the iteration by as many as it has now. When a copy ends, only the worker knows:
+        it stops then."""
+        scheduler, settings = self._scheduler, self._scheduler.settings
+        if not rows:
             return 1
         further, latest = settings.max_batch_tokens, rows[0][0].arrival
         lengths: list[int] = []
@@ -47,71 +42,55 @@ class FastForward(Scheduler):
                 lengths.append(len(active.session.tokens))
             further = min(further, left)
         prefills = len(rows) - len(lengths)
-        lacking = self._lacking(head, head.kept()) if head is not None else 0
-        if not further or (not prefills and len(rows) < len(self.running)) or (head is not None and lacking <= 0):
+        if not further or (not prefills and len(rows) < len(scheduler.running)):
             return 1
-        if room.grows:
-            blocks = room.available
-            if room.can_swap_out:
-                frees = any(row.sample is None and room.on_cpu(active.session) for active, row in rows)
-                ahead = copying.begins_below(frees)
-                wanted = max(ahead, blocks + lacking if lacking else 0)
-                blocks = min(blocks, blocks + room.outgoing - wanted)
-            if self._blocks_for(lengths, further) > blocks:
-                further = max(0, bisect_right(range(further), blocks, key=partial(self._blocks_for, lengths)) - 1)
-        return 1 + further
-
-    @property
-    def _awaits_loads(self) -> bool:
-        reads, loads = self._disk_reads, self._loads
-        return (reads is not None and reads.expected) or (loads is not None and loads.expected)
+        blocks = scheduler.blocks_until_change([active for active, _ in rows[len(lengths) :]])
+        if self._blocks_for(lengths, further) > blocks:
+            further = max(0, bisect_right(range(further), blocks, key=partial(self._blocks_for, lengths)) - 1)
+        return 1 + further if blocks >= 0 else 1
 
     def _blocks_for(self, lengths: list[int], further: int) -> int:
         """Blocks that requests whose positions fill blocks up to these lengths take for `further` positions more each."""
-        size = self.cache.chunk_tokens
+        size = self._scheduler.cache.chunk_tokens
         return sum((length + further - 1) // size - (length - 1) // size for length in lengths)
 
-    def forward(
+    def apply(
         self, step: Step, repeats: Repeats, now_s: float, counted: bool
     ) -> tuple[list[TokenArray[int]], list[Event]]:
         decodes = [active for active, _ in step.rows[: step.sampled]]
         emitted = [_append(active, repeats) for active in decodes]
-        self._facts.repeated(step.plan, repeats, [active.request.id for active, _ in step.rows], emitted)
+        self._scheduler.facts.repeated(step.plan, repeats, [active.request.id for active, _ in step.rows], emitted)
         self._take_blocks(step, [now_s, *(ended_ns / 1e9 for ended_ns in repeats.ended_ns[:-1])])
         return emitted, _earlier_events(decodes, repeats, emitted, counted) if emitted else []
 
     def _take_blocks(self, step: Step, planned_s: list[float]) -> None:
         """planned_s: when each further iteration would have been planned. The cache learns what they computed, and each
         request takes every block at the time at which it needed it."""
-        times, size = len(planned_s), self.cache.chunk_tokens
-        self.counters.steps += times
+        scheduler, cache, facts = self._scheduler, self._scheduler.cache, self._scheduler.facts
+        times, size = len(planned_s), cache.chunk_tokens
+        scheduler.counters.steps += times
         decodes = [active for active, _ in step.rows[: step.sampled]]
         prefills = [(active, tokens_in(runs)) for active, runs in step.rows[step.sampled :]]
-        self.counters.batched_tokens += times * (len(decodes) + sum(count for _, count in prefills))
+        scheduler.counters.batched_tokens += times * (len(decodes) + sum(count for _, count in prefills))
         starts = [len(active.session.tokens) - times - 1 for active in decodes]
         for further, row in sorted(
             (further, row) for row, start in enumerate(starts) for further in range(-start % size, times, size)
         ):
-            active = decodes[row]
-            self._facts.room_for(active.session, planned_s[further])
-            added = self.cache.extend(active.session, starts[row] + further + 1, planned_s[further])
-            assert added is not None, "a plan is repeated for as long as there are blocks"
-            if added[1]:
-                assert active.slot is not None
-                self._unsent.tables.append((active.slot, *added))
-        head = self.queue.head() if self._slots else None
-        asked_last = decodes[-1] if decodes else head  # if only for what it had, or for what it did not get
+            scheduler.take_block(decodes[row], starts[row] + further + 1, planned_s[further])
+        asked_last = (
+            decodes[-1] if decodes else scheduler.next_head
+        )  # if only for what it had, or for what it did not get
         if asked_last is not None:
-            self._facts.room_for(asked_last.session, planned_s[-1])
+            facts.room_for(asked_last.session, planned_s[-1])
         for active, start in zip(decodes, starts, strict=True):
-            self.cache.advance(active.session, ((start, start + times),))
+            cache.advance(active.session, ((start, start + times),))
         for active, count in prefills:
-            self.cache.advance(active.session, active.take(times * count))
+            cache.advance(active.session, active.take(times * count))
 
 
-def scheduler_for(computes: bool, depth: int) -> type[Scheduler]:
-    """The scheduler for a worker that computes tokens or not, and has so many plans in flight."""
-    return Scheduler if computes or depth > 1 else FastForward
+def forward_for(computes: bool, depth: int) -> type[FastForward] | None:
+    """What a worker needs that computes tokens or not, and has so many plans in flight."""
+    return None if computes or depth > 1 else FastForward
 
 
 def _earlier_events(

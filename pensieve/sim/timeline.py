@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 _MACHINE, _REQUESTS = 1, 2  # processes of the trace
-_LANES = {"compute": 1, "CPU to GPU": 2, "GPU to CPU": 3, "read from disk": 4, "write to disk": 5}
-"""What one lane holds comes one after the other: viewers nest what overlaps on it."""
+_LANES = ("compute", "CPU to GPU", "GPU to CPU", "read from disk", "write to disk")
+"""What one lane holds comes one after the other: viewers nest what overlaps on it. Other tiers get lanes behind these."""
 
 
 class Drawn(Protocol):
@@ -43,11 +43,16 @@ class Timeline:
             {"ph": "M", "name": "process_name", "pid": _MACHINE, "args": {"name": "machine"}},
             {"ph": "M", "name": "process_name", "pid": _REQUESTS, "args": {"name": "requests"}},
         ]
-        self._names += [
-            {"ph": "M", "name": "thread_name", "pid": _MACHINE, "tid": lane, "args": {"name": name}}
-            for name, lane in _LANES.items()
-        ]
+        self._lanes: dict[str, int] = {}
+        for name in _LANES:
+            self._lane(name)
         self._events: list[dict[str, Any]] = []
+
+    def _lane(self, name: str) -> int:
+        if name not in self._lanes:
+            lane = self._lanes[name] = len(self._lanes) + 1
+            self._names.append({"ph": "M", "name": "thread_name", "pid": _MACHINE, "tid": lane, "args": {"name": name}})
+        return self._lanes[name]
 
     def add(self, lane: str, name: str, begins_ns: int, ends_ns: int, **args: int) -> None:
         """One iteration, or one copy."""
@@ -56,7 +61,7 @@ class Timeline:
                 "ph": "X",
                 "name": name,
                 "pid": _MACHINE,
-                "tid": _LANES[lane],
+                "tid": self._lane(lane),
                 "ts": begins_ns / 1e3,
                 "dur": (ends_ns - begins_ns) / 1e3,
                 "args": args,

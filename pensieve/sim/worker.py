@@ -12,11 +12,11 @@ from operator import sub
 
 import numpy as np
 
-from pensieve.core.block_runs import merge_copies
+from pensieve.core.block_runs import merge_moves
 from pensieve.core.clock import VirtualClock
-from pensieve.core.plan import Copy, DiskLoad, DiskStore, Repeats, Row, Sample, StartReport, StepPlan, StepResult
+from pensieve.core.plan import CPU, GPU, Move, Moved, Repeats, Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.core.request import TokenArray
-from pensieve.core.worker import DISK_STAGING_BYTES
+from pensieve.core.worker import STAGING_BYTES
 from pensieve.sim.cost import simulated_cost
 from pensieve.sim.timeline import Timeline
 from pensieve.specs import HardwareSpec, ModelSpec
@@ -136,7 +136,7 @@ class DuplexLink:
 
 
 class SimulatedWorker:
-    """Four timelines: compute, host to device, device to host, and a disk that is read from straight to the device.
+    """Four timelines: compute, host to device, device to host, and a tier below that is read from straight to the device.
 
     A plan waits for the swap-ins that bring blocks below its rows' positions, its own or an earlier plan's, and overlaps
     with them by layer (paper section 4.3.3): with L layers, a transfer of T that begins with the plan and compute C, it
@@ -150,8 +150,15 @@ class SimulatedWorker:
     computes = False
 
     def __init__(
-        self, model: ModelSpec, hardware: HardwareSpec, clock: VirtualClock, chunk_tokens: int, depth: int = 1
+        self,
+        model: ModelSpec,
+        hardware: HardwareSpec,
+        clock: VirtualClock,
+        chunk_tokens: int,
+        depth: int = 1,
+        below_bw: float = 0.0,
     ) -> None:
+        """below_bw: bytes a second that go from and to a tier below the CPU's."""
         self.timeline: Timeline | None = None
         self.depth = depth
         self.cost = simulated_cost(model, hardware, chunk_tokens)
@@ -165,8 +172,9 @@ class SimulatedWorker:
         self._load_parts = hardware.load_parts(model.layers)
         self._link = DuplexLink(hardware.duplex_penalty)
         self._reading: Way = deque()
-        self._unkept: list[bytes] = []
-        self._disk_read_ns = self._disk_written_ns = 0
+        self._stored: list[Moved] = []
+        self._below_bw = below_bw
+        self._read_ns = self._written_ns = 0
         self._host_free_ns = self._prepared_ns = 0
 
     def start(self, gpu_blocks: int, cpu_blocks: int) -> StartReport:
@@ -177,7 +185,7 @@ class SimulatedWorker:
             "dtype": self._model.dtype,
             "depth": self.depth,
         }
-        return StartReport(load_s=load_s, warmup_ms=0.0, settings=settings, disk_load_s=self._disk_s())
+        return StartReport(load_s=load_s, warmup_ms=0.0, settings=settings, below_load_s=self._chunk_s())
 
     def launch(self, plan: StepPlan) -> None:
         assert len(self._launched) < self.depth
@@ -196,7 +204,7 @@ class SimulatedWorker:
         if until_ns is not None and ends > until_ns:
             return None
         self._clock.advance_to(ends)
-        return StepResult(step=None, done=self._finished_copies())
+        return StepResult(step=None, moved=self._moved())
 
     def forget(self) -> None:
         """Do nothing: its blocks take no memory."""
@@ -211,9 +219,7 @@ class SimulatedWorker:
         start = self._clock.now_ns()
         for slot, first_chunk, blocks in plan.tables:
             self._tables.setdefault(slot, [])[first_chunk : first_chunk + len(blocks)] = blocks
-        blocks_in = sum([len(copy.src) for copy in plan.swap_in])
-        self._start_copies(plan, start)
-        self._start_disk(plan.disk, start)
+        blocks_in, blocks_out = self._start_moves(plan.moves, start) if plan.moves else (0, 0)
         sampled = [row for row in plan.rows if row.sample is not None]
         compute_s = self.cost.iteration_s([run for row in plan.rows for run in row.runs], len(sampled))
         compute = round(compute_s * 1e9)
@@ -232,12 +238,11 @@ class SimulatedWorker:
             step=plan.step,
             tokens=tokens,
             ended_ns=ended,
-            done=self._finished_copies(),
-            unkept=self._take_unkept(),
+            moved=self._moved(),
             compute_ns=compute,
             stall_ns=ended - start - compute,
             h2d_bytes=blocks_in * self._block_bytes,
-            d2h_bytes=sum([len(copy.src) for copy in plan.swap_out]) * self._block_bytes,
+            d2h_bytes=blocks_out * self._block_bytes,
             repeats=repeats,
         )
 
@@ -294,56 +299,61 @@ class SimulatedWorker:
         last = (row.runs[-1][1] - 1) // self._chunk_tokens
         return not loading.blocks.isdisjoint(self._tables[row.slot][: last + 1])
 
-    def _start_copies(self, plan: StepPlan, now_ns: int) -> None:
-        """Swap-ins all together, a layer at a time; swap-outs one after the other."""
-        if plan.swap_in:
-            blocks = frozenset([block for copy in plan.swap_in for block in copy.dst])
-            seconds = self.cost.transfer_s(len(blocks), to_gpu=True, runs=self._runs(plan.swap_in))
-            tickets = tuple([copy.ticket for copy in plan.swap_in])
-            self._link.copy_in(tickets, blocks, round(seconds * 1e9), now_ns)
-        for copy in plan.swap_out:
-            count = len(copy.src)
-            seconds = self.cost.transfer_s(count, to_gpu=False, runs=self._runs((copy,)))
-            self._link.copy_out((copy.ticket,), count, round(seconds * 1e9), now_ns, after_loads=not copy.urgent)
+    def _start_moves(self, moves: tuple[Move, ...], now_ns: int) -> tuple[int, int]:
+        """Swap-ins all together, a layer at a time; swap-outs one after the other. Returns the blocks of both."""
+        inward = [move for move in moves if move.source == CPU and move.target == GPU]
+        outward = [move for move in moves if move.source == GPU and move.target == CPU]
+        if inward:
+            blocks = frozenset([block for move in inward for block in move.dst])
+            seconds = self.cost.transfer_s(len(blocks), to_gpu=True, runs=self._runs(inward))
+            self._link.copy_in(tuple([move.ticket for move in inward]), blocks, round(seconds * 1e9), now_ns)
+        for move in outward:
+            count = len(move.src)
+            seconds = self.cost.transfer_s(count, to_gpu=False, runs=self._runs([move]))
+            self._link.copy_out((move.ticket,), count, round(seconds * 1e9), now_ns, after_loads=not move.urgent)
+        for move in moves:
+            if move.keys:
+                (self._read if move.target == GPU else self._store)(move, now_ns)
+        return sum([len(move.src) for move in inward]), sum([len(move.src) for move in outward])
 
-    def _runs(self, copies: tuple[Copy, ...]) -> int:
+    def _runs(self, moves: list[Move]) -> int:
         """Runs of neighbouring blocks; 1, without counting, where a run costs nothing of its own."""
-        return len(merge_copies(copies)) if self._hardware.fragment_s else 1
+        return len(merge_moves(moves)) if self._hardware.fragment_s else 1
 
-    def _start_disk(self, work: tuple[DiskStore | DiskLoad, ...], now_ns: int) -> None:
-        """Reads go first, and push what is still to be written back; that takes memory, of which there is so much."""
-        for one in work:
-            if isinstance(one, DiskLoad):
-                begins, takes = max(self._disk_read_ns, now_ns), round(self._disk_s() * len(one.dst) * 1e9)
-                self._disk_read_ns = ends = begins + takes
-                self._disk_written_ns += takes if self._disk_written_ns > now_ns else 0
-                self._reading.append(UnderWay((one.ticket,), begins, ends, len(one.dst), frozenset(one.dst)))
-            else:
-                begins = max(self._disk_written_ns, self._disk_read_ns, now_ns)
-                if (begins - now_ns) / 1e9 * self._hardware.disk_bw > DISK_STAGING_BYTES:
-                    self._unkept.append(one.key)
-                    continue
-                self._disk_written_ns = ends = begins + round(self._disk_s() * 1e9)
+    def _read(self, move: Move, now_ns: int) -> None:
+        """From a tier below: at once, so that what is still to be written there is pushed back."""
+        begins, takes = max(self._read_ns, now_ns), round(self._chunk_s() * len(move.dst) * 1e9)
+        self._read_ns = ends = begins + takes
+        self._written_ns += takes if self._written_ns > now_ns else 0
+        self._reading.append(UnderWay((move.ticket,), begins, ends, len(move.dst), frozenset(move.dst)))
+        if self.timeline is not None:
+            self.timeline.add(f"read from {move.source}", "read", begins, ends)
+
+    def _store(self, move: Move, now_ns: int) -> None:
+        """To a tier below. What waits takes memory; blocks for which there is none are not stored."""
+        gone = []
+        for key in move.keys:
+            begins = max(self._written_ns, self._read_ns, now_ns)
+            if (begins - now_ns) / 1e9 * self._below_bw > STAGING_BYTES:
+                gone.append(key)
+                continue
+            self._written_ns = ends = begins + round(self._chunk_s() * 1e9)
             if self.timeline is not None:
-                way = "read from" if isinstance(one, DiskLoad) else "write to"
-                self.timeline.add(f"{way} disk", way.split()[0], begins, ends)
+                self.timeline.add(f"write to {move.target}", "write", begins, ends)
+        self._stored.append(Moved(move.ticket, not gone, tuple(gone)))
 
-    def _disk_s(self) -> float:
-        """Seconds for a chunk with the parts of all devices, since they share the disk."""
-        return self._block_bytes / self._hardware.disk_bw if self._hardware.disk_bw else 0.0
+    def _chunk_s(self) -> float:
+        """Seconds for a chunk with the parts of all devices, since they share the tier below."""
+        return self._block_bytes / self._below_bw if self._below_bw else 0.0
 
-    def _take_unkept(self) -> tuple[bytes, ...]:
-        unkept, self._unkept = tuple(self._unkept), []
-        return unkept
-
-    def _finished_copies(self) -> tuple[int, ...]:
+    def _moved(self) -> tuple[Moved, ...]:
         now = self._clock.now_ns()
-        finished: list[int] = []
+        moved, self._stored = self._stored, []
         for way in self._ways():
             if way:
                 for one in done_by(way, now):
-                    finished += self._end(way, one)
-        return tuple(finished)
+                    moved += map(Moved, self._end(way, one))
+        return tuple(moved)
 
     def _ways(self) -> tuple[Way, Way, Way]:
         return self._link.inward, self._link.outward, self._reading

@@ -8,7 +8,7 @@ from typing import Any
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import VirtualClock, WallClock
 from pensieve.core.cost import CostModel
-from pensieve.core.plan import StartReport, StepPlan, StepResult
+from pensieve.core.plan import Moved, StartReport, StepPlan, StepResult
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.serve.systems.inline_system import InlineSystem
@@ -49,8 +49,8 @@ class HeldWorker:
         if self.failure is not None:
             raise self.failure
         tokens = {row.slot: 1 for row in plan.rows if row.sample is not None}
-        done = tuple(copy.ticket for copy in (*plan.swap_in, *plan.swap_out))
-        return StepResult(plan.step, tokens, ended_ns=self._clock.now_ns(), done=done)
+        moved = tuple(Moved(move.ticket) for move in plan.moves)
+        return StepResult(plan.step, tokens, ended_ns=self._clock.now_ns(), moved=moved)
 
     def close(self) -> None:
         self.closed += 1

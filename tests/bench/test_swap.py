@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pensieve.core.plan import Copy
+from pensieve.core.plan import swap_in
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.transfers.copies import CallCopier
@@ -74,7 +74,7 @@ def test_on_a_gpu_what_serves_is_measured_beside_a_call_a_run(monkeypatch: pytes
     assert notes == 2 * ["Copies between the tiers: best."]
     for transfer in transfers.values():
         tensors.gpu.zero_()
-        assert swap._held_ms(transfer, tensors.layers, Copy(0, (0, 2), (2, 0))) > 0
+        assert swap._held_ms(transfer, tensors.layers, swap_in(0, (0, 2), (2, 0))) > 0
         assert (tensors.gpu[:, [0, 2]] == 0.5).all() and not tensors.gpu[:, 1].any()
         transfer.close()
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import VirtualClock
-from pensieve.core.plan import DiskLoad, DiskStore, StepPlan
+from pensieve.core.plan import CPU, GPU, Move, Moved, StartReport, StepPlan
 from pensieve.core.policies.lru import Lru
 from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.lab.bound import offline_bound
@@ -62,11 +61,12 @@ def test_history_comes_from_disk_and_first_tokens_sooner() -> None:
 def test_a_read_takes_what_the_bandwidth_says_and_pushes_writes_back() -> None:
     block_bytes = 4 * MODEL.kv_bytes_per_token
     clock = VirtualClock()
-    worker = SimulatedWorker(MODEL, replace(MACHINE, disk_bw=block_bytes * 10), clock, 4)  # ten chunks a second
-    stores = tuple(DiskStore(bytes([block]), False, block, block) for block in range(5))
-    worker.launch(StepPlan(0, disk=(*stores, DiskLoad(1, (b"x", b"y", b"z"), (6, 7, 8), (1, 2, 3)))))
-    assert worker.collect(None).done == ()  # type: ignore[union-attr]
-    assert worker.collect(None).done == (1,)  # type: ignore[union-attr]
+    worker = SimulatedWorker(MODEL, MACHINE, clock, 4, below_bw=block_bytes * 10)  # ten chunks a second
+    blocks = tuple(range(5))
+    store = Move(1, CPU, "disk", blocks, blocks, tuple(bytes([block]) for block in blocks))
+    worker.launch(StepPlan(0, moves=(store, Move(2, "disk", GPU, (6, 7, 8), (1, 2, 3), (b"x", b"y", b"z")))))
+    assert worker.collect(None).moved == (Moved(1),)  # type: ignore[union-attr]
+    assert worker.collect(None).moved == (Moved(2),)  # type: ignore[union-attr]
     assert clock.now_s() == pytest.approx(0.3)
     assert worker.collect(None) is None
 
@@ -115,7 +115,8 @@ def test_the_disk_is_the_machines_and_what_cannot_be_is_refused() -> None:
 def test_a_chunk_that_only_an_undone_turn_has_filled_goes_nowhere() -> None:
     """The last token of a turn is computed with the next one: if that is undone, its KV may be there, and does not count."""
     cache = TwoTierCache(policy=Lru(policy_context(4, 8, 0)), chunk_tokens=4, gpu_blocks=8, cpu_blocks=0)
-    cache.begin(below=DiskTier(8, 4, 0.0, 2, Profile(4, {128: 0.128, 256: 0.256}, 0.001, {}), {}, {}))
+    cost = Profile(4, {128: 0.128, 256: 0.256}, 0.001, {})
+    cache.begin(cost=cost, layers=2, below=DiskTier(8), report=StartReport(0.0, 0.0))
     session = cache.open("a", 0.0)
     cache.admit(session, 0, array("i", range(7)), 0.0)
     cache.advance(session, [(0, 7)])
@@ -127,7 +128,7 @@ def test_a_chunk_that_only_an_undone_turn_has_filled_goes_nowhere() -> None:
     cache.truncate(session, 8, computed=7)
     cache.check()
     assert cache.room.drop(2, 4.0) == 2
-    assert [work.key for work in cache.below.take_work()] != [] and cache.below.used == 1
+    assert [len(move.keys) for move in cache.take_moves()] == [1] and cache.below.used == 1
     cache.check()
 
 

@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.plan import Copy
+from pensieve.core.plan import Moved
 from pensieve.core.policies.lru import Lru
 from pensieve.core.session import Chunks, Session
 from tests.calls import calls_of
@@ -29,14 +29,14 @@ def rest(cache: TwoTierCache, name: str, chunks: int) -> None:
     cache.release(session, 0.0)
 
 
-def under_way(chunks: int) -> tuple[TwoTierCache, tuple[Copy, ...]]:
+def under_way(chunks: int) -> tuple[TwoTierCache, list[Moved]]:
     """Each chunk of a conversation is being copied out, while a plan is in flight."""
     cache = cache_of(chunks + 1)
     rest(cache, "a", chunks)
-    copies = cache.room.swap_out(chunks, 0.0, urgent=False)
+    cache.room.swap_out(chunks, 0.0, None)
     cache.plans(0, 1)
     assert cache.room.outgoing == chunks
-    return cache, copies
+    return cache, [Moved(move.ticket) for move in cache.take_moves()]
 
 
 def session_of(cache: TwoTierCache, name: str) -> Session:
@@ -85,7 +85,7 @@ def test_a_step_does_not_look_at_blocks_that_still_wait_for_their_copies() -> No
         cache.plans(1, 2)
         costs.append(calls_of(lambda cache=cache: cache.plans(2, 2)))
         cache.check()
-        cache.finish([copy.ticket for copy in copies], valid=True)
+        cache.finish(copies)
         cache.check()
         assert cache.tiers.gpu.free == cache.tiers.cpu.free == chunks + 1
     assert costs[0] == costs[1]
@@ -94,7 +94,7 @@ def test_a_step_does_not_look_at_blocks_that_still_wait_for_their_copies() -> No
 def test_blocks_wait_for_the_plan_even_if_their_copies_end_before_it() -> None:
     cache, copies = under_way(6)
     cache.forget(session_of(cache, "a"))
-    cache.finish([copy.ticket for copy in copies], valid=True)
+    cache.finish(copies)
     cache.check()
     assert (cache.tiers.gpu.free, cache.tiers.cpu.free) == (1, 1), "the plan in flight may still write them"
     cache.plans(1, 1)
@@ -113,7 +113,7 @@ def test_a_return_during_the_copy_takes_its_chunks_from_what_is_outgoing_and_its
     cache.release(session, 2.0)
     cache.check()
     assert cache.room.outgoing == 5
-    cache.finish([copy.ticket for copy in copies], valid=True)
+    cache.finish(copies)
     cache.check()
     assert cache.room.outgoing == 0
     assert cache.tiers.clean.chunks == 5
@@ -136,17 +136,16 @@ def test_the_counts_hold_through_random_moves(seed: int) -> None:
             if cache.room.lacking(session, len(session.tokens), length) <= 0:
                 admission = cache.admit(session, len(session.tokens), suffix, float(now))
                 cache.advance(session, admission.work)
-                tickets += [copy.ticket for copy in admission.swap_in]
         elif move == "turn":
             cache.release(session, float(now))
         elif move == "out":
-            tickets += [copy.ticket for copy in cache.room.swap_out(rng.randint(1, 12), float(now), urgent=False)]
+            cache.room.swap_out(rng.randint(1, 12), float(now), None)
         elif move in ("end", "fail") and tickets:
             ticket = tickets.pop(rng.randrange(len(tickets)))
             if move == "end":
-                cache.finish([ticket], valid=True)
+                cache.finish([Moved(ticket)])
             else:
-                for lost in cache.finish([ticket], valid=False):
+                for lost in cache.finish([Moved(ticket, ok=False)]).copied:
                     cache.release(lost, float(now))
                     cache.truncate(lost, 0)
         elif move == "edit" and not session.running:
@@ -159,9 +158,10 @@ def test_the_counts_hold_through_random_moves(seed: int) -> None:
         elif move == "plan":
             collected = step
             cache.plans(step + 1, step + 1)
+        tickets += [move.ticket for move in cache.take_moves()]
         cache.check()
     cache.plans(step + 1, step + 1)
-    cache.finish(tickets, valid=True)
+    cache.finish([Moved(ticket) for ticket in tickets])
     for name in list(cache.sessions):
         session = session_of(cache, name)
         if session.running:

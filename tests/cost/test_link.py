@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.core.plan import Copy, StepPlan
+from pensieve.core.plan import StepPlan, swap_in
 from pensieve.lab.compose import options, read_option
 from pensieve.lab.compose.machine import find_device, hardware_spec
 from pensieve.lab.compose.schema import HardwareConfig
@@ -34,7 +34,7 @@ def test_pieces_of_32_kib_come_at_five_gb_a_second_and_large_ones_at_the_links_r
 def test_neighbours_in_both_tiers_are_one_piece(scattered: bool, pieces: int) -> None:
     worker, clock = started(fragment_s=1e-3)
     blocks = (0, 2, 4, 6) if scattered else (0, 1, 2, 3)
-    perform(worker, StepPlan(0, swap_in=(Copy(1, blocks, (4, 5, 6, 7)),)))
+    perform(worker, StepPlan(0, moves=(swap_in(1, blocks, (4, 5, 6, 7)),)))
     worker.collect(None)
     alone = worker.cost.transfer_s(4, to_gpu=True) - MODEL.layers * 1e-3
     assert clock.now_s() == pytest.approx(alone + pieces * MODEL.layers * 1e-3, rel=1e-6)

@@ -185,7 +185,7 @@ def test_the_first_decodes_after_a_prefill_take_longer_with_and_without_windows(
         return [(turn.session, turn.turn, turn.first_token_s, turn.finished_s) for turn in turns]
 
     windows = told()
-    monkeypatch.setattr(FastForward, "_repeat", lambda self, rows: 1)
+    monkeypatch.setattr(FastForward, "iterations", lambda self, rows: 1)
     assert told() == windows
 
 

@@ -15,7 +15,7 @@ from pensieve.device.options import TorchOptions
 from pensieve.device.transfers import lanes, pinned
 
 from .conftest import needs_triton
-from .serving import Copy, Hand, tiny
+from .serving import Hand, swap_in, swap_out, tiny
 from .standin.findings import listed
 from .standin.machine import Machine
 
@@ -30,12 +30,12 @@ def scenario(device: Machine) -> None:
     device.lag = 200
     tokens = tuple(range(3, 43))
     hand.launch(hand_prompt(tokens), tables=((0, 0, (3, 4, 5, 6, 7, 8, 9)),))
-    hand.launch(hand.decode(40), swap_out=(Copy(1, (3, 4), (0, 1)),))
+    hand.launch(hand.decode(40), moves=(swap_out(1, (3, 4), (0, 1)),))
     hand.collect()
     hand.launch(hand.decode(41))
     hand.collect()
     hand.worker.transfer.finish()
-    hand.launch(hand.decode(42), tables=((0, 0, (20, 21)),), swap_in=(Copy(2, (0, 1), (20, 21)),))
+    hand.launch(hand.decode(42), tables=((0, 0, (20, 21)),), moves=(swap_in(2, (0, 1), (20, 21)),))
     hand.collect()
     hand.launch(hand.decode(43, temperature=1.0, top_p=0.9))
     hand.collect()
@@ -136,13 +136,13 @@ def test_a_block_given_to_a_load_while_a_plan_still_writes_it(device: Machine, q
     hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=2))
     hand.prompt(0)
     hand.prompt(1, first_block=20)
-    hand.step(swap_out=(Copy(1, (20, 21), (0, 1)),))
+    hand.step(moves=(swap_out(1, (20, 21), (0, 1)),))
     hand.worker.transfer.finish()
     device.forget()
     device.lag = 200
     hand.launch(hand.decode(40))  # writes to block 8
     if quarantine:
         hand.collect()
-    hand.launch(swap_in=(Copy(2, (0, 1), (7, 8)),))
+    hand.launch(moves=(swap_in(2, (0, 1), (7, 8)),))
     assert ("race" in {finding.kind for finding in device.findings}) != quarantine, listed(device.findings)
     hand.close()

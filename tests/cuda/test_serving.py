@@ -6,13 +6,27 @@ import pytest
 import torch
 
 from pensieve.core.cache.restore import RestoreMode
+from pensieve.core.plan import Moved
 from pensieve.device.options import TorchOptions
 from pensieve.device.transfers import lanes
 from pensieve.errors import HardwareMissing
 from tests.gpu.shortage import fail_and_go_on
 
 from .conftest import needs_triton
-from .serving import CHUNK, REQUESTS, Copy, Hand, Row, Sample, Served, converse, reference, tiny, wrong_tokens
+from .serving import (
+    CHUNK,
+    REQUESTS,
+    Hand,
+    Row,
+    Sample,
+    Served,
+    converse,
+    reference,
+    swap_in,
+    swap_out,
+    tiny,
+    wrong_tokens,
+)
 from .standin.findings import listed
 from .standin.machine import Machine
 
@@ -65,12 +79,12 @@ def test_without_graphs(device: Machine, attention: str) -> None:
     assert hand.settings["graphs"] == "off" and hand.settings["attention_backend"] == attention
     device.forget()
     known = hand.prompt()
-    hand.step(swap_out=(Copy(1, (3, 4), (0, 1)),))
-    while 1 not in hand.worker.transfer.done():
+    hand.step(moves=(swap_out(1, (3, 4), (0, 1)),))
+    while Moved(1) not in hand.worker.transfer.moved():
         hand.worker.transfer.wait()
     device.lag = 50
     row = Row(0, ((40, 43),), (known[40], 5, 6), Sample(43))
-    result = hand.step(row, tables=((0, 0, (20, 21)),), swap_in=(Copy(2, (0, 1), (20, 21)),))
+    result = hand.step(row, tables=((0, 0, (20, 21)),), moves=(swap_in(2, (0, 1), (20, 21)),))
     check_token([*known[:41], 5, 6], result.tokens[0])
     assert not device.findings, listed(device.findings)
     hand.close()
@@ -151,14 +165,14 @@ def test_a_replay_waits_once_for_a_load(
     """For its last layer, which comes last; the eager forward waits for each of its two layers."""
     hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=1, graphs=graphs))
     known = hand.prompt()
-    hand.step(swap_out=(Copy(1, (3, 4), (0, 1)),))
+    hand.step(moves=(swap_out(1, (3, 4), (0, 1)),))
     hand.worker.transfer.finish()
     device.forget()
     device.lag = 200
     held = []
     hold = lanes.CudaLink.hold_compute
     monkeypatch.setattr(lanes.CudaLink, "hold_compute", lambda self, mark: (held.append(mark), hold(self, mark)))
-    result = hand.step(hand.decode(40), tables=((0, 0, (20, 21)),), swap_in=(Copy(2, (0, 1), (20, 21)),))
+    result = hand.step(hand.decode(40), tables=((0, 0, (20, 21)),), moves=(swap_in(2, (0, 1), (20, 21)),))
     assert len(held) == waits and not device.findings, listed(device.findings)
     check_token(known, result.tokens[0])
     hand.close()
@@ -185,12 +199,12 @@ def test_a_block_is_appended_to_while_its_beginning_is_copied(device: Machine) -
     device.forget()
     device.lag = 200
     known = hand.prompt(tokens=36)  # the last of its blocks holds four tokens
-    hand.launch(swap_out=(Copy(1, (7,), (0,)),))
+    hand.launch(moves=(swap_out(1, (7,), (0,)),))
     hand.launch(Row(0, ((36, 38),), (known[36], 9), Sample(38)))
     hand.collect()
     hand.collect()
     assert not device.findings, listed(device.findings)
     hand.worker.transfer.finish()
-    hand.step(hand.decode(38), tables=((0, 4, (30,)),), swap_in=(Copy(2, (0,), (30,)),))  # as no scheduler would
+    hand.step(hand.decode(38), tables=((0, 4, (30,)),), moves=(swap_in(2, (0,), (30,)),))  # as no scheduler would
     assert {finding.kind for finding in device.findings} == {"torn"}
     hand.close()

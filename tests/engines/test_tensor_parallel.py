@@ -20,7 +20,7 @@ from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import WallClock
 from pensieve.core.engine import Engine
 from pensieve.core.event import Event
-from pensieve.core.plan import Copy, Row, Sample, StartReport, StepPlan, StepResult
+from pensieve.core.plan import Moved, Row, Sample, StartReport, StepPlan, StepResult, swap_in, swap_out
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request, Sampling
 from pensieve.core.scheduler.composition import SchedulerSettings
@@ -214,23 +214,23 @@ def test_a_plan_that_gives_every_process_all_heads_is_refused() -> None:
 
 def test_a_copy_has_ended_when_it_has_on_all_ranks() -> None:
     together = Together(2)
-    first = together.result([StepResult(1, {0: 7}, done=(1, 2)), StepResult(1, done=(2,))])
-    assert first is not None and (first.done, first.tokens) == ((2,), {0: 7})
+    first = together.result([StepResult(1, {0: 7}, moved=(Moved(1), Moved(2))), StepResult(1, moved=(Moved(2),))])
+    assert first is not None and (first.moved, first.tokens) == ((Moved(2),), {0: 7})
     assert together.result([None, None]) is None
-    second = together.result([None, StepResult(None, done=(1,))])
-    assert second is not None and (second.step, second.done) == (None, (1,))
+    second = together.result([None, StepResult(None, moved=(Moved(1),))])
+    assert second is not None and (second.step, second.moved) == (None, (Moved(1),))
 
 
 def test_a_copy_that_failed_on_one_rank_has_failed() -> None:
     for results in (
-        [StepResult(1, failed=(4,)), StepResult(1, done=(4,))],
-        [StepResult(1, done=(4,)), StepResult(1, failed=(4,))],
+        [StepResult(1, moved=(Moved(4, ok=False),)), StepResult(1, moved=(Moved(4),))],
+        [StepResult(1, moved=(Moved(4),)), StepResult(1, moved=(Moved(4, ok=False),))],
     ):
         together = Together(2)
         both = together.result(results)
-        assert both is not None and (both.done, both.failed) == ((), (4,))
-        again = together.result([StepResult(2, done=(4,)), StepResult(2, done=(4,))])
-        assert again is not None and (again.done, again.failed) == ((4,), ()), "a ticket may be used again"
+        assert both is not None and both.moved == (Moved(4, ok=False),)
+        again = together.result([StepResult(2, moved=(Moved(4),)), StepResult(2, moved=(Moved(4),))])
+        assert again is not None and again.moved == (Moved(4),), "a ticket may be used again"
 
 
 def test_times_are_the_slowest_rank_s_and_bytes_are_all_of_them() -> None:
@@ -255,7 +255,7 @@ def test_a_plan_arrives_as_it_was_sent() -> None:
         Row(0, ((0, 8), (16, 20)), tuple(range(12))),
         Row(3, ((7, 8),), None, Sample(8, key=2**63 + 1, temperature=0.7, top_p=0.9, top_k=5)),
     )
-    plan = StepPlan(4, rows, ((0, 0, (5, 6)),), (Copy(1, (0, 1), (2, 3)),), (Copy(2, (4,), (5,), urgent=True),))
+    plan = StepPlan(4, rows, ((0, 0, (5, 6)),), (swap_in(1, (0, 1), (2, 3)), swap_out(2, (4,), (5,), urgent=True)))
     before_ns = time.perf_counter_ns()
     arrived, sent_ns = launched(launch(plan))
     assert arrived == plan and before_ns <= sent_ns <= time.perf_counter_ns()

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from pensieve.core.plan import StartReport, StepPlan, StepResult
+from pensieve.core.plan import GPU, Moved, StartReport, StepPlan, StepResult
 from pensieve.sim.worker import SimulatedWorker
 from pensieve.specs import ModelSpec
 
@@ -31,6 +31,7 @@ class Faulty(Stepwise):
         super().__init__(*args)
         self._counted_plans = self._counted_copies = self._counted_loads = 0
         self._sent: list[StepPlan] = []
+        self._stores: set[int] = set()  # tickets of what goes to a tier below
         self._never_told: set[int] = set()  # tickets of failed plans, which are never reported
 
     def launch(self, plan: StepPlan) -> None:
@@ -44,23 +45,24 @@ class Faulty(Stepwise):
         unread: list[int] = []
         if result.step is not None:
             plan = self._sent.pop(0)
-            reads = [one.ticket for one in plan.disk if hasattr(one, "ticket")]
+            reads = [move.ticket for move in plan.moves if move.keys and move.target == GPU]
+            self._stores.update(move.ticket for move in plan.moves if move.keys and move.target != GPU)
             self._counted_plans += bool(plan.rows)
             if plan.rows and self._counted_plans % FAILS == 0:
-                self._never_told.update([*(copy.ticket for copy in (*plan.swap_in, *plan.swap_out)), *reads])
+                self._never_told.update(move.ticket for move in plan.moves)
                 result = replace(result, error="The device failed.", tokens={}, h2d_bytes=0, d2h_bytes=0)
             elif reads:
                 self._counted_loads += 1
                 unread = reads if self._counted_loads % MISREADS == 0 else []
-        ended = [ticket for ticket in result.done if ticket not in self._never_told and ticket not in unread]
+        stored = [one for one in result.moved if one.ticket in self._stores]
+        told = (one.ticket for one in result.moved if one.ticket not in self._stores)
+        ended = [ticket for ticket in told if ticket not in self._never_told and ticket not in unread]
         self._never_told.update(unread)
-        failed = []
+        moved = []
         for ticket in ended:
             self._counted_copies += 1
-            if self._counted_copies % COPY_FAILS == 0:
-                failed.append(ticket)
-        done = tuple(ticket for ticket in ended if ticket not in failed)
-        return replace(result, done=done, failed=tuple(failed), unread=tuple(unread))
+            moved.append(Moved(ticket, ok=self._counted_copies % COPY_FAILS != 0))
+        return replace(result, moved=(*stored, *moved, *(Moved(ticket, ok=False) for ticket in unread)))
 
 
 class Twin(Stepwise):
@@ -71,9 +73,16 @@ class Twin(Stepwise):
     """
 
     def __init__(
-        self, model: ModelSpec, hardware: Any, clock: Any, chunk_tokens: int, depth: int, disk_blocks: int
+        self,
+        model: ModelSpec,
+        hardware: Any,
+        clock: Any,
+        chunk_tokens: int,
+        depth: int,
+        below_bw: float,
+        disk_blocks: int,
     ) -> None:
-        super().__init__(model, hardware, clock, chunk_tokens, depth)
+        super().__init__(model, hardware, clock, chunk_tokens, depth, below_bw)
         from pensieve.device.options import TorchOptions
         from pensieve.device.worker import TorchWorker
         from pensieve.plugins.tiers.disk_transfer import DiskOptions
@@ -101,7 +110,7 @@ class Twin(Stepwise):
             return result
         computed = self._torch.collect(None)
         assert computed is not None and computed.step == result.step and computed.error is None, computed
-        assert not (computed.failed or computed.unread or computed.unkept), "torch did what was asked"
+        assert all(one.ok for one in computed.moved), "torch did what was asked"
         for row in self._plans.pop(0).rows:
             if row.sample is not None:
                 drawn = (computed.tokens[row.slot], computed.margins[row.slot])

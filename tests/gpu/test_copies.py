@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pensieve.core.clock import WallClock
-from pensieve.core.plan import Copy
+from pensieve.core.plan import Moved, swap_in, swap_out
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import load_model
 from pensieve.device.options import TorchOptions
@@ -57,18 +57,18 @@ def test_a_round_trip_by_every_way_is_byte_for_byte(name: str) -> None:
     def blocks(firsts: list[int]) -> tuple[int, ...]:
         return tuple(first + i for first, length in zip(firsts, lengths, strict=True) for i in range(length))
 
-    transfer.swap_out([Copy(1, blocks(starts), blocks(homes))])
+    transfer.swap_out([swap_out(1, blocks(starts), blocks(homes))])
     transfer.finish()
     kept = pools.cpu.view(torch.int16)
     expected = torch.zeros_like(kept)
     expected[:, list(blocks(homes))] = before[:, list(blocks(starts))]
     assert torch.equal(kept, expected)
-    transfer.swap_in([Copy(2, blocks(homes), blocks(back))])
+    transfer.swap_in([swap_in(2, blocks(homes), blocks(back))])
     transfer.finish()
     expected = before.clone()
     expected[:, list(blocks(back))] = before[:, list(blocks(starts))]
     assert torch.equal(pools.gpu.cpu().view(torch.int16), expected)
-    assert transfer.done() == (1, 2)
+    assert transfer.moved() == (Moved(1), Moved(2))
     transfer.close()
 
 

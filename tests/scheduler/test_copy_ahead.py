@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from pensieve.core.cache.exchange import Exchange
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import VirtualClock
-from pensieve.core.plan import StepPlan, StepResult
+from pensieve.core.plan import CPU, GPU, Move, Moved, StepPlan, StepResult
 from pensieve.core.policies.conversation_lru import ConversationLru
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
@@ -100,15 +101,25 @@ def idle(cache: TwoTierCache, name: str, chunks: int) -> None:
     cache.release(session, 0.0)
 
 
+def copied_out(cache: TwoTierCache, blocks: int) -> None:
+    """So many chunks have been copied to the CPU."""
+    cache.room.swap_out(blocks, 1.0, None)
+    finish(cache, cache.take_moves())
+
+
+def finish(cache: TwoTierCache, moves: Sequence[Move]) -> None:
+    cache.finish([Moved(move.ticket) for move in moves])
+
+
 @pytest.mark.parametrize("ahead", ["paper", "spare"])
 def test_a_copy_ahead_of_time_costs_nobody_its_only_copy(ahead: str) -> None:
     cache = TwoTierCache(policy=Lru(policy_context(4, 12, 6)), chunk_tokens=4, gpu_blocks=12, cpu_blocks=6)
     idle(cache, "a", 5)
-    cache.finish([copy.ticket for copy in cache.room.swap_out(5, 1.0, urgent=False)], valid=True)
+    copied_out(cache, 5)
     cache.room.reclaim(5, 1.0)
     idle(cache, "b", 5)
-    copies = cache.room.swap_out(4, 2.0, urgent=False, spare=ahead == "spare")
-    assert [len(copy.src) for copy in copies] == ([4] if ahead == "paper" else [1])
+    cache.room.swap_out(4, 2.0, None, spare=ahead == "spare")
+    assert [len(move.src) for move in cache.take_moves()] == ([4] if ahead == "paper" else [1])
     assert cache.counters.dropped_chunks == (3 if ahead == "paper" else 0)
     cache.check()
 
@@ -118,7 +129,7 @@ def test_the_head_changes_places_with_what_leaves_the_gpu() -> None:
     that becomes free is used by the next."""
     cache = TwoTierCache(policy=Lru(policy_context(4, 6, 6)), chunk_tokens=4, gpu_blocks=6, cpu_blocks=6)
     idle(cache, "a", 6)
-    cache.finish([copy.ticket for copy in cache.room.swap_out(6, 1.0, urgent=False)], valid=True)
+    copied_out(cache, 6)
     cache.room.reclaim(6, 1.0)
     idle(cache, "b", 6)
     a = cache.sessions.get("a")
@@ -127,9 +138,10 @@ def test_the_head_changes_places_with_what_leaves_the_gpu() -> None:
     cache.reorder(a)
     plans = 0
     while (lacking := cache.room.lacking(a, 20, 22)) > 0:
-        loads, outs = Exchange(cache.room).step(a, lacking, 2.0)
-        assert loads or outs or cache.room.outgoing
-        cache.finish([copy.ticket for copy in (*loads, *outs)], valid=True)
+        Exchange(cache.room).step(a, lacking, 2.0)
+        moves = cache.take_moves()
+        assert moves or cache.room.outgoing
+        finish(cache, moves)
         cache.check()
         plans += 1
         assert plans < 30, "it comes to an end"
@@ -148,7 +160,7 @@ def test_the_head_does_not_give_up_its_own_chunks_for_its_own_chunks() -> None:
     cache = TwoTierCache(policy=Lru(policy_context(4, 14, 20)), chunk_tokens=4, gpu_blocks=14, cpu_blocks=20)
     for number, name in enumerate("ab"):
         idle(cache, name, 6 - 2 * number)
-        cache.finish([copy.ticket for copy in cache.room.swap_out(6, 1.0, urgent=False)], valid=True)
+        copied_out(cache, 6)
     running = cache.open("running", 0.0)
     cache.admit(running, 0, array("i", range(23)), 2.0)  # six blocks, two of them from the oldest
     a, b = cache.sessions.get("a"), cache.sessions.get("b")
@@ -162,9 +174,10 @@ def test_the_head_does_not_give_up_its_own_chunks_for_its_own_chunks() -> None:
     for _ in range(20):
         lacking = cache.room.lacking(a, 20, 50)
         assert lacking > 0
-        loads, outs = Exchange(cache.room).step(a, lacking, 3.0)
-        loaded += sum(len(copy.src) for copy in loads)
-        cache.finish([copy.ticket for copy in (*loads, *outs)], valid=True)
+        Exchange(cache.room).step(a, lacking, 3.0)
+        moves = cache.take_moves()
+        loaded += sum(len(move.src) for move in moves if move.target == GPU)
+        finish(cache, moves)
         cache.check()
     assert cache.places(a) == "BBBBBB" and loaded == 2
 
@@ -213,12 +226,12 @@ class NoLink(SimulatedWorker):
     """As on a CPU: a copy is done when the call returns, and the forward begins after it."""
 
     def _perform(self, plan: StepPlan) -> StepResult:
-        for copies, to_gpu in ((plan.swap_in, True), (plan.swap_out, False)):
-            blocks = sum(len(copy.src) for copy in copies)
+        for target in (GPU, CPU):
+            blocks, to_gpu = sum(len(move.src) for move in plan.moves if move.target == target), target == GPU
             self._clock.advance_to(self._clock.now_ns() + round(1e9 * self.cost.transfer_s(blocks, to_gpu)))
-        tickets = tuple(copy.ticket for copy in (*plan.swap_in, *plan.swap_out))
+        moved = tuple(Moved(move.ticket) for move in plan.moves)
         result = super()._perform(StepPlan(plan.step, plan.rows, plan.tables))
-        return StepResult(plan.step, result.tokens, ended_ns=result.ended_ns, done=tickets)
+        return StepResult(plan.step, result.tokens, ended_ns=result.ended_ns, moved=moved)
 
 
 @pytest.mark.parametrize(("kind", "hidden"), [(SimulatedWorker, 1.0), (NoLink, 0.0)])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pensieve.core.clock import VirtualClock
-from pensieve.core.plan import Copy, Row, Sample, StepPlan
+from pensieve.core.plan import Moved, Row, Sample, StepPlan, swap_in, swap_out
 from pensieve.sim.roofline import Roofline
 from pensieve.sim.worker import SimulatedWorker
 from tests.simulated import MACHINE, MODEL
@@ -34,11 +34,11 @@ def test_swap_in_is_pipelined_by_layer_with_compute() -> None:
     worker, clock = started(h2d_bw=1e6)
     compute = worker.cost.iteration_s([(0, 40)], 1)
     transfer = worker.cost.transfer_s(4, to_gpu=True)
-    result = perform(worker, StepPlan(0, (ROW,), TABLE, swap_in=(Copy(1, (0, 1, 2, 3), (4, 5, 6, 7)),)))
+    result = perform(worker, StepPlan(0, (ROW,), TABLE, moves=(swap_in(1, (0, 1, 2, 3), (4, 5, 6, 7)),)))
     expected = max(transfer / MODEL.layers + compute, transfer + compute / MODEL.layers)
     assert clock.now_s() == pytest.approx(expected, rel=1e-6)
     assert max(compute, transfer) < expected < compute + transfer
-    assert result.done == (1,)
+    assert result.moved == (Moved(1),)
     assert result.stall_ns == pytest.approx((expected - compute) * 1e9, rel=1e-6)
 
 
@@ -46,22 +46,38 @@ def test_a_machine_that_cannot_overlap_copies_first() -> None:
     worker, clock = started(h2d_bw=1e6, d2h_bw=5e5, overlaps=False)
     compute = worker.cost.iteration_s([(0, 40)], 1)
     copies = worker.cost.transfer_s(4, to_gpu=True) + worker.cost.transfer_s(1, to_gpu=False)
-    plan = StepPlan(0, (ROW,), TABLE, swap_in=(Copy(1, (0, 1, 2, 3), (4, 5, 6, 7)),), swap_out=(Copy(2, (9,), (9,)),))
+    plan = StepPlan(
+        0,
+        (ROW,),
+        TABLE,
+        moves=(
+            swap_in(1, (0, 1, 2, 3), (4, 5, 6, 7)),
+            swap_out(2, (9,), (9,)),
+        ),
+    )
     result = perform(worker, plan)
     assert clock.now_s() == pytest.approx(copies + compute, rel=1e-6)
-    assert (result.done, result.stall_ns) == ((1, 2), pytest.approx(copies * 1e9, rel=1e-6))
+    assert (result.moved, result.stall_ns) == ((Moved(1), Moved(2)), pytest.approx(copies * 1e9, rel=1e-6))
 
 
 def test_swap_out_waits_for_swap_in_unless_urgent_and_is_reported_when_it_ends() -> None:
     ends = {}
     for urgent in (False, True):
         worker, clock = started(h2d_bw=1e6, d2h_bw=1e5)
-        plan = StepPlan(0, (ROW,), TABLE, swap_in=(Copy(1, (0,), (9,)),), swap_out=(Copy(2, (2,), (3,), urgent),))
-        assert 2 not in perform(worker, plan).done
+        plan = StepPlan(
+            0,
+            (ROW,),
+            TABLE,
+            moves=(
+                swap_in(1, (0,), (9,)),
+                swap_out(2, (2,), (3,), urgent),
+            ),
+        )
+        assert Moved(2) not in perform(worker, plan).moved
         assert worker.collect(clock.now_ns()) is None, "not before its time"
         late = worker.collect(None)
         assert late is not None
-        assert (late.step, late.done) == (None, (2,))
+        assert (late.step, late.moved) == (None, (Moved(2),))
         ends[urgent] = clock.now_s()
     assert ends[True] < ends[False]
 
@@ -80,13 +96,13 @@ def test_a_row_waits_only_for_the_loads_below_its_positions() -> None:
     worker, clock = started(h2d_bw=3e5)
     leading, rest = Row(0, ((0, 16),), tuple(range(16))), Row(0, ((32, 40),), tuple(range(8)), Sample(40))
     transfer = worker.cost.transfer_s(4, to_gpu=True)
-    first = perform(worker, StepPlan(0, (leading,), TABLE, swap_in=(Copy(1, (0, 1, 2, 3), (4, 5, 6, 7)),)))
-    assert (first.stall_ns, first.done) == (0, ())
+    first = perform(worker, StepPlan(0, (leading,), TABLE, moves=(swap_in(1, (0, 1, 2, 3), (4, 5, 6, 7)),)))
+    assert (first.stall_ns, first.moved) == (0, ())
     alone = clock.now_s()
     assert alone == pytest.approx(worker.cost.iteration_s([(0, 16)], 0), rel=1e-6) and alone < transfer / 4
     second = perform(worker, StepPlan(1, (rest,)))
     compute = worker.cost.iteration_s([(32, 40)], 1)
-    assert second.done == (1,)
+    assert second.moved == (Moved(1),)
     assert clock.now_s() == pytest.approx(transfer + compute / MODEL.layers, rel=1e-5)
     assert perform(worker, StepPlan(2, (rest,))).stall_ns == 0
 
@@ -95,11 +111,11 @@ def test_loads_of_successive_plans_share_the_link_one_after_the_other() -> None:
     worker, clock = started(h2d_bw=3e5)
     transfer = worker.cost.transfer_s(2, to_gpu=True)
     for step, blocks in ((0, (0, 1)), (1, (2, 3))):
-        perform(worker, StepPlan(step, swap_in=(Copy(step, blocks, blocks),)))
+        perform(worker, StepPlan(step, moves=(swap_in(step, blocks, blocks),)))
     ends = []
     while (late := worker.collect(None)) is not None:
-        ends.append((late.done, clock.now_s()))
-    assert [done for done, _ in ends] == [(0,), (1,)]
+        ends.append((late.moved, clock.now_s()))
+    assert [moved for moved, _ in ends] == [(Moved(0),), (Moved(1),)]
     assert [at for _, at in ends] == pytest.approx([transfer, 2 * transfer], rel=1e-6)
 
 
@@ -135,7 +151,7 @@ def test_a_swap_in_that_is_not_pipelined_comes_before_the_compute() -> None:
     worker, clock = started(h2d_bw=1e6, pipelined_swap_in=False)
     compute = worker.cost.iteration_s([(0, 40)], 1)
     transfer = worker.cost.transfer_s(4, to_gpu=True)
-    result = perform(worker, StepPlan(0, (ROW,), TABLE, swap_in=(Copy(1, (0, 1, 2, 3), (4, 5, 6, 7)),)))
+    result = perform(worker, StepPlan(0, (ROW,), TABLE, moves=(swap_in(1, (0, 1, 2, 3), (4, 5, 6, 7)),)))
     assert clock.now_s() == pytest.approx(transfer + compute, rel=1e-6)
     assert result.stall_ns == pytest.approx(transfer * 1e9, rel=1e-6)
 
@@ -144,6 +160,6 @@ def test_pipelining_changes_nothing_where_nothing_is_loaded() -> None:
     ends = []
     for pipelined in (True, False):
         worker, clock = started(pipelined_swap_in=pipelined)
-        perform(worker, StepPlan(0, (ROW,), TABLE, swap_out=(Copy(2, (9,), (9,)),)))
+        perform(worker, StepPlan(0, (ROW,), TABLE, moves=(swap_out(2, (9,), (9,)),)))
         ends.append(clock.now_s())
     assert ends[0] == ends[1]

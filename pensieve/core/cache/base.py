@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from pensieve.core.cost import CostModel
 from pensieve.core.facts import SILENT, Admission, Facts
-from pensieve.core.plan import Copy, DiskLoad, DiskStore
+from pensieve.core.plan import Move, Moved, StartReport, Tier
 from pensieve.core.request import TokenArray
 from pensieve.core.session import ChunkRun, Run, Session
 
@@ -28,21 +29,30 @@ class CacheCounters:
 
 
 class LowerTier:
-    """Keeps full chunks that would be lost, and says which are worth reading. These methods are those of no tier: they store
-    nothing and find nothing."""
+    """Keeps full chunks that would be lost, and says which are worth reading: a plug-in. These methods are those of no tier:
+    they store nothing and find nothing."""
+
+    name: Tier = ""
+    """In moves, facts and gauges."""
 
     blocks = 0
     """Chunks that it holds at most."""
+
+    bandwidth = 0.0
+    """Bytes a second at which a simulated machine reads and writes there."""
+
+    transfer: Callable[..., Any] | None = None
+    """What performs its moves on a real device, as TorchOptions.transfer; None: nothing can."""
+
+    def begin(
+        self, report: StartReport, chunk_tokens: int, layers: int, cost: CostModel, counts: dict[str, float]
+    ) -> None:
+        """The worker has started. cost: what computing takes. counts: for what it has done, by metric name."""
 
     @property
     def used(self) -> int:
         """Chunks that it holds."""
         return 0
-
-    @property
-    def has_work(self) -> bool:
-        """Writes or reads were decided that no plan has taken yet."""
-        return False
 
     def holds(self, session: Session, index: int) -> bool:
         """Whether it has this chunk, as far as its name is known. Any thread may ask."""
@@ -53,22 +63,17 @@ class LowerTier:
         if they were computed with the rest of it."""
         return []
 
-    def store(self, session: Session, start: int, stop: int, on_gpu: bool) -> None:
-        """Store the full ones of these chunks, which are about to give up the last blocks that have their KV."""
+    def store(self, session: Session, start: int, stop: int, source: Tier, ticket: int) -> Move | None:
+        """Store the full ones of these chunks, which are about to give up their blocks in `source`, the last that have their
+        KV. Returns the move to be planned, if there is one."""
+        return None
 
-    def read(self, session: Session, runs: Iterable[ChunkRun], ticket: int) -> None:
-        """Read these chunks into the GPU blocks that they have, under this ticket."""
+    def read(self, session: Session, runs: Iterable[ChunkRun], ticket: int) -> Move:
+        """Read these chunks, which were `worth_reading`, into the GPU blocks that they have."""
+        raise NotImplementedError
 
-    def take_work(self) -> tuple[DiskStore | DiskLoad, ...]:
-        """Return, once, the writes and reads that the plan being made shall perform, in the order in which they were
-        decided."""
-        return ()
-
-    def finished(self, tickets: Iterable[int]) -> None:
-        """Reads with these tickets are over, among others that are none of its own."""
-
-    def remove(self, names: Iterable[bytes]) -> None:
-        """Free the blocks of these chunks, which the store lacks or holds damaged."""
+    def finish(self, moved: Iterable[Moved]) -> None:
+        """These moves are over, among them some that are none of its own."""
 
     def forget(self, session: Session) -> None:
         """Delete all chunks of the session from the store, also those that a fork has in common with it."""
@@ -122,6 +127,9 @@ class Room(ABC):
     grows = True
     """Decode takes blocks beyond those of the admission; if not, admissions need keep no reserve for it."""
 
+    shares = False
+    """A session may use blocks that another one has written, also one that still runs."""
+
     @property
     @abstractmethod
     def available(self) -> int:
@@ -156,18 +164,26 @@ class Room(ABC):
         """Some of its KV is in the CPU tier."""
         return False
 
-    def swap_out(self, blocks: int, now_s: float, urgent: bool, spare: bool = False) -> tuple[Copy, ...]:
-        """Start copies until `blocks` more are available or outgoing; drops where no CPU block can be freed. spare: only as
-        far as there are CPU blocks that nothing has its only copy in. Returns the copies, for the plan being made."""
-        return ()
+    def swap_out(self, blocks: int, now_s: float, waiting: Session | None, spare: bool = False) -> None:
+        """Start copies until `blocks` more are available or outgoing; drops where no CPU block can be freed. waiting: whose
+        request cannot go on without them; None: they are made ahead of time. spare: only as far as there are CPU blocks that
+        nothing has its only copy in."""
+        return None  # there is no other tier
 
-    def swap_out_all(self, session: Session, now_s: float) -> tuple[Copy, ...]:
-        """Start copies of all that a session which does not run has on GPU only, and return them for the plan being made."""
-        return ()
+    def swap_out_all(self, session: Session, now_s: float) -> None:
+        """Start copies of all that a session which does not run has on GPU only; its request waits for them."""
+        return None
 
     def drop(self, blocks: int, now_s: float) -> int:
         """Give up GPU chunks that are not on CPU, without a copy; returns how many blocks became available."""
         return 0
+
+
+class Broken(NamedTuple):
+    """Running sessions that lost KV on GPU, by a copy from the CPU that failed, or by a read of a tier below it."""
+
+    copied: tuple[Session, ...] = ()
+    read: tuple[Session, ...] = ()
 
 
 class CacheManager(Inspect):
@@ -181,9 +197,6 @@ class CacheManager(Inspect):
     there are, unless a subclass says less. sessions: by name; `open` makes one, `forget` removes it. below: the tier under
     the CPU's.
     """
-
-    shares = False
-    """A session may use blocks that another one has written, also one that still runs."""
 
     room: Room
     """What blocks there are, and ways to make more available."""
@@ -205,11 +218,13 @@ class CacheManager(Inspect):
         layers: int = 1,
         batch_tokens: int = 1,
         below: LowerTier | None = None,
+        report: StartReport | None = None,
         facts: Facts | None = None,
     ) -> None:
         """Take what it goes by from now on; each part is given once, before the first request. cost: what computing and
-        loading take, for a model of so many layers and iterations of so many positions. below: a tier under the CPU's.
-        facts: where to tell what happens. A manager without a CPU tier uses the last alone."""
+        loading take, for a model of so many layers and iterations of so many positions. below: a tier under the CPU's,
+        with what the worker has reported. facts: where to tell what happens. A manager without a CPU tier uses the last
+        alone."""
         if facts is not None:
             assert not self.sessions
             self.facts = facts
@@ -304,7 +319,10 @@ class CacheManager(Inspect):
         """Record that plans [oldest, following) are in flight: the worker may use the blocks that these have. A block that is
         given up meanwhile is not handed out until they are over."""
 
+    def take_moves(self) -> tuple[Move, ...]:
+        """Return, once, the moves that were decided and that no plan has, for the plan being made."""
+        return ()
+
     @abstractmethod
-    def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
-        """Record that the copies with these tickets are over. valid: False where they failed, or their plan did, so that
-        nothing they wrote counts. Returns the running sessions that lost KV on GPU by it; their requests cannot go on."""
+    def finish(self, moved: Sequence[Moved]) -> Broken:
+        """Record that these moves are over. One of a plan that failed counts as failed, and is told of once."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pensieve.core.cache.two_tier import TwoTierRoom
-from pensieve.core.plan import Copy
 from pensieve.core.session import NO_BLOCK, Session, View, runs_of
 from pensieve.units import ceil_div
 
@@ -18,10 +17,10 @@ class Exchange:
     def __init__(self, room: TwoTierRoom) -> None:
         self._room = room
 
-    def step(self, session: Session, lacking: int, now_s: float) -> tuple[tuple[Copy, ...], tuple[Copy, ...]]:
+    def step(self, session: Session, lacking: int, now_s: float) -> None:
         """Make as much room for a waiting session that lacks so many GPU blocks as one plan can. Others lose their only
         copies only for what it needs beyond the room in CPU memory that it leaves behind, and for an eighth of its chunks
-        where no GPU block is free to begin with. Returns the copies to the GPU and those to the CPU."""
+        where no GPU block is free to begin with."""
         room = self._room
         tiers, chunks, wanted = room.tiers, session.chunks, lacking - room.outgoing
         begins = room.copies_done and not room.available
@@ -32,23 +31,22 @@ class Exchange:
         costly = max(wanted - spare - held, ceil_div(held, _STAGES) if begins else 0, 0)
         most = min(wanted, spare + len(clean) + costly)
         dropped = room.tiers.counters.dropped_chunks
-        outward: tuple[Copy, ...] = ()
         if most > 0:
             others = room.victims_of_others(tiers.dirty, session, View.DIRTY, most, now_s)
-            outward = room.copy_out(others, now_s, urgent=True, giving=(session, clean))
-        loads = loads or self._load(session, now_s)  # where chunks were dropped there are blocks now
+            room.copy_out(others, now_s, session, giving=(session, clean))
+        if not loads:
+            self._load(session, now_s)  # where chunks were dropped there are blocks now
         stuck = room.copies_done and not tiers.copies.in_flight and dropped == room.tiers.counters.dropped_chunks
         if stuck and wanted > 0:
-            outward = room.swap_out(wanted, now_s, urgent=True)  # what it has itself must leave the GPU
-        return loads, outward
+            room.swap_out(wanted, now_s, session)  # what it has itself must leave the GPU
 
-    def _load(self, session: Session, now_s: float) -> tuple[Copy, ...]:
-        """Load as many CPU chunks of a waiting session as there are GPU blocks for without a copy."""
+    def _load(self, session: Session, now_s: float) -> int:
+        """Load as many CPU chunks of a waiting session as there are GPU blocks for without a copy; returns how many."""
         room, chunks = self._room, session.chunks
         most = max(room.available - chunks.view.count(View.CLEAN), 0)
         behind = [index for index, view in enumerate(chunks.view) if view == View.CPU_ONLY][:most]
         if not behind:
-            return ()
+            return 0
         tiers, lacking = room.tiers, len(behind) - room.tiers.gpu.free
         if lacking > 0:  # not for chunks of its own, or the next plan would load those again, and so on
             others = room.victims_of_others(tiers.clean, session, View.CLEAN, lacking, now_s)

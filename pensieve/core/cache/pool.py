@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from pensieve.core.facts import NOBODY_NOW, SILENT, Facts, Tier
+from pensieve.core.facts import NOBODY_NOW, SILENT, Facts
+from pensieve.core.plan import GPU, Tier
 
 
 class BlockPool:
@@ -15,7 +16,7 @@ class BlockPool:
     classes by power of two find a long enough one without a search.
     """
 
-    def __init__(self, blocks: int, tier: Tier = "gpu") -> None:
+    def __init__(self, blocks: int, tier: Tier = GPU) -> None:
         self.tier: Tier = tier
         self.blocks = blocks
         self.facts: Facts = SILENT

@@ -41,12 +41,12 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import lt
 
-from pensieve.core.cache.base import NO_LOWER_TIER, CacheCounters, LowerTier
+from pensieve.core.cache.base import NO_LOWER_TIER, Broken, CacheCounters, LowerTier
 from pensieve.core.cache.loops import Victim, session_and_chunk
 from pensieve.core.cache.pool import BlockPool
 from pensieve.core.cache.victims import VictimIndex
 from pensieve.core.facts import SILENT, Facts, Found
-from pensieve.core.plan import Copy
+from pensieve.core.plan import CPU, GPU, Move, Moved, Tier
 from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.request import TokenArray
 from pensieve.core.session import NO_BLOCK, ChunkRun, Run, Session, View, chunks_of, merged, repeated, runs_of
@@ -75,6 +75,8 @@ class Tiers:
         self.duplicates: dict[tuple[int, int], Session] = {}  # by session number and chunk index
         self.below: LowerTier = NO_LOWER_TIER
         """Is offered each run of chunks that is about to give up its last blocks to others."""
+        self.planned: list[Move] = []
+        """Decided, and in no plan yet."""
         self._index = {View.DIRTY: self.dirty, View.CLEAN: self.clean, View.CPU_ONLY: self.cpu_only}
 
     def report_to(self, facts: Facts) -> None:
@@ -165,16 +167,21 @@ class Tiers:
 
     def drop_gpu(self, session: Session, start: int, stop: int) -> None:
         """Free the GPU blocks of chunks that are not on CPU: their KV is lost, or on disk."""
-        self.below.store(session, start, stop, True)
+        self._store(session, start, stop, GPU)
         self.free_gpu(session, start, stop)
         self.counters.evicted_chunks += stop - start
         self._lose(session, start, stop)
 
     def drop_cpu(self, session: Session, start: int, stop: int) -> None:
         """Free the CPU blocks of chunks that are not on GPU: their KV is lost, or on disk."""
-        self.below.store(session, start, stop, False)
+        self._store(session, start, stop, CPU)
         self.free_cpu(session, start, stop)
         self._lose(session, start, stop)
+
+    def _store(self, session: Session, start: int, stop: int, source: Tier) -> None:
+        move = self.below.store(session, start, stop, source, self.copies.ticket())
+        if move is not None:
+            self.planned.append(move)
 
     def invalidate(self, session: Session, start: int, stop: int) -> None:
         """Mark what the GPU blocks of a running session's chunks hold as not valid; the chunks keep the blocks."""
@@ -249,18 +256,20 @@ class Tiers:
         # A block that held an older, shorter copy is overwritten with the same values, so that copy stays valid.
         return CopyRun(session, start, True, chunks.gpu[start:stop], chunks.cpu[start:stop], chunks.gpu_len[start:stop])
 
-    def copy_out(self, moves: list[CopyRun], order: Sequence[Victim], urgent: bool) -> tuple[Copy, ...]:
-        """Start these copies to the CPU under one ticket. order: in which the chunks were chosen."""
+    def copy_out(self, moves: list[CopyRun], order: Sequence[Victim], waiting: Session | None) -> None:
+        """Start these copies to the CPU under one ticket. order: in which the chunks were chosen. waiting: who needs their
+        blocks."""
         if not moves:
-            return ()
+            return
         gpu, cpu = chain.from_iterable(m.gpu for m in moves), chain.from_iterable(m.cpu for m in moves)
-        copy = Copy(self.copies.open(moves, order), tuple(gpu), tuple(cpu), urgent=urgent)
-        self.counters.swapped_out_blocks += len(copy.src)
-        return (copy,)
+        ticket = self.copies.open(moves, order)
+        move = Move(ticket, GPU, CPU, tuple(gpu), tuple(cpu), urgent=waiting is not None)
+        self.counters.swapped_out_blocks += len(move.src)
+        self._plan(move, waiting)
 
-    def copy_in(self, session: Session, runs: Iterable[ChunkRun]) -> tuple[Copy, ...]:
-        """Start to load these chunks into the GPU blocks that they have. Their KV counts as there at once; plans wait for
-        it."""
+    def copy_in(self, session: Session, runs: Iterable[ChunkRun]) -> int:
+        """Start to load these chunks into the GPU blocks that they have; returns how many they are. Their KV counts as there
+        at once; plans wait for it."""
         chunks, moves = session.chunks, []
         for start, stop in runs:
             self._set_views(session, start, bytes(stop - start))
@@ -268,31 +277,41 @@ class Tiers:
             moves.append(CopyRun(session, start, False, chunks.gpu[start:stop], chunks.cpu[start:stop], lengths))
             chunks.gpu_len[start:stop] = lengths
         if not moves:
-            return ()
+            return 0
         gpu, cpu = chain.from_iterable(m.gpu for m in moves), chain.from_iterable(m.cpu for m in moves)
-        copy = Copy(self.copies.open(moves), tuple(cpu), tuple(gpu), urgent=True)
-        self.counters.swapped_in_blocks += len(copy.src)
-        return (copy,)
+        move = Move(self.copies.open(moves), CPU, GPU, tuple(cpu), tuple(gpu), urgent=True)
+        self.counters.swapped_in_blocks += len(move.src)
+        self._plan(move, session)
+        return len(move.src)
 
-    def read_in(self, session: Session, runs: Iterable[ChunkRun]) -> int:
-        """Start to read full chunks without KV from disk into the GPU blocks that they have; returns the ticket. As with
-        copy_in, their KV counts as there at once."""
+    def _plan(self, move: Move, waiting: Session | None) -> None:
+        self.planned.append(move)
+        if waiting is not None:
+            self.facts.awaited(move.ticket, waiting)
+
+    def read_in(self, session: Session, runs: Sequence[ChunkRun]) -> int:
+        """Start to read full chunks without KV from the tier below into the GPU blocks that they have; returns the ticket.
+        As with copy_in, their KV counts as there at once."""
         chunks, moves = session.chunks, []
         for start, stop in runs:
             full, nowhere = repeated(self.chunk_tokens, stop - start), repeated(NO_BLOCK, stop - start)
-            moves.append(CopyRun(session, start, False, chunks.gpu[start:stop], nowhere, full, from_disk=True))
+            moves.append(CopyRun(session, start, False, chunks.gpu[start:stop], nowhere, full, from_below=True))
             chunks.gpu_len[start:stop] = full
-        return self.copies.open(moves)
+        ticket = self.copies.open(moves)
+        self.planned.append(self.below.read(session, runs, ticket))
+        return ticket
 
-    def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
-        """End these copies. valid: False where nothing they wrote counts. Returns the running sessions that lost KV by it."""
-        lost: dict[str, Session] = {}
-        for ticket in tickets:
+    def finish(self, over: Sequence[Moved]) -> Broken:
+        """End these moves. What a tier below was given changes no chunk."""
+        self.below.finish(over)
+        copied: dict[int, Session] = {}
+        read: dict[int, Session] = {}
+        for ticket, ok, _ in over:
             moves, order = self.copies.close(ticket)
             running: dict[int, Session] = {}
             for moved in moves:
-                if self._record_end(moved, valid) and moved.session.running:
-                    lost[moved.session.name] = moved.session
+                if self._record_end(moved, ok) and moved.session.running:
+                    (read if moved.from_below else copied)[moved.session.number] = moved.session
                 if moved.session.running:
                     running[moved.session.number] = moved.session
                 else:
@@ -300,7 +319,7 @@ class Tiers:
                         self.update(moved.session, start, stop)
             if running:
                 self._update_duplicates(running, moves, order)
-        return list(lost.values())
+        return Broken(tuple(copied.values()), tuple(read.values()))
 
     def _record_end(self, moved: CopyRun, valid: bool) -> bool:
         """Update the records of the chunks of a copy that is over; returns whether KV on GPU was lost."""
@@ -391,7 +410,7 @@ def _view(gpu_len: int, cpu_len: int, copying: int) -> View:
 
 @dataclass(slots=True)
 class CopyRun:
-    """The copies of a run of chunks, from `first` on. outward: to CPU. from_disk: to GPU, and there are no CPU blocks.
+    """The copies of a run of chunks, from `first` on. outward: to CPU. from_below: to GPU, and there are no CPU blocks.
     lengths: by chunk, the leading offsets that are valid at the destination when it is done.
 
     fates: by chunk, whether it still has these blocks (_ALIVE), has given one of them up, which is in quarantine
@@ -404,7 +423,7 @@ class CopyRun:
     gpu: TokenArray[int]
     cpu: TokenArray[int]
     lengths: TokenArray[int]
-    from_disk: bool = False
+    from_below: bool = False
     fates: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
@@ -422,7 +441,7 @@ class CopyRun:
     @property
     def incoming(self) -> int:
         """Chunks that keep the link from the CPU busy."""
-        return 0 if self.outward or self.from_disk else len(self.gpu)
+        return 0 if self.outward or self.from_below else len(self.gpu)
 
     def alive(self) -> list[ChunkRun]:
         return self._runs((_ALIVE,))
@@ -465,19 +484,23 @@ class OpenCopies:
     def open(self, moves: list[CopyRun], order: Sequence[Victim] = ()) -> int:
         """Issue a ticket for these copies, and mark their chunks as copying until it is closed. order: in which they were
         chosen."""
-        self._last_ticket += 1
-        self._open[self._last_ticket] = moves, order
+        ticket = self.ticket()
+        self._open[ticket] = moves, order
         for moved in moves:
             self._count_copies(moved, 1)
             self._of.setdefault(moved.session.number, []).append(moved)
             self.incoming += moved.incoming
             self.outgoing += moved.outgoing
+        return ticket
+
+    def ticket(self) -> int:
+        self._last_ticket += 1
         return self._last_ticket
 
     def close(self, ticket: int) -> tuple[list[CopyRun], Sequence[Victim]]:
         """Close the ticket of copies that are done or failed; returns these, and the order in which their chunks were
-        chosen."""
-        moves, order = self._open.pop(ticket)
+        chosen. Nothing where it is not open: of a move to a tier below."""
+        moves, order = self._open.pop(ticket, ([], ()))
         for moved in moves:
             own = self._of[moved.session.number]
             own.remove(moved)

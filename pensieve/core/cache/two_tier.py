@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from pensieve.core.cache.base import CacheManager, LowerTier, Room
+from pensieve.core.cache.base import Broken, CacheManager, LowerTier, Room
 from pensieve.core.cache.invariants import check_tiers
 from pensieve.core.cache.loops import Victim, session_and_chunk
 from pensieve.core.cache.restore import RestoreMode, Restorer
@@ -13,7 +13,7 @@ from pensieve.core.cache.tiers import Tiers, found_in, missing_runs
 from pensieve.core.cache.victims import VictimIndex
 from pensieve.core.cost import CostModel
 from pensieve.core.facts import Admission, Facts, Found
-from pensieve.core.plan import Copy
+from pensieve.core.plan import Move, Moved, StartReport
 from pensieve.core.policies.base import EvictionPolicy, as_policy
 from pensieve.core.request import TokenArray
 from pensieve.core.session import NO_BLOCK, Run, Session, View, chunks_of, common_prefix, repeated, runs_of, tokens_in
@@ -66,19 +66,18 @@ class TwoTierRoom(Room):
             own_available += chunks.view.count(View.DIRTY, 0, counted)
         return total - own + own_available - self.available
 
-    def swap_out(self, blocks: int, now_s: float, urgent: bool, spare: bool = False) -> tuple[Copy, ...]:
+    def swap_out(self, blocks: int, now_s: float, waiting: Session | None, spare: bool = False) -> None:
         if spare:
             blocks = min(blocks, self.spare_cpu_blocks)
-        if not self.cpu_blocks or blocks <= 0:
-            return ()
-        return self.copy_out(self.tiers.dirty.choose(blocks, now_s, whole=not spare), now_s, urgent)
+        if self.cpu_blocks and blocks > 0:
+            self.copy_out(self.tiers.dirty.choose(blocks, now_s, whole=not spare), now_s, waiting)
 
-    def swap_out_all(self, session: Session, now_s: float) -> tuple[Copy, ...]:
+    def swap_out_all(self, session: Session, now_s: float) -> None:
         if not self.cpu_blocks:
-            return ()
+            return
         as_victim, runs = self.tiers.dirty.as_victim, session.chunks.runs(View.DIRTY, 0, len(session.chunks))
         dirty = [as_victim(session, index, now_s) for start, stop in runs for index in range(start, stop)]
-        return self.copy_out(dirty, now_s, urgent=True)
+        self.copy_out(dirty, now_s, session)
 
     def drop(self, blocks: int, now_s: float) -> int:
         return self._free_gpu(self.tiers.dirty, self.tiers.drop_gpu, blocks, now_s)
@@ -111,12 +110,16 @@ class TwoTierRoom(Room):
         return [victim for victim in chosen if session_and_chunk(victim)[0] != session.number][:count]
 
     def copy_out(
-        self, chosen: list[Victim], now_s: float, urgent: bool, giving: tuple[Session, list[int]] | None = None
-    ) -> tuple[Copy, ...]:
-        """Start to copy dirty chunks to the CPU, and drop those for which there is no room there. giving: a waiting session,
-        and clean chunks of it: their CPU blocks count as those of duplicates."""
+        self,
+        chosen: list[Victim],
+        now_s: float,
+        waiting: Session | None,
+        giving: tuple[Session, list[int]] | None = None,
+    ) -> None:
+        """Start to copy dirty chunks to the CPU, and drop those for which there is no room there. waiting: see swap_out.
+        giving: a waiting session, and clean chunks of it: their CPU blocks count as those of duplicates."""
         if not chosen:
-            return ()
+            return
         tiers = self.tiers
         sessions = tiers.dirty.sessions_of(chosen)
         kept, lost = self._find_cpu_room(chosen, sessions, now_s, giving)
@@ -125,7 +128,7 @@ class TwoTierRoom(Room):
         moves = [
             tiers.prepare_copy_out(sessions[number], start, stop) for number, start, stop in tiers.dirty.spans(kept)
         ]
-        return tiers.copy_out(moves, kept, urgent)
+        tiers.copy_out(moves, kept, waiting)
 
     def _find_cpu_room(
         self,
@@ -219,12 +222,15 @@ class TwoTierCache(CacheManager):
         layers: int = 1,
         batch_tokens: int = 1,
         below: LowerTier | None = None,
+        report: StartReport | None = None,
         facts: Facts | None = None,
     ) -> None:
         if cost is not None:
             self.restorer.set_cost_model(cost, layers, batch_tokens)
         if below is not None:
+            assert cost is not None and report is not None
             self.below = self.tiers.below = below
+            below.begin(report, self.chunk_tokens, layers, cost, self.counters.extra)
             below.report_to(self.facts)
         super().begin(facts=facts)
         self.tiers.report_to(self.facts)
@@ -291,12 +297,12 @@ class TwoTierCache(CacheManager):
             chunks.gpu[start:stop] = array("i", blocks[taken : taken + stop - start])
             taken += stop - start
         restore = self.restorer.choose(session, tiers.copies.incoming, alone=self._running == 1)
-        swap_in = tiers.copy_in(session, runs_of(restore.load))
-        disk_ticket, read = self._read_from_below(session)
+        loading = tiers.copy_in(session, runs_of(restore.load))
+        read_ticket, read = self._read_from_below(session)
         tiers.update_duplicates(session, tiers.on_cpu(session))
         work = missing_runs(session, length, size)
         table, loaded = tuple(chunks.gpu), restore.loaded_tokens + tokens_in(read)
-        return Admission(work, table, found, swap_in, loaded, restore.recomputed_tokens, disk_ticket, read)
+        return Admission(work, table, found, loading, loaded, restore.recomputed_tokens, read_ticket, read)
 
     def _read_from_below(self, session: Session) -> tuple[int | None, tuple[Run, ...]]:
         """Start to read those chunks without KV for which reading is worth it; returns the ticket and the positions."""
@@ -304,7 +310,6 @@ class TwoTierCache(CacheManager):
         if not runs:
             return None, ()
         ticket, size = self.tiers.read_in(session, runs), self.chunk_tokens
-        self.below.read(session, runs, ticket)
         return ticket, tuple((start * size, stop * size) for start, stop in runs)
 
     # -- progress -----------------------------------------------------------------------------------------------------
@@ -326,9 +331,12 @@ class TwoTierCache(CacheManager):
     def plans(self, oldest: int, following: int) -> None:
         self.tiers.copies.plans(oldest, following)
 
-    def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
-        self.below.finished(tickets)
-        return self.tiers.finish(tickets, valid)
+    def take_moves(self) -> tuple[Move, ...]:
+        moves, self.tiers.planned = self.tiers.planned, []
+        return tuple(moves)
+
+    def finish(self, moved: Sequence[Moved]) -> Broken:
+        return self.tiers.finish(moved)
 
     def invalidate(self, session: Session, written: Iterable[Run]) -> None:
         size = self.chunk_tokens

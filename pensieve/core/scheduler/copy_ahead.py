@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pensieve.core.cache.base import Room
 from pensieve.core.cache.exchange import Exchange
 from pensieve.core.cache.two_tier import TwoTierRoom
-from pensieve.core.plan import Copy
 from pensieve.core.session import Session
 
 CopyAhead = Literal["paper", "spare", "never"]
@@ -60,15 +59,6 @@ def _by_link(one_memory: bool, hidden: float | None) -> CopyChoice:
     return CopyChoice("paper" if hidden >= WORTH_HIDING else "never", share)
 
 
-class RoomMade(NamedTuple):
-    """Copies that make room. loads: to the GPU, and leaving: to the CPU, for the head of the queue; ahead: to the CPU, before
-    anybody waits for it."""
-
-    loads: tuple[Copy, ...] = ()
-    leaving: tuple[Copy, ...] = ()
-    ahead: tuple[Copy, ...] = ()
-
-
 class Paper:
     """At once for a head that lacks blocks; ahead of time below the low watermark and up to the high one (section 4.3.2)."""
 
@@ -76,11 +66,9 @@ class Paper:
         """low, high: GPU blocks that are free or clean, or will be."""
         self._room, self._low, self._high = room, low, high
 
-    def make_room(self, head: Session | None, lacking: int, now_s: float) -> RoomMade:
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> None:
         """Start copies. head: who lacks so many blocks; None: nobody does."""
-        wanted = max(self._ahead(), lacking - self._room.outgoing if lacking else 0)
-        copies = self._room.swap_out(wanted, now_s, urgent=bool(lacking))
-        return RoomMade(ahead=copies) if head is None else RoomMade(leaving=copies)
+        self._room.swap_out(max(self._ahead(), lacking - self._room.outgoing if lacking else 0), now_s, head)
 
     def on_its_way(self, in_flight: bool) -> bool:
         """Whether copies are under way that give the head of the queue blocks."""
@@ -103,12 +91,10 @@ class Paper:
 class Spare(Paper):
     """As the paper, but ahead of time only into CPU blocks that no chunk has its only copy in."""
 
-    def make_room(self, head: Session | None, lacking: int, now_s: float) -> RoomMade:
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> None:
         ahead, urgent = self._ahead(), lacking - self._room.outgoing
-        leaving = self._room.swap_out(urgent, now_s, urgent=True)
-        return RoomMade(
-            leaving=leaving, ahead=self._room.swap_out(ahead - max(urgent, 0), now_s, urgent=False, spare=True)
-        )
+        self._room.swap_out(urgent, now_s, head)
+        self._room.swap_out(ahead - max(urgent, 0), now_s, None, spare=True)
 
     def begins_below(self, frees_copies: bool) -> int:
         return self._low if self._room.spare_cpu_blocks or frees_copies else 0
@@ -121,10 +107,9 @@ class Never(Paper):
         super().__init__(room, 0, 0)
         self._exchange = Exchange(room) if isinstance(room, TwoTierRoom) and room.cpu_blocks else None
 
-    def make_room(self, head: Session | None, lacking: int, now_s: float) -> RoomMade:
-        if head is None or self._exchange is None:
-            return RoomMade()
-        return RoomMade(*self._exchange.step(head, lacking, now_s))
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> None:
+        if head is not None and self._exchange is not None:
+            self._exchange.step(head, lacking, now_s)
 
     def on_its_way(self, in_flight: bool) -> bool:
         return bool(self._room.outgoing) or in_flight or not self._room.copies_done

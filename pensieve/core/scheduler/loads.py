@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pensieve.core.cost import CostModel, predicted_s
-from pensieve.core.plan import Copy
 from pensieve.core.scheduler.active_request import ActiveRequest
 
 
@@ -27,9 +26,8 @@ class Loads:
         """Some request still waits for its load."""
         return bool(self._ends_s)
 
-    def begin(self, active: ActiveRequest, copies: Iterable[Copy], now_s: float) -> None:
-        """Record that the request is admitted with these swap-ins, if there are any."""
-        blocks = sum(len(copy.src) for copy in copies)
+    def begin(self, active: ActiveRequest, blocks: int, now_s: float) -> None:
+        """Record that the request is admitted, and loads so many blocks."""
         if blocks:
             self._link_free_s = max(self._link_free_s, now_s) + blocks * self._cost.load_s()
             self._ends_s[active.arrival] = self._link_free_s
@@ -54,35 +52,6 @@ class Loads:
 
     def _iteration_s(self, runs: Iterable[tuple[int, int]]) -> float:
         return predicted_s(self._cost, runs, self._chunk_tokens)
-
-
-class DiskReads:
-    """Which running requests wait for the disk. How long that takes nobody knows, so each joins the batch when it has read;
-    an iteration waits for it, layer by layer, only where there is nobody else to compute."""
-
-    def __init__(self) -> None:
-        self._tickets: dict[int, int] = {}  # by arrival
-
-    @property
-    def expected(self) -> bool:
-        """Some request still waits for the disk."""
-        return bool(self._tickets)
-
-    def begin(self, active: ActiveRequest, ticket: int) -> None:
-        self._tickets[active.arrival] = ticket
-
-    def end(self, active: ActiveRequest) -> None:
-        """Stop waiting for the request: it was preempted, or is over."""
-        self._tickets.pop(active.arrival, None)
-
-    def done(self, tickets: Iterable[int]) -> None:
-        if self._tickets:
-            over = set(tickets)
-            self._tickets = {arrival: ticket for arrival, ticket in self._tickets.items() if ticket not in over}
-
-    def without(self, running: Sequence[ActiveRequest]) -> Sequence[ActiveRequest]:
-        """Return the running requests that do not wait for the disk."""
-        return [one for one in running if one.arrival not in self._tickets] if self._tickets else running
 
 
 def _first(active: ActiveRequest, most: int) -> list[tuple[int, int]]:

@@ -7,17 +7,18 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pensieve.core.cache.base import CacheManager
 from pensieve.core.cost import CostModel
 from pensieve.core.event import Event
 from pensieve.core.facts import SILENT, Facts
-from pensieve.core.plan import Copy, DiskLoad, Repeats, Row, StepPlan, StepResult
+from pensieve.core.plan import Move, Moved, Repeats, Row, StepPlan, StepResult
 from pensieve.core.request import TokenArray
 from pensieve.core.scheduler.active_request import ActiveRequest
 from pensieve.core.scheduler.composition import SchedulerSettings, high_watermark
 from pensieve.core.scheduler.copy_ahead import strategy_of
-from pensieve.core.scheduler.loads import DiskReads, Loads
+from pensieve.core.scheduler.loads import Loads
 from pensieve.core.scheduler.sessions import MemoryLimits, Sessions
 from pensieve.core.session import Run, Session
 from pensieve.errors import RequestRefused
@@ -29,8 +30,7 @@ class Step:
 
     rows: each row's request and its runs; tokens: positions of all rows. sampled: how many rows, the first ones, yield a
     token. admitted: requests that start with this plan, which performs their swap-ins. members: these, and those that have a
-    row. tickets: of all its copies. copied_for: by ticket, the request (its id) that waits for a copy; copies made ahead of
-    time are not among them.
+    row.
     """
 
     plan: StepPlan
@@ -39,8 +39,6 @@ class Step:
     sampled: int
     admitted: list[ActiveRequest]
     members: list[ActiveRequest]
-    tickets: tuple[int, ...]
-    copied_for: dict[int, int]
 
 
 @dataclass(slots=True)
@@ -58,28 +56,22 @@ class _Draft:
     """The plan being made."""
 
     tables: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
-    swap_in: list[Copy] = field(default_factory=list)
-    swap_out: list[Copy] = field(default_factory=list)
     admitted: list[ActiveRequest] = field(default_factory=list)
-    copied_for: dict[int, int] = field(default_factory=dict)
 
-    def add_admission(self, active: ActiveRequest, table: tuple[int, ...], swap_in: Iterable[Copy]) -> None:
-        assert active.slot is not None
-        self.admitted.append(active)
-        self.tables.append((active.slot, 0, table))
-        self.add_swap_in(swap_in, active)
 
-    def add_swap_in(self, copies: Iterable[Copy], waiting: ActiveRequest) -> None:
-        for copy in copies:
-            self.swap_in.append(copy)
-            self.copied_for[copy.ticket] = waiting.request.id
+class Forward(Protocol):
+    """Plans that stand for several iterations, for a worker that computes nothing."""
 
-    def add_swap_out(self, copies: Iterable[Copy], waiting: ActiveRequest | None) -> None:
-        """waiting: who cannot go on without them; None: they are made ahead of time."""
-        for copy in copies:
-            self.swap_out.append(copy)
-            if waiting is not None:
-                self.copied_for[copy.ticket] = waiting.request.id
+    def iterations(self, rows: list[tuple[ActiveRequest, Row]]) -> int:
+        """How many iterations the plan of these rows may stand for."""
+        ...
+
+    def apply(
+        self, step: Step, repeats: Repeats, now_s: float, counted: bool
+    ) -> tuple[list[TokenArray[int]], list[Event]]:
+        """Apply the further iterations of a plan, the first of which ended now. Returns the tokens that they appended to each
+        of the plan's first rows, and the events of all but the last. counted: those tell only how many tokens there are."""
+        ...
 
 
 class Scheduler:
@@ -111,13 +103,14 @@ class Scheduler:
         cache.begin(facts=facts)
         self.cache, self._room = cache, cache.room
         self.sessions = Sessions(cache, limits or MemoryLimits(), facts)
+        self.forward: Forward | None = None
         self.in_flight: deque[Step] = deque()
         """Plans that are launched and not collected, the oldest first."""
-        self._facts = facts
+        self.facts = facts
         self._must_drain = False
         self._ahead = ahead
         self._loads = Loads(cost, cache.chunk_tokens) if settings.load_apart and cost is not None else None
-        self._disk_reads: DiskReads | None = None  # until something is read
+        self._reading: dict[int, int] = {}  # by arrival of a request that waits for a tier below, the ticket
         self._computes = computes
         self.settings = settings
         self.queue = WaitingQueue()
@@ -169,7 +162,7 @@ class Scheduler:
         draft.admitted = [active for active in draft.admitted if active.slot is not None and not active.closed]
         lacking = self._admit(draft, now_s)
         rows = self._compose(draft, now_s)
-        self._make_room(draft, lacking, now_s)
+        self._make_room(lacking, now_s)
         while lacking and not self.running and not self._copying.on_its_way(bool(self.in_flight)):
             # Nothing runs and nothing is on its way: lose idle KV rather than stand still, unless what was dropped for
             # want of CPU room is enough. More than once where the policy's choice was the head's own.
@@ -178,10 +171,11 @@ class Scheduler:
                 break
             lacking = still
             rows = self._compose(draft, now_s)
-        if not rows and not draft.swap_out and not draft.swap_in and not self.cache.below.has_work:
+        moves = self.cache.take_moves()
+        if not rows and not moves:
             self._unsent = draft  # who was admitted has no share of an iteration yet
             return None
-        return self._launch(draft, rows, self._repeat(rows), horizon_ns)
+        return self._launch(draft, rows, moves, horizon_ns)
 
     # -- what became of plans and copies ------------------------------------------------------------------------------
 
@@ -189,40 +183,37 @@ class Scheduler:
         """The oldest plan in flight is over."""
         step = self.in_flight.popleft()
         assert step.plan.step == result.step, "plans are collected in the order of their launch"
-        self._facts.collected(step.plan, step.copied_for, result)
+        self.facts.collected(step.plan, result)
         following = self.counters.steps
         self.cache.plans(self.in_flight[0].plan.step if self.in_flight else following, following)
         for active in step.members:
             active.in_flight -= 1
         return step
 
-    def copied(self, tickets: Sequence[int]) -> None:
-        """These copies are done."""
-        if tickets:
-            self.cache.finish(tickets, valid=True)
+    def moved(self, moved: Sequence[Moved]) -> None:
+        """These moves are over; `lost` has been told of those that failed."""
+        if self._reading:
+            over = {one.ticket for one in moved}
+            self._reading = {arrival: ticket for arrival, ticket in self._reading.items() if ticket not in over}
+        done = [one for one in moved if one.ok]
+        if done:
+            self.cache.finish(done)
 
-    def copies_failed(self, tickets: Sequence[int]) -> list[ActiveRequest]:
-        """These copies failed, or their plan did. Returns the requests that run on KV that they should have brought."""
-        return self._running_on(self.cache.finish(tickets, valid=False))
-
-    def read(self, result: StepResult) -> list[ActiveRequest]:
-        """Some reads from disk have ended, as the result says. Returns the requests that read something else than was asked
-        for; `start_over` makes them wait again."""
-        if result.unkept:
-            self.cache.below.remove(result.unkept)
-        misread = self._running_on(self.cache.finish(result.unread, valid=False)) if result.unread else []
-        if self._disk_reads is not None:
-            self._disk_reads.done((*result.done, *result.unread))
-        return misread
+    def lost(self, failed: Sequence[Moved]) -> tuple[list[ActiveRequest], list[ActiveRequest]]:
+        """These moves failed. Returns the requests that run on KV that a copy from the CPU should have brought, and those
+        that read something else than was asked for; `start_over` makes these wait again."""
+        broken = self.cache.finish(failed)
+        return self._running_on(broken.copied), self._running_on(broken.read)
 
     def failed(self, step: Step) -> list[ActiveRequest]:
         """Nothing that this plan wrote is valid. Returns the requests that cannot go on: those that had a part of it, also
         those it only swapped in, and those that run on KV that its copies should have brought. Where sessions share blocks, a
         request that was admitted after the plan was launched may read a block that it wrote, and cannot go on either."""
-        failing = [*step.members, *self.copies_failed(step.tickets)]
+        broken = self.cache.finish([Moved(move.ticket, ok=False) for move in step.plan.moves])
+        failing = [*step.members, *self._running_on((*broken.copied, *broken.read))]
         for active, runs in step.rows:
             self.invalidate(active, runs)
-        if self.cache.shares:
+        if self._room.shares:
             failing += [active for later in self.in_flight for active in later.admitted]
         return failing
 
@@ -269,16 +260,15 @@ class Scheduler:
             session.extend(active.replaced)
 
     def start_over(self, misread: Sequence[ActiveRequest], now_s: float) -> None:
-        """Make requests wait again, as though they had been preempted, because something else was read from disk than was
-        asked for; what has no KV then is computed."""
+        """Make requests wait again, as though they had been preempted, because something else was read than was asked for;
+        what has no KV then is computed."""
         for active in misread:
             if not active.closed and active.slot is not None:
                 self._wait_again(active, now_s, misread=True)
 
     def _expect_no_load(self, active: ActiveRequest) -> None:
         """Stop waiting for what it loads or reads: it no longer runs."""
-        if self._disk_reads is not None:
-            self._disk_reads.end(active)
+        self._reading.pop(active.arrival, None)
         if self._loads is not None:
             self._loads.end(active)
 
@@ -290,17 +280,15 @@ class Scheduler:
             self.cache.release(active.session, now_s)
 
     def _launch(
-        self, draft: _Draft, rows: list[tuple[ActiveRequest, Row]], repeat: int, horizon_ns: int | None
+        self, draft: _Draft, rows: list[tuple[ActiveRequest, Row]], moves: tuple[Move, ...], horizon_ns: int | None
     ) -> Step:
         """Make a plan of the draft, to be launched next."""
         plan = StepPlan(
             step=self.counters.steps,
             rows=tuple([row for _, row in rows]),
             tables=tuple(draft.tables),
-            swap_in=tuple(draft.swap_in),
-            swap_out=tuple(draft.swap_out),
-            disk=self.cache.below.take_work(),
-            repeat=repeat,
+            moves=moves,
+            repeat=1 if self.forward is None else self.forward.iterations(rows),
             horizon_ns=horizon_ns,
         )
         computed, tokens, sampled = [], 0, 0
@@ -316,10 +304,7 @@ class Scheduler:
             active.in_flight += 1
         self.counters.steps += 1
         self.counters.batched_tokens += tokens
-        tickets = [copy.ticket for copy in (*plan.swap_in, *plan.swap_out)]
-        if plan.disk:
-            tickets += [one.ticket for one in plan.disk if isinstance(one, DiskLoad)]
-        step = Step(plan, computed, tokens, sampled, draft.admitted, list(members), tuple(tickets), draft.copied_for)
+        step = Step(plan, computed, tokens, sampled, draft.admitted, list(members))
         self.in_flight.append(step)
         self.cache.plans(self.in_flight[0].plan.step, self.counters.steps)
         return step
@@ -341,7 +326,7 @@ class Scheduler:
                 continue
             keep = head.kept()
             lacking = self._lacking(head, keep)
-            self._facts.room_for(session, now_s)
+            self.facts.room_for(session, now_s)
             if lacking > 0:
                 if head.arrival not in self._deferred:
                     self._deferred.add(head.arrival)
@@ -358,7 +343,7 @@ class Scheduler:
     def _start(self, active: ActiveRequest, keep: int, draft: _Draft, now_s: float) -> None:
         """Admit the request, or resume it, into a slot of its own."""
         cache, session = self.cache, active.session
-        facts, request = self._facts, active.request
+        facts, request = self.facts, active.request
         self._deferred.discard(active.arrival)
         if active.preempted:
             admission = cache.admit(session, keep, None, now_s)
@@ -375,19 +360,22 @@ class Scheduler:
         while position and self.running[position - 1].arrival > active.arrival:
             position -= 1
         self.running.insert(position, active)
-        draft.add_admission(active, admission.table, admission.swap_in)
+        assert active.slot is not None
+        draft.admitted.append(active)
+        draft.tables.append((active.slot, 0, admission.table))
         if self._loads is not None:
-            self._loads.begin(active, admission.swap_in, now_s)
-        if admission.disk_ticket is not None:
-            self._disk_reads = self._disk_reads or DiskReads()
-            self._disk_reads.begin(active, admission.disk_ticket)
+            self._loads.begin(active, admission.loading, now_s)
+        if admission.read_ticket is not None:
+            self._reading[active.arrival] = admission.read_ticket
 
     # -- iterations ---------------------------------------------------------------------------------------------------
 
     def _compose(self, draft: _Draft, now_s: float) -> list[tuple[ActiveRequest, Row]]:
         """Choose the rows of the plan, and take a block for each position that they need."""
         running = [active for active in self.running if not active.closed] if self._ahead else self.running
-        joined: Sequence[ActiveRequest] = running if self._disk_reads is None else self._disk_reads.without(running)
+        joined: Sequence[ActiveRequest] = running
+        if self._reading:  # how long that takes nobody knows, so each joins when it has read
+            joined = [active for active in running if active.arrival not in self._reading]
         if self._loads is not None:
             joined = self._loads.joined(joined, self.settings.max_batch_tokens, now_s)
         if joined is running:
@@ -417,7 +405,7 @@ class Scheduler:
         preempted."""
         cache, room, session = self.cache, self._room, active.session
         length = active.work[0][1]
-        self._facts.room_for(session, now_s)
+        self.facts.room_for(session, now_s)
         while True:
             added = cache.extend(session, length, now_s)
             if added is not None:
@@ -427,7 +415,7 @@ class Scheduler:
                 return True
             if room.outgoing:
                 return False  # blocks are on their way
-            draft.add_swap_out(room.swap_out(1, now_s, urgent=True), active)
+            room.swap_out(1, now_s, session)
             if room.outgoing or room.available:
                 continue
             if self.in_flight:
@@ -435,22 +423,48 @@ class Scheduler:
                 return False
             victim = self._latest_not_in(rows)
             if len(self.running) > 1 and victim is not None:
-                self._preempt(victim, draft, now_s)
+                self._preempt(victim, now_s)
                 if victim is active:
                     return False
             elif not room.drop(1, now_s):
                 return False  # the other blocks are in this very plan; the next iteration preempts
 
-    def _repeat(self, rows: list[tuple[ActiveRequest, Row]]) -> int:
-        """Iterations that this plan may stand for."""
-        return 1
+    # -- for how long a plan stays as it is ---------------------------------------------------------------------------
 
-    def forward(
-        self, step: Step, repeats: Repeats, now_s: float, counted: bool
-    ) -> tuple[list[TokenArray[int]], list[Event]]:
-        """Apply the further iterations of a plan, the first of which ended now. Returns the tokens that they appended to each
-        of the plan's first rows, and the events of all but the last. counted: those tell only how many tokens there are."""
-        return [], []
+    @property
+    def next_head(self) -> ActiveRequest | None:
+        """Who is admitted next; None where nobody waits, or no slot is free."""
+        return self.queue.head() if self._slots else None
+
+    def blocks_until_change(self, prefills: Sequence[ActiveRequest]) -> float:
+        """How many GPU blocks decodes may take until a plan would admit or copy something, while these prefills go on; below
+        0 where the next one may in any case. A deferred head is admitted no sooner, unless what is computed meanwhile may
+        shorten its prompt (shares), or the work under way decides (admit_beyond_budget)."""
+        room, copying, head, lacking = self._room, self._copying, self.next_head, 0
+        if self._reading or (self._loads is not None and self._loads.expected):
+            return -1
+        if head is not None:
+            if room.shares or not self.settings.admit_beyond_budget or head.arrival not in self._deferred:
+                return -1
+            lacking = self._lacking(head, head.kept())
+            if lacking <= 0 or copying.changes_places(head.session):
+                return -1
+        if not room.grows:
+            return math.inf
+        blocks = room.available
+        if not room.can_swap_out:
+            return blocks
+        ahead = copying.begins_below(any(room.on_cpu(active.session) for active in prefills))
+        wanted = max(ahead, blocks + lacking if lacking else 0)
+        return min(blocks, blocks + room.outgoing - wanted)
+
+    def take_block(self, active: ActiveRequest, length: int, now_s: float) -> None:
+        """Take the block of a decode that no plan of its own asks for, if it needs one; there is one."""
+        self.facts.room_for(active.session, now_s)
+        added = self.cache.extend(active.session, length, now_s)
+        assert added is not None and active.slot is not None, "a plan is repeated for as long as there are blocks"
+        if added[1]:
+            self._unsent.tables.append((active.slot, *added))
 
     def _must_preempt(self) -> bool:
         """The next decodes need more blocks than there are, and only a preemption makes some free, for which nothing may be
@@ -467,10 +481,10 @@ class Scheduler:
         planned = {id(active) for active, _ in rows}
         return next((s for s in reversed(self.running) if id(s) not in planned), None)
 
-    def _preempt(self, active: ActiveRequest, draft: _Draft, now_s: float) -> None:
+    def _preempt(self, active: ActiveRequest, now_s: float) -> None:
         self.counters.preempted += 1
         self._wait_again(active, now_s, misread=False)
-        draft.add_swap_out(self._room.swap_out_all(active.session, now_s), active)
+        self._room.swap_out_all(active.session, now_s)
 
     def _wait_again(self, active: ActiveRequest, now_s: float, misread: bool) -> None:
         """Make a running request wait again."""
@@ -483,14 +497,10 @@ class Scheduler:
 
     # -- making room --------------------------------------------------------------------------------------------------
 
-    def _make_room(self, draft: _Draft, lacking: int, now_s: float) -> None:
+    def _make_room(self, lacking: int, now_s: float) -> None:
         """Start copies to the CPU, as the strategy says, for a head that lacks blocks and ahead of time."""
         head = self.queue.head() if lacking else None
-        room = self._copying.make_room(None if head is None else head.session, lacking, now_s)
-        if head is not None:
-            draft.add_swap_in(room.loads, head)
-        draft.add_swap_out(room.leaving, head)
-        draft.add_swap_out(room.ahead, None)
+        self._copying.make_room(None if head is None else head.session, lacking, now_s)
 
 
 class WaitingQueue:

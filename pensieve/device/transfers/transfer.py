@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pensieve.core.block_runs import BlockRun, merge_copies
-from pensieve.core.plan import Copy, StepPlan
+from pensieve.core.block_runs import BlockRun, merge_moves
+from pensieve.core.plan import CPU, GPU, Move, Moved, StepPlan
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers.lanes import CudaLink
 from pensieve.device.transfers.link import Haul, Link, Mark
@@ -44,12 +44,12 @@ class Transfer:
 
     On a CPU both tiers are RAM and a copy is done when the call returns, unless a link is given.
 
-    h2d_bytes and d2h_bytes count what was copied; fragments counts the contiguous pieces of a layer. disk_load_s, disk_kept:
-    seconds to read a chunk from a file store, and what that holds; unread, unkept: see StepResult. Here there is none.
+    h2d_bytes and d2h_bytes count what was copied; fragments counts the contiguous pieces of a layer. below_load_s,
+    below_kept: of a tier below, as in StartReport. Here there is none: a subclass performs its moves.
     """
 
-    disk_load_s = 0.0
-    disk_kept: Mapping[bytes, int] = {}
+    below_load_s = 0.0
+    below_kept: Mapping[bytes, int] = {}
 
     def __init__(self, tensors: KvTensors, link: Link | None = None) -> None:
         self._tensors = tensors
@@ -62,8 +62,7 @@ class Transfer:
         self._numbers = 0
         self._brought_by = np.zeros(tensors.gpu_blocks + 1, dtype=np.int64)  # the last entry is that of no block
         self._required: _Group | None = None
-        self._done: list[int] = []
-        self._failed: list[int] = []
+        self.over: list[Moved] = []
         self._lost: dict[int, BaseException] = {}  # error by number of a group that failed and was not reported yet
 
     @property
@@ -72,20 +71,21 @@ class Transfer:
 
     def begin(self, plan: StepPlan) -> int:
         """Start a plan's copies, those into the GPU first. Returns the nanoseconds for which the caller was held up."""
-        return self.swap_in(plan.swap_in) + self.swap_out(plan.swap_out)
+        inward = [move for move in plan.moves if move.source == CPU and move.target == GPU]
+        return self.swap_in(inward) + self.swap_out([move for move in plan.moves if move.target == CPU])
 
-    def swap_in(self, copies: Sequence[Copy]) -> int:
+    def swap_in(self, moves: Sequence[Move]) -> int:
         """CPU blocks to GPU blocks. Returns the nanoseconds for which the caller was held up (0 with a link).
 
         The next forward waits for all loads under way, unless `require` says which it needs.
         """
-        runs = merge_copies(copies)
+        runs = merge_moves(moves)
         self.h2d_bytes += self._count(runs)
-        tickets = tuple(copy.ticket for copy in copies)
+        tickets = tuple(move.ticket for move in moves)
         if self._link is None:
-            self._done += tickets
+            self.over += map(Moved, tickets)
             return _copy_now(runs, self._tensors.cpu, self._tensors.gpu)
-        if copies:
+        if moves:
             haul = Haul(runs, self._tensors.cpu, self._tensors.gpu)
             self._loads.append(self._group(tickets, self._link.inward.enqueue(haul, ())))
             for run in runs:
@@ -118,19 +118,19 @@ class Transfer:
             assert self._link is not None
             self._link.hold_compute(self._required.marks[layer])
 
-    def swap_out(self, copies: Sequence[Copy]) -> int:
+    def swap_out(self, moves: Sequence[Move]) -> int:
         """GPU blocks to CPU blocks, as the compute launched so far leaves them. Returns the nanoseconds for which the
         caller was held up (0 with a link)."""
         link, held_ns = self._link, 0
         for urgent in (True, False):
-            chosen = [copy for copy in copies if copy.urgent is urgent]
+            chosen = [move for move in moves if move.urgent is urgent]
             if not chosen:
                 continue
-            runs, tickets = merge_copies(chosen), tuple(copy.ticket for copy in chosen)
+            runs, tickets = merge_moves(chosen), tuple(move.ticket for move in chosen)
             self.d2h_bytes += self._count(runs)
             if link is None:
                 held_ns += _copy_now(runs, self._tensors.gpu, self._tensors.cpu)
-                self._done += tickets
+                self.over += map(Moved, tickets)
                 continue
             after = [link.computed()]
             if self._loads and not urgent:
@@ -143,34 +143,20 @@ class Transfer:
         """For how long compute waited for loads since the last call, as far as those waits are over."""
         return self._link.stalled_ns() if self._link is not None else 0
 
-    def done(self) -> tuple[int, ...]:
-        """Tickets of copies that finished since the last call, whatever plan they came with."""
+    def moved(self) -> tuple[Moved, ...]:
+        """The moves that ended since the last call, whatever plan they came with."""
         self._settle()
-        done, self._done = tuple(self._done), []
-        return done
-
-    def failed(self) -> tuple[int, ...]:
-        """Tickets of copies that failed since the last call; what they wrote is not valid."""
-        self._settle()
-        failed, self._failed = tuple(self._failed), []
         self._lost.clear()
-        return failed
-
-    def unread(self) -> tuple[int, ...]:
-        """Tickets of loads from a file store, over by the last call of `done`, that did not bring what was asked for."""
-        return ()
-
-    def unkept(self) -> tuple[bytes, ...]:
-        """Return, once, the keys that a file store does not hold after all."""
-        return ()
+        over, self.over = tuple(self.over), []
+        return over
 
     def wait(self) -> bool:
         """Block the caller until a copy is done or has failed. False where none is under way or left to report."""
-        while not self._done and not self._failed:
+        while not self.over:
             if not self._loads and not self._outs:
                 return False
             self._settle()
-            if not self._done and not self._failed:
+            if not self.over:
                 sleep(_POLL_S)
         return True
 
@@ -179,8 +165,7 @@ class Transfer:
         with suppress(RuntimeError):  # a device in error for good: nothing is under way there
             self.finish()
         self._settle()
-        self._done = [ticket for ticket in self._done if ticket not in tickets]
-        self._failed = [ticket for ticket in self._failed if ticket not in tickets]
+        self.over = [one for one in self.over if one.ticket not in tickets]
 
     def finish(self) -> int:
         """Wait until copies and compute are done; compute too, since a forward that failed halfway may have left kernels that
@@ -214,10 +199,8 @@ class Transfer:
                 except RuntimeError as failure:  # the device is in error for good: every query raises it
                     error = failure
                 group = groups.popleft()
-                if error is None:
-                    self._done += group.tickets
-                else:
-                    self._failed += group.tickets
+                self.over += [Moved(ticket, ok=error is None) for ticket in group.tickets]
+                if error is not None:
                     self._lost[group.number] = error
 
     def _count(self, runs: list[BlockRun]) -> int:

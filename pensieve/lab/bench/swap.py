@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 
 from pensieve.core.clock import WallClock
-from pensieve.core.plan import Copy, Row, Sample, StepPlan
+from pensieve.core.plan import Move, Row, Sample, StepPlan, swap_in
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import LoadedModel
 from pensieve.device.transfers.copies import CallCopier, choose_copier
@@ -81,17 +81,17 @@ def _fragments(bench: Bench, spec: ModelSpec) -> None:
     for together in (*_FRAGMENT_BLOCKS, moved):
         began = now()
         ids = scattered(moved, together)
-        copy = Copy(0, ids, ids[together:] + ids[:together])  # so that all runs lie elsewhere in the target
+        move = swap_in(0, ids, ids[together:] + ids[:together])  # so that all runs lie elsewhere in the target
         runs: dict[str, Callable[[], object]] = {
-            **{name: partial(_swap_in, transfer, tensors.layers, copy) for name, transfer in transfers.items()},
+            **{name: partial(_swap_in, transfer, tensors.layers, move) for name, transfer in transfers.items()},
             "plain_copy": lambda: plain_target.copy_(plain_source, non_blocking=True),
         }
         if together == 1:  # seconds a round, and the same whatever lies together
-            runs["gathered"] = partial(_gathered, tensors, torch.tensor(copy.src), torch.tensor(copy.dst))
+            runs["gathered"] = partial(_gathered, tensors, torch.tensor(move.src), torch.tensor(move.dst))
         with torch.inference_mode():
             times = interleaved(runs, bench.rounds(7), bench.device)
             held = {
-                name: _held_ms(transfer, tensors.layers, copy)
+                name: _held_ms(transfer, tensors.layers, move)
                 for name, transfer in transfers.items()
                 if bench.on_gpu and times[name].error is None
             }
@@ -128,24 +128,24 @@ def copiers_here(bench: Bench, tensors: KvTensors) -> dict[str, Copier]:
     return {OURS: chosen} if isinstance(chosen, CallCopier) else {OURS: chosen, "call_a_run": CallCopier()}
 
 
-def _held_ms(transfer: Transfer, layers: int, copy: Copy) -> float:
+def _held_ms(transfer: Transfer, layers: int, move: Move) -> float:
     """Milliseconds for which a swap-in keeps the host busy: no compute is launched meanwhile."""
     held: list[float] = []
     for _ in range(3):
         transfer.finish()
         began = perf_counter()
-        transfer.swap_in([copy])
+        transfer.swap_in([move])
         held.append((perf_counter() - began) * 1e3)
-    _swap_in(transfer, layers, copy)
+    _swap_in(transfer, layers, move)
     transfer.finish()
     return min(held)
 
 
-def _swap_in(transfer: Transfer, layers: int, copy: Copy) -> None:
-    transfer.swap_in([copy])
+def _swap_in(transfer: Transfer, layers: int, move: Move) -> None:
+    transfer.swap_in([move])
     for layer in range(layers):  # the current stream waits, so that its events see the copies
         transfer.wait_for_layer(layer)
-    transfer.done()
+    transfer.moved()
     transfer.stalled_ns()
 
 
@@ -170,10 +170,10 @@ def _pipelined(bench: Bench, model: LoadedModel, tokens: int) -> None:
     blocks = tuple(range(chunks))
     row = Row(0, ((tokens, tokens + new),), tuple(i % 250 for i in range(new)), Sample(tokens + new))
     table = ((0, 0, tuple(range(chunks + new // CHUNK))),)
-    copies = (Copy(1, blocks, blocks),)
+    copies = (swap_in(1, blocks, blocks),)
 
-    def step(rows: tuple[Row, ...], swap_in: tuple[Copy, ...]) -> float:
-        return _perform_ms(worker, StepPlan(1, rows, table, swap_in))
+    def step(rows: tuple[Row, ...], moves: tuple[Move, ...]) -> float:
+        return _perform_ms(worker, StepPlan(1, rows, table, moves))
 
     ways: Mapping[str, Callable[[], float]] = {
         "transfer": lambda: step((), copies),
@@ -218,13 +218,13 @@ def _beside_compute(bench: Bench, model: LoadedModel, tokens: int) -> None:
     copiers = copiers_here(bench, worker.tensors)
     worker.tensors.cpu.fill_(0.01)
     apart = scattered(chunks, 1)
-    copies = (Copy(1, apart, apart[1:] + apart[:1]),)
+    copies = (swap_in(1, apart, apart[1:] + apart[:1]),)
     row = Row(0, ((tokens, tokens + new),), tuple(i % 250 for i in range(new)), Sample(tokens + new))
     table = ((0, 0, (*copies[0].dst, *range(2 * chunks, 2 * chunks + new // CHUNK))),)
 
-    def step(way: str, rows: tuple[Row, ...], swap_in: tuple[Copy, ...]) -> float:
+    def step(way: str, rows: tuple[Row, ...], moves: tuple[Move, ...]) -> float:
         link.inward.copier = copiers[way]
-        return _perform_ms(worker, StepPlan(1, rows, table, swap_in))
+        return _perform_ms(worker, StepPlan(1, rows, table, moves))
 
     ways: dict[str, Callable[[], float]] = {way: partial(step, way, (row,), copies) for way in copiers}
     ways["transfer"], ways["compute"] = partial(step, OURS, (), copies), partial(step, OURS, (row,), ())
@@ -248,12 +248,12 @@ def _perform_ms(worker: TorchWorker, plan: StepPlan) -> float:
     """Milliseconds until a plan and all its copies are done. Raises WorkerError."""
     began = perf_counter()
     worker.launch(plan)
-    waits_for, computed = {copy.ticket for copy in (*plan.swap_in, *plan.swap_out)}, False
+    waits_for, computed = {move.ticket for move in plan.moves}, False
     while waits_for or not computed:
         result = worker.collect(None)
         assert result is not None
-        if result.error is not None or result.failed:
+        if result.error is not None or not all(one.ok for one in result.moved):
             raise WorkerError(result.error or "A copy between the tiers failed.")
-        waits_for -= set(result.done)
+        waits_for -= {one.ticket for one in result.moved}
         computed = computed or result.step is not None
     return (perf_counter() - began) * 1e3

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pensieve.core.cache.base import CacheManager
+from pensieve.core.cache.base import NO_LOWER_TIER, CacheManager, LowerTier
 from pensieve.core.clock import Clock, VirtualClock, WallClock
 from pensieve.core.cost import CostModel
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
@@ -17,7 +17,7 @@ from pensieve.core.scheduler.composition import Composition
 from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.core.worker import Worker
 from pensieve.device.threads import physical_cores
-from pensieve.errors import CapacityError, ConfigError
+from pensieve.errors import CapacityError, ConfigError, HardwareMissing
 from pensieve.lab.compose.folder import outputs_folder
 from pensieve.lab.compose.machine import Device, free_host_memory_bytes, memory_limit_bytes
 from pensieve.lab.compose.plan import TrialPlan, memory_share, plans_in_flight
@@ -57,6 +57,7 @@ class Parts:
     simulated: Callable[[ModelSpec, HardwareSpec, int], System] | None
     policy: Callable[[PolicyContext], EvictionPolicy]
     composition: Composition
+    below: Callable[[], LowerTier] | None
     workload: Callable[[WorkloadContext], Workload]
 
 
@@ -69,7 +70,7 @@ def find_parts(config: TrialConfig, longest_tokens: int | None = None) -> Parts:
     Raises EngineMissing where a target is not there, ConfigError for a field that it does not take.
     """
     name, cache, engine = config.baseline.name, config.baseline.cache, config.baseline.engine
-    simulated = config.baseline.simulated
+    simulated, below = config.baseline.simulated, config.baseline.below
     if cache is not None and "longest_tokens" in cache and cache["longest_tokens"] is None:
         cache = {**cache, "longest_tokens": longest_tokens}
     return Parts(
@@ -78,6 +79,7 @@ def find_parts(config: TrialConfig, longest_tokens: int | None = None) -> Parts:
         simulated=None if simulated is None else factory("baseline", {**simulated, "name": name}),
         policy=factory("eviction", config.eviction),
         composition=factory("scheduler", {**config.scheduler.composition, "name": config.scheduler.name}),
+        below=None if below is None else factory("baseline", {**below, "name": name}),
         workload=factory("workload", config.workload),
     )
 
@@ -160,7 +162,8 @@ def _engine_system(
         cost_error=s.cost_error,
         cost_error_context=s.cost_error_context,
     )
-    clock, worker, gpu_blocks = clock_and_worker(plan, trace, keeps_disk)
+    below = _tier_below(plan, parts, keeps_disk)
+    clock, worker, gpu_blocks = clock_and_worker(plan, trace, below)
     kind: type[InlineSystem | ThreadedSystem] = InlineSystem if clock.virtual else ThreadedSystem
     return kind(
         model=plan.model,
@@ -172,7 +175,7 @@ def _engine_system(
         scheduler=scheduler,
         gpu_blocks=gpu_blocks,
         cpu_blocks=plan.cpu_blocks,
-        disk_blocks=plan.disk_blocks,
+        below=below,
         chunk_tokens=plan.chunk_tokens,
         tokenizer=tokenizer,
         seed=config.seed,
@@ -250,7 +253,7 @@ def build_simulated(plan: TrialPlan) -> System:
 
 
 def clock_and_worker(
-    plan: TrialPlan, trace: Path | None = None, keeps_disk: bool = False
+    plan: TrialPlan, trace: Path | None = None, below: LowerTier = NO_LOWER_TIER
 ) -> tuple[Clock, Worker, int | Callable[[], int]]:
     """Clock, worker, and the number of GPU blocks or the function that measures how many fit."""
     hardware, scheduler = plan.config.hardware, plan.config.scheduler
@@ -259,7 +262,7 @@ def clock_and_worker(
         from pensieve.sim.worker import SimulatedWorker
 
         virtual = VirtualClock()
-        simulated = SimulatedWorker(plan.model, plan.hardware, virtual, plan.chunk_tokens, depth)
+        simulated = SimulatedWorker(plan.model, plan.hardware, virtual, plan.chunk_tokens, depth, below.bandwidth)
         return virtual, simulated, plan.gpu_blocks
     if plan.device.divided:
         wall = WallClock()
@@ -269,8 +272,8 @@ def clock_and_worker(
 
     clock, model = WallClock(), shelf.take_model(_asked_model(plan))
     options = torch_options(hardware, plan.device, scheduler.max_batch_tokens, scheduler.max_batch_requests)
-    if plan.disk_blocks:
-        options = replace(options, transfer=_disk_options(plan, keeps_disk))
+    if below.transfer is not None:
+        options = replace(options, transfer=below.transfer)
     worker = TorchWorker(model, plan.chunk_tokens, clock, options=options)
     gpu_blocks = worker.room if plan.gpu_measured else plan.gpu_blocks
     if trace is None:
@@ -320,6 +323,19 @@ def _divided_worker(plan: TrialPlan, clock: Clock) -> TensorParallelWorker:
     asked = _asked_model(plan)._replace(threads=max(1, threads // device.count), memory_bytes=None)
     options = replace(options, graphs=False)  # a graph would have the collectives of its forward in it
     return TensorParallelWorker(Setup(asked, device.names, options), clock)
+
+
+def _tier_below(plan: TrialPlan, parts: Parts, keeps_disk: bool) -> LowerTier:
+    """A tier under the CPU's. Raises HardwareMissing where it is for simulated machines only."""
+    below = NO_LOWER_TIER if parts.below is None else parts.below()
+    if plan.disk_blocks:
+        from pensieve.plugins.tiers.disk import DiskTier
+
+        transfer = None if plan.device.simulated else _disk_options(plan, keeps_disk)
+        below = DiskTier(plan.disk_blocks, plan.config.hardware.disk_bw, transfer)
+    if below.blocks and below.transfer is None and not plan.device.simulated:
+        raise HardwareMissing(f"The tier {below.name!r} is for simulated machines only; use hardware=sim_h100, say.")
+    return below
 
 
 def _disk_options(plan: TrialPlan, keeps: bool) -> DiskOptions:

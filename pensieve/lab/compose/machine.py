@@ -214,7 +214,6 @@ def hardware_spec(hardware: HardwareConfig, device: Device, measured: MachinePro
         duplex_penalty=hardware.duplex_penalty,
         fragment_s=hardware.fragment_s,
         pipelined_swap_in=hardware.pipelined_swap_in,
-        disk_bw=hardware.disk_bw,
         profile=hardware.profile,
         source=hardware.source,
     )

@@ -71,11 +71,12 @@ class SchedulerConfig(_Group):
 
 
 class BaselineConfig(_Group):
-    """cache: the cache manager of a baseline in the engine. engine: an outside engine, in its place; simulated: what stands
-    for that on a simulated machine. missing: one that is not supported yet."""
+    """cache: the cache manager of a baseline in the engine; below: a tier under its CPU tier. engine: an outside engine, in
+    its place; simulated: what stands for that on a simulated machine. missing: one that is not supported yet."""
 
     name: str
     cache: dict[str, Any] | None = None
+    below: dict[str, Any] | None = None
     engine: dict[str, Any] | None = None
     simulated: dict[str, Any] | None = None
     cpu_tier: bool = False

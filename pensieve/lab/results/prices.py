@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pensieve.core.facts import Tier
+from pensieve.core.plan import Tier
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.schema import Trial
 from pensieve.units import GIB

@@ -17,7 +17,7 @@ from sqlalchemy import URL, ColumnElement, Connection, Row, Select, delete, func
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from pensieve.core.facts import Tier
+from pensieve.core.plan import Tier
 from pensieve.core.request import PREPARING
 from pensieve.errors import ResultsError, TrialRunning, typed
 from pensieve.lab.metric_registry import is_known

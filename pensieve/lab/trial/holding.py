@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from pensieve.core.cost import PositionPrices
-from pensieve.core.facts import Tier
+from pensieve.core.plan import Tier
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.store import Holding
 from pensieve.serve.books.holding import TIERS, Held

@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from pensieve.core.cache.base import CacheManager, Room
+from pensieve.core.cache.base import Broken, CacheManager, Room
 from pensieve.core.facts import Admission, Found
+from pensieve.core.plan import Moved
 from pensieve.core.request import TokenArray
 from pensieve.core.session import Session
 
@@ -56,9 +57,9 @@ class OneTier(CacheManager, Room):
         found = self._found(session, tokens)
         return Admission(((tokens, len(session.tokens)),), self._table(session), found)
 
-    def finish(self, tickets: Sequence[int], valid: bool) -> list[Session]:
-        assert not tickets
-        return []
+    def finish(self, moved: Sequence[Moved]) -> Broken:
+        assert not moved
+        return Broken()
 
     def plans(self, oldest: int, following: int) -> None:
         return None  # nothing is copied, so no block waits for a plan

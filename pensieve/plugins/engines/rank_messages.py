@@ -9,12 +9,11 @@ from __future__ import annotations
 import pickle
 import struct
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from pensieve.core.plan import Copy, Row, Sample, StepPlan
+from pensieve.core.plan import Move, Row, Sample, StepPlan
 from pensieve.errors import PensieveError
 from pensieve.plugins.device.shelf import ModelAsked
 
@@ -49,27 +48,27 @@ class Failure:
 def launch(plan: StepPlan) -> bytes:
     """The command to launch a plan, with the time on the clock that all processes of a machine share (perf_counter_ns).
 
-    It has all that a torch worker reads: neither disk, since there is none, nor what only a simulated one repeats.
+    It has all that a torch worker reads, not what only a simulated one repeats.
     """
     sent = _SENT.pack(time.perf_counter_ns())
-    assert not plan.disk and plan.repeat == 1
+    assert plan.repeat == 1
     rows = tuple((row.slot, row.runs, row.tokens, _sample(row.sample)) for row in plan.rows)
-    whole = (plan.step, rows, plan.tables, _copies(plan.swap_in), _copies(plan.swap_out))
+    moves = tuple((m.ticket, m.source, m.target, m.src, m.dst, m.keys, m.urgent) for m in plan.moves)
+    whole = (plan.step, rows, plan.tables, moves)
     return LAUNCH + sent + pickle.dumps(whole, pickle.HIGHEST_PROTOCOL)
 
 
 def launched(command: bytes) -> tuple[StepPlan, int]:
     """The plan of such a command, and when it was sent."""
     (sent_ns,) = _SENT.unpack_from(command, len(LAUNCH))
-    step, rows, tables, swap_in, swap_out = pickle.loads(memoryview(command)[len(LAUNCH) + _SENT.size :])
+    step, rows, tables, moves = pickle.loads(memoryview(command)[len(LAUNCH) + _SENT.size :])
     return StepPlan(
         step,
         tuple(
             Row(slot, runs, tokens, None if sample is None else Sample(*sample)) for slot, runs, tokens, sample in rows
         ),
         tables,
-        tuple(Copy(*copy) for copy in swap_in),
-        tuple(Copy(*copy) for copy in swap_out),
+        tuple(Move(*move) for move in moves),
     ), sent_ns
 
 
@@ -77,10 +76,6 @@ def _sample(sample: Sample | None) -> tuple[Any, ...] | None:
     if sample is None:
         return None
     return (sample.position, sample.key, sample.temperature, sample.top_p, sample.top_k)
-
-
-def _copies(copies: Sequence[Copy]) -> tuple[tuple[Any, ...], ...]:
-    return tuple((copy.ticket, copy.src, copy.dst, copy.urgent) for copy in copies)
 
 
 def send(stream: IO[bytes], data: bytes) -> None:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from pensieve.core.plan import StartReport, StepResult
+from pensieve.core.plan import Moved, StartReport, StepResult
 from pensieve.errors import EngineFailed, PensieveError
 from pensieve.plugins.engines.guard import die_with_parent
 from pensieve.plugins.engines.rank_messages import (
@@ -119,12 +119,10 @@ class Together:
             return None
         steps = {result.step for result in told}
         assert len(steps) == 1 and (steps == {None} or len(told) == self._count), "ranks perform the same plans"
-        done, failed = self._tickets(told)
         ended = [result.ended_ns for result in told if result.ended_ns is not None]
         return replace(
             told[0],
-            done=done,
-            failed=failed,
+            moved=self._moved(told),
             ended_ns=max(ended) if ended else None,
             compute_ns=max(result.compute_ns for result in told),
             stall_ns=max(result.stall_ns for result in told),
@@ -135,21 +133,19 @@ class Together:
             error=next((result.error for result in told if result.error is not None), None),
         )
 
-    def _tickets(self, told: Sequence[StepResult]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        done: list[int] = []
-        failed: list[int] = []
-        for result in told:
-            self._failed.update(result.failed)
-            for ticket in (*result.done, *result.failed):
-                ended = self._ended.pop(ticket, 0) + 1
-                if ended < self._count:
-                    self._ended[ticket] = ended
-                elif ticket in self._failed:
-                    self._failed.discard(ticket)
-                    failed.append(ticket)
-                else:
-                    done.append(ticket)
-        return tuple(done), tuple(failed)
+    def _moved(self, told: Sequence[StepResult]) -> tuple[Moved, ...]:
+        """The moves that are over on all ranks; one that failed on any has failed."""
+        over: list[Moved] = []
+        for ticket, ok, _ in (one for result in told for one in result.moved):
+            if not ok:
+                self._failed.add(ticket)
+            ended = self._ended.pop(ticket, 0) + 1
+            if ended < self._count:
+                self._ended[ticket] = ended
+            else:
+                over.append(Moved(ticket, ticket not in self._failed))
+                self._failed.discard(ticket)
+        return tuple(over)
 
     @staticmethod
     def start(reports: Sequence[StartReport]) -> StartReport:
@@ -320,7 +316,7 @@ def _serve(setup: Setup, others: _Others, source: IO[bytes], answer: Callable[[A
         every = [own, *others.answers()]
         if command[:1] == COLLECT:
             result = together.result(every)
-            while result is not None and result.step is None and not (result.done or result.failed):
+            while result is not None and result.step is None and not result.moved:
                 others.tell(command)  # some ranks have a copy behind them that others still have under way
                 result = together.result([rank.perform(command), *others.answers()])
             answer(result)

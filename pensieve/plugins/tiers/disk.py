@@ -12,54 +12,52 @@ decided before it have left: a block may be given to another chunk while it is s
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from pensieve.core.block_hash import BlockHash
 from pensieve.core.cache.base import LowerTier
 from pensieve.core.cache.tiers import missing_runs
 from pensieve.core.cost import CostModel, predicted_s
 from pensieve.core.facts import SILENT, Facts
-from pensieve.core.plan import DiskLoad, DiskStore
+from pensieve.core.plan import GPU, Move, Moved, StartReport, Tier
 from pensieve.core.session import ChunkRun, Session, runs_of, without
+
+if TYPE_CHECKING:
+    from pensieve.plugins.tiers.disk_transfer import DiskTransfer
 
 
 class DiskTier(LowerTier):
     """An index of the file store, least recently written or read first: that is who gives up a block.
 
-    Full chunks only: the last one of a session, partly filled, is computed again with the next message. counts: what it
-    has done, by metric name.
+    Full chunks only: the last one of a session, partly filled, is computed again with the next message.
     """
 
+    name = "disk"
+
     def __init__(
-        self,
-        blocks: int,
-        chunk_tokens: int,
-        load_s: float,
-        layers: int,
-        cost: CostModel,
-        kept: Mapping[BlockHash, int],
-        counts: dict[str, float],
+        self, blocks: int, bandwidth: float = 0.0, transfer: Callable[..., DiskTransfer] | None = None
     ) -> None:
-        """load_s: seconds to read a chunk. kept: blocks that an earlier engine has filled, oldest first."""
-        self.blocks, self.counts = blocks, counts
-        counts.update(disk_stored_chunks=0, disk_loaded_chunks=0, disk_declined_chunks=0)
-        self._size, self._load_s, self._layers, self._cost = chunk_tokens, load_s, layers, cost
-        self._block_of: OrderedDict[BlockHash, int] = OrderedDict(kept)
-        taken = set(kept.values())
-        self._free = [block for block in reversed(range(blocks)) if block not in taken]
-        self._work: list[DiskStore | DiskLoad] = []
+        self.blocks, self.bandwidth, self.transfer = blocks, bandwidth, transfer
+        self._block_of: OrderedDict[BlockHash, int] = OrderedDict()
         self._reading: dict[int, int] = {}  # chunks by ticket
         self._facts: Facts = SILENT
+
+    def begin(
+        self, report: StartReport, chunk_tokens: int, layers: int, cost: CostModel, counts: dict[str, float]
+    ) -> None:
+        self.counts = counts
+        counts.update(disk_stored_chunks=0, disk_loaded_chunks=0, disk_declined_chunks=0)
+        self._size, self._load_s, self._layers, self._cost = chunk_tokens, report.below_load_s, layers, cost
+        self._block_of.update(report.below_kept)
+        taken = set(report.below_kept.values())
+        self._free = [block for block in reversed(range(self.blocks)) if block not in taken]
 
     # -- query --------------------------------------------------------------------------------------------------------
 
     @property
     def used(self) -> int:
         return len(self._block_of)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._work)
 
     def holds(self, session: Session, index: int) -> bool:
         return session.name_known(index) in self._block_of
@@ -93,31 +91,39 @@ class DiskTier(LowerTier):
 
     # -- what is to be done -------------------------------------------------------------------------------------------
 
-    def store(self, session: Session, start: int, stop: int, on_gpu: bool) -> None:
+    def store(self, session: Session, start: int, stop: int, source: Tier, ticket: int) -> Move | None:
         chunks, size = session.chunks, self._size
-        blocks, lengths = (chunks.gpu, chunks.gpu_len) if on_gpu else (chunks.cpu, chunks.cpu_len)
+        blocks, lengths = (chunks.gpu, chunks.gpu_len) if source == GPU else (chunks.cpu, chunks.cpu_len)
         names = session.named(min(stop * size, session.computed), size)
-        for index in range(start, stop):
+        leaving = [
+            (names[index], blocks[index], target)
             # The last token's KV may be there, of a turn that was undone, and not count: its chunk has no name.
-            if index < len(names) and lengths[index] == size:
-                self._store_chunk(names[index], on_gpu, blocks[index], session.number)
+            for index in range(start, min(stop, len(names)))
+            if lengths[index] == size and (target := self._place(names[index], session.number)) is not None
+        ]
+        if not leaving:
+            return None
+        self.counts["disk_stored_chunks"] += len(leaving)
+        keys, src, dst = zip(*leaving, strict=True)
+        return Move(ticket, source, self.name, src, dst, keys)
 
-    def _store_chunk(self, name: BlockHash, on_gpu: bool, src: int, holder: int) -> None:
+    def _place(self, name: BlockHash, holder: int) -> int | None:
+        """A block for a chunk, which is that of the chunk written or read longest ago where none is free; None where the
+        chunk is there already."""
         if name in self._block_of:
             self._block_of.move_to_end(name)
-            self._facts.passed_on("disk", (self._block_of[name],), holder)
-            return
+            self._facts.passed_on(self.name, (self._block_of[name],), holder)
+            return None
         if self._free:
-            dst = self._free.pop()
-            self._facts.held("disk", dst, 1, holder)
+            target = self._free.pop()
+            self._facts.held(self.name, target, 1, holder)
         else:
-            dst = self._block_of.popitem(last=False)[1]
-            self._facts.passed_on("disk", (dst,), holder)
-        self._block_of[name] = dst
-        self._work.append(DiskStore(name, on_gpu, src, dst))
-        self.counts["disk_stored_chunks"] += 1
+            target = self._block_of.popitem(last=False)[1]
+            self._facts.passed_on(self.name, (target,), holder)
+        self._block_of[name] = target
+        return target
 
-    def read(self, session: Session, runs: Iterable[ChunkRun], ticket: int) -> None:
+    def read(self, session: Session, runs: Iterable[ChunkRun], ticket: int) -> Move:
         names = session.named(session.computed, self._size)
         indices = [index for start, stop in runs for index in range(start, stop)]
         chosen = [names[index] for index in indices]
@@ -125,36 +131,33 @@ class DiskTier(LowerTier):
         for name in chosen:
             self._block_of.move_to_end(name)
         blocks = tuple(self._block_of[name] for name in chosen)
-        self._facts.passed_on("disk", blocks, session.number)
-        self._work.append(DiskLoad(ticket, tuple(chosen), blocks, gpu))
+        self._facts.passed_on(self.name, blocks, session.number)
         self._reading[ticket] = len(chosen)
         self.counts["disk_loaded_chunks"] += len(chosen)
-
-    def take_work(self) -> tuple[DiskStore | DiskLoad, ...]:
-        work, self._work = tuple(self._work), []
-        return work
+        return Move(ticket, self.name, GPU, blocks, gpu, tuple(chosen), urgent=True)
 
     # -- what became of it --------------------------------------------------------------------------------------------
 
-    def finished(self, tickets: Iterable[int]) -> None:
-        for ticket in tickets:
-            self._reading.pop(ticket, None)
+    def finish(self, moved: Iterable[Moved]) -> None:
+        for one in moved:
+            self._reading.pop(one.ticket, None)
+            self._remove(one.gone)
 
-    def remove(self, names: Iterable[BlockHash]) -> None:
+    def _remove(self, names: Iterable[BlockHash]) -> None:
         for name in names:
             block = self._block_of.pop(name, None)
             if block is not None:
                 self._free.append(block)
-                self._facts.freed("disk", block, 1)
+                self._facts.freed(self.name, block, 1)
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
     def forget(self, session: Session) -> None:
-        self.remove(session.named(session.computed, self._size))
+        self._remove(session.named(session.computed, self._size))
 
     def report_to(self, facts: Facts) -> None:
         self._facts = facts
-        facts.tier("disk", self.blocks, self._block_of.values())
+        facts.tier(self.name, self.blocks, self._block_of.values())
 
     def check(self) -> None:
         assert sorted([*self._free, *self._block_of.values()]) == list(range(self.blocks))

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pensieve.core.plan import DiskLoad, DiskStore, StepPlan
-from pensieve.core.worker import DISK_STAGING_BYTES
+from pensieve.core.plan import GPU, Move, Moved, StepPlan
+from pensieve.core.worker import STAGING_BYTES
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers.link import Link
 from pensieve.device.transfers.transfer import Transfer
@@ -30,9 +30,22 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
+class _Store:
+    """left: chunks that are not written yet. gone: keys of those that will not be."""
+
+    ticket: int
+    left: int
+    gone: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class _Write:
+    """A chunk of a store: to block dst of the file."""
+
     number: int
-    store: DiskStore
+    store: _Store
+    key: bytes
+    dst: int
     staged: torch.Tensor  # [layers, chunk_tokens, 2, kv_heads, head_dim]
 
 
@@ -41,7 +54,7 @@ class _Read:
     """marks: one a layer, set when it has come, or something else has."""
 
     number: int
-    load: DiskLoad
+    load: Move
     marks: list[threading.Event]
     wrong: set[int] = field(default_factory=set)  # which of its chunks are not what was asked for
 
@@ -63,22 +76,22 @@ class DiskOptions:
 
 
 class DiskTransfer(Transfer):
-    """Performs DiskStores and DiskLoads beside the compute, one at a time. Reads go first, but for writes to their blocks
+    """Performs moves from and to the file beside the compute, one at a time. Reads go first, but for writes to their blocks
     that were ordered before them: so a block of the file may be given to another chunk while it is still to be read, and a
     chunk be asked for while it is still to be written.
 
     What is to be written is copied in memory first, since its block is used again at once; where more than `staging_bytes`
-    wait, it is not written (unkept). What is read is checked layer by layer; a layer that is not what was written is zeroed,
-    the load is reported as `unread` and the chunk as `unkept`. The attention of a layer waits for that layer of the loads
+    wait, it is not written. What is read is checked layer by layer; a layer that is not what was written is zeroed, the load
+    has failed and the chunk is gone. The attention of a layer waits for that layer of the loads
     that bring blocks of its rows, as for swap-ins. GPU blocks must be in RAM.
     """
 
     def __init__(
-        self, tensors: KvTensors, link: Link | None, file: PoolFile, staging_bytes: int = DISK_STAGING_BYTES
+        self, tensors: KvTensors, link: Link | None, file: PoolFile, staging_bytes: int = STAGING_BYTES
     ) -> None:
         assert tensors.device.type == "cpu"
         super().__init__(tensors, link)
-        self.disk_load_s, self.disk_kept = file.measure_s(), file.kept
+        self.below_load_s, self.below_kept = file.measure_s(), file.kept
         self._file, self._staging_bytes = file, staging_bytes
         self.read_bytes = self.written_bytes = 0
         self._staged_bytes = 0
@@ -88,8 +101,7 @@ class DiskTransfer(Transfer):
         self._numbers, self._closing = 0, False
         self._reads: list[_Read] = []  # under way, oldest first
         self._required_read: _Read | None = None
-        self._unread: list[int] = []
-        self._unkept: SimpleQueue[bytes] = SimpleQueue()
+        self._stored: SimpleQueue[Moved] = SimpleQueue()
         self._lock = threading.Lock()  # of the counts
         self._waited_ns = 0
         self._thread = threading.Thread(target=self._run, name="pensieve-disk", daemon=True)
@@ -99,27 +111,45 @@ class DiskTransfer(Transfer):
 
     def begin(self, plan: StepPlan) -> int:
         """Returns when the blocks that are to be written may be used again: they are read before anything is copied."""
-        for one in plan.disk:
-            self._numbers += 1
-            if isinstance(one, DiskLoad):
-                read = _Read(self._numbers, one, [threading.Event() for _ in range(self._tensors.layers)])
-                self._reads.append(read)
-                with self._changed:
-                    self._to_read.append(read)
-                    self._changed.notify()
+        for move in plan.moves:
+            if not move.keys:
                 continue
+            if move.target != GPU:
+                self._store(move)
+                continue
+            self._numbers += 1
+            read = _Read(self._numbers, move, [threading.Event() for _ in range(self._tensors.layers)])
+            self._reads.append(read)
+            with self._changed:
+                self._to_read.append(read)
+                self._changed.notify()
+        return super().begin(plan)
+
+    def _store(self, move: Move) -> None:
+        pool = self._tensors.gpu if move.source == GPU else self._tensors.cpu
+        store = _Store(move.ticket, len(move.keys))
+        for key, src, dst in zip(move.keys, move.src, move.dst, strict=True):
+            self._numbers += 1
             with self._lock:
                 full = self._staged_bytes + self._tensors.block_bytes > self._staging_bytes
                 self._staged_bytes += 0 if full else self._tensors.block_bytes
             if full:
-                self._unkept.put(one.key)
+                self._stored_one(store, key, ok=False)
                 continue
-            pool = self._tensors.gpu if one.on_gpu else self._tensors.cpu
-            write = _Write(self._numbers, one, pool[:, one.src].clone())
+            write = _Write(self._numbers, store, key, dst, pool[:, src].clone())
             with self._changed:
                 self._to_write.append(write)
                 self._changed.notify()
-        return super().begin(plan)
+
+    def _stored_one(self, store: _Store, key: bytes, ok: bool) -> None:
+        """A chunk of it is written, or will not be."""
+        with self._lock:
+            store.left -= 1
+            if not ok:
+                store.gone.append(key)
+            over = not store.left
+        if over:
+            self._stored.put(Moved(store.ticket, not store.gone, tuple(store.gone)))
 
     def require(self, blocks: NDArray[np.int64]) -> bool:
         waits, self._required_read = super().require(blocks), None
@@ -140,21 +170,13 @@ class DiskTransfer(Transfer):
         waited, self._waited_ns = self._waited_ns, 0
         return super().stalled_ns() + waited
 
-    def done(self) -> tuple[int, ...]:
+    def moved(self) -> tuple[Moved, ...]:
         over = [read for read in self._reads if read.marks[-1].is_set()]
         self._reads = [read for read in self._reads if read not in over]
-        self._unread += [read.load.ticket for read in over if read.wrong]
-        return (*super().done(), *(read.load.ticket for read in over if not read.wrong))
-
-    def unread(self) -> tuple[int, ...]:
-        unread, self._unread = tuple(self._unread), []
-        return unread
-
-    def unkept(self) -> tuple[bytes, ...]:
-        keys = []
-        while not self._unkept.empty():
-            keys.append(self._unkept.get())
-        return tuple(keys)
+        stored = []
+        while not self._stored.empty():
+            stored.append(self._stored.get())
+        return (*super().moved(), *stored, *(_outcome(read) for read in over))
 
     def wait(self) -> bool:
         if super().wait():
@@ -199,22 +221,23 @@ class DiskTransfer(Transfer):
                 return self._to_write.popleft()
             read = self._to_read[0]
             blocks = set(read.load.src)
-            before = next((w for w in self._to_write if w.number < read.number and w.store.dst in blocks), None)
+            before = next((w for w in self._to_write if w.number < read.number and w.dst in blocks), None)
             if before is None:
                 return self._to_read.popleft()
             self._to_write.remove(before)
             return before
 
     def _write(self, order: _Write) -> None:
-        layers = [_bytes_of(layer) for layer in order.staged]
+        layers, ok = [_bytes_of(layer) for layer in order.staged], True
         try:
-            self._file.write(order.store.dst, order.store.key, layers)
+            self._file.write(order.dst, order.key, layers)
         except OSError as error:
             log.error("A chunk cannot be written to the file of cache.disk: %s", error)
-            self._unkept.put(order.store.key)
+            ok = False
         with self._lock:
             self._staged_bytes -= self._tensors.block_bytes
             self.written_bytes += self._tensors.block_bytes
+        self._stored_one(order.store, order.key, ok)
 
     def _read(self, order: _Read) -> None:
         load, wrong = order.load, order.wrong
@@ -230,8 +253,6 @@ class DiskTransfer(Transfer):
             mark.set()
 
     def _report(self, order: _Read) -> None:
-        for place in order.wrong:
-            self._unkept.put(order.load.keys[place])
         if order.wrong:
             count = len(order.load.keys)
             log.warning(
@@ -253,6 +274,11 @@ class DiskTransfer(Transfer):
         except OSError as error:
             log.error("The file of cache.disk cannot be read: %s", error)
             return False
+
+
+def _outcome(read: _Read) -> Moved:
+    gone = tuple(read.load.keys[place] for place in sorted(read.wrong))
+    return Moved(read.load.ticket, not gone, gone)
 
 
 def _bytes_of(layer: torch.Tensor) -> memoryview:

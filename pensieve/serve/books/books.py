@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from pensieve.core.cost import CostModel, PositionPrices, predicted_s
-from pensieve.core.facts import NOBODY_NOW, Admission, Computed, Facts, Found, Tier
-from pensieve.core.plan import Repeats, StepPlan, StepResult
+from pensieve.core.facts import NOBODY_NOW, Admission, Computed, Facts, Found
+from pensieve.core.plan import CPU, GPU, Repeats, StepPlan, StepResult, Tier
 from pensieve.core.request import Request, TokenArray
 from pensieve.core.session import Run, Session, tokens_in
 from pensieve.serve.books.content import Content
@@ -59,6 +58,8 @@ class Books(Facts):
         self._asked: dict[int, Asked] = {}  # by request
         self._residency: dict[int, Residency] = {}  # by request, at its admission, without what was read from disk
         self._records: dict[int, TurnRecord] = {}  # by request that has not ended
+        self._of_session: dict[str, dict[int, None]] = {}  # such requests by session, in their order
+        self._awaited_by: dict[int, int] = {}  # request by ticket of a copy that no collected plan has had
 
     def watch_content(self) -> None:
         """Record from now on how much of each prompt other sessions have had, where sessions can share KV. Called before the
@@ -153,6 +154,7 @@ class Books(Facts):
 
     def arrived(self, request: Request, turn: int, now_s: float) -> None:
         self._records[request.id] = TurnRecord.arrived(request, turn, now_s)
+        self._of_session.setdefault(request.session, {})[request.id] = None
 
     def admitting(self, request: Request, session: Session, keep: int, suffix: TokenArray[int]) -> None:
         had = len(session.tokens) if request.continues else keep
@@ -180,6 +182,10 @@ class Books(Facts):
 
     def ended(self, request: Request, status: str, reason: str | None, now_s: float, error: str | None) -> TurnRecord:
         record = self._records.pop(request.id)
+        own = self._of_session[request.session]
+        del own[request.id]
+        if not own:
+            del self._of_session[request.session]
         self._asked.pop(request.id, None)
         self._residency.pop(request.id, None)
         record.close(status, reason, now_s, error)
@@ -194,9 +200,10 @@ class Books(Facts):
             if self._content is None:
                 return None, None
             return self._content.findable(session, partial=found.names is None)
-        if (
-            "disk" in self._blocks
-        ):  # a block there serves all sessions that begin alike, and nobody counts what that saves
+        if self._blocks.keys() - {
+            GPU,
+            CPU,
+        }:  # a block there may serve all sessions that begin alike: nobody counts that
             return None, None
         own = min(asked.history, asked.keep)
         return min(own, self._inherited.get(session.number, 0)), asked.history
@@ -209,7 +216,10 @@ class Books(Facts):
     def expired(self) -> None:
         self.counts.forgotten_sessions += 1
 
-    def collected(self, plan: StepPlan | None, copied_for: Mapping[int, int], result: StepResult) -> None:
+    def awaited(self, ticket: int, session: Session) -> None:
+        self._awaited_by[ticket] = next(iter(self._of_session[session.name]))
+
+    def collected(self, plan: StepPlan | None, result: StepResult) -> None:
         counts = self.counts
         counts.steps += plan is not None
         counts.failed_steps += plan is not None and result.error is not None
@@ -220,22 +230,21 @@ class Books(Facts):
         counts.plan_bytes += result.plan_bytes
         counts.plan_ns += result.plan_ns
         counts.sent_plans += result.plan_bytes > 0
-        if plan is not None and copied_for:
-            self._count_copies(plan, copied_for, result)
+        if plan is not None and plan.moves:
+            self._count_copies(plan, GPU, CPU, result)
+            self._count_copies(plan, CPU, GPU, result)
 
-    def _count_copies(self, plan: StepPlan, copied_for: Mapping[int, int], result: StepResult) -> None:
+    def _count_copies(self, plan: StepPlan, source: Tier, target: Tier, result: StepResult) -> None:
         """Attribute the bytes that the step moved to the turns that waited for them. Blocks are equally large. What a
         failed step moved is unknown. The record of a closed request is not changed: it has been given out."""
-        column: Literal["h2d_bytes", "d2h_bytes"]
-        for column, copies, moved in (
-            ("h2d_bytes", plan.swap_in, result.h2d_bytes),
-            ("d2h_bytes", plan.swap_out, result.d2h_bytes),
-        ):
-            blocks = sum(len(copy.src) for copy in copies)
-            for copy in copies:
-                record = self._records.get(copied_for.get(copy.ticket, -1))
-                if record is not None:
-                    record.copied(column, moved // blocks * len(copy.src) if result.error is None else None)
+        copies = [move for move in plan.moves if move.source == source and move.target == target]
+        moved = result.h2d_bytes if target == GPU else result.d2h_bytes
+        blocks = sum(len(move.src) for move in copies)
+        for move in copies:
+            record = self._records.get(self._awaited_by.pop(move.ticket, -1))
+            if record is not None:
+                known = moved // blocks * len(move.src) if result.error is None else None
+                record.copied("h2d_bytes" if target == GPU else "d2h_bytes", known)
 
     def computed(self, plan: StepPlan, result: StepResult, rows: Sequence[Computed], now_s: float) -> None:
         if len(plan.rows) == 1:

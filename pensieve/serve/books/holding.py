@@ -18,7 +18,8 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from pensieve.core.facts import NOBODY_NOW, Tier
+from pensieve.core.facts import NOBODY_NOW
+from pensieve.core.plan import Tier
 
 TIERS: tuple[Tier, ...] = ("gpu", "cpu", "disk")
 
@@ -115,8 +116,9 @@ class Holding:
             self._totals.extend(total)
 
     def column(self, tier: Tier, blocks: int) -> Holders:
-        """Make the record of who pays for each block of a tier, all of them free."""
-        return Holders(self._accounts, TIERS.index(tier), blocks)
+        """Make the record of who pays for each block of a tier, all of them free. Whatever is below the CPU's counts as
+        disk."""
+        return Holders(self._accounts, TIERS.index(tier if tier in TIERS else "disk"), blocks)
 
     def until_now(self) -> dict[tuple[str, Tier], Held]:
         """Return what each session has held of each tier, where that is anything."""

@@ -9,13 +9,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from pensieve.core.cache.base import CacheManager
+from pensieve.core.cache.base import CacheManager, LowerTier
 from pensieve.core.clock import Clock
 from pensieve.core.cost import CostModel
 from pensieve.core.engine import Engine
 from pensieve.core.event import Event
-from pensieve.core.facts import Tier
-from pensieve.core.plan import StartReport
+from pensieve.core.plan import StartReport, Tier
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
 from pensieve.core.request import Request
 from pensieve.core.scheduler.composition import SchedulerSettings, high_watermark
@@ -23,13 +22,12 @@ from pensieve.core.scheduler.copy_ahead import CopyChoice, choose_copy_ahead
 from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.core.worker import Worker
 from pensieve.errors import WorkerError
-from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.serve.books.books import Books
 from pensieve.serve.books.holding import Held
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import Capabilities, Listener
 from pensieve.serve.tokenizer import Tokenizer
-from pensieve.sim.fast_forward import scheduler_for
+from pensieve.sim.fast_forward import forward_for
 from pensieve.sim.mistaken import mistaken
 from pensieve.specs import HardwareSpec, ModelSpec
 
@@ -43,8 +41,8 @@ class EngineSystem(ABC):
     the wall.
 
     cache: factory(policy=, chunk_tokens=, gpu_blocks=, cpu_blocks=). policy: factory(PolicyContext). gpu_blocks: a number,
-    or what measures how many fit, asked by `start`. costs: what chunks cost, where it was measured before; None: the worker
-    is asked.
+    or what measures how many fit, asked by `start`. below: a tier under the CPU's. costs: what chunks cost, where it was
+    measured before; None: the worker is asked.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class EngineSystem(ABC):
         gpu_blocks: int | Callable[[], int],
         cpu_blocks: int,
         chunk_tokens: int,
-        disk_blocks: int = 0,
+        below: LowerTier | None = None,
         tokenizer: Tokenizer | None = None,
         seed: int = 0,
         labels: Mapping[str, str] | None = None,
@@ -74,7 +72,7 @@ class EngineSystem(ABC):
         self._scheduler_settings = scheduler
         self._measure_gpu_blocks = gpu_blocks if callable(gpu_blocks) else None
         self._gpu_blocks = 0 if callable(gpu_blocks) else gpu_blocks
-        self._cpu_blocks, self._chunk_tokens, self._disk_blocks = cpu_blocks, chunk_tokens, disk_blocks
+        self._cpu_blocks, self._chunk_tokens, self._below = cpu_blocks, chunk_tokens, below
         self._tokenizer, self._seed, self._labels = tokenizer, seed, dict(labels or {})
         self._limits = limits or MemoryLimits()
         self._listeners: dict[int, Listener] = {}  # by request, of those who are told about theirs
@@ -127,11 +125,9 @@ class EngineSystem(ABC):
             gpu_blocks=self._gpu_blocks,
             cpu_blocks=self._cpu_blocks,
         )
-        below: DiskTier | None = None
-        if self._disk_blocks:
-            kept, counts = report.disk_kept, cache.counters.extra
-            below = DiskTier(self._disk_blocks, size, report.disk_load_s, parts, believed, kept, counts)
-        cache.begin(cost=believed, layers=parts, batch_tokens=settings.max_batch_tokens, below=below)
+        cache.begin(
+            cost=believed, layers=parts, batch_tokens=settings.max_batch_tokens, below=self._below, report=report
+        )
         self._copy_choice = choose_copy_ahead(
             settings.copy_ahead,
             cache.cpu_blocks,
@@ -153,7 +149,7 @@ class EngineSystem(ABC):
             limits=self._limits,
             cost=believed,
             facts=self.books,
-            scheduler=scheduler_for(self._worker.computes, self._worker.depth),
+            forward=forward_for(self._worker.computes, self._worker.depth),
         )
         return report
 
@@ -246,12 +242,11 @@ class EngineSystem(ABC):
         gpu_blocks_used: with KV, or reserved for a request that runs.
         """
         engine = self.engine
-        cache, scheduler = engine.cache, engine.scheduler
-        disk = {"disk_blocks_used": (cache.below.used, "blocks")} if cache.below.blocks else {}
+        cache, scheduler, below = engine.cache, engine.scheduler, engine.cache.below
         return {
             "gpu_blocks_used": (cache.gpu_blocks_used, "blocks"),
             "cpu_blocks_used": (cache.cpu_blocks_used, "blocks"),
-            **disk,
+            **({f"{below.name}_blocks_used": (below.used, "blocks")} if below.blocks else {}),
             "queue_length": (len(scheduler.queue), "requests"),
             "running_requests": (len(scheduler.running), "requests"),
         }
@@ -294,7 +289,7 @@ class EngineSystem(ABC):
             "copy_ahead": self._copy_choice.mode if cache.cpu_blocks else "none",
             "copy_ahead_note": self._copy_choice.note,
             "simulated": self.clock.virtual,
-            "shares": cache.shares,
+            "shares": cache.room.shares,
             "cost": self.cost.describe(),
             **cache.chosen,
         }

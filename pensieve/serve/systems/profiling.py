@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from pensieve.core.clock import Clock
-from pensieve.core.plan import Copy, Row, Sample, StepPlan
+from pensieve.core.plan import Row, Sample, StepPlan, swap_in, swap_out
 from pensieve.core.worker import Worker
 from pensieve.errors import WorkerError
 from pensieve.sim.profile import Profile, measure
@@ -99,8 +99,7 @@ def load_s(worker: Worker, clock: Clock, blocks: int, inward: bool = True) -> fl
     fastest: dict[int, float] = {}
     for count in (few, blocks) * _TRANSFER_ROUNDS:
         some = tuple(range(count))
-        copies = (Copy(-1, some, some, urgent=not inward),)
-        plan = StepPlan(step=-1, swap_in=copies) if inward else StepPlan(step=-1, swap_out=copies)
+        plan = StepPlan(step=-1, moves=(swap_in(-1, some, some) if inward else swap_out(-1, some, some, urgent=True),))
         took = _seconds(worker, clock, plan) if count else 0.0
         fastest[count] = min(took, fastest.get(count, took))
     added = (fastest[blocks] - fastest[few]) / (blocks - few)
@@ -117,8 +116,8 @@ def hidden_share(worker: Worker, clock: Clock, chunk_tokens: int, blocks: int) -
     tokens = tuple(i % 250 for i in range(chunk_tokens))
     row = Row(slot=0, runs=((0, chunk_tokens),), tokens=tokens, sample=Sample(chunk_tokens))
     compute = StepPlan(step=-1, rows=(row,), tables=((0, 0, (0,)),))
-    copy = StepPlan(step=-1, swap_out=(Copy(-1, some, some, urgent=True),))
-    both = replace(compute, swap_out=copy.swap_out)
+    copy = StepPlan(step=-1, moves=(swap_out(-1, some, some, urgent=True),))
+    both = replace(compute, moves=copy.moves)
     fastest: dict[str, float] = {}
     for name, plan in (("compute", compute), ("copy", copy), ("both", both)) * _HIDING_ROUNDS:
         took = _seconds(worker, clock, plan)
@@ -131,12 +130,12 @@ def _seconds(worker: Worker, clock: Clock, plan: StepPlan) -> float:
     """Seconds from the launch of a plan until it and its copies are done."""
     began = clock.now_ns()
     worker.launch(plan)
-    waits_for, computed = {copy.ticket for copy in (*plan.swap_in, *plan.swap_out)}, False
+    waits_for, computed = {move.ticket for move in plan.moves}, False
     while waits_for or not computed:
         result = worker.collect(None)
         assert result is not None
-        if result.error is not None or result.failed:
+        if result.error is not None or not all(one.ok for one in result.moved):
             raise WorkerError(f"Profiling failed: {result.error or 'a copy between the tiers failed.'}")
-        waits_for -= set(result.done)
+        waits_for -= {one.ticket for one in result.moved}
         computed = computed or result.step is not None
     return (clock.now_ns() - began) / 1e9

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from pensieve.core.clock import WallClock
-from pensieve.core.plan import Copy, Row, Sample, StepPlan, StepResult
+from pensieve.core.plan import Move, Row, Sample, StepPlan, StepResult
 from pensieve.device.attention import IMPLEMENTATION
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.options import TorchOptions
@@ -150,10 +150,9 @@ class Driver:
         self,
         rows: Iterable[Row] = (),
         tables: Iterable[tuple[int, int, tuple[int, ...]]] = (),
-        swap_in: Iterable[Copy] = (),
-        swap_out: Iterable[Copy] = (),
+        moves: Iterable[Move] = (),
     ) -> StepResult:
-        self.worker.launch(self.plan(rows, tables, swap_in, swap_out))
+        self.worker.launch(self.plan(rows, tables, moves))
         result = self.worker.collect(None)
         assert result is not None
         assert result.step == self.steps
@@ -163,16 +162,15 @@ class Driver:
         self,
         rows: Iterable[Row] = (),
         tables: Iterable[tuple[int, int, tuple[int, ...]]] = (),
-        swap_in: Iterable[Copy] = (),
-        swap_out: Iterable[Copy] = (),
+        moves: Iterable[Move] = (),
     ) -> StepPlan:
         self.steps += 1
-        return StepPlan(self.steps, tuple(rows), tuple(tables), tuple(swap_in), tuple(swap_out))
+        return StepPlan(self.steps, tuple(rows), tuple(tables), tuple(moves))
 
-    def step(self, *rows: Row, swap_in: Iterable[Copy] = (), swap_out: Iterable[Copy] = ()) -> StepResult:
+    def step(self, *rows: Row, moves: Iterable[Move] = ()) -> StepResult:
         """Allocate what the rows lack, perform, and append the sampled tokens."""
         deltas = [delta for row in rows for delta in self.allocate(row.slot, row.runs[-1][1])]
-        result = self.perform(rows, deltas, swap_in, swap_out)
+        result = self.perform(rows, deltas, moves)
         assert result.error is None, result.error
         for slot, token in result.tokens.items():
             self.tokens[slot].append(token)

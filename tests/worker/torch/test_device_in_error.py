@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pensieve.core.clock import WallClock
-from pensieve.core.plan import Copy, Row, Sample, StepPlan
+from pensieve.core.plan import Moved, Row, Sample, StepPlan, swap_out
 from pensieve.device.model import LoadedModel
 from pensieve.device.transfers import lanes
 from pensieve.device.transfers.lanes import CudaLink
@@ -69,18 +69,18 @@ def test_steps_fail_with_a_sentence_and_copies_under_way_fail_once(
     device = Device()
     driver = Driver(llama, link=device)
     row, deltas = driver.prompt_row(0, random_tokens(12, 0)), driver.allocate(0, 12)
-    assert driver.perform([row], deltas, swap_out=[Copy(5, (90,), (1,))]).error is None
+    assert driver.perform([row], deltas, moves=[swap_out(5, (90,), (1,))]).error is None
 
     def breaks(batch: object) -> torch.Tensor:
         device.fails = True
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(driver.worker, "_forward", breaks)
-    result = driver.perform([row], swap_out=[Copy(6, (91,), (2,))])
+    result = driver.perform([row], moves=[swap_out(6, (91,), (2,))])
     assert "illegal memory access" in (result.error or "") and "\n" not in (result.error or "")
-    assert (result.done, result.failed) == ((), (5,)), "those of the failed plan are void, and not reported"
-    later = driver.perform([row], swap_out=[Copy(7, (91,), (2,))])
-    assert "illegal memory access" in (later.error or "") and later.failed == ()
+    assert result.moved == (Moved(5, ok=False),), "those of the failed plan are void, and not reported"
+    later = driver.perform([row], moves=[swap_out(7, (91,), (2,))])
+    assert "illegal memory access" in (later.error or "") and later.moved == ()
     assert driver.worker.collect(None) is None
     driver.worker.close()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.core.plan import Copy
+from pensieve.core.plan import Moved, swap_in, swap_out
 from pensieve.device.model import LoadedModel
 
 from .driver import Driver, converse, plain_generate, plain_logits, random_tokens
@@ -47,9 +47,9 @@ def test_through_the_cpu_tier(model: LoadedModel) -> None:
     old = [block for block in driver.tables[0] if block is not None]
     homes = list(range(len(old)))[::-1]
     result = driver.perform(
-        swap_out=[Copy(5, tuple(old[:3]), tuple(homes[:3])), Copy(6, tuple(old[3:]), tuple(homes[3:]))]
+        moves=[swap_out(5, tuple(old[:3]), tuple(homes[:3])), swap_out(6, tuple(old[3:]), tuple(homes[3:]))]
     )
-    assert sorted(result.done) == [5, 6]
+    assert sorted(result.moved) == [Moved(5), Moved(6)]
     assert result.d2h_bytes == len(old) * driver.worker.tensors.block_bytes
     for chunk in range(len(old)):
         driver.release(0, chunk)
@@ -57,8 +57,8 @@ def test_through_the_cpu_tier(model: LoadedModel) -> None:
     deltas = driver.allocate(0, len(driver.tokens[0]))
     new = [block for _, _, (block,) in deltas[: len(old)]]
     assert not set(new) & set(old)
-    result = driver.perform([row], deltas, swap_in=[Copy(7, tuple(homes), tuple(new))])
-    assert result.done == (7,)
+    result = driver.perform([row], deltas, moves=[swap_in(7, tuple(homes), tuple(new))])
+    assert result.moved == (Moved(7),)
     assert result.h2d_bytes == len(old) * driver.worker.tensors.block_bytes
     driver.tokens[0].append(result.tokens[0])
     driver.check_logits(0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.plan import Copy, Row, Sample
+from pensieve.core.plan import Row, Sample, swap_in, swap_out
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request, Sampling
 from pensieve.core.scheduler.composition import SchedulerSettings
@@ -79,14 +79,14 @@ def test_a_replay_waits_for_what_is_loaded() -> None:
     driver.step(driver.prompt_row(0, random_tokens(30, 1)))
     old = [block for block in driver.tables[0] if block is not None]
     homes = tuple(range(len(old)))
-    driver.perform(swap_out=[Copy(1, tuple(old), homes)])
+    driver.perform(moves=[swap_out(1, tuple(old), homes)])
     for chunk in range(len(old)):
         driver.release(0, chunk)
     row = driver.decode_row(0)
     deltas = driver.allocate(0, len(driver.tokens[0]))
     new = tuple(block for _, _, (block,) in deltas[: len(old)])
     before = recorder.replayed
-    result = driver.perform([row], deltas, swap_in=[Copy(2, homes, new)])
+    result = driver.perform([row], deltas, moves=[swap_in(2, homes, new)])
     assert recorder.replayed == before + 1
     driver.tokens[0].append(result.tokens[0])
     driver.check_logits(0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pensieve.core.clock import WallClock
-from pensieve.core.plan import Copy, Row, Sample
+from pensieve.core.plan import Moved, Row, Sample, swap_out
 from pensieve.device.model import LoadedModel
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
@@ -42,8 +42,8 @@ def test_nothing_launched_is_none(llama: LoadedModel) -> None:
 
 def test_copies_only(llama: LoadedModel) -> None:
     driver = Driver(llama)
-    result = driver.perform(swap_out=[Copy(3, (0,), (1,))])
-    assert (result.done, result.tokens, result.ended_ns, result.compute_ns) == ((3,), {}, None, 0)
+    result = driver.perform(moves=[swap_out(3, (0,), (1,))])
+    assert (result.moved, result.tokens, result.ended_ns, result.compute_ns) == ((Moved(3),), {}, None, 0)
     assert result.stall_ns > 0
 
 
@@ -76,11 +76,11 @@ def test_an_exception_in_the_forward_fails_the_step_only(llama: LoadedModel, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(driver.worker, "_forward", broken)
-        result = driver.perform([row], deltas, swap_out=[Copy(9, (0,), (0,))])
+        result = driver.perform([row], deltas, moves=[swap_out(9, (0,), (0,))])
     assert result.error is not None
     assert "out of memory" in result.error
     assert result.tokens == {}
-    assert (result.done, result.failed) == ((), ()), "the copies of a failed plan are over, and void"
+    assert result.moved == (), "the copies of a failed plan are over, and void"
     assert driver.perform([row]).error is None, "the block tables of the failed plan stand"
 
 

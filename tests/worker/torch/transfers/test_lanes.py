@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pensieve.core.block_runs import BlockRun
-from pensieve.core.plan import Copy
+from pensieve.core.plan import Moved, swap_in, swap_out
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers.lanes import CudaLink
 from pensieve.device.transfers.link import Haul
@@ -89,35 +89,35 @@ def test_a_layer_waits_for_its_own_load_only(open_at_the_end: Any, monkeypatch: 
     transfer, tensors, gate = gated()
     open_at_the_end(transfer, gate)
     tensors.cpu[:, 3] = 7.0
-    transfer.swap_in([Copy(1, (3,), (5,))])
+    transfer.swap_in([swap_in(1, (3,), (5,))])
     assert transfer.require(rows(0, 5))
     gate.let(1)
     transfer.wait_for_layer(0)
     assert (tensors.gpu[0, 5] == 7.0).all() and not tensors.gpu[1, 5].any()
-    assert transfer.done() == ()
+    assert transfer.moved() == ()
     threading.Timer(0.05, gate.let, [1]).start()
     transfer.wait_for_layer(1)
     assert (tensors.gpu[1, 5] == 7.0).all()
     assert transfer.stalled_ns() == 57
-    assert transfer.done() == (1,) and transfer.done() == ()
+    assert transfer.moved() == (Moved(1),) and transfer.moved() == ()
     assert not transfer.require(rows(5)) and transfer.stalled_ns() == 0
 
 
 def test_rows_that_attend_to_none_of_the_loaded_blocks_do_not_wait(open_at_the_end: Any) -> None:
     transfer, _, gate = gated()
     open_at_the_end(transfer, gate)
-    transfer.swap_in([Copy(1, (0, 1), (4, 5))])
-    transfer.swap_in([Copy(2, (2,), (6,))])
+    transfer.swap_in([swap_in(1, (0, 1), (4, 5))])
+    transfer.swap_in([swap_in(2, (2,), (6,))])
     assert not transfer.require(rows(0, 1, 2, -1))
     transfer.wait_for_layer(1)  # would hang
     assert transfer.require(rows(0, 1, 5))
     gate.let(LAYERS)
     transfer.wait_for_layer(1)
-    until(lambda: transfer.done() == (1,))
+    until(lambda: transfer.moved() == (Moved(1),))
     assert transfer.require(rows(4, 5, 6)), "the second plan's load is still under way"
     gate.let(LAYERS)
     transfer.wait_for_layer(1)
-    assert transfer.wait() and transfer.done() == (2,)
+    assert transfer.wait() and transfer.moved() == (Moved(2),)
     assert not transfer.wait(), "nothing is under way"
 
 
@@ -126,7 +126,7 @@ def test_without_require_a_forward_waits_for_all_loads(open_at_the_end: Any, mon
     transfer, tensors, gate = gated()
     tensors.cpu[:, 0] = 7.0
     open_at_the_end(transfer, gate)
-    transfer.swap_in([Copy(1, (0,), (4,))])
+    transfer.swap_in([swap_in(1, (0,), (4,))])
     transfer.swap_in([])
     threading.Timer(0.03, gate.let, [LAYERS]).start()
     transfer.wait_for_layer(LAYERS - 1)
@@ -137,9 +137,9 @@ def test_without_require_a_forward_waits_for_all_loads(open_at_the_end: Any, mon
 def test_swap_outs_wait_for_loads_unless_urgent(urgent: bool, open_at_the_end: Any) -> None:
     transfer, _, gate = gated()
     open_at_the_end(transfer, gate)
-    transfer.swap_in([Copy(1, (0,), (4,))])
+    transfer.swap_in([swap_in(1, (0,), (4,))])
     until(lambda: transfer._link.inward._orders.empty())  # the load is at the gate
-    transfer.swap_out([Copy(2, (8,), (9,), urgent)])
+    transfer.swap_out([swap_out(2, (8,), (9,), urgent)])
     if urgent:
         until(lambda: transfer._link.outward._orders.empty())
         gate.let(2 * LAYERS)
@@ -147,10 +147,10 @@ def test_swap_outs_wait_for_loads_unless_urgent(urgent: bool, open_at_the_end: A
         assert sorted(gate.made) == ["in0", "in1", "out0", "out1"]
     else:
         gate.let(LAYERS)
-        until(lambda: transfer.done() == (1,))
+        until(lambda: transfer.moved() == (Moved(1),))
         assert gate.made == ["in0", "in1"]
         gate.let(LAYERS)
-        assert transfer.wait() and transfer.done() == (2,)
+        assert transfer.wait() and transfer.moved() == (Moved(2),)
         assert gate.made == ["in0", "in1", "out0", "out1"]
 
 
@@ -167,12 +167,12 @@ def test_an_urgent_swap_out_passes_a_load_that_is_stuck(open_at_the_end: Any) ->
     transfer.close()
     transfer = Transfer(transfer._tensors, ThreadLink(copy=copy))
     open_at_the_end(transfer, gate)
-    transfer.swap_in([Copy(1, (0,), (4,))])
-    transfer.swap_out([Copy(2, (8,), (9,)), Copy(3, (7,), (6,), True)])
-    assert transfer.wait() and transfer.done() == (3,)
+    transfer.swap_in([swap_in(1, (0,), (4,))])
+    transfer.swap_out([swap_out(2, (8,), (9,)), swap_out(3, (7,), (6,), True)])
+    assert transfer.wait() and transfer.moved() == (Moved(3),)
     stuck.set()
     transfer.finish()
-    assert sorted(transfer.done()) == [1, 2] and passes is gate.passes
+    assert sorted(transfer.moved()) == [Moved(1), Moved(2)] and passes is gate.passes
 
 
 def test_a_failed_load_fails_whoever_needs_it_and_nobody_else(open_at_the_end: Any) -> None:
@@ -180,8 +180,8 @@ def test_a_failed_load_fails_whoever_needs_it_and_nobody_else(open_at_the_end: A
     open_at_the_end(transfer, gate)
     gate.let(100)
     tensors.gpu[:, 8] = 3.0
-    transfer.swap_in([Copy(1, (0,), (4,))])
-    transfer.swap_out([Copy(2, (8,), (9,))])
+    transfer.swap_in([swap_in(1, (0,), (4,))])
+    transfer.swap_out([swap_out(2, (8,), (9,))])
     assert transfer._required is not None
     transfer.wait_for_layer(0)
     with pytest.raises(RuntimeError, match="in1 is broken"):
@@ -190,24 +190,24 @@ def test_a_failed_load_fails_whoever_needs_it_and_nobody_else(open_at_the_end: A
     assert not transfer.require(rows(0, 1))
     with pytest.raises(RuntimeError, match="in1 is broken"):
         transfer.require(rows(0, 4))
-    assert (transfer.done(), transfer.failed()) == ((2,), (1,))
+    assert sorted(transfer.moved()) == [Moved(1, ok=False), Moved(2)]
     assert (tensors.cpu[:, 9] == 3.0).all()
     assert not transfer.require(rows(0, 4)), "it was reported; the blocks are somebody else's"
     gate.fails = lambda name: False
-    transfer.swap_in([Copy(3, (0,), (4,))])
+    transfer.swap_in([swap_in(3, (0,), (4,))])
     transfer.wait_for_layer(1)
-    assert transfer.done() == (3,)
+    assert transfer.moved() == (Moved(3),)
 
 
 def test_abandoned_tickets_are_never_reported(open_at_the_end: Any) -> None:
     transfer, _, gate = gated(fails=lambda name: name == "out0")
     open_at_the_end(transfer, gate)
     gate.let(100)
-    transfer.swap_in([Copy(1, (0,), (4,))])
-    transfer.swap_in([Copy(2, (1,), (5,))])
-    transfer.swap_out([Copy(3, (8,), (9,))])
+    transfer.swap_in([swap_in(1, (0,), (4,))])
+    transfer.swap_in([swap_in(2, (1,), (5,))])
+    transfer.swap_out([swap_out(3, (8,), (9,))])
     transfer.abandon([2, 3])
-    assert (transfer.done(), transfer.failed()) == ((1,), ())
+    assert transfer.moved() == (Moved(1),)
 
 
 def test_a_link_keeps_its_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_a_link_keeps_its_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = KvTensors(tiny_spec("llama"), 4, BLOCKS, BLOCKS, torch.device("cpu"), torch.float32)
     gate = Gate(names={tensors.gpu[layer].data_ptr(): f"in{layer}" for layer in range(LAYERS)})
     transfer = Transfer(tensors, ThreadLink(bytes_per_s=8 * tensors.block_bytes / 0.1, copy=gate))
-    assert transfer.swap_in([Copy(1, tuple(range(8)), tuple(range(8)))]) == 0
+    assert transfer.swap_in([swap_in(1, tuple(range(8)), tuple(range(8)))]) == 0
     assert gate.made == [], "the caller is not held up"
     gate.let(LAYERS)
     transfer.finish()
@@ -238,16 +238,16 @@ def test_a_step_goes_on_beside_loads_it_does_not_need_and_reports_them_later() -
         gate.names[tensors.gpu[layer].data_ptr()] = "in"
         gate.names[tensors.cpu[layer].data_ptr()] = "out"
     driver.step(driver.prompt_row(0, random_tokens(12, 0)))
-    result = driver.step(driver.decode_row(0), swap_in=[Copy(7, (0,), (driver.free[-1],))])
-    assert (result.error, result.done) == (None, ())
+    result = driver.step(driver.decode_row(0), moves=[swap_in(7, (0,), (driver.free[-1],))])
+    assert (result.error, result.moved) == (None, ())
     gate.let(LAYERS)
     late = worker.collect(None)
-    assert late is not None and (late.step, late.done) == (None, (7,))
+    assert late is not None and (late.step, late.moved) == (None, (Moved(7),))
     assert worker.collect(None) is None
     gate.fails = lambda name: True
     gate.let(LAYERS)
-    results = [driver.perform(swap_out=[Copy(8, (0,), (1,))]), worker.collect(None)]
-    assert [r.failed for r in results if r is not None and r.failed] == [(8,)]
+    results = [driver.perform(moves=[swap_out(8, (0,), (1,))]), worker.collect(None)]
+    assert [r.moved for r in results if r is not None and r.moved] == [(Moved(8, ok=False),)]
     worker.close()
 
 
@@ -296,11 +296,11 @@ def test_cuda_streams_wait_as_the_threads_do(monkeypatch: pytest.MonkeyPatch) ->
     tensors = KvTensors(tiny_spec("llama"), 4, BLOCKS, BLOCKS, torch.device("cpu"), torch.float32)
     tensors.cpu[:, 0] = 5.0
     transfer = Transfer(tensors, CudaLink(torch.device("cpu")))
-    transfer.swap_in([Copy(1, (0,), (4,))])
+    transfer.swap_in([swap_in(1, (0,), (4,))])
     assert log == ["on in", "in marks", "in marks"], "a layer, an event"
     assert (tensors.gpu[:, 4] == 5.0).all()
     log.clear()
-    transfer.swap_out([Copy(2, (8,), (9,)), Copy(3, (7,), (6,), True)])
+    transfer.swap_out([swap_out(2, (8,), (9,)), swap_out(3, (7,), (6,), True)])
     assert log[:4] == ["compute marks", "on out", "out waits for compute's mark 1", "out marks"], "the urgent one first"
     assert log[5:9] == ["compute marks", "on out", "out waits for compute's mark 6", "out waits for in's mark 3"]
     log.clear()
@@ -308,7 +308,7 @@ def test_cuda_streams_wait_as_the_threads_do(monkeypatch: pytest.MonkeyPatch) ->
     transfer.wait_for_layer(1)
     assert log == ["compute times", "compute waits for in's mark 3", "compute times"]
     assert transfer.stalled_ns() == 2e6
-    assert transfer.done() == (), "no event was reached, and nobody waited for one"
+    assert transfer.moved() == (), "no event was reached, and nobody waited for one"
 
 
 def test_a_lane_copies_as_its_copier_does(monkeypatch: pytest.MonkeyPatch) -> None:

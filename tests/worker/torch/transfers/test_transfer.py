@@ -4,8 +4,8 @@ import random
 
 import torch
 
-from pensieve.core.block_runs import BlockRun, merge_copies
-from pensieve.core.plan import Copy
+from pensieve.core.block_runs import BlockRun, merge_moves
+from pensieve.core.plan import swap_in, swap_out
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers.transfer import Transfer
 from tests.worker.torch.driver import tiny_spec
@@ -16,13 +16,13 @@ def _tensors(gpu_blocks: int = 24, cpu_blocks: int = 24) -> KvTensors:
 
 
 def test_adjacent_blocks_merge_whatever_their_order_and_ticket() -> None:
-    copies = [Copy(1, (7, 5), (3, 1)), Copy(2, (6, 9, 10), (2, 4, 6))]
-    assert merge_copies(copies) == [BlockRun(5, 1, 3), BlockRun(9, 4, 1), BlockRun(10, 6, 1)]
-    assert merge_copies([]) == []
+    copies = [swap_in(1, (7, 5), (3, 1)), swap_in(2, (6, 9, 10), (2, 4, 6))]
+    assert merge_moves(copies) == [BlockRun(5, 1, 3), BlockRun(9, 4, 1), BlockRun(10, 6, 1)]
+    assert merge_moves([]) == []
 
 
 def test_blocks_adjacent_on_one_side_only_stay_apart() -> None:
-    assert merge_copies([Copy(1, (1, 2), (5, 4))]) == [BlockRun(1, 5, 1), BlockRun(2, 4, 1)]
+    assert merge_moves([swap_in(1, (1, 2), (5, 4))]) == [BlockRun(1, 5, 1), BlockRun(2, 4, 1)]
 
 
 def test_a_round_trip_is_byte_for_byte_and_touches_nothing_else() -> None:
@@ -36,14 +36,16 @@ def test_a_round_trip_is_byte_for_byte_and_touches_nothing_else() -> None:
     out_of, home = source.sample(range(24), 11), source.sample(range(24), 11)
     back = source.sample(range(24), 11)
 
-    transfer.swap_out([Copy(1, tuple(out_of[:4]), tuple(home[:4])), Copy(2, tuple(out_of[4:]), tuple(home[4:]))])
+    transfer.swap_out(
+        [swap_out(1, tuple(out_of[:4]), tuple(home[:4])), swap_out(2, tuple(out_of[4:]), tuple(home[4:]))]
+    )
     kept = tensors.cpu.view(torch.uint8)
     for block, at in zip(out_of, home, strict=True):
         assert torch.equal(kept[:, at], before[:, block])
     untouched = [block for block in range(24) if block not in home]
     assert (kept[:, untouched] == 0xA5).all()
 
-    transfer.swap_in([Copy(3, tuple(home), tuple(back))])
+    transfer.swap_in([swap_in(3, tuple(home), tuple(back))])
     now = tensors.gpu.view(torch.uint8)
     for block, at in zip(out_of, back, strict=True):
         assert torch.equal(now[:, at], before[:, block])
@@ -56,8 +58,8 @@ def test_bytes_and_fragments_are_counted() -> None:
     transfer = Transfer(tensors)
     assert transfer.mean_fragment_bytes == 0.0
     assert transfer.swap_out([]) == 0
-    transfer.swap_out([Copy(1, (0, 1, 2, 9), (4, 5, 6, 7))])  # runs of 3 and 1, in each of 2 layers
-    transfer.swap_in([Copy(2, (4,), (20,))])
+    transfer.swap_out([swap_out(1, (0, 1, 2, 9), (4, 5, 6, 7))])  # runs of 3 and 1, in each of 2 layers
+    transfer.swap_in([swap_in(2, (4,), (20,))])
     layer_block = 4 * 2 * 2 * 16 * 4  # tokens, K and V, KV heads, head_dim, bytes
     assert tensors.layer_block_bytes == layer_block
     assert (transfer.d2h_bytes, transfer.h2d_bytes) == (4 * 2 * layer_block, 2 * layer_block)
