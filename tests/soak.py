@@ -24,6 +24,7 @@ from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request, Sampling, tokens_of
 from pensieve.core.scheduler.composition import SchedulerSettings, split, unified
+from pensieve.device.asked import ModelAsked
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.options import TorchOptions
 from pensieve.plugins.caches.prefix import PrefixCache
@@ -208,7 +209,7 @@ def _cost(chunk: int, load: float) -> Profile:
 def _model(architecture: tuple[tuple[str, Any], ...], attention: str) -> LoadedModel:
     fields = dict(architecture)
     spec = ModelSpec.from_architecture(str(fields["model_type"]), fields)
-    return load_model(spec, "random", None, None, 0, "cpu", threads=1, attention=attention)
+    return load_model(ModelAsked(spec, threads=1, attention=attention))
 
 
 def soak(turns: int, seed: int) -> int:

@@ -15,6 +15,7 @@ from pensieve.core.plan import StepResult
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request
 from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.device.asked import ModelAsked
 from pensieve.device.model import load_model
 from pensieve.lab.bench.models import spec_of
 from pensieve.lab.bench.swap import LINKS
@@ -112,7 +113,7 @@ def test_a_split_by_the_measured_profile_generates_what_transformers_does() -> N
     """Compute and link are measured as at the start of a trial. The link is as slow beside this machine's compute as PCIe
     Gen4 x8 is beside an H200's with an 8B model: of a long conversation a part is computed while the rest loads."""
     size, blocks, budget, link = 32, 26, 128, ThreadLink()
-    model = load_model(spec_of("tiny"), "random", None, None, 0, "cpu", threads=1)
+    model = load_model(ModelAsked(spec_of("tiny"), threads=1))
     policy = RetentionValue(policy_context(size, blocks, 2 * blocks))
     cache = TwoTierCache(policy=policy, chunk_tokens=size, gpu_blocks=blocks, cpu_blocks=2 * blocks, restore="hybrid")
     checked = CheckedEngine(model, cache, SchedulerSettings(max_batch_tokens=budget), 2048, link)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from pensieve.device.asked import ModelAsked
 from pensieve.device.forward import Forward, TransformersForward
 from pensieve.device.fused import build_fused
 from pensieve.device.kernels.backends import ON_CPU, candidates, load_backend
@@ -16,7 +17,6 @@ from pensieve.device.kernels.base import AttentionBackend
 from pensieve.device.kernels.reference import ReferenceBackend
 from pensieve.device.self_check import SelfCheck, check_against_eager
 from pensieve.errors import EngineMissing, UnsupportedModel
-from pensieve.specs import ModelSpec
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -37,23 +37,15 @@ class Choice:
     check: SelfCheck
 
 
-def choose(
-    module: Any,
-    spec: ModelSpec,
-    device: torch.device,
-    dtype: torch.dtype,
-    fused: bool,
-    backends: Sequence[str],
-    chunk_tokens: int,
-    memory_bytes: int | None = None,
-) -> Choice:
-    """Try the attention backends in order, and warn of a fall-back. memory_bytes: see load_model. Raises what the last one
-    raises: EngineMissing, UnsupportedModel."""
+def choose(module: Any, asked: ModelAsked, device: torch.device, backends: Sequence[str]) -> Choice:
+    """Try the attention backends in order, and warn of a fall-back. Raises what the last one raises: EngineMissing,
+    UnsupportedModel."""
 
     def serve(backend: AttentionBackend) -> tuple[AttentionBackend, _Found]:
-        return backend, _forward(module, spec, device, dtype, fused, backend, chunk_tokens, memory_bytes)
+        return backend, _forward(module, asked, device, dtype, backend)
 
-    name, (backend, found), note, refused = _first(backends, device, dtype, spec.head_dim, chunk_tokens, serve)
+    spec, dtype = asked.spec, getattr(torch, asked.spec.dtype)
+    name, (backend, found), note, refused = _first(backends, device, dtype, spec.head_dim, asked.chunk_tokens, serve)
     fell_back = refused or found.refused or _instead(name, backends)
     chosen = Choice(found.forward, found.note, backend, note, fell_back, found.check)
     if fell_back:
@@ -114,26 +106,19 @@ class _Found:
 
 
 def _forward(
-    module: Any,
-    spec: ModelSpec,
-    device: torch.device,
-    dtype: torch.dtype,
-    fused: bool,
-    backend: AttentionBackend,
-    chunk_tokens: int,
-    memory_bytes: int | None,
+    module: Any, asked: ModelAsked, device: torch.device, dtype: torch.dtype, backend: AttentionBackend
 ) -> _Found:
     """Raises UnsupportedModel if no forward passes its check."""
 
     def check(forward: Forward) -> SelfCheck:
         if backend.name in ON_CPU:  # they take any size: small blocks check more in less time
-            return check_against_eager(module, forward, spec, device, dtype, backend)
-        return check_against_eager(module, forward, spec, device, dtype, backend, chunk_tokens)
+            return check_against_eager(module, forward, asked.spec, device, dtype, backend)
+        return check_against_eager(module, forward, asked.spec, device, dtype, backend, asked.chunk_tokens)
 
     plain = TransformersForward(module)
-    if not fused:
+    if not asked.fused:
         return _Found(plain, "asked for", check(plain))
-    built = build_fused(module, memory_bytes=memory_bytes)
+    built = build_fused(module, memory_bytes=asked.memory_bytes)
     if isinstance(built, str):
         return _Found(plain, f"no fused forward: {built}", check(plain))
     try:

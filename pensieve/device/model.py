@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from pensieve.core.request import Sampling
+from pensieve.device.asked import ModelAsked
 from pensieve.device.attention import REFERENCE, register
 from pensieve.device.choice import choose
 from pensieve.device.forward import Forward
@@ -95,48 +96,30 @@ class LoadedModel:
         }
 
 
-def load_model(
-    spec: ModelSpec,
-    weights: str,
-    hub_id: str | None,
-    revision: str | None,
-    seed: int,
-    device: str,
-    threads: int | None = None,
-    fused: bool = True,
-    attention: str = "auto",
-    chunk_tokens: int = 32,
-    ranks: Ranks | None = None,
-    memory_bytes: int | None = None,
-) -> LoadedModel:
+def load_model(asked: ModelAsked, ranks: Ranks | None = None) -> LoadedModel:
     """Load through transformers (safetensors only, never remote code) and check against eager attention.
 
-    weights: "random" (from spec.architecture under `seed`, no download), "hub" (`hub_id`), or a folder written by
-    save_pretrained. device: auto, cpu, cuda or cuda:N. threads: CPU threads, all physical cores by default. fused: use
-    the fused forward where the architecture has one and it passes the check; otherwise transformers' modules.
-    attention: a backend's name, or auto for the best that loads and passes the check with blocks of `chunk_tokens`.
     ranks: load this process's part, by transformers' plan for the model and in transformers' modules; all of them load at
-    once, and all compute in every forward. memory_bytes: what the weights may take, for whether they are packed too
-    (fused.linear.packable); None: what the machine has free.
+    once, and all compute in every forward.
     Raises WeightsMissing, HardwareMissing, UnsupportedModel, EngineMissing for a backend that cannot run here.
     """
-    where = resolve_device(device)
+    spec, where = asked.spec, resolve_device(asked.device)
     _check_memory(spec, where, 1 if ranks is None else ranks.count)
     if ranks is not None:
         ranks.check(spec)
     dtype = getattr(torch, spec.dtype)
-    names = candidates(attention, where.type)
-    if attention != "auto":  # said before minutes are spent on the weights
-        load_backend(attention, where, dtype, spec.head_dim, chunk_tokens)
-    threads = threads or physical_cores()
+    names = candidates(asked.attention, where.type)
+    if asked.attention != "auto":  # said before minutes are spent on the weights
+        load_backend(asked.attention, where, dtype, spec.head_dim, asked.chunk_tokens)
+    threads = asked.threads or physical_cores()
     torch.set_num_threads(threads)
     register()  # imports transformers: seconds that belong to no model, so the clock starts after it
     started = perf_counter()
     with quiet_transformers():
         try:
-            module = load_module(spec, weights, hub_id, revision, seed, where, ranks)
-            part = spec if ranks is None else ranks.part_of(spec)
-            chosen = choose(module, part, where, dtype, fused and ranks is None, names, chunk_tokens, memory_bytes)
+            module = load_module(asked, where, ranks)
+            part = asked if ranks is None else asked._replace(spec=ranks.part_of(spec), fused=False)
+            chosen = choose(module, part, where, names)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise HardwareMissing(
                 f"Model {spec.name} needs {format_bytes(spec.weight_bytes)} for its weights, more than {where} has left; "
@@ -146,17 +129,17 @@ def load_model(
         module=module,
         forward=chosen.forward,
         forward_note=chosen.forward_note if ranks is None else "sharded by transformers' plan for the architecture",
-        spec=part,
+        spec=part.spec,
         config=module.config,
         device=where,
         dtype=dtype,
         load_s=perf_counter() - started,
-        weights=weights,
+        weights=asked.weights,
         revision=getattr(module.config, "_commit_hash", None),
         threads=threads,
         self_check=chosen.check,
         attention=chosen.attention,
-        attention_asked=attention,
+        attention_asked=asked.attention,
         attention_note=chosen.attention_note,
         fell_back=chosen.fell_back,
         ranks=ranks,

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pensieve.device.asked import ModelAsked
 from pensieve.device.attention import IMPLEMENTATION, register
 from pensieve.errors import PensieveError, UnsupportedModel, WeightsMissing
 from pensieve.hub import first_line, why_not
@@ -69,26 +70,18 @@ class Ranks(Protocol):
         ...
 
 
-def load_module(
-    spec: ModelSpec,
-    weights: str,
-    hub_id: str | None,
-    revision: str | None,
-    seed: int,
-    device: torch.device,
-    ranks: Ranks | None = None,
-) -> Any:
+def load_module(asked: ModelAsked, device: torch.device, ranks: Ranks | None = None) -> Any:
     """transformers' module, not checked against itself. ranks: only this process's part. Raises WeightsMissing,
     UnsupportedModel."""
     register()
-    dtype = getattr(torch, spec.dtype)
+    spec, dtype = asked.spec, getattr(torch, asked.spec.dtype)
     with quiet_transformers():
-        if weights == "random":
-            module = _random(spec, dtype, device, seed, ranks)
-        elif weights == "hub":
-            module = _from_hub(spec, hub_id, revision, dtype, device, ranks)
+        if asked.weights == "random":
+            module = _random(spec, dtype, device, asked.seed, ranks)
+        elif asked.weights == "hub":
+            module = _from_hub(spec, asked.hub_id, asked.revision, dtype, device, ranks)
         else:
-            module = _from_folder(spec, weights, dtype, device, ranks)
+            module = _from_folder(spec, asked.weights, dtype, device, ranks)
         module = module.to(device).eval().requires_grad_(False)
     if spec.quantization is not None:
         import_module(QUANTISATIONS[spec.quantization]).quantise(module)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from pensieve.device.asked import ModelAsked
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.lab.bench.restore import Returning, UnusedTier
 from pensieve.plugins.device.thread_link import ThreadLink
@@ -11,7 +12,7 @@ from tests.worker.torch.driver import tiny_spec
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
     spec = tiny_spec("llama", vocab_size=300, max_position_embeddings=2048)
-    return load_model(spec, "random", None, None, 0, "cpu", threads=1)
+    return load_model(ModelAsked(spec, threads=1))
 
 
 def test_a_conversation_returns_from_the_cpu_as_often_as_it_is_asked(model: LoadedModel) -> None:

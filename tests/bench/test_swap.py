@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pensieve.core.plan import swap_in
+from pensieve.device.asked import ModelAsked
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.transfers.copies import CallCopier
@@ -21,7 +22,7 @@ from tests.worker.torch.transfers.named import Named
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
     spec = tiny_spec("llama", vocab_size=300, max_position_embeddings=2048)
-    return load_model(spec, "random", None, None, 0, "cpu", threads=1)
+    return load_model(ModelAsked(spec, threads=1))
 
 
 def test_blocks_lie_in_runs_of_the_length_asked_for() -> None:

@@ -12,6 +12,7 @@ from time import process_time
 import pytest
 import torch
 
+from pensieve.device.asked import ModelAsked
 from pensieve.device.weights import load_module
 from pensieve.errors import PensieveError
 from pensieve.lab.compose import model_config
@@ -40,7 +41,7 @@ def load(source: Path) -> None:
     check_weights(model)
     spec = ModelSpec.from_architecture(model.name, model.architecture)
     build_tokenizer(model, spec.vocab, simulated=False)
-    load_module(spec, str(own_folder(model)), None, None, 0, torch.device("cpu"))
+    load_module(ModelAsked(spec, str(own_folder(model))), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Sampling
 from pensieve.core.scheduler.active_request import ActiveRequest
 from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.device.asked import ModelAsked
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.options import TorchOptions
 from pensieve.device.sampler import Draws, draw, noise_starts
@@ -55,16 +56,14 @@ _TOLERANCE = 1e-3  # of a logit: two tokens this close are a tie
 def tiny(name: str = "llama", fused: bool = True, dtype: str = "float32", attention: str = "auto") -> LoadedModel:
     """On the stand-in, which must be in place."""
     spec = ModelSpec.from_architecture(name, SIZES[name], dtype)
-    return load_model(
-        spec, "random", None, None, 0, "cuda", threads=1, fused=fused, attention=attention, chunk_tokens=CHUNK
-    )
+    return load_model(ModelAsked(spec, device="cuda", threads=1, fused=fused, attention=attention, chunk_tokens=CHUNK))
 
 
 @cache
 def reference(name: str) -> LoadedModel:
     """The same weights on the CPU."""
     spec = ModelSpec.from_architecture(name, SIZES[name])
-    return load_model(spec, "random", None, None, 0, "cpu", threads=1, attention="reference")
+    return load_model(ModelAsked(spec, threads=1, attention="reference"))
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pensieve.device import weights as loading
+from pensieve.device.asked import ModelAsked
 from pensieve.device.attention import register
 from pensieve.specs import ModelSpec
 
@@ -42,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _load(folder: Path, dtype: str, device: torch.device) -> Any:
-    return loading.load_module(ModelSpec.from_architecture("mine", _SIZES, dtype), str(folder), None, None, 0, device)
+    return loading.load_module(ModelAsked(ModelSpec.from_architecture("mine", _SIZES, dtype), str(folder)), device)
 
 
 def _watch_host(device: Machine, patch: pytest.MonkeyPatch) -> Callable[[], int]:

@@ -8,6 +8,7 @@ import pytest
 
 from pensieve.core.clock import WallClock
 from pensieve.core.plan import Row, Sample
+from pensieve.device.asked import ModelAsked
 from pensieve.device.model import load_model
 from pensieve.device.options import TorchOptions
 from pensieve.device.transfers.pinned import kept
@@ -47,7 +48,7 @@ def test_what_auto_reserves_is_what_is_taken(device: Machine, graphs: bool) -> N
     large, so that the sampler takes more than the forward."""
     options = TorchOptions(max_batch_tokens=8, max_batch_requests=4, memory_share=0.02, graphs=graphs)
     spec = ModelSpec.from_architecture("wide", {**SIZES["llama"], "vocab_size": 4096})
-    model = load_model(spec, "random", None, None, 0, "cuda", threads=1, chunk_tokens=CHUNK)
+    model = load_model(ModelAsked(spec, device="cuda", threads=1, chunk_tokens=CHUNK))
     block_bytes = CHUNK * model.spec.kv_bytes_per_token
     worker = TorchWorker(model, CHUNK, WallClock(), options=options)
     gc.collect()

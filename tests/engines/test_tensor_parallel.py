@@ -24,11 +24,11 @@ from pensieve.core.plan import Moved, Row, Sample, StartReport, StepPlan, StepRe
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request, Sampling
 from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.device.asked import ModelAsked
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import UnsupportedModel, WorkerError
 from pensieve.plugins.device.sharding import refuse_unsharded
-from pensieve.plugins.device.shelf import ModelAsked
 from pensieve.plugins.engines.rank_messages import Setup, launch, launched, receive, send
 from pensieve.plugins.engines.ranks import Together
 from pensieve.plugins.engines.tensor_parallel import TensorParallelWorker
@@ -112,7 +112,7 @@ def exact_turns(served: Served, reference: Any, turns: int, sessions: str, outpu
 
 
 def setup(name: str = "llama", ranks: int = 2, **changes: Any) -> Setup:
-    asked = ModelAsked(tiny_spec(name, **changes), "random", None, None, 0, "cpu", threads=1, chunk_tokens=CHUNK)
+    asked = ModelAsked(tiny_spec(name, **changes), threads=1, chunk_tokens=CHUNK)
     return Setup(asked, ("cpu",) * ranks, TorchOptions())
 
 

@@ -125,6 +125,7 @@ class Twin(Stepwise):
 @cache
 def _loaded(model: ModelSpec) -> Any:
     """In float32, with random weights."""
+    from pensieve.device.asked import ModelAsked
     from pensieve.device.model import load_model
 
-    return load_model(replace(model, dtype="float32"), "random", None, None, 0, "cpu", threads=1)
+    return load_model(ModelAsked(replace(model, dtype="float32"), threads=1))

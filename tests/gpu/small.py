@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from pensieve.device.asked import ModelAsked
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.specs import ModelSpec
 
@@ -31,4 +32,4 @@ def small_model(
 ) -> LoadedModel:
     """float32, so that tokens can be compared one by one."""
     spec = ModelSpec.from_architecture(name, SIZES[name], dtype)
-    return load_model(spec, "random", None, None, 0, device, chunk_tokens=chunk_tokens, fused=fused)
+    return load_model(ModelAsked(spec, device=device, chunk_tokens=chunk_tokens, fused=fused))

@@ -9,6 +9,7 @@ import torch
 
 from pensieve.core.clock import WallClock
 from pensieve.core.plan import Moved, swap_in, swap_out
+from pensieve.device.asked import ModelAsked
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import load_model
 from pensieve.device.options import TorchOptions
@@ -77,7 +78,7 @@ def test_what_is_chosen_leaves_nothing_behind_and_is_in_the_record() -> None:
     _, note = choose_copier(pools)
     assert not pools.gpu.any() and not pools.cpu.any()
     assert "wrongly" not in note and "Error" not in note, note
-    model = load_model(spec(), "random", None, None, 0, "cuda", attention="reference", chunk_tokens=CHUNK)
+    model = load_model(ModelAsked(spec(), device="cuda", attention="reference", chunk_tokens=CHUNK))
     worker = TorchWorker(model, CHUNK, WallClock(), options=TorchOptions(max_batch_requests=4, graphs=False))
     assert worker.start(100, 100).settings["copies"] == note
     worker.close()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from pensieve.device.asked import ModelAsked
 from pensieve.device.forward import TransformersForward
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose import read_option
 from pensieve.lab.results.served_by import sentence, served_of
-from pensieve.plugins.device.shelf import ModelAsked, take_model
+from pensieve.plugins.device.shelf import take_model
 from pensieve.specs import ModelSpec
 
 CHUNK = 32  # tokens of a KV block
@@ -37,6 +38,6 @@ def plain_module(model: LoadedModel) -> Any:
     """A transformers module on its own attention (sdpa), for the peers: with the same weights where ours does not run it."""
     module = model.module
     if isinstance(model.forward, TransformersForward):  # ours runs this very module: the peers need another
-        module = load_model(model.spec, "random", None, None, 0, str(model.device), model.threads, fused=False).module
+        module = load_model(ModelAsked(model.spec, device=str(model.device), threads=model.threads, fused=False)).module
     module.set_attn_implementation("sdpa")
     return module

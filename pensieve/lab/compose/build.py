@@ -16,6 +16,7 @@ from pensieve.core.request import tokens_of
 from pensieve.core.scheduler.composition import Composition
 from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.core.worker import Worker
+from pensieve.device.asked import ModelAsked
 from pensieve.device.threads import physical_cores
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
 from pensieve.lab.compose.folder import outputs_folder
@@ -289,9 +290,9 @@ def model_is_loaded(plan: TrialPlan) -> bool:
     return here and shelf.holds_model(_asked_model(plan))
 
 
-def _asked_model(plan: TrialPlan) -> shelf.ModelAsked:
+def _asked_model(plan: TrialPlan) -> ModelAsked:
     config, m = plan.config, plan.config.model
-    return shelf.ModelAsked(
+    return ModelAsked(
         spec=plan.model,
         weights=loadable(m),
         hub_id=m.hub_id,

@@ -13,31 +13,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from pensieve.device.asked import ModelAsked
 from pensieve.hub import commit
-from pensieve.specs import ModelSpec
 
 if TYPE_CHECKING:
     from pensieve.device.model import LoadedModel
     from pensieve.device.transfers.pinned import Kept
 
 _READ = ("*.safetensors", "*.json")  # of a folder: what the model is made of
-
-
-class ModelAsked(NamedTuple):
-    """What decides a loaded model, beside its files: arguments of load_model."""
-
-    spec: ModelSpec
-    weights: str
-    hub_id: str | None
-    revision: str | None
-    seed: int
-    device: str
-    threads: int | None = None
-    attention: str = "auto"
-    chunk_tokens: int = 32
-    memory_bytes: int | None = None
 
 
 _Key = tuple[ModelAsked, object]
@@ -111,18 +96,15 @@ def take_model(asked: ModelAsked) -> LoadedModel:
 
     kept.keeps = _is_open
 
-    def load() -> LoadedModel:
-        return load_model(**asked._asdict())
-
     if not _open:
-        return load()
+        return load_model(asked)
     key, models = _key(asked), _open[-1]
     if key in models:
         return _again(models[key])
     if models:
         models.clear()  # before the next one needs the memory
         _release()
-    models[key] = load()
+    models[key] = load_model(asked)
     return models[key]
 
 

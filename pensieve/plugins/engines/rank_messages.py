@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from pensieve.core.plan import Move, Row, Sample, StepPlan
+from pensieve.device.asked import ModelAsked
 from pensieve.errors import PensieveError
-from pensieve.plugins.device.shelf import ModelAsked
 
 if TYPE_CHECKING:
     from pensieve.device.options import TorchOptions

@@ -69,7 +69,7 @@ class Rank:
         assert store is not None
         ranks = RankGroup.join(number, len(setup.devices), resolve_device(device), store)
         asked = setup.asked._replace(device=device)
-        model = load_model(**asked._asdict(), ranks=ranks)
+        model = load_model(asked, ranks)
         self.worker: TorchWorker = TorchWorker(model, asked.chunk_tokens, MachineClock(), options=setup.options)
         self._ready_ns = time.perf_counter_ns()
         self._sent: list[tuple[int, int]] = []  # size and nanoseconds on the way of each plan that was not collected

@@ -46,6 +46,7 @@ class Replica:
         from pensieve.core.clock import WallClock
         from pensieve.core.policies.lru import Lru
         from pensieve.core.scheduler.composition import SchedulerSettings
+        from pensieve.device.asked import ModelAsked
         from pensieve.device.model import load_model
         from pensieve.device.options import TorchOptions
         from pensieve.device.worker import TorchWorker
@@ -57,7 +58,7 @@ class Replica:
         share = memory_bytes if share_bytes is None else share_bytes
         beside_kv = None if share is None else share - blocks * size * setup.model.kv_bytes_per_token
         try:
-            model = load_model(
+            asked = ModelAsked(
                 setup.model, setup.weights, setup.hub_id, setup.revision, setup.seed, setup.device, setup.threads,
                 chunk_tokens=size, memory_bytes=beside_kv,
             )  # fmt: skip
@@ -66,7 +67,7 @@ class Replica:
             self._system = _Unprofiled(
                 model=setup.model,
                 hardware=HardwareSpec(setup.device, simulated=False),
-                worker=TorchWorker(model, size, clock, options=options),
+                worker=TorchWorker(load_model(asked), size, clock, options=options),
                 clock=clock,
                 cache=TwoTierCache,
                 policy=Lru,

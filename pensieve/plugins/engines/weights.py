@@ -10,6 +10,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from pensieve.device.asked import ModelAsked
 from pensieve.lab.results.digest import content_hash, text_hash
 from pensieve.plugins.engines.base import EngineSetup
 from pensieve.plugins.engines.gguf_export import with_words, write_gguf
@@ -24,9 +25,8 @@ def plain_module(setup: EngineSetup) -> Any:
     from pensieve.device.weights import load_module
 
     torch.set_num_threads(setup.threads)
-    module = load_module(
-        setup.model, setup.weights, setup.hub_id, setup.revision, setup.seed, resolve_device(setup.device)
-    )
+    asked = ModelAsked(setup.model, setup.weights, setup.hub_id, setup.revision, setup.seed)
+    module = load_module(asked, resolve_device(setup.device))
     module.set_attn_implementation("sdpa")
     return module
 

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from pensieve.core.clock import WallClock
 from pensieve.core.plan import Move, Row, Sample, StepPlan, StepResult
+from pensieve.device.asked import ModelAsked
 from pensieve.device.attention import IMPLEMENTATION
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.options import TorchOptions
@@ -59,7 +60,7 @@ def tiny_spec(name: str, **changes: object) -> ModelSpec:
 
 
 def tiny_model(name: str, seed: int = 0, fused: bool = True, attention: str = "auto") -> LoadedModel:
-    return load_model(tiny_spec(name), "random", None, None, seed, "cpu", threads=1, fused=fused, attention=attention)
+    return load_model(ModelAsked(tiny_spec(name), seed=seed, threads=1, fused=fused, attention=attention))
 
 
 def random_tokens(count: int, seed: int, vocab: int = 97) -> array[int]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pensieve.device import choice
+from pensieve.device.asked import ModelAsked
 from pensieve.device.choice import Choice, attention_here, choose
 from pensieve.device.kernels.base import AttentionBackend
 from pensieve.device.kernels.reference import ReferenceBackend, ReferencePlan
@@ -41,7 +42,7 @@ def _needs_native() -> None:
 
 
 def _choose(model: LoadedModel, *backends: str) -> Choice:
-    return choose(model.module, model.spec, CPU, torch.float32, True, backends, 16)
+    return choose(model.module, ModelAsked(model.spec, chunk_tokens=16), CPU, backends)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AttentionInterface
 
+from pensieve.device.asked import ModelAsked
 from pensieve.device.attention import IMPLEMENTATION, paged_attention
 from pensieve.device.model import LoadedModel, load_model, resolve_device
 from pensieve.errors import HardwareMissing, UnsupportedModel, WeightsMissing
@@ -23,7 +24,7 @@ from .driver import ARCHITECTURES, Driver, plain_logits, random_tokens, tiny_mod
 def _load(
     spec: ModelSpec, weights: str = "random", hub_id: str | None = None, seed: int = 0, fused: bool = True
 ) -> LoadedModel:
-    return load_model(spec, weights, hub_id, None, seed, "cpu", threads=1, fused=fused)
+    return load_model(ModelAsked(spec, weights=weights, hub_id=hub_id, seed=seed, threads=1, fused=fused))
 
 
 def test_random_weights_are_a_function_of_the_seed(llama: LoadedModel) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pensieve.device.asked import ModelAsked
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import load_model
 from pensieve.device.pages import return_file_pages
@@ -52,10 +53,10 @@ def test_weights_that_were_laid_out_anew_do_not_stay_in_memory_as_they_were(
     name: str, large: dict[str, int], tmp_path: Path
 ) -> None:
     spec = tiny_spec(name, **large)
-    saved = load_model(spec, "random", None, None, 0, "cpu", threads=1)
+    saved = load_model(ModelAsked(spec, threads=1))
     saved.module.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    model = load_model(spec, str(tmp_path), None, None, 0, "cpu", threads=1)
+    model = load_model(ModelAsked(spec, weights=str(tmp_path), threads=1))
     assert model.forward.name.startswith("fused")
     weights = {
         path: weight

@@ -2,7 +2,8 @@ import gc
 import weakref
 from dataclasses import replace
 
-from pensieve.plugins.device.shelf import ModelAsked, empty, kept_host_bytes, open_shelf, take_model
+from pensieve.device.asked import ModelAsked
+from pensieve.plugins.device.shelf import empty, kept_host_bytes, open_shelf, take_model
 from tests.worker.torch.driver import tiny_spec
 
 

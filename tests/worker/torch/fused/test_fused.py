@@ -13,6 +13,7 @@ import torch
 
 from pensieve.core.plan import Row, Sample
 from pensieve.device import choice as loading
+from pensieve.device.asked import ModelAsked
 from pensieve.device.attention import Iteration
 from pensieve.device.batch import BlockTables, build_batch
 from pensieve.device.fused import build_fused
@@ -78,7 +79,7 @@ def test_joined_weights_exist_once(name: str, model_of: Callable[..., LoadedMode
     assert not first.requires_grad
     module.save_pretrained(tmp_path)
     spec = ModelSpec.from_architecture(name, module.config.to_dict())
-    again = load_model(spec, str(tmp_path), None, None, 0, "cpu", threads=1)
+    again = load_model(ModelAsked(spec, weights=str(tmp_path), threads=1))
     assert torch.equal(plain_logits(again, [5, 6, 7]), plain_logits(model_of(name), [5, 6, 7]))
 
 
@@ -123,7 +124,7 @@ def test_the_limit_alone_decides_whether_a_second_copy_is_made(
     enough = 5 * weights
 
     def served(memory: int) -> str:
-        return load_model(spec, "random", None, None, 0, "cpu", threads=1, memory_bytes=memory).forward.name
+        return load_model(ModelAsked(spec, threads=1, memory_bytes=memory)).forward.name
 
     for ballast in (0, 2**40):
         held = type("Resident", (), {"rss": ballast, "vms": ballast})
@@ -160,7 +161,7 @@ def _phi3() -> ModelSpec:
 
 
 def test_other_architectures_run_on_transformers() -> None:
-    model = load_model(_phi3(), "random", None, None, 0, "cpu", threads=1)
+    model = load_model(ModelAsked(_phi3(), threads=1))
     assert model.forward.name == "transformers"
     assert "phi3" in model.forward_note
     driver = Driver(model)
@@ -178,7 +179,7 @@ def test_other_architectures_run_on_transformers() -> None:
     ],
 )
 def test_variants_without_a_fused_forward(name: str, changes: dict[str, Any], words: str) -> None:
-    model = load_model(tiny_spec(name, **changes), "random", None, None, 0, "cpu", threads=1)
+    model = load_model(ModelAsked(tiny_spec(name, **changes), threads=1))
     assert model.forward.name == "transformers"
     assert words in model.forward_note
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pensieve.compiler import find_compiler
+from pensieve.device.asked import ModelAsked
 from pensieve.device.fused import build_fused
 from pensieve.device.fused.decoder import FusedModel
 from pensieve.device.fused.few_rows import FEW_ROWS
@@ -75,7 +76,7 @@ def _is_rounded(part: Any) -> bool:
 
 def _quantised(name: str) -> LoadedModel:
     spec = replace(tiny_spec(name), quantization="int8")
-    return load_model(spec, "random", None, None, 0, "cpu", threads=1)
+    return load_model(ModelAsked(spec, threads=1))
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
@@ -92,7 +93,7 @@ def test_turns_equal_transformers_on_the_rounded_weights(name: str) -> None:
 def test_the_joined_weights_are_the_modules_own_and_it_can_be_built_again(name: str, pack: bool) -> None:
     """No float32 weight exists twice but in oneDNN's layout, and no int8 number; another attention backend builds from the
     same module."""
-    module = load_model(tiny_spec(name), "random", None, None, 0, "cpu", threads=1).module
+    module = load_model(ModelAsked(tiny_spec(name), threads=1)).module
     quantise(module)
     before = {key: value.clone() for key, value in module.state_dict().items()}
     for _ in range(2):
@@ -113,7 +114,7 @@ def test_the_joined_weights_are_the_modules_own_and_it_can_be_built_again(name: 
 def test_a_quantised_model_is_near_the_one_that_it_was() -> None:
     """The logits move by 3.3 % of their root mean square here; SmolLM2 is measured in docs/models.md."""
     prompt = random_tokens(60, 1)
-    one, other = load_model(tiny_spec("llama"), "random", None, None, 0, "cpu", threads=1), _quantised("llama")
+    one, other = load_model(ModelAsked(tiny_spec("llama"), threads=1)), _quantised("llama")
     exact, got = plain_logits(one, prompt), plain_logits(other, prompt)
     assert not torch.equal(exact, got)
     assert float((got - exact).square().mean().sqrt()) < 0.05 * float(exact.square().mean().sqrt())

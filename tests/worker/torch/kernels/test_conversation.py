@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pensieve.device.asked import ModelAsked
 from pensieve.device.model import LoadedModel, load_model
 
 from ..driver import Driver, plain_generate, random_tokens, tiny_spec
@@ -12,9 +13,7 @@ CHUNK = 8
 
 
 def _model(name: str) -> LoadedModel:
-    return load_model(
-        tiny_spec(name), "random", None, None, 0, "cpu", threads=1, attention="triton", chunk_tokens=CHUNK
-    )
+    return load_model(ModelAsked(tiny_spec(name), threads=1, attention="triton", chunk_tokens=CHUNK))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
