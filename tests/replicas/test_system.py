@@ -188,6 +188,7 @@ def replicas(router: str = "affinity") -> Iterator[tuple[ReplicaSystem, Actors]]
     system._thread.start()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "_end_process", lambda error: None)  # which is this one
+        patch.setattr(ReplicaSystem, "up", property(lambda _: list(actors.alive)))
         try:
             yield system, actors
         finally:
@@ -235,10 +236,9 @@ def test_every_turn_goes_where_the_consistent_hash_of_the_simulated_cluster_send
     assert len({home for home, _ in system._home.values()}) > 1, "not all of them hash to one"
 
 
-def test_what_is_known_of_a_restored_conversation_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_of_a_restored_conversation_goes_with_it() -> None:
     """Its first turn here need not have stood."""
     with replicas() as (system, actors):
-        monkeypatch.setattr(ReplicaSystem, "up", property(lambda _: list(actors.alive)))
         talk(system, "a", 1)
         system.disown("a", "", tokens_of([1, 2]))
         assert not system._home and not system._served
@@ -361,11 +361,8 @@ def test_a_fork_is_served_where_the_conversation_is_that_it_comes_from() -> None
         assert "talk 0 fork" not in system._home and "talk 0 fork" not in system._family
 
 
-def test_counts_of_a_replica_that_ended_stay_in_the_sum_and_gauges_are_of_those_that_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_counts_of_a_replica_that_ended_stay_in_the_sum_and_gauges_are_of_those_that_run() -> None:
     with replicas() as (system, actors):
-        monkeypatch.setattr(ReplicaSystem, "up", property(lambda _: list(actors.alive)))
         talk(system, "a", 3)
         before = system.counters()
         lost = system._home["a"][0]
@@ -382,8 +379,7 @@ def test_counts_of_a_replica_that_ended_stay_in_the_sum_and_gauges_are_of_those_
 def test_gauges_and_counters_cost_the_same_however_many_conversations_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with replicas() as (system, actors):
-        monkeypatch.setattr(ReplicaSystem, "up", property(lambda _: list(actors.alive)))
+    with replicas() as (system, _):
         monkeypatch.setattr(system_module, "PLACES_S", 0.0)
         talk(system, "a", 2)
         asked: list[str] = []
@@ -416,7 +412,6 @@ def test_counts_neither_dip_nor_double_while_a_replica_does_not_answer_or_is_not
 
 def test_who_looks_waits_once_for_a_replica_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with replicas() as (system, actors):
-        monkeypatch.setattr(ReplicaSystem, "up", property(lambda _: list(actors.alive)))
         monkeypatch.setattr(system_module, "PLACES_S", 1e6)
         monkeypatch.setattr(system_module, "GLANCE_S", 0.05)
         monkeypatch.setattr(system_module, "CALL_S", 0.2)
@@ -435,8 +430,7 @@ def test_who_looks_waits_once_for_a_replica_that_does_not_answer(monkeypatch: py
 
 def test_what_is_told_never_gets_older(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that was on its way while a turn was served, and one that was asked for after it."""
-    with replicas() as (system, actors):
-        monkeypatch.setattr(ReplicaSystem, "up", property(lambda _: list(actors.alive)))
+    with replicas() as (system, _):
         late, on_its_way, real = threading.Event(), threading.Event(), system._each
 
         async def each(*arguments: Any) -> Any:

@@ -199,15 +199,8 @@ def _trial(bench: Bench, cell: Cell, load: int, name: str) -> Point:
 def _longest(plan: TrialPlan) -> int:
     """Tokens of the longest conversation of the workload, as it says itself."""
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
-    facts = build_workload(replace(plan, config=_one_slot(plan)), tokenizer)[1].facts
+    facts = build_workload(plan, tokenizer)[1].facts
     return int(facts.get("longest_conversation_tokens") or facts.get("longest_context_tokens") or 0)
-
-
-def _one_slot(plan: TrialPlan) -> Any:
-    baseline = plan.config.baseline
-    return plan.config.model_copy(
-        update={"baseline": baseline.model_copy(update={"cache": {**(baseline.cache or {}), "n_slots": 1}})}
-    )
 
 
 def _point(load: int, metrics: Sequence[MetricValue], trial_id: int) -> Point:
