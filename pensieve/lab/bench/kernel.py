@@ -47,6 +47,7 @@ _CPU_SHAPE = Shape(heads=8, kv_heads=4, dim=64, chunk=32)
 _ROUNDS = {"cuda": 15, "cpu": 7}
 _BEYOND_CACHES = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}  # on a CPU a compromise with the time that a call takes
 _MOST_LAYERS = 32
+_TORCH = f"torch {torch.__version__}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +59,16 @@ class Backends:
     absent: dict[str, str]
 
 
-@dataclass
-class Runners:
-    """The calls of one case, and for each the version and settings that are recorded."""
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to attend in a case: what is called, and the version and settings that are recorded."""
 
-    device: torch.device
-    calls: dict[str, Call] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    engines: dict[str, dict[str, Any]] = field(default_factory=dict)
+    call: Call
+    version: str
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
-    def add(self, name: str, call: Call, version: str, **engine: Any) -> None:
-        replay = _captured(call, self.device)
-        self.calls[name] = replay or call
-        self.versions[name] = version
-        self.engines[name] = {**engine, "captured": replay is not None}
+
+Ways = dict[str, Way]
 
 
 def run(bench: Bench) -> None:
@@ -154,47 +151,47 @@ def _plain(
     bench: Bench, shape: Shape, backends: Backends, label: str, rows: list[Runs], parameters: Mapping[str, Any]
 ) -> None:
     inputs = make_inputs(rows, shape, bench.device, bench.dtype, bench.options.seed)
-    runners = _paged_runners(inputs, backends)
-    runners.add("copied_out", copied_out(inputs), f"torch {torch.__version__}")
+    ways = _paged_ways(inputs, backends) | {"copied_out": Way(copied_out(inputs), _TORCH)}
     if inputs.uniform:
-        runners.add("contiguous", contiguous(inputs), f"torch {torch.__version__}")
-    _record(bench, _case(bench, inputs, label, parameters), runners, backends)
+        ways["contiguous"] = Way(contiguous(inputs), _TORCH)
+    _record(bench, _case(bench, inputs, label, parameters), ways, backends)
 
 
 def _recovery(bench: Bench, shape: Shape, backends: Backends) -> None:
     context, runs, tokens = (4096, 4, 256) if bench.on_gpu else (512, 4, 32)
     several, one = recovery_runs(context, runs, tokens)
     inputs = make_inputs([several], shape, bench.device, bench.dtype, bench.options.seed)
-    runners = _paged_runners(inputs, backends)
-    runners.add("copied_out", copied_out(inputs), f"torch {torch.__version__}")
     # As many layers as the several runs had: the caches see the same.
     alone = make_inputs([one], shape, bench.device, bench.dtype, bench.options.seed, layers=inputs.layers)
-    runners.add("one_run", paged(backends.ours, alone), backends.ours.version, backend=backends.ours.name)
+    ways = _paged_ways(inputs, backends) | {
+        "copied_out": Way(copied_out(inputs), _TORCH),
+        "one_run": _of(backends.ours, paged(backends.ours, alone)),
+    }
     label = f"recovery: {runs} runs of {tokens} in {context}"
     parameters = {"kind": "recovery", "batch": 1, "context": context, "new": tokens, "runs": runs}
-    _record(bench, _case(bench, inputs, label, parameters), runners, backends, over=("one_run", "several_over_one"))
+    _record(bench, _case(bench, inputs, label, parameters), ways, backends, over=("one_run", "several_over_one"))
 
 
 def _microbenchmark(bench: Bench, shape: Shape, backends: Backends) -> None:
     batch, new, past = (32, 8, 2048) if bench.on_gpu or bench.full else (4, 8, 512)
     inputs = make_inputs([[(past, past + new)]] * batch, shape, bench.device, bench.dtype, bench.options.seed)
-    runners = _paged_runners(inputs, backends)
-    torch_version = f"torch {torch.__version__}"
-    runners.add("contiguous", contiguous(inputs), torch_version)
-    runners.add("copied_out", copied_out(inputs), torch_version)
-    runners.add(
-        "one_at_a_time", one_at_a_time(backends.ours, inputs), backends.ours.version, backend=backends.ours.name
-    )
+    ways = _paged_ways(inputs, backends) | {
+        "contiguous": Way(contiguous(inputs), _TORCH),
+        "copied_out": Way(copied_out(inputs), _TORCH),
+        "one_at_a_time": _of(backends.ours, one_at_a_time(backends.ours, inputs)),
+    }
     label = f"paper: batch {batch}, {new} queries, {past} past"
     parameters = {"kind": "paper", "batch": batch, "context": past, "new": new}
-    _record(bench, _case(bench, inputs, label, parameters), runners, backends)
+    _record(bench, _case(bench, inputs, label, parameters), ways, backends)
 
 
-def _paged_runners(inputs: Inputs, backends: Backends) -> Runners:
-    runners = Runners(inputs.pool.device)
-    for name, backend in (("ours", backends.ours), *((other.name, other) for other in backends.others)):
-        runners.add(name, paged(backend, inputs), backend.version, backend=backend.name, layers=inputs.layers)
-    return runners
+def _paged_ways(inputs: Inputs, backends: Backends) -> Ways:
+    named = {"ours": backends.ours, **{other.name: other for other in backends.others}}
+    return {name: _of(backend, paged(backend, inputs), layers=inputs.layers) for name, backend in named.items()}
+
+
+def _of(backend: AttentionBackend, call: Call, **engine: Any) -> Way:
+    return Way(call, backend.version, {"backend": backend.name, **engine})
 
 
 def _case(bench: Bench, inputs: Inputs, label: str, parameters: Mapping[str, Any]) -> Case:
@@ -218,27 +215,21 @@ def _case(bench: Bench, inputs: Inputs, label: str, parameters: Mapping[str, Any
     )
 
 
-def _record(
-    bench: Bench, case: Case, runners: Runners, backends: Backends, over: tuple[str, str] | None = None
-) -> None:
+def _record(bench: Bench, case: Case, ways: Ways, backends: Backends, over: tuple[str, str] | None = None) -> None:
     """Measure and record a case. over: a backend of the case, and the name of the figure for our time over its time."""
     began = now()
+    replays = {name: _captured(way.call, bench.device) for name, way in ways.items()}
     with torch.inference_mode():
-        times = interleaved(runners.calls, bench.rounds(_ROUNDS[bench.device.type]), bench.device)
-    figures: Sequence[Figure] = ()
+        calls = {name: replays[name] or way.call for name, way in ways.items()}
+        times = interleaved(calls, bench.rounds(_ROUNDS[bench.device.type]), bench.device)
+    figures: dict[str, Sequence[Figure]] = {}
     if over is not None and times["ours"].values and times[over[0]].values:
-        figures = [Figure(over[1], median(times["ours"].values) / median(times[over[0]].values))]
-    measured = [
-        Measured(
-            name,
-            t.values,
-            runners.versions[name],
-            runners.engines[name],
-            figures=figures if name == "ours" else (),
-            error=t.error,
-        )
-        for name, t in times.items()
-    ]
+        figures["ours"] = [Figure(over[1], median(times["ours"].values) / median(times[over[0]].values))]
+    measured = []
+    for name, way in ways.items():
+        engine = {**way.engine, "captured": replays[name] is not None}
+        found = times[name]
+        measured.append(Measured(name, found.values, way.version, engine, figures.get(name, ()), found.error))
     measured += [Measured(name, error=reason) for name, reason in backends.absent.items()]
     bench.record(case, measured, began)
 

@@ -22,7 +22,7 @@ from pensieve.lab.bench.models import CHUNK, load, plain_module
 from pensieve.lab.bench.peers import Generate, batched_gaps_ms, continuous_batching, prompts
 from pensieve.lab.bench.record import now
 from pensieve.lab.bench.session import Bench
-from pensieve.lab.bench.timer import explain, idle_pct, synchronize
+from pensieve.lab.bench.timer import attempt, explain, idle_pct, in_turn, synchronize
 from pensieve.lab.compose.build import torch_options
 from pensieve.sim.roofline import causal_pairs
 from pensieve.specs import ModelSpec
@@ -71,7 +71,7 @@ def _measure_decode(bench: Bench, model: LoadedModel, module: Any, batch: int, c
     if bench.on_gpu and not bench.full and batch * context > _MOST_BATCHED:
         errors["transformers_cb"] = "left out of the small size, for its time; bench.size=full runs it"
     batched = partial(_batched_ms, module, spec, batch, context, steps)
-    batched_ms = _attempt("transformers_cb", errors, batched)
+    batched_ms = attempt("transformers_cb", errors, batched)
     peers = {"transformers_generate": False, **({"transformers_static": True} if bench.full else {})}
     stepper = Stepper(model, batch, context, _options(bench, batch))
     try:
@@ -84,7 +84,8 @@ def _measure_decode(bench: Bench, model: LoadedModel, module: Any, batch: int, c
                 errors[name] = explain(error)
             else:
                 runs[name] = partial(peer.step_ms, _PEER_STEPS[bench.device.type])
-        values = _in_rounds(runs, bench.rounds(5), errors)
+        in_turn(runs, 1, errors)  # chooses kernels and captures graphs
+        values = in_turn(runs, bench.rounds(5), errors)
         figures = []
         if bench.on_gpu and batch >= _IDLE_FROM and "ours" not in errors:
             figures.append(Figure("gpu_idle_pct", idle_pct(lambda: stepper.decode(batch, steps))))
@@ -92,7 +93,7 @@ def _measure_decode(bench: Bench, model: LoadedModel, module: Any, batch: int, c
     finally:
         stepper.close()
     if bench.full or not bench.on_gpu:  # on a GPU it captures its graphs anew each time
-        batched_ms += _attempt("transformers_cb", errors, batched)
+        batched_ms += attempt("transformers_cb", errors, batched)
     values["transformers_cb"] = batched_ms
     bench.measure_limits()
     case = Case(
@@ -151,7 +152,8 @@ def _measure_prefill(bench: Bench, model: LoadedModel, module: Any, tokens: int)
 
     errors: dict[str, str] = {}
     runs: dict[str, Callable[[], float]] = {"ours": lambda: stepper.prefill(tokens), "transformers": forward}
-    values = _in_rounds(runs, bench.rounds(9 if bench.on_gpu else 5), errors)
+    in_turn(runs, 1, errors)
+    values = in_turn(runs, bench.rounds(9 if bench.on_gpu else 5), errors)
     engine = stepper.worker.settings()
     stepper.close()
     bench.measure_limits()
@@ -168,28 +170,6 @@ def _measure_prefill(bench: Bench, model: LoadedModel, module: Any, tokens: int)
         shares = [Figure("matrix_rate_pct", 100 * floor / min(values[name]))] if name not in errors else []
         measured.append(_measured(name, values, errors, engine, shares))
     bench.record(case, measured, began)
-
-
-def _in_rounds(runs: Mapping[str, Callable[[], float]], rounds: int, errors: dict[str, str]) -> dict[str, list[float]]:
-    """The milliseconds that each run returns, once a round. The first round chooses kernels and captures graphs, and is left
-    out. A run that raises gets an entry in `errors`, and the others go on."""
-    values: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds + 1):
-        for name, run in runs.items():
-            took = _attempt(name, errors, lambda run=run: [run()])  # type: ignore[misc]
-            values[name] += took if number > 0 else []
-    return values
-
-
-def _attempt(name: str, errors: dict[str, str], measure: Callable[[], list[float]]) -> list[float]:
-    """What was measured; nothing where `errors` has the name, or has it now since it failed."""
-    if name in errors:
-        return []
-    try:
-        return measure()
-    except Exception as error:  # a peer may fail in any way; it is recorded, and the others go on
-        errors[name] = explain(error)
-        return []
 
 
 def _measured(

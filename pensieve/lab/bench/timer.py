@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -37,12 +38,29 @@ def turns(names: Sequence[str], rounds: int) -> Iterator[str]:
         yield from (*names[shift:], *names[:shift])
 
 
-def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """The milliseconds that each way returns, once a round."""
+def in_turn(
+    ways: Mapping[str, Callable[[], float]], rounds: int, failed: dict[str, str] | None = None
+) -> dict[str, list[float]]:
+    """The milliseconds that each way returns, once a round. failed: gets the error of a way that raises, which is then left
+    out while the others go on; None: it raises."""
     values: dict[str, list[float]] = {name: [] for name in ways}
     for name in turns(list(ways), rounds):
-        values[name].append(ways[name]())
+        if failed is None:
+            values[name].append(ways[name]())
+        else:
+            values[name] += attempt(name, failed, lambda name=name: [ways[name]()])  # type: ignore[misc]
     return values
+
+
+def attempt(name: str, failed: dict[str, str], measure: Callable[[], list[float]]) -> list[float]:
+    """What was measured; nothing where `failed` has the name, or has it now."""
+    if name in failed:
+        return []
+    try:
+        return measure()
+    except Exception as error:  # a backend may refuse in any way it likes; the others go on
+        failed[name] = explain(error)
+        return []
 
 
 def interleaved(
@@ -55,26 +73,18 @@ def interleaved(
     wait for them; on a CPU it is the wall's. A run that raises gets its error in place of values. Call under
     torch.inference_mode() where gradients are not wanted.
     """
-    calls: dict[str, int] = {}
     failed: dict[str, str] = {}
-    values: dict[str, list[float]] = {name: [] for name in runs}
-    for name, run in runs.items():
-        try:
-            for _ in range(_WARM_CALLS):  # compiles, chooses kernels, touches memory
-                run()
-            once = _timed(run, 1, device)
-        except Exception as error:  # a backend may refuse in any way it likes; the others go on
-            failed[name] = explain(error)
-            continue
-        calls[name] = max(1, min(_MOST_CALLS, round(at_least_ms / max(once, 1e-4))))
-    for name in turns(list(calls), rounds):
-        if name in failed:
-            continue
-        try:
-            values[name].append(_timed(runs[name], calls[name], device))
-        except Exception as error:
-            failed[name] = explain(error)
+    once = in_turn({name: partial(_warmed, run, device) for name, run in runs.items()}, 1, failed)
+    calls = {name: round(at_least_ms / max(ms, 1e-4)) for name, found in once.items() for ms in found}
+    ways = {name: partial(_timed, runs[name], max(1, min(_MOST_CALLS, n)), device) for name, n in calls.items()}
+    values = in_turn(ways, rounds, failed)
     return {name: Times((), failed[name]) if name in failed else Times(tuple(values[name])) for name in runs}
+
+
+def _warmed(run: Callable[[], object], device: torch.device) -> float:
+    for _ in range(_WARM_CALLS):  # compiles, chooses kernels, touches memory
+        run()
+    return _timed(run, 1, device)
 
 
 def _timed(run: Callable[[], object], calls: int, device: torch.device) -> float:
