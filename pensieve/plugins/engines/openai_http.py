@@ -11,7 +11,7 @@ from time import monotonic, sleep
 from typing import Any, Literal
 
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Free, Request, tokens_of
+from pensieve.core.request import Free, Request, TokenArray, tokens_of
 from pensieve.errors import ConfigError, EngineFailed, RequestFailed
 from pensieve.lab.results.digest import text_hash
 from pensieve.lab.results.identity import UNSTATED
@@ -225,17 +225,9 @@ class OpenAIHttp(OutsideEngine):
             raise broken("the response never ended")
         if "id" in final:
             self._last[request.session] = str(final["id"])
-        usage = final.get("usage") or {}
-        details = usage.get("input_tokens_details") or {}
-        return Reply(
-            "length" if final.get("status") == "incomplete" else final.get("status"),
-            tokens=None if request.stream else tokens_of(self._tokenizer.encode(whole)),
-            prompt_tokens=usage.get("input_tokens"),
-            cached_tokens=details.get("cached_tokens"),
-            cached_on_host=details.get("cpu"),
-            sent_bytes=answer.sent_bytes,
-            received_bytes=answer.received_bytes,
-        )
+        finish = "length" if final.get("status") == "incomplete" else final.get("status")
+        tokens = None if request.stream else tokens_of(self._tokenizer.encode(whole))
+        return _reply(answer, finish, tokens, final.get("usage"), "input_tokens")
 
     @property
     def _tokenizer(self) -> Tokenizer:
@@ -298,11 +290,19 @@ def read_completion(answer: Answer, request: Request, channel: Channel, setup: E
         usage = piece.get("usage") or usage
     if request.stream and finish is None and not answer.whole:
         raise broken(f"after {len(tokens)} tokens, without an end")
-    details = usage.get("prompt_tokens_details") or {}
+    return _reply(answer, finish, None if request.stream else tokens_of(tokens), usage, "prompt_tokens")
+
+
+def _reply(
+    answer: Answer, finish: str | None, tokens: TokenArray[int] | None, usage: Mapping[str, Any] | None, prompt: str
+) -> Reply:
+    """prompt: what the usage calls its tokens."""
+    told = usage or {}
+    details = told.get(f"{prompt}_details") or {}
     return Reply(
         finish,
-        tokens=None if request.stream else tokens_of(tokens),
-        prompt_tokens=usage.get("prompt_tokens"),
+        tokens=tokens,
+        prompt_tokens=told.get(prompt),
         cached_tokens=details.get("cached_tokens"),
         cached_on_host=details.get("cpu"),
         sent_bytes=answer.sent_bytes,

@@ -35,15 +35,6 @@ class Array:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of the model's process, since the message that it answers was begun. waited: for that to arrive, and to send
-    what came before. computed: from the model's input to its output."""
-
-    waited: float
-    computed: float
-
-
 Said = Mapping[str, Any]
 
 
@@ -52,9 +43,10 @@ def step(ids: TokenArray[int]) -> Said:
     return {"do": STEP, "ids": ids.tobytes()}
 
 
-def stepped(timing: Timing) -> Said:
-    """Logits of the last position and the KV of all of them come along."""
-    return {"waited": timing.waited, "computed": timing.computed}
+def stepped(waited: float, computed: float) -> Said:
+    """Logits of the last position and the KV of all of them come along. Seconds of the model's process, since the message
+    that it answers was begun: waited for that to arrive, and to send what came before; computed from input to output."""
+    return {"waited": waited, "computed": computed}
 
 
 def generate(prompt: TokenArray[int], tokens: int, ends: list[int]) -> Said:
@@ -66,8 +58,8 @@ def token(drawn: int) -> Said:
     return {"token": drawn}
 
 
-def last_token(drawn: int, timing: Timing) -> Said:
-    return {**token(drawn), **stepped(timing)}
+def last_token(drawn: int, waited: float, computed: float) -> Said:
+    return {**token(drawn), **stepped(waited, computed)}
 
 
 def failed(sentence: str) -> Said:

@@ -55,8 +55,8 @@ def serve(wire, model) -> None:  # type: ignore[no-untyped-def]
         try:
             if said["do"] == messages.STEP:
                 back, began, ended = model.step(array("i", said["ids"]), arrived.arrays)
-                timing = messages.Timing(arrived.flight_s + began - here, ended - began)
-                wire.send(messages.stepped(timing), back, began_s=ended)
+                told = messages.stepped(arrived.flight_s + began - here, ended - began)
+                wire.send(told, back, began_s=ended)
             elif said["do"] == messages.GENERATE:
                 generate(wire, model, said, arrived.flight_s)
         except (RuntimeError, IndexError, ValueError, KeyError) as error:
@@ -74,7 +74,7 @@ def generate(wire, model, said, flight_s: float) -> None:  # type: ignore[no-unt
             assert wire.receive().said["do"] == messages.STOP
             last = True
         if last:
-            wire.send(messages.last_token(drawn, messages.Timing(waited, computed)))
+            wire.send(messages.last_token(drawn, waited, computed))
             return
         began = perf_counter()
         wire.send(messages.token(drawn))

@@ -23,7 +23,7 @@ from pensieve.core.scheduler.active_request import noise_key
 from pensieve.errors import ConfigError
 from pensieve.plugins.engines.base import kv_settings
 from pensieve.plugins.engines.disaggregated import messages
-from pensieve.plugins.engines.disaggregated.messages import KV, LOGITS, Array, Timing
+from pensieve.plugins.engines.disaggregated.messages import KV, LOGITS, Array
 from pensieve.plugins.engines.system import SaidLog
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import Capabilities
@@ -31,7 +31,7 @@ from pensieve.sim.cost import simulated_cost
 from pensieve.sim.worker import drawn_token
 from pensieve.specs import HardwareSpec, ModelSpec
 
-_WORST = Timing(1.0, 1.0)  # as long as any in a head
+_WORST = (1.0, 1.0)  # seconds that take as many bytes as any in a head
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class PartiallyAware(_Simulated):
                 sent += self.model.weight_bytes
             back: dict[str, Array] = {LOGITS: messages.logits_array(self.model)}
             received = messages.size(
-                messages.stepped(_WORST), {**back, KV: messages.kv_array(self.model, context + new)}
+                messages.stepped(*_WORST), {**back, KV: messages.kv_array(self.model, context + new)}
             )
             flights = self.flight_ns(sent) + self.flight_ns(received)
             yield Spent(sent, received, self.computed_ns(context, new), flights)
@@ -206,7 +206,7 @@ class FullyAware(_Simulated):
         for number in range(1, count + 1):
             said = messages.token(self.model.vocab)
             if number == count:
-                said = messages.last_token(self.model.vocab, _WORST)
+                said = messages.last_token(self.model.vocab, *_WORST)
             received = messages.size(said)
             first = number == 1
             moved = self.flight_ns(asked) + self.flight_ns(received) if first else 0
