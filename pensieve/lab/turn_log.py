@@ -84,10 +84,23 @@ def _turn(columns: _Columns, place: int) -> TurnRecord:
     return turn
 
 
-class TurnLog(Sequence[TurnRecord]):
+class _Passed(Sequence[TurnRecord]):
+    """Turns that are gone through; one by its number costs as much as all before it."""
+
+    @overload
+    def __getitem__(self, index: int) -> TurnRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TurnRecord]: ...
+    def __getitem__(self, index: int | slice) -> TurnRecord | Sequence[TurnRecord]:
+        if isinstance(index, slice):
+            return list(self)[index]
+        return next(islice(self, range(len(self))[index], None))
+
+
+class TurnLog(_Passed):
     """Turns in the order in which they finished. `store` drops the token ids and margins of those that came since, moves
-    their times to the file, and but for the first `held` turns the rest of them too; what is read back is for reading only.
-    To go through all of them costs little, and one by its number costs as much as its whole batch."""
+    their times to the file, and but for the first `held` turns the rest of them too. What is read back is for reading
+    only."""
 
     def __init__(self, held: int = _HELD) -> None:
         self._held = held
@@ -129,23 +142,8 @@ class TurnLog(Sequence[TurnRecord]):
                 yield _turn(columns, place)
         yield from self.recent
 
-    @overload
-    def __getitem__(self, index: int) -> TurnRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[TurnRecord]: ...
-    def __getitem__(self, index: int | slice) -> TurnRecord | Sequence[TurnRecord]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(len(self))[index]]
-        place = range(len(self))[index]
-        for batch in self._batches:
-            count = len(batch) if isinstance(batch, list) else batch.count
-            if place < count:
-                return batch[place] if isinstance(batch, list) else _turn(batch.unread(), place)
-            place -= count
-        return self.recent[place]
 
-
-class Chosen(Sequence[TurnRecord]):
+class Chosen(_Passed):
     """Some turns of a log, chosen anew each time that somebody goes through them."""
 
     def __init__(self, turns: Sequence[TurnRecord], wanted: Callable[[TurnRecord], bool]) -> None:
@@ -160,15 +158,6 @@ class Chosen(Sequence[TurnRecord]):
 
     def __iter__(self) -> Iterator[TurnRecord]:
         return filter(self._wanted, self._turns)
-
-    @overload
-    def __getitem__(self, index: int) -> TurnRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[TurnRecord]: ...
-    def __getitem__(self, index: int | slice) -> TurnRecord | Sequence[TurnRecord]:
-        if isinstance(index, slice):
-            return list(self)[index]
-        return next(islice(self, range(len(self))[index], None))
 
 
 def chosen(turns: Sequence[TurnRecord], wanted: Callable[[TurnRecord], bool]) -> Sequence[TurnRecord]:
