@@ -130,12 +130,7 @@ def summarise(measurement: Measurement, started: StartReport | None = None) -> l
         *_throughputs(measurement, measured),
         *_rates(measured),
         *_counts(measurement, measured),
-        *_start(started),
-        _schedule(measurement),
-        *_sent_plans(measurement),
-        _cost_model_error(measurement),
-        _send_lag(measurement),
-        _out_of_memory(measured),
+        *_of_the_system(measurement, measured, started),
         *_phases(measured),
     ]
     found = Counter(turn.status for turn in measured)
@@ -360,46 +355,30 @@ def _moved_for(measured: Sequence[TurnRecord], name: str) -> float | None:
     return float(sum(counted)) if counted else None
 
 
-def _start(started: StartReport | None) -> list[MetricValue]:
+def _of_the_system(
+    measurement: Measurement, measured: Sequence[TurnRecord], started: StartReport | None
+) -> list[MetricValue]:
+    """How it started; scheduler and cache time a step; size of a plan and its way to the last of several processes, where
+    plans leave one; predicted over measured time of the iterations that computed one long row, less one; how late requests
+    were sent, and how many did not get the memory they needed."""
+    counted, lags = measurement.counters, measurement.send_lag_s
+    steps, schedule_ms, plans = counted.get("steps"), counted.get("schedule_ms"), counted.get("sent_plans", 0.0)
+    a_step = schedule_ms / steps if steps and schedule_ms is not None else None
+    predicted, took = (counted.get(name, 0.0) for name in ("predicted_ms", "predictable_ms"))
+    lag_ms = nearest_rank(lags, 0.99) * 1e3 if len(lags) else None
     return [
         MetricValue("load_s", started.load_s if started else None),
         MetricValue("engine_warmup_ms", started.warmup_ms if started else None),
+        MetricValue("schedule_ms_mean", a_step, n=int(steps) if steps is not None else None, n_unit="steps"),
+        *(
+            MetricValue(f"{name}_mean", counted[name] / plans, n=int(plans), n_unit="plans")
+            for name in ("plan_bytes", "plan_ms")
+            if plans
+        ),
+        MetricValue("cost_model_error_pct", (predicted / took - 1) * 100 if took else None),
+        MetricValue("send_lag_ms_p99", lag_ms, n=len(lags), n_unit="turns"),
+        MetricValue("oom_turns", float(sum(map(out_of_memory, measured))), n=len(measured), n_unit="turns"),
     ]
-
-
-def _cost_model_error(measurement: Measurement) -> MetricValue:
-    """Predicted over measured time of the iterations that computed one long row, less one."""
-    predicted, measured = (measurement.counters.get(name, 0.0) for name in ("predicted_ms", "predictable_ms"))
-    return MetricValue("cost_model_error_pct", (predicted / measured - 1) * 100 if measured else None)
-
-
-def _schedule(measurement: Measurement) -> MetricValue:
-    """Scheduler and cache time a step, from the counters `schedule_ms` (their sum) and `steps`."""
-    steps, total = measurement.counters.get("steps"), measurement.counters.get("schedule_ms")
-    value = total / steps if steps and total is not None else None
-    return MetricValue("schedule_ms_mean", value, n=int(steps) if steps is not None else None, n_unit="steps")
-
-
-def _sent_plans(measurement: Measurement) -> list[MetricValue]:
-    """Size of a plan and its way to the last of several processes; nothing where plans stay in one."""
-    plans = measurement.counters.get("sent_plans", 0.0)
-    return [
-        MetricValue(f"{name}_mean", measurement.counters[name] / plans, n=int(plans), n_unit="plans")
-        for name in ("plan_bytes", "plan_ms")
-        if plans
-    ]
-
-
-def _send_lag(measurement: Measurement) -> MetricValue:
-    lags = measurement.send_lag_s
-    value = nearest_rank(lags, 0.99) * 1e3 if len(lags) else None
-    return MetricValue("send_lag_ms_p99", value, n=len(lags), n_unit="turns")
-
-
-def _out_of_memory(measured: Sequence[TurnRecord]) -> MetricValue:
-    """Turns that did not get the memory they needed."""
-    found = sum(out_of_memory(turn) for turn in measured)
-    return MetricValue("oom_turns", float(found), n=len(measured), n_unit="turns")
 
 
 def out_of_memory(turn: TurnRecord) -> bool:
@@ -436,15 +415,8 @@ def _degradation(probes: Sequence[TurnRecord]) -> MetricValue:
     if not hit.keys() & miss.keys():
         return MetricValue("ttft_degradation_pct", None, n=0, n_unit="rounds")
     ratio = paired_ratio(_as_pairs(miss), _as_pairs(hit), of="means")
-    low, high = ratio.ci_low, ratio.ci_high
-    return MetricValue(
-        "ttft_degradation_pct",
-        (ratio.ratio - 1.0) * 100,
-        n=ratio.n,
-        n_unit="rounds",
-        ci_low=None if low is None else (low - 1.0) * 100,
-        ci_high=None if high is None else (high - 1.0) * 100,
-    )
+    value, *ends = (None if one is None else (one - 1.0) * 100 for one in (ratio.ratio, ratio.ci_low, ratio.ci_high))
+    return MetricValue("ttft_degradation_pct", value, "", ratio.n, "rounds", *ends)
 
 
 def _stream_overhead(probes: Sequence[TurnRecord]) -> MetricValue:
