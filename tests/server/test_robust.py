@@ -228,7 +228,9 @@ HALF = {
 }
 
 
-def test_half_a_request_ends_when_its_time_is_over_and_whole_ones_are_served() -> None:
+def test_half_a_request_ends_when_its_time_is_over_and_whole_ones_are_served(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with create_server(**SIMULATED) as server, serving(server, receive_s=0.5) as (_, url):
         halves = {name: connected(url, sent) for name, sent in HALF.items()}
         with httpx.Client(base_url=url, timeout=PATIENCE_S) as client, connected(url) as slow:
@@ -241,6 +243,7 @@ def test_half_a_request_ends_when_its_time_is_over_and_whole_ones_are_served() -
             streams = [*client._transport._pool.connections]
             assert ask(client).status_code == 200 and client._transport._pool.connections == streams, "it was kept"
         assert server.get_statistics()["turns"] == 2
+    assert "Exception" not in capfd.readouterr().err, "who leaves before the end of a body is no fault of the server"
 
 
 def test_of_too_many_connections_the_one_silent_longest_is_closed() -> None:
