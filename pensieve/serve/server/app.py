@@ -88,15 +88,20 @@ class App:
         """From now on requests are served by this server, which is prepared."""
         self.server = server
 
+    @property
+    def warm(self) -> Server:
+        """For requests that the gate has let in."""
+        assert self.server is not None
+        return self.server
+
     # -- a turn ---------------------------------------------------------------------------------------------------------
 
     def admit(self) -> Server:
         """Raises Overloaded: who is turned away costs nothing, and those who are served are served in time."""
-        assert self.server is not None
-        if self.server.under_way >= self.settings.max_queue:
+        if self.warm.under_way >= self.settings.max_queue:
             self.meters.shed()
             raise Overloaded(f"{self.settings.max_queue} turns are under way, which is all there may be; try again.")
-        return self.server
+        return self.warm
 
 
 def create_app(state: App) -> FastAPI:
@@ -214,12 +219,11 @@ def _add_routes(app: FastAPI, state: App) -> None:
         def ids() -> list[int]:
             if body.messages is not None:
                 return state.dialogue.template.prompt([message.plain() for message in body.messages]).ids
-            assert state.server is not None and body.prompt is not None
-            return [*state.server.tokenizer.begin, *state.server.tokenizer.encode(body.prompt)]
+            assert body.prompt is not None
+            return [*state.warm.tokenizer.begin, *state.warm.tokenizer.encode(body.prompt)]
 
         tokens = await asyncio.to_thread(ids)
-        assert state.server is not None
-        return JSONResponse({"count": len(tokens), "max_model_len": state.server.most_tokens, "tokens": tokens})
+        return JSONResponse({"count": len(tokens), "max_model_len": state.warm.most_tokens, "tokens": tokens})
 
     for path, endpoint in (
         ("/v1/chat/completions", chat),
@@ -256,24 +260,21 @@ def _add_routes(app: FastAPI, state: App) -> None:
 
     @app.get("/v1/sessions", responses=documented())
     async def sessions(request: Request) -> Response:
-        assert state.server is not None
-        server = state.server
+        server = state.warm
         known = sorted(server.conversations.of(_tenant(request)), key=lambda one: -one.used_at)
         lines = await asyncio.to_thread(lambda: [session_line(server, one) for one in known])  # replicas are asked
         return JSONResponse({"object": "list", "data": lines})
 
     @app.get("/v1/sessions/{session_id:path}", responses=documented(404))
     async def session(request: Request, session_id: str) -> Response:
-        assert state.server is not None
-        known = state.server.conversations.find(_tenant(request), session_name(session_id))
+        known = state.warm.conversations.find(_tenant(request), session_name(session_id))
         if known is None:
             raise NotFound(f"There is no session {session_id!r}.")
-        return JSONResponse(await asyncio.to_thread(session_body, state.server, known))
+        return JSONResponse(await asyncio.to_thread(session_body, state.warm, known))
 
     @app.delete("/v1/sessions/{session_id:path}", responses=documented(404))
     async def delete_session(request: Request, session_id: str) -> Response:
-        assert state.server is not None
-        if not await asyncio.to_thread(state.server.end_session, _tenant(request), session_name(session_id)):
+        if not await asyncio.to_thread(state.warm.end_session, _tenant(request), session_name(session_id)):
             raise NotFound(f"There is no session {session_id!r}.")
         return JSONResponse({"id": session_id, "object": "session", "deleted": True})
 
@@ -331,13 +332,12 @@ def _check_model(state: App, name: str | None) -> None:
 
 
 def _card(state: App) -> dict[str, Any]:
-    assert state.server is not None
     return {
         "id": state.model,
         "object": "model",
         "created": state.created,
         "owned_by": "pensieve",
-        "max_model_len": state.server.most_tokens,
+        "max_model_len": state.warm.most_tokens,
         "temperature": _default_sampling(state).temperature,
         "top_p": _default_sampling(state).top_p,
     }
@@ -345,5 +345,4 @@ def _card(state: App) -> dict[str, Any]:
 
 def _default_sampling(state: App) -> Sampling:
     """Of clients that do not say."""
-    assert state.server is not None
-    return state.server.sampling(state.settings.temperature, None)
+    return state.warm.sampling(state.settings.temperature, None)
