@@ -22,7 +22,7 @@ from pensieve.errors import CapacityError, ConfigError, HardwareMissing
 from pensieve.lab.compose.folder import outputs_folder
 from pensieve.lab.compose.machine import Device, free_host_memory_bytes, memory_limit_bytes
 from pensieve.lab.compose.plan import TrialPlan, memory_share, plans_in_flight
-from pensieve.lab.compose.schema import HardwareConfig, TrialConfig
+from pensieve.lab.compose.schema import HardwareConfig, TrialConfig, filled
 from pensieve.lab.compose.target import factory
 from pensieve.lab.compose.tokenizer import build_tokenizer
 from pensieve.lab.compose.weights import loadable, model_identity
@@ -149,20 +149,7 @@ def _engine_system(
 
     config = plan.config
     assert parts.cache is not None
-    s = config.scheduler
-    scheduler = SchedulerSettings(
-        composition=parts.composition,
-        max_batch_tokens=s.max_batch_tokens,
-        max_batch_requests=s.max_batch_requests,
-        swap_out_start=s.swap_out_start,
-        swap_out_stop=s.swap_out_stop,
-        admission_reserve=s.admission_reserve,
-        copy_ahead=s.copy_ahead,
-        load_apart=s.load_apart,
-        admit_beyond_budget=s.admit_beyond_budget,
-        cost_error=s.cost_error,
-        cost_error_context=s.cost_error_context,
-    )
+    scheduler = filled(SchedulerSettings, config.scheduler, composition=parts.composition)
     below = _tier_below(plan, parts, keeps_disk)
     clock, worker, gpu_blocks = clock_and_worker(plan, trace, below)
     kind: type[InlineSystem | ThreadedSystem] = InlineSystem if clock.virtual else ThreadedSystem

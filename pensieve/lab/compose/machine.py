@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from pensieve.errors import ConfigError, HardwareMissing
-from pensieve.lab.compose.schema import HardwareConfig
+from pensieve.lab.compose.schema import HardwareConfig, filled
 from pensieve.plugins.device import shelf
 from pensieve.specs import HardwareSpec
 from pensieve.units import parse_capacity
@@ -189,33 +189,13 @@ def _bytes(hardware: HardwareConfig, field: str) -> int:
 def hardware_spec(hardware: HardwareConfig, device: Device, measured: MachineProfile | None = None) -> HardwareSpec:
     """The hardware in numbers, for the engine, the cost model and the simulated worker. measured: what hardware.profile
     names."""
-    spec = HardwareSpec(
-        name=hardware.name,
-        simulated=hardware.simulated,
+    spec = filled(
+        HardwareSpec,
+        hardware,
         device=device.name,
-        gpus=hardware.gpus,
-        threads=hardware.threads,
-        flops=hardware.flops,
-        memory_bw=hardware.memory_bw,
-        h2d_bw=hardware.h2d_bw,
-        d2h_bw=hardware.d2h_bw,
-        link_bw=hardware.link_bw,
-        link_latency_s=hardware.link_latency_s,
-        network_gbps=hardware.network_gbps,
-        network_latency_s=hardware.network_latency_s,
-        multiprocessors=hardware.multiprocessors,
-        graph_sizes=hardware.graph_sizes,
         terms=hardware.terms.model_dump(),
         gpu_memory_bytes=device.gpu_bytes // device.count,
         cpu_memory_bytes=device.cpu_bytes // device.count,
-        compute_efficiency=hardware.compute_efficiency,
-        memory_efficiency=hardware.memory_efficiency,
-        step_overhead_s=hardware.step_overhead_s,
-        duplex_penalty=hardware.duplex_penalty,
-        fragment_s=hardware.fragment_s,
-        pipelined_swap_in=hardware.pipelined_swap_in,
-        profile=hardware.profile,
-        source=hardware.source,
     )
     if measured is None:
         return spec

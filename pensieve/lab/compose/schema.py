@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import fields
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -221,3 +222,12 @@ class TrialConfig(_Group):
     workload: dict[str, Any]
     hardware: HardwareConfig
     tracking: TrackingConfig
+
+
+T = TypeVar("T")
+
+
+def filled(kind: type[T], node: BaseModel, **given: Any) -> T:
+    """A dataclass with the fields of the node that have the same names, beside those given."""
+    same = {one.name: getattr(node, one.name) for one in fields(kind) if hasattr(node, one.name)}  # type: ignore[arg-type]
+    return kind(**{**same, **given})
