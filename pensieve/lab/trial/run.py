@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from pensieve.core.plan import StartReport
@@ -79,6 +80,7 @@ from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import System
 from pensieve.serve.systems.engine_system import EngineSystem
 from pensieve.serve.systems.inline_system import InlineSystem
+from pensieve.serve.tokenizer import Tokenizer
 from pensieve.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -254,7 +256,7 @@ def _run(
     tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
     workload, described = build_workload(plan, tokenizer)
     with device_lock(plan.device, config.trial.exclusive, say):
-        outside = config.baseline.engine is not None and not plan.device.simulated
+        outside = _is_outside(plan)
         if outside or plan.computes_elsewhere:
             shelf.empty()  # others load the model
         check_free_memory(plan)
@@ -262,15 +264,7 @@ def _run(
         measured_at = measure_beside(plan)
         trace = job.folder / TRACE_FILE if config.trial.profile else None
         forget_allocator_peak()
-        system: System
-        if outside:
-            system = build_outside(plan, tokenizer, described)
-        elif config.baseline.simulated is not None:
-            system = build_simulated(plan)
-        elif config.hardware.router != "single":
-            system = build_cluster(plan, tokenizer, described) if plan.device.simulated else _replicas(plan)
-        else:
-            system = build_system(plan, tokenizer, trace, described)
+        system = _system(plan, tokenizer, described, trace)
         neighbours = Neighbours()
         try:
             raise_if_interrupted()
@@ -325,32 +319,34 @@ def _run(
     if isinstance(workload, VllmRun):
         metrics += fidelity_metrics(workload.real, workload.seen, record.turns)
     tracking.store.add_metrics(trial_id, metrics)
-    flags: dict[str, Any] = {**record.flags, "load": record.load, "drain_share": record.drain_share}
-    if not plan.device.simulated:
-        flags["others_cpu_share"] = round(others, 3)
-    if (found := contamination(described, record.turns)) is not None:
-        flags["contaminated"] = found
-    if (untold := unverified(described, record.turns, system.can.starts_empty)) is not None:
-        flags["cache_state_unverified"] = untold
-    if config.trial.profile:
-        flags["profiled"] = True
-    extrapolated = system.extrapolated() if isinstance(system, InlineSystem) else {}
-    if extrapolated:
-        flags["extrapolated"] = extrapolated
-    if started.settings.get("fell_back"):
-        flags["fell_back"] = _fall_back(started.settings)
-    if job.reproduces is not None:
-        flags["reproduces"] = job.reproduces
-    thin = thin_percentiles(metrics)
-    if thin:
-        flags["thin_percentiles"] = thin
-    tracking.store.finish_trial(
-        trial_id,
-        "completed",
-        flags=flags,
-        measure_start_s=start_s,
-        measure_end_s=end_s,
-    )
+    told: dict[str, object] = {
+        "others_cpu_share": None if plan.device.simulated else round(others, 3),
+        "contaminated": contamination(described, record.turns),
+        "cache_state_unverified": unverified(described, record.turns, system.can.starts_empty),
+        "profiled": config.trial.profile or None,
+        "extrapolated": (system.extrapolated() if isinstance(system, InlineSystem) else None) or None,
+        "fell_back": _fall_back(started.settings) if started.settings.get("fell_back") else None,
+        "reproduces": job.reproduces,
+        "thin_percentiles": thin_percentiles(metrics) or None,
+    }
+    flags = {**record.flags, "load": record.load, "drain_share": record.drain_share}
+    flags |= {name: value for name, value in told.items() if value is not None}
+    tracking.store.finish_trial(trial_id, "completed", flags=flags, measure_start_s=start_s, measure_end_s=end_s)
+
+
+def _is_outside(plan: TrialPlan) -> bool:
+    return plan.config.baseline.engine is not None and not plan.device.simulated
+
+
+def _system(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan, trace: Path | None) -> System:
+    config = plan.config
+    if _is_outside(plan):
+        return build_outside(plan, tokenizer, described)
+    if config.baseline.simulated is not None:
+        return build_simulated(plan)
+    if config.hardware.router != "single":
+        return build_cluster(plan, tokenizer, described) if plan.device.simulated else _replicas(plan)
+    return build_system(plan, tokenizer, trace, described)
 
 
 def _processes(counted: Mapping[str, float]) -> list[MetricValue]:
