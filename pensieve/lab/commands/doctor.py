@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rich import box
 from rich.table import Table
 
 from pensieve.compiler import compiler_version, find_compiler
@@ -25,6 +24,7 @@ from pensieve.lab.compose.preflight import GPU_USABLE
 from pensieve.lab.compose.schema import CacheConfig, HardwareConfig, ModelConfig
 from pensieve.lab.compose.weights import local_weights
 from pensieve.lab.results.store import open_store
+from pensieve.lab.tables import grid
 from pensieve.lab.trial.summary import installed
 from pensieve.lab.trial.terminal import console, say
 from pensieve.specs import DTYPE_BYTES, ModelSpec
@@ -138,17 +138,8 @@ def _database() -> tuple[str, bool]:
 
 def _models(machine: Machine, cache: CacheConfig) -> tuple[list[str], Table]:
     """The names of the models that fit, and the table of all models."""
-    table = Table(
-        title=f"Models on {machine.label} with cache={cache.name} ({cache.gpu} / {cache.cpu})",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    table.add_column("model", no_wrap=True)
-    for name in ("parameters", "weights\n16 bit", "\nfloat32", "KV a token\n16 bit", "\nfloat32"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column(f"fits in\n{machine.dtype}", no_wrap=True)
-    table.add_column("weights\nat hand", no_wrap=True)
+    fits_in, at_hand = f"fits in\n{machine.dtype}", "weights\nat hand"
+    lines = []
     fitting = []
     for name in options("model"):
         model = ModelConfig.model_validate(read_option("model", name))
@@ -161,15 +152,20 @@ def _models(machine: Machine, cache: CacheConfig) -> tuple[list[str], Table]:
         if fits:
             fitting.append(name)
         parameters = specs[0].parameters
-        table.add_row(
-            name,
-            f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M",
-            *(format_bytes(spec.weight_bytes) for spec in specs),
-            *(format_bytes(spec.kv_bytes_per_token) for spec in specs),
-            "yes" if fits else f"no, needs {format_bytes(need)}",
-            _at_hand(model),
+        lines.append(
+            {
+                "model": name,
+                "parameters": f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M",
+                "weights\n16 bit": format_bytes(specs[0].weight_bytes),
+                "weights\nfloat32": format_bytes(specs[1].weight_bytes),
+                "KV a token\n16 bit": format_bytes(specs[0].kv_bytes_per_token),
+                "KV a token\nfloat32": format_bytes(specs[1].kv_bytes_per_token),
+                fits_in: "yes" if fits else f"no, needs {format_bytes(need)}",
+                at_hand: _at_hand(model),
+            }
         )
-    return fitting, table
+    title = f"Models on {machine.label} with cache={cache.name} ({cache.gpu} / {cache.cpu})"
+    return fitting, grid(lines, title, left=(fits_in, at_hand))
 
 
 def _need(spec: ModelSpec, cache: CacheConfig, machine: Machine) -> int:

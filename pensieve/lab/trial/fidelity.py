@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from pensieve.core.request import is_measured
 from pensieve.lab.metric_registry import PERCENTILES
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.statistics import median, nearest_rank
+from pensieve.lab.tables import grid
 from pensieve.lab.workload.vllm_runs.reading import RealRequest
 from pensieve.serve.record import TurnRecord
 
@@ -69,23 +68,19 @@ def fidelity(store: ResultsStore, trial_id: int) -> RenderableType | None:
     if limit is None:
         return None
     trial = store.trial(trial_id)
-    table = Table(
-        title=f"Trial {trial_id}: {trial.model}, {trial.hardware},\nagainst vLLM on the real card",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    for column in ("", "real", "simulated", "error"):
-        table.add_column(column, justify="left" if not column else "right")
     rows = {f"{f}_{s}": (f"{title} {s}", _TIMES) for f, title in _TITLES.items() for s in ("mean", *PERCENTILES)}
     rows[_THROUGHPUT] = (_THROUGHPUT, _RATES)
     errors: dict[str, float] = {}
+    lines = []
     for label, (title, (real_name, simulated_name, unit)) in rows.items():
         error = metrics.get((_ERROR, label))
         if error is None:
             continue  # of a trial that was held against fewer figures
         errors[label] = error
         real, simulated = metrics[real_name, label], metrics[simulated_name, label]
-        table.add_row(title, f"{real:,.1f} {unit}", f"{simulated:,.1f} {unit}", f"{error:+.2f} %")
+        values = {"real": f"{real:,.1f} {unit}", "simulated": f"{simulated:,.1f} {unit}", "error": f"{error:+.2f} %"}
+        lines.append({"": title, **values})
+    table = grid(lines, f"Trial {trial_id}: {trial.model}, {trial.hardware},\nagainst vLLM on the real card")
     sentences = [verdict(errors, limit, int(metrics.get(("fidelity_left_out", "")) or 0))]
     sentences += what_waiting_hides({metric.name: metric for metric in found})
     return Group(table, *sentences)

@@ -13,15 +13,13 @@ from math import copysign
 from statistics import fmean
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from pensieve.lab.results.frame import Frame, values_of
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.statistics import median
-from pensieve.units import NONE
+from pensieve.lab.tables import NONE, grid
 
 HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT = 1.0, 5.0, 10.0
 """What each error may come to: hit rates in points, by tier; output tokens a second; first tokens, mean over turns."""
@@ -119,24 +117,16 @@ def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
     compared = compare(Frame(store, sweep_id))
     if not compared:
         return None
-    table = Table(
-        title="This machine's simulation, against the machine",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    table.add_column("", overflow="fold", min_width=10)
-    for name in ("n", *_RATES.values(), "tok/s", "TTFT"):
-        table.add_column(name, justify="right", no_wrap=True)
+    heads = {**_RATES, FLOW: "tok/s", TTFT: "TTFT"}
+    lines = []
     for one in compared:
-        cells = []
-        for name in (*_RATES, FLOW, TTFT):
+        line = {"": one.place, "n": str(one.repeats)}
+        for name, head in heads.items():
             ours, theirs = one.simulated.get(name), (one.real or {}).get(name)
-            sign = "" if name == TTFT else "+"
-            cells.append(
-                f"{NONE if ours is None else f'{ours:{sign}.1f}'}/{NONE if theirs is None else f'{abs(theirs):.1f}'}"
-            )
-        table.add_row(one.place, str(one.repeats), *cells)
+            shown = NONE if ours is None else f"{ours:{'' if name == TTFT else '+'}.1f}"
+            line[head] = f"{shown}/{NONE if theirs is None else f'{abs(theirs):.1f}'}"
+        lines.append(line)
+    table = grid(lines, "This machine's simulation, against the machine", fold=True)
     return Group(table, _LEGEND, verdict(compared))
 
 

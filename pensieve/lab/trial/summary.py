@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from pensieve.errors import in_checkout
@@ -20,6 +18,7 @@ from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.served_by import footer
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.trials import mixtures
+from pensieve.lab.tables import grid
 from pensieve.lab.trial.tracking import Tracking
 from pensieve.units import NONE
 
@@ -44,19 +43,13 @@ def summary(store: ResultsStore, trial_id: int) -> RenderableType:
     trial = store.trial(trial_id)
     metrics = {(m.name, m.label): m for m in store.metrics_of(trial_id)}
     kind = "simulated" if trial.simulated else f"{trial.weights} weights"
-    table = Table(
-        title=f"trial {trial_id}: {trial.model} ({kind}) on {trial.device}, baseline {trial.baseline}, seed {trial.seed}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_header=False,
+    of_turns = [(f"TTFT, {name} turn (p50)", ("ttft_ms_p50", turn), "ms") for turn, name in _turns(metrics)]
+    rows = [*of_turns, *((title, (name, ""), unit) for title, name, unit in ROWS)]
+    table = grid(
+        [{"": title, "value": _text(metrics[key], unit)} for title, key, unit in rows if key in metrics],
+        f"trial {trial_id}: {trial.model} ({kind}) on {trial.device}, baseline {trial.baseline}, seed {trial.seed}",
+        heads=False,
     )
-    table.add_column()
-    table.add_column(justify="right")
-    for turn, name in _turns(metrics):
-        table.add_row(f"TTFT, {name} turn (p50)", _text(metrics[("ttft_ms_p50", turn)], "ms"))
-    for title, name, unit in ROWS:
-        if (name, "") in metrics:
-            table.add_row(title, _text(metrics[(name, "")], unit))
     told = [str(trial.flags[flag]) for flag in TOLD if flag in trial.flags]
     told += [f"One of the {why.what}: do not compare its times, and {why.remedy}." for why in mixtures([trial])]
     cut = load_changed([TrialGroup({}, {trial.baseline: [trial]})])
