@@ -4,7 +4,15 @@ from datetime import UTC, datetime
 
 import pytest
 
-from pensieve.lab.results.mlflow_view import data_files, is_param, note, sweep_name, sweep_tags, trial_name, trial_tags
+from pensieve.lab.results.mlflow_view import (
+    data_files,
+    is_param,
+    note,
+    sweep_name,
+    sweep_tags,
+    trial_name,
+    trial_tags,
+)
 from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.trials import swept_axes
 from tests.results.trials import trial_fields
@@ -23,14 +31,6 @@ def trial(**changed: object) -> Trial:
     return Trial(id=7, repeat=changed.pop("repeat", 0), error=None, **trial_fields(**changed))  # type: ignore[arg-type]
 
 
-def test_a_sweep_is_called_by_its_overlay_and_time_or_else_by_what_it_varies() -> None:
-    at = f"{BEGAN.astimezone():%Y-%m-%d %H:%M}"
-    axes = {"seed": "0,1", "eviction": "lru,fifo", "cache": "demo"}
-    assert sweep_name(sweep("ablation_eviction", **axes)) == f"ablation_eviction: eviction {at}"
-    assert sweep_name(sweep(None, **axes)) == f"eviction {at}"
-    assert sweep_name(sweep(None, cache="demo", seed="0,1")) == f"pensieve {at}"
-
-
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
@@ -39,20 +39,20 @@ def test_a_sweep_is_called_by_its_overlay_and_time_or_else_by_what_it_varies() -
         ({"seed": "0,1", "workload.pressure": "1,2", "baseline": "a,b"}, "pensieve workload.pressure=2.0 seed=0"),
         ({"seed": "range(0,9)", "cache.gpu": "'1,024 tokens'"}, "pensieve seed=0"),
         ({"hydra.sweeper.n_trials": "1,2"}, "pensieve seed=0"),
+        (None, "pensieve seed=0"),
     ],
 )
-def test_a_trial_is_called_by_its_place_on_the_swept_axes(overrides: dict[str, str], name: str) -> None:
-    assert trial_name(trial(eviction="lru"), sweep(**overrides)) == name
-
-
-def test_a_trial_alone_and_a_repeat_are_called_so() -> None:
-    assert trial_name(trial(), None) == "pensieve seed=0"
-    assert trial_name(trial(repeat=2), None) == "pensieve seed=0 repeat=2"
-
-
-def test_a_comma_within_a_value_is_no_axis() -> None:
-    told = {"a": "1,2", "b": "[1,2]", "c": "'x,y'", "d": "choice(1)", "e": "{k: 1, l: 2}", "+f": "[1,2],[3]", "g": "x"}
-    assert swept_axes(told) == ["a", "d", "f"]
+def test_a_trial_is_called_by_its_place_on_the_swept_axes_and_a_sweep_by_them(
+    overrides: dict[str, str] | None, name: str
+) -> None:
+    of = None if overrides is None else sweep(**overrides)
+    assert trial_name(trial(eviction="lru"), of) == name
+    assert trial_name(trial(eviction="lru", repeat=2), of) == f"{name} repeat=2"
+    at = f"{BEGAN.astimezone():%Y-%m-%d %H:%M}"
+    axes = {"seed": "0,1", "eviction": "lru,fifo", "cache": "demo"}
+    assert sweep_name(sweep("ablation_eviction", **axes)) == f"ablation_eviction: eviction {at}"
+    assert sweep_name(sweep(None, **axes)) == f"eviction {at}"
+    assert sweep_name(sweep(None, cache="demo", seed="0,1")) == f"pensieve {at}"
 
 
 def test_the_tags_are_those_that_the_ui_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,20 +74,17 @@ def test_the_tags_are_those_that_the_ui_shows(monkeypatch: pytest.MonkeyPatch) -
     assert "mlflow.user" not in sweep_tags(sweep())
 
 
-def test_parameters_say_what_was_measured_and_not_how_hydra_builds_it() -> None:
+def test_parameters_data_and_description() -> None:
     told = ["workload._target_", "tracking.mlflow", "trial.retries", "force", "experiment_name", "hydra.job.name"]
     assert not any(is_param(name) for name in told)
     assert all(is_param(name) for name in ("workload.pressure", "cache.gpu", "slo.ttft_ms", "seed"))
-
-
-def test_the_files_that_a_workload_read_are_its_data() -> None:
     config = {"workload": {"path": "/data/share.json"}, "model": {"weights": "/models/x"}}
     environment = {"inputs": {"workload.path": "sha256:0123", "model.weights": "sha256:4567"}}
-    assert data_files(trial(config=config, environment=environment)) == [
-        {"name": "share.json", "path": "/data/share.json", "sha256": "0123"}
-    ]
-    assert data_files(trial(environment={})) == []
-
-
-def test_what_was_found_is_the_description() -> None:
+    read = [{"name": "share.json", "path": "/data/share.json", "sha256": "0123"}]
+    assert data_files(trial(config=config, environment=environment)) == read and data_files(trial(environment={})) == []
     assert note(["Found.", "One seed."], "run.py -m") == "**Found.**\n\n- One seed.\n\n`run.py -m`"
+
+
+def test_a_comma_within_a_value_is_no_axis() -> None:
+    told = {"a": "1,2", "b": "[1,2]", "c": "'x,y'", "d": "choice(1)", "e": "{k: 1, l: 2}", "+f": "[1,2],[3]", "g": "x"}
+    assert swept_axes(told) == ["a", "d", "f"]
