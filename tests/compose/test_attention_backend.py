@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from pensieve.device.asked import ModelAsked
 from pensieve.errors import ConfigError, EngineMissing
 from pensieve.lab.compose import build_system, plan_trial, resolved
 from pensieve.lab.compose.preflight import preflight
@@ -40,8 +41,8 @@ def test_the_model_is_loaded_with_it_the_size_of_the_blocks_and_the_memory_there
 ) -> None:
     seen: dict[str, Any] = {}
 
-    def load(*arguments: Any, **options: Any) -> None:
-        seen.update(options)
+    def load(asked: ModelAsked) -> None:
+        seen.update(attention=asked.attention, chunk_tokens=asked.chunk_tokens, memory_bytes=asked.memory_bytes)
         raise EngineMissing("enough seen")
 
     monkeypatch.setattr("pensieve.device.model.load_model", load)
