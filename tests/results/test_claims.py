@@ -243,7 +243,9 @@ def test_throughput_at_latency_is_read_between_rates():
     axis = "workload.request_rate"
     metrics = {"pensieve": of(3.0), "stateless": of(2.0)}
     turns = {name: lambda seed, rate: talk(10.0)(seed) for name in metrics}
-    store = sweep(turns, seeds=5, metrics=metrics, axis=axis, values=[1, 2, 3, 4])
+    few, store = (sweep(turns, seeds=seeds, metrics=metrics, axis=axis, values=[1, 2, 3, 4]) for seeds in (4, 5))
+    found = measure(few, "throughput_at_latency_ratio", theirs="stateless", over=axis, limit=120.0)
+    assert (found.value, found.ci_low, found.ci_high) == (pytest.approx(3.6 / 2.4), None, None)
     found = measure(store, "throughput_at_latency_ratio", theirs="stateless", over=axis, limit=120.0)
     assert (found.value, found.ci_low, found.n) == (pytest.approx(3.6 / 2.4), pytest.approx(1.5), 5)
     with pytest.raises(MissingSeries, match="crosses 900 ms"):

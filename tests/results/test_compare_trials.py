@@ -150,3 +150,9 @@ def test_a_over_b_divides_the_columns_and_the_paired_ratio_stands_beside_it():
     row = _row("", "ttft_ms_mean", "", "ms", a, b, "conversations")
     assert (row.of_pairs, row.ratio) == (True, pytest.approx(1.0))
     assert row.quotient == pytest.approx(50.5 / 10.0)
+
+
+def test_an_interval_that_holds_one_shows_no_difference():
+    a, b = {(0, str(i)): ms for i, ms in enumerate((9.8, 10.3) * 6)}, {(0, str(i)): 10.0 for i in range(12)}
+    row = _row("", "ttft_ms_mean", "", "ms", a, b, "conversations")
+    assert 0.9 < row.ci_low < 1 < row.ci_high < 1.1 and row.verdict == "no difference shown"

@@ -52,6 +52,7 @@ def told(*trials: dict[str, Any], seeds: int = 5, **axes: Any) -> SweepTable:
             chance = CHANCE[(seed + 2 * number) % len(CHANCE)]
             own = fields.pop("turns", None) or turns(fields.pop("ttft"), chance, fields.pop("queue", 0.1))
             statuses = fields.pop("statuses", {})
+            fields["config"] = {**trial_fields()["config"], **fields.get("config", {}), "seed": seed}
             trial = add_trial(
                 store, sweep, next(job), fields.pop("baseline"), own, fields.pop("metrics", None), seed=seed, **fields
             )
@@ -164,6 +165,8 @@ for flag in ("contaminated", "cache_state_unverified"):
 for error in (788.0, -60.0, 12.0):
     near = {**metrics(OURS, cost_model_error_pct=5.0), "cache": "small"}
     case(f"cost model off by {error}", metrics(OURS, cost_model_error_pct=error), near)
+far = [{**metrics(OURS, cost_model_error_pct=error), "repeat": repeat} for repeat, error in enumerate((-60.0, 788.0))]
+case("cost model off by -60 and 788", *far)
 for load, window, rate in (
     ("open", {}, 5.4), ("partly open", {}, 5.4), ("open", {}, 8.8), ("closed", {}, 5.4),
     ("open", {"window": "too small"}, 5.4),
