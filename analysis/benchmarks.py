@@ -8,6 +8,7 @@ from typing import Any
 
 from analysis import marks, style
 from analysis.marks import Bar, Group
+from analysis.quantities import moved
 from analysis.registry import Plot
 from analysis.sweep import Cell, Panel, Source
 from pensieve.errors import MissingSeries
@@ -135,8 +136,7 @@ def _timed(job: JobResult, metric: MetricValue, beside: Sequence[tuple[JobResult
     floor = next(one.limit_value for _, one in beside if one.limit_value)
     floor_is = str((beside[0][0].last.flags or {}).get("floor_is", ""))
     time = Estimate(metric.value, metric.ci_low, metric.ci_high, metric.n or 0, 1)
-    low, high = (None if end is None else end / floor for end in (time.ci_low, time.ci_high))
-    over = Estimate(time.value / floor, low, high, time.n, time.groups)
+    over = moved(time, lambda own: own / floor)
     row = {
         "case": metric.label,
         "backend": job.last.baseline,

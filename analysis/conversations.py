@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from pensieve.lab.results.findings import REFERENCE
 from pensieve.lab.results.frame import paired, speed_up, values_of
 from pensieve.lab.statistics import Estimate, PairedRatio
 
-ByTurn = Mapping[int, Estimate]
 Ratios = Mapping[str, PairedRatio | None]
 """By part of the turns; None where no conversation has turns of it in both."""
 TURNS = (1, 5, 10)
@@ -31,15 +29,21 @@ PAIRED = (
 
 
 def ttft_by_turn(source: Source) -> Iterator[Plot]:
-    for panel, lines, ideal in read_ttft_by_turn(source):
+    """The median of each turn, and the ideal where any turn had all of its history in GPU memory."""
+    for panel in source.panels():
+        turns = {cell.baseline: source.turns(cell).dropna(subset="ttft_ms") for cell in panel.cells}
+        for name, own in turns.items():
+            if own.empty:
+                raise source.lacks(f"a completed, measured turn of {name}")
+        lines = {name: _by_turn(own, own["ttft_ms"]) for name, own in turns.items()}
+        ideal = _ideal(pd.concat(turns.values()))
         picture, axes = style.new_axes(2.0)
-        for order, (name, turns) in enumerate(lines.items()):
-            marks.line(axes, name, [(turn, one) for turn, one in turns.items()], order=order, band=True)
+        for order, (name, found) in enumerate(lines.items()):
+            marks.line(axes, name, list(found.items()), order=order, band=True)
         lead = "Median of completed turns and its 95 % interval"
         if ideal:
-            values = [one.value for one in ideal.values()]
-            dashes: dict[str, Any] = {"linewidth": 1.0, "linestyle": (0, (3, 1.5))}
-            axes.plot(list(ideal), values, color=style.GREY, gid=style.IDEAL, label=style.IDEAL, **dashes)
+            dashes: dict[str, Any] = {"linewidth": 1.0, "linestyle": (0, (3, 1.5)), "label": style.IDEAL}
+            axes.plot(list(ideal), [one.value for one in ideal.values()], color=style.GREY, gid=style.IDEAL, **dashes)
             lead += (
                 ". Ideal: the new tokens alone, as the fastest TTFT without its wait of any turn with as many of them and no "
                 "history to restore or compute"
@@ -57,24 +61,10 @@ def ttft_by_turn(source: Source) -> Iterator[Plot]:
                 **columns("ttft_ms_median", one),
                 "trials": ids.get(name, " ".join(ids.values())),
             }
-            for name, turns in [*lines.items(), (style.IDEAL, ideal)]
-            for turn, one in turns.items()
+            for name, found in [*lines.items(), (style.IDEAL, ideal)]
+            for turn, one in found.items()
         ]
         yield Plot(panel, picture, lead, rows)
-
-
-def read_ttft_by_turn(source: Source) -> Iterator[tuple[Panel, Mapping[str, ByTurn], ByTurn]]:
-    """The median of each turn by baseline, and the ideal, empty where no turn had all of its history in GPU memory.
-
-    Raises MissingSeries where a baseline has no measured turn that completed.
-    """
-    for panel in source.panels():
-        turns = {cell.baseline: source.turns(cell).dropna(subset="ttft_ms") for cell in panel.cells}
-        for name, own in turns.items():
-            if own.empty:
-                raise source.lacks(f"a completed, measured turn of {name}")
-        lines = {name: _by_turn(own, own["ttft_ms"]) for name, own in turns.items()}
-        yield panel, lines, _ideal(pd.concat(turns.values()))
 
 
 def _by_turn(turns: pd.DataFrame, values: pd.Series[Any]) -> dict[int, Estimate]:
@@ -115,8 +105,16 @@ def has_reference(source: Source) -> bool:
     return REFERENCE in names and len(names) > 1
 
 
+def has_classes(source: Source) -> bool:
+    return any(source.has_metric("ttft_ms_p50", one) for one in CLASSES)
+
+
 def speedup(source: Source) -> Iterator[Plot]:
-    for panel, found in read_speedup(source):
+    def parts(turns: pd.DataFrame) -> dict[str, pd.DataFrame]:
+        numbers = turns.index.get_level_values("turn")
+        return {**{f"turn {turn}": turns[numbers == turn] for turn in TURNS}, "average": turns}
+
+    for panel, found in _speed_ups(source, parts, "turn"):
         table = [
             {"baseline": name, **{at: tables.estimated(one) for at, one in ratios.items()}}
             for name, ratios in found.items()
@@ -124,14 +122,11 @@ def speedup(source: Source) -> Iterator[Plot]:
         yield Plot(panel, None, PAIRED, _rows(panel, found, "at"), table)
 
 
-def read_speedup(source: Source) -> Iterator[tuple[Panel, Mapping[str, Ratios]]]:
-    """At "turn 1", ..., and on "average"."""
-    parts = {f"turn {turn}": partial(_at_turn, turn) for turn in TURNS}
-    return _speed_ups(source, {**parts, "average": lambda turns: turns}, "turn")
-
-
 def hotness(source: Source) -> Iterator[Plot]:
-    for panel, found in read_hotness(source):
+    def parts(turns: pd.DataFrame) -> dict[str, pd.DataFrame]:
+        return {label: turns[turns["label"] == label] for label in CLASSES}
+
+    for panel, found in _speed_ups(source, parts, "hot, warm or cold turn"):
         picture, axes = style.new_axes(2.0)
         labels = [label for label in CLASSES if any(ratios[label] for ratios in found.values())]
         apart = min(0.18, 0.6 / len(found))
@@ -150,39 +145,21 @@ def hotness(source: Source) -> Iterator[Plot]:
         yield Plot(panel, picture, PAIRED, _rows(panel, found, "class"))
 
 
-def has_classes(source: Source) -> bool:
-    return any(source.has_metric("ttft_ms_p50", one) for one in CLASSES)
-
-
-def read_hotness(source: Source) -> Iterator[tuple[Panel, Mapping[str, Ratios]]]:
-    """By class of users."""
-    return _speed_ups(source, {label: partial(_labelled, label) for label in CLASSES}, "hot, warm or cold turn")
-
-
 def _speed_ups(
-    source: Source, parts: Mapping[str, Callable[[pd.DataFrame], pd.DataFrame]], what: str
+    source: Source, parts: Callable[[pd.DataFrame], dict[str, pd.DataFrame]], what: str
 ) -> Iterator[tuple[Panel, Mapping[str, Ratios]]]:
     """By baseline but stateless, of each part of the turns. Raises MissingSeries where a baseline shares no turn of any
     part, saying that `what` is missing, and MixedPanel."""
     for panel in source.panels():
-        turns = {cell.baseline: source.turns(cell) for cell in panel.cells}
-        reference, found = turns.pop(REFERENCE), {}
-        for name, own in turns.items():
+        divided = {cell.baseline: parts(source.turns(cell)) for cell in panel.cells}
+        reference, found = divided.pop(REFERENCE), {}
+        for name, own in divided.items():
             found[name] = {
-                at: speed_up(paired(*(values_of(part(side), "ttft_ms") for side in (reference, own))))
-                for at, part in parts.items()
+                at: speed_up(paired(*(values_of(side[at], "ttft_ms") for side in (reference, own)))) for at in own
             }
             if not any(found[name].values()):
                 raise source.lacks(f"{what} that {name} shares with {REFERENCE}")
         yield panel, found
-
-
-def _at_turn(turn: int, turns: pd.DataFrame) -> pd.DataFrame:
-    return turns[turns.index.get_level_values("turn") == turn]
-
-
-def _labelled(label: str, turns: pd.DataFrame) -> pd.DataFrame:
-    return turns[turns["label"] == label]
 
 
 def _rows(panel: Panel, found: Mapping[str, Ratios], at: str) -> list[Row]:

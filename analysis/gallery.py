@@ -104,7 +104,7 @@ def facts(entry: Entry, source: Source) -> Iterator[str]:
     trials = source.trials
     ended = max(trial.finished_at for trial in trials if trial.finished_at is not None)
     seeds = sorted({trial.seed for trial in trials})
-    machine = {row[0]: row[1] for row in particulars.environment(source).rows}
+    machine = {line["what"]: line["value"] for line in particulars.environment(source).lines}
     real = () if all(trial.simulated for trial in trials) else ("GPUs", "processor")
     yield from (f"| command | `{entry.command}` |", "|---|---|")
     rows = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from analysis import marks, style
 from analysis.caches import BOUND, axis_of, short
 from analysis.marks import Bar, Group
-from analysis.quantities import Quantity, Shares, as_estimate, columns, over_seeds, seed_means, shares
+from analysis.quantities import Quantity, Shares, as_estimate, columns, found_pct, moved, over_seeds, seed_means, shares
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Panel, Source
 from pensieve.lab import tables
@@ -103,9 +103,7 @@ def share_closed(source: Source, cell: Cell, start: Cell) -> Estimate | None:
 
 
 def in_percent(ratio: PairedRatio) -> Estimate:
-    whole = as_estimate(ratio)
-    low, high = (None if end is None else 100 * end for end in (whole.ci_low, whole.ci_high))
-    return Estimate(100 * whole.value, low, high, whole.n, whole.groups)
+    return moved(as_estimate(ratio), lambda share: 100 * share)
 
 
 def _label(cell: Cell, size: str | None) -> str:
@@ -189,65 +187,74 @@ def policy_table(source: Source) -> Iterator[Plot]:
 # Hints
 
 
-@dataclass(frozen=True, slots=True)
-class Hinted:
-    """Of one policy, in percent. bound: of the hits that its own requests allowed. gap: of what lies between least recently
-    used and the bound of its trials, the share that this policy closes; below 0: it finds less than without a hint. None
-    where a trial lacks a rate, or there is no gap."""
-
-    cell: Cell
-    name: str
-    hit: Estimate
-    bound: float | None
-    gap: Estimate | None
-
-
-def _hint_name(policy: str) -> str:
-    return f"“soon”, wrong {policy.removeprefix(NOISY)} %" if policy.startswith(NOISY) else KNOWN.get(policy, policy)
-
-
 def has_hints(source: Source) -> bool:
     swept = source.swept(AXIS)
     told = [name for name in swept if name.startswith(NOISY) or name in ("stop_reason", "ttl", "hinted", "oracle_hint")]
     return START in swept and bool(told) and source.has_metric("gpu_hit_rate")
 
 
-def value_of_hint(source: Source) -> Iterable[Plot]:
+def value_of_hint(source: Source) -> Iterator[Plot]:
+    """Of each policy the hits, beside the bound of its own requests, and the share that it closes of what lies between least
+    recently used and the bound; below 0: it finds less than without a hint."""
     for panel in source.panels(AXIS):
         for baseline in panel.baselines:
             cells = {cell.at[AXIS]: cell for cell in panel.of(baseline)}
             if START not in cells:
                 raise source.lacks(f"eviction={START} of {baseline}")
-            named = [*KNOWN, *sorted(set(cells) - set(KNOWN))]
-            noisy = sorted((name for name in cells if name.startswith(NOISY)), key=_wrong_pct, reverse=True)
-            last = [name for name in ("oracle_hint", "belady") if name in cells]
-            order = [*(name for name in named if name in cells and name not in (*noisy, *last)), *noisy, *last]
-            yield _hint_plot(panel, [_hinted(source, cells[name], cells[START], name) for name in order])
+            yield _hint_plot(source, panel, {name: cells[name] for name in _in_order(cells)})
 
 
-def _wrong_pct(policy: str) -> float:
-    digits = policy.removeprefix(NOISY)
-    return float(digits) if digits.isdigit() else 0.0
+def _in_order(policies: Collection[str]) -> list[str]:
+    """From no hint to what is always right, the noisy ones in between by how often they are wrong."""
+
+    def wrong_pct(policy: str) -> float:
+        digits = policy.removeprefix(NOISY)
+        return float(digits) if digits.isdigit() else 0.0
+
+    noisy = sorted((name for name in policies if name.startswith(NOISY)), key=wrong_pct, reverse=True)
+    last = [name for name in ("oracle_hint", "belady") if name in policies]
+    named = [*KNOWN, *sorted(set(policies) - set(KNOWN))]
+    return [*(name for name in named if name in policies and name not in (*noisy, *last)), *noisy, *last]
 
 
-def _hinted(source: Source, cell: Cell, without: Cell, policy: str) -> Hinted:
-    found = shares(source, cell)
-    if found is None:
-        raise source.lacks(f"turn with history whose engine says what it found, of {policy}")
-    bound = cell.metric("bound_hit_rate")
-    gap = share_closed(source, cell, without)
-    return Hinted(cell, _hint_name(policy), found.hit, 100 * over_seeds(bound).value if bound else None, gap)
-
-
-def _hint_plot(panel: Panel, hinted: Sequence[Hinted]) -> Plot:
-    groups, gaps = [], []
-    for one in hinted:
-        colour = style.colour(one.cell.baseline)
-        groups.append(Group(one.name, "black", [Bar(one.hit, colour, f"{one.hit.value:.1f}", f"{one.name}/hit")]))
-        bars = [] if one.gap is None else [Bar(one.gap, colour, f"{round(one.gap.value):+d}", f"{one.name}/gap")]
-        gaps.append(Group(one.name, "black", bars, room=1))
-    picture, grid = marks.bar_grid([groups], columns=2)
-    left, right = grid[0]
+def _hint_plot(source: Source, panel: Panel, cells: Mapping[str, Cell]) -> Plot:
+    groups, gaps, rows, table, bounds = [], [], [], [], []
+    for policy, cell in cells.items():
+        name = (
+            f"“soon”, wrong {policy.removeprefix(NOISY)} %" if policy.startswith(NOISY) else KNOWN.get(policy, policy)
+        )
+        hit, bound, gap = (
+            found_pct(source, cell),
+            cell.metric("bound_hit_rate"),
+            share_closed(source, cell, cells[START]),
+        )
+        if hit is None:
+            raise source.lacks(f"turn with history whose engine says what it found, of {policy}")
+        bound_pct = 100 * over_seeds(bound).value if bound else None
+        bounds += [] if bound_pct is None else [bound_pct]
+        colour = style.colour(cell.baseline)
+        groups.append(Group(name, "black", [Bar(hit, colour, f"{hit.value:.1f}", f"{name}/hit")]))
+        bars = [] if gap is None else [Bar(gap, colour, f"{round(gap.value):+d}", f"{name}/gap")]
+        gaps.append(Group(name, "black", bars, room=1))
+        rows.append(
+            {
+                "baseline": cell.baseline,
+                AXIS: policy,
+                **columns("hit_pct", hit, prefix="hit_"),
+                "bound_hit_pct": bound_pct,
+                **columns("gap_closed_pct", gap, prefix="gap_"),
+                "trials": cell.ids,
+            }
+        )
+        table.append(
+            {
+                "told": name,
+                "history found (%)": tables.estimated(hit),
+                "bound (%)": tables.NONE if bound_pct is None else f"{bound_pct:.1f}",
+                "gap closed (%)": tables.estimated(gap),
+            }
+        )
+    picture, [[left, right]] = marks.bar_grid([groups], columns=2)
     marks.bars(left, groups)
     marks.bars(right, gaps, names=False)
     left.set_xlim(0, 100)
@@ -256,31 +263,10 @@ def _hint_plot(panel: Panel, hinted: Sequence[Hinted]) -> Plot:
     right.margins(x=0.2)  # for the numbers beyond the intervals
     right.autoscale_view()
     right.set_xlim(left=max(right.get_xlim()[0], LEAST))
-    known = [one.bound for one in hinted if one.bound is not None]
     lead = "Bars with their 95 % interval over seeds (and, of hits, conversations)"
-    if known:
-        left.axvline(known[0], color="black", linewidth=0.8, linestyle=":", gid="bound", zorder=0)
+    if bounds:
+        left.axvline(bounds[0], color="black", linewidth=0.8, linestyle=":", gid="bound", zorder=0)
         for text in left.texts:  # the values stand beside the bars, where the line passes
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
         lead += f"; dotted: the {BOUND} of the trials without a hint. The gap of each seed is taken against itself"
-    return Plot(panel, picture, lead, [_hint_row(one) for one in hinted], [_hint_line(one) for one in hinted])
-
-
-def _hint_row(one: Hinted) -> Row:
-    return {
-        "baseline": one.cell.baseline,
-        AXIS: one.cell.at[AXIS],
-        **columns("hit_pct", one.hit, prefix="hit_"),
-        "bound_hit_pct": one.bound,
-        **columns("gap_closed_pct", one.gap, prefix="gap_"),
-        "trials": one.cell.ids,
-    }
-
-
-def _hint_line(one: Hinted) -> Mapping[str, str]:
-    return {
-        "told": one.name,
-        "history found (%)": tables.estimated(one.hit),
-        "bound (%)": tables.NONE if one.bound is None else f"{one.bound:.1f}",
-        "gap closed (%)": tables.estimated(one.gap),
-    }
+    return Plot(panel, picture, lead, rows, table)

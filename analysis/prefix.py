@@ -9,7 +9,7 @@ import pandas as pd
 from analysis import marks, style
 from analysis.alike import panels_of_engines
 from analysis.marks import Bar, Group
-from analysis.quantities import columns, median
+from analysis.quantities import as_estimate, columns, median, moved
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Source
 from pensieve.errors import MissingSeries
@@ -77,9 +77,7 @@ def ttft(steps: pd.DataFrame) -> Estimate:
 def degradation_pct(steps: pd.DataFrame) -> Estimate:
     """(miss - hit) / hit in %, of the mean times to first token, paired by round."""
     hit, miss = (by_round(named(steps, kind)["ttft_ms"]) for kind in PROBES)
-    found = paired_ratio(miss, hit, of="means")
-    low, high = (None if end is None else (end - 1) * 100 for end in (found.ci_low, found.ci_high))
-    return Estimate((found.ratio - 1) * 100, low, high, found.n, found.n_seeds)
+    return moved(as_estimate(paired_ratio(miss, hit, of="means")), lambda ratio: (ratio - 1) * 100)
 
 
 def keeps_nothing(steps: pd.DataFrame) -> bool:

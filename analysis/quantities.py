@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import reduce
 from pkgutil import resolve_name
@@ -59,8 +59,7 @@ def percent(parts: pd.Series[Any], wholes: pd.Series[Any]) -> Estimate:
     """Sum over sum in percent, such as hit tokens of history tokens; n counts conversations."""
     tops, bottoms = (conversation_sums(one) for one in (parts, wholes))
     found = rate_by_seed({key: (tops[key], whole) for key, whole in bottoms.items()})
-    low, high = (None if end is None else 100 * end for end in (found.ci_low, found.ci_high))
-    return Estimate(100 * found.value, low, high, len(bottoms), found.groups)
+    return replace(moved(found, lambda share: 100 * share), n=len(bottoms))
 
 
 def over_seeds(values: Mapping[tuple[int, int], float]) -> Estimate:
@@ -74,6 +73,13 @@ def seed_means(values: Mapping[tuple[int, int], float]) -> dict[int, float]:
     for (seed, _), value in values.items():
         by_seed[seed].append(value)
     return {seed: fmean(part) for seed, part in by_seed.items()}
+
+
+def moved(found: Estimate, to: Callable[[float], float]) -> Estimate:
+    """The same in other units; where `to` falls, its ends change places."""
+    ends = [None if end is None else to(end) for end in (found.ci_low, found.ci_high)]
+    low, high = reversed(ends) if to(1.0) < to(0.0) else ends
+    return replace(found, value=to(found.value), ci_low=low, ci_high=high)
 
 
 def as_estimate(found: PairedRatio, n: int | None = None) -> Estimate:
@@ -203,8 +209,7 @@ def lost_pct(source: Source, cell: Cell) -> Estimate | None:
     found = found_pct(source, cell)
     if found is None:
         return None
-    low, high = (None if end is None else 100 - end for end in (found.ci_high, found.ci_low))
-    return Estimate(100 - found.value, low, high, found.n, found.groups)
+    return moved(found, lambda pct: 100 - pct)
 
 
 # Replicas

@@ -113,9 +113,7 @@ def _cells(drawing: registry.Drawing) -> document.Table | None:
     """Of a figure that is a table."""
     if drawing.png is not None or drawing.table is None:
         return None
-    heads = list(drawing.table[0])
-    rows = [[line[head] for head in heads] for line in drawing.table]
-    return document.Table([(head, "") for head in heads], rows, words=1)
+    return document.Table(drawing.table, words=1)
 
 
 def _keep(source: Source, judged: Sequence[Judged], html: str, outputs: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from pensieve.lab import tables
 from pensieve.lab.results.claims import VERDICTS, Bounds, Measured, Verdict
 
 HERE = Path(__file__).resolve().parent
@@ -24,13 +25,12 @@ SYMBOLS: Mapping[Verdict, str] = {"holds": "✓", "fails": "✗", "inconclusive"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """rows: one text a column, the first one names the row. columns: heading and what is under it, such as the unit.
+    """lines: as the table writer has them; the second line of a head, such as the unit, is smaller.
 
     words: how many columns, from the first on, hold words; the others hold numbers. None: all hold words.
     """
 
-    columns: Sequence[tuple[str, str]]
-    rows: Sequence[Sequence[str]]
+    lines: tables.Table
     caption: str = ""
     words: int | None = None
 

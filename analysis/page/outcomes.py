@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from analysis.page.document import Table
 from analysis.page.particulars import UPFRONT
@@ -18,13 +18,7 @@ from pensieve.units import NONE, percent, three_digits
 
 _IN_A_TABLE = ("not_completed", "never_begun")  # what did not complete has one of its own
 
-SPEEDUP_TURNS: Sequence[tuple[str, Which]] = (
-    ("turn 1", 1),
-    ("turn 5", 5),
-    ("turn 10", 10),
-    ("last", "last"),
-    ("all", None),
-)
+SPEEDUP_TURNS: Mapping[str, Which] = {"turn 1": 1, "turn 5": 5, "turn 10": 10, "last\nturn": "last", "all\nturns": None}
 
 
 def answers(source: Source) -> Sequence[str]:
@@ -67,25 +61,33 @@ def _benchmark(source: Source) -> bool:
 
 
 def _comparison(rows: Sequence[SweepRow]) -> Table:
-    axes = list(rows[0].group)
-    on_disk = any(row.metrics["disk_hit_rate"] for row in rows)
-    columns = [
-        *((axis, "") for axis in axes), ("baseline", ""), ("trials", ""), ("TTFT p50", "ms"), ("TTFT p99", "ms"),
-        ("TTFT last turn", "ms"), ("ITL p50", "ms"), ("ITL p99", "ms"), ("output", "tok/s"), ("GPU hit", "%"),
-        ("CPU hit", "%"), *([("disk hit", "%")] if on_disk else []), ("miss", "%"), ("outputs", "held against the others"),
-    ]  # fmt: skip
-    texts = [[*row.group.values(), *_row(row, on_disk)] for row in rows]
-    kept = [place for place in range(len(columns)) if any(text[place] != NONE for text in texts)]
-    columns, texts = [columns[place] for place in kept], [[text[place] for place in kept] for text in texts]
-    return Table(columns, texts, "Baselines side by side", words=len(axes) + 1)
+    """Without columns that hold nothing, and the disk's where nothing was found there."""
+    lines = [_line(row) for row in rows]
+    empty = {head for head in lines[0] if all(line[head] == NONE for line in lines)}
+    if not any(row.metrics["disk_hit_rate"] for row in rows):
+        empty.add("disk hit\n%")
+    kept = [{head: cell for head, cell in line.items() if head not in empty} for line in lines]
+    return Table(kept, "Baselines side by side", words=len(rows[0].group) + 1)
 
 
-def _row(row: SweepRow, on_disk: bool) -> list[str]:
-    ttft, itl = ([row.metrics[f"{name}_ms_{p}"] for p in ("p50", "p99")] for name in ("ttft", "itl"))
-    rates = ("gpu_hit_rate", "cpu_hit_rate", *(["disk_hit_rate"] if on_disk else []), "miss_rate")
-    numbers = [*ttft, row.ttft_last_ms, *itl, row.metrics["throughput_output_tok_s"]]
-    shares = [percent(row.metrics[name]) for name in rates]
-    return [row.baseline, str(row.trials), *map(three_digits, numbers), *shares, _outputs(row)]
+def _line(row: SweepRow) -> dict[str, str]:
+    numbers = {
+        "TTFT p50\nms": row.metrics["ttft_ms_p50"],
+        "TTFT p99\nms": row.metrics["ttft_ms_p99"],
+        "TTFT last turn\nms": row.ttft_last_ms,
+        "ITL p50\nms": row.metrics["itl_ms_p50"],
+        "ITL p99\nms": row.metrics["itl_ms_p99"],
+        "output\ntok/s": row.metrics["throughput_output_tok_s"],
+    }
+    rates = {"GPU hit": "gpu_hit_rate", "CPU hit": "cpu_hit_rate", "disk hit": "disk_hit_rate", "miss": "miss_rate"}
+    return {
+        **row.group,
+        "baseline": row.baseline,
+        "trials": str(row.trials),
+        **{head: three_digits(value) for head, value in numbers.items()},
+        **{f"{head}\n%": percent(row.metrics[name]) for head, name in rates.items()},
+        "outputs\nheld against the others": _outputs(row),
+    }
 
 
 def _outputs(row: SweepRow) -> str:
@@ -101,7 +103,7 @@ def _speedups(source: Source) -> list[Table]:
     """How many times longer stateless takes to the first token, by turn; none where no conversation has two turns."""
     evidence = Frame(source.store, source.sweep.id)
     groups = evidence.groups(None)
-    rows: list[tuple[list[str], list[str]]] = []
+    lines: list[dict[str, str]] = []
     for group in groups:
         reference = group.trials.get(REFERENCE)
         if reference is None or mixtures([trial for members in group.trials.values() for trial in members]):
@@ -109,18 +111,13 @@ def _speedups(source: Source) -> list[Table]:
         for name, members in group.trials.items():
             if name != REFERENCE:
                 sides = Sides(evidence, members, reference)
-                rows.append(([*group.at.values(), name], [_speedup(sides, turn) for _, turn in SPEEDUP_TURNS]))
-    kept = [place for place in range(len(SPEEDUP_TURNS)) if any(row[place] != NONE for _, row in rows)]
-    if len(kept) < 3:  # nothing but the last turn and all of them
+                found = {head: _speedup(sides, turn) for head, turn in SPEEDUP_TURNS.items()}
+                lines.append({**group.at, "baseline": name, **found})
+    empty = {head for head in SPEEDUP_TURNS if all(line[head] == NONE for line in lines)}
+    if len(SPEEDUP_TURNS) - len(empty) < 3:  # nothing but the last turn and all of them
         return []
-    columns = [*((axis, "") for axis in groups[0].at), ("baseline", ""), *(_heading(SPEEDUP_TURNS[p]) for p in kept)]
-    texts = [[*names, *(row[place] for place in kept)] for names, row in rows]
-    return [Table(columns, texts, f"{REFERENCE} / this, time to first token", words=len(groups[0].at) + 1)]
-
-
-def _heading(turn: tuple[str, Which]) -> tuple[str, str]:
-    name, which = turn
-    return (name, "") if isinstance(which, int) else (name, "turn" if which else "turns")
+    kept = [{head: cell for head, cell in line.items() if head not in empty} for line in lines]
+    return [Table(kept, f"{REFERENCE} / this, time to first token", words=len(groups[0].at) + 1)]
 
 
 def _speedup(sides: Sides, turn: Which) -> str:
@@ -133,12 +130,12 @@ def _speedup(sides: Sides, turn: Which) -> str:
 
 def _cases(source: Source) -> list[Table]:
     """Of a benchmark: each case with what its backends made of it, beside the limit."""
-    found: dict[str, list[Sequence[str]]] = defaultdict(list)
+    found: dict[str, list[dict[str, str]]] = defaultdict(list)
     for job in source.jobs:
         for (name, case), metric in sorted(job.metrics.items()):
             if job.trial is not None and metric.value is not None:
                 limit = NONE if metric.limit_value is None else with_unit(three_digits(metric.limit_value), metric.unit)
                 value = estimated(metric.value, metric.ci_low, metric.ci_high, metric.unit)
-                found[job.trial.workload].append([case or NONE, job.trial.baseline, name, value, limit])
-    columns = [("case", ""), ("backend", ""), ("metric", ""), ("value", "95 % interval"), ("limit", "")]
-    return [Table(columns, sorted(rows, key=lambda row: row[0]), workload, words=3) for workload, rows in found.items()]
+                line = {"case": case or NONE, "backend": job.trial.baseline, "metric": name}
+                found[job.trial.workload].append({**line, "value\n95 % interval": value, "limit": limit})
+    return [Table(sorted(lines, key=lambda line: line["case"]), name, words=3) for name, lines in found.items()]

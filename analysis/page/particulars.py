@@ -70,13 +70,17 @@ def warnings(source: Source) -> list[str]:
 
 
 def failures(source: Source) -> Table | None:
-    rows = [
-        [f"{job.last.baseline}, seed {job.last.seed}", str(job.last.id), job.last.status, job.last.error or NONE]
-        for job in source.jobs
-        if job.last.status != "completed"
+    lines = [
+        {
+            "trial": f"{last.baseline}, seed {last.seed}",
+            "id": str(last.id),
+            "status": last.status,
+            "why": last.error or NONE,
+        }
+        for last in (job.last for job in source.jobs)
+        if last.status != "completed"
     ]
-    columns = [("trial", ""), ("id", ""), ("status", ""), ("why", "")]
-    return Table(columns, rows, "Trials that did not complete") if rows else None
+    return Table(lines, "Trials that did not complete") if lines else None
 
 
 def flags(source: Source) -> Table | None:
@@ -86,12 +90,12 @@ def flags(source: Source) -> Table | None:
         for name, value in (trial.flags or {}).items():
             if name not in _FLAGS_AS_FACTS and value not in (None, False, 0, 0.0, [], {}, ""):
                 said[name][_flag(name, value)].append(trial.id)
-    rows = []
+    lines = []
     for name, texts in said.items():
         more = f" ({len(texts) - 1} more like it)" if len(texts) > 1 else ""
-        rows.append([name, f"{next(iter(texts))}{more}", ranges(sorted(id_ for ids in texts.values() for id_ in ids))])
-    columns = [("flag", ""), ("what it says", ""), ("trials", "")]
-    return Table(columns, rows, "What trials flag about themselves") if rows else None
+        ids = ranges(sorted(id_ for ids in texts.values() for id_ in ids))
+        lines.append({"flag": name, "what it says": f"{next(iter(texts))}{more}", "trials": ids})
+    return Table(lines, "What trials flag about themselves") if lines else None
 
 
 def configuration(source: Source) -> list[Table]:
@@ -100,15 +104,15 @@ def configuration(source: Source) -> list[Table]:
     if not trials:
         return []
     varying = differences(trials)
-    groups: dict[str, list[Sequence[str]]] = defaultdict(list)
+    groups: dict[str, list[dict[str, str]]] = defaultdict(list)
     for field, value in flat(trials[0].config):
         group, _, rest = field.partition(".")
         if field in varying or field in _PER_TRIAL or any(part in _HIDDEN for part in field.split(".")):
             continue
         place = group if group in _GROUPS and rest else "others"
-        groups[place].append([rest if place != "others" else field, value])
+        groups[place].append({"field": rest if place != "others" else field, "value": value})
     order = [*(name for name in _GROUPS if name in groups), "others"]
-    return [Table([("field", ""), ("value", "")], groups[name], name) for name in order if groups[name]]
+    return [Table(groups[name], name) for name in order if groups[name]]
 
 
 def environment(source: Source) -> Table:
@@ -118,8 +122,7 @@ def environment(source: Source) -> Table:
         for name, value in _environment(trial):
             if value:
                 found[name][value] = None
-    rows = [[name, " | ".join(values)] for name, values in found.items()]
-    return Table([("what", ""), ("value", "")], rows)
+    return Table([{"what": name, "value": " | ".join(values)} for name, values in found.items()])
 
 
 def engines(source: Source) -> list[Table]:
@@ -127,17 +130,15 @@ def engines(source: Source) -> list[Table]:
     tables = []
     for name in dict.fromkeys(trial.baseline for trial in source.trials):
         trial = next(one for one in source.trials if one.baseline == name)
-        rows = [row for row in flat(trial.engine or {}) if row[1] not in ("", "None")]
-        caption = f"What the engine of {name} reports (trial {trial.id})"
-        tables.append(Table([("setting", ""), ("value", "")], rows, caption))
+        said = [(setting, value) for setting, value in flat(trial.engine or {}) if value not in ("", "None")]
+        lines = [{"setting": setting, "value": value} for setting, value in said]
+        tables.append(Table(lines, f"What the engine of {name} reports (trial {trial.id})"))
     return tables
 
 
 def trials(source: Source) -> Table:
     axes = varying_axes(source.sweep.overrides, source.trials)
-    lines = [_trial(job, axes) for job in source.jobs]
-    columns = list(lines[0]) if lines else []
-    return Table(columns, [[line[column] for column in columns] for line in lines], words=3 + len(axes))
+    return Table([_trial(job, axes) for job in source.jobs], words=3 + len(axes))
 
 
 def commands(source: Source) -> list[tuple[str, str]]:
@@ -170,26 +171,25 @@ def stands_on(one: Judged) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def _trial(job: JobResult, axes: Sequence[str]) -> dict[tuple[str, str], str]:
-    """By column: its name and its unit."""
+def _trial(job: JobResult, axes: Sequence[str]) -> dict[str, str]:
     one = job.trial or job.last
     took = (one.finished_at - one.started_at).total_seconds() if one.finished_at else None
     window = (
         None if one.measure_start_s is None or one.measure_end_s is None else one.measure_end_s - one.measure_start_s
     )
     return {
-        ("trial", ""): str(one.id),
-        ("baseline", ""): one.baseline,
-        **{(axis, ""): axis_value(one, axis) for axis in axes},
-        ("status", ""): f"{job.last.status}{', reused' if job.reused else ''}",
-        ("job", ""): str(job.job),
-        ("seed", ""): f"{one.seed}, repeat {one.repeat}" if one.repeat else str(one.seed),
-        ("TTFT", "mean, ms"): three_digits(job.value("ttft_ms_mean")),
-        ("output", "tok/s"): three_digits(job.value("throughput_output_tok_s")),
-        ("window", "s"): three_digits(window),
-        ("took", "s"): three_digits(took),
-        ("code", ""): one.code_hash[:8],
-        ("fingerprint", ""): one.fingerprint[:8],
+        "trial": str(one.id),
+        "baseline": one.baseline,
+        **{axis: axis_value(one, axis) for axis in axes},
+        "status": f"{job.last.status}{', reused' if job.reused else ''}",
+        "job": str(job.job),
+        "seed": f"{one.seed}, repeat {one.repeat}" if one.repeat else str(one.seed),
+        "TTFT\nmean, ms": three_digits(job.value("ttft_ms_mean")),
+        "output\ntok/s": three_digits(job.value("throughput_output_tok_s")),
+        "window\ns": three_digits(window),
+        "took\ns": three_digits(took),
+        "code": one.code_hash[:8],
+        "fingerprint": one.fingerprint[:8],
     }
 
 

@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
-
 from analysis.sweep import Source
 from pensieve.lab.results.store import ResultsStore
 from pensieve.serve.record import TurnRecord
-from tests.analysis.sweeps import fill, written
+from tests.analysis.sweeps import fill
 from tests.results.trials import turn
 
 Costs = Mapping[str, float]
 FAST: Costs = {"warmup": 60.0, "hit": 10.0, "miss": 30.0, "rewarm_hit": 10.0, "rewarm_miss": 60.0, "throughput": 100.0}
 SLOW: Costs = {"warmup": 70.0, "hit": 80.0, "miss": 40.0, "rewarm_hit": 70.0, "rewarm_miss": 70.0, "throughput": 200.0}
 CACHED = {"hit": 768, "miss": 0, "rewarm_hit": 767, "rewarm_miss": 0, "throughput": 768}
-NOTHING = dict.fromkeys(CACHED, 0)
 ROUNDS = 3
 
 
@@ -70,41 +65,6 @@ def prefix_sweep(
         return prefix_turns(own, (cached or {}).get(at["baseline"], CACHED))
 
     return fill(store, axes, turns, seeds=seeds, command=command, workload="prefix_invalidation")
-
-
-def marks(figure: Figure) -> dict[str, Any]:
-    """Every bar, line and text that has a name: bars as (left, width), lines as points, texts as they read."""
-    found: dict[str, Any] = {}
-    for place, axes in enumerate(figure.axes):
-        for patch in axes.patches:
-            if isinstance(patch, Rectangle) and patch.get_gid():
-                found[f"{place}:{patch.get_gid()}"] = (float(patch.get_x()), float(patch.get_width()))
-        for line in axes.get_lines():
-            if line.get_gid():
-                points = zip(line.get_xdata(), line.get_ydata(), strict=True)
-                found[f"{place}:{line.get_gid()}"] = [(float(x), float(y)) for x, y in points if x == x and y == y]
-        for text in written(axes):
-            if text.get_gid():
-                found[f"{place}:{text.get_gid()}"] = text.get_text()
-    return found
-
-
-def colours(figure: Figure) -> dict[str, str]:
-    """Of the bars' edges and of the lines, by name."""
-    found = {}
-    for axes in figure.axes:
-        for patch in axes.patches:
-            if patch.get_gid():
-                found[str(patch.get_gid())] = to_hex(patch.get_edgecolor()).upper()
-        for line in axes.get_lines():
-            if line.get_gid():
-                found[str(line.get_gid())] = to_hex(line.get_color()).upper()
-    return found
-
-
-def swapped(found: Mapping[str, Any], one: str, other: str) -> dict[str, Any]:
-    """The same marks with two names exchanged."""
-    return {key.replace(one, "\0").replace(other, one).replace("\0", other): value for key, value in found.items()}
 
 
 def _step(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from matplotlib.artist import Artist
 from matplotlib.axis import Tick, XTick
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.table import Table
@@ -53,26 +52,6 @@ class Drawn:
                         (patch.get_x(), patch.get_y(), patch.get_height())
                     )
         return {gid: [(float(y), float(height)) for _, y, height in sorted(bars)] for gid, bars in found.items()}
-
-    @property
-    def intervals(self) -> dict[str, list[tuple[float, float]]]:
-        """gid of a collection of segments -> (low, high) of each."""
-        return {
-            str(one.get_gid()): [(float(part[0][1]), float(part[-1][1])) for part in one.get_segments()]
-            for axes in self.figure.axes
-            for one in axes.collections
-            if one.get_gid() and hasattr(one, "get_segments")
-        }
-
-    @property
-    def colours(self) -> dict[str, str]:
-        found = {}
-        for axes in self.figure.axes:
-            for line in axes.get_lines():
-                found[str(line.get_gid())] = to_hex(line.get_color()).upper()
-            for patch in axes.patches:
-                found[str(patch.get_gid())] = to_hex(patch.get_facecolor()).upper()
-        return found
 
     @property
     def texts(self) -> list[str]:

@@ -78,7 +78,7 @@ def png(path, width=990, height=750):
 
 
 def page(tmp_path=None, text="plain", verdicts=VERDICTS, **changed):
-    table = Table([(text, text), ("ms", "")], [[text, text]], text)
+    table = Table([{f"{text}\n{text}": text, "ms": text}], text)
     fields = {
         "title": text,
         "subtitle": text,
@@ -192,7 +192,7 @@ def test_the_answer_and_three_figures_stand_before_the_results(tmp_path):
 
 
 def test_a_figure_that_is_a_table_is_text_and_no_image(tmp_path):
-    cells = Table([("baseline", ""), ("held", "")], [("pensieve", HOSTILE)], words=1)
+    cells = Table([{"baseline": "pensieve", "held": HOSTILE}], words=1)
     html = render(page(pictures=[Picture("Kept", "cache=small", tmp_path / "no.png", ["a.csv"], "A caption", cells)]))
     assert "<img" not in html
     assert '<th scope="row">pensieve</th>' in html
