@@ -36,7 +36,7 @@ the CPU block is the first that is given up when others need one.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import lt
@@ -86,8 +86,9 @@ class Tiers:
 
     def pin(self, session: Session) -> None:
         """Protect the chunks of a session that starts to run: they leave the victim indices."""
-        for victims in self._index.values():
-            victims.remove_session(session)
+        for view, victims in self._index.items():
+            if view in session.chunks.view:
+                victims.remove_session(session)
         self.copies.pin(session)
         session.chunks.view = bytearray(len(session.chunks))
 
@@ -116,8 +117,9 @@ class Tiers:
 
     def reorder(self, session: Session) -> None:
         """Sort a session's chunks in anew: what the policy's order depends on has changed."""
-        for victims in self._index.values():
-            victims.refresh(session)
+        for view, victims in self._index.items():
+            if view in session.chunks.view:
+                victims.refresh(session)
 
     # -- chunks change their state ------------------------------------------------------------------------------------
 
@@ -249,20 +251,20 @@ class Tiers:
 
     # -- copies -----------------------------------------------------------------------------------------------------
 
-    def prepare_copy_out(self, session: Session, start: int, stop: int) -> CopyRun:
-        """Prepare the copy of dirty chunks to their CPU blocks, without starting it; the chunks leave their index."""
-        chunks = session.chunks
-        self._set_views(session, start, bytes(stop - start))
-        # A block that held an older, shorter copy is overwritten with the same values, so that copy stays valid.
-        return CopyRun(session, start, True, chunks.gpu[start:stop], chunks.cpu[start:stop], chunks.gpu_len[start:stop])
-
-    def copy_out(self, moves: list[CopyRun], order: Sequence[Victim], waiting: Session | None) -> None:
-        """Start these copies to the CPU under one ticket. order: in which the chunks were chosen. waiting: who needs their
-        blocks."""
+    def copy_out(self, chosen: list[Victim], sessions: Mapping[int, Session], waiting: Session | None) -> None:
+        """Start the copies of dirty chunks to their CPU blocks, under one ticket; they leave their index. waiting: who needs
+        their GPU blocks."""
+        moves = []
+        for number, start, stop in self.dirty.spans(chosen):
+            chunks = sessions[number].chunks
+            columns = chunks.gpu[start:stop], chunks.cpu[start:stop], chunks.gpu_len[start:stop]
+            self._set_views(sessions[number], start, bytes(stop - start))
+            # A block that held an older, shorter copy is overwritten with the same values, so that copy stays valid.
+            moves.append(CopyRun(sessions[number], start, True, *columns))
         if not moves:
             return
         gpu, cpu = chain.from_iterable(m.gpu for m in moves), chain.from_iterable(m.cpu for m in moves)
-        ticket = self.copies.open(moves, order)
+        ticket = self.copies.open(moves, chosen)
         move = Move(ticket, GPU, CPU, tuple(gpu), tuple(cpu), urgent=waiting is not None)
         self.counters.swapped_out_blocks += len(move.src)
         self._plan(move, waiting)
@@ -389,6 +391,9 @@ class Tiers:
                 victims.changed(session, now - was)
 
 
+_, _DIRTY, _CLEAN, _CPU_ONLY = map(int, View)
+
+
 def _views(gpu_len: TokenArray[int], cpu_len: TokenArray[int], copying: bytearray) -> bytes:
     """Views of chunks whose session does not run. The first two cases, which most turns and copies leave, need no loop."""
     count = len(gpu_len)
@@ -397,15 +402,10 @@ def _views(gpu_len: TokenArray[int], cpu_len: TokenArray[int], copying: bytearra
             return bytes((View.CLEAN,)) * count
         if not any(cpu_len):
             return bytes(map(bool, gpu_len)).replace(b"\x01", bytes((View.DIRTY,)))
-    return bytes(map(_view, gpu_len, cpu_len, copying))
-
-
-def _view(gpu_len: int, cpu_len: int, copying: int) -> View:
-    if copying:
-        return View.NONE
-    if gpu_len:
-        return View.CLEAN if cpu_len == gpu_len else View.DIRTY
-    return View.CPU_ONLY if cpu_len else View.NONE
+    columns = zip(gpu_len, cpu_len, copying, strict=True)
+    return bytes(
+        [0 if busy else (_CLEAN if gpu == cpu else _DIRTY) if gpu else cpu and _CPU_ONLY for gpu, cpu, busy in columns]
+    )
 
 
 @dataclass(slots=True)

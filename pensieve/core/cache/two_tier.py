@@ -125,10 +125,7 @@ class TwoTierRoom(Room):
         kept, lost = self._find_cpu_room(chosen, sessions, now_s, giving)
         for number, start, stop in tiers.dirty.spans(lost):
             tiers.drop_gpu(sessions[number], start, stop)
-        moves = [
-            tiers.prepare_copy_out(sessions[number], start, stop) for number, start, stop in tiers.dirty.spans(kept)
-        ]
-        tiers.copy_out(moves, kept, waiting)
+        tiers.copy_out(kept, sessions, waiting)
 
     def _find_cpu_room(
         self,

@@ -162,7 +162,8 @@ class Scheduler:
         draft.admitted = [active for active in draft.admitted if active.slot is not None and not active.closed]
         lacking = self._admit(draft, now_s)
         rows = self._compose(draft, now_s)
-        self._make_room(lacking, now_s)
+        head = self.queue.head() if lacking else None
+        self._copying.make_room(None if head is None else head.session, lacking, now_s)
         while lacking and not self.running and not self._copying.on_its_way(bool(self.in_flight)):
             # Nothing runs and nothing is on its way: lose idle KV rather than stand still, unless what was dropped for
             # want of CPU room is enough. More than once where the policy's choice was the head's own.
@@ -494,13 +495,6 @@ class Scheduler:
         self._waits(active)
         self.cache.release(active.session, now_s, finished=False)
         self.queue.push_back(active)
-
-    # -- making room --------------------------------------------------------------------------------------------------
-
-    def _make_room(self, lacking: int, now_s: float) -> None:
-        """Start copies to the CPU, as the strategy says, for a head that lacks blocks and ahead of time."""
-        head = self.queue.head() if lacking else None
-        self._copying.make_room(None if head is None else head.session, lacking, now_s)
 
 
 class WaitingQueue:
