@@ -16,7 +16,7 @@ from pensieve.lab.results.frame import Frame, conversations_of
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.schema import Sweep, SweepTrial, Trial
 from pensieve.lab.results.store import JobResult, ResultsStore
-from pensieve.lab.results.trials import axis_value, mixtures, varying_axes
+from pensieve.lab.results.trials import axis_value, listed_values, mixtures, varying_axes
 from pensieve.units import parse_capacity
 
 DEFAULT_COMMAND = "python runners/run.py -m"
@@ -218,10 +218,8 @@ class Source(Frame):
     def _named(self, axis: str) -> list[str]:
         """Values of a swept axis as the command gives them; none where it is not swept by a plain list."""
         text = str({key.lstrip("+"): value for key, value in self.sweep.overrides.items()}.get(axis, ""))
-        if "(" in text:  # range(...), choice(...): what they come to is seen in the trials
-            return []
-        values = (re.sub(r"\\(.)", r"\1", value).strip() for value in text.split(","))  # Hydra escapes blanks
-        return [_configured(value) for value in values if value]
+        values = listed_values(text) or []  # of range(...), choice(...): what they come to is seen in the trials
+        return [_configured(re.sub(r"\\(.)", r"\1", value)) for value in values]  # Hydra escapes blanks
 
     def _groups(
         self, jobs: Sequence[JobResult], along: Sequence[str]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from pensieve.lab.results.trials import mixtures
+from pensieve.lab.results.trials import listed_values, mixtures, swept_axes
 
 
 def trial(number: int, forward: str | None, baseline: str = "pensieve", **config: Any) -> Any:
@@ -43,3 +43,19 @@ def test_trials_that_use_other_files_are_of_one_version_where_their_common_files
     for other in (of(2, {"engine.py": "x", "cache/stateless.py": "c"}), of(2, None)):
         [found] = mixtures([ours, other])
         assert "different versions of the code" in found.what
+
+
+def test_values_are_listed_outside_of_quotes_and_brackets() -> None:
+    typed = {
+        "one": "'2 GB, 4 GB'",
+        "+lists": "[1,2], [3]",
+        "made": "range(1,3)",
+        "names": "lru,fifo",
+        "hydra.verbose": "1,2",
+    }
+    assert swept_axes(typed) == ["lists", "made", "names"]
+    assert [listed_values(typed[name]) for name in ("one", "+lists", "made")] == [
+        ["'2 GB, 4 GB'"],
+        ["[1,2]", "[3]"],
+        None,
+    ]

@@ -18,8 +18,8 @@ COLUMNS = frozenset(column.name for column in Trial.__table__.columns)
 _OPTIONS = ("model", "cache", "eviction", "scheduler", "workload", "hardware")  # axes that columns hold by name
 _OVERLAYS = ("experiment", "replay", "scale")  # axes whose options are laid over the whole configuration
 _WITHIN_A_GROUP = ("seed", "repeat", "baseline")
-_RANGE = re.compile(r"\s*(choice|range|interval|glob|shuffle|sort|tag)\(")
-_ENCLOSED = re.compile(r"""'(?:\\.|[^'])*'|"(?:\\.|[^"])*"|\[[^\]]*\]|\{[^}]*\}""")
+_FUNCTION = re.compile(r"\s*(choice|range|interval|glob|shuffle|sort|tag)\(")
+_VALUE = re.compile(r"""(?:'(?:\\.|[^'])*'|"(?:\\.|[^"])*"|\[[^\]]*\]|\{[^}]*\}|[^,])+""")
 _NOT_MEASURED = ("hydra", "tracking", "trial", "force", "resume", "slo")  # how a trial is run and where it is kept
 
 
@@ -79,15 +79,14 @@ def varying_axes(overrides: Mapping[str, Any], trials: Sequence[Trial]) -> list[
 
 def swept_axes(overrides: Mapping[str, Any]) -> list[str]:
     """The overrides that list several values or a range, in the order given (outermost first), before any trial has run."""
-    found = {key.lstrip("+"): str(text) for key, text in overrides.items()}
-    return [key for key, text in found.items() if key.split(".")[0].split("/")[0] != "hydra" and _lists_values(text)]
+    found = {key.lstrip("+"): listed_values(str(text)) for key, text in overrides.items()}
+    several = [key for key, values in found.items() if values is None or len(values) > 1]
+    return [key for key in several if key.split(".")[0].split("/")[0] != "hydra"]
 
 
-def _lists_values(text: str) -> bool:
-    """A comma outside of quotes and brackets, or one of Hydra's functions of several values."""
-    if _RANGE.match(text):
-        return True
-    return "," in _ENCLOSED.sub("", text)
+def listed_values(text: str) -> list[str] | None:
+    """The values of an override as typed; None where one of Hydra's functions makes them."""
+    return None if _FUNCTION.match(text) else [value.strip() for value in _VALUE.findall(text) if value.strip()]
 
 
 def axis_value(trial: Trial, axis: str) -> str:
