@@ -282,16 +282,17 @@ def test_rows_stream_out_in_batches_also_when_interrupted():
     assert [turn for batch in batches for turn in batch] == list(record.turns)
     assert {len(batch) for batch in batches[:-1]} == {10}
 
-    seen, kept = [], []
+    done, kept = [], []
 
-    def interrupt(turn):
-        seen.append(turn)
-        if len(seen) == 7:
+    def interrupt(now):
+        done.append(now.turns_done)
+        if now.turns_done >= 7:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        replay(ScriptedSystem(), chat(), on_turn=interrupt, on_batch=kept.extend)
-    assert kept == seen
+        replay(ScriptedSystem(), chat(), progress=interrupt, on_batch=kept.extend)
+    assert len(kept) == done[-1]
+    assert kept == list(record.turns)[: len(kept)]
 
 
 def test_tokens_can_be_let_go_once_they_were_seen():

@@ -69,7 +69,6 @@ def replay(
     system: System,
     workload: Workload,
     *,
-    on_turn: Callable[[TurnRecord], None] | None = None,
     on_batch: Callable[[Sequence[TurnRecord]], None] | None = None,
     batch_size: int = 256,
     progress: Callable[[Progress], None] | None = None,
@@ -78,14 +77,14 @@ def replay(
 ) -> ReplayRecord:
     """Send every arrival when it is due, until the workload has no more; the system is started and stays open.
 
-    on_turn: each finished turn. on_batch: the same turns, `batch_size` at a time and at the end, also when the replay is
-    interrupted. progress: after each poll that brought news. deadline_s: seconds after which everything in flight is
-    cancelled as a timeout and nothing more is sent. keep_tokens=False: token ids and margins are dropped from a turn
-    once on_batch has seen it, and all else goes to a file, from which the record reads it back (turn_log.py).
+    on_batch: finished turns, `batch_size` at a time and at the end, also when the replay is interrupted. progress: after each
+    poll that brought news. deadline_s: seconds after which everything in flight is cancelled as a timeout and nothing more
+    is sent. keep_tokens=False: token ids and margins are dropped from a turn once on_batch has seen it, and all else goes to
+    a file, from which the record reads it back (turn_log.py).
 
     Every submitted request finishes exactly once. Where the system keeps no sessions, the whole prompt is sent.
     """
-    run = _Run(system, workload, on_turn, on_batch, batch_size, progress, keep_tokens)
+    run = _Run(system, workload, on_batch, batch_size, progress, keep_tokens)
     try:
         run.loop(deadline_s)
     finally:
@@ -134,14 +133,13 @@ class _Run:
         self,
         system: System,
         workload: Workload,
-        on_turn: Callable[[TurnRecord], None] | None,
         on_batch: Callable[[Sequence[TurnRecord]], None] | None,
         batch_size: int,
         progress: Callable[[Progress], None] | None,
         keep_tokens: bool,
     ) -> None:
         self.system, self.workload, self.plan = system, workload, workload.describe()
-        self.on_turn, self.on_batch, self.batch_size = on_turn, on_batch, batch_size
+        self.on_batch, self.batch_size = on_batch, batch_size
         self.progress, self.keep_tokens = progress, keep_tokens
         self.log = None if system.can.keeps_sessions else SessionLog()
         self.expects = system if isinstance(system, ExpectsReuse) else None
@@ -437,7 +435,5 @@ class _Run:
             again = [arrival.request.session for arrival in following if arrival.request.turn > 1]
             self._expect(dict.fromkeys([turn.session, *again]))
             self._tell_ended(turn)
-        if self.on_turn is not None:
-            self.on_turn(turn)
         if len(self.turns) - self.batched >= self.batch_size:
             self.flush()
