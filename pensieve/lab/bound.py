@@ -111,7 +111,7 @@ def offline_bound(turns: Iterable[TurnRecord], capacity_tokens: int, prices: Pri
     if uses is None:
         return None
     uses.idle.sort(key=lambda one: one.start_s)
-    hits = sum(uses.found) + _packed(uses.idle, [one.tokens for one in uses.idle], capacity_tokens)
+    hits = sum(uses.found) + most_kept(uses.idle, [one.tokens for one in uses.idle], capacity_tokens)
     recompute_s = history_s = None
     if prices is not None:
         history_s = sum(prices.seconds(0, length) for length in uses.histories)
@@ -165,12 +165,6 @@ def _uses_of(turns: Iterable[TurnRecord]) -> _Uses | None:
     return uses
 
 
-def most_kept(idle: Sequence[Idle], capacity_tokens: int) -> int:
-    """The most tokens that can be kept to their ends with at most `capacity_tokens` of them at any time."""
-    intervals = sorted(idle, key=lambda one: one.start_s)
-    return _packed(intervals, [one.tokens for one in intervals], capacity_tokens)
-
-
 def most_saved(idle: Sequence[Idle], capacity_tokens: int, prices: Prices) -> float:
     """Seconds that no choice of what to keep saves more of. idle: in order of start_s."""
     seconds = 0.0
@@ -178,12 +172,13 @@ def most_saved(idle: Sequence[Idle], capacity_tokens: int, prices: Prices) -> fl
     for first, step_s in prices.levels(longest):
         above = [one for one in idle if one.first + one.tokens > first] if first else idle
         tokens = [min(one.tokens, one.first + one.tokens - first) for one in above]
-        seconds += step_s * _packed(above, tokens, capacity_tokens)
+        seconds += step_s * most_kept(above, tokens, capacity_tokens)
     return min(seconds, sum(prices.seconds(one.first, one.first + one.tokens) for one in idle))
 
 
-def _packed(intervals: Sequence[Idle], tokens: Sequence[int], capacity_tokens: int) -> int:
-    """As most_kept. intervals: in order of their start. tokens: of each."""
+def most_kept(intervals: Sequence[Idle], tokens: Sequence[int], capacity_tokens: int) -> int:
+    """The most tokens that can be kept to their ends with at most `capacity_tokens` of them at any time. intervals: in order
+    of their start. tokens: of each."""
     kept: list[int] = [0] * len(intervals)
     ending: list[tuple[float, int]] = []  # of what is kept: the next end first
     latest: list[tuple[float, int]] = []  # the last end first
