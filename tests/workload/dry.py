@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
+from heapq import heappop, heappush
 
 from pensieve.core.request import is_measured
 from pensieve.lab.workload.agents import AgentsWorkload
@@ -40,13 +41,19 @@ def finished(arrival: Arrival, at_s: float, status: str = "completed") -> TurnRe
 
 def drive(workload: Workload, service_s: float = 1.0, fail: Container[tuple[str, int]] = ()) -> list[Arrival]:
     """The arrivals in the order in which they are due. fail: (session, turn) of those that time out."""
-    waiting, seen = list(workload.start()), []
+    seen: list[Arrival] = []
+    waiting: list[tuple[float, int, Arrival]] = []
+
+    def push(arrivals: Iterable[Arrival]) -> None:
+        for one in arrivals:
+            heappush(waiting, (one.at_s, one.request.id, one))
+
+    push(workload.start())
     while waiting:
-        arrival = min(waiting, key=lambda one: (one.at_s, one.request.id))
-        waiting.remove(arrival)
+        _, _, arrival = heappop(waiting)
         seen.append(arrival)
         status = "timeout" if (arrival.request.session, arrival.request.turn) in fail else "completed"
-        waiting += workload.on_finished(finished(arrival, arrival.at_s + service_s, status))
+        push(workload.on_finished(finished(arrival, arrival.at_s + service_s, status)))
     return seen
 
 

@@ -8,7 +8,7 @@ from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.playback import Pauses, Playback, Poisson, Recorded, Users
 from pensieve.lab.workload.recording import Call, Conversation, Count
 from tests.scripted import ScriptedSystem, context
-from tests.workload.dry import drive, finished, measured
+from tests.workload.dry import drive, measured
 
 TIMED = [
     Conversation("a", (Call(Count(10), 3, 5.0, False, 1), Call(Count(12), 3, 9.0, False, 4))),
@@ -55,7 +55,7 @@ def test_a_recorded_request_is_sent_though_the_one_before_failed():
 def test_conversations_arrive_by_a_poisson_process_and_wait_inside():
     talks = [Conversation(f"c{n}", (Call(Count(5), 2), Call(Count(5), 2))) for n in range(1_500)]
     workload = playback(talks, Poisson(0.5), pauses=Pauses(3.0))
-    seen = measured([*workload.start(), *_all(workload)])
+    seen = measured(drive(workload))
     starts = sorted(one.at_s for one in seen if one.request.turn == 1)
     assert (starts[-1] - starts[0]) / (len(starts) - 1) == pytest.approx(0.5, rel=0.08)
     first = {one.request.session: one.at_s for one in seen if one.request.turn == 1}
@@ -64,26 +64,14 @@ def test_conversations_arrive_by_a_poisson_process_and_wait_inside():
     assert sum(thoughts) / len(thoughts) == pytest.approx(3.0, rel=0.08)
 
 
-def _all(workload):
-    """Like drive, for many conversations that do not depend on each other."""
-    waiting = [arrival for one in workload.start() for arrival in workload.on_finished(finished(one, one.at_s + 1.0))]
-    while waiting:
-        arrival = waiting.pop()
-        yield arrival
-        waiting += workload.on_finished(finished(arrival, arrival.at_s + 1.0))
-
-
 def test_thoughts_depend_on_the_seed_and_not_on_the_system():
     def gaps(service_s, seed=0):
-        at = {key: one.at_s for key, one in _by_key(measured(drive(playback(TALKS, Poisson(1.0), seed), service_s)))}
+        sent = measured(drive(playback(TALKS, Poisson(1.0), seed), service_s))
+        at = dict(zip(keys(sent), (one.at_s for one in sent), strict=True))
         return {key: at[key] - at[key[0], key[1] - 1] - service_s for key in at if key[1] > 1}
 
     assert gaps(0.1) == pytest.approx(gaps(9.0))
     assert gaps(0.1) != pytest.approx(gaps(0.1, seed=1))
-
-
-def _by_key(arrivals):
-    return [((one.request.session, one.request.turn), one) for one in arrivals]
 
 
 def test_users_have_one_conversation_each_at_a_time():
