@@ -43,28 +43,30 @@ def test_a_models_own_account_counts_where_it_samples(said: dict[str, Any], draw
 
 
 @pytest.mark.parametrize(
-    ("asked", "drawn"), [({}, (0.6, 0.9)), ({"temperature": 0}, (0, 0.9)), ({"top_p": 0.5}, (0.6, 0.5))]
+    ("configured", "asked", "drawn"),
+    [
+        (None, {}, (0.6, 0.9)),
+        (None, {"temperature": 0}, (0, 0.9)),
+        (None, {"top_p": 0.5}, (0.6, 0.5)),
+        (0.3, {}, (0.3, 0.9)),  # the configuration's temperature goes before the model's
+    ],
 )
-def test_chat_page_and_server_draw_by_one_rule(asked: dict[str, float], drawn: tuple[float, float]) -> None:
+def test_chat_page_and_server_draw_by_one_rule(
+    configured: float | None, asked: dict[str, float], drawn: tuple[float, float]
+) -> None:
     """The page gets its default from /v1/models, as any client can."""
-    with simulated() as (state, client):
+    with simulated(temperature=configured) as (state, client):
         server: Any = state.server
         assert server.report.sampling == Sampling()
         server.report = StartReport(0.0, 0.0, sampling=Sampling(0.6, 0.9))
         [card] = client.get("/v1/models").json()["data"]
-        assert (card["temperature"], card["top_p"]) == (0.6, 0.9)
+        assert (card["temperature"], card["top_p"]) == (configured or 0.6, 0.9)
         reply = client.post("/v1/responses", json={"input": "Hello", "max_output_tokens": 2, **asked}).json()
         assert (reply["temperature"], reply["top_p"]) == drawn
         began, make = [], server.turn
         server.turn = lambda *parts, **fields: began.append(make(*parts, **fields)) or began[-1]
-        Conversation(server, ChatSettings(max_new_tokens=2, **asked), sys.stdout).ask("Hello").result()
+        settings = ChatSettings(max_new_tokens=2, **{"temperature": configured, **asked})
+        Conversation(server, settings, sys.stdout).ask("Hello").result()
         body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **asked}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
         assert [(turn.sampling.temperature, turn.sampling.top_p) for turn in began] == [drawn, drawn]
-
-
-def test_a_temperature_of_the_configuration_goes_before_the_models() -> None:
-    with simulated(temperature=0.3) as (state, client):
-        state.server.report = StartReport(0.0, 0.0, sampling=Sampling(0.6, 0.9))  # type: ignore[union-attr]
-        [card] = client.get("/v1/models").json()["data"]
-    assert (card["temperature"], card["top_p"]) == (0.3, 0.9)

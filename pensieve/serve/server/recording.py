@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import queue
 import threading
+import time
 from array import array
 from collections.abc import Mapping
 from typing import Any
@@ -66,9 +67,8 @@ class Recording:
         ended = False
         while not ended:
             batch = [self._turns.get()]
-            pause = threading.Event()
             if batch[0] is not None:
-                pause.wait(WRITE_EVERY_S)
+                time.sleep(WRITE_EVERY_S)
             while not self._turns.empty():
                 batch.append(self._turns.get())
             ended = None in batch

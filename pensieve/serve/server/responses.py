@@ -6,7 +6,7 @@ import itertools
 import secrets
 import threading
 import time
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -42,14 +42,14 @@ class ResponseStore:
 
     def __init__(self, conversations: Conversations, most: int) -> None:
         self._conversations, self._most = conversations, most
-        self._stored: dict[str, OrderedDict[str, Stored]] = {}
+        self._stored: defaultdict[str, dict[str, Stored]] = defaultdict(dict)  # by tenant, the oldest first
         self._lock = threading.Lock()
         self.on_added: Callable[[str, Stored], None] = _nothing
         self.on_deleted: Callable[[str], None] = _nothing
 
     def add(self, response_id: str, stored: Stored) -> None:
         with self._lock:
-            mine = self._stored.setdefault(stored.tenant, OrderedDict())
+            mine = self._stored[stored.tenant]
             oldest = next(iter(mine)) if len(mine) >= self._most else None
             mine[response_id] = stored
         with self._conversations.lock:
@@ -60,15 +60,12 @@ class ResponseStore:
 
     def find(self, tenant: str, response_id: str) -> Stored | None:
         with self._lock:
-            return self._of(tenant).get(response_id)
-
-    def _of(self, tenant: str) -> OrderedDict[str, Stored]:
-        return self._stored.get(tenant) or OrderedDict()
+            return self._stored[tenant].get(response_id)
 
     def delete(self, tenant: str, response_id: str) -> bool:
         """Delete a stored response. Its conversation goes with the last response that claims it, unless it has a name."""
         with self._lock:
-            stored = self._of(tenant).pop(response_id, None)
+            stored = self._stored[tenant].pop(response_id, None)
         if stored is None:
             return False
         with self._conversations.lock:
