@@ -27,7 +27,6 @@ def line(
     *,
     order: int = 0,
     band: bool = False,
-    width: float = 1.3,
     joined: bool = True,
     look: tuple[str, str] | None = None,
 ) -> None:
@@ -39,7 +38,7 @@ def line(
     (colour, marker), above = look or (style.colour(name), style.marker(name)), 3 - order / 100
     axes.plot(
         [x for x, _ in points], [one.value for _, one in points], color=colour, marker=marker,
-        markersize=2.2 + width, linewidth=width if joined else 0, gid=name, label=name, zorder=above,
+        markersize=3.5, linewidth=1.3 if joined else 0, gid=name, label=name, zorder=above,
         clip_on=False,  # a marker at the top of the axes is whole
     )  # fmt: skip
     known = [(x, one.ci_low, one.ci_high) for x, one in points if one.ci_low is not None and one.ci_high is not None]

@@ -115,14 +115,6 @@ def test_latency_and_goodput_against_the_load(store, written):
         assert float(row["goodput_req_s"]) == pytest.approx(float(row["workload.request_rate"]) * 0.51)
 
 
-def test_a_load_that_is_not_limited_has_a_place_after_the_others(store, written, drawn):
-    rates = {"throughput_req_s": 2.0, "goodput_req_s": 1.0}
-    source = chat(store, {"workload.users": ["None", "2", "8"], "baseline": NAMES[:1]}, lambda at, seed: rates)
-    assert [row["workload.users"] for row in written("goodput", source)] == ["2.0", "8.0", "None"]
-    assert [x for x, _ in drawn["goodput"].lines["pensieve"]] == [0.0, 1.0, 2.0]
-    assert drawn["goodput"].ticks == ["2", "8", "unlimited"]
-
-
 def test_hits_and_misses_of_a_changing_prefix(store, written):
     source = prefix_sweep(store, {"pensieve": FAST, "stateless": SLOW}, blocks=("512/256",))
     rows = written("invalidation_cost", source)

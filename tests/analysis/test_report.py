@@ -189,29 +189,12 @@ def test_conversations_that_the_context_cuts_are_the_first_thing_on_the_page():
     assert particulars.warnings(source)[0].startswith("The model's context cuts the load: 15 of 120 conversations")
 
 
-def test_the_page_is_titled_by_what_was_swept_and_begins_with_what_was_found():
-    source = source_of(seeds=5)
-    assert particulars.title(source).endswith(": pensieve and stateless")
-    assert outcomes.answers(source)[0].startswith("TTFT at the last turn: pensieve ")
-
-
 @pytest.mark.parametrize(
     ("values", "shown"),
     [(["1GB", "2GB"], "cache.gpu of 1GB and 2GB"), ([str(n) for n in range(6)], "cache.gpu of 6 values")],
 )
 def test_a_swept_axis_is_named_with_its_values_or_their_number(values, shown):
     assert particulars._swept("cache.gpu", values) == shown
-
-
-def test_the_comparison_has_a_line_a_baseline_and_speed_ups_against_stateless():
-    side_by_side, speedups = outcomes.results(source_of(seeds=5))
-    assert [line["baseline"] for line in side_by_side.lines] == ["pensieve", "stateless"]
-    assert {"TTFT last turn\nms": "48.3", "GPU hit\n%": "50.0", "output\ntok/s": "100"}.items() <= side_by_side.lines[
-        0
-    ].items()
-    [line] = speedups.lines
-    assert list(line) == ["baseline", "turn 1", "turn 5", "last\nturn", "all\nturns"]
-    assert (line["turn 1"], line["turn 5"]) == ("1.00 [1.00, 1.00]", "5.00 [5.00, 5.00]")
 
 
 def test_alike_flags_are_said_once():
@@ -230,27 +213,6 @@ def test_alike_flags_are_said_once():
     assert particulars.flags(source_of()) is None
 
 
-def test_configuration_is_what_all_trials_share():
-    tables = {
-        table.caption: {line["field"]: line["value"] for line in table.lines}
-        for table in particulars.configuration(source_of())
-    }
-    assert tables["workload"] == {"name": "chat", "users": "6"}
-    assert tables["cache"]["gpu"] == "4096 tokens"
-    assert "seed" not in tables.get("others", {})
-
-
-def test_each_trial_stands_under_its_headings():
-    source = source_of()
-    table = particulars.trials(source)
-    assert [(one["trial"], one["baseline"], one["status"], one["job"], one["seed"]) for one in table.lines[:3]] == [
-        ("1", "pensieve", "completed", "0", "0"),
-        ("2", "stateless", "completed", "1", "0"),
-        ("3", "pensieve", "completed", "2", "1"),
-    ]
-    assert list(table.lines[0])[: table.words] == ["trial", "baseline", "status"]  # the rest are numbers
-
-
 @pytest.mark.parametrize(
     ("numbers", "unit", "shown"),
     [
@@ -264,18 +226,3 @@ def test_each_trial_stands_under_its_headings():
 )
 def test_a_value_has_as_many_digits_as_it_deserves(numbers, unit, shown):
     assert outcomes.estimated(*numbers, unit) == shown
-
-
-def test_a_benchmark_shows_its_cases():
-    from pensieve.lab.metrics import MetricValue
-
-    store = ResultsStore(MEMORY)
-    sweep = open_sweep(store)
-    for job, name in enumerate(("ours", "transformers")):
-        trial = store.begin_trial(trial_fields(name, baseline=name, workload="bench_decode", config={}))
-        store.link(sweep, trial, job, reused=False)
-        store.add_metrics(trial, [MetricValue("time_ms", 5.0 + job, "decode 8", 9, "repetitions", 4.9, 5.1, 4.0)])
-        store.finish_trial(trial, "completed")
-    [table] = outcomes.results(open_source(store, sweep))
-    assert table.caption == "bench_decode"
-    assert list(table.lines[0].values()) == ["decode 8", "ours", "time_ms", "5.00 ms [4.90, 5.10]", "4.00 ms"]
