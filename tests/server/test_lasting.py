@@ -29,7 +29,7 @@ ADDED_MS = 12.0
 """A reply that waits for a timer (Nagle's, an acknowledgement's, a poll's) takes 40 ms or more; a quiet machine adds 2."""
 HELD = {"pensieve_python_blocks": 4.0, "pensieve_malloc_bytes": 400.0}
 """What /metrics says is in use, and how much of it more a turn may leave behind: a record that is kept takes far more. Two
-blocks a turn are entries of the order of eviction, which it drops later."""
+blocks and 100 bytes a turn were seen over 4,320 turns, 0.3 and 33 without a state file."""
 
 
 @pytest.fixture(scope="module", params=["cpu"])
