@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -120,10 +121,12 @@ class OutsideEngine(Protocol):
         answer; no completed trial is then reused."""
         return {}
 
+    @abstractmethod
     def start(self) -> StartReport:
         """Load the weights and be ready. settings: as the engine itself reports them. Raises EngineFailed."""
         ...
 
+    @abstractmethod
     def answer(self, request: Request, channel: Channel) -> Reply:
         """Serve a request, whose prompt is whole; returns when it has ended. Any number of threads ask at a time.
 

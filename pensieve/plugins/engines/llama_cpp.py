@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import tempfile
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -49,7 +49,7 @@ _BUFFER = re.compile(r"(?:load_tensors|llama_kv_cache): +(\w+) (?:model|KV) buff
 _THREADS = re.compile(r"n_threads = (\d+) \(n_threads_batch = (\d+)\)")
 
 
-class _LlamaCpp(OutsideEngine, ABC):
+class _LlamaCpp(OutsideEngine):
     """Fields of both baselines.
 
     n_ctx: cells of KV, divided among the slots; null: the KV budget. n_batch: prompt tokens an iteration; null:

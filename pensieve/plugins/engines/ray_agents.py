@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -60,7 +60,7 @@ class _ActorBody:
         self._replica.forget(session)
 
 
-class _RayAgents(OutsideEngine, ABC):
+class _RayAgents(OutsideEngine):
     """Fields of both baselines.
 
     kv_tokens: of KV in each process, in tokens; null: the workload's longest conversation, else all of cache.gpu.

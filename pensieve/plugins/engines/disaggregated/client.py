@@ -16,7 +16,7 @@ import os
 import pickle
 import select
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
 from collections.abc import Mapping
 from contextlib import suppress
@@ -55,7 +55,7 @@ class _Spent:
         self.moved += arrived.said["waited"] + arrived.flight_s
 
 
-class _Disaggregated(OutsideEngine, ABC):
+class _Disaggregated(OutsideEngine):
     """start_timeout_s: until the model's process must be ready.
 
     hardware.network_gbps paces what crosses, as a network of that rate would; without it, it goes as fast as the loopback
