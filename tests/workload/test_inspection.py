@@ -42,9 +42,8 @@ def test_lengths_reuse_and_rates_are_those_of_the_arrivals():
         )
     )
     assert (found.sessions, found.turns, found.warmup_turns) == (2, 4, 1)
-    assert (found.prompt.total, found.prompt.largest) == (4 + 8 + 5 + 6, 8)
-    assert (found.message.total, found.message.p50, found.message.p90) == (4 + 2 + 5 + 3, 3, 5)
-    assert (found.reply.total, found.reply.mean) == (6, 1.5)
+    assert (found.prompt, found.message) == ([4, 8, 5, 6], [4, 2, 5, 3])
+    assert (found.reply, found.turns_per_session) == ([2, 2, 1, 1], [2, 2])
     assert found.reuse == pytest.approx(9 / 23)
     assert found.span_s == 10.0
     assert found.session_rate == pytest.approx(0.2)
@@ -63,4 +62,4 @@ def test_reuse_of_a_prefix_workload_counts_what_was_warmed():
         ("hit", "hit"): 1, ("miss", "miss"): 1,
         ("throughput", "throughput_hit"): 1, ("throughput", "throughput_miss"): 1,
     }  # fmt: skip
-    assert found.message.total == 4 * 4  # Q each time
+    assert found.message == [4] * 4  # Q each time

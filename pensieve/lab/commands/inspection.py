@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from statistics import mean
 
 from pensieve.lab.compose import TrialConfig, TrialPlan, build_tokenizer, make_workload, plan_trial
+from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.workload.base import byte_notes, context_cuts, cut_by_context
-from pensieve.lab.workload.inspection import Inspection, Spread, inspect
+from pensieve.lab.workload.inspection import Inspection, inspect
 
 _SAME = {"baseline", "eviction", "scheduler", "tracking", "trial", "slo", "repeat"}
 """Groups that do not change what is asked."""
@@ -33,12 +35,12 @@ def inspection_of(plan: TrialPlan) -> Inspection:
 
 def inspection_lines(plan: TrialPlan, found: Inspection) -> list[str]:
     """The inspection as a page of text; what the model's context cuts off comes first, since the rest is without it."""
-    per_session = found.turns_per_session
+    per_session = found.turns_per_session or [0]
     rows = [
         ("load", f"{found.plan.load}, cache {found.plan.cache_state} at the start"),
         ("sessions", f"{found.sessions:,}"),
-        ("turns", f"{found.turns:,} measured, {found.warmup_turns:,} warm-up; {per_session.mean:.2f} a session, "
-                  f"at most {per_session.largest:,}"),
+        ("turns", f"{found.turns:,} measured, {found.warmup_turns:,} warm-up; {mean(per_session):.2f} a session, "
+                  f"at most {max(per_session):,}"),
         *_labels(found),
         ("new tokens a turn", _spread(found.message)),
         ("reply tokens a turn", _spread(found.reply) + _free(found)),
@@ -65,11 +67,11 @@ def _labels(found: Inspection) -> list[tuple[str, str]]:
     return [("turns by phase", ", ".join(counts))]
 
 
-def _spread(spread: Spread) -> str:
-    return (
-        f"mean {spread.mean:,.1f}, p50 {spread.p50:,}, p90 {spread.p90:,}, largest {spread.largest:,}; "
-        f"{spread.total:,} in all"
-    )
+def _spread(values: Sequence[int]) -> str:
+    """Of each turn; percentiles by nearest rank."""
+    values = values or [0]
+    p50, p90 = (int(nearest_rank(values, p)) for p in (0.5, 0.9))
+    return f"mean {mean(values):,.1f}, p50 {p50:,}, p90 {p90:,}, largest {max(values):,}; {sum(values):,} in all"
 
 
 def _free(found: Inspection) -> str:
@@ -96,7 +98,7 @@ def _cache(plan: TrialPlan, found: Inspection) -> list[tuple[str, str]]:
             f"{working / both:.2f} x cache.gpu + cache.cpu ({both:,})",
         )
     ]
-    longest = found.prompt.largest
+    longest = max(found.prompt, default=0)
     if longest > gpu - size:
         rows.append(("too long", f"a prompt of {longest:,} tokens does not fit into cache.gpu; raise it to run this"))
     return rows

@@ -11,7 +11,6 @@ from itertools import count
 
 from pensieve.core.request import TokenArray, is_measured
 from pensieve.core.session import common_prefix
-from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.workload.base import Arrival, Workload, WorkloadPlan
 from pensieve.serve.record import TurnRecord
 
@@ -19,21 +18,9 @@ UNKNOWN = -1  # a reply's token: only the model could say it
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """Of `n` values; percentiles by nearest rank."""
-
-    n: int
-    total: int
-    mean: float
-    p50: int
-    p90: int
-    largest: int
-
-
-@dataclass(frozen=True, slots=True)
 class Inspection:
     """warmup_turns: those that are not measured. turns_by_label: of the measured ones, by phase and label. message, reply,
-    prompt: tokens a turn of what is sent anew, of the (longest) reply, and of the whole prompt with its history.
+    prompt: tokens of each turn: of what is sent anew, of the (longest) reply, and of the whole prompt with its history.
 
     reuse: share of prompt tokens that were said before in the same conversation. span_s: first to last measured arrival if
     every reply took no time; session_rate and request_rate: arrivals a second over it, so an upper bound where the next
@@ -45,10 +32,10 @@ class Inspection:
     turns: int
     warmup_turns: int
     turns_by_label: dict[tuple[str, str], int]
-    turns_per_session: Spread
-    message: Spread
-    reply: Spread
-    prompt: Spread
+    turns_per_session: Sequence[int]
+    message: Sequence[int]
+    reply: Sequence[int]
+    prompt: Sequence[int]
     reuse: float
     span_s: float
     session_rate: float | None
@@ -112,26 +99,19 @@ def _summed(plan: WorkloadPlan, turns: Sequence[_Turn]) -> Inspection:
     per_session = Counter(turn.session for turn in measured)
     times = [turn.at_s for turn in measured]
     span_s = max(times) - min(times) if times else 0.0
-    prompts = sum(turn.prompt for turn in measured)
+    message, prompt = [turn.new for turn in measured], [turn.prompt for turn in measured]
     return Inspection(
         plan=plan,
         sessions=len(per_session),
         turns=len(measured),
         warmup_turns=len(turns) - len(measured),
         turns_by_label=dict(Counter((turn.phase, turn.label) for turn in measured)),
-        turns_per_session=_spread(list(per_session.values())),
-        message=_spread([turn.new for turn in measured]),
-        reply=_spread([turn.reply for turn in measured]),
-        prompt=_spread([turn.prompt for turn in measured]),
-        reuse=1.0 - sum(turn.new for turn in measured) / prompts if prompts else 0.0,
+        turns_per_session=list(per_session.values()),
+        message=message,
+        reply=[turn.reply for turn in measured],
+        prompt=prompt,
+        reuse=1.0 - sum(message) / sum(prompt) if measured else 0.0,
         span_s=span_s,
         session_rate=len(per_session) / span_s if span_s else None,
         request_rate=len(measured) / span_s if span_s else None,
     )
-
-
-def _spread(values: Sequence[int]) -> Spread:
-    if not values:
-        return Spread(0, 0, 0.0, 0, 0, 0)
-    p50, p90 = (int(nearest_rank(values, p)) for p in (0.5, 0.9))
-    return Spread(len(values), sum(values), sum(values) / len(values), p50, p90, max(values))
