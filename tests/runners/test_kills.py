@@ -147,6 +147,7 @@ def test_a_sweep_without_its_mlflow_store_is_rebuilt_later(tmp_path, warm):
     outputs.mkdir()
     (outputs / "mlflow.db").write_bytes(b"not a database" * 100)
     ended(outputs, *SWEEP)
+    assert "Nothing was logged to MLflow" in said(outputs)
     assert "the results database is complete without it" in said(outputs)
     check_whole(outputs, JOBS)
     assert query(outputs, "select count(*) from trial where mlflow_run_id is not null") == [(0,)]

@@ -55,6 +55,11 @@ def test_export_and_bundle(swept, tmp_path):
     assert [path.rpartition("/")[2] for path in paths] == [
         "pensieve.json", "stateless.json", "turns.csv", "turns.parquet",
     ]  # fmt: skip
+    assert len(results(swept, "export", "--sweep", "1", "--to", str(tmp_path / "b")).stdout.split()) == len(paths)
+    assert len(results(swept, "export", "1", "--to", str(tmp_path / "c")).stdout.split()) == len(paths), (
+        "as bundle takes it"
+    )
+    assert results(swept, "export", "7", status=1).stderr.startswith("There is no sweep 7")
     report = json.loads((tmp_path / "export" / "stateless.json").read_text())
     assert report["baseline"] == "stateless"
     assert report["aggregates"]["mean_total_ms"] > 0
@@ -109,12 +114,6 @@ def test_without_results_it_says_what_to_run(tmp_path):
     assert done.returncode == 1
     assert done.stdout == ""
     assert "run `python runners/run.py -m` first" in done.stderr
-
-
-def test_export_takes_a_sweep_as_bundle_does(swept, tmp_path):
-    named = results(swept, "export", "1", "--to", str(tmp_path / "a")).stdout.split()
-    assert len(named) == len(results(swept, "export", "--sweep", "1", "--to", str(tmp_path / "b")).stdout.split()) == 4
-    assert results(swept, "export", "7", status=1).stderr.startswith("There is no sweep 7")
 
 
 @pytest.mark.parametrize(

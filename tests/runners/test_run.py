@@ -80,15 +80,6 @@ def test_an_edited_overlay_is_another_sweep(outputs, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_mlflow_refuses_is_seen(outputs):
-    outputs.mkdir()
-    (outputs / "mlflow.db").write_text("no database " * 100)
-    done = run(outputs, *SHORT, "seed=0", "baseline=pensieve", "-m")
-    assert done.returncode == 0, done.stderr
-    assert "Nothing was logged to MLflow" in done.stderr
-
-
-@pytest.mark.slow
 def test_the_axes_of_a_sweeper_that_chooses_as_it_goes_are_kept_apart(outputs, tmp_path):
     """They stand in the overlay's sweeper parameters alone: neither typed nor known before the trials are."""
     plugin = tmp_path / "hydra_plugins" / "own_sweeper.py"
