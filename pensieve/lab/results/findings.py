@@ -218,18 +218,15 @@ def _ranked(found: Frame, groups: Sequence[TrialGroup]) -> str | None:
         return None
     if any(found.incomplete(trials) for group in groups for trials in group.trials.values()):
         return None
-    rates = {group.name: found.mean(next(iter(group.trials.values())), "miss_rate") for group in groups}
-    shares = {name: f"{100 * rate:.1f} %" for name, rate in sorted(rates.items(), key=_by_rate) if rate is not None}
+    rates = {one.name: found.mean(next(iter(one.trials.values())), "miss_rate") for one in groups}
+    known = sorted((rate, name) for name, rate in rates.items() if rate is not None)
+    shares = {name: f"{100 * rate:.1f} %" for rate, name in known}
     if len(shares) < 2:
         return None
     least, *_, most = shares.values()
     if least == most:
         return f"{RECOMPUTED}: {least} in all {len(shares)} settings."
     return f"{RECOMPUTED}: lowest {least} ({_some_of(shares, least)}), highest {most} ({_some_of(shares, most)})."
-
-
-def _by_rate(one: tuple[str, float | None]) -> float:
-    return one[1] or 0.0
 
 
 def _some_of(shares: Mapping[str, str], share: str) -> str:
