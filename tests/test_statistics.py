@@ -16,7 +16,6 @@ from pensieve.lab.statistics import (
     estimate_percentiles,
     estimate_percentiles_by_seed,
     estimate_rate,
-    fit_line,
     nearest_rank,
     paired_ratio,
     rate_by_seed,
@@ -168,21 +167,6 @@ def median_by_seed(seeds, seed_sd):
     return draw, 1.0
 
 
-def noisy_line(rng, seeds=5, sessions=12, seed_spread=0.0):
-    """10 + 0.08 x with noise of 2 at four places; each seed is off by its own amount."""
-    found = {}
-    for seed in range(seeds):
-        off = rng.normal(0.0, seed_spread)
-        for session in range(sessions):
-            x = float([0, 256, 384, 512][session % 4])
-            found[seed, f"s{session}"] = [(x, 10 + 0.08 * x + off + float(rng.normal(0.0, 2.0)))]
-    return found
-
-
-def slope(seeds, sessions, seed_sd):
-    return (lambda rng: fit_line(noisy_line(rng, seeds, sessions, seed_sd)).slope), 0.08
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "arguments", "level"),
@@ -204,7 +188,6 @@ def slope(seeds, sessions, seed_sd):
         *((percentile, (0.5, *shape), 0.95) for shape in ((8, 1, 0.5), (8, 10, 0.0), (15, 8, 0.5))),
         *((percentile, (0.9, 40, n, 0.5), 0.95) for n in (1, 10)),
         *((median_by_seed, (n, sd), 0.95) for n in (5, 8) for sd in (0.0, 3.0)),
-        *((slope, shape, 0.95) for shape in ((5, 12, 0.0), (5, 12, 5.0), (1, 12, 0.0))),
         # Where no method here holds 95 %: the levels that docs/numbers.md states
         *((mean_of, ("lognormal 1.5", n, NONNEGATIVE), level) for n, level in ((5, 0.92), (20, 0.94))),
         *((mean_of, ("exponential", n, REAL), level) for n, level in ((5, 0.88), (20, 0.92))),
@@ -274,7 +257,6 @@ def test_too_few_groups_have_no_interval_whatever_their_values():
             paired_ratio(a, dict.fromkeys(a, 1.0)),
             paired_ratio(a, dict.fromkeys(a, 1.0), of="means"),
             estimate_percentile_by_seed(a, 0.5),
-            fit_line({key: [(x, x * value) for x in range(4)] for key, value in a.items()}).slope,
         ]
         assert [(one.ci_low, one.ci_high) for one in found] == [(None, None)] * len(found)
     four = {str(index): [float(index)] * 9 for index in range(4)}
@@ -357,34 +339,6 @@ def test_percentiles_by_seed_take_turns_of_a_session_together():
     assert (one.n, other.n, one.groups) == (20, 1000, 5)
     [alone] = estimate_percentiles_by_seed({(0, "s"): [1.0, 2.0, 3.0]}, [0.5])
     assert (alone.value, alone.ci_low, alone.ci_high) == (2.0, None, None)
-
-
-def test_a_line_is_that_of_least_squares():
-    points = noisy_line(np.random.default_rng(0))
-    line = fit_line(points)
-    xs, ys = np.array([point for part in points.values() for point in part]).T
-    slope, intercept = np.polyfit(xs, ys, 1)
-    assert line.slope.value == pytest.approx(slope)
-    assert line.intercept.value == pytest.approx(intercept)
-    assert line.r_squared == pytest.approx(np.corrcoef(xs, ys)[0, 1] ** 2)
-    assert (line.n, line.groups) == (60, 5)
-
-
-def test_a_perfect_line_has_no_spread_and_a_flat_one_no_share_explained():
-    line = fit_line(
-        {(0, str(x)): [(float(x), 3.0 + 2.0 * x), (float(x) + 1e6, 3.0 + 2.0 * (x + 1e6))] for x in range(6)}
-    )
-    assert line.slope.value == pytest.approx(2.0) and line.intercept.value == pytest.approx(3.0, abs=1e-5)
-    assert (line.slope.ci_low, line.slope.ci_high) == (pytest.approx(2.0), pytest.approx(2.0))
-    assert line.r_squared == pytest.approx(1.0)
-    assert fit_line({(0, str(x)): [(float(x), 5.0)] for x in range(4)}).r_squared is None
-
-
-def test_a_line_needs_two_places():
-    with pytest.raises(MissingSeries, match="at two places"):
-        fit_line({(0, "a"): [(1.0, 2.0)], (0, "b"): [(1.0, 3.0)]})
-    line = fit_line({(0, "a"): [(1.0, 2.0)], (0, "b"): [(2.0, 3.0)]})
-    assert (line.slope.value, line.slope.ci_low, line.slope.ci_high) == (pytest.approx(1.0), None, None)
 
 
 _TIMES = st.floats(0, 1e9) | st.sampled_from([0.0, -0.0, 5e-324, 12.5])

@@ -73,17 +73,6 @@ class PairedRatio:
         return self.n_seeds if self.n_seeds > 1 else self.n
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """The least-squares line through `n` points of `groups` seeds. r_squared: None where all y are equal."""
-
-    slope: Estimate
-    intercept: Estimate
-    r_squared: float | None
-    n: int
-    groups: int
-
-
 def nearest_rank(values: Sequence[float] | Floats, p: float) -> float:
     """The smallest value that at least a share `p` (0 < p <= 1) of the values does not exceed: always one of them."""
     assert 0.0 < p <= 1.0
@@ -243,46 +232,6 @@ def paired_ratio(
         tops = _by_seed({key: a[key] for key in keys})
         value, low, high = _ratio(tops, _by_seed({key: b[key] for key in keys}), support)
     return PairedRatio(value, low, high, len(keys), len(tops))
-
-
-def fit_line(points: Mapping[tuple[int, str], Sequence[tuple[float, float]]]) -> Line:
-    """Least squares through the (x, y) of each (seed, session).
-
-    Raises MissingSeries where all x are equal: no line is better than another then.
-    """
-    keys = [key for key in sorted(points) if len(points[key])]
-    xs, ys = (np.array([xy[axis] for key in keys for xy in points[key]], dtype=np.float64) for axis in (0, 1))
-    if len(np.unique(xs)) < 2:
-        raise MissingSeries("A line needs points at two places at least; sweep what stands on its horizontal axis.")
-    seeds = sorted({key[0] for key in keys})
-    member = [seeds.index(key[0]) if len(seeds) > 1 else place for place, key in enumerate(keys) for _ in points[key]]
-    groups = len(seeds) if len(seeds) > 1 else len(keys)
-    middle = float(xs.mean())  # centred: sums of squares of large numbers lose digits
-    xs = xs - middle
-    sums = np.array([np.bincount(member, part, groups) for part in (np.ones_like(xs), xs, ys, xs * xs, xs * ys)])
-
-    def line(weights: Floats) -> Floats:
-        """[slope and intercept, rows] of weights [rows, groups]."""
-        n, x, y, xx, xy = sums @ weights.T
-        with np.errstate(divide="ignore", invalid="ignore"):
-            slope = (n * xy - x * y) / (n * xx - x * x)
-        return np.array([slope, (y - slope * x) / n - slope * middle])
-
-    found = line(np.ones((1, groups)))[:, 0]
-    ends: list[tuple[float | None, float | None]] = [(None, None)] * 2
-    if has_interval(groups):
-        without = line(1.0 - np.eye(groups))
-        if np.isfinite(without).all():  # else one group alone has a second place
-            errors = np.sqrt(((without - found[:, None]) ** 2).sum(axis=1) * (groups - 1) / groups)
-            ends = [
-                (v - _student(groups - 2) * e, v + _student(groups - 2) * e) for v, e in zip(found, errors, strict=True)
-            ]
-    off = ys - found[0] * xs - (found[1] + found[0] * middle)
-    total, left = float(((ys - ys.mean()) ** 2).sum()), float((off**2).sum())
-    slope, intercept = (
-        Estimate(float(v), low, high, len(xs), len(seeds)) for v, (low, high) in zip(found, ends, strict=True)
-    )
-    return Line(slope, intercept, 1 - left / total if total > 0 else None, len(xs), len(seeds))
 
 
 def _rank(p: float, n: int) -> int:
