@@ -8,11 +8,14 @@ import pytest
 from matplotlib.colors import to_hex
 
 from analysis import style
+from analysis.quantities import Quantity, moved
 from analysis.registry import FIGURES
 from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
 from pensieve.lab.results.store import ResultsStore
-from tests.analysis.sweeps import fill, flat
+from pensieve.lab.statistics import Estimate
+from pensieve.lab.trial.samples import ENGINE, Reading
+from tests.analysis.sweeps import answered, fill, flat
 from tests.results.trials import MEMORY, turn
 
 FAST, SLOW = {"reason": 100.0, "reflect": 20.0}, {"reason": 400.0, "reflect": 200.0}
@@ -133,3 +136,44 @@ def test_a_cell_without_numbers_is_told_with_the_command(store, tmp_path):
     source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: [turn("a", 1, phase="warmup")], workload="decode")
     with pytest.raises(MissingSeries, match=r"no completed request that decodes by itself of pensieve; run"):
         FIGURES["decode_cost"].draw(source, tmp_path)
+
+
+def test_what_is_turned_round_keeps_its_interval_in_order():
+    assert moved(Estimate(90.0, 85.0, 97.0, 9, 6), lambda pct: 100 - pct) == Estimate(10.0, 3.0, 15.0, 9, 6)
+    assert moved(Estimate(0.5, 0.4, None, 9, 6), lambda share: 100 * share) == Estimate(50.0, 40.0, None, 9, 6)
+
+
+def test_a_sum_of_metrics_is_of_trials_that_have_all_of_them(store):
+    def metrics(at, seed):
+        return {"sent_bytes_per_token": 10.0, **({"received_bytes_per_token": 5.0} if seed == 0 else {})}
+
+    source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: [turn("a", 1)], metrics)
+    [cell] = source.panels()[0].cells
+    both = Quantity(of="sent_bytes_per_token + received_bytes_per_token", how="seeds")
+    assert both.found(source, cell) is None, "a mean of one trial would pass for that of two"
+    assert Quantity(of="received_bytes_per_token", how="seeds").found(source, cell).value == 5.0
+    assert Quantity(of="sent_bytes_per_token", how="sum").found(source, cell) == 20.0
+
+
+def test_the_skew_of_replicas_is_that_of_their_readings(drawn, store, tmp_path):
+    axes = {"hardware.router": ["affinity", "random"], "hardware.replicas": ["100", "10"], "baseline": ["pensieve"]}
+
+    def turns(at, seed):
+        return [answered(s, n, 5.0, history=100 * (n - 1), gpu=90 * (n - 1)) for s in "ab" for n in (1, 2)]
+
+    source = fill(store, axes, turns, lambda at, seed: {"moved_turns": 3.0})
+    for trial in source.trials:
+        for at_s, fullest, under_way in ((0.0, 2.0, 4.0), (1.0, 4.0, 8.0)):
+            found = {"fullest_replica": fullest, "requests_under_way": under_way}
+            store.add_samples(trial.id, [Reading(at_s, ENGINE, name, value, "") for name, value in found.items()])
+    FIGURES["cluster"].draw(source, tmp_path)
+    rows = {(row["router"], row["replicas"]): row for row in rows_of(tmp_path, "cluster")}
+    assert list(rows) == [("affinity", "10"), ("affinity", "100"), ("random", "10"), ("random", "100")]
+    assert [float(row["skew"]) for row in rows.values()] == [
+        5.0,
+        50.0,
+        5.0,
+        50.0,
+    ]  # 3 of 6 under way, over a replica's share
+    assert {(row["recomputed_pct"], row["moved_turns"]) for row in rows.values()} == {("10.0", "6.0")}
+    assert "fewer than 1,000 turns" in drawn["cluster"].caption
