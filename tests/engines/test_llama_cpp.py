@@ -357,10 +357,6 @@ def test_a_binary_is_given_every_field(tmp_path: Path) -> None:
     assert options["--port"] == "1234" and options["--host"] == "127.0.0.1" and options["--cache-ram"] == "0"
 
 
-def test_a_log_without_these_lines_reports_nothing() -> None:
-    assert reported("llama_model_loader: loaded") == {}
-
-
 def test_nothing_is_forgotten_silently() -> None:
     system = opened()
     with pytest.raises(ConfigError, match="start it anew"):

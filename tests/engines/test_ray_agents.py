@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from pensieve.core.request import Length, Request
+from pensieve.device.asked import ModelAsked
 from pensieve.errors import CapacityError, EngineMissing, MemoryRanOut, RequestFailed
 from pensieve.lab.compose import build_outside, build_tokenizer, build_workload, plan_trial
 from pensieve.plugins.engines.base import EngineSetup
@@ -56,9 +57,9 @@ def test_a_replica_keeps_its_conversation_and_computes_only_what_is_new() -> Non
 def test_a_replica_loads_its_model_within_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def load(*_: Any, memory_bytes: int | None, **__: Any) -> None:
-        assert memory_bytes is not None
-        seen.append(memory_bytes)
+    def load(asked: ModelAsked) -> None:
+        assert asked.memory_bytes is not None
+        seen.append(asked.memory_bytes)
         raise RuntimeError("not enough memory")
 
     monkeypatch.setattr("pensieve.plugins.engines.replica.forbid_more", seen.append)

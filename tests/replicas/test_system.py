@@ -287,21 +287,13 @@ def _message(turn: int) -> list[int]:
     return [(turn * 7 + place) % 90 for place in range(40)]
 
 
-def test_a_request_that_ends_every_replica_fails_in_the_end() -> None:
-    with replicas() as (system, actors):
-        actors.deadly = dict.fromkeys(NAMES, 3)
-        turn = ask(system, 1, "a", 1, _message(1)).turn
-        assert turn.status == "failed" and turn.error is not None and f"{ATTEMPTS} replicas" in turn.error
-        assert not turn.stands
-
-
-def test_a_turn_counts_as_moved_once_however_often_it_is_asked() -> None:
+def test_a_request_that_ends_every_replica_fails_in_the_end_and_counts_as_moved_once() -> None:
     with replicas() as (system, actors):
         [first] = talk(system, "a", 1)
         actors.deadly = dict.fromkeys(NAMES, 3)
         turn = ask(system, 100, "a", 2, [*_message(1), *first.token_ids, *_message(2)]).turn
-        assert turn.status == "failed"
-        assert system._counted["restarted_requests"] == ATTEMPTS > 2
+        assert turn.status == "failed" and turn.error is not None and f"{ATTEMPTS} replicas" in turn.error
+        assert not turn.stands and system._counted["restarted_requests"] == ATTEMPTS > 2
         assert system._counted["moved_turns"] == 1
 
 
