@@ -79,7 +79,9 @@ def restored_turn() -> Crossed:
         system.poll(system.clock.now_s() + 1.0)  # copies end
     for other in "bcd":
         system.forget(other)
-    asked = replace(request(9, "a", tokens=3, output=2), output=Free(2, ignore_eos=True))
+    message = request(9, "a", tokens=3, output=2)
+    said = system.engine.cache.sessions["a"].tokens
+    asked = replace(message, prompt=said + message.prompt, output=Free(2, ignore_eos=True))
     records: list[TurnRecord] = []
     found = crossed_by(lambda: records.append(serve(asked)))
     (restored,) = records

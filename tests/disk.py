@@ -61,7 +61,10 @@ class Talk:
 
     def request(self, name: str, tokens: int, output: int = 4, **fields: Any) -> Request:
         self._numbers += 1
-        prompt = fields.pop("prompt", None) or random_tokens(tokens, self._numbers)
+        prompt = fields.pop("prompt", None)  # whole; without, a message follows what the conversation holds
+        if prompt is None:
+            message, held = random_tokens(tokens, self._numbers), self.cache.sessions.get(name)
+            prompt = message if held is None else held.tokens + message
         return Request(self._numbers, name, self._numbers, prompt, Length(output), **fields)
 
     def ask(self, name: str, tokens: int = 5, output: int = 4, **fields: Any) -> TurnRecord:

@@ -9,7 +9,6 @@ import torch
 
 from pensieve.core.cache.base import CacheManager
 from pensieve.core.clock import WallClock
-from pensieve.core.engine import Engine
 from pensieve.core.event import Event
 from pensieve.core.plan import StepPlan
 from pensieve.core.scheduler.active_request import ActiveRequest
@@ -22,6 +21,7 @@ from pensieve.device.transfers.link import Link
 from pensieve.device.worker import TorchWorker
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
+from tests.simulated import TalkingEngine
 
 TOLERANCE = 1e-4  # of the largest logit, at least of 1, in float32
 
@@ -84,7 +84,7 @@ class _Seen:
     logits: list[torch.Tensor] = field(default_factory=list)
 
 
-class CheckedEngine(Engine):
+class CheckedEngine(TalkingEngine):
     """Runs check() after every step, fills every free block with NaN, and compares each finished turn with one plain forward
     over it.
 

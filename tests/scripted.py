@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -11,7 +10,7 @@ from typing import Any
 
 from pensieve.core.clock import VirtualClock
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Request, TokenArray
+from pensieve.core.request import Request
 from pensieve.lab.workload.base import WorkloadContext
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import Capabilities, Event
@@ -46,7 +45,6 @@ class ScriptedSystem:
         self.most_in_flight = 0
         self._heap: list[tuple[int, int, Event]] = []
         self._live: dict[int, TurnRecord] = {}
-        self._said: dict[str, TokenArray[int]] = {}
         self._sequence = count()
 
     def start(self) -> StartReport:
@@ -58,13 +56,10 @@ class ScriptedSystem:
         turn = TurnRecord(request.session, request.turn, request_id=request.id, intended_s=request.intended_s)
         admitted = now + latency.queue * 10**6
         turn.arrived_s, turn.admitted_s = now / 1e9, admitted / 1e9
-        before = self._said.get(request.session, array("i"))
-        whole = before + request.prompt if request.continues else request.prompt
-        turn.prompt_tokens, turn.history_tokens = len(whole), latency.history
+        turn.prompt_tokens, turn.history_tokens = len(request.prompt), latency.history
         turn.gpu_hit_tokens, turn.cpu_hit_tokens = latency.hit, 0
         turn.recomputed_tokens, turn.shared_hit_tokens = latency.history - latency.hit, 0
-        turn.new_tokens = len(whole) - latency.history
-        self._said[request.session] = whole + array("i", range(1, request.output.max_new_tokens + 1))
+        turn.new_tokens = len(request.prompt) - latency.history
         self._live[request.id] = turn
         self.most_in_flight = max(self.most_in_flight, len(self._live))
         for index in range(request.output.max_new_tokens):
@@ -103,7 +98,7 @@ class ScriptedSystem:
         return happened
 
     def forget(self, session: str | None) -> None:
-        self._said.clear()
+        """Nothing is kept."""
 
     def expect(self, session: str, next_use_s: float) -> None:
         self.expected.append((session, next_use_s))

@@ -40,6 +40,15 @@ MACHINE = HardwareSpec(
 )
 
 
+class TalkingEngine(Engine):
+    """An engine that also takes messages alone."""
+
+    def say(self, message: Request) -> None:
+        """Submit it with a prompt of all that its conversation holds, and the message."""
+        held = self.cache.sessions.get(message.session)
+        self.submit(message if held is None else replace(message, prompt=held.tokens + message.prompt))
+
+
 class LateWorker(SimulatedWorker):
     """Its copies are reported late and out of step: in a random order, some steps after they were planned."""
 
@@ -79,7 +88,7 @@ def make_engine(
     holding: bool = False,
     below_bw: float = 0.0,
     **settings: Any,
-) -> Engine:
+) -> TalkingEngine:
     """computes: plans are made as for a worker that reads tokens, one iteration each."""
     clock = VirtualClock()
     policy = (policy or RetentionValue)(policy_context(chunk_tokens, gpu_blocks, cpu_blocks))
@@ -89,7 +98,7 @@ def make_engine(
     worker.computes = computes
     worker.start(gpu_blocks, manager.cpu_blocks)
     books = Books(chunk_tokens, cost)
-    made_engine = Engine(
+    made_engine = TalkingEngine(
         cache=manager,
         settings=SchedulerSettings(**settings),
         worker=worker,

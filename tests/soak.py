@@ -154,15 +154,13 @@ def _submit(engine: CheckedEngine, operation: Operation, number: int) -> None:
     ):
         engine.forget(operation.session)  # begin anew rather than be refused from now on
         session = engine.cache.sessions.get(operation.session)
-    continues = operation.kind == "ask"
     prompt = tokens_of(operation.tokens)
-    if not continues and session is not None:
-        prompt = session.tokens[: int(operation.keep * len(session.tokens))] + prompt
-        engine.paths.edited += 1
+    if session is not None:
+        edits = operation.kind == "edit"
+        prompt = session.tokens[: int(operation.keep * len(session.tokens)) if edits else None] + prompt
+        engine.paths.edited += edits
     sampling = Sampling(temperature=operation.temperature, top_k=20, seed=number)
-    engine.submit(
-        Request(number, operation.session, number, prompt, Length(operation.output), sampling, continues=continues)
-    )
+    engine.submit(Request(number, operation.session, number, prompt, Length(operation.output), sampling))
 
 
 def _architecture(rng: random.Random) -> tuple[tuple[str, Any], ...]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import VirtualClock
 from pensieve.core.engine import Engine
-from pensieve.core.request import Forced, Fork, Request, is_measured, tokens_of
+from pensieve.core.request import Forced, Fork, History, Request, is_measured, tokens_of
 from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.lab.bound import Prices, offline_bound
 from pensieve.plugins.caches.prefix import PrefixCache
@@ -91,9 +91,8 @@ def trace(rng: random.Random, engine: Engine, turns: int, longest: int = 16) -> 
                 number,
                 tokens_of(prompt),
                 Forced(tokens_of([rng.randint(1, 2) for _ in range(rng.randint(1, 4))])),
-                continues=False,
                 phase=rng.choice(("chat", "chat", "chat", "warmup", "rewarm")),
-                known_tokens=rng.randint(0, len(prompt)) if rng.random() < 0.1 else None,
+                history=History(rng.randint(0, len(prompt))) if rng.random() < 0.1 else None,
                 intended_s=engine.clock.now_s(),
             )
             under_way[number] = request
@@ -168,7 +167,7 @@ def test_two_conversations_with_equal_openings_that_arrive_together() -> None:
     for turn, length in ((1, 8), (2, 16)):
         for number, session in enumerate("ab"):
             prompt = tokens_of(opening[:length])
-            engine.submit(Request(10 * turn + number, session, turn, prompt, Forced(tokens_of([9])), continues=False))
+            engine.submit(Request(10 * turn + number, session, turn, prompt, Forced(tokens_of([9]))))
         assert isinstance(engine.clock, VirtualClock)
         while engine.busy:
             records += [event.turn for event in engine.step(None) if event.turn is not None]
@@ -287,7 +286,7 @@ def test_a_conversation_that_begins_with_the_kv_of_another_is_within_its_bound()
     forked = Fork("parent", len(opening), takes_kv=True)
     for number, (session, fork) in enumerate((("parent", None), ("child", forked)), start=1):
         prompt = tokens_of([*opening, *([7] * (number - 1))])
-        engine.submit(Request(number, session, 1, prompt, Forced(tokens_of([9])), continues=False, fork=fork))
+        engine.submit(Request(number, session, 1, prompt, Forced(tokens_of([9])), fork=fork))
         while engine.busy:
             records += [event.turn for event in engine.step(None) if event.turn is not None]
     child = records[-1]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pensieve.core.plan import Moved
+from pensieve.core.request import History
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
 from pensieve.plugins.tiers.pool_file import PoolFile
@@ -150,7 +151,7 @@ def test_one_bad_chunk_costs_that_chunk_and_no_batch_mate(tmp_path: Path) -> Non
 def again(talk: Talk, name: str, tokens: Any) -> Any:
     """The next message of a conversation of before the restart."""
     prompt = tokens + tokens[:5]
-    return talk.ask(name, prompt=prompt, continues=False, forgotten=(len(tokens) - 1, "restarted"))
+    return talk.ask(name, prompt=prompt, history=History(len(tokens) - 1, "restarted"))
 
 
 @pytest.mark.parametrize("then", ["the same", "another model", *DAMAGE])
@@ -254,17 +255,17 @@ def test_what_an_earlier_engine_left_of_a_conversation_can_be_given_up(tmp_path:
     talk.close()
     talk = Talk(tmp_path)
     before = talk.disk.used
-    talk.engine.disown("a", "bob", tokens)
+    talk.engine.forget("a", "bob", tokens)
     assert talk.disk.used == before, "nothing of it is his"
-    talk.engine.disown("a", "alice", tokens)
+    talk.engine.forget("a", "alice", tokens)
     assert held > 0 and talk.disk.used == before - held
     assert list(talk.cache.sessions) == []
     talk.cache.check()
     talk.ask("a", 20)
-    talk.engine.disown("a", "", talk.tokens("a"))
+    talk.engine.forget("a", "", talk.tokens("a"))
     assert list(talk.cache.sessions) == [], "it has been asked since: that goes, too"
     talk.engine.submit(talk.request("b", 20))
-    talk.engine.disown("b", "", random_tokens(20, 9))
+    talk.engine.forget("b", "", random_tokens(20, 9))
     assert list(talk.cache.sessions) == ["b"], "it has a request under way"
     talk.engine.run()
     talk.close()
@@ -275,9 +276,9 @@ def test_another_tenant_finds_nothing(tmp_path: Path) -> None:
     talk.ask("a", 90, tenant="alice")
     push_out(talk)
     tokens = talk.tokens("a")
-    turn = talk.ask("b", prompt=tokens + tokens[:5], continues=False, forgotten=(80, "restarted"), tenant="bob")
+    turn = talk.ask("b", prompt=tokens + tokens[:5], history=History(80, "restarted"), tenant="bob")
     assert turn.disk_hit_tokens == 0
-    mine = talk.ask("c", prompt=tokens + tokens[:5], continues=False, forgotten=(80, "restarted"), tenant="alice")
+    mine = talk.ask("c", prompt=tokens + tokens[:5], history=History(80, "restarted"), tenant="alice")
     assert (mine.disk_hit_tokens or 0) >= 8 * CHUNK, "of the ten whole chunks most have left both tiers"
     talk.close()
 

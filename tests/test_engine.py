@@ -31,7 +31,7 @@ from tests.simulated import MACHINE, make_engine, request, run
 
 def test_one_turn_generates_exactly_what_was_asked() -> None:
     engine = make_engine()
-    engine.submit(request(1, "a", tokens=10, output=5))
+    engine.say(request(1, "a", tokens=10, output=5))
     turn = run(engine)[1]
     assert (turn.status, turn.finish_reason, len(turn.token_ids)) == ("completed", "length", 5)
     assert (turn.prompt_tokens, turn.history_tokens, turn.new_tokens) == (10, 0, 10)
@@ -43,9 +43,9 @@ def test_one_turn_generates_exactly_what_was_asked() -> None:
 
 def test_second_turn_is_a_gpu_hit_and_computes_the_pending_token_with_its_prompt() -> None:
     engine = make_engine()
-    engine.submit(request(1, "a", tokens=10, output=5))
+    engine.say(request(1, "a", tokens=10, output=5))
     run(engine)
-    engine.submit(request(2, "a", tokens=3, output=2, turn=2))
+    engine.say(request(2, "a", tokens=3, output=2, turn=2))
     turn = run(engine)[2]
     assert (turn.prompt_tokens, turn.history_tokens, turn.gpu_hit_tokens, turn.new_tokens) == (18, 14, 14, 4)
     assert turn.recomputed_tokens == turn.cpu_hit_tokens == 0
@@ -54,9 +54,9 @@ def test_second_turn_is_a_gpu_hit_and_computes_the_pending_token_with_its_prompt
 def test_stateless_recomputes_its_history_and_gives_the_same_tokens() -> None:
     kept, forgot = make_engine(), make_engine(cache=StatelessCache)
     for engine in (kept, forgot):
-        engine.submit(request(1, "a", tokens=10, output=5))
+        engine.say(request(1, "a", tokens=10, output=5))
         run(engine)
-        engine.submit(request(2, "a", tokens=3, output=4, turn=2))
+        engine.say(request(2, "a", tokens=3, output=4, turn=2))
     one, other = run(kept)[2], run(forgot)[2]
     assert one.token_ids == other.token_ids
     assert (other.history_tokens, other.recomputed_tokens, other.gpu_hit_tokens) == (14, 14, 0)
@@ -66,11 +66,11 @@ def test_stateless_recomputes_its_history_and_gives_the_same_tokens() -> None:
 
 def test_edited_prompt_keeps_the_common_prefix() -> None:
     engine = make_engine()
-    engine.submit(request(1, "a", tokens=10, output=5))
+    engine.say(request(1, "a", tokens=10, output=5))
     run(engine)
     held = engine.cache.sessions.get("a").tokens  # type: ignore[union-attr]
     edited = held[:7] + tokens_of([91, 92, 93])
-    engine.submit(Request(2, "a", 2, edited, Length(2), continues=False))
+    engine.submit(Request(2, "a", 2, edited, Length(2)))
     turn = run(engine)[2]
     assert (turn.prompt_tokens, turn.history_tokens, turn.gpu_hit_tokens, turn.new_tokens) == (10, 7, 7, 3)
     assert engine.cache.sessions.get("a").tokens[:10] == edited  # type: ignore[union-attr]
@@ -81,7 +81,7 @@ def test_same_prompt_again_computes_only_its_last_token() -> None:
     first = request(1, "a", tokens=10, output=3)
     engine.submit(first)
     tokens = run(engine)[1].token_ids
-    engine.submit(replace(first, id=2, continues=False))
+    engine.submit(replace(first, id=2))
     turn = run(engine)[2]
     assert (turn.history_tokens, turn.new_tokens) == (9, 1)
     assert turn.token_ids == tokens
@@ -93,7 +93,7 @@ def test_pressure_swaps_out_restores_and_drops() -> None:
     for turn in (1, 2, 3):
         for session in "abcdef":
             number += 1
-            engine.submit(request(number, session, tokens=9, output=4, turn=turn))
+            engine.say(request(number, session, tokens=9, output=4, turn=turn))
             record = run(engine)[number]
             hits["gpu"] += record.gpu_hit_tokens or 0
             hits["cpu"] += record.cpu_hit_tokens or 0
@@ -106,13 +106,13 @@ def test_pressure_swaps_out_restores_and_drops() -> None:
 
 def test_swap_out_starts_ahead_of_time_and_keeps_the_gpu_copy() -> None:
     engine = make_engine(gpu_blocks=16, cpu_blocks=16)
-    engine.submit(request(1, "a", tokens=46, output=6))  # 13 of 16 blocks: fewer than 25 % are available
+    engine.say(request(1, "a", tokens=46, output=6))  # 13 of 16 blocks: fewer than 25 % are available
     run(engine)
-    engine.submit(request(2, "b", tokens=1, output=1))
+    engine.say(request(2, "b", tokens=1, output=1))
     run(engine)
     assert engine.cache.counters.swapped_out_blocks > 0
     assert engine.cache.room.available >= 0.25 * 16
-    engine.submit(request(3, "a", tokens=2, output=1, turn=2))
+    engine.say(request(3, "a", tokens=2, output=1, turn=2))
     turn = run(engine)[3]
     assert turn.cpu_hit_tokens == 0, "the copy on CPU was taken ahead of time; the one on GPU still serves"
     assert turn.gpu_hit_tokens == turn.history_tokens == 51
@@ -121,8 +121,8 @@ def test_swap_out_starts_ahead_of_time_and_keeps_the_gpu_copy() -> None:
 def test_decode_out_of_blocks_preempts_the_latest_and_both_finish() -> None:
     for cpu_blocks in (16, 0):
         engine = make_engine(gpu_blocks=10, cpu_blocks=cpu_blocks)
-        engine.submit(request(1, "a", tokens=8, output=24))
-        engine.submit(request(2, "b", tokens=8, output=24))
+        engine.say(request(1, "a", tokens=8, output=24))
+        engine.say(request(2, "b", tokens=8, output=24))
         turns = run(engine)
         assert engine.scheduler.counters.preempted > 0
         assert [turns[n].status for n in (1, 2)] == ["completed", "completed"]
@@ -132,15 +132,15 @@ def test_decode_out_of_blocks_preempts_the_latest_and_both_finish() -> None:
         resumed = turns[2].resumed_swapped_tokens + turns[2].resumed_recomputed_tokens
         assert (resumed > 0) == (turns[1].finished_s < turns[2].finished_s)  # type: ignore[operator]
         alone = make_engine(gpu_blocks=10)
-        alone.submit(request(2, "b", tokens=8, output=24))
+        alone.say(request(2, "b", tokens=8, output=24))
         assert run(alone)[2].token_ids == turns[2].token_ids
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
     engine = make_engine(gpu_blocks=4)
-    engine.submit(request(1, "a", tokens=16, output=2))
-    engine.submit(request(2, "b", tokens=5000, output=2))
-    engine.submit(request(3, "c", tokens=13, output=4))
+    engine.say(request(1, "a", tokens=16, output=2))
+    engine.say(request(2, "b", tokens=5000, output=2))
+    engine.say(request(3, "c", tokens=13, output=4))
     turns = run(engine)
     assert turns[1].status == "refused"
     assert "raise cache.gpu" in (turns[1].error or "")
@@ -152,10 +152,10 @@ def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
 
 def test_turns_of_one_conversation_are_served_in_order_and_nobody_overtakes_a_deferred_head() -> None:
     engine = make_engine(gpu_blocks=12, cpu_blocks=0)
-    engine.submit(request(1, "a", tokens=20, output=20))
-    engine.submit(request(2, "b", tokens=24, output=4))  # does not fit beside a
-    engine.submit(request(3, "c", tokens=2, output=2))  # would fit, but waits behind b
-    engine.submit(request(4, "a", tokens=2, output=2, turn=2))
+    engine.say(request(1, "a", tokens=20, output=20))
+    engine.say(request(2, "b", tokens=24, output=4))  # does not fit beside a
+    engine.say(request(3, "c", tokens=2, output=2))  # would fit, but waits behind b
+    engine.say(request(4, "a", tokens=2, output=2, turn=2))
     turns = run(engine)
     finished = sorted(turns, key=lambda n: turns[n].finished_s or 0.0)
     assert turns[2].admitted_s >= turns[1].finished_s  # type: ignore[operator]
@@ -167,7 +167,7 @@ def test_turns_of_one_conversation_are_served_in_order_and_nobody_overtakes_a_de
 def test_cancelled_requests_free_their_place() -> None:
     engine = make_engine()
     for number, session in ((1, "a"), (2, "b"), (3, "a")):
-        engine.submit(request(number, session, tokens=6, output=30))
+        engine.say(request(number, session, tokens=6, output=30))
     engine.cancel(3, "cancelled")  # parked behind 1
     for _ in range(4):
         engine.step(None)
@@ -181,7 +181,7 @@ def test_cancelled_requests_free_their_place() -> None:
     session = engine.cache.sessions.get("a")
     assert session is not None
     assert len(session.tokens) > 6, "what was generated stays"
-    engine.submit(request(4, "a", tokens=2, output=2, turn=2))
+    engine.say(request(4, "a", tokens=2, output=2, turn=2))
     assert run(engine)[4].status == "completed"
 
 
@@ -196,7 +196,7 @@ def test_unified_and_split_give_the_same_tokens() -> None:
     for composition in (unified, split):
         engine = make_engine(gpu_blocks=64, composition=composition, max_batch_tokens=8)
         for number in range(1, 6):
-            engine.submit(request(number, f"s{number}", tokens=5 * number, output=6))
+            engine.say(request(number, f"s{number}", tokens=5 * number, output=6))
         turns = run(engine)
         outputs.append([list(turns[number].token_ids) for number in sorted(turns)])
     assert outputs[0] == outputs[1]
@@ -204,7 +204,7 @@ def test_unified_and_split_give_the_same_tokens() -> None:
 
 def test_a_failed_step_fails_its_requests_only_and_their_turns_are_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(gpu_blocks=16, cpu_blocks=16)
-    engine.submit(request(1, "a", tokens=9, output=4))
+    engine.say(request(1, "a", tokens=9, output=4))
     run(engine)
     before = list(engine.cache.sessions.get("a").tokens)  # type: ignore[union-attr]
     good = engine.worker._perform  # type: ignore[attr-defined]
@@ -213,12 +213,12 @@ def test_a_failed_step_fails_its_requests_only_and_their_turns_are_undone(monkey
         return replace(good(plan), tokens={}, error="The device stumbled.") if plan.rows else good(plan)
 
     monkeypatch.setattr(engine.worker, "_perform", bad)
-    engine.submit(request(2, "a", tokens=4, output=4, turn=2))
+    engine.say(request(2, "a", tokens=4, output=4, turn=2))
     turn = run(engine)[2]
     assert (turn.status, turn.error) == ("failed", "The device stumbled.")
     assert list(engine.cache.sessions.get("a").tokens) == before  # type: ignore[union-attr]
     monkeypatch.setattr(engine.worker, "_perform", good)
-    engine.submit(request(3, "a", tokens=4, output=4, turn=2))
+    engine.say(request(3, "a", tokens=4, output=4, turn=2))
     assert run(engine)[3].status == "completed"
 
 
@@ -279,11 +279,11 @@ def test_random_traffic_never_jams_and_keeps_its_tokens(seed: int) -> None:
 def test_idle_conversations_are_forgotten_after_their_time_and_beyond_the_bound() -> None:
     engine = make_engine(limits=MemoryLimits(ttl_s=5.0, tokens=40))
     for number, name in enumerate("abc", start=1):
-        engine.submit(request(number, name, tokens=12, output=4))
+        engine.say(request(number, name, tokens=12, output=4))
         run(engine)
     engine.step(None)
     assert list(engine.cache.sessions) == ["b", "c"], "the one idle longest went, at 48 tokens"
-    engine.submit(request(4, "b", tokens=2, output=1, turn=2))
+    engine.say(request(4, "b", tokens=2, output=1, turn=2))
     engine.clock.advance_to(engine.clock.now_ns() + 6_000_000_000)  # type: ignore[attr-defined]
     run(engine)
     assert list(engine.cache.sessions) == ["b"], "c was idle too long; b had a request under way"
@@ -293,13 +293,13 @@ def test_idle_conversations_are_forgotten_after_their_time_and_beyond_the_bound(
 @pytest.mark.parametrize(("away_s", "hit"), [(4.9, 15), (5.0, 0), (1000.0, 0)])
 def test_a_conversation_that_returns_too_late_begins_anew(away_s: float, hit: int) -> None:
     engine = make_engine(limits=MemoryLimits(ttl_s=5.0))
-    engine.submit(request(1, "a", tokens=12, output=4))
+    engine.say(request(1, "a", tokens=12, output=4))
     run(engine)
     engine.clock.advance_to(engine.clock.now_ns() + round(away_s * 1e9))  # type: ignore[attr-defined]
-    engine.submit(request(2, "a", tokens=3, output=2, turn=2))
+    engine.say(request(2, "a", tokens=3, output=2, turn=2))
     turn = run(engine)[2]
     assert turn.gpu_hit_tokens == turn.history_tokens == hit
-    assert turn.prompt_tokens == (19 if hit else 3)
+    assert turn.prompt_tokens == 19
     assert engine.facts.counts.forgotten_sessions == (0 if hit else 1)
 
 
@@ -308,10 +308,10 @@ def test_a_conversation_is_idle_from_the_end_of_its_last_request_however_it_ende
     engine = make_engine(limits=MemoryLimits(ttl_s=5.0))
     clock = engine.clock
     for number, name in enumerate("ab", start=1):
-        engine.submit(request(number, name, tokens=4, output=2))
+        engine.say(request(number, name, tokens=4, output=2))
     run(engine)
     clock.advance_to(4 * 10**9)  # type: ignore[attr-defined]
-    engine.submit(request(3, "a", tokens=4, output=2, turn=2))
+    engine.say(request(3, "a", tokens=4, output=2, turn=2))
     engine.cancel(3, "cancelled")
     assert engine.next_expiry_ns is not None
     assert engine.next_expiry_ns < 6 * 10**9, "b's"
@@ -327,19 +327,19 @@ def test_a_conversation_is_idle_from_the_end_of_its_last_request_however_it_ende
 
 def test_a_conversation_that_returns_during_its_swap_out_is_a_gpu_hit() -> None:
     engine = make_engine(gpu_blocks=16, cpu_blocks=16, hardware=replace(MACHINE, d2h_bw=1e4))
-    engine.submit(request(1, "a", tokens=46, output=6))
+    engine.say(request(1, "a", tokens=46, output=6))
     while engine.busy:
         engine.step(None)
     engine.step(engine.clock.now_ns())  # copies start, and will take seconds
     assert engine.cache.room.outgoing > 0
-    engine.submit(request(2, "a", tokens=1, output=2, turn=2))
+    engine.say(request(2, "a", tokens=1, output=2, turn=2))
     turn = run(engine)[2]
     assert turn.gpu_hit_tokens == turn.history_tokens == 51
 
 
 def test_blocks_of_a_forgotten_conversation_wait_for_its_copies() -> None:
     engine = make_engine(gpu_blocks=16, cpu_blocks=16, hardware=replace(MACHINE, d2h_bw=1e4))
-    engine.submit(request(1, "a", tokens=46, output=6))
+    engine.say(request(1, "a", tokens=46, output=6))
     while engine.busy:
         engine.step(None)
     engine.step(engine.clock.now_ns())
@@ -359,7 +359,7 @@ def test_steady_swap_ins_do_not_starve_swap_outs() -> None:
     for turn in range(1, 8):
         for name in "abcdefgh":
             number += 1
-            engine.submit(request(number, name, tokens=12, output=3, turn=turn))
+            engine.say(request(number, name, tokens=12, output=3, turn=turn))
             run(engine, until_idle=False)
     counters = engine.cache.counters
     assert counters.swapped_in_blocks > 100
@@ -369,7 +369,7 @@ def test_steady_swap_ins_do_not_starve_swap_outs() -> None:
 
 def test_a_stop_string_is_found_however_many_tokens_without_text_are_in_it() -> None:
     probe = make_engine(gpu_blocks=64)
-    probe.submit(request(1, "a", tokens=4, output=40))
+    probe.say(request(1, "a", tokens=4, output=40))
     ids = list(run(probe)[1].token_ids)
     last = next(at for at in range(20, 40) if ids[at] not in ids[:at])
     letters = {ids[0]: "a", ids[last]: "b"}
@@ -385,15 +385,15 @@ def test_cancelling_a_turn_that_waits_behind_a_preempted_one_costs_that_one_noth
     resumed = []
     for cancels in (False, True):
         engine = make_engine(cache=StatelessCache, gpu_blocks=10)
-        engine.submit(request(1, "a", tokens=8, output=24))
-        engine.submit(request(2, "b", tokens=8, output=24))
+        engine.say(request(1, "a", tokens=8, output=24))
+        engine.say(request(2, "b", tokens=8, output=24))
         while not engine.scheduler.counters.preempted:
             engine.step(None)
         assert [sequence.session.name for sequence in engine.scheduler.running] == ["a"]
         held = len(engine.cache.sessions.get("b").chunks)  # type: ignore[union-attr]
         assert held > 0
         if cancels:
-            engine.submit(request(3, "b", tokens=2, output=2, turn=2))
+            engine.say(request(3, "b", tokens=2, output=2, turn=2))
             engine.cancel(3, "cancelled")
             assert len(engine.cache.sessions.get("b").chunks) == held, "the preempted turn's KV"  # type: ignore[union-attr]
         resumed.append((run(engine)[2].token_ids, engine.cache.counters.dropped_chunks))
@@ -402,11 +402,11 @@ def test_cancelling_a_turn_that_waits_behind_a_preempted_one_costs_that_one_noth
 
 def test_a_stateless_cache_forgets_a_turn_that_is_cancelled_while_preempted() -> None:
     engine = make_engine(cache=StatelessCache, gpu_blocks=10)
-    engine.submit(request(1, "a", tokens=8, output=24))
-    engine.submit(request(2, "b", tokens=8, output=24))
+    engine.say(request(1, "a", tokens=8, output=24))
+    engine.say(request(2, "b", tokens=8, output=24))
     while not engine.scheduler.counters.preempted:
         engine.step(None)
-    engine.submit(request(3, "b", tokens=2, output=2, turn=2))  # waits behind it
+    engine.say(request(3, "b", tokens=2, output=2, turn=2))  # waits behind it
     engine.cancel(2, "cancelled")
     engine.cache.check()
     turn = run(engine)[3]
@@ -415,24 +415,24 @@ def test_a_stateless_cache_forgets_a_turn_that_is_cancelled_while_preempted() ->
 
 
 @pytest.mark.parametrize("cache", [TwoTierCache, PrefixCache, SlotCache, StatelessCache])
-def test_an_edit_that_is_undone_leaves_the_conversation_as_it_was(cache: Any) -> None:
+def test_an_edit_that_does_not_stand_leaves_what_both_prompts_begin_with(cache: Any) -> None:
     engine = make_engine(cache=cache, gpu_blocks=64)
-    engine.submit(request(1, "a", tokens=10, output=5))
+    engine.say(request(1, "a", tokens=10, output=5))
     run(engine)
     before = list(engine.cache.sessions.get("a").tokens)  # type: ignore[union-attr]
-    engine.submit(Request(2, "a", 2, tokens_of([*before[:6], 91, 92]), Length(4), continues=False))
+    engine.submit(Request(2, "a", 2, tokens_of([*before[:6], 91, 92]), Length(4)))
     step = engine._plan(None)
     assert step is not None
     assert len(engine.cache.sessions.get("a").tokens) == 8, "admitted, and the old end is gone"  # type: ignore[union-attr]
     engine.worker.launch(step.plan)
     engine.cancel(2, "timeout")
     run(engine)
-    assert list(engine.cache.sessions.get("a").tokens) == before  # type: ignore[union-attr]
-    engine.submit(request(3, "a", tokens=3, output=3, turn=3))
+    assert list(engine.cache.sessions.get("a").tokens) == before[:6]  # type: ignore[union-attr]
+    fresh, again = make_engine(), Request(3, "a", 3, tokens_of(before) + request(3, "a", 3, 3).prompt, Length(3))
+    for one in (engine, fresh):
+        one.submit(again)
     turn = run(engine)[3]
-    assert turn.prompt_tokens == len(before) + 3
-    fresh = make_engine()
-    fresh.submit(Request(3, "a", 3, tokens_of(before) + request(3, "a", 3, 3).prompt, Length(3)))
+    assert turn.history_tokens == 6, "what was cut off is computed again"
     assert run(fresh)[3].token_ids == turn.token_ids
 
 
@@ -471,11 +471,8 @@ def test_cancelled_in_any_state_a_turn_stands_or_never_was(
     steps = 0
     for number, (name, tokens, output, wait, edits) in enumerate(asked, start=1):
         made = request(number, name, tokens, output, turn=0)
-        if edits:
-            held = engine.cache.sessions.get(name)
-            made = replace(
-                made, continues=False, prompt=(held.tokens[:tokens] if held else tokens_of([])) + made.prompt
-            )
+        if (held := engine.cache.sessions.get(name)) is not None:
+            made = replace(made, prompt=held.tokens[: tokens if edits else None] + made.prompt)
         submitted[number] = made
         engine.submit(made)
         for _ in range(wait):
@@ -499,16 +496,16 @@ def test_cancelled_in_any_state_a_turn_stands_or_never_was(
         if turn.status != "refused":  # a conversation whose first turn is refused is not even begun
             turns_of.setdefault(turn.session, []).append(turn.turn)
         made = submitted[turn.request_id]
-        said = after.setdefault(turn.session, [])
+        after.setdefault(turn.session, [])
         if turn.stands:
-            assert turn.prompt_tokens == len(made.prompt) + (len(said) if made.continues else 0)
-            after[turn.session] = [*(said if made.continues else []), *made.prompt, *turn.token_ids]
+            assert turn.prompt_tokens == len(made.prompt)
+            after[turn.session] = [*made.prompt, *turn.token_ids]
     for name, said in after.items():
         known = engine.cache.sessions.get(name)
-        assert (list(known.tokens) if known else []) == said
+        assert known is None or list(known.tokens) == said[: len(known.tokens)]
         roomy = make_engine(gpu_blocks=200)
-        for one, prompt in ((engine, tokens_of([11, 12])), (roomy, tokens_of([*said, 11, 12]))):
-            one.submit(Request(99, name, 99, prompt, Length(2)))
+        for one in (engine, roomy):
+            one.submit(Request(99, name, 99, tokens_of([*said, 11, 12]), Length(2)))
         small, large = run(engine)[99], run(roomy)[99]
         assert small.status == "refused" or small.token_ids == large.token_ids
         numbers = turns_of.get(name, [])

@@ -14,7 +14,6 @@ import torch
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import WallClock
-from pensieve.core.engine import Engine
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request, Sampling, TokenArray
 from pensieve.core.scheduler.composition import SchedulerSettings
@@ -23,7 +22,7 @@ from pensieve.device.worker import TorchWorker
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
-from tests.simulated import policy_context
+from tests.simulated import TalkingEngine, policy_context
 from tests.worker.torch.driver import ARCHITECTURES, plain_logits, random_tokens, tiny_model
 
 CHUNK = 8
@@ -43,7 +42,7 @@ class Checked:
         self.worker = TorchWorker(model, CHUNK, clock, keep_logits=True)
         self.worker.start(gpu_blocks, manager.cpu_blocks)
         self.worker.tensors.gpu.fill_(float("nan"))
-        self.engine = Engine(
+        self.engine = TalkingEngine(
             cache=manager,
             settings=SchedulerSettings(**settings),
             worker=self.worker,
@@ -57,7 +56,7 @@ class Checked:
 
     def run(self, *requests: Request) -> dict[int, TurnRecord]:
         for request in requests:
-            self.engine.submit(request)
+            self.engine.say(request)
         finished: dict[int, TurnRecord] = {}
         while self.engine.busy:
             slots = {s.slot: s for s in self.engine.scheduler.running}

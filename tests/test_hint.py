@@ -40,14 +40,14 @@ def test_a_policy_reads_a_hint_when_the_reply_is_over_and_until_the_next_one_is(
     cache = engine.cache
     assert isinstance(cache, TwoTierCache) and isinstance(cache.policy, Watching)
     policy, calls, ends = cache.policy, Hint(stop_reason="tool_use", tool="bash", expected_s=2.0), Hint("end_turn")
-    engine.submit(asked(1, 1, calls))
+    engine.say(asked(1, 1, calls))
     session = cache.sessions.get("a")
     assert session is not None
     assert session.hint is None, "the reply that it speaks of is not there yet"
     run(engine)
     assert session.hint is calls
     assert policy.ordered and {hint for _, hint in policy.ordered} == {calls}, "from the first choice on"
-    engine.submit(asked(2, 2, ends))
+    engine.say(asked(2, 2, ends))
     engine.step(None)
     assert (session.running, session.hint) == (True, calls)
     assert policy.admitted == [("a", None, False), ("a", calls, False)], "what was said before this request came"
@@ -57,11 +57,11 @@ def test_a_policy_reads_a_hint_when_the_reply_is_over_and_until_the_next_one_is(
 
 def test_of_a_reply_that_did_not_come_to_its_end_nothing_was_said() -> None:
     engine = make_engine()
-    engine.submit(asked(1, 1, Hint("tool_use")))
+    engine.say(asked(1, 1, Hint("tool_use")))
     run(engine)
     session = engine.cache.sessions.get("a")
     assert session is not None and session.hint == Hint("tool_use")
-    engine.submit(asked(2, 2, Hint("end_turn")))
+    engine.say(asked(2, 2, Hint("end_turn")))
     engine.step(None)
     engine.cancel(2, "cancelled")
     run(engine)
@@ -70,9 +70,9 @@ def test_of_a_reply_that_did_not_come_to_its_end_nothing_was_said() -> None:
 
 def test_a_request_that_never_ran_leaves_the_hint_as_it_was() -> None:
     engine = make_engine()
-    engine.submit(asked(1, 1, Hint("tool_use")))
+    engine.say(asked(1, 1, Hint("tool_use")))
     run(engine)
-    engine.submit(asked(2, 2, Hint("end_turn")))
+    engine.say(asked(2, 2, Hint("end_turn")))
     engine.cancel(2, "timeout")
     run(engine)
     assert engine.cache.sessions.get("a").hint == Hint("tool_use")  # type: ignore[union-attr]

@@ -15,7 +15,6 @@ from pensieve.core.cache.base import CacheManager
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import VirtualClock
 from pensieve.core.cost import positions_s
-from pensieve.core.engine import Engine
 from pensieve.core.plan import Moved, StartReport
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Fork, tokens_of
@@ -27,7 +26,7 @@ from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.serve.books.books import Books
 from pensieve.serve.books.holding import EARLIER, Held
 from pensieve.serve.record import TurnRecord
-from tests.simulated import make_engine, request
+from tests.simulated import TalkingEngine, make_engine, request
 from tests.test_bound_of_managers import Dear, trace
 from tests.test_windows import CASES, drive
 
@@ -58,7 +57,7 @@ class Priced(Dear):
         return 4.0
 
 
-def engine_of(name: str, rng: random.Random) -> Engine:
+def engine_of(name: str, rng: random.Random) -> TalkingEngine:
     parts = {"chunk_tokens": 2, "max_batch_tokens": 8, "cost": Dear(), "policy": Lru, **MANAGERS[name]}
     disk_blocks = parts.pop("disk_blocks", 0)
     if parts.pop("late", False):
@@ -83,7 +82,7 @@ def used(cache: CacheManager) -> dict[str, int]:
 class Watch:
     """Integrates what is used, by tier and by conversation, each time the clock is about to move: no account is asked."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TalkingEngine) -> None:
         self.engine = engine
         self.whole: Counter[str] = Counter()
         self.own: Counter[tuple[str, str]] = Counter()
@@ -105,7 +104,7 @@ class Watch:
                 self.idle[session.name, tier] += 0 if session.running else block_ns
 
 
-def held(engine: Engine) -> dict[tuple[str, str], Held]:
+def held(engine: TalkingEngine) -> dict[tuple[str, str], Held]:
     engine.facts.at(engine.clock.now_ns())
     return engine.facts.holdings()  # type: ignore[attr-defined, no-any-return]
 
@@ -150,7 +149,7 @@ def test_stateless_holds_nothing_beyond_what_runs() -> None:
     engine = make_engine(cache=StatelessCache, gpu_blocks=64)
     engine.facts.count_holding()
     for number in range(6):
-        engine.submit(request(number, "ab"[number % 2], 9, 5, turn=number))
+        engine.say(request(number, "ab"[number % 2], 9, 5, turn=number))
         while engine.busy:
             engine.step(None)
         assert isinstance(engine.clock, VirtualClock)
@@ -160,7 +159,7 @@ def test_stateless_holds_nothing_beyond_what_runs() -> None:
     assert all(one.block_ns > 0 == one.idle_block_ns for one in found.values())
 
 
-def moment(engine: Engine, ns: int) -> None:
+def moment(engine: TalkingEngine, ns: int) -> None:
     assert isinstance(engine.clock, VirtualClock)
     engine.clock.advance_to(ns)
     engine.facts.at(ns)
@@ -187,13 +186,13 @@ def test_a_shared_block_is_paid_by_who_ran_with_it_last() -> None:
 def test_kv_that_a_fork_takes_is_paid_by_the_child() -> None:
     engine = make_engine(gpu_blocks=16)
     engine.facts.count_holding()
-    engine.submit(request(0, "parent", 8, 2))
+    engine.say(request(0, "parent", 8, 2))
     while engine.busy:
         engine.step(None)
     at_ns = engine.clock.now_ns()
     before = held(engine)["parent", "gpu"]
     moment(engine, at_ns + 1000)
-    engine.submit(request(1, "child", 3, 1, fork=Fork("parent", 8, takes_kv=True)))
+    engine.say(request(1, "child", 3, 1, fork=Fork("parent", 8, takes_kv=True)))
     engine.cache.check()
     moment(engine, at_ns + 3000)
     found = held(engine)
@@ -212,7 +211,7 @@ def test_chunks_of_an_earlier_run_are_paid_by_nobody_until_they_are_read() -> No
     books.count_holding()
     session = Session("a", 0, 0.0, 0.0)
     books.opened(session)
-    session.recall(said)
+    session.begin(said, 4)
     session.chunks.add(2)
     books.at(50)
     tier.read(session, [(0, 1)], ticket=1)
@@ -269,7 +268,7 @@ def test_seconds_saved_by_hand() -> None:
     engine = make_engine(gpu_blocks=16, cost=Dear())
     turns: list[TurnRecord] = []
     for number in range(2):
-        engine.submit(request(number, "a", 10, 2, turn=number + 1))
+        engine.say(request(number, "a", 10, 2, turn=number + 1))
         while engine.busy:
             turns += [event.turn for event in engine.step(None) if event.turn is not None]
     assert turns[0].saved_s == (0.0, 0.0, 0.0)

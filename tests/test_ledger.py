@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.request import Fork, Length, Request, Sampling
+from pensieve.core.request import Fork, History, Length, Request, Sampling
 from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
@@ -30,9 +30,7 @@ class Talk:
 
     def ask(self, session, prompt, output=3, **fields):
         self.number += 1
-        asked = Request(
-            self.number, session, 0, array("i", prompt), Length(output), Sampling(), continues=False, **fields
-        )
+        asked = Request(self.number, session, 0, array("i", prompt), Length(output), Sampling(), **fields)
         turn = self.system.ask(asked)
         self.system.engine.cache.check()
         hits = turn.gpu_hit_tokens + turn.cpu_hit_tokens + turn.shared_hit_tokens
@@ -118,7 +116,7 @@ def test_a_turn_that_is_cancelled_in_prefill_says_what_it_missed():
     talk = Talk("stateless", scheduler=SchedulerSettings(max_batch_tokens=8))
     first = talk.ask("a", range(30))
     engine = talk.system.engine
-    engine.submit(Request(9, "a", 2, array("i", [*range(30), *first.token_ids, 9]), Length(3), continues=False))
+    engine.submit(Request(9, "a", 2, array("i", [*range(30), *first.token_ids, 9]), Length(3)))
     engine.step(None)
     engine.cancel(9, "cancelled")
     events = engine.take_events()
@@ -145,9 +143,9 @@ def test_an_edited_prompt_says_how_much_was_replaced():
 @pytest.mark.parametrize("cause", ["expired", "restarted"])
 def test_what_the_server_remembers_and_the_engine_does_not(cause):
     talk = Talk()
-    turn = talk.ask("a", range(40), forgotten=(30, cause))
+    turn = talk.ask("a", range(40), history=History(30, cause))
     assert causes(turn) == {cause: 30, "new": 10}
-    known = talk.ask("a", [*range(40), *turn.token_ids, 9], forgotten=(42, cause))
+    known = talk.ask("a", [*range(40), *turn.token_ids, 9], history=History(42, cause))
     assert cause not in causes(known), "the engine knows better"
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.engine import Engine
 from pensieve.core.plan import StepPlan, StepResult
 from pensieve.core.policies.belady import Belady
 from pensieve.core.policies.lru import Lru
@@ -24,7 +23,7 @@ from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
 from pensieve.sim.fast_forward import forward_for
 from pensieve.sim.worker import SimulatedWorker
-from tests.simulated import MACHINE, make_engine, request, run
+from tests.simulated import MACHINE, TalkingEngine, make_engine, request, run
 
 VOCAB = 97
 
@@ -81,11 +80,11 @@ def without(tokens: dict[int, int], slot: int) -> dict[int, int]:
     return {one: token for one, token in tokens.items() if one != slot}
 
 
-def engine_of(depth: int, eos: frozenset[int] = frozenset(), **options: Any) -> Engine:
+def engine_of(depth: int, eos: frozenset[int] = frozenset(), **options: Any) -> TalkingEngine:
     made = make_engine(**options)
     worker = Watched(made.worker)  # type: ignore[arg-type]
     worker.depth = depth
-    return Engine(
+    return TalkingEngine(
         cache=made.cache,
         settings=made.scheduler.settings,
         worker=worker,
@@ -98,12 +97,12 @@ def engine_of(depth: int, eos: frozenset[int] = frozenset(), **options: Any) -> 
     )
 
 
-def worker_of(engine: Engine) -> Watched:
+def worker_of(engine: TalkingEngine) -> Watched:
     assert isinstance(engine.worker, Watched)
     return engine.worker
 
 
-def settle(engine: Engine) -> None:
+def settle(engine: TalkingEngine) -> None:
     """Nothing is left in flight or under way, and no block is lost."""
     engine.forget(None)
     while engine.step(None) or engine.progressed:
@@ -114,11 +113,11 @@ def settle(engine: Engine) -> None:
 
 def test_tokens_are_launched_before_they_are_known() -> None:
     engine = engine_of(2)
-    engine.submit(request(1, "a", tokens=10, output=5))
-    engine.submit(request(2, "b", tokens=3, output=1))
+    engine.say(request(1, "a", tokens=10, output=5))
+    engine.say(request(2, "b", tokens=3, output=1))
     turns = run(engine)
     plain = make_engine()
-    plain.submit(request(1, "a", tokens=10, output=5))
+    plain.say(request(1, "a", tokens=10, output=5))
     assert turns[1].token_ids == run(plain)[1].token_ids
     worker = worker_of(engine)
     assert (worker.most, worker.unseen) == (2, 4), "all but the first token of a; none of b, whose first is its last"
@@ -129,10 +128,10 @@ def test_tokens_are_launched_before_they_are_known() -> None:
 
 def test_forced_tokens_are_known_ahead() -> None:
     engine = engine_of(2)
-    engine.submit(Request(1, "a", 1, tokens_of([1, 2, 3]), Forced(tokens_of([5, 6, 7]))))
+    engine.say(Request(1, "a", 1, tokens_of([1, 2, 3]), Forced(tokens_of([5, 6, 7]))))
     assert list(run(engine)[1].token_ids) == [5, 6, 7]
     assert (worker_of(engine).most, worker_of(engine).unseen) == (2, 0)
-    engine.submit(request(2, "a", tokens=2, output=2, turn=2))
+    engine.say(request(2, "a", tokens=2, output=2, turn=2))
     assert run(engine)[2].history_tokens == 5
     settle(engine)
 
@@ -141,7 +140,7 @@ def test_the_overhead_of_a_step_disappears_behind_the_one_before() -> None:
     ends = []
     for depth in (1, 2):
         engine = engine_of(depth, hardware=replace(MACHINE, step_overhead_s=0.01))
-        engine.submit(request(1, "a", tokens=10, output=21))
+        engine.say(request(1, "a", tokens=10, output=21))
         ends.append(run(engine)[1].finished_s or 0.0)
     hidden, compute = ends[0] - ends[1], ends[0] - 21 * 0.01
     assert hidden == pytest.approx(compute, rel=0.2), "compute is shorter than the overhead and disappears behind it"
@@ -151,7 +150,7 @@ def test_the_overhead_of_a_step_disappears_behind_the_one_before() -> None:
 @pytest.mark.parametrize("ends", ["eos", "stop"])
 def test_a_stop_makes_one_row_waste(ends: str) -> None:
     plain = make_engine(gpu_blocks=32)
-    plain.submit(request(1, "a", tokens=9, output=20))
+    plain.say(request(1, "a", tokens=9, output=20))
     tokens = list(run(plain)[1].token_ids)
     cut = next(
         i for i in range(4, 20) if tokens[i] not in tokens[:i] and tokens[i] % 26 not in [t % 26 for t in tokens[:i]]
@@ -165,7 +164,7 @@ def test_a_stop_makes_one_row_waste(ends: str) -> None:
         first = run(engine)[1]
         assert (first.finish_reason, list(first.token_ids)) == (ends, tokens[: cut + 1])
         assert engine.facts.counts.steps == cut + depth, "one step is waste at depth 2"
-        engine.submit(request(2, "a", tokens=4, output=6, turn=2))
+        engine.say(request(2, "a", tokens=4, output=6, turn=2))
         second = run(engine)[2]
         records.append((second.history_tokens, second.gpu_hit_tokens, second.new_tokens, list(second.token_ids)))
         settle(engine)
@@ -174,7 +173,7 @@ def test_a_stop_makes_one_row_waste(ends: str) -> None:
 
 def test_a_cancelled_request_ends_at_once_and_leaves_when_its_plans_have() -> None:
     engine = engine_of(2)
-    engine.submit(request(1, "a", tokens=6, output=30))
+    engine.say(request(1, "a", tokens=6, output=30))
     for _ in range(4):
         engine.step(None)
     free = engine.cache.tiers.gpu.free  # type: ignore[attr-defined]
@@ -183,7 +182,7 @@ def test_a_cancelled_request_ends_at_once_and_leaves_when_its_plans_have() -> No
     events = [event for event in engine.take_events() if event.turn]
     assert [event.turn.status for event in events if event.turn] == ["timeout"], "once"
     assert engine.cache.tiers.gpu.free == free, "a plan in flight still writes to its blocks"  # type: ignore[attr-defined]
-    engine.submit(request(2, "a", tokens=2, output=2, turn=2))
+    engine.say(request(2, "a", tokens=2, output=2, turn=2))
     assert run(engine)[2].status == "completed"
     settle(engine)
 
@@ -203,23 +202,23 @@ def test_forgetting_waits_for_what_is_in_flight() -> None:
 def test_a_failure_in_mid_pipeline_fails_its_requests_and_what_was_built_on_it(make: Any) -> None:
     engine = engine_of(2, gpu_blocks=64, cache=make)
     shared = tokens_of(range(3, 24))
-    engine.submit(request(1, "a", tokens=9, output=4))
+    engine.say(request(1, "a", tokens=9, output=4))
     run(engine)
     kept = list(engine.cache.sessions.get("a").tokens)  # type: ignore[union-attr]
     worker = worker_of(engine)
     worker.failing = {engine.scheduler.counters.steps + 2}
-    engine.submit(request(2, "a", tokens=4, output=12, turn=2))
-    engine.submit(request(3, "b", tokens=5, output=1))
+    engine.say(request(2, "a", tokens=4, output=12, turn=2))
+    engine.say(request(3, "b", tokens=5, output=1))
     events = engine.step(None)
-    engine.submit(Request(4, "c", 1, shared, Forced(tokens_of([1, 2, 3, 4]))))  # in the failing step
+    engine.say(Request(4, "c", 1, shared, Forced(tokens_of([1, 2, 3, 4]))))  # in the failing step
     events += engine.step(None)
-    engine.submit(Request(5, "d", 1, shared, Forced(tokens_of([1, 2, 3, 4]))))  # admitted behind it
+    engine.say(Request(5, "d", 1, shared, Forced(tokens_of([1, 2, 3, 4]))))  # admitted behind it
     turns = run(engine) | {event.request_id: event.turn for event in events if event.turn}
     assert [turns[n].status for n in (2, 3, 4)] == ["failed", "completed", "failed"]
     assert turns[5].status == ("failed" if make is PrefixCache else "completed"), "it hit blocks of the failed step"
     assert list(engine.cache.sessions.get("a").tokens) == kept  # type: ignore[union-attr]
-    engine.submit(request(6, "a", tokens=4, output=3, turn=2))
-    engine.submit(Request(7, "e", 1, shared, Forced(tokens_of([1, 2]))))
+    engine.say(request(6, "a", tokens=4, output=3, turn=2))
+    engine.say(Request(7, "e", 1, shared, Forced(tokens_of([1, 2]))))
     turns = run(engine)
     assert [turns[n].status for n in (6, 7)] == ["completed", "completed"]
     assert make is SlotCache or turns[7].shared_hit_tokens == 0, "nothing of the failed step may hit (d's slot may)"
@@ -231,22 +230,22 @@ def test_a_failure_in_mid_pipeline_fails_its_requests_and_what_was_built_on_it(m
 def test_a_row_that_is_not_finite_fails_its_own_turn_only(make: Any, depth: int) -> None:
     engine, plain = engine_of(depth, gpu_blocks=64, cache=make), engine_of(1, gpu_blocks=64, cache=make)
     for one in (engine, plain):
-        one.submit(request(1, "a", tokens=9, output=4))
+        one.say(request(1, "a", tokens=9, output=4))
         run(one)
     kept = list(engine.cache.sessions.get("a").tokens)  # type: ignore[union-attr]
     worker = worker_of(engine)
     worker.broken = {engine.scheduler.counters.steps + 2}
     others = [request(2, "b", tokens=5, output=6), request(3, "c", tokens=6, output=6)]
     for asked in (*others, request(4, "a", tokens=4, output=6, turn=2)):  # the last one has the highest slot
-        engine.submit(asked)
+        engine.say(asked)
     turns = run(engine)
     assert [turns[n].status for n in (2, 3, 4)] == ["completed", "completed", "failed"]
     assert "not finite" in (turns[4].error or "") and len(turns[4].token_ids) < 6
     assert list(engine.cache.sessions.get("a").tokens) == kept, "the turn is undone"  # type: ignore[union-attr]
     again = request(5, "a", tokens=4, output=6, turn=2)
     for asked in (*others, again):
-        plain.submit(asked)
-    engine.submit(again)
+        plain.say(asked)
+    engine.say(again)
     alike, mine = run(plain), run(engine)
     assert {n: turns[n].token_ids for n in (2, 3)} == {n: alike[n].token_ids for n in (2, 3)}
     assert mine[5].token_ids == alike[5].token_ids
@@ -285,7 +284,7 @@ def test_random_traffic_gives_the_same_tokens_at_both_depths(seed: int) -> None:
             length = made.output.max_new_tokens
             output = rng.choice((made.output, Free(length), Free(length, ("kz", "q")), Forced(made.prompt[:length])))
             asked[number] = replace(made, output=output)
-            engine.submit(asked[number])
+            engine.say(asked[number])
         if rng.random() < 0.08 and number:
             engine.cancel(rng.randint(max(1, number - 4), number), "cancelled")
         if rng.random() < 0.05:
@@ -308,9 +307,9 @@ def test_random_traffic_gives_the_same_tokens_at_both_depths(seed: int) -> None:
         # The simulated token is a function of key and position, so the same position gives the same tokens.
         assert turn.prompt_tokens is not None
         filler = tokens_of([1] * (turn.prompt_tokens - len(again.prompt)))
-        alone = replace(again, session=again.session, prompt=filler + again.prompt, continues=False)
+        alone = replace(again, session=again.session, prompt=filler + again.prompt)
         roomy.forget(again.session)
-        roomy.submit(alone)
+        roomy.say(alone)
         assert run(roomy)[again.id].token_ids == turn.token_ids
         assert turn.history_tokens is not None
         assert (turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) + (

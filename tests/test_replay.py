@@ -20,8 +20,6 @@ from pensieve.sim.worker import SimulatedWorker
 from tests.scripted import Latency, ScriptedSystem, context
 from tests.simulated import MACHINE, MODEL
 
-KEEPS_NOTHING = Capabilities(keeps_sessions=False)
-
 
 class Listed:
     """A workload that is a list of arrivals."""
@@ -42,9 +40,9 @@ class Listed:
 
 
 class EngineOnTheScript(InlineSystem):
-    """A small simulated engine, with its sessions or without; an iteration takes 30 ms and computes two positions."""
+    """A small simulated engine; an iteration takes 30 ms and computes two positions."""
 
-    def __init__(self, keeps_sessions):
+    def __init__(self):
         clock, hardware = VirtualClock(), dataclasses.replace(MACHINE, step_overhead_s=0.03)
         super().__init__(
             model=MODEL,
@@ -58,9 +56,12 @@ class EngineOnTheScript(InlineSystem):
             cpu_blocks=0,
             chunk_tokens=4,
         )
-        self.can = Capabilities(keeps_sessions=keeps_sessions)
         self.prompts = []
         self.start()
+
+    def submit(self, request):
+        self.prompts.append(request.prompt)
+        super().submit(request)
 
 
 def arrival(at_s, number, session="a", turn=1, tokens=3, deadline_s=None, phase="chat"):
@@ -207,58 +208,48 @@ def test_the_whole_replay_can_be_cut_off():
     assert record.flags["unsent"] == "1 of 3 planned turns were never sent."
 
 
-def test_a_system_without_sessions_gets_the_prompts_that_one_with_sessions_has():
-    keeps, forgets = ScriptedSystem(), ScriptedSystem(can=KEEPS_NOTHING)
-    kept, sent = replay(keeps, chat()), replay(forgets, chat())
-    assert all(request.continues for request in keeps.submitted)
-    assert not any(request.continues for request in forgets.submitted)
-    said = {}
-    for request in keeps.submitted:
-        said[request.session, request.turn] = request
-    for request in forgets.submitted:
-        whole = array("i")
-        for number in range(1, request.turn + 1):
-            earlier = said[request.session, number]
-            whole += earlier.prompt
-            if number < request.turn:
-                whole += array("i", range(1, earlier.output.max_new_tokens + 1))
-        assert request.prompt == whole
-    lengths = [{(t.session, t.turn): t.prompt_tokens for t in record.turns} for record in (kept, sent)]
-    assert lengths[0] == lengths[1]
+def test_each_prompt_is_all_that_was_said_and_the_message():
+    system, messages, said = ScriptedSystem(), {}, {}
+    workload = chat()
+    due = workload.on_finished
+
+    def seen(arrivals):
+        return [messages.setdefault(one.request.id, one) for one in arrivals]
+
+    workload.on_finished = lambda turn: seen(due(turn))
+    first = seen(workload.start())
+    workload.start = lambda: first
+    replay(system, workload)
+    assert any(request.turn > 2 for request in system.submitted)
+    for request in system.submitted:
+        assert request.prompt == said.get(request.session, array("i")) + messages[request.id].due().prompt
+        said[request.session] = request.prompt + array("i", range(1, request.output.max_new_tokens + 1))
 
 
 @pytest.mark.parametrize("cut_at_s", [0.02, 0.5])
-def test_after_a_timeout_the_log_holds_what_an_engine_with_sessions_holds(cut_at_s):
+def test_after_a_timeout_the_next_prompt_begins_with_what_the_engine_holds(cut_at_s):
     """In prefill nothing was generated and the turn is undone, its message too; later what was generated stays."""
-
-    class Watched(EngineOnTheScript):
-        def submit(self, request):
-            self.prompts.append(request.prompt)
-            super().submit(request)
-
     arrivals = [
         arrival(0.0, 1, turn=1),
         arrival(1.0, 2, turn=2, tokens=40, deadline_s=1.0 + cut_at_s),
         arrival(9.0, 3, turn=3),
     ]
-    kept, logged = Watched(keeps_sessions=True), Watched(keeps_sessions=False)
-    with_sessions, without = (replay(system, Listed(*arrivals)) for system in (kept, logged))
-    status = [[(t.status, t.output_tokens > 0) for t in record.turns] for record in (with_sessions, without)]
-    assert status[0] == status[1] == [("completed", True), ("timeout", cut_at_s > 0.1), ("completed", True)]
-    assert with_sessions.turns[2].prompt_tokens == without.turns[2].prompt_tokens == len(logged.prompts[2])
-    assert with_sessions.turns[2].output_sha256 == without.turns[2].output_sha256
-    held = list(kept.engine.cache.sessions.get("a").tokens)
-    assert held[: len(logged.prompts[2])] == list(logged.prompts[2])
+    system = EngineOnTheScript()
+    turns = replay(system, Listed(*arrivals)).turns
+    status = [(turn.status, turn.output_tokens > 0) for turn in turns]
+    assert status == [("completed", True), ("timeout", cut_at_s > 0.1), ("completed", True)]
+    held = list(system.engine.cache.sessions.get("a").tokens)
+    assert held[: len(system.prompts[2])] == list(system.prompts[2])
+    assert turns[2].history_tokens == len(system.prompts[2]) - 5, "all but the last token said, and the message"
 
 
 def test_a_turn_that_comes_before_the_last_one_ended_waits_for_what_it_said():
-    """As an engine with sessions makes it wait; the prompt is then whole, and the time counts as queueing."""
+    """The prompt is then whole, and the time counts as queueing."""
     arrivals = [arrival(0.0, 1, tokens=5), arrival(0.01, 2, turn=2, tokens=2), arrival(0.02, 3, "b")]
-    keeps, forgets = ScriptedSystem(), ScriptedSystem(can=KEEPS_NOTHING)
-    replay(keeps, Listed(*arrivals))
-    record = replay(forgets, Listed(*arrivals))
-    assert [request.id for request in forgets.submitted] == [1, 3, 2], "nobody else waits for it"
-    assert list(forgets.submitted[2].prompt) == [*[7] * 4, 1, 2, 3, 4, 5, *[7] * 4]
+    system = ScriptedSystem()
+    record = replay(system, Listed(*arrivals))
+    assert [request.id for request in system.submitted] == [1, 3, 2], "nobody else waits for it"
+    assert list(system.submitted[2].prompt) == [*[7] * 4, 1, 2, 3, 4, 5, *[7] * 4]
     assert next(turn for turn in record.turns if turn.turn == 2).ttft_ms == pytest.approx(60 + 50)
     assert max(record.send_lag_s) == pytest.approx(0.0), "it was not sent late"
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.engine import Engine
 from pensieve.core.plan import StepResult
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request
@@ -24,7 +23,7 @@ from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.profiling import load_s, profile_of
 from pensieve.sim.profile import Profile
 from tests.exact import CheckedEngine
-from tests.simulated import policy_context
+from tests.simulated import TalkingEngine, policy_context
 from tests.test_exactness import load
 from tests.worker.torch.driver import plain_generate, random_tokens
 
@@ -51,7 +50,7 @@ def engine(name: str, restore: Any, link: ThreadLink | None, budget: int, load_r
 
 
 def ask(engine: CheckedEngine, number: int, name: str, tokens: int, output: int, turn: int) -> TurnRecord:
-    engine.submit(Request(number, name, turn, random_tokens(tokens, number), Length(output)))
+    engine.say(Request(number, name, turn, random_tokens(tokens, number), Length(output)))
     [record] = engine.run()
     return record
 
@@ -164,4 +163,4 @@ def test_a_load_that_fails_ends_its_request_and_no_other() -> None:
 
 def _closed(checked: CheckedEngine, *args: Any) -> None:
     """CheckedEngine takes a failed step for a fault; here it is the point."""
-    Engine._close(checked, *args)
+    TalkingEngine._close(checked, *args)

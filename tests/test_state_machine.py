@@ -98,28 +98,27 @@ class Serving(RuleBasedStateMachine):
         self.number = 0
         self.finished: dict[int, TurnRecord] = {}
 
-    def submit(self, name: str, prompt: Any, output: int, continues: bool, temperature: float) -> None:
+    def submit(self, name: str, message: Any, output: int, temperature: float, share: float = 1.0) -> None:
+        """share: of what the conversation holds, before the message."""
         self.number += 1
+        session = self.engine.cache.sessions.get(name)
+        prompt = message if session is None else session.tokens[: int(share * len(session.tokens))] + message
         sampling = Sampling(temperature=temperature, seed=self.number)
-        self.engine.submit(
-            Request(self.number, name, self.number, prompt, Length(output), sampling, continues=continues)
-        )
+        self.engine.submit(Request(self.number, name, self.number, prompt, Length(output), sampling))
 
     @rule(name=NAMES, tokens=st.lists(st.integers(3, 96), min_size=1, max_size=14), output=st.integers(1, 12))
     def ask(self, name: str, tokens: list[int], output: int) -> None:
-        self.submit(name, tokens_of(tokens), output, True, 0.0)
+        self.submit(name, tokens_of(tokens), output, 0.0)
 
     @rule(
         name=NAMES, tokens=st.lists(st.integers(3, 96), min_size=1, max_size=6), temperature=st.sampled_from([0.0, 1.0])
     )
     def ask_sampled(self, name: str, tokens: list[int], temperature: float) -> None:
-        self.submit(name, tokens_of(tokens), 3, True, temperature)
+        self.submit(name, tokens_of(tokens), 3, temperature)
 
     @rule(name=NAMES, share=st.floats(0, 1), tokens=st.lists(st.integers(3, 96), min_size=1, max_size=6))
     def edit(self, name: str, share: float, tokens: list[int]) -> None:
-        session = self.engine.cache.sessions.get(name)
-        kept = session.tokens[: int(share * len(session.tokens))] if session else tokens_of([])
-        self.submit(name, kept + tokens_of(tokens), 2, False, 0.0)
+        self.submit(name, tokens_of(tokens), 2, 0.0, share)
 
     @rule(steps=st.integers(1, 8))
     def step(self, steps: int) -> None:

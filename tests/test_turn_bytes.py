@@ -43,7 +43,7 @@ def pressed(failing=None):
     worker.failing = {failing}
     found = {}
     for number, (turn, session) in enumerate(product((1, 2, 3), "abcdef"), start=1):
-        engine.submit(request(number, session, tokens=9, output=4, turn=turn))
+        engine.say(request(number, session, tokens=9, output=4, turn=turn))
         found |= run(engine)
     return engine, worker, found
 
@@ -61,7 +61,7 @@ def test_a_preempted_turn_pays_for_its_way_out_and_back():
     engine = make_engine(gpu_blocks=12, cpu_blocks=24)
     engine.worker = worker = Planned(engine.worker)
     for number, session in enumerate("abc", start=1):
-        engine.submit(request(number, session, 6, 24))
+        engine.say(request(number, session, 6, 24))
     found = run(engine)
     assert engine.scheduler.counters.preempted
     urgent = sum(len(move.src) for plan in worker.plans for move in plan.moves if move.target == CPU and move.urgent)
@@ -73,8 +73,8 @@ def test_a_preempted_turn_pays_for_its_way_out_and_back():
 
 def test_what_is_copied_ahead_of_time_is_in_the_total_and_in_no_turn():
     engine = make_engine(gpu_blocks=16, cpu_blocks=16)
-    engine.submit(request(1, "a", tokens=46, output=6))
-    engine.submit(request(2, "b", tokens=1, output=1))
+    engine.say(request(1, "a", tokens=46, output=6))
+    engine.say(request(2, "b", tokens=1, output=1))
     found = run(engine)
     assert engine.facts.counts.d2h_bytes > 0
     assert {(turn.h2d_bytes, turn.d2h_bytes) for turn in found.values()} == {(0, 0)}

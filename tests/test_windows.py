@@ -74,9 +74,7 @@ def drive(
         ends += run_until(engine, clock, at_ns, seen)
         name = rng.choice("abcde")
         turns[name] += 1
-        engine.submit(
-            request(number, name, rng.randrange(1, longest), rng.randrange(1, 40), turns[name], continues=True)
-        )
+        engine.say(request(number, name, rng.randrange(1, longest), rng.randrange(1, 40), turns[name]))
         if number % 7 == 6:
             engine.cancel(number - 1, "cancelled")
     run_until(engine, clock, None, seen)
@@ -201,7 +199,7 @@ def test_a_window_takes_the_last_block(monkeypatch: pytest.MonkeyPatch):
     launched: list[StepPlan] = []
     launch = engine.worker.launch
     monkeypatch.setattr(engine.worker, "launch", lambda plan: (launched.append(plan), launch(plan))[1])
-    engine.submit(request(1, "a", 5, 27))
+    engine.say(request(1, "a", 5, 27))
     run_until(engine, engine.clock, None, [])  # type: ignore[arg-type]
     assert engine.facts.counts.steps == 27
     assert len(launched) == 1
@@ -238,7 +236,7 @@ def tokens_of_each(seen: list[Any]) -> dict[int, tuple[int, float]]:
 
 def test_a_window_ends_at_the_next_arrival():
     engine = make_engine(gpu_blocks=64, computes=False)
-    engine.submit(request(0, "a", 4, 200))
+    engine.say(request(0, "a", 4, 200))
     clock = engine.clock
     assert isinstance(clock, VirtualClock)
     until = 20_000_000
@@ -252,7 +250,7 @@ def test_a_window_ends_at_the_next_arrival():
 
 def test_a_worker_that_computes_gets_its_tokens_and_no_window():
     engine = make_engine(computes=True)
-    engine.submit(request(0, "a", 4, 6))
+    engine.say(request(0, "a", 4, 6))
     plans = []
     launch = engine.worker.launch
     engine.worker.launch = lambda plan: (plans.append(plan), launch(plan))[1]  # type: ignore[method-assign]

@@ -129,22 +129,16 @@ class Engine:
         """See Sessions.expect."""
         self.sessions.expect(session, next_use_s)
 
-    def forget(self, session: str | None) -> None:
-        """Free sessions that have no request under way; what is in flight is collected first."""
+    def forget(self, session: str | None, tenant: str = "", left: TokenArray[int] | None = None) -> None:
+        """Free sessions that have no request under way; what is in flight is collected first. left: see Sessions.forget."""
         while self.scheduler.in_flight:
             self._collect(None)
         self.facts.at(self.clock.now_ns())
-        self.sessions.forget(session)
+        self.sessions.forget(session, tenant, left)
 
     def ended(self, session: str) -> None:
         """See Sessions.ended."""
         self.sessions.ended(session)
-
-    def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
-        """`forget` a session, and delete what an earlier engine left of it on disk. tokens: all but the last had KV.
-        Does nothing while it has a request under way."""
-        self.forget(session)  # it may have been asked since, and the turn come to nothing
-        self.sessions.disown(session, tenant, tokens, self.clock.now_s())
 
     def receive(self, session: str, tenant: str, tokens: TokenArray[int], lengths: Sequence[int]) -> int:
         """See Sessions.receive."""
@@ -170,7 +164,7 @@ class Engine:
     # -- plan ---------------------------------------------------------------------------------------------------------
 
     def _plan(self, until_ns: int | None) -> Step | None:
-        """Plan the next iteration, and close the requests that turn out to be too large for the machine."""
+        """Plan the next iteration."""
         began = time.perf_counter_ns()
         now_ns = self.clock.now_ns()
         now_s = now_ns / 1e9
@@ -179,9 +173,6 @@ class Engine:
         expiry_ns = self.sessions.next_expiry_ns
         horizon_ns = until_ns if expiry_ns is None or (until_ns is not None and until_ns < expiry_ns) else expiry_ns
         step = self.scheduler.plan(now_s, horizon_ns)
-        for active, error in self.scheduler.take_refused():
-            self._close(active, "refused", error.reason, now_s, str(error))
-            self._remove(active)
         self.facts.scheduled(time.perf_counter_ns() - began)
         return step
 

@@ -176,20 +176,29 @@ class Fork:
     takes_kv: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class History:
+    """What whoever asks says of the beginning of a prompt. tokens: leading ones that were known before.
+
+    lost: why this engine may have none of their KV. edited: they were asked at another place; restarted: an earlier engine
+    computed them, and the disk may have them; expired: the conversation was forgotten for its age, so they count as new.
+    """
+
+    tokens: int
+    lost: Literal["edited", "restarted", "expired"] = "edited"
+
+
 @dataclass(slots=True)
 class Request:
     """One turn of one conversation.
 
     turn: its number, from 1; UNNUMBERED: the engine counts the turns of a conversation nobody has planned ahead.
-    prompt: token ids. With `continues`, the new message only: it is appended to what the conversation holds. Without,
-        the whole prompt: the longest common prefix with the conversation's tokens is kept and the rest truncated.
+    prompt: token ids, from the conversation's first. What the engine holds of it is kept as far as both begin alike, and
+        truncated beyond.
     intended_s: arrival by the schedule, in seconds of the system's clock; TTFT starts here, so that queueing counts.
-    known_tokens: overrides `history` in the accounting, where the workload knows better (prefix invalidation).
+    history: where whoever asks knows more of it than the engine does.
     next_use_s: when the conversation will be asked again, by the schedule; only an offline policy reads it.
     fork: what the conversation begins with if this request is its first and that other one is known; else nothing.
-    forgotten: leading tokens of the prompt that this conversation held before the engine lost it, and whether since it was
-        idle for too long or since the server was started again; read where the engine does not know the conversation. After a
-        restart they are its history, as though they had been dropped.
     tenant: conversations of two tenants share no KV, in caches that share by content.
     hint: what the client says of the time after the reply; policies read it (Session.hint) once the turn is over.
     """
@@ -200,16 +209,14 @@ class Request:
     prompt: TokenArray[int]
     output: Output
     sampling: Sampling = field(default_factory=Sampling)
-    continues: bool = True
     intended_s: float = 0.0
     phase: str = "chat"
     label: str = ""
     iteration: int = 0
     stream: bool = True
-    known_tokens: int | None = None
+    history: History | None = None
     next_use_s: float | None = None
     fork: Fork | None = None
-    forgotten: tuple[int, Literal["expired", "restarted"]] | None = None
     tenant: str = ""
     hint: Hint | None = None
 

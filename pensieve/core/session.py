@@ -205,17 +205,12 @@ class Session:
         """Add the tokens of a message."""
         self.tokens.extend(tokens)
 
-    def begin_as(self, other: Session, length: int) -> None:
-        """Begin this new session with the first `length` tokens of another one, computed as far as they were there."""
-        assert not self.tokens
-        self.tokens.extend(other.tokens[:length])
-        self.computed = min(other.computed, len(self.tokens), max(len(self.tokens) - 1, 0))
-
-    def recall(self, tokens: TokenArray[int]) -> None:
-        """Restore the tokens that this new session had in an earlier engine; all but the last count as computed."""
+    def begin(self, tokens: TokenArray[int], computed: int) -> None:
+        """Begin this new session with tokens that were computed up to there, by another session or an earlier engine; the
+        last one is computed anew."""
         assert not self.tokens
         self.tokens.extend(tokens)
-        self.computed = len(tokens) - 1
+        self.computed = min(computed, max(len(tokens) - 1, 0))
 
     def named(self, length: int, chunk_tokens: int) -> list[BlockHash]:
         """Return the names by content of the full blocks in [0, length)."""

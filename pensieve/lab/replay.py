@@ -9,7 +9,7 @@ import heapq
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 
 from pensieve.core.request import Request, TokenArray, is_measured
@@ -20,6 +20,7 @@ from pensieve.lab.window import MeasuredStretches, find_window
 from pensieve.lab.workload.base import Arrival, Foresees, KnowsEnds, Workload, WorkloadPlan, out_of_work
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import CountsTokens, Event, ExpectsReuse, ForgetsEnded, LooksAhead, System
+from pensieve.serve.transcript import Transcripts
 
 CANCEL, ARRIVE = 0, 1  # at equal times a cancellation goes first: what it frees serves the arrival
 SLACK_NS = 2  # an idle system may stop a rounding error before the time it was told
@@ -44,8 +45,8 @@ class ReplayRecord:
     """What one replay observed; `measurement` is what metrics.summarise takes.
 
     origin_s: the system's clock when the replay began, which all other times here count from. send_lag_s: intended
-    arrival to submission, one value for each request in order of submission; where the prompt had to wait for the reply of
-    the turn before (a system without sessions), from the end of that turn. drain_share: of the measured output tokens,
+    arrival to submission, one value for each request in order of submission; where the turn before had not ended, from its
+    end. drain_share: of the measured output tokens,
     those finished after the window. flags: what a reader of the numbers should know, a sentence each.
     """
 
@@ -82,7 +83,7 @@ def replay(
     is sent. keep_tokens=False: token ids and margins are dropped from a turn once on_batch has seen it, and all else goes to
     a file, from which the record reads it back (turn_log.py).
 
-    Every submitted request finishes exactly once. Where the system keeps no sessions, the whole prompt is sent.
+    Every submitted request finishes exactly once. A turn is sent once the one before it has ended: its prompt holds that.
     """
     run = _Run(system, workload, on_batch, batch_size, progress, keep_tokens)
     try:
@@ -90,32 +91,6 @@ def replay(
     finally:
         run.flush()
     return run.record()
-
-
-@dataclass(slots=True)
-class SessionLog:
-    """The conversations of a system that keeps none: each prompt is everything said before, and the new message."""
-
-    tokens: dict[str, TokenArray[int]] = field(default_factory=dict)
-    said_s: dict[str, float] = field(default_factory=dict)  # when the last turn of each ended
-    under_way: set[str] = field(default_factory=set)
-
-    def complete(self, request: Request) -> bool:
-        """Whether the request's prompt can be written: no earlier turn of its conversation is under way."""
-        return request.session not in self.under_way
-
-    def whole(self, request: Request) -> Request:
-        self.under_way.add(request.session)
-        if not request.continues:
-            return request
-        return replace(request, prompt=self.tokens.get(request.session, array("i")) + request.prompt, continues=False)
-
-    def note(self, sent: Request, turn: TurnRecord) -> None:
-        """Add what a turn that ended has said to its conversation's next prompt, if the turn stands (as in the engine)."""
-        self.under_way.discard(sent.session)
-        self.said_s[sent.session] = turn.finished_s or 0.0
-        if turn.stands:
-            self.tokens[sent.session] = sent.prompt + turn.token_ids
 
 
 def _held_whole(turn: TurnRecord) -> bool:
@@ -141,7 +116,6 @@ class _Run:
         self.system, self.workload, self.plan = system, workload, workload.describe()
         self.on_batch, self.batch_size = on_batch, batch_size
         self.progress, self.keep_tokens = progress, keep_tokens
-        self.log = None if system.can.keeps_sessions else SessionLog()
         self.expects = system if isinstance(system, ExpectsReuse) else None
         self.forgets = system if isinstance(system, ForgetsEnded) else None
         self.ends = workload if isinstance(workload, KnowsEnds) else None
@@ -155,7 +129,12 @@ class _Run:
         self.heap: list[tuple[int, int, int, Arrival | int]] = []  # ns, priority, sequence, and a request id to cancel
         self.sequence = count()
         self.pending = 0  # arrivals in the heap
-        self.held: dict[int, Request] = {}  # due, but the system is full; first come, first sent
+        self.held: dict[
+            int, Arrival
+        ] = {}  # due, but the system is full or its conversation busy; first come, first sent
+        self.said = Transcripts()
+        self.said_s: dict[str, float] = {}  # when the last turn of a conversation ended
+        self.under_way: set[str] = set()  # conversations with a request in flight
         self.in_flight: dict[int, Request] = {}  # as sent
         self.asked: Counter[str] = Counter()  # by session, its requests that are held or in flight
         self.sent_s: dict[int, float] = {}
@@ -288,13 +267,11 @@ class _Run:
         session = turn.session
         if not self.due.get(session):
             self.due.pop(session, None)
-            if (
-                self.forgets is not None
-                and self.ends is not None
-                and not self.asked[session]
-                and self.ends.is_over(turn)
-            ):
-                self.forgets.ended(session)
+            if self.ends is not None and not self.asked[session] and self.ends.is_over(turn):
+                self.said.forget(session)
+                self.said_s.pop(session, None)
+                if self.forgets is not None:
+                    self.forgets.ended(session)
 
     def _push(self, arrivals: Iterable[Arrival]) -> None:
         """Schedule them."""
@@ -334,8 +311,9 @@ class _Run:
             due = self.due[item.request.session]
             heapq.heappop(due)
             later = due[0] / 1e9 if due else None
-            self.held[item.request.id] = replace(item.due(), intended_s=ns / 1e9, next_use_s=later)
-            self.asked[item.request.session] += 1
+            request = replace(item.request, intended_s=ns / 1e9, next_use_s=later)
+            self.held[request.id] = replace(item, request=request)
+            self.asked[request.session] += 1
             if item.deadline_s is not None:
                 deadline = self._deadline_ns(item.deadline_s)
                 heapq.heappush(self.heap, (deadline, CANCEL, next(self.sequence), item.request.id))
@@ -345,14 +323,13 @@ class _Run:
     def _send(self) -> None:
         limit = self.system.can.max_in_flight
         while limit is None or len(self.in_flight) < limit:
-            request = next((held for held in self.held.values() if self.log is None or self.log.complete(held)), None)
-            if request is None:
+            held = next((held for held in self.held.values() if held.request.session not in self.under_way), None)
+            if held is None:
                 return
+            request = held.due(self.said.of(held.request.session).tokens)
             del self.held[request.id]
-            due_s = request.intended_s
-            if self.log is not None:
-                due_s = max(due_s, self.log.said_s.get(request.session, due_s))
-                request = self.log.whole(request)
+            self.under_way.add(request.session)
+            due_s = max(request.intended_s, self.said_s.get(request.session, 0.0))
             now = self.system.clock.now_s()
             self.lags.append(max(0.0, now - due_s))
             self.sent_s[request.id] = now
@@ -362,7 +339,7 @@ class _Run:
 
     def _time_out(self, request_id: int) -> None:
         if request_id in self.held:
-            self._end_here(self.held.pop(request_id))
+            self._end_here(self.held.pop(request_id).request)
         elif request_id in self.in_flight:
             if self.system.can.cancels:
                 self.system.cancel(request_id, "timeout")
@@ -390,7 +367,7 @@ class _Run:
         self.heap = [item for item in self.heap if not isinstance(item[3], Arrival)]
         heapq.heapify(self.heap)
         self.due.clear()
-        self.asked.subtract(request.session for request in self.held.values())
+        self.asked.subtract(held.request.session for held in self.held.values())
         self.held.clear()
         self.pending = 0
 
@@ -408,8 +385,9 @@ class _Run:
             if event.request_id in self.overdue:
                 turn.overdue()
             self.output_tokens += turn.output_tokens - self.streamed.pop(event.request_id, 0)
-            if self.log is not None:
-                self.log.note(request, turn)
+            self.under_way.discard(request.session)
+            self.said.note(request, turn)
+            self.said_s[request.session] = turn.finished_s or 0.0
             self._finish(request, turn)
         if events and self.progress is not None:
             elapsed = self._since(self.system.clock.now_ns())

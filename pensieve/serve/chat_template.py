@@ -83,7 +83,7 @@ class ChatTemplate:
         tools: function schemas, for templates that know of them.
 
         Unless the template rewrites history (see `rewrites`), the prompt of turn n + 1 begins with that of turn n and the
-        whole reply n. Where it does, submit the prompt with Request.continues=False: what both have in common is kept.
+        whole reply n. Where it does, what both have in common is kept.
         Raises ConfigError for messages that make no sense, or that the template refuses.
         """
         own = {index: list(ids) for index, ids in (replies or {}).items()}

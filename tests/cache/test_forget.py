@@ -27,10 +27,10 @@ CACHES: dict[str, Any] = {
 def test_nothing_that_is_forgotten_or_edited_counts_as_evicted(cache: str) -> None:
     engine = make_engine(cache=CACHES[cache], gpu_blocks=64)
     for number, name in enumerate("ab", start=1):
-        engine.submit(request(number, name, tokens=20, output=4))
+        engine.say(request(number, name, tokens=20, output=4))
         run(engine)
     first = engine.cache.sessions.get("b").tokens[:10]  # type: ignore[union-attr]
-    engine.submit(Request(3, "b", 2, first + tokens_of([90, 91]), Length(4), continues=False))
+    engine.submit(Request(3, "b", 2, first + tokens_of([90, 91]), Length(4)))
     run(engine)
     engine.forget("a")
     engine.forget(None)
@@ -45,18 +45,18 @@ def test_what_went_with_another_conversation_was_evicted_for_nobody() -> None:
         engine.submit(Request(ord(name), name, 1, request(1, "a", tokens=20, output=4).prompt, Length(4)))
         run(engine)
     engine.forget("a")
-    engine.submit(request(3, "b", tokens=2, output=2, turn=2))
+    engine.say(request(3, "b", tokens=2, output=2, turn=2))
     assert {missed.cause for missed in run(engine)[3].missed} == {"never_stored", "new"}
 
 
 def test_a_slot_is_used_as_far_as_the_next_turn_finds_kv_in_it() -> None:
     engine = make_engine(cache=CACHES["llama_slots"], gpu_blocks=32)
-    engine.submit(request(1, "a", tokens=18, output=4))
+    engine.say(request(1, "a", tokens=18, output=4))
     engine.step(None)
     assert engine.cache.gpu_blocks_used == 16, "all that is reserved for a request that runs"
     run(engine)
     assert engine.cache.gpu_blocks_used == 6
-    engine.submit(request(2, "a", tokens=3, output=2, turn=2))
+    engine.say(request(2, "a", tokens=3, output=2, turn=2))
     assert run(engine)[2].gpu_hit_tokens == 21, "of 22, in six blocks of four"
     engine.forget("a")
     assert engine.cache.gpu_blocks_used == 0
@@ -65,12 +65,12 @@ def test_a_slot_is_used_as_far_as_the_next_turn_finds_kv_in_it() -> None:
 def test_a_slot_that_was_forgotten_is_taken_before_another_conversations() -> None:
     engine = make_engine(cache=CACHES["llama_slots"], gpu_blocks=32)
     for number, name in enumerate("ba", start=1):
-        engine.submit(request(number, name, tokens=20, output=4))
+        engine.say(request(number, name, tokens=20, output=4))
         run(engine)
     engine.forget("a")
-    engine.submit(request(3, "c", tokens=20, output=4))
+    engine.say(request(3, "c", tokens=20, output=4))
     run(engine)
-    engine.submit(request(4, "b", tokens=2, output=2, turn=2))
+    engine.say(request(4, "b", tokens=2, output=2, turn=2))
     turn = run(engine)[4]
     assert (turn.gpu_hit_tokens, turn.recomputed_tokens) == (23, 0)
 
@@ -78,7 +78,7 @@ def test_a_slot_that_was_forgotten_is_taken_before_another_conversations() -> No
 def test_forgetting_the_beginning_of_a_slot_leaves_it_to_whose_it_is() -> None:
     """What b said is how a began: a's KV is not b's to forget."""
     engine = make_engine(cache=partial(SlotCache, n_slots=2, slot_prompt_similarity=1.0), gpu_blocks=32)
-    engine.submit(request(1, "a", tokens=20, output=4))
+    engine.say(request(1, "a", tokens=20, output=4))
     run(engine)
     said = engine.cache.sessions.get("a").tokens  # type: ignore[union-attr]
     engine.submit(Request(2, "b", 1, said[:5], Forced(said[5:8])))
@@ -92,16 +92,16 @@ def test_forgetting_the_beginning_of_a_slot_leaves_it_to_whose_it_is() -> None:
 def test_what_was_let_go_and_then_forgotten_makes_no_other_be_forgotten(cache: str, which: str | None) -> None:
     """a is over and out of the cache: its tokens count towards the limit, until it is forgotten."""
     engine = make_engine(cache=CACHES[cache], gpu_blocks=8, cpu_blocks=0, limits=MemoryLimits(tokens=80))
-    engine.submit(request(1, "a", tokens=12, output=2))
+    engine.say(request(1, "a", tokens=12, output=2))
     run(engine)
     for number in (2, 3, 4):
-        engine.submit(request(number, f"other{number}", tokens=13, output=2))
+        engine.say(request(number, f"other{number}", tokens=13, output=2))
         run(engine)
     engine.ended("a")
     assert engine.cache.sessions.get("a") is None, "let go: nothing of it is in the cache"
     engine.forget(which)
     for number in (5, 6) if which else (5, 6, 7, 8, 9):
-        engine.submit(request(number, f"more{number}", tokens=13, output=2))
+        engine.say(request(number, f"more{number}", tokens=13, output=2))
         run(engine)
     engine.step(None)
     assert engine.facts.counts.forgotten_sessions == 0

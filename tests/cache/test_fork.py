@@ -12,7 +12,7 @@ from tests.baselines.systems import inline
 
 
 def ask(system, number, session, prompt, **fields):
-    request = Request(number, session, 0, array("i", prompt), Length(4), Sampling(), continues=False, **fields)
+    request = Request(number, session, 0, array("i", prompt), Length(4), Sampling(), **fields)
     turn = system.ask(request)
     system.engine.cache.check()
     return turn
@@ -64,7 +64,7 @@ def test_a_fork_that_takes_nothing_leaves_the_parent_as_it_was(kind, hits):
 
 def test_a_parent_that_runs_or_is_not_known_gives_nothing():
     system, held = first_turn(cache=kinds()["pensieve"])
-    long = Request(5, "parent", 0, array("i", [*held, 1]), Length(50), Sampling(), continues=False)
+    long = Request(5, "parent", 0, array("i", [*held, 1]), Length(50), Sampling())
     system.submit(long)
     system.engine.step(system.clock.now_ns() + 1)  # one iteration: no other begins after that
     turn = ask(system, 6, "child", [*HISTORY, 7], fork=Fork("parent", len(HISTORY), takes_kv=True))

@@ -9,14 +9,14 @@ from tests.simulated import make_engine, request, run
 
 
 def asked(number: int, session: str, tokens: list[int], output: int = 2) -> Request:
-    return Request(number, session, 1, tokens_of(tokens), Length(output), continues=False)
+    return Request(number, session, 1, tokens_of(tokens), Length(output))
 
 
 def test_a_second_turn_hits_its_full_blocks_only() -> None:
     engine = make_engine(cache=PrefixCache)
-    engine.submit(request(1, "a", tokens=10, output=5))
+    engine.say(request(1, "a", tokens=10, output=5))
     run(engine)
-    engine.submit(request(2, "a", tokens=3, output=2, turn=2))
+    engine.say(request(2, "a", tokens=3, output=2, turn=2))
     turn = run(engine)[2]
     assert (turn.history_tokens, turn.gpu_hit_tokens, turn.cpu_hit_tokens, turn.recomputed_tokens) == (14, 12, 0, 2)
     assert turn.shared_hit_tokens == 0
@@ -25,24 +25,24 @@ def test_a_second_turn_hits_its_full_blocks_only() -> None:
 def test_two_conversations_share_a_prompt_and_the_hit_is_new_to_the_second() -> None:
     engine = make_engine(cache=PrefixCache)
     prompt = list(range(12))
-    engine.submit(asked(1, "a", prompt))
+    engine.say(asked(1, "a", prompt))
     first = run(engine)[1]
-    engine.submit(asked(2, "b", prompt))
+    engine.say(asked(2, "b", prompt))
     turn = run(engine)[2]
     assert (turn.history_tokens, turn.new_tokens, turn.gpu_hit_tokens) == (0, 12, 0)
     assert turn.shared_hit_tokens == 8, "two of three blocks: the last prompt token is always computed"
-    engine.submit(asked(3, "c", [*prompt[:5], 77, 78, 79]))
+    engine.say(asked(3, "c", [*prompt[:5], 77, 78, 79]))
     assert run(engine)[3].shared_hit_tokens == 4
     assert first.shared_hit_tokens == 0
 
 
 def test_running_together_two_equal_prompts_hold_blocks_once() -> None:
     engine = make_engine(cache=PrefixCache, gpu_blocks=16)
-    engine.submit(asked(1, "a", list(range(16)), output=8))
+    engine.say(asked(1, "a", list(range(16)), output=8))
     for _ in range(2):
         engine.step(None)
     used = engine.cache.gpu_blocks - engine.cache.room.available
-    engine.submit(asked(2, "b", list(range(16)), output=2))
+    engine.say(asked(2, "b", list(range(16)), output=2))
     engine.step(None)
     engine.cache.check()
     assert engine.cache.gpu_blocks - engine.cache.room.available <= used + 2, "three of its blocks are the other's"
@@ -51,22 +51,22 @@ def test_running_together_two_equal_prompts_hold_blocks_once() -> None:
 
 def test_least_recently_used_blocks_go_and_of_a_prompt_the_last_first() -> None:
     engine = make_engine(cache=PrefixCache, gpu_blocks=8)
-    engine.submit(asked(1, "a", list(range(12))))
+    engine.say(asked(1, "a", list(range(12))))
     run(engine)
-    engine.submit(asked(2, "b", list(range(50, 70))))
+    engine.say(asked(2, "b", list(range(50, 70))))
     run(engine)
     assert engine.cache.counters.evicted_chunks == 1
-    engine.submit(asked(3, "c", [*range(12), 99]))
+    engine.say(asked(3, "c", [*range(12), 99]))
     assert run(engine)[3].shared_hit_tokens == 8, "the prefix outlived the last block"
 
 
 def test_forget_frees_what_nobody_else_uses() -> None:
     engine = make_engine(cache=PrefixCache)
-    engine.submit(asked(1, "a", list(range(12))))
+    engine.say(asked(1, "a", list(range(12))))
     run(engine)
     engine.forget("a")
     engine.cache.check()
-    engine.submit(asked(2, "b", list(range(12))))
+    engine.say(asked(2, "b", list(range(12))))
     assert run(engine)[2].shared_hit_tokens == 0
 
 
@@ -74,17 +74,17 @@ def test_a_slot_is_chosen_by_its_prefix_then_by_age_and_a_difference_overwrites_
     engine = make_engine(cache=lambda **sizes: SlotCache(n_slots=2, **sizes), gpu_blocks=16)
     assert engine.cache.request_blocks == 8
     for number, name in ((1, "a"), (2, "b")):
-        engine.submit(asked(number, name, [number * 20 + i for i in range(10)]))
+        engine.say(asked(number, name, [number * 20 + i for i in range(10)]))
         run(engine)
-    engine.submit(request(3, "a", tokens=3, output=2, turn=2))
+    engine.say(request(3, "a", tokens=3, output=2, turn=2))
     turn = run(engine)[3]
     assert (turn.history_tokens, turn.gpu_hit_tokens) == (11, 11), "a slot keeps single tokens, not blocks"
-    engine.submit(asked(4, "c", [*range(40, 46), 5, 6, 7]))
+    engine.say(asked(4, "c", [*range(40, 46), 5, 6, 7]))
     turn = run(engine)[4]
     assert (turn.gpu_hit_tokens, turn.shared_hit_tokens) == (0, 6), "b's slot matched best"
-    engine.submit(request(5, "b", tokens=2, output=2, turn=2))
+    engine.say(request(5, "b", tokens=2, output=2, turn=2))
     assert run(engine)[5].gpu_hit_tokens == 6, "and b lost what came after"
-    engine.submit(asked(6, "d", [1] * 33, output=2))
+    engine.say(asked(6, "d", [1] * 33, output=2))
     turn = run(engine)[6]
     assert turn.status == "refused"
     assert "32" in (turn.error or "")

@@ -109,12 +109,12 @@ def returning(mode: str, hardware: HardwareSpec, tokens: int = 400, budget: int 
     engine.cache.begin(cost=Roofline(MODEL, hardware, 4), layers=MODEL.layers, batch_tokens=budget)
     run(engine)
     for number, name in ((1, "a"), (2, "b")):
-        engine.submit(request(number, name, tokens + 8 * number, 2))
+        engine.say(request(number, name, tokens + 8 * number, 2))
         run(engine)
     engine.forget("b")
     asked = request(3, "a", 5, 3, turn=2)
     asked.intended_s = engine.clock.now_s()
-    engine.submit(asked)
+    engine.say(asked)
     return run(engine)[3], engine
 
 
@@ -157,14 +157,14 @@ def test_with_another_request_running_everything_is_loaded() -> None:
     engine = make_engine(200, 400, cache=partial(TwoTierCache, restore="hybrid"), max_batch_tokens=64)
     assert isinstance(engine.cache, TwoTierCache)
     engine.cache.begin(cost=Cost(load=1.0, chunk=0.5), layers=MODEL.layers, batch_tokens=64)
-    engine.submit(request(1, "a", 600, 2))
+    engine.say(request(1, "a", 600, 2))
     run(engine)
-    engine.submit(request(2, "b", 700, 2))
+    engine.say(request(2, "b", 700, 2))
     run(engine)
     engine.forget("b")
-    engine.submit(request(3, "c", 10, 60))
+    engine.say(request(3, "c", 10, 60))
     engine.step(None)
-    engine.submit(request(4, "a", 4, 2, turn=2))
+    engine.say(request(4, "a", 4, 2, turn=2))
     turn = run(engine)[4]
     assert turn.cpu_hit_tokens and not turn.cpu_recomputed_tokens
 
@@ -176,16 +176,16 @@ def test_cancelled_half_way_the_copies_on_cpu_are_still_there() -> None:
         engine = make_engine(blocks, 240, cache=partial(TwoTierCache, restore="recompute"), hardware=hardware,
                              max_batch_tokens=30)  # fmt: skip
         for number, name in ((1, "a"), (2, "b")):
-            engine.submit(request(number, name, 390 + 8 * number, 2))
+            engine.say(request(number, name, 390 + 8 * number, 2))
             run(engine)
         engine.forget("b")
-        engine.submit(request(3, "a", 5, 3, turn=2))
+        engine.say(request(3, "a", 5, 3, turn=2))
         for _ in range(steps):
             engine.step(None)
             engine.cache.check()
         engine.cancel(3, "cancelled")
         run(engine)
-        engine.submit(request(4, "a", 5, 3, turn=2))
+        engine.say(request(4, "a", 5, 3, turn=2))
         turn = run(engine)[4]
         assert turn.recomputed_tokens == 0, "nothing was lost"
         assert (turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) == turn.history_tokens
@@ -194,7 +194,7 @@ def test_cancelled_half_way_the_copies_on_cpu_are_still_there() -> None:
 def test_while_a_plan_is_in_flight_truncated_blocks_do_not_count_as_available() -> None:
     """An edit keeps little of a conversation whose clean chunks count as available until they are cut off."""
     engine = make_engine(40, 80, swap_out_start=1.0, swap_out_stop=1.0)
-    engine.submit(request(1, "a", 60, 2))
+    engine.say(request(1, "a", 60, 2))
     run(engine)
     while engine.step(None) or engine.progressed:
         pass  # copies out what is idle
@@ -226,7 +226,7 @@ def test_random_traffic_keeps_its_tokens_however_chunks_are_restored(seed: int) 
         turns: dict[int, TurnRecord] = {}
         for number in range(1, 31):
             name = asked.choice("abcd")
-            engine.submit(request(number, name, asked.randint(1, 9), asked.randint(1, 5), turn=number))
+            engine.say(request(number, name, asked.randint(1, 9), asked.randint(1, 5), turn=number))
             if asked.random() < 0.5:
                 turns |= run(engine)
         turns |= run(engine)

@@ -27,14 +27,14 @@ def test_a_number_that_is_given_stands():
 
 
 def asked(number: int, name: str, tokens: list[int]) -> Request:
-    return Request(number, name, 1, tokens_of(tokens), Length(1), continues=False)
+    return Request(number, name, 1, tokens_of(tokens), Length(1))
 
 
 def slots(**fields: float) -> Engine:
     """Two of them: the first was used least recently, the second shares 2 tokens of those asked below."""
     engine = make_engine(cache=partial(SlotCache, n_slots=2, **fields), gpu_blocks=32)
     for number, first in ((1, 10), (2, 50)):
-        engine.submit(asked(number, f"s{number}", [first, first + 1, *range(80, 88)]))
+        engine.say(asked(number, f"s{number}", [first, first + 1, *range(80, 88)]))
         run(engine)
     assert [list(slot.tokens[:2]) for slot in engine.cache.slots] == [[10, 11], [50, 51]]
     return engine
@@ -47,7 +47,7 @@ def slots(**fields: float) -> Engine:
 def test_a_slot_whose_prefix_is_too_small_a_share_of_the_prompt_is_spared(similarity, length, slot):
     """Above the threshold, not at it, the slot of the longest prefix is taken; else the one that was unused longest."""
     engine = slots(slot_prompt_similarity=similarity)
-    engine.submit(asked(3, "c", [50, 51, *[7] * (length - 2)]))
+    engine.say(asked(3, "c", [50, 51, *[7] * (length - 2)]))
     turn = run(engine)[3]
     taken = [number for number, one in enumerate(engine.cache.slots) if list(one.tokens[2:4]) != [80, 81]]
     assert (taken, turn.shared_hit_tokens) == ([slot], 2 if slot else 0)
@@ -55,7 +55,7 @@ def test_a_slot_whose_prefix_is_too_small_a_share_of_the_prompt_is_spared(simila
 
 def test_the_slot_unused_longest_keeps_what_it_shares():
     engine = slots(slot_prompt_similarity=0.0)
-    engine.submit(asked(3, "c", [10, 11, 7, 7]))
+    engine.say(asked(3, "c", [10, 11, 7, 7]))
     assert run(engine)[3].shared_hit_tokens == 2
 
 

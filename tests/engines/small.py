@@ -75,7 +75,6 @@ def ask(
         turn=turn,
         prompt=tokens,
         output=Length(output),
-        continues=False,
         stream=stream,
         **fields,
     )

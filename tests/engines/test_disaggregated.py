@@ -260,7 +260,7 @@ def test_an_end_of_sequence_ends_it_and_a_cancelled_request_leaves_the_next_alon
     module = plain_module(setup_of())
     tokens = generated(module, prompt(60), 8)
     system = opened(kind, eos=frozenset({tokens[3]}))
-    [turn] = served(system, Request(1, "a", 1, prompt(60), Free(8), continues=False))
+    [turn] = served(system, Request(1, "a", 1, prompt(60), Free(8)))
     assert list(turn.token_ids) == tokens[: tokens.index(tokens[3]) + 1] and turn.finish_reason == "eos"
     for number in range(2, 12):  # a busy machine may come too late once, and hear the whole reply
         system.submit(ask(number, "b", prompt(40), output=900))

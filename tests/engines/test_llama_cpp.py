@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from pensieve.core.request import Free, Request
+from pensieve.core.request import Free, History, Request
 from pensieve.errors import ConfigError, EngineFailed, EngineMissing, UnsupportedModel, WorkerError
 from pensieve.plugins.engines import llama_cpp
 from pensieve.plugins.engines.llama_cpp import LlamaCpp, LlamaCppHttp, reported
@@ -199,7 +199,7 @@ def test_what_a_start_that_fails_had_to_say_is_shown(
 def test_an_identical_prompt_computes_one_token() -> None:
     system = opened()
     served(system, ask(1, "a", prompt(50), output=1))
-    [again] = served(system, ask(2, "a", prompt(50), output=1, known_tokens=50))
+    [again] = served(system, ask(2, "a", prompt(50), output=1, history=History(50)))
     assert again.gpu_hit_tokens == again.history_tokens == 49
     assert again.new_tokens == 1
 
@@ -284,8 +284,8 @@ def test_a_free_output_ends_with_its_end_of_sequence(kind: type[Any]) -> None:
     tokens = greedy(plain_module(setup_of("llama")), prompt(60), 8)
     system = opened(kind, setup={"eos": frozenset({tokens[3]})})
     eos_at = tokens.index(tokens[3])
-    free = Request(1, "a", 1, prompt(60), Free(8), continues=False)
-    ignoring = Request(2, "b", 1, prompt(60), Free(8, ignore_eos=True), continues=False, stream=False)
+    free = Request(1, "a", 1, prompt(60), Free(8))
+    ignoring = Request(2, "b", 1, prompt(60), Free(8, ignore_eos=True), stream=False)
     ended, whole = served(system, free, ignoring)
     assert list(ended.token_ids) == tokens[: eos_at + 1] and ended.finish_reason == "eos"
     assert list(whole.token_ids) == tokens

@@ -67,8 +67,7 @@ def test_a_server_without_usage_and_ids_leaves_them_open(endpoint: Endpoint) -> 
 
 
 def test_responses_send_the_new_message_and_the_previous_id(endpoint: Endpoint) -> None:
-    system = opened(endpoint.url, api="responses")
-    assert system.can.keeps_sessions
+    system, asked = opened(endpoint.url, api="responses"), prompt(5)
     for turn in (1, 2):
         final = {"object": "response", "id": f"resp_{turn}", "status": "incomplete",
                  "usage": {"input_tokens_details": {"cached_tokens": 6}}}  # fmt: skip
@@ -76,7 +75,8 @@ def test_responses_send_the_new_message_and_the_previous_id(endpoint: Endpoint) 
             {"type": "response.output_text.delta", "delta": "ab"},
             {"type": "response.incomplete", "response": final},
         ]
-        [record] = served(system, Request(turn, "a", turn, prompt(5), Length(2)))
+        [record] = served(system, Request(turn, "a", turn, asked, Length(2)))
+        asked = asked + record.token_ids + prompt(5)
         assert bytes(list(record.token_ids)) == b"ab"
         assert record.prompt_tokens == (5 if turn == 1 else 5 + 2 + 5)
         assert record.gpu_hit_tokens == (0 if turn == 1 else 6)
@@ -106,7 +106,7 @@ def test_a_stream_that_breaks_off_fails_its_request_alone(endpoint: Endpoint, dr
     endpoint.pieces, endpoint.drops = [piece], drops
 
     def asked(number: int) -> Request:
-        return Request(number, f"s{number}", 1, prompt(40), Length(1 + (number == 1)), continues=api == "responses")
+        return Request(number, f"s{number}", 1, prompt(40), Length(1 + (number == 1)))
 
     [broken] = served(system, asked(1))
     assert (broken.status, list(broken.token_ids)) == ("failed", [65])

@@ -29,7 +29,7 @@ from tests.engines.small import ask, greedy, prompt, served, setup_of
 
 
 def message(number: int, session: str, turn: int, tokens: Any, output: int = 6, phase: str = "chat") -> Request:
-    return Request(number, session, turn, tokens, Length(output), phase=phase, continues=turn > 1)
+    return Request(number, session, turn, tokens, Length(output), phase=phase)
 
 
 def test_a_replica_keeps_its_conversation_and_computes_only_what_is_new() -> None:
@@ -38,8 +38,8 @@ def test_a_replica_keeps_its_conversation_and_computes_only_what_is_new() -> Non
     try:
         first = replica.answer(message(1, "a", 1, prompt(40)))
         assert first.tokens is not None and list(first.tokens) == greedy(module, prompt(40), 6)
-        second = replica.answer(message(2, "a", 2, prompt(9, start=2)))
         whole = prompt(40) + first.tokens + prompt(9, start=2)
+        second = replica.answer(message(2, "a", 2, whole))
         assert second.tokens is not None and list(second.tokens) == greedy(module, whole, 6)
         assert second.cached_tokens == 40 + 6 - 1
         assert (
@@ -212,8 +212,8 @@ def _actors_until_memory_ends(setup: EngineSetup, module: Any) -> list[int]:
     assert {beyond.finish_reason, later.finish_reason} == {MemoryRanOut.reason}
     assert len(engine._starts) == 1 and len(engine._killed) == 1, "one was tried, and the ramp stopped"
 
-    [again] = served(system, message(5, "agent-0", 2, prompt(9, start=2)))
     whole = prompt(40) + turn.token_ids + prompt(9, start=2)
+    [again] = served(system, message(5, "agent-0", 2, whole))
     assert list(again.token_ids) == greedy(module, whole, 6), "the agent that was there goes on"
     assert again.gpu_hit_tokens == again.history_tokens == 45
     assert threading.active_count() and engine.counters()["processes_peak_bytes"] > watch.limit_bytes

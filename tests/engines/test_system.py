@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Forced, Request, Sampling
+from pensieve.core.request import Forced, History, Request, Sampling
 from pensieve.errors import ContextLengthError, EngineFailed, RequestFailed, WorkerError
 from pensieve.lab.compose import build_tokenizer, build_workload, plan_trial
 from pensieve.lab.replay import replay
@@ -27,7 +27,7 @@ class FakeEngine(OutsideEngine):
     """Answers as `how` says; counts what was started and closed."""
 
     def __init__(self, how: Callable[[Request, Channel], Reply], at_once: int = 4) -> None:
-        self.can = Capabilities(keeps_sessions=False)
+        self.can = Capabilities()
         self.at_once, self._how = at_once, how
         self.closed = 0
         self.fails = False
@@ -87,7 +87,7 @@ def test_what_the_engine_does_not_report_is_unknown_and_not_zero() -> None:
 
 def test_what_the_workload_warmed_is_history_whatever_was_said() -> None:
     system, _ = started(tokens(10))
-    [turn] = served(system, ask(1, "a", prompt(20), known_tokens=8))
+    [turn] = served(system, ask(1, "a", prompt(20), history=History(8)))
     assert counts(turn) == (20, 8, 12, 8, None, 0, 2)
 
 
@@ -143,7 +143,7 @@ def test_a_request_that_fails_ends_alone(error: Exception, status: str, reason: 
 
 def test_forced_tokens_and_noise_are_refused_in_a_sentence() -> None:
     system, _ = started(tokens(0))
-    forced = Request(1, "a", 1, prompt(4), Forced(array("i", [1])), continues=False)
+    forced = Request(1, "a", 1, prompt(4), Forced(array("i", [1])))
     noisy = ask(2, "b", prompt(4), sampling=Sampling(temperature=1.0))
     turns = served(system, forced, noisy)
     assert [turn.status for turn in turns] == ["refused", "refused"]

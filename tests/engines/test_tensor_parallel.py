@@ -18,7 +18,6 @@ import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import WallClock
-from pensieve.core.engine import Engine
 from pensieve.core.event import Event
 from pensieve.core.plan import Moved, Row, Sample, StartReport, StepPlan, StepResult, swap_in, swap_out
 from pensieve.core.policies.retention_value import RetentionValue
@@ -37,7 +36,7 @@ from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.threaded_system import ThreadedSystem
 from pensieve.specs import HardwareSpec
 from tests.engines.test_process import until
-from tests.simulated import policy_context
+from tests.simulated import TalkingEngine, policy_context
 from tests.worker.torch.driver import plain_generate, random_tokens, tiny_model, tiny_spec
 
 CHUNK = 8
@@ -52,7 +51,7 @@ class Served:
         policy = RetentionValue(policy_context(CHUNK, gpu_blocks, cpu_blocks))
         self.cache = TwoTierCache(policy=policy, chunk_tokens=CHUNK, gpu_blocks=gpu_blocks, cpu_blocks=cpu_blocks)
         self.started: StartReport = worker.start(gpu_blocks, cpu_blocks)
-        self.engine = Engine(
+        self.engine = TalkingEngine(
             cache=self.cache,
             settings=SchedulerSettings(**settings),
             worker=worker,
@@ -63,7 +62,7 @@ class Served:
 
     def run(self, *requests: Request) -> dict[int, TurnRecord]:
         for request in requests:
-            self.engine.submit(request)
+            self.engine.say(request)
         finished: dict[int, TurnRecord] = {}
         while self.engine.busy:
             finished |= {e.request_id: e.turn for e in self.engine.step(None) if e.turn is not None}

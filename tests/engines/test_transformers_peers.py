@@ -82,7 +82,7 @@ def test_continuous_batching_prints_nothing_into_a_trials_table() -> None:
 def test_a_free_output_ends_with_its_end_of_sequence(kind: type[Any]) -> None:
     tokens = greedy(plain_module(setup_of()), prompt(60), 8)
     system = begun(kind(setup_of(eos=frozenset({tokens[3]}))))
-    [turn] = served(system, Request(1, "a", 1, prompt(60), Free(8), continues=False))
+    [turn] = served(system, Request(1, "a", 1, prompt(60), Free(8)))
     assert list(turn.token_ids) == tokens[: tokens.index(tokens[3]) + 1] and turn.finish_reason == "eos"
 
 

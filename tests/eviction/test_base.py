@@ -54,7 +54,7 @@ def turns_under(policy: Any) -> list[tuple[Any, ...]]:
     rng, engine = random.Random(3), make_engine(20, 30, policy=policy)
     served = []
     for number in range(60):
-        engine.submit(request(number, rng.choice("abcdefgh"), rng.randint(1, 20), rng.randint(1, 5), turn=number))
+        engine.say(request(number, rng.choice("abcdefgh"), rng.randint(1, 20), rng.randint(1, 5), turn=number))
         turn, dropped = run(engine)[number], engine.cache.counters.dropped_chunks
         served.append((turn.finished_s, turn.gpu_hit_tokens, turn.cpu_hit_tokens, dropped))
     assert served[-1][-1] > 0, "something was evicted"

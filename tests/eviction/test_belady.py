@@ -87,7 +87,7 @@ def served(policy: Any, chance: int, cpu_blocks: int) -> list[TurnRecord]:
         following = next((later for later, other in arrivals[number + 1 :] if other == name), None)
         asked = request(number, name, rng.randint(2, 9), rng.randint(1, 5), turn=number, next_use_s=following)
         asked.intended_s = at_s
-        engine.submit(asked)
+        engine.say(asked)
     turns |= run(engine)
     assert len(turns) == len(arrivals)
     return list(turns.values())

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pensieve.core.hint import Hint
-from pensieve.core.request import Forced, Fork, Free, Length, Request, Sampling
+from pensieve.core.request import Forced, Fork, Free, History, Length, Request, Sampling
 from pensieve.lab.compose import build_system, build_tokenizer, plan_trial
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.inline_system import InlineSystem
@@ -78,7 +78,6 @@ class Play:
         self.system, self._worker = system_of(overrides, worker)
         self.transcripts: dict[str, array[int]] = {}
         self.open: dict[str, Request] = {}  # by conversation
-        self.began: dict[str, array[int]] = {}  # what the open request's prompt is in whole
         self.turns: list[TurnRecord] = []
         self.phases: Counter[str] = Counter()  # in which requests were cancelled
         self._started: set[int] = set()  # requests that have a token
@@ -103,17 +102,12 @@ class Play:
         whose transcript it goes on with, and why the engine lost it."""
         self._numbers += 1
         message = words(self._numbers if text is None else text, tokens)
-        before = self.transcripts.get(name, array("i"))
+        before = self.transcripts.get(name, array("i"))[:keep]
         if fork is not None:
             before = self.transcripts[fork.session][: fork.tokens]
-        prompt = message
-        if keep is not None:
-            before = before[:keep]
-            prompt = before + message
         if forgotten is not None:
             before = self.transcripts[forgotten[0]]
-            prompt = before + message
-            fields["forgotten"] = (len(before), forgotten[1])
+            fields["history"] = History(len(before), forgotten[1])  # type: ignore[arg-type]
         made: Length | Forced | Free = Length(output)
         if forced or isinstance(self._worker, Twin):
             made = Forced(words(-self._numbers, output))
@@ -123,14 +117,13 @@ class Play:
             self._numbers,
             name,
             self._numbers,
-            prompt,
+            before + message,
             made,
-            continues=prompt is message,
             intended_s=self.system.clock.now_s(),
             fork=fork,
             **fields,
         )
-        self.open[name], self.began[name] = request, before + message
+        self.open[name] = request
         self.system.submit(request)
 
     def run(self, seconds: float | None = None) -> None:
@@ -180,10 +173,9 @@ class Play:
             if turn is not None:
                 self.turns.append(turn)
                 name = turn.session
-                del self.open[name]
-                began = self.began.pop(name)
+                asked = self.open.pop(name)
                 if turn.stands:
-                    self.transcripts[name] = began + turn.token_ids
+                    self.transcripts[name] = asked.prompt + turn.token_ids
         return bool(events)
 
     @staticmethod

@@ -9,7 +9,6 @@ import torch
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import WallClock
-from pensieve.core.engine import Engine
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request
 from pensieve.core.scheduler.composition import SchedulerSettings
@@ -18,7 +17,7 @@ from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
-from tests.simulated import policy_context
+from tests.simulated import TalkingEngine, policy_context
 from tests.worker.torch.driver import random_tokens
 
 _MORE_THAN_ANY = 2**50
@@ -51,11 +50,13 @@ def fail_and_go_on(model: LoadedModel, depth: int, bytes_held: int) -> tuple[Tur
     cache = TwoTierCache(policy=Lru(policy_context(8, 40, 40)), chunk_tokens=8, gpu_blocks=40, cpu_blocks=40)
     worker.start(40, 40)
     settings = SchedulerSettings(max_batch_tokens=64, max_batch_requests=4)
-    engine = Engine(cache=cache, settings=settings, worker=worker, clock=WallClock(), max_context=512, facts=Books(8))
+    engine = TalkingEngine(
+        cache=cache, settings=settings, worker=worker, clock=WallClock(), max_context=512, facts=Books(8)
+    )
     prompt = random_tokens(30, 1)
 
     def ask(number: int) -> TurnRecord:
-        engine.submit(Request(number, "a", 1, prompt, Length(6)))
+        engine.say(Request(number, "a", 1, prompt, Length(6)))
         turns = []
         while engine.busy:
             turns += [event.turn for event in engine.step(None) if event.turn is not None]

@@ -11,7 +11,6 @@ import torch
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import WallClock
-from pensieve.core.engine import Engine
 from pensieve.core.plan import Row, Sample, StepPlan
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request, Sampling
@@ -20,7 +19,7 @@ from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
 from pensieve.serve.books.books import Books
-from tests.simulated import policy_context
+from tests.simulated import TalkingEngine, policy_context
 from tests.worker.torch.driver import random_tokens
 
 from .small import small_model
@@ -38,7 +37,7 @@ def served(depth: int, graphs: bool) -> tuple[dict[int, list[int]], TorchWorker]
     store = TwoTierCache(policy=Lru(policy_context(CHUNK, 40, 40)), chunk_tokens=CHUNK, gpu_blocks=40, cpu_blocks=40)
     worker.start(40, 40)
     settings = SchedulerSettings(max_batch_tokens=256, max_batch_requests=12)
-    engine = Engine(
+    engine = TalkingEngine(
         cache=store, settings=settings, worker=worker, clock=WallClock(), max_context=1024, facts=Books(CHUNK)
     )
     tokens: dict[int, list[int]] = {}
@@ -48,7 +47,7 @@ def served(depth: int, graphs: bool) -> tuple[dict[int, list[int]], TorchWorker]
             number += 1
             sampling = Sampling(temperature=0.0 if name < "g" else 1.0, top_k=20, top_p=0.9, seed=3)
             prompt = array("i", random_tokens(9 + 7 * (number % 9), number))
-            engine.submit(Request(number, name, turn, prompt, Length(12 + number % 5), sampling))
+            engine.say(Request(number, name, turn, prompt, Length(12 + number % 5), sampling))
         while engine.busy:
             for event in engine.step(None):
                 if event.turn is not None:

@@ -21,7 +21,7 @@ from ray.serve.request_router import ReplicaID
 from pensieve.core.clock import WallClock
 from pensieve.core.event import Event
 from pensieve.core.plan import StepResult
-from pensieve.core.request import Length, Request, Sampling, tokens_of
+from pensieve.core.request import History, Length, Request, Sampling, tokens_of
 from pensieve.plugins.cluster.routing import Fleet, affinity
 from pensieve.plugins.replicas import engine as engine_module
 from pensieve.plugins.replicas import system as system_module
@@ -204,7 +204,7 @@ def ask(
 ) -> Heard:
     heard = Heard()
     sampling = Sampling(temperature=1.0, seed=5)
-    request = Request(number, session, turn, tokens_of(prompt), Length(tokens), sampling, continues=False, **fields)
+    request = Request(number, session, turn, tokens_of(prompt), Length(tokens), sampling, **fields)
     system.begin(request, heard)
     return heard
 
@@ -215,8 +215,8 @@ def talk(system: ReplicaSystem, session: str, turns: int, first: int = 1) -> lis
     records = []
     for turn in range(1, turns + 1):
         said += [(turn * 7 + place) % 90 for place in range(40)]
-        forgotten = (len(said) - 40, "expired") if turn > 1 else None
-        record = ask(system, first + turn, session, turn, said, forgotten=forgotten).turn
+        history = History(len(said) - 40, "expired") if turn > 1 else None
+        record = ask(system, first + turn, session, turn, said, history=history).turn
         assert record.status == "completed"
         said += record.token_ids
         records.append(record)
@@ -240,7 +240,7 @@ def test_what_is_known_of_a_restored_conversation_goes_with_it() -> None:
     """Its first turn here need not have stood."""
     with replicas() as (system, actors):
         talk(system, "a", 1)
-        system.disown("a", "", tokens_of([1, 2]))
+        system.release("a", "", tokens_of([1, 2]))
         assert not system._home and not system._served
         talk(system, "a", 1, 2)
         assert [method for _, method, _ in actors.served].count("release") == 1
@@ -273,7 +273,7 @@ def test_a_replica_that_ends_in_mid_reply_costs_no_token_and_doubles_none(parts:
         lost = system._home["a"][0]
         actors.deadly[lost] = parts
         said = [token for turn in range(1, 3) for token in (*_message(turn), *first[turn - 1].token_ids)]
-        heard = ask(system, 100, "a", 3, [*said, *_message(3)], forgotten=(len(said), "expired"))
+        heard = ask(system, 100, "a", 3, [*said, *_message(3)], history=History(len(said), "expired"))
         turn = heard.turn
         assert lost not in actors.alive and system._home["a"][0] != lost
         assert system._counted["restarted_requests"] == 1

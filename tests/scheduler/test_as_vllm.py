@@ -10,7 +10,7 @@ from tests.simulated import make_engine, request, run
 def admitted_with_the_first(beyond_budget: bool) -> int:
     engine = make_engine(gpu_blocks=64, max_batch_tokens=8, admission_reserve=0.0, admit_beyond_budget=beyond_budget)
     for number, session in enumerate("abc"):
-        engine.submit(request(number, session, 20, 2))
+        engine.say(request(number, session, 20, 2))
     engine.step(None)
     found = len(engine.scheduler.running)
     assert len(run(engine)) == 3
@@ -25,7 +25,7 @@ def test_nobody_is_admitted_who_could_not_compute_yet():
 def test_prompts_that_leave_room_in_the_iteration_are_joined():
     engine = make_engine(gpu_blocks=64, max_batch_tokens=8, admission_reserve=0.0, admit_beyond_budget=False)
     for number, session in enumerate("abc"):
-        engine.submit(request(number, session, 5, 2))
+        engine.say(request(number, session, 5, 2))
     engine.step(None)
     assert len(engine.scheduler.running) == 2, "five positions and three more"
 
@@ -42,7 +42,7 @@ def test_a_plan_is_not_made_for_those_alone_who_have_their_blocks():
 
     engine.worker.launch = watched  # type: ignore[method-assign]
     for number, tokens in enumerate((7, 6, 5)):
-        engine.submit(request(number, f"s{number}", tokens, 14))
+        engine.say(request(number, f"s{number}", tokens, 14))
     while not engine.scheduler.counters.preempted:
         engine.step(None)
     assert len(served) > 4 and all(rows == running for rows, running in served[:-1])

@@ -40,7 +40,7 @@ def rounds(names: str, gpu: int, cpu: int, mode: str, order: random.Random | Non
     for turn in range(1, 9):
         for name in names if order is None else order.sample(names, len(names)):
             number += 1
-            engine.submit(request(number, name, 3, 1, turn=turn))
+            engine.say(request(number, name, 3, 1, turn=turn))
             record = run(engine)[number]
             assert record.gpu_hit_tokens is not None and record.cpu_hit_tokens is not None
             hits += record.gpu_hit_tokens + record.cpu_hit_tokens

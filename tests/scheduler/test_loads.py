@@ -10,7 +10,6 @@ import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import VirtualClock
-from pensieve.core.engine import Engine
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request, tokens_of
 from pensieve.core.scheduler.composition import SchedulerSettings
@@ -20,7 +19,7 @@ from pensieve.sim.roofline import Roofline
 from pensieve.sim.worker import SimulatedWorker
 from pensieve.specs import HardwareSpec, ModelSpec
 from tests.composed import checked
-from tests.simulated import policy_context
+from tests.simulated import TalkingEngine, policy_context
 
 CHUNK = 32
 
@@ -66,7 +65,7 @@ def serve(
     cache.begin(cost=cost, layers=model.layers, batch_tokens=512)
     worker.start(gpu, cpu)
     settings = SchedulerSettings(max_batch_requests=64, load_apart=load_apart)
-    engine = Engine(
+    engine = TalkingEngine(
         cache=cache,
         settings=settings,
         worker=worker,
@@ -82,18 +81,18 @@ def serve(
             engine.step(None)
 
     for number in range(returning + fillers):
-        engine.submit(Request(number, f"r{number}", 1, tokens_of(range(history), model.vocab), Length(1)))
+        engine.say(Request(number, f"r{number}", 1, tokens_of(range(history), model.vocab), Length(1)))
         drain()
 
     began, last, asked = clock.now_ns(), {}, {}
     for number in range(decoders):
-        engine.submit(Request(100 + number, f"d{number}", 1, tokens_of(range(200 + number), model.vocab), Length(400)))
+        engine.say(Request(100 + number, f"d{number}", 1, tokens_of(range(200 + number), model.vocab), Length(400)))
     due = [(began + round((0.5 + 0.25 * i) * 1e9), i) for i in range(returning)]
     while engine.busy or due:
         while due and due[0][0] <= clock.now_ns():
             _, i = due.pop(0)
             asked[200 + i] = clock.now_ns()
-            engine.submit(Request(200 + i, f"r{i}", 2, tokens_of(range(40), model.vocab), Length(20)))
+            engine.say(Request(200 + i, f"r{i}", 2, tokens_of(range(40), model.vocab), Length(20)))
         if not engine.busy:
             clock.advance_to(due[0][0])
             continue

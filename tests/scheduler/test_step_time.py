@@ -17,9 +17,9 @@ STEPS = 100
 def calls_a_step(engine: Engine, first: int, waiting: int = 0) -> float:
     """Python calls a decode step of a batch of 8, while `waiting` requests stand behind it."""
     for number in range(8):
-        engine.submit(request(first + number, f"busy{first}-{number}", tokens=40, output=160))
+        engine.say(request(first + number, f"busy{first}-{number}", tokens=40, output=160))
     for number in range(waiting):
-        engine.submit(request(first + 8 + number, f"waiting{number}", tokens=8, output=1))
+        engine.say(request(first + 8 + number, f"waiting{number}", tokens=8, output=1))
     for _ in range(20):
         engine.step(None)
 
@@ -36,7 +36,7 @@ def engine_with(idle: int, **settings: Any) -> Engine:
     limits = MemoryLimits(ttl_s=1e6, tokens=10**9)
     engine = make_engine(idle + 4000, idle, chunk_tokens=16, limits=limits, max_batch_requests=8, **settings)
     for number in range(idle):
-        engine.submit(request(number, f"idle{number}", tokens=8, output=1))
+        engine.say(request(number, f"idle{number}", tokens=8, output=1))
         while engine.busy:
             engine.step(None)
     return engine

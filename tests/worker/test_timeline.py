@@ -25,7 +25,7 @@ def test_every_iteration_copy_and_request_is_drawn_at_its_time(tmp_path: Path, w
     worker.timeline = Timeline()
     turns = []
     for number, (session, turn) in enumerate([("a", 1), ("b", 1), ("c", 1), ("a", 2)]):
-        engine.submit(request(number, session, 20, 8, turn, continues=turn > 1))
+        engine.say(request(number, session, 20, 8, turn))
         turns += run(engine).values()
     worker.timeline.write(tmp_path / "trace.json.gz", turns, 0.0)
     with gzip.open(tmp_path / "trace.json.gz", "rt") as file:

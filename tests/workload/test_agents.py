@@ -17,7 +17,7 @@ def test_each_agent_reasons_acts_and_reflects():
         acting = Hint("tool_use", "act", expected_s=10.0)
         assert [a.request.hint for a in turns] == [acting, Hint(expected_s=0.0), acting, Hint("end_turn")]
         assert [len(a.request.prompt) for a in turns] == [20, 6] * 2
-        assert all(a.request.continues for a in turns), "only new tokens are sent"
+        assert all(a.continues for a in turns), "only new tokens are sent"
         acted = [b.at_s - a.at_s - 1.0 for a, b in zip(turns[::2], turns[1::2], strict=True)]
         assert all(9.0 <= seconds <= 11.0 for seconds in acted)
         assert turns[2].at_s == pytest.approx(turns[1].at_s + 1.0)

@@ -28,13 +28,13 @@ def test_salted_prompts_differ_from_the_first_tokens_on_and_end_as_before(name):
     for one, other in zip(plain, salted, strict=True):
         before, now = one.request, other.request
         assert (before.session, before.turn, other.at_s) == (now.session, now.turn, one.at_s)
-        if before.continues and before.turn > 1:
+        if one.continues and before.turn > 1:
             assert now.prompt == before.prompt
             continue
         assert now.prompt[SALT_TOKENS:] == before.prompt
         salts.setdefault(now.session, set()).add(tuple(now.prompt[:SALT_TOKENS]))
-        if before.known_tokens is not None:
-            assert now.known_tokens == before.known_tokens + SALT_TOKENS
+        if before.history is not None:
+            assert now.history.tokens == before.history.tokens + SALT_TOKENS
     assert all(len(found) == 1 for found in salts.values()), "a conversation keeps its salt"
     assert len(set.union(*salts.values())) == len(salts)
     plan, was = in_state("salted", MAKERS[name], context()).describe(), MAKERS[name](context()).describe()

@@ -27,8 +27,8 @@ class Written:
         return []
 
 
-def arrival(number, at_s, session, tokens, reply, **fields):
-    return Arrival(at_s, Request(number, session, 1, array("i", tokens), Length(reply), **fields))
+def arrival(number, at_s, session, tokens, reply, continues=True, **fields):
+    return Arrival(at_s, Request(number, session, 1, array("i", tokens), Length(reply), **fields), continues=continues)
 
 
 def test_lengths_reuse_and_rates_are_those_of_the_arrivals():

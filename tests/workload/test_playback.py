@@ -96,7 +96,6 @@ def test_prompts_are_built_when_they_are_due():
     assert {key: len(one.prompt) for key, one in sent.items()} == {
         ("a", 1): 10, ("b", 1): 20, ("b", 2): 25, ("a", 2): 12,
     }  # fmt: skip
-    assert not any(one.continues for one in sent.values())
     assert sent["b", 1].next_use_s - sent["b", 1].intended_s == pytest.approx(0.5)
 
 

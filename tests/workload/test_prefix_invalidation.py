@@ -31,12 +31,12 @@ def test_a_case_warms_probes_rewarms_and_decodes():
         assert [t.request.phase for t in turns] == ["warmup", kind, "rewarm", "throughput"]
         assert [t.request.label for t in turns] == [kind, kind, kind, f"throughput_{kind}"]
         assert [t.request.output.tokens for t in turns] == [1, 1, 1, 9]
-        assert not any(t.request.continues for t in turns)
+        assert not any(t.continues for t in turns)
         assert rewarm.prompt == warm.prompt
         assert len(warm.prompt) == 24
-        assert (throughput.prompt, throughput.known_tokens) == (probe.prompt, probe.known_tokens)
+        assert (throughput.prompt, throughput.history) == (probe.prompt, probe.history)
         assert probe.prompt[:-4] == (warm.prompt if kind == "hit" else warm.prompt[16:])
-        assert probe.known_tokens == len(probe.prompt) - 4
+        assert probe.history.tokens == len(probe.prompt) - 4
         assert (probe.prompt[0] == warm.prompt[0]) is (kind == "hit")
         assert [b.at_s - a.at_s for a, b in pairwise(turns)] == pytest.approx([1.1] * 3)
 

@@ -33,10 +33,11 @@ def test_a_real_file_is_what_is_said(real):
     assert plan.facts["conversations_with_too_few_turns"] == 3
     assert plan.facts["source"] == "sharegpt.json" and not plan.facts["synthetic"]
     assert plan.facts["mean_turns"] == round((2 + 3 + 3) / 3, 3)
-    request = next(one.due() for one in seen if one.request.session == "c1" and one.request.turn == 2)
+    second = next(one for one in seen if one.request.session == "c1" and one.request.turn == 2)
+    request = second.due()
     assert bytes(list(request.prompt)).decode() == "\nUser: c1 says 2\nAssistant:"
     assert request.output.max_new_tokens == len("c1 says 3")
-    assert request.continues
+    assert second.continues
 
 
 def test_the_seed_decides_which_conversations_are_taken(real):

@@ -49,10 +49,11 @@ def test_requests_come_at_their_times_with_their_whole_prompts(trace):
         ("mooncake-0", 3, 30.0), ("mooncake-5", 1, 40.0), ("mooncake-6", 1, 50.0),
     ]  # fmt: skip
     assert [at for _, _, at in sent(build(trace, time_scale=0.1))] == [0, 1, 1.2, 2, 3, 4, 5]
-    requests = [one.due() for one in measured(drive(build(trace)))]
+    arrivals = measured(drive(build(trace)))
+    requests = [one.due() for one in arrivals]
     assert [len(one.prompt) for one in requests] == [600, 1100, 700, 900, 1500, 513, 520]
     assert [one.output.max_new_tokens for one in requests] == [5, 6, 7, 8, 9, 1, 3]
-    assert not any(one.continues for one in requests)
+    assert not any(one.continues for one in arrivals)
     assert requests[0].prompt[:512] == requests[2].prompt[:512]
     assert requests[0].prompt == requests[1].prompt[:600]
     assert requests[4].prompt[:1024] == requests[1].prompt[:1024]

@@ -246,15 +246,12 @@ class CacheManager(Inspect):
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
         """Begin a new session with the first `length` tokens of another one. A cache that shares by content finds
         their KV by itself; one that does not may move the parent's to the child, if it `takes_kv`."""
-        child.begin_as(parent, length)
+        child.begin(parent.tokens[:length], parent.computed)
         self.facts.began_as(child)
 
-    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int] | None, now_s: float) -> int:
+    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
         """Take over tokens of an idle session, and KV that came from another machine. lengths: by chunk, the leading offsets
-        that came. None: no KV came, and the session is new: all tokens but the last count as computed, by an earlier engine.
-        Returns the number of tokens whose KV is taken; managers without a CPU tier take none."""
-        if lengths is None:
-            session.recall(tokens)
+        that came. Returns the number of tokens whose KV is taken; managers without a CPU tier take none."""
         return 0
 
     def reorder(self, session: Session) -> None:

@@ -30,7 +30,6 @@ def check_tiers(tiers: Tiers, sessions: Collection[Session]) -> None:
     members: dict[View, set[tuple[int, int]]] = {view: set() for view in View if view is not View.NONE}
     for session in sessions:
         assert session.computed <= len(session.tokens)
-        assert session.running or session.computed < max(len(session.tokens), 1)
         assert len(session.chunks) <= chunks_of(len(session.tokens) + 1, tiers.chunk_tokens)
         for index, chunk in enumerate(session.chunks):
             _check_chunk(tiers.chunk_tokens, chunk, session.running)

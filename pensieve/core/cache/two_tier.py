@@ -352,13 +352,10 @@ class TwoTierCache(CacheManager):
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
-    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int] | None, now_s: float) -> int:
+    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
         """Store the KV in CPU blocks that are free, or of duplicates, or of the policy's victims. Where these do not
         suffice, the last chunks get them, which take longest to compute."""
         size, chunks, tiers = self.chunk_tokens, session.chunks, self.tiers
-        if lengths is None:
-            chunks.add(chunks_of(len(tokens), size))
-            return super().receive(session, tokens, None, now_s)
         keep = common_prefix(session.tokens, tokens)
         for index, length in enumerate(lengths[: len(chunks)]):
             if length > chunks[index].resident_len > 0:

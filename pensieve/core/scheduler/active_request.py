@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pensieve.core.facts import Admission
 from pensieve.core.plan import Row, Sample
-from pensieve.core.request import UNNUMBERED, Forced, Free, Request, Sampling, TokenArray
+from pensieve.core.request import UNNUMBERED, Forced, Free, Request, Sampling
 from pensieve.core.session import Run, Session, chunks_of, common_prefix, tokens_in
 from pensieve.core.stop import StopSearch
 from pensieve.errors import CapacityError, ContextLengthError, RequestRefused
@@ -31,10 +30,9 @@ class ActiveRequest:
     one ends at the last known token, so a decode is work of one position. slot: the worker's, while it runs. in_flight:
     launched plans that have a part of it; its blocks and its slot stay its own until there are none, also when it is
     closed, which is to say over for whoever asked. awaited: tokens that those plans sample.
-    length_before, computed_before: of the session at the admission; a turn that does not stand returns to them.
-    misread: what it read from disk was something else. replaced: tokens of the session that an edited prompt put others in
-    place of. eos, stop: what ends it early. generated: tokens of its output so far. admitted: it has run.
-    status, closed_s: how and when it was closed.
+    length_before, computed_before: of the session at the admission, of tokens that it keeps; a turn that does not stand
+    returns to them. misread: what it read from disk was something else. eos, stop: what ends it early. generated: tokens of
+    its output so far. admitted: it has run. status, closed_s: how and when it was closed.
     """
 
     request: Request
@@ -49,7 +47,6 @@ class ActiveRequest:
     slot: int | None = None
     length_before: int = 0
     computed_before: int = 0
-    replaced: TokenArray[int] = field(default_factory=lambda: array("i"))
     generated: int = 0
     admitted: bool = False
     misread: bool = False
@@ -85,9 +82,8 @@ class ActiveRequest:
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def refusal(self, chunk_tokens: int, request_blocks: int, max_context: int) -> RequestRefused | None:
-        """Why this request cannot be served even alone on the device, or None. To be asked when it arrives and again when it
-        is its turn, since its session may have grown in between."""
-        length, new = self.prompt_length(), self.max_new_tokens
+        """Why this request cannot be served even alone on the device, or None."""
+        length, new = len(self.request.prompt), self.max_new_tokens
         if length < 1:
             return RequestRefused("The prompt is empty; send at least one token.")
         if length + new > max_context:
@@ -112,31 +108,20 @@ class ActiveRequest:
         held, prompt = self.session.tokens, self.request.prompt
         if self.preempted:
             return len(held)
-        if self.request.continues:
-            return len(held) if prompt else len(held) - 1
         if self._common is None or self._common[0] != len(held):
             self._common = len(held), common_prefix(held, prompt)
         return min(self._common[1], len(prompt) - 1)
 
-    def suffix(self, keep: int) -> TokenArray[int]:
-        """Return the tokens of the prompt after the first `keep`."""
-        if self.request.continues:
-            return self.request.prompt or self.session.tokens[keep:]
-        return self.request.prompt[keep:]
-
     def prompt_length(self) -> int:
         """Tokens that its admission computes or finds, those generated before a preemption included."""
-        if self.preempted:
-            return len(self.session.tokens)
-        return len(self.request.prompt) + (len(self.session.tokens) if self.request.continues else 0)
+        return len(self.session.tokens if self.preempted else self.request.prompt)
 
     def remember_session(self, keep: int) -> None:
         """Remember, before the first admission, what the session returns to if the turn does not stand. keep: tokens
         that the admission keeps."""
         session = self.session
-        self.length_before = len(session.tokens) if self.request.continues else keep
+        self.length_before = keep
         self.computed_before = min(session.computed, self.length_before)
-        self.replaced = session.tokens[self.length_before :]
 
     def start(self, admission: Admission, slot: int) -> None:
         """Begin to run in `slot`: it is admitted, or resumed after it was preempted."""
@@ -239,10 +224,10 @@ class ActiveRequest:
         self.closed, self.status, self.closed_s = True, status, now_s
 
     @property
-    def undone(self) -> bool:
-        """Whether its turn was admitted and does not stand, so that the session has to be rolled back. A turn stands that has
-        generated something, also where it was cut short, unless a failed step left its KV in doubt."""
-        return self.admitted and not (self.generated and self.status not in ("refused", "failed"))
+    def stands(self) -> bool:
+        """Whether the session keeps its tokens: it has generated something, also where it was cut short, unless a failed step
+        left its KV in doubt."""
+        return self.generated > 0 and self.status not in ("refused", "failed")
 
 
 def turn_of(request: Request, session: Session) -> int:

@@ -119,7 +119,6 @@ class Scheduler:
         self._slots = list(range(settings.max_batch_requests - 1, -1, -1))
         self._max_context = max_context
         self._deferred: set[int] = set()  # arrivals of the requests that were counted as deferred
-        self._refused: list[tuple[ActiveRequest, RequestRefused]] = []
         self._unsent = _Draft()  # admissions that no plan has told the worker of
         low = math.ceil(settings.swap_out_start * cache.gpu_blocks)
         high = high_watermark(settings.swap_out_stop, cache.gpu_blocks)
@@ -129,11 +128,6 @@ class Scheduler:
     def refusal(self, active: ActiveRequest) -> RequestRefused | None:
         """Why it can never be served, or None."""
         return active.refusal(self.cache.chunk_tokens, self.cache.request_blocks, self._max_context)
-
-    def take_refused(self) -> list[tuple[ActiveRequest, RequestRefused]]:
-        """Return, once, the requests whose session outgrew the machine while they waited."""
-        refused, self._refused = self._refused, []
-        return refused
 
     def submit(self, active: ActiveRequest) -> None:
         self._waits(active)
@@ -243,7 +237,7 @@ class Scheduler:
 
     def remove(self, active: ActiveRequest) -> None:
         """Remove a closed request, nothing of which is in flight, as of the time at which it was closed: its blocks may be
-        evicted, a turn that does not stand is undone, and the next turn of its session may start."""
+        evicted, a turn that does not stand leaves none, and the next turn of its session may start."""
         session, cache, now_s = active.session, self.cache, active.closed_s
         if active.admitted:  # before its chunks get their places among the victims
             session.hint = active.request.hint if active.status == "completed" else None
@@ -255,10 +249,9 @@ class Scheduler:
             self._slots.append(active.leave_slot())
             cache.release(session, now_s)
             self.queue.ended(session.name)
-        if active.undone:
+        if active.admitted and not active.stands:
             length = min(active.length_before, len(session.tokens))
             cache.truncate(session, length, active.computed_before)
-            session.extend(active.replaced)
 
     def start_over(self, misread: Sequence[ActiveRequest], now_s: float) -> None:
         """Make requests wait again, as though they had been preempted, because something else was read than was asked for;
@@ -320,11 +313,6 @@ class Scheduler:
             if budget is not None and sum(active.work_tokens for active in self.running) >= budget:
                 return 0  # it would not compute anything yet
             session = head.session
-            error = None if head.preempted else self.refusal(head)
-            if error is not None:
-                self._remove_waiting(head, now_s)
-                self._refused.append((head, error))
-                continue
             keep = head.kept()
             lacking = self._lacking(head, keep)
             self.facts.room_for(session, now_s)
@@ -351,7 +339,7 @@ class Scheduler:
             facts.resumed(request, session, admission, active.misread)
         else:
             active.remember_session(keep)
-            suffix = active.suffix(keep)
+            suffix = request.prompt[keep:]
             facts.admitting(request, session, keep, suffix)
             admission = cache.admit(session, keep, suffix, now_s)
             facts.admitted(request, session, admission, now_s)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pensieve.core.cache.base import CacheManager
-from pensieve.core.facts import Facts
+from pensieve.core.facts import NOBODY_NOW, Facts
 from pensieve.core.request import Request, TokenArray
 from pensieve.core.session import Session
 
@@ -69,10 +69,10 @@ class Sessions:
             self._cache.forget(session)
 
     def prepare(self, session: Session, new: bool, request: Request) -> None:
-        """A request will be queued for it. A new one begins with what its request says it held before."""
-        session.next_use_s = request.next_use_s
-        if new and request.forgotten is not None and request.forgotten[1] == "restarted":
-            self._cache.receive(session, request.prompt[: request.forgotten[0] + 1], None, session.created_s)
+        """A request will be queued for it. A new one begins with what an earlier engine has computed of it."""
+        session.next_use_s, history = request.next_use_s, request.history
+        if new and history is not None and history.lost == "restarted":
+            session.begin(request.prompt[: history.tokens + 1], history.tokens)
         parent = self._cache.sessions.get(request.fork.session) if new and request.fork is not None else None
         if parent is not None and request.fork is not None:
             self._cache.fork(parent, session, request.fork.tokens, request.fork.takes_kv)
@@ -97,8 +97,9 @@ class Sessions:
             known.next_use_s = next_use_s
             self._cache.reorder(known)
 
-    def forget(self, name: str | None) -> None:
-        """Free a session, or all, where no request is under way. No plan is in flight."""
+    def forget(self, name: str | None, tenant: str = "", left: TokenArray[int] | None = None) -> None:
+        """Free a session, or all, where no request is under way. No plan is in flight. left: its tokens in an earlier engine,
+        whose KV the disk may have."""
         if name is None:
             self._idle.clear()  # also those that the cache has let go
             self._idle_tokens = 0
@@ -109,6 +110,10 @@ class Sessions:
             known = self._cache.sessions.get(one)
             if known is not None:
                 self._cache.forget(known)
+            if left:
+                earlier = Session(one, NOBODY_NOW, 0.0, 0.0, tenant=tenant)
+                earlier.begin(left, len(left))
+                self._cache.below.forget(earlier)
 
     def forget_surplus(self, now_ns: int) -> None:
         """Forget sessions that were idle for too long, or are too many."""
@@ -135,13 +140,6 @@ class Sessions:
                 self._over.append(over)
             else:
                 self._let_go(over)
-
-    def disown(self, name: str, tenant: str, tokens: TokenArray[int], now_s: float) -> None:
-        """Delete what an earlier engine left on disk of a session that has none here. tokens: all but the last had KV."""
-        if tokens and self._cache.sessions.get(name) is None:
-            known = self._cache.open(name, now_s, tenant)
-            self._cache.receive(known, tokens, None, now_s)
-            self._cache.forget(known)
 
     def receive(self, name: str, tenant: str, tokens: TokenArray[int], lengths: Sequence[int], now_ns: int) -> int:
         """Take over KV of a session from another engine (CacheManager.receive). Returns how many tokens of it were

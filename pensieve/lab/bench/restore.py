@@ -209,7 +209,7 @@ class Returning:
     def _ask(self, question: array[int], output: int, leave: bool = False) -> TurnRecord:
         number = self._turn = self._turn + 1
         prompt = self._history + question
-        request = Request(number, "returning", number, prompt, Length(output), continues=False)
+        request = Request(number, "returning", number, prompt, Length(output))
         request.intended_s = self.clock.now_s()
         self.engine.submit(request)
         finished: TurnRecord | None = None

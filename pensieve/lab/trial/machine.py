@@ -27,6 +27,7 @@ from pensieve.lab.statistics import median
 from pensieve.lab.trial.samples import Neighbours
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.profiling import DECODES, decodes_s, load_s, prefill_s, profile_of
+from pensieve.serve.transcript import Transcripts
 from pensieve.sim.machine_profile import Grid, MachineProfile, powers_of_two
 
 SHORTEST_CONTEXT = 32
@@ -174,11 +175,14 @@ def host_times(plan: TrialPlan, prefill: Grid, decode: Grid, longest: int) -> Ho
     system.start()
     try:
         for place, (tokens, reply) in enumerate(asked):
+            said = Transcripts()
             # The token before a message has no KV yet, and is computed with it.
             for turn, (count, output) in enumerate(((_BEGUN, 1), (tokens - 1, reply)), start=1):
-                prompt = array("i", (token % plan.model.vocab for token in range(count)))
-                request = Request(2 * place + turn, f"profile-{place}", turn, prompt, Length(output))
+                name, message = f"profile-{place}", array("i", (token % plan.model.vocab for token in range(count)))
+                prompt = said.of(name).tokens + message
+                request = Request(2 * place + turn, name, turn, prompt, Length(output))
                 answer = system.ask(request)
+                said.note(request, answer)
             answers[tokens, reply].append(answer)
     finally:
         system.close()

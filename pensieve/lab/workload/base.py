@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
@@ -10,22 +11,27 @@ from pensieve.core.request import Request, TokenArray, tokens_of
 from pensieve.serve.chat_template import ChatTemplate, user_line
 from pensieve.serve.record import TurnRecord
 
+_NOTHING: TokenArray[int] = array("i")
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """A request to submit at `at_s` (seconds since the replay began); cancelled as a timeout at deadline_s.
 
-    prompt: builds the request's prompt when it is due. Traces use it: all of their prompts at once would fill the memory.
+    continues: its prompt is the new message alone, which follows what stands of the conversation by then. prompt: builds
+    that of the request when it is sent. Traces use it: all of their prompts at once would fill the memory.
     """
 
     at_s: float
     request: Request
     deadline_s: float | None = None
     prompt: Callable[[], TokenArray[int]] | None = None
+    continues: bool = True
 
-    def due(self) -> Request:
-        """The request with its prompt."""
-        return self.request if self.prompt is None else replace(self.request, prompt=self.prompt())
+    def due(self, said: TokenArray[int] = _NOTHING) -> Request:
+        """The request with its prompt. said: what stands of the conversation."""
+        prompt = self.request.prompt if self.prompt is None else self.prompt()
+        return replace(self.request, prompt=said + prompt if self.continues else prompt)
 
 
 @dataclass(frozen=True, slots=True)

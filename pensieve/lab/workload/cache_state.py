@@ -55,15 +55,14 @@ class _Salted:
 
     def _salted(self, arrival: Arrival) -> Arrival:
         request = arrival.request
-        if request.continues and request.turn > 1:
+        if arrival.continues and request.turn > 1:
             return arrival
         salt = prose(self._context, SALT_TOKENS, "salt", request.session)
-        known = None if request.known_tokens is None else request.known_tokens + SALT_TOKENS
+        known = request.history
+        history = None if known is None else replace(known, tokens=known.tokens + SALT_TOKENS)
         later = arrival.prompt
         prompt: Callable[[], TokenArray[int]] | None = None if later is None else lambda: salt + later()
-        return replace(
-            arrival, request=replace(request, prompt=salt + request.prompt, known_tokens=known), prompt=prompt
-        )
+        return replace(arrival, request=replace(request, prompt=salt + request.prompt, history=history), prompt=prompt)
 
 
 class _Warmed:

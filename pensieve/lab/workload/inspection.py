@@ -68,15 +68,10 @@ def inspect(workload: Workload) -> Inspection:
     push(workload.start())
     while heap:
         at_s, _, arrival = heapq.heappop(heap)
-        request = arrival.due()
-        held = said.get(request.session, array("i"))
-        if request.continues:
-            known, prompt = len(held), held + request.prompt
-        else:
-            known, prompt = common_prefix(held, request.prompt), request.prompt
-        if request.known_tokens is not None:
-            known = request.known_tokens
-        known = min(known, len(prompt) - 1)
+        held = said.get(arrival.request.session, array("i"))
+        request = arrival.due(held)
+        prompt, history = request.prompt, request.history
+        known = min(common_prefix(held, prompt) if history is None else history.tokens, len(prompt) - 1)
         reply = request.output.max_new_tokens
         turns.append(
             _Turn(request.session, request.phase, request.label, at_s, len(prompt) - known, reply, len(prompt))

@@ -129,8 +129,10 @@ class Playback(Talks[Dialogue]):
 
     def foresee(self, session: str, turn: int) -> Following | None:
         if is_measured(self._talks[session].phase):
-            if isinstance(self._arrivals, Recorded):
-                return Following(math.inf)
+            if isinstance(self._arrivals, Recorded):  # the next turn, where it was due before this one's end
+                return (
+                    Following(0.0, ((session, turn + 1),)) if turn < self._talks[session].turns else Following(math.inf)
+                )
             if self._family.related:
                 return None
         return super().foresee(session, turn)
@@ -177,13 +179,12 @@ class Playback(Talks[Dialogue]):
             prompt=array("i"),
             output=output,
             sampling=Sampling(seed=self._context.seed),
-            continues=step.continues,
             phase=dialogue.phase,
             hint=step.hint if self._hints else None,
         )
         deadline = None if self._timeout_s is None else at_s + self._timeout_s
         end = said_end(before) if step.continues else None
-        return Arrival(at_s, request, deadline, prompt=lambda: unless_said(step.build(), end))
+        return Arrival(at_s, request, deadline, lambda: unless_said(step.build(), end), step.continues)
 
 
 class Family:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pensieve.core.request import Length, Request, Sampling, TokenArray
+from pensieve.core.request import History, Length, Request, Sampling, TokenArray
 from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import Arrival, WorkloadContext, WorkloadPlan
 from pensieve.lab.workload.chance import shuffled
@@ -135,16 +135,15 @@ class PrefixInvalidationWorkload:
             prompt=known + q if asks else a + b,
             output=Length(self._new_tokens if turn == 4 else 1),
             sampling=Sampling(seed=self._context.seed),
-            continues=False,
             phase=("warmup", case.kind, "rewarm", "throughput")[turn - 1],
             label=f"throughput_{case.kind}" if turn == 4 else case.kind,
             iteration=case.round,
             stream=case.stream,
-            known_tokens=None if turn == 1 else len(known) if asks else len(a) + len(b),
+            history=None if turn == 1 else History(len(known) if asks else len(a) + len(b)),
         )
         if case.warmup_only:
             request = replace(request, phase="warmup", label="")
-        return Arrival(at_s, request, None if self._timeout_s is None else at_s + self._timeout_s)
+        return Arrival(at_s, request, None if self._timeout_s is None else at_s + self._timeout_s, continues=False)
 
     def _texts(self, case: _Case) -> tuple[TokenArray[int], TokenArray[int], TokenArray[int]]:
         """A, B and Q of this conversation. B begins unlike A, so that [B, Q] has nothing in common with [A, B]."""

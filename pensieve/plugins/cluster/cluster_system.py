@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from pensieve.core.clock import Clock, VirtualClock
 from pensieve.core.event import Event
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Request, TokenArray
+from pensieve.core.request import History, Request
 from pensieve.lab.workload.base import Following
 from pensieve.lab.workload.chance import exponential
 from pensieve.plugins.cluster.migration import KvTransfer, Migration, lacking
@@ -27,6 +26,7 @@ from pensieve.plugins.cluster.routing import LOAD_BLIND, Asked, Fleet, Router
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import Capabilities
 from pensieve.serve.systems.inline_system import InlineSystem
+from pensieve.serve.transcript import Transcripts
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,9 @@ class ClusterSystem:
 
     `poll` steps whichever replica is the furthest behind, never beyond the earliest event that somebody outside could react
     to, so nothing reaches a replica in its past. One replica behind a router is the single engine, call for call. A turn
-    that is served where its conversation's last one was is sent as it came; elsewhere the whole conversation is sent, and
-    what was said before counts as history (Request.known_tokens). What another replica holds of earlier turns stays there
-    until it is evicted, and is a hit if the conversation returns.
+    that is served where its conversation's last one was is sent as it came; elsewhere what was said before counts as
+    history (Request.history). What another replica holds of earlier turns stays there until it is evicted, and is a hit
+    if the conversation returns.
 
     Where the caller announces what it will do (base.LooksAhead), a replica runs ahead of the others as far as nothing can
     reach it (outlook.py), in windows as long as a single engine's; what becomes of each request is the same. What all of them
@@ -130,7 +130,7 @@ class ClusterSystem:
         self._events: list[tuple[int, int, int, int, Event]] = []  # ns, replica, sequence, the replica's life
         self._finishes: list[tuple[int, int, int]] = []  # ns, replica, its life: what a caller may react to
         self._failing: list[tuple[int, int]] = []  # ns, replica
-        self._said: dict[str, TokenArray[int]] = {}
+        self._said = Transcripts()
         self._home: dict[str, tuple[int, int]] = {}  # of each conversation, the replica of its last turn, and its life
         self._served: dict[str, set[int]] = {}  # of each conversation, the replicas that were given turns of it
         self._loads = np.zeros(replicas, np.int64)  # requests under way, by replica
@@ -158,7 +158,7 @@ class ClusterSystem:
         replica.requests[request.id] = request
         self._loads[replica.number] += 1
         sent = self._as_sent(request, replica)
-        transfer = None if sent is request else self._transfer(request, replica, now)
+        transfer = self._transfer(request, replica, now) if request.id in self._moved else None
         if transfer is None:
             self._hand_over(sent, replica, now)
         else:
@@ -185,7 +185,7 @@ class ClusterSystem:
                 told.append(event)
                 if event.turn is not None:
                     self._loads[number] -= 1
-                    self._note(replica.requests.pop(event.request_id), event.turn)
+                    self._said.note(replica.requests.pop(event.request_id), event.turn)
                     self._count(event.request_id, event.turn)
                     if self._outlook is not None:
                         self._outlook.ended(event.request_id)
@@ -218,8 +218,9 @@ class ClusterSystem:
     def forget(self, session: str | None) -> None:
         for replica in self._replicas:
             replica.system.forget(session)
+        self._said.forget(session)
         known: dict[str, Any]
-        for known in (self._said, self._home, self._served):
+        for known in (self._home, self._served):
             if session is None:
                 known.clear()
             else:
@@ -229,7 +230,7 @@ class ClusterSystem:
         """See base.ForgetsEnded: each replica that has served it gives up what others do not need."""
         for number in self._served.pop(session, ()):
             self._replicas[number].system.ended(session)
-        self._said.pop(session, None)
+        self._said.forget(session)
         self._home.pop(session, None)
 
     def counters(self) -> dict[str, float]:
@@ -410,13 +411,14 @@ class ClusterSystem:
         return self._always(session, turn) if self._always is not None and self._migration is None else None
 
     def _as_sent(self, request: Request, replica: Replica) -> Request:
-        """The new message where the conversation's last turn was served, else all of it."""
-        said = self._said.get(request.session)
-        if not request.continues or not said or self._home.get(request.session) == (replica.number, replica.lives):
+        """What was said before is its history where the conversation's last turn was served elsewhere."""
+        if self._home.get(request.session, (replica.number, replica.lives)) == (replica.number, replica.lives):
+            return request
+        known = self._said.of(request.session).known(request.prompt)
+        if not known:
             return request
         self._moved.add(request.id)
-        known = len(said) - 1 if request.known_tokens is None else request.known_tokens
-        return replace(request, prompt=said + request.prompt, continues=False, known_tokens=known)
+        return request if request.history is not None else replace(request, history=History(known))
 
     def _transfer(self, request: Request, replica: Replica, now: int) -> KvTransfer | None:
         """The KV that goes along to a replica that has not got it, where it is worth that."""
@@ -427,7 +429,7 @@ class ClusterSystem:
         held, there = (one.system.engine.cache.sessions.get(request.session) for one in (source, replica))
         if held is None or any(one is not None and (one.running or one.waiting) for one in (held, there)):
             return None
-        size, tokens = replica.system.chunk_tokens, self._said[request.session]
+        size, tokens = replica.system.chunk_tokens, self._said.of(request.session).tokens
         return self._migration.transfer(
             tokens, lacking(held, there, tokens, size), replica.system.cost, chunk_tokens=size,
             bytes_per_token=self._bytes(1), source=number, target=replica.number, now_ns=now,
@@ -446,11 +448,6 @@ class ClusterSystem:
             tokens = self._received.pop(request_id, 0)
             self._counted["migrated_turns"] += tokens > 0
             turn.received(self._bytes(tokens))
-
-    def _note(self, request: Request, turn: TurnRecord) -> None:
-        if turn.stands:
-            before = self._said.get(request.session, array("i")) if request.continues else array("i")
-            self._said[request.session] = before + request.prompt + turn.token_ids
 
     # -- failures -----------------------------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ class _LlamaCpp(OutsideEngine):
         server_path: str | None = None,
         start_timeout_s: float = 120.0,
     ) -> None:
-        self.can = Capabilities(keeps_sessions=False)
+        self.can = Capabilities()
         self.at_once = WAITING
         self._setup = setup
         each = ceil_div((setup.longest_tokens or 0) + setup.block_tokens, CELLS) * CELLS

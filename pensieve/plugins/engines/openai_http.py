@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from array import array
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from time import monotonic, sleep
@@ -59,14 +60,16 @@ class OpenAIHttp(OutsideEngine):
         session_header: str | None = None,
         start_timeout_s: float = 10.0,
     ) -> None:
-        self.can = Capabilities(keeps_sessions=api == "responses", starts_empty=False)
+        self.can = Capabilities(starts_empty=False)
         self.at_once = AT_ONCE
         self._setup = setup
         self._base_url, self._model, self._key_env = base_url.rstrip("/"), model, key_env
         self._api, self._prompts, self._session_header = api, prompts, session_header
         self._timeout_s = start_timeout_s
         self._client: CompletionsClient | None = None
-        self._last: dict[str, str] = {}  # the id of each conversation's last response
+        self._last: dict[
+            str, tuple[str, TokenArray[int]]
+        ] = {}  # the id of each conversation's last response, and all said
         self._unlisted: str | None = None  # until it has answered: that the server lists other models
 
     def check(self) -> None:
@@ -190,28 +193,32 @@ class OpenAIHttp(OutsideEngine):
         return body
 
     def _response_body(self, request: Request) -> dict[str, Any]:
+        last, said = self._last.get(request.session, (None, array("i")))
+        goes_on = last is not None and request.prompt[: len(said)] == said
         body = {
             "model": self._model,
-            "input": self._tokenizer.decode(request.prompt),
+            "input": self._tokenizer.decode(request.prompt[len(said) :] if goes_on else request.prompt),
             "max_output_tokens": request.output.max_new_tokens,
             "temperature": 0.0,
             "stream": request.stream,
             "store": True,
         }
-        if request.session in self._last and request.continues:
-            body["previous_response_id"] = self._last[request.session]
+        if goes_on:
+            body["previous_response_id"] = last
         return body
 
     def _read_response(self, request: Request, channel: Channel, answer: Answer) -> Reply:
         """Events of the Responses API, or the one response. Text comes in pieces, whose tokens ours are."""
         final: Mapping[str, Any] = {}
-        whole = ""
+        whole, said = "", array("i", request.prompt)
         for piece in answer.pieces():
             kind = piece.get("type", "")
             if kind == "response.output_text.delta":
                 whole += piece["delta"]
-                if not channel.tell(*self._tokenizer.encode(piece["delta"])):
+                tokens = self._tokenizer.encode(piece["delta"])
+                if not channel.tell(*tokens):
                     break
+                said.extend(tokens)
             elif kind in ("response.completed", "response.incomplete"):
                 final = piece["response"]
             elif kind in ("response.failed", "error"):
@@ -223,11 +230,11 @@ class OpenAIHttp(OutsideEngine):
                 )
         if not final and not channel.cancelled:
             raise broken("the response never ended")
+        reply = None if request.stream else tokens_of(self._tokenizer.encode(whole))
         if "id" in final:
-            self._last[request.session] = str(final["id"])
+            self._last[request.session] = str(final["id"]), said + (reply or array("i"))
         finish = "length" if final.get("status") == "incomplete" else final.get("status")
-        tokens = None if request.stream else tokens_of(self._tokenizer.encode(whole))
-        return _reply(answer, finish, tokens, final.get("usage"), "input_tokens")
+        return _reply(answer, finish, reply, final.get("usage"), "input_tokens")
 
     @property
     def _tokenizer(self) -> Tokenizer:

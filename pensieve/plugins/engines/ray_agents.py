@@ -202,7 +202,7 @@ class RayKeepalive(_RayAgents):
 
     def __init__(self, setup: EngineSetup, **fields: Any) -> None:
         super().__init__(setup, **fields)
-        self.can = Capabilities(keeps_sessions=True, cancels=False)
+        self.can = Capabilities(cancels=False)
         self._actors: dict[str, _Actor] = {}
         self._full = False
 
@@ -277,7 +277,7 @@ class RayServerless(_RayAgents):
 
     def __init__(self, setup: EngineSetup, **fields: Any) -> None:
         super().__init__(setup, **fields)
-        self.can = Capabilities(keeps_sessions=False, cancels=False)
+        self.can = Capabilities(cancels=False)
 
     @property
     def _at_a_time(self) -> int:

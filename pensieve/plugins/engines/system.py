@@ -11,13 +11,13 @@ from typing import Any
 from pensieve.core.clock import Clock, WallClock
 from pensieve.core.event import Event
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Forced, Free, Length, Request, TokenArray
-from pensieve.core.session import common_prefix
+from pensieve.core.request import Forced, Free, Length, Request
 from pensieve.errors import EngineFailed, RequestFailed, RequestRefused, WorkerError
 from pensieve.plugins.engines.base import OutsideEngine, Reply
 from pensieve.plugins.engines.heard import Heard
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.outbox import Outbox
+from pensieve.serve.transcript import Transcripts
 
 
 class OutsideSystem:
@@ -35,7 +35,7 @@ class OutsideSystem:
         self.clock: Clock = clock or WallClock()
         self.can = engine.can
         self._engine = engine
-        self._said = SaidLog()
+        self._said = Transcripts()
         self.heard = Heard()
         self._live: dict[int, _Exchange] = {}
         self._outbox = Outbox(self.clock, lambda: self._ended)
@@ -58,7 +58,6 @@ class OutsideSystem:
 
     def submit(self, request: Request) -> None:
         assert self._threads is not None, "start() comes first"
-        assert not request.continues or self.can.keeps_sessions, "a system without sessions gets the whole prompt"
         exchange = _Exchange(self, request)
         with self._lock:
             self._outbox.expect(request.id)
@@ -126,7 +125,7 @@ class OutsideSystem:
             exchange.reply(reply)
         del self._live[request.id]
         turn = exchange.turn
-        self.heard.hears(request.session, exchange.whole + turn.token_ids)
+        self.heard.hears(request.session, request.prompt + turn.token_ids)
         self._said.note(request, turn)
         assert turn.finished_s is not None
         self.tell([Event("finished", request.id, turn.finished_s, turn=turn)])
@@ -135,46 +134,8 @@ class OutsideSystem:
         """A reading of time.perf_counter, which all processes of a machine share, by this system's clock."""
         return perf_s - self._offset_s
 
-    def history_of(self, request: Request) -> tuple[int, int]:
+    def history_of(self, request: Request) -> int:
         return self._said.history_of(request)
-
-    def whole(self, request: Request) -> TokenArray[int]:
-        return self._said.whole(request)
-
-
-class SaidLog:
-    """What each conversation said so far, for the record alone: turns that do not stand were never said."""
-
-    def __init__(self) -> None:
-        self._said: dict[str, TokenArray[int]] = {}
-
-    def history_of(self, request: Request) -> tuple[int, int]:
-        """Prompt tokens in all, and of those what was said before: all that a cache could have had, and at most all but the
-        last token of the prompt, which is computed in any case."""
-        said = self._said.get(request.session, array("i"))
-        if request.continues:
-            prompt, found = len(said) + len(request.prompt), len(said)
-        else:
-            prompt = len(request.prompt)
-            found = common_prefix(request.prompt, said) if request.known_tokens is None else request.known_tokens
-        if request.known_tokens is None:
-            found = min(found, max(len(said) - 1, 0))  # the last token of a turn has no KV
-        return prompt, min(found, prompt - 1)
-
-    def note(self, request: Request, turn: TurnRecord) -> None:
-        """The turn has ended."""
-        if turn.stands:
-            self._said[request.session] = self.whole(request) + turn.token_ids
-
-    def whole(self, request: Request) -> TokenArray[int]:
-        """Its prompt with all that was said before."""
-        return self._said.get(request.session, array("i")) + request.prompt if request.continues else request.prompt
-
-    def forget(self, session: str | None) -> None:
-        if session is None:
-            self._said.clear()
-        else:
-            self._said.pop(session, None)
 
 
 class _Exchange:
@@ -185,10 +146,9 @@ class _Exchange:
         now_s = system.clock.now_s()
         self.turn = turn = TurnRecord.arrived(request, request.turn, now_s)
         turn.h2d_bytes = turn.d2h_bytes = None  # nobody here counts what an outside engine copies
-        self._prompt, self._history = system.history_of(request)
-        self.whole = system.whole(request)
-        self._own = system.heard.of_session(request.session, self.whole)
-        system.heard.hears(request.session, self.whole)
+        self._prompt, self._history = len(request.prompt), system.history_of(request)
+        self._own = system.heard.of_session(request.session, request.prompt)
+        system.heard.hears(request.session, request.prompt)
         self.cancelled_as: str | None = None
 
     @property
@@ -250,7 +210,7 @@ class _Exchange:
         said = max(self._own, self._history)
         if cached - around <= said:
             return 0
-        others = self._system.heard.of_others(self.request.session, self.whole)
+        others = self._system.heard.of_others(self.request.session, self.request.prompt)
         return max(0, cached - around - max(said, others))
 
     def close(self, status: str, finish_reason: str | None, error: str | None) -> None:

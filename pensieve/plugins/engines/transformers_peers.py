@@ -64,7 +64,7 @@ class NativePytorch(OutsideEngine):
     """
 
     def __init__(self, setup: EngineSetup, *, keep_cache: bool = False) -> None:
-        self.can = Capabilities(keeps_sessions=False, max_in_flight=1)
+        self.can = Capabilities(max_in_flight=1)
         self.at_once = 1
         self._setup, self._keep = setup, keep_cache
         self._module: Any = None
@@ -177,7 +177,7 @@ class ContinuousBatching(OutsideEngine):
     KV budget and no more, batches as large as the scheduler's. It shares full prefix pages, and does not say when it did."""
 
     def __init__(self, setup: EngineSetup, *, page_tokens: int = 32) -> None:
-        self.can = Capabilities(keeps_sessions=False, cancels=False)
+        self.can = Capabilities(cancels=False)
         self.at_once = AT_ONCE
         self._setup, self._page = setup, page_tokens
         self._open = ExitStack()

@@ -57,7 +57,7 @@ class _Vllm(OutsideEngine):
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         start_timeout_s: float = 600.0,
     ) -> None:
-        self.can = Capabilities(keeps_sessions=False)
+        self.can = Capabilities()
         self.at_once = AT_ONCE
         self._setup, self._timeout_s = setup, start_timeout_s
         named = environment or os.environ.get(ENVIRONMENT_ENV)

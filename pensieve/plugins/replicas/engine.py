@@ -13,7 +13,7 @@ from typing import Any
 
 from pensieve.core.event import Event
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Request
+from pensieve.core.request import History, Request
 from pensieve.errors import WorkerError
 from pensieve.lab.compose import build_system, build_tokenizer, check, check_free_memory, plan_trial
 from pensieve.plugins.replicas.call_routing import CallRouting
@@ -76,10 +76,11 @@ class EngineReplica:
     async def answer(self, routing: CallRouting, request: Request) -> AsyncIterator[Begun | list[Event]]:
         """One turn. Where the conversation's last one was served elsewhere, what was said before is its history here, found
         or computed again."""
-        if routing.home != self._id and request.forgotten is not None:
-            computed = min(request.forgotten[0], max(routing.held_tokens - 1, 0)) if routing.home else 0
+        known = request.history
+        if routing.home and routing.home != self._id and known is not None and known.lost != "edited":
+            computed = min(known.tokens, max(routing.held_tokens - 1, 0))
             if computed:
-                request = replace(request, forgotten=(computed, "restarted"), known_tokens=computed)
+                request = replace(request, history=History(computed, "restarted"))
         request = replace(request, intended_s=request.intended_s - self._origin_s)
         relay = _Relay(asyncio.get_running_loop())
         self._system.begin(request, relay)

@@ -23,7 +23,7 @@ from ray.serve.schema import LoggingConfig
 from pensieve.core.clock import Clock, WallClock
 from pensieve.core.event import Event
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Request, TokenArray
+from pensieve.core.request import History, Request, TokenArray
 from pensieve.errors import EngineFailed, WorkerError
 from pensieve.plugins.engines.ray_cluster import RayCluster
 from pensieve.plugins.replicas.call_routing import CallRouting, running, unregister
@@ -98,7 +98,7 @@ class ReplicaSystem:
         of all its processes, over this one's. connected: called when this process is connected to Ray, before any replica
         starts; what it raises ends the start."""
         self.clock: Clock = WallClock()
-        self.can = Capabilities(keeps_sessions=False)
+        self.can = Capabilities()
         self._fields, self._scaling, self._router, self._seed, self._gpus = dict(fields), scaling, router, seed, gpus
         self._app = f"pensieve-{id(self):x}"
         self._cluster = RayCluster(scaling.most, gpus * scaling.most, environment=environment)
@@ -199,10 +199,8 @@ class ReplicaSystem:
         """Its prompt begins with all that the conversation holds."""
         self._outbox.expect(request.id)
         _, held = self._home.get(request.session, (None, 0))
-        if (
-            held and request.forgotten is None and request.known_tokens is None
-        ):  # by the replica that may serve it now, at the latest
-            request = replace(request, forgotten=(held, "expired"))
+        if held and request.history is None:  # by the replica that may serve it now, at the latest
+            request = replace(request, history=History(held, "expired"))
         self.begin(request, _ToOutbox(self._outbox, request))
 
     def begin(self, request: Request, listener: Listener) -> None:
@@ -244,17 +242,14 @@ class ReplicaSystem:
                 known.clear()
         self._now(self._each("forget"))
 
-    def release(self, session: str) -> None:
+    def release(self, session: str, tenant: str = "", left: TokenArray[int] | None = None) -> None:
+        """left: ignored, since a replica's disk ends with it."""
         with self._lock:
             self._home.pop(session, None)
             self._family.pop(session, None)
             served = self._served.pop(session, set())
         for replica in served.intersection(self.up):
             self._soon(self._quietly(self._call("release", CallRouting(to=replica), session)))
-
-    def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
-        """A replica's disk ends with it: none has KV of an earlier engine, but one may have begun a turn."""
-        self.release(session)
 
     @property
     def up(self) -> list[str]:

@@ -157,8 +157,7 @@ class Books(Facts):
         self._of_session.setdefault(request.session, {})[request.id] = None
 
     def admitting(self, request: Request, session: Session, keep: int, suffix: TokenArray[int]) -> None:
-        had = len(session.tokens) if request.continues else keep
-        self._asked[request.id] = Asked.of(session, keep, suffix, request.known_tokens, had)
+        self._asked[request.id] = Asked.of(session, keep, suffix, request.history)
 
     def admitted(self, request: Request, session: Session, admission: Admission, now_s: float) -> None:
         asked, record = self._asked[request.id], self._records[request.id]
@@ -169,12 +168,12 @@ class Books(Facts):
         record.elsewhere_tokens, record.anywhere_tokens = self._findable(session, asked, admission.found)
         residency.enter(record, admission)
         found = residency.with_disk(admission.read) if admission.read else residency
-        found.enter_disk(record, request, asked.had)
+        found.enter_disk(record, request, asked.keep)
 
     def resumed(self, request: Request, session: Session, admission: Admission, misread: bool) -> None:
         record, residency = self._records[request.id], self._residency.get(request.id)
         if misread and residency is not None:
-            residency.with_disk(admission.read).enter_disk(record, request, self._asked[request.id].had)
+            residency.with_disk(admission.read).enter_disk(record, request, self._asked[request.id].keep)
             return
         again = sum(max(0, min(stop, session.computed) - start) for start, stop in admission.work)
         record.resumed(admission.loaded_tokens, again)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from pensieve.core.cost import CostModel, PositionPrices, marginal_s
 from pensieve.core.facts import Admission, Found
-from pensieve.core.request import Request, TokenArray
+from pensieve.core.request import History, Request, TokenArray
 from pensieve.core.session import Run, Session, tokens_in, without
 from pensieve.serve.record import Cause, Loss, Miss, Missed, TurnRecord
 
@@ -135,35 +135,34 @@ class Residency:
         loaded = without(self.on_cpu, admission.work) if admission.again_tokens else self.on_cpu
         record.found = (self.on_gpu, loaded)
 
-    def enter_disk(self, record: TurnRecord, request: Request, had: int) -> None:
+    def enter_disk(self, record: TurnRecord, request: Request, keep: int) -> None:
         """Record, after `enter` or where what was read from disk was something else, what came from there, and why each
         prompt position without KV had none."""
         record.disk_hit_tokens, record.recomputed_tokens = self.disk_hit, self.recomputed
         record.found = (*record.found[:2], self.on_disk)
-        record.missed = explained(self, request.forgotten, request.known_tokens, had)
+        record.missed = explained(self, request.history, keep)
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A prompt as it is about to be admitted. keep: leading tokens that are its session's own. history: of them, or of what
-    the workload says was said elsewhere, those that were computed before. edited: positions at which other tokens were.
-    had: tokens of the session that the turn leaves as they are."""
+    the workload says was said elsewhere, those that were computed before. edited: positions at which other tokens were."""
 
     prompt: int
     keep: int
     history: int
     edited: tuple[Missed, ...]
-    had: int
 
     @classmethod
-    def of(cls, session: Session, keep: int, suffix: TokenArray[int], known: int | None, had: int) -> Asked:
-        """known: overrides the history."""
+    def of(cls, session: Session, keep: int, suffix: TokenArray[int], told: History | None) -> Asked:
+        """told: by whoever asks."""
         prompt = keep + len(suffix)
-        history = min(keep, session.computed, prompt - 1) if known is None else min(known, prompt - 1)
+        known = min(keep, session.computed) if told is None or told.lost == "expired" else told.tokens
+        history = min(known, prompt - 1)
         edited: tuple[Missed, ...] = ()
         if keep < len(session.tokens) and suffix and suffix[0] != session.tokens[keep]:
             edited = joined([Missed(max(history, keep), min(session.computed, keep + len(suffix)), "edited")])
-        return cls(prompt, keep, history, edited, had)
+        return cls(prompt, keep, history, edited)
 
     def residency(self, session: Session, found: Found, losses: Losses, chunk_tokens: int) -> Residency:
         """What it has found. session: whose KV it is."""
@@ -192,20 +191,17 @@ def _below(runs: tuple[Run, ...], position: int) -> tuple[Run, ...]:
     return tuple((start, min(stop, position)) for start, stop in runs if start < position)
 
 
-def explained(
-    residency: Residency, forgotten: tuple[int, str] | None, known: int | None, had: int
-) -> tuple[Missed, ...]:
-    """Explain every prompt position without KV. Where the engine has forgotten the conversation, its server says why; what
-    is left was never said before. had: tokens of the session before the turn."""
+def explained(residency: Residency, told: History | None, keep: int) -> tuple[Missed, ...]:
+    """Explain every prompt position without KV. Where the engine does not know the conversation, whoever asks says why; what
+    is left was never said before. keep: tokens of the session that the turn leaves as they are."""
     runs = [one for one in residency.missed if one.stop <= residency.history]
-    if forgotten is not None and forgotten[1] == "restarted":
-        # With `known` the conversation went on elsewhere: what was said there is in no token that the engine has.
-        lost = ("never_stored",) if known is None else ("never_stored", "edited")
+    if told is not None and told.lost == "restarted":
+        lost = ("never_stored", "edited")  # what was said elsewhere is in no token that the engine has
         runs = [replace(one, cause="restarted") if one.cause in lost else one for one in runs]
     place = residency.history + residency.shared_hit
     later = [one for one in residency.missed if one.stop > max(place, residency.history)]
-    if forgotten is not None and not had and not residency.history:
-        later.append(Missed(place, min(forgotten[0], residency.prompt), forgotten[1]))  # type: ignore[arg-type]
+    if told is not None and told.lost == "expired" and not keep and not residency.history:
+        later.append(Missed(place, min(told.tokens, residency.prompt), "expired"))
     for one in later:
         start = max(one.start, place)
         runs += (Missed(place, start, "new"), Missed(start, one.stop, one.cause, one.loss))

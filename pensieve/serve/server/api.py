@@ -373,10 +373,8 @@ class Server:
             self.system.cancel(turn.id, "cancelled")
 
     def _released(self, conversation: Conversation) -> None:
-        if conversation.restored and conversation.begun:  # a fork that came to nothing leaves its parent what it has
-            self.system.disown(conversation.engine_name, conversation.tenant, conversation.tokens)
-        else:
-            self.system.release(conversation.engine_name)
+        left = conversation.restored and conversation.begun  # a fork that came to nothing leaves its parent what it has
+        self.system.release(conversation.engine_name, conversation.tenant, conversation.tokens if left else None)
 
     def _ended(self, turn: Turn, record: TurnRecord) -> None:
         """Finish a turn with its record; called in the engine's thread."""

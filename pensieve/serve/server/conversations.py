@@ -11,7 +11,6 @@ import secrets
 import threading
 import time
 import unicodedata
-from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from pensieve.core.request import Fork, TokenArray, text_of
 from pensieve.core.session import common_prefix
 from pensieve.errors import ConfigError, TooManySessions
 from pensieve.serve.record import TurnRecord
+from pensieve.serve.transcript import Transcript
 
 if TYPE_CHECKING:
     from pensieve.serve.server.turn import Turn
@@ -43,8 +43,8 @@ class Mark:
 
 
 @dataclass(slots=True, eq=False)
-class Conversation:
-    """tokens: all that was said, as the next turn is to read it. engine_name: what the engine calls it. named: by its client,
+class Conversation(Transcript):
+    """A transcript, its turns, and what is asked of it now. engine_name: what the engine calls it. named: by its client,
     who expects to find it again; the others are found by what was said. claims: lengths at which somebody may want to go on
     (responses that were stored), so tokens below the largest are not replaced. One turn runs at a time; others wait.
     """
@@ -56,7 +56,6 @@ class Conversation:
     created_at: float
     used_at: float
     keep_alive_s: float | None = None
-    tokens: TokenArray[int] = field(default_factory=lambda: array("i"))
     marks: list[Mark] = field(default_factory=list)
     claims: Counter[int] = field(default_factory=Counter)
     messages: list[Message] | None = None
@@ -237,7 +236,9 @@ class Conversations:
         last = parent.marks[-1].asked if parent.marks else 0
         child.parent, child.asked = parent.id, len(child.marks)
         child.restored = parent.restored
-        if not parent.restored:  # or the engine has nothing of the parent, and recalls what the child begins with
+        if (
+            not parent.restored
+        ):  # or the engine has nothing of the parent, and begins the child with what that has computed
             child.fork = Fork(parent.engine_name, keep, takes_kv=parent.idle and keep >= last)
 
     # -- progress -----------------------------------------------------------------------------------------------------

@@ -212,7 +212,8 @@ class StateFile:
             del tokens[start:]
             tokens.frombytes(piece)
         marks = [Mark(length, _turn(turn), before, messages, key) for length, before, messages, key, turn in marked]
-        made = Conversation(tenant, name, engine_name, bool(named), created_at, used_at, keep_alive_s, tokens, marks)
+        made = Conversation(tenant, name, engine_name, bool(named), created_at, used_at, keep_alive_s, marks)
+        made.tokens = tokens
         made.parent, made.asked = parent, asked
         made.messages = [json.loads(body) for body, _ in said] if has_messages else None
         made.replies = {place: _ids(reply) for place, (_, reply) in enumerate(said) if reply is not None}

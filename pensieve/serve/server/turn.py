@@ -7,12 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pensieve.core.event import Event
 from pensieve.core.hint import Hint
-from pensieve.core.request import Fork, Free, Length, Request, Sampling
-from pensieve.core.session import common_prefix
+from pensieve.core.request import Fork, Free, History, Length, Request, Sampling
 from pensieve.errors import PensieveError, RequestFailed, WorkerError, refused
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.conversations import Asked, Conversation, Mark
@@ -76,12 +75,9 @@ class Turn:
             room = max(1, self.server.most_tokens - len(asked.prompt))
             self.output = replace(self.output, max_new_tokens=min(self.output.max_new_tokens, room))
         conversation.asked += 1
-        shared = common_prefix(conversation.tokens, asked.prompt)
-        forgotten: tuple[int, Literal["expired", "restarted"]] | None = None
-        if shared and conversation.fork is None:
-            # The last token of a turn has no KV: the next one computes it.
-            computed = min(shared, len(conversation.tokens) - 1)
-            forgotten = (computed, "restarted") if conversation.restored else (shared, "expired")
+        known, history = conversation.known(asked.prompt), None
+        if known and conversation.fork is None:
+            history = History(known, "restarted" if conversation.restored else "expired")
         fork: Fork | None
         fork, conversation.fork = conversation.fork, None
         return Request(
@@ -91,10 +87,9 @@ class Turn:
             asked.prompt,
             self.output,
             self.sampling,
-            continues=False,
             intended_s=self.intended_s,
             fork=fork,
-            forgotten=forgotten,
+            history=history,
             tenant=conversation.tenant,
             hint=self._hint(),
         )

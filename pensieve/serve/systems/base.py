@@ -33,11 +33,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """keeps_sessions: only the new message is sent (Request.continues). cancels: a request can be ended before its time.
+    """cancels: a request can be ended before its time.
     max_in_flight: requests it takes at once; None for no limit. starts_empty: nothing is cached after `start`; a server that
     ran before may hold what others asked."""
 
-    keeps_sessions: bool = True
     cancels: bool = True
     max_in_flight: int | None = None
     starts_empty: bool = True
@@ -153,8 +152,6 @@ class AnsweringSystem(System, Protocol):
         """What is held and who waits at this moment, with units."""
         ...
 
-    def release(self, session: str) -> None:
-        """`forget` one conversation without waiting until it is done; a listener may call it."""
-
-    def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
-        """`release` a conversation of an earlier engine, no turn of which has stood in this one: the disk may have KV."""
+    def release(self, session: str, tenant: str = "", left: TokenArray[int] | None = None) -> None:
+        """`forget` one conversation without waiting until it is done; a listener may call it. left: its tokens in an earlier
+        engine, where no turn of it has stood in this one: the disk may have their KV."""

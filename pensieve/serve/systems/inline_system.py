@@ -59,13 +59,9 @@ class InlineSystem(EngineSystem):
                 if not awaited.done():
                     self._serve_listeners()
 
-    def release(self, session: str) -> None:
+    def release(self, session: str, tenant: str = "", left: TokenArray[int] | None = None) -> None:
         with self._inbox_lock:
-            self._inbox.append(lambda: self.engine.forget(session))
-
-    def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
-        with self._inbox_lock:
-            self._inbox.append(lambda: self.engine.disown(session, tenant, tokens))
+            self._inbox.append(lambda: self.engine.forget(session, tenant, left))
 
     def cancel(self, request_id: int, status: str) -> None:
         with self._lock:

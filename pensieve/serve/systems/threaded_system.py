@@ -75,11 +75,8 @@ class ThreadedSystem(EngineSystem):
     def drive(self, awaited: Future[Any]) -> None:
         wait((awaited,))
 
-    def release(self, session: str) -> None:
-        self._send(lambda: self.engine.forget(session))
-
-    def disown(self, session: str, tenant: str, tokens: TokenArray[int]) -> None:
-        self._send(lambda: self.engine.disown(session, tenant, tokens))
+    def release(self, session: str, tenant: str = "", left: TokenArray[int] | None = None) -> None:
+        self._send(lambda: self.engine.forget(session, tenant, left))
 
     def cancel(self, request_id: int, status: str) -> None:
         self._send(lambda: self.engine.cancel(request_id, status))

@@ -11,7 +11,6 @@ import torch
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import WallClock
-from pensieve.core.engine import Engine
 from pensieve.core.plan import Row
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request
@@ -24,7 +23,7 @@ from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
-from tests.simulated import policy_context
+from tests.simulated import TalkingEngine, policy_context
 
 from .driver import plain_generate, random_tokens
 
@@ -75,17 +74,19 @@ def test_a_pool_that_cannot_be_allocated_is_a_sentence(llama: LoadedModel, monke
     assert worker.start(16, 4).settings["gpu_pool_bytes"] > 0
 
 
-def engine_on(model: LoadedModel, forward: Any, depth: int) -> Engine:
+def engine_on(model: LoadedModel, forward: Any, depth: int) -> TalkingEngine:
     worker = TorchWorker(replace(model, forward=forward), 8, WallClock(), options=TorchOptions(depth=depth))
     cache = TwoTierCache(policy=Lru(policy_context(8, 40, 40)), chunk_tokens=8, gpu_blocks=40, cpu_blocks=40)
     worker.start(40, 40)
     settings = SchedulerSettings(max_batch_tokens=64, max_batch_requests=4)
-    return Engine(cache=cache, settings=settings, worker=worker, clock=WallClock(), max_context=512, facts=Books(8))
+    return TalkingEngine(
+        cache=cache, settings=settings, worker=worker, clock=WallClock(), max_context=512, facts=Books(8)
+    )
 
 
-def served(engine: Engine, *requests: Request) -> dict[int, TurnRecord]:
+def served(engine: TalkingEngine, *requests: Request) -> dict[int, TurnRecord]:
     for request in requests:
-        engine.submit(request)
+        engine.say(request)
     turns: dict[int, TurnRecord] = {}
     while engine.busy:
         for event in engine.step(None):

@@ -66,7 +66,7 @@ class _Disaggregated(OutsideEngine):
     crosses: str
 
     def __init__(self, setup: EngineSetup, *, start_timeout_s: float = 120.0) -> None:
-        self.can = Capabilities(keeps_sessions=False, max_in_flight=1)
+        self.can = Capabilities(max_in_flight=1)
         self.at_once = 1
         self._setup, self._timeout_s = setup, start_timeout_s
         self._process: EngineProcess | None = None

@@ -24,9 +24,9 @@ from pensieve.errors import ConfigError
 from pensieve.plugins.engines.base import kv_settings
 from pensieve.plugins.engines.disaggregated import messages
 from pensieve.plugins.engines.disaggregated.messages import KV, LOGITS, Array
-from pensieve.plugins.engines.system import SaidLog
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import Capabilities
+from pensieve.serve.transcript import Transcripts
 from pensieve.sim.cost import simulated_cost
 from pensieve.sim.worker import drawn_token
 from pensieve.specs import HardwareSpec, ModelSpec
@@ -54,11 +54,11 @@ class _Simulated(ABC):
                 "hardware.network_gbps has no value, and a disaggregated baseline on a simulated machine needs it; set it."
             )
         self.clock: Clock = VirtualClock()
-        self.can = Capabilities(keeps_sessions=False, max_in_flight=1)
+        self.can = Capabilities(max_in_flight=1)
         self.model, self._hardware = model, hardware
         self._bytes_s = hardware.network_gbps * 1e9 / 8
         self._cost = simulated_cost(model, hardware, chunk_tokens)
-        self._said = SaidLog()
+        self._said = Transcripts()
         self._queue: deque[tuple[Request, TurnRecord]] = deque()
         self._steps: Iterator[Spent] | None = None  # of the first in the queue, once it is admitted
         self._untold: list[Event] = []
@@ -157,7 +157,7 @@ class _Simulated(ABC):
 
     def _admit(self, request: Request, turn: TurnRecord) -> None:
         assert isinstance(request.output, Length | Free), "nothing here has logits to force a token on"
-        prompt, history = self._said.history_of(request)
+        prompt, history = len(request.prompt), self._said.history_of(request)
         turn.admitted_s = self.clock.now_s()
         turn.prompt_tokens, turn.history_tokens, turn.new_tokens = prompt, history, prompt - history
         turn.gpu_hit_tokens = turn.shared_hit_tokens = 0
