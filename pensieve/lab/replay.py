@@ -9,7 +9,7 @@ import heapq
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 from pensieve.core.request import Request, TokenArray, is_measured
@@ -311,8 +311,9 @@ class _Run:
             due = self.due[item.request.session]
             heapq.heappop(due)
             later = due[0] / 1e9 if due else None
-            request = replace(item.request, intended_s=ns / 1e9, next_use_s=later)
-            self.held[request.id] = replace(item, request=request)
+            request = item.request
+            request.intended_s, request.next_use_s = ns / 1e9, later
+            self.held[request.id] = item
             self.asked[request.session] += 1
             if item.deadline_s is not None:
                 deadline = self._deadline_ns(item.deadline_s)
