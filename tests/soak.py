@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any, get_args
 
 from pensieve.core.cache.restore import RestoreMode
@@ -93,6 +94,17 @@ class Episode:
                 operations.append(Operation(kind, name, count=rng.randint(1, 12)))
         return operations
 
+    def returns(self, rounds: int) -> list[Operation]:
+        """Four replies at once, longer than small tiers hold: somebody is preempted. Then four conversations that return in
+        turn, each alone in the engine: a restore that splits needs that."""
+        rng = self.rng("returns")
+
+        def ask(name: str, output: int) -> Operation:
+            return Operation("ask", name, tuple(rng.randrange(3, _VOCAB) for _ in range(30)), output)
+
+        alone = [(ask(name, 4), Operation("step", count=60)) for name in "wxyz" * rounds]
+        return [*(ask(name, 40) for name in "mnop"), Operation("step", count=300), *chain.from_iterable(alone)]
+
     def engine(self) -> CheckedEngine:
         rng = self.rng("engine")
         chunk, make = rng.choice((4, 8, 32)), rng.choice(_CACHES)
@@ -125,19 +137,36 @@ class Episode:
 
 
 def perform(engine: CheckedEngine, operations: Sequence[Operation]) -> Paths:
-    """Perform the operations, then whatever still waits, and close the engine. Raises as `Episode.run` does."""
-    number = 0
+    """Perform the operations, then whatever still waits, and close the engine. A turn is asked when the turn before it in its
+    conversation is over. Raises as `Episode.run` does."""
+    number, waiting = 0, list[tuple[int, Operation]]()
+
+    def ask() -> None:
+        for one in waiting[:]:
+            session = engine.cache.sessions.get(one[1].session)
+            if session is None or not (session.running or session.waiting):
+                waiting.remove(one)
+                _submit(engine, one[1], one[0])
+
     for operation in operations:
         if operation.kind in ("ask", "edit"):
             number += 1
-            _submit(engine, operation, number)
+            waiting.append((number, operation))
         elif operation.kind == "forget":
             engine.forget(operation.session)
         elif operation.kind == "cancel":
-            engine.cancel(max(1, number - operation.count % 4), "cancelled")
+            cancelled = max(1, number - operation.count % 4)
+            waiting[:] = [one for one in waiting if one[0] != cancelled]
+            engine.cancel(cancelled, "cancelled")
         else:
             for _ in range(operation.count):
                 engine.step()
+                ask()
+        ask()
+    while waiting:
+        engine.step()
+        assert engine.progressed, "requests wait, and nothing runs that could let them in"
+        ask()
     engine.run()
     engine.forget(None)
     while engine.step() or engine.progressed:

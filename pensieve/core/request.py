@@ -187,6 +187,9 @@ class History:
     tokens: int
     lost: Literal["edited", "restarted", "expired"] = "edited"
 
+    def __post_init__(self) -> None:
+        _settle(self, tokens=_whole(self.tokens, "history", 0))
+
 
 @dataclass(slots=True)
 class Request:

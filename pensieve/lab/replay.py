@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -129,9 +129,9 @@ class _Run:
         self.heap: list[tuple[int, int, int, Arrival | int]] = []  # ns, priority, sequence, and a request id to cancel
         self.sequence = count()
         self.pending = 0  # arrivals in the heap
-        self.held: dict[
-            int, Arrival
-        ] = {}  # due, but the system is full or its conversation busy; first come, first sent
+        self.held: dict[int, Arrival] = {}  # due, but the system is full or its conversation busy
+        self.lines: defaultdict[str, deque[tuple[int, int]]] = defaultdict(deque)  # by session: place and id of those
+        self.ready: list[tuple[int, int]] = []  # the first of each conversation that has none in flight; some are over
         self.said = Transcripts()
         self.said_s: dict[str, float] = {}  # when the last turn of a conversation ended
         self.under_way: set[str] = set()  # conversations with a request in flight
@@ -314,6 +314,9 @@ class _Run:
             request = item.request
             request.intended_s, request.next_use_s = ns / 1e9, later
             self.held[request.id] = item
+            self.lines[request.session].append((next(self.sequence), request.id))
+            if len(self.lines[request.session]) == 1:
+                self._may_be_sent(request.session)
             self.asked[request.session] += 1
             if item.deadline_s is not None:
                 deadline = self._deadline_ns(item.deadline_s)
@@ -324,11 +327,12 @@ class _Run:
     def _send(self) -> None:
         limit = self.system.can.max_in_flight
         while limit is None or len(self.in_flight) < limit:
-            held = next((held for held in self.held.values() if held.request.session not in self.under_way), None)
-            if held is None:
+            while self.ready and self.ready[0][1] not in self.held:
+                heapq.heappop(self.ready)
+            if not self.ready:
                 return
+            held = self.held.pop(heapq.heappop(self.ready)[1])
             request = held.due(self.said.of(held.request.session).tokens)
-            del self.held[request.id]
             self.under_way.add(request.session)
             due_s = max(request.intended_s, self.said_s.get(request.session, 0.0))
             now = self.system.clock.now_s()
@@ -338,9 +342,23 @@ class _Run:
             self.stretches.sending(request)
             self.system.submit(request)
 
+    def _may_be_sent(self, session: str) -> None:
+        """The conversation's first held turn is next, if none of it is in flight. First come, first sent."""
+        line = self.lines[session]
+        while line and line[0][1] not in self.held:
+            line.popleft()
+        if not line:
+            del self.lines[session]
+        elif session not in self.under_way:
+            heapq.heappush(self.ready, line[0])
+
     def _time_out(self, request_id: int) -> None:
         if request_id in self.held:
-            self._end_here(self.held.pop(request_id).request)
+            request = self.held.pop(request_id).request
+            first = self.lines[request.session][0][1] == request_id
+            self._end_here(request)
+            if first:
+                self._may_be_sent(request.session)
         elif request_id in self.in_flight:
             if self.system.can.cancels:
                 self.system.cancel(request_id, "timeout")
@@ -370,6 +388,8 @@ class _Run:
         self.due.clear()
         self.asked.subtract(held.request.session for held in self.held.values())
         self.held.clear()
+        self.lines.clear()
+        self.ready.clear()
         self.pending = 0
 
     def _take(self, events: Sequence[Event]) -> None:
@@ -389,6 +409,7 @@ class _Run:
             self.under_way.discard(request.session)
             self.said.note(request, turn)
             self.said_s[request.session] = turn.finished_s or 0.0
+            self._may_be_sent(request.session)
             self._finish(request, turn)
         if events and self.progress is not None:
             elapsed = self._since(self.system.clock.now_ns())

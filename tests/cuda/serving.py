@@ -148,7 +148,11 @@ def converse(
     engine = Serving(model, store, settings, options)
     device.forget()
     counted = dict(device.counts)
-    operations = Episode(seed, 0).operations(turns)
+    operations = (
+        [*Episode(seed, 0).operations(turns), *Episode(seed, 0).returns(2)]
+        if turns > 20
+        else Episode(seed, 0).operations(turns)
+    )
     engine_settings = engine.torch_worker.settings()
     findings, syncs, counts = [], [], {}
 

@@ -46,7 +46,7 @@ def check(served: Served, name: str) -> None:
     [
         ("llama", True, "load", 2, 4),
         ("gemma2", True, "hybrid", 2, 5),
-        ("llama", False, "hybrid", 1, 3),
+        ("llama", False, "hybrid", 1, 4),
     ],
 )
 def test_conversations(device: Machine, name: str, fused: bool, mode: RestoreMode, depth: int, seed: int) -> None:

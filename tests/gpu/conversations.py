@@ -26,7 +26,7 @@ def converse(model: LoadedModel, mode: RestoreMode, options: TorchOptions, link:
     cost = Profile(CHUNK, {128: 0.128, 256: 0.256}, 2 * CHUNK / 1000, {})  # loading is twice as dear as computing
     cache.begin(cost=cost, layers=model.spec.layers, batch_tokens=settings.max_batch_tokens)
     engine = CheckedEngine(model, cache, settings, CONTEXT, link, options)
-    return perform(engine, Episode(5, 0).operations(turns))
+    return perform(engine, [*Episode(4, 0).operations(turns), *Episode(4, 0).returns(3)])
 
 
 def check_paths(paths: Paths, mode: RestoreMode) -> None:

@@ -102,7 +102,7 @@ def copy_sweep(
         if trial is not None and trial.status != "running"
     }
     known = client.search_runs([experiment], filter_string=tagged(**{PARENT_TAG: parent}), max_results=50_000)
-    whole = {run.data.tags[TRIAL_TAG] for run in known if run.info.status != "RUNNING"}
+    whole = {run.data.tags.get(TRIAL_TAG) for run in known if run.info.status != "RUNNING"}
     lacking = (
         number for number, (trial, _) in ended.items() if str(number) not in whole or trial.mlflow_run_id is None
     )
@@ -111,7 +111,8 @@ def copy_sweep(
         with held(), lock(outputs):
             _write_trial(client, experiment, store, trial, sweep, parent, reused)
         for run in known if trial.status == "completed" else ():
-            if run.data.tags[FINGERPRINT_TAG] == trial.fingerprint and int(run.data.tags[TRIAL_TAG]) < trial.id:
+            tags = run.data.tags  # without ours where a person made the run
+            if tags.get(FINGERPRINT_TAG) == trial.fingerprint and int(tags[TRIAL_TAG]) < trial.id:
                 client.set_tag(run.info.run_id, SUPERSEDED_TAG, "true")
     if sweep.status != "running":
         _close(client, parent, experiment, sweep, table or sweep_table(store, sweep_id), [t for t, _ in ended.values()])

@@ -104,7 +104,7 @@ def mean_of(errors: Iterable[Errors]) -> Errors:
     each = list(errors)
     found: dict[str, float | None] = {}
     for name in each[0]:
-        known = [value for one in each if (value := one[name]) is not None]
+        known = [value for one in each if (value := one.get(name)) is not None]
         found[name] = copysign(fmean(map(abs, known)), fmean(known)) if len(known) == len(each) else None
     return found
 

@@ -21,7 +21,8 @@ from pensieve.serve.record import TurnRecord
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Every request at its own time, whatever the system does (load "open"). scale: 0.5 is twice as fast."""
+    """Every request at its own time (load "open"), but none before the turn before it is over. scale: 0.5 is twice
+    as fast."""
 
     scale: float = 1.0
     load = "open"
@@ -63,7 +64,7 @@ class Playback(Talks[Dialogue]):
     Without recorded times a turn is sent when the reply before it is complete and the pause is over; a conversation whose
     turn did not complete ends there. One that another conversation began starts when that one's reply is complete, and a turn
     that waits for such conversations is sent when the last of them has ended, also where that is by a failure. With recorded
-    times a request waits for nothing; two of one conversation that overlap are served in their order. Turns count from 1.
+    times a request waits for the turn before it in its conversation alone. Turns count from 1.
     Prompts are built when they are due.
 
     first_user_ends: as WorkloadPlan.until_first_user. hints: requests carry what the recorded clients knew.

@@ -131,7 +131,9 @@ class ClusterSystem:
         self._finishes: list[tuple[int, int, int]] = []  # ns, replica, its life: what a caller may react to
         self._failing: list[tuple[int, int]] = []  # ns, replica
         self._said = Transcripts()
-        self._home: dict[str, tuple[int, int]] = {}  # of each conversation, the replica of its last turn, and its life
+        self._home: dict[
+            str, tuple[int, int]
+        ] = {}  # of each conversation, the replica of its last turn that stands, and its life
         self._served: dict[str, set[int]] = {}  # of each conversation, the replicas that were given turns of it
         self._loads = np.zeros(replicas, np.int64)  # requests under way, by replica
         self._all = self._group(self._replicas)
@@ -163,7 +165,6 @@ class ClusterSystem:
             self._hand_over(sent, replica, now)
         else:
             heapq.heappush(self._on_the_way, (transfer.arrives_ns, next(self._sequence), sent, transfer))
-        self._home[request.session] = (replica.number, replica.lives)
         self._served.setdefault(request.session, set()).add(replica.number)
 
     def cancel(self, request_id: int, status: str) -> None:
@@ -185,7 +186,10 @@ class ClusterSystem:
                 told.append(event)
                 if event.turn is not None:
                     self._loads[number] -= 1
-                    self._said.note(replica.requests.pop(event.request_id), event.turn)
+                    request = replica.requests.pop(event.request_id)
+                    self._said.note(request, event.turn)
+                    if event.turn.stands:
+                        self._home[request.session] = (number, replica.lives)
                     self._count(event.request_id, event.turn)
                     if self._outlook is not None:
                         self._outlook.ended(event.request_id)
@@ -429,7 +433,8 @@ class ClusterSystem:
         held, there = (one.system.engine.cache.sessions.get(request.session) for one in (source, replica))
         if held is None or any(one is not None and (one.running or one.waiting) for one in (held, there)):
             return None
-        size, tokens = replica.system.chunk_tokens, self._said.of(request.session).tokens
+        size, known = replica.system.chunk_tokens, self._said.of(request.session).known(request.prompt)
+        tokens = request.prompt[: known + 1]  # the last one is computed there
         return self._migration.transfer(
             tokens, lacking(held, there, tokens, size), replica.system.cost, chunk_tokens=size,
             bytes_per_token=self._bytes(1), source=number, target=replica.number, now_ns=now,

@@ -138,7 +138,7 @@ def test_an_engine_on_graphs_serves_every_token_of_the_plain_model(depth: int) -
         for name in "abcdef":
             number += 1
             sampling = Sampling(temperature=0.0 if name < "d" else 1.0, top_k=20, top_p=0.9, seed=3)
-            engine.submit(Request(number, name, turn, random_tokens(5 + number % 7, number), Length(6), sampling))
+            engine.say(Request(number, name, turn, random_tokens(5 + number % 7, number), Length(6), sampling))
         engine.run()
     assert engine.paths.turns == 18
     assert recorder.replayed > 20
