@@ -15,7 +15,7 @@ import pytest
 from tests.crossings import Crossed, generated_turn, restored_turn
 
 
-@pytest.mark.parametrize(("turn", "files", "calls"), [(restored_turn, 23, 495), (generated_turn, 35, 1160)])
+@pytest.mark.parametrize(("turn", "files", "calls"), [(restored_turn, 23, 495), (generated_turn, 35, 1163)])
 def test_a_turn_whose_history_comes_back_from_cpu_crosses_few_files(
     turn: Callable[[], Crossed], files: int, calls: int
 ) -> None:
