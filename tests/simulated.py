@@ -17,6 +17,7 @@ from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request
 from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.core.scheduler.sessions import MemoryLimits
+from pensieve.core.session import Chunks, Session
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
 from pensieve.sim.fast_forward import forward_for
@@ -135,3 +136,9 @@ def run(engine: Engine, until_idle: bool = True) -> dict[int, TurnRecord]:
         if not until_idle and finished:
             break
     return finished
+
+
+def with_chunks(session: Session, count: int) -> Session:
+    """The session, with records of so many chunks without KV."""
+    session.leaf.chunks = Chunks(count)
+    return session

@@ -147,7 +147,7 @@ def test_two_leading_chunks_and_a_hole_with_a_budget_of_48(name: str, fused: boo
     checked.run(Request(1, "a", 1, random_tokens(90, 1), Length(4)))
     session = checked.cache.sessions.get("a")
     for chunk in (0, 1, 5):
-        checked.cache.tiers.drop_gpu(session, chunk, chunk + 1)
+        checked.cache.tiers.drop_gpu(session.leaf, chunk, chunk + 1)
     checked.cache.check()
     checked.poison()
     turn = checked.run(Request(2, "a", 2, random_tokens(100, 2), Length(5)))[2]

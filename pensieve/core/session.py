@@ -38,7 +38,7 @@ NO_BLOCK = -1
 
 
 class Chunks:
-    """The records of a session's chunks: a column for each field, a row for each chunk.
+    """The records of consecutive chunks of a session: a column for each field, a row for each chunk.
 
     A long session has thousands of chunks, and hundreds of them change their state together. In columns a run of them
     is a slice, which is copied, counted and searched at memory speed; `chunks[i]` is one of them alone (Chunk).
@@ -165,6 +165,26 @@ def _block(number: int) -> int | None:
     return None if number == NO_BLOCK else number
 
 
+class Node:
+    """Chunks [start, start + len(chunks)) of a session, and where their KV is: what tiers and victim indices know. A
+    session that shares nothing has one.
+
+    session: whom the policy is asked about. running: how many requests use it now.
+    """
+
+    __slots__ = ("chunks", "number", "running", "session", "start")
+
+    def __init__(self, number: int, session: Session) -> None:
+        self.number, self.session = number, session
+        self.start = self.running = 0
+        self.chunks = Chunks()
+
+    def named(self, stop: int, chunk_tokens: int) -> list[BlockHash]:
+        """Return the names by content of its full chunks in [0, stop) that were computed."""
+        known = self.session.named(min((self.start + stop) * chunk_tokens, self.session.computed), chunk_tokens)
+        return known[self.start :]
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """A conversation as the engine holds it. Its methods alone write `tokens`, `computed`, `waiting` and `running`.
@@ -186,7 +206,7 @@ class Session:
     last_active_s: float
     tokens: TokenArray[int] = field(default_factory=lambda: array("i"))
     computed: int = 0
-    chunks: Chunks = field(default_factory=Chunks)
+    leaf: Node = field(init=False)
     next_use_s: float | None = None
     waiting: int = 0
     queued: tuple[int, ...] = ()
@@ -196,6 +216,22 @@ class Session:
     hint: Hint | None = None
     memo: Any = None
     _names: HashChain | None = None
+
+    def __post_init__(self) -> None:
+        self.leaf = Node(self.number, self)
+
+    @property
+    def chunks(self) -> Chunks:
+        """The records of all its chunks."""
+        return self.leaf.chunks
+
+    def nodes(self) -> list[Node]:
+        """All that hold its chunks, in order."""
+        return [self.leaf]
+
+    def in_nodes(self, runs: Iterable[ChunkRun]) -> Iterator[tuple[Node, int, int]]:
+        """These chunks as runs of its nodes' chunks."""
+        return ((self.leaf, start, stop) for start, stop in runs)
 
     def append(self, token: int) -> None:
         """Add a token that was generated."""

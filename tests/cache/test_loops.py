@@ -14,9 +14,9 @@ from pensieve.core.cache import loops, victims
 from pensieve.core.cache.loops import PLAIN, Head, NativeLoops, Stretch, Victim
 from pensieve.core.cache.victims import VictimIndex
 from pensieve.core.policies.retention_value import RetentionValue
-from pensieve.core.session import Chunks, Session, View
+from pensieve.core.session import Session, View
 from pensieve.errors import EngineMissing
-from tests.simulated import policy_context
+from tests.simulated import policy_context, with_chunks
 
 SCORES = st.sampled_from([-2.5, -1.0, -0.0, 0.0, 1.0, 3.0, float("inf")])
 CONVERSATIONS = st.lists(
@@ -136,9 +136,9 @@ def test_many_choices_are_the_same_with_and_without_a_compiler(
     monkeypatch.setattr(victims, "loops_when_ready", loops.fastest_loops)
     index = VictimIndex(policy(policy_context()), View.DIRTY)
     for number in range(5):
-        session = Session(str(number), number, 0.0, number / 2, chunks=Chunks(90))
-        session.chunks.view = bytearray((View.DIRTY, View.NONE, View.DIRTY)) * 30
-        index.changed(session, 60)
+        session = with_chunks(Session(str(number), number, 0.0, number / 2), 90)
+        session.leaf.chunks.view = bytearray((View.DIRTY, View.NONE, View.DIRTY)) * 30
+        index.changed(session.leaf, 60)
     choices = [index.choose(70, 9.0) for _ in range(5)]
     assert choices == [choices[0]] * 5 and len(choices[0]) == 70
     assert (index._loops is not PLAIN) == (compiler and policy is RetentionValue)

@@ -15,24 +15,24 @@ from pensieve.core.policies.fifo import Fifo
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import tokens_of
-from pensieve.core.session import Chunks, Session, View
+from pensieve.core.session import Session, View
 from pensieve.errors import PolicyError
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.hinted import Hinted
 from pensieve.plugins.policies.oracle_hint import OracleHint
 from pensieve.plugins.policies.stop_reason import StopReasonFirst
 from pensieve.plugins.policies.ttl import Ttl
-from tests.simulated import policy_context
+from tests.simulated import policy_context, with_chunks
 
 
 def put(index: VictimIndex, session: Session, chunk: int) -> None:
     session.chunks.view[chunk] = View.DIRTY
-    index.changed(session, 1)
+    index.changed(session.leaf, 1)
 
 
 def take(index: VictimIndex, session: Session, chunk: int) -> None:
     session.chunks.view[chunk] = View.NONE
-    index.changed(session, -1)
+    index.changed(session.leaf, -1)
 
 
 def brute_force(policy: EvictionPolicy, sessions: list[Session], now_s: float) -> tuple[int, int] | None:
@@ -52,7 +52,7 @@ def test_choice_equals_brute_force_while_time_passes(make: type[EvictionPolicy],
     rng = random.Random(seed)
     policy = make(policy_context())  # type: ignore[call-arg]
     index = VictimIndex(policy, View.DIRTY)
-    sessions = [Session(str(i), i, 0.0, rng.uniform(0, 5), chunks=Chunks(8)) for i in range(12)]
+    sessions = [with_chunks(Session(str(i), i, 0.0, rng.uniform(0, 5)), 8) for i in range(12)]
     now = 5.0
     for _ in range(300):
         now += rng.choice((0.0, 0.1, 3.0))
@@ -65,21 +65,21 @@ def test_choice_equals_brute_force_while_time_passes(make: type[EvictionPolicy],
             else:
                 take(index, session, chunk)
         elif action < 0.6:
-            index.remove_session(session)
-            session.chunks.view = bytearray(8)
+            index.remove(session.leaf)
+            session.leaf.chunks.view = bytearray(8)
         elif action < 0.75:
             session.last_active_s = now
             session.waiting = rng.randint(0, 1)
             session.next_use_s = rng.choice((None, now + rng.uniform(0, 90)))
             session.hint = rng.choice((None, Hint("tool_use"), Hint("end_turn", expected_s=rng.choice((5.0, 70.0)))))
-            index.refresh(session)
+            index.refresh(session.leaf)
         expected = brute_force(policy, sessions, now)
         found = next(index.victims(now), None)
         assert (found and (found[0].number, found[1])) == expected
         if action > 0.9:
             for victim, victim_chunk in index.victims(now):
                 assert (victim.number, victim_chunk) == brute_force(policy, sessions, now)
-                take(index, victim, victim_chunk)
+                take(index, victim.session, victim_chunk)
                 if rng.random() < 0.3:
                     break
 
@@ -121,21 +121,22 @@ def test_a_choice_is_what_taking_one_chunk_after_the_other_gives(make: type[Evic
     policy.keeps = seed == 3  # of AdaptiveRetention  # type: ignore[attr-defined]
     index = VictimIndex(policy, View.DIRTY)
     sessions = [
-        Session(str(i), i, rng.randrange(3), float(rng.randrange(4)), chunks=Chunks(90), waiting=rng.randint(0, 1))
+        with_chunks(Session(str(i), i, rng.randrange(3), float(rng.randrange(4)), waiting=rng.randint(0, 1)), 90)
         for i in range(9)
     ]
     for session in sessions:
         session.next_use_s = rng.choice((None, 5.0, 9.0))
-        session.chunks.view = bytearray(rng.choices((View.NONE, View.DIRTY), (1, 5), k=90))
-        index.changed(session, session.chunks.view.count(View.DIRTY))
+        session.leaf.chunks.view = bytearray(rng.choices((View.NONE, View.DIRTY), (1, 5), k=90))
+        index.changed(session.leaf, session.chunks.view.count(View.DIRTY))
     for _ in range(12):
         count, whole, now = rng.randrange(1, 60), rng.random() < 0.5, 4.0 + rng.random()
         before, heads = index.leads(), index.chunks
         chosen = index.choose(count, now, whole)
         assert (index.leads(), index.chunks) == (before, heads), "a choice takes nothing"
         single = []
-        for session, chunk in index.victims(now):
-            single.append(index.as_victim(session, chunk, now))
+        for node, chunk in index.victims(now):
+            session = node.session
+            single.append(index.as_victim(node, chunk, now))
             take(index, session, chunk)
             of_it = View.DIRTY in session.chunks.view
             if len(single) >= count and not (whole and policy.whole_conversations and of_it):
@@ -160,7 +161,7 @@ def test_retention_value_is_not_lru_on_long_contexts() -> None:
     """An early chunk of a recent conversation goes before a late chunk of an older one: it costs less to recompute."""
     context = policy_context()
     old, recent = (
-        Session(name, i, 0.0, at, chunks=Chunks(200)) for i, (name, at) in enumerate((("old", 0.0), ("new", 60.0)))
+        with_chunks(Session(name, i, 0.0, at), 200) for i, (name, at) in enumerate((("old", 0.0), ("new", 60.0)))
     )
     for policy, expected in ((RetentionValue(context), "new"), (Lru(context), "old")):
         index = VictimIndex(policy, View.DIRTY)
@@ -168,7 +169,7 @@ def test_retention_value_is_not_lru_on_long_contexts() -> None:
             put(index, session, chunk)
         found = next(index.victims(100.0), None)
         assert found is not None
-        assert found[0].name == expected
+        assert found[0].session.name == expected
         old.chunks.view = recent.chunks.view = bytearray(200)
 
 
@@ -180,19 +181,19 @@ def test_choosing_does_not_scan() -> None:
         index = VictimIndex(policy, View.DIRTY)
         rng = random.Random(0)
         for number in range(conversations):
-            session = Session(str(number), number, 0.0, rng.uniform(0, 100), chunks=Chunks(10))
-            session.chunks.view = bytearray([View.DIRTY]) * 10
-            index.changed(session, 10)
+            session = with_chunks(Session(str(number), number, 0.0, rng.uniform(0, 100)), 10)
+            session.leaf.chunks.view = bytearray([View.DIRTY]) * 10
+            index.changed(session.leaf, 10)
         began = time.process_time()  # not the wall: other tests share this machine
         for victim in index.choose(1000, 200.0):
-            take(index, index.sessions_of([victim])[victim[3]], victim[4])
+            take(index, index.nodes_of([victim])[victim[3]].session, victim[4])
         times[conversations] = time.process_time() - began
     assert times[50_000] < 10 * times[1_000], times
 
 
 def test_whole_conversations_go_together() -> None:
     index = VictimIndex(ConversationLru(policy_context()), View.DIRTY)
-    sessions = [Session(str(i), i, 0.0, float(i), chunks=Chunks(3)) for i in range(3)]
+    sessions = [with_chunks(Session(str(i), i, 0.0, float(i)), 3) for i in range(3)]
     for session in sessions:
         for chunk in range(3):
             put(index, session, chunk)
@@ -203,7 +204,7 @@ def test_whole_conversations_go_together() -> None:
 def test_adaptive_retention_reorders_when_keeping_hits_more() -> None:
     policy = AdaptiveRetention(policy_context(chunk_tokens=4, gpu_blocks=10, cpu_blocks=10))  # 80 tokens
     index = VictimIndex(policy, View.DIRTY)
-    sessions = [Session(str(i), i, 0.0, 0.0, tokens=tokens_of(range(20)), chunks=Chunks(5)) for i in range(8)]
+    sessions = [with_chunks(Session(str(i), i, 0.0, 0.0, tokens=tokens_of(range(20))), 5) for i in range(8)]
     for session in sessions:
         put(index, session, 0)
     now = 0.0
@@ -212,9 +213,9 @@ def test_adaptive_retention_reorders_when_keeping_hits_more() -> None:
             now += 1.0
             session.last_active_s = now
             policy.observe(session, now)
-            index.refresh(session)
+            index.refresh(session.leaf)
     assert policy.keeps
-    assert next(index.victims(now), None) == (sessions[-1], 0), "the newest goes, the others stay"
+    assert next(index.victims(now), None) == (sessions[-1].leaf, 0), "the newest goes, the others stay"
     for fresh in range(100, 160):  # conversations that never return, between two that do: keeping holds on to others
         for session in (Session("x", fresh, 0.0, now, tokens=tokens_of(range(20))), *sessions[5:7]):
             policy.observe(session, now)
@@ -237,7 +238,7 @@ def test_a_key_that_stands_nowhere_is_refused_with_its_method(method: str, key: 
     index = VictimIndex(Odd(policy_context()), View.DIRTY)
 
     def choose() -> None:
-        put(index, Session("talk", 0, 0.0, 1.0, chunks=Chunks(1)), 0)
+        put(index, with_chunks(Session("talk", 0, 0.0, 1.0), 1), 0)
         next(index.victims(2.0))
 
     with pytest.raises(PolicyError, match=rf"Odd\.{method} \(.*test_victims\.py, line {line}\) returned .* 'talk'"):
@@ -251,6 +252,6 @@ def test_what_is_never_or_always_first_may_be_infinite() -> None:
 
     index = VictimIndex(Ends(policy_context()), View.DIRTY)
     for number in range(2):
-        put(index, Session(str(number), number, 0.0, 1.0, chunks=Chunks(1)), 0)
-    session, _ = next(index.victims(2.0))
-    assert session.number == 1
+        put(index, with_chunks(Session(str(number), number, 0.0, 1.0), 1), 0)
+    node, _ = next(index.victims(2.0))
+    assert node.number == 1

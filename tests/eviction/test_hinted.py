@@ -26,7 +26,7 @@ def idle(number: int, last_active_s: float, hint: Hint | None = None, next_use_s
 def evicted(policy: EvictionPolicy, sessions: list[Session], now_s: float) -> list[int]:
     """The numbers of the conversations in the order of eviction (that the index keeps it: tests/cache/test_victims.py)."""
     index = VictimIndex(policy, View.DIRTY)
-    return [session.number for session in sorted(sessions, key=lambda session: index.as_victim(session, 0, now_s))]
+    return [session.number for session in sorted(sessions, key=lambda session: index.as_victim(session.leaf, 0, now_s))]
 
 
 CALLS, ENDS = Hint("tool_use"), Hint("end_turn")

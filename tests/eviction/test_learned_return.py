@@ -14,13 +14,13 @@ import pytest
 from pensieve.core.cache.victims import VictimIndex
 from pensieve.core.hint import Hint
 from pensieve.core.policies.lru import Lru
-from pensieve.core.session import Chunks, Session, View
+from pensieve.core.session import Session, View
 from pensieve.errors import ConfigError
 from pensieve.plugins.policies import return_times
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.plugins.policies.return_times import AGES, BINS, Forgetting, Habit, rates_of
 from tests.eviction.world import Key, World, context, holds
-from tests.simulated import policy_context
+from tests.simulated import policy_context, with_chunks
 
 EDGES = (0.0, *AGES, AGES[-1] * 1.4)
 HINTS = (None, Hint(stop_reason="tool_use"), Hint(stop_reason="end_turn", expected_s=30.0))
@@ -220,13 +220,13 @@ def test_what_clients_make_up_and_what_nobody_chooses_from_takes_bounded_room() 
     policy = LearnedReturn(context(), guarded=False)
     index = VictimIndex(policy, View.DIRTY)
     for number in range(600):
-        session = Session(str(number % 3), number % 3, 0.0, float(number), chunks=Chunks(1))
+        session = with_chunks(Session(str(number % 3), number % 3, 0.0, float(number)), 1)
         session.hint = Hint(tool=f"tool {number}")
         policy.rest(session, float(number))
         session.chunks.view[0] = View.DIRTY
-        index.changed(session, 1)
+        index.changed(session.leaf, 1)
         assert policy.bucket(session, 0) is not None
-        index.remove_session(session)
+        index.remove(session.leaf)
     assert len(policy._root.kinds) == 256
     assert len(index._aging) < 100
 

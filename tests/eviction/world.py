@@ -55,8 +55,8 @@ class World:
             self.policy.observe(session, self.now_s)
         self._note(True, session)
         session.start(self.now_s)
-        self.index.remove_session(session)
-        session.chunks = Chunks(CHUNKS)
+        self.index.remove(session.leaf)
+        session.leaf.chunks = Chunks(CHUNKS)
         self.now_s += rng.choice((0.0, 0.25, 1.0))
         session.extend(range(rng.randint(1, 4)))
         session.hint = rng.choice(self.hints)
@@ -67,13 +67,13 @@ class World:
         for chunk in range(CHUNKS):
             if rng.random() < 0.6:
                 session.chunks.view[chunk] = View.DIRTY
-                self.index.changed(session, 1)
+                self.index.changed(session.leaf, 1)
 
     def pass_time(self) -> None:
         self.now_s += self.rng.choice((0.0, 0.5, 3.0, 30.0, 500.0))
         session = self.rng.choice(self.sessions)
         session.waiting = self.rng.randint(0, 1)
-        self.index.refresh(session)
+        self.index.refresh(session.leaf)
 
     def expected(self, key: Key) -> tuple[int, int] | None:
         """Over the first chunk of every conversation: the lowest by definition."""
@@ -87,7 +87,7 @@ class World:
 
     def take(self, session: Session, chunk: int) -> None:
         session.chunks.view[chunk] = View.NONE
-        self.index.changed(session, -1)
+        self.index.changed(session.leaf, -1)
 
     def _note(self, asked: bool, session: Session) -> None:
         self.events.append(Event(asked, session.number, self.now_s, len(session.tokens), session.turns, session.hint))
@@ -107,7 +107,7 @@ def holds(world: World, definition: Callable[[World], Key], steps: int = 60) -> 
             world.pass_time()
         for victim, chunk in world.index.victims(world.now_s):
             assert (victim.number, chunk) == world.expected(definition(world))
-            world.take(victim, chunk)
+            world.take(victim.session, chunk)
             chosen += 1
             if world.rng.random() < 0.5:
                 break

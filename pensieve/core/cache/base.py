@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from pensieve.core.cost import CostModel
 from pensieve.core.facts import SILENT, Admission, Facts
-from pensieve.core.plan import Move, Moved, StartReport, Tier
+from pensieve.core.plan import GPU, Move, Moved, StartReport, Tier
 from pensieve.core.request import TokenArray
-from pensieve.core.session import ChunkRun, Run, Session
+from pensieve.core.session import ChunkRun, Node, Run, Session
 
 
 @dataclass(slots=True)
@@ -63,14 +63,14 @@ class LowerTier:
         if they were computed with the rest of it."""
         return []
 
-    def store(self, session: Session, start: int, stop: int, source: Tier, ticket: int) -> Move | None:
-        """Store the full ones of these chunks, which are about to give up their blocks in `source`, the last that have their
-        KV. Returns the move to be planned, if there is one."""
+    def store(self, node: Node, start: int, stop: int, source: Tier, ticket: int) -> Move | None:
+        """Store the full ones of these chunks of a node, which are about to give up their blocks in `source`, the last that
+        have their KV. Returns the move to be planned, if there is one."""
         return None
 
     def read(self, session: Session, runs: Iterable[ChunkRun], ticket: int) -> Move:
         """Read these chunks, which were `worth_reading`, into the GPU blocks that they have."""
-        raise NotImplementedError
+        return Move(ticket, self.name, GPU, (), ())
 
     def finish(self, moved: Iterable[Moved]) -> None:
         """These moves are over, among them some that are none of its own."""
@@ -201,6 +201,9 @@ class CacheManager(Inspect):
     room: Room
     """What blocks there are, and ways to make more available."""
 
+    drops = False
+    """Gives KV that would be lost to a tier below."""
+
     def __init__(self, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int) -> None:
         self.chunk_tokens = chunk_tokens
         self.gpu_blocks = self.request_blocks = gpu_blocks
@@ -223,14 +226,23 @@ class CacheManager(Inspect):
     ) -> None:
         """Take what it goes by from now on; each part is given once, before the first request. cost: what computing and
         loading take, for a model of so many layers and iterations of so many positions. below: a tier under the CPU's,
-        with what the worker has reported. facts: where to tell what happens. A manager without a CPU tier uses the last
-        alone."""
+        with what the worker has reported. facts: where to tell what happens."""
+        if cost is not None:
+            self._price(cost, layers, batch_tokens)
+        if below is not None and self.drops:
+            assert cost is not None and report is not None
+            self.below = below
+            below.begin(report, self.chunk_tokens, layers, cost, self.counters.extra)
+            below.report_to(self.facts)
         if facts is not None:
             assert not self.sessions
             self.facts = facts
             facts.tier("gpu", self.gpu_blocks)
             facts.tier("cpu", self.cpu_blocks)
             self.below.report_to(facts)
+
+    def _price(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
+        """Go by these costs; a manager that restores nothing has no use for them."""
 
     # -- a session ----------------------------------------------------------------------------------------------------
 

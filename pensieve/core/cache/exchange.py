@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from itertools import islice
+
 from pensieve.core.cache.two_tier import TwoTierRoom
 from pensieve.core.session import NO_BLOCK, Session, View, runs_of
 from pensieve.units import ceil_div
@@ -25,7 +28,12 @@ class Exchange:
         tiers, chunks, wanted = room.tiers, session.chunks, lacking - room.outgoing
         begins = room.copies_done and not room.available
         loads = self._load(session, now_s)
-        clean = [index for index, view in enumerate(chunks.view) if view == View.CLEAN]
+        clean = [
+            (node, index)
+            for node in session.nodes()
+            for index, view in enumerate(node.chunks.view)
+            if view == View.CLEAN
+        ]
         held = len(chunks) - chunks.cpu.count(NO_BLOCK)
         spare = room.spare_cpu_blocks
         costly = max(wanted - spare - held, ceil_div(held, _STAGES) if begins else 0, 0)
@@ -33,7 +41,7 @@ class Exchange:
         dropped = room.tiers.counters.dropped_chunks
         if most > 0:
             others = room.victims_of_others(tiers.dirty, session, View.DIRTY, most, now_s)
-            room.copy_out(others, now_s, session, giving=(session, clean))
+            room.copy_out(others, now_s, session, giving=clean)
         if not loads:
             self._load(session, now_s)  # where chunks were dropped there are blocks now
         stuck = room.copies_done and not tiers.copies.in_flight and dropped == room.tiers.counters.dropped_chunks
@@ -51,7 +59,8 @@ class Exchange:
         if lacking > 0:  # not for chunks of its own, or the next plan would load those again, and so on
             others = room.victims_of_others(tiers.clean, session, View.CLEAN, lacking, now_s)
             room.give_up(tiers.clean, others, tiers.reclaim)
-        for index, block in zip(behind, room.take_gpu(session, len(behind), now_s), strict=True):
-            chunks.gpu[index] = block
+        runs, blocks = runs_of(behind), iter(room.take_gpu(session, len(behind), now_s))
+        for node, start, stop in session.in_nodes(runs):
+            node.chunks.gpu[start:stop] = array("i", islice(blocks, stop - start))
         room.loaded_early.setdefault(session.number, set()).update(behind)
-        return tiers.copy_in(session, runs_of(behind))
+        return tiers.copy_in(session, runs)

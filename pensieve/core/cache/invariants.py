@@ -6,17 +6,21 @@ from collections import Counter
 from collections.abc import Collection
 
 from pensieve.core.cache.tiers import Tiers
-from pensieve.core.session import Chunk, Session, View, chunks_of
+from pensieve.core.session import Chunk, Node, Session, View, chunks_of
 
 
 def check_tiers(tiers: Tiers, sessions: Collection[Session]) -> None:
     """sessions: all that the cache knows."""
-    _check_pools(tiers, sessions)
+    users = [(node, session) for session in sessions for node in session.nodes()]
+    nodes = {node.number: node for node, _ in users}
+    running = Counter(node.number for node, session in users if session.running)
+    assert all(node is nodes[node.number] for node, _ in users), "two nodes have one number"
+    _check_pools(tiers, nodes.values())
     tiers.copies.check()
     copying: Counter[tuple[int, int]] = Counter()
     under_way: set[tuple[int, int]] = set()
     for moved in tiers.copies.under_way():
-        number, chunks = moved.session.number, moved.session.chunks
+        number, chunks = moved.node.number, moved.node.chunks
         assert max(moved.lengths) <= tiers.chunk_tokens
         copying.update((number, index) for start, stop in moved.existing() for index in range(start, stop))
         for index in (index for start, stop in moved.alive() for index in range(start, stop)):
@@ -27,19 +31,22 @@ def check_tiers(tiers: Tiers, sessions: Collection[Session]) -> None:
             assert (chunks.gpu[index], chunks.cpu[index]) == blocks, "a chunk under way kept its blocks"
             if not moved.outward:
                 assert chunks.gpu_len[index] >= moved.lengths[place], "KV on its way counts as there; plans wait for it"
-    members: dict[View, set[tuple[int, int]]] = {view: set() for view in View if view is not View.NONE}
     for session in sessions:
         assert session.computed <= len(session.tokens)
         assert len(session.chunks) <= chunks_of(len(session.tokens) + 1, tiers.chunk_tokens)
         for index, chunk in enumerate(session.chunks):
-            _check_chunk(tiers.chunk_tokens, chunk, session.running)
-            assert chunk.copying == copying[session.number, index]
             assert index * tiers.chunk_tokens + chunk.resident_len <= max(session.computed, len(session.tokens))
+    members: dict[View, set[tuple[int, int]]] = {view: set() for view in View if view is not View.NONE}
+    for node in nodes.values():
+        assert node.running == running[node.number]
+        for index, chunk in enumerate(node.chunks):
+            _check_chunk(tiers.chunk_tokens, chunk, bool(node.running))
+            assert chunk.copying == copying[node.number, index]
             if chunk.view is not View.NONE:
-                members[chunk.view].add((session.number, index))
-            is_duplicate = (session.number, index) in tiers.duplicates
-            assert is_duplicate == (
-                session.running and chunk.cpu is not None and not chunk.copying and chunk.gpu_len >= chunk.cpu_len
+                members[chunk.view].add((node.number, index))
+            is_duplicate = (node.number, index) in tiers.duplicates
+            assert is_duplicate == bool(
+                node.running and chunk.cpu is not None and not chunk.copying and chunk.gpu_len >= chunk.cpu_len
             )
     for view, index_of_view in ((View.DIRTY, tiers.dirty), (View.CLEAN, tiers.clean), (View.CPU_ONLY, tiers.cpu_only)):
         of_view = members[view]
@@ -51,16 +58,16 @@ def check_tiers(tiers: Tiers, sessions: Collection[Session]) -> None:
         assert index_of_view.leads() == leads
 
 
-def _check_pools(tiers: Tiers, sessions: Collection[Session]) -> None:
+def _check_pools(tiers: Tiers, nodes: Collection[Node]) -> None:
     """Every block is free, in quarantine, or a chunk's: exactly one of these."""
     for on_gpu, pool in ((True, tiers.gpu), (False, tiers.cpu)):
         owned = [
-            (block, session.number)
-            for session in sessions
-            for chunk in session.chunks
+            block
+            for node in nodes
+            for chunk in node.chunks
             if (block := chunk.gpu if on_gpu else chunk.cpu) is not None
         ]
-        held = [*(block for block, _ in owned), *tiers.copies.quarantined(on_gpu)]
+        held = [*owned, *tiers.copies.quarantined(on_gpu)]
         free = pool.free_blocks()
         assert len(free) == pool.free
         assert len(held) == len(set(held)), "a block belongs to two chunks"

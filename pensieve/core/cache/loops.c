@@ -8,7 +8,7 @@
 #include <Python.h>
 
 /* A candidate in the heap: a victim, as loops.py calls it, and where the next one comes from: a bucket (its iterator) or what
-   is left of a session. */
+   is left of a node. */
 typedef struct {
     long level;
     double score, active;
@@ -16,7 +16,7 @@ typedef struct {
     Py_ssize_t source; /* index of a bucket, or ~index of a rest */
 } entry;
 
-/* What is left of a session that has given up chunks: the scores of a stretch of them. */
+/* What is left of a node that has given up chunks: the scores of a stretch of them. */
 typedef struct {
     PyObject *level, *active, *number, *scores; /* scores: a list or a tuple of floats */
     Py_ssize_t first, place;
@@ -91,7 +91,7 @@ static int parse(merge *m, PyObject *victim, Py_ssize_t source, entry *into) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* The next stretch of a session's chunks, from `chunk` on: 1, or 0 where there is none, or -1. */
+/* The next stretch of a node's chunks, from `chunk` on: 1, or 0 where there is none, or -1. */
 static int refill(rest *r, PyObject *scores_of, PyObject *number, Py_ssize_t chunk) {
     PyObject *at = PyLong_FromSsize_t(chunk);
     PyObject *found = at ? PyObject_CallFunctionObjArgs(scores_of, number, at, NULL) : NULL;
@@ -168,7 +168,7 @@ static int run(merge *m, PyObject *chosen, PyObject *heads, Py_ssize_t most, int
                 if (PyErr_Occurred()) return -1;
                 pop(m);
             }
-            if (m->count == m->room) { /* each bucket has one entry, each session one rest: both grow together */
+            if (m->count == m->room) { /* each bucket has one entry, each node one rest: both grow together */
                 Py_ssize_t room = 2 * m->room + 16;
                 rest *rests = PyMem_Realloc(m->rests, room * sizeof(rest));
                 if (!rests) return PyErr_NoMemory(), -1;
@@ -214,8 +214,8 @@ static int run(merge *m, PyObject *chosen, PyObject *heads, Py_ssize_t most, int
     return 0;
 }
 
-/* heads: the first entry of each bucket, (level, score, last active, session number, chunk, iterator over those behind it).
-   scores_of(session number, chunk): (level, last active, first, scores) of the first run of its chunks from this one on, or
+/* heads: the first entry of each bucket, (level, score, last active, number of the node, chunk, iterator over those behind it).
+   scores_of(number of the node, chunk): (level, last active, first, scores) of the first run of its chunks from this one on, or
    None. Returns the list of victims, or None where something was no float. */
 PyObject *choose(PyObject *heads, Py_ssize_t most, int whole, PyObject *scores_of) {
     if (!PyList_Check(heads)) {
@@ -248,14 +248,14 @@ PyObject *choose(PyObject *heads, Py_ssize_t most, int whole, PyObject *scores_o
     Py_RETURN_NONE;
 }
 
-/* The chunks of a session in a choice, in the order in which they stand there. */
+/* The chunks of a node in a choice, in the order in which they stand there. */
 typedef struct {
     PyObject *number;
     Py_ssize_t *chunks;
     Py_ssize_t count, room;
 } owned;
 
-/* victims: a list. Returns a list of runs (session number, first chunk, stop), those of one session together. */
+/* victims: a list. Returns a list of runs (number of the node, first chunk, stop), those of one node together. */
 PyObject *spans(PyObject *victims) {
     if (!PyList_Check(victims)) {
         PyErr_SetString(PyExc_TypeError, "victims are a list");

@@ -17,35 +17,35 @@ from pensieve.core.session import runs_of
 from pensieve.errors import EngineMissing
 
 Victim = tuple[int, float, float, int, int]
-"""A chunk as it stands in the order of eviction, lowest first: level, score, last active, session number, chunk."""
+"""A chunk as it stands in the order of eviction, lowest first: level, score, last active, number of the node, chunk."""
 
-session_and_chunk: Callable[[Victim], tuple[int, int]] = itemgetter(3, 4)
-"""The chunk itself: session number and chunk."""
+node_and_chunk: Callable[[Victim], tuple[int, int]] = itemgetter(3, 4)
+"""The chunk itself: number of the node and its chunk."""
 
 Span = tuple[int, int, int]
-"""A run of chunks: session number, first chunk, stop."""
+"""A run of chunks: number of the node, first chunk, stop."""
 
 Head = tuple[int, float, float, int, int, Iterator[Victim]]
 """The first entry of a bucket as a victim, and those behind it, in order."""
 
 Stretch = tuple[int, float, int, Sequence[float]]
-"""Of one session: level, last active, first chunk, and the scores of that chunk and of those that follow it."""
+"""Of one node: level, last active, first chunk, and the scores of that chunk and of those that follow it."""
 
 StretchOf = Callable[[int, int], Stretch | None]
-"""From a session number and a chunk on: the first stretch of its chunks; None: there is none."""
+"""From the number of a node and a chunk on: the first stretch of its chunks; None: there is none."""
 
 _SOURCE = Path(__file__).with_name("loops.c")
 
 
 class Loops(Protocol):
     def choose(self, heads: list[Head], most: int, whole: bool, stretch_of: StretchOf) -> list[Victim] | None:
-        """The first `most` victims, or as many as there are. The heads and, of each session that has given up a chunk,
-        the next one compete. whole: as many more as the last session has. None: some score or time is no float, which
+        """The first `most` victims, or as many as there are. The heads and, of each node that has given up a chunk,
+        the next one compete. whole: as many more as the last node has. None: some score or time is no float, which
         these loops cannot compare; the heads are used up."""
         ...
 
     def spans(self, victims: list[Victim]) -> list[Span]:
-        """The chunks of a choice as runs, those of one session together."""
+        """The chunks of a choice as runs, those of one node together."""
         ...
 
 
@@ -81,7 +81,7 @@ class PlainLoops:
 
 
 class _Rest:
-    """What is left of a session that has given up chunks in a choice."""
+    """What is left of a node that has given up chunks in a choice."""
 
     __slots__ = ("_keys", "_number", "_place", "_stretch_of", "key")
 
@@ -98,7 +98,7 @@ class _Rest:
             chosen.append(keys[place])
             place += 1
             if place == len(keys):
-                _, last = session_and_chunk(keys[-1])
+                _, last = node_and_chunk(keys[-1])
                 keys, place = self._next(last + 1), 0
                 if not keys:
                     self.key = None

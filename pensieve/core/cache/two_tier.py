@@ -4,19 +4,31 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from pensieve.core.cache.base import Broken, CacheManager, LowerTier, Room
+from pensieve.core.cache.base import Broken, CacheManager, Room
 from pensieve.core.cache.invariants import check_tiers
-from pensieve.core.cache.loops import Victim, session_and_chunk
+from pensieve.core.cache.loops import Victim, node_and_chunk
 from pensieve.core.cache.restore import RestoreMode, Restorer
 from pensieve.core.cache.tiers import Tiers, found_in, missing_runs
 from pensieve.core.cache.victims import VictimIndex
 from pensieve.core.cost import CostModel
-from pensieve.core.facts import Admission, Facts, Found
-from pensieve.core.plan import Move, Moved, StartReport
+from pensieve.core.facts import Admission, Found
+from pensieve.core.plan import Move, Moved
 from pensieve.core.policies.base import EvictionPolicy, as_policy
 from pensieve.core.request import TokenArray
-from pensieve.core.session import NO_BLOCK, Run, Session, View, chunks_of, common_prefix, repeated, runs_of, tokens_in
+from pensieve.core.session import (
+    NO_BLOCK,
+    Node,
+    Run,
+    Session,
+    View,
+    chunks_of,
+    common_prefix,
+    repeated,
+    runs_of,
+    tokens_in,
+)
 
 
 class TwoTierRoom(Room):
@@ -75,8 +87,13 @@ class TwoTierRoom(Room):
     def swap_out_all(self, session: Session, now_s: float) -> None:
         if not self.cpu_blocks:
             return
-        as_victim, runs = self.tiers.dirty.as_victim, session.chunks.runs(View.DIRTY, 0, len(session.chunks))
-        dirty = [as_victim(session, index, now_s) for start, stop in runs for index in range(start, stop)]
+        as_victim = self.tiers.dirty.as_victim
+        dirty = [
+            as_victim(node, index, now_s)
+            for node in session.nodes()
+            for start, stop in node.chunks.runs(View.DIRTY, 0, len(node.chunks))
+            for index in range(start, stop)
+        ]
         self.copy_out(dirty, now_s, session)
 
     def drop(self, blocks: int, now_s: float) -> int:
@@ -86,53 +103,51 @@ class TwoTierRoom(Room):
         """Free GPU blocks of clean chunks, whose KV stays on CPU; returns how many were freed."""
         return self._free_gpu(self.tiers.clean, self.tiers.reclaim, blocks, now_s)
 
-    def _free_gpu(
-        self, victims: VictimIndex, take: Callable[[Session, int, int], None], blocks: int, now_s: float
-    ) -> int:
+    def _free_gpu(self, victims: VictimIndex, take: Callable[[Node, int, int], None], blocks: int, now_s: float) -> int:
         if blocks <= 0 or not victims.chunks:
             return 0
         chosen = victims.choose(blocks, now_s, whole=True)
         self.give_up(victims, chosen, take)
         return len(chosen)
 
-    def give_up(self, victims: VictimIndex, chosen: list[Victim], take: Callable[[Session, int, int], None]) -> None:
+    def give_up(self, victims: VictimIndex, chosen: list[Victim], take: Callable[[Node, int, int], None]) -> None:
         """Have `take` do what it does with the runs of the chosen chunks: reclaim them, or drop them."""
-        sessions = victims.sessions_of(chosen)
+        nodes = victims.nodes_of(chosen)
         for number, start, stop in victims.spans(chosen):
-            take(sessions[number], start, stop)
+            take(nodes[number], start, stop)
 
     def victims_of_others(
         self, victims: VictimIndex, session: Session, view: View, count: int, now_s: float
     ) -> list[Victim]:
         """Choose at most `count` victims among the other sessions, whatever its own chunks are worth to the policy."""
-        own = session.chunks.view.count(view)
-        chosen = victims.choose(count + own, now_s)
-        return [victim for victim in chosen if session_and_chunk(victim)[0] != session.number][:count]
+        own = {node.number: node.chunks.view.count(view) for node in session.nodes()}
+        chosen = victims.choose(count + sum(own.values()), now_s)
+        return [victim for victim in chosen if node_and_chunk(victim)[0] not in own][:count]
 
     def copy_out(
         self,
         chosen: list[Victim],
         now_s: float,
         waiting: Session | None,
-        giving: tuple[Session, list[int]] | None = None,
+        giving: list[tuple[Node, int]] | None = None,
     ) -> None:
         """Start to copy dirty chunks to the CPU, and drop those for which there is no room there. waiting: see swap_out.
-        giving: a waiting session, and clean chunks of it: their CPU blocks count as those of duplicates."""
+        giving: clean chunks of a waiting session: their CPU blocks count as those of duplicates."""
         if not chosen:
             return
         tiers = self.tiers
-        sessions = tiers.dirty.sessions_of(chosen)
-        kept, lost = self._find_cpu_room(chosen, sessions, now_s, giving)
+        nodes = tiers.dirty.nodes_of(chosen)
+        kept, lost = self._find_cpu_room(chosen, nodes, now_s, giving or [])
         for number, start, stop in tiers.dirty.spans(lost):
-            tiers.drop_gpu(sessions[number], start, stop)
-        tiers.copy_out(kept, sessions, waiting)
+            tiers.drop_gpu(nodes[number], start, stop)
+        tiers.copy_out(kept, nodes, waiting)
 
     def _find_cpu_room(
         self,
         leaving: Sequence[Victim],
-        sessions: Mapping[int, Session],
+        nodes: Mapping[int, Node],
         now_s: float,
-        giving: tuple[Session, list[int]] | None,
+        giving: list[tuple[Node, int]],
     ) -> tuple[list[Victim], list[Victim]]:
         """Take CPU blocks for chunks that leave the GPU: free ones, then those of duplicates, then of the policy's victims.
         Returns the chunks that have one, and those for which there is none: where every CPU block holds what the policy
@@ -140,13 +155,13 @@ class TwoTierRoom(Room):
         tiers = self.tiers
         lacking = []
         for victim in leaving:
-            number, chunk = session_and_chunk(victim)
-            if sessions[number].chunks.cpu[chunk] == NO_BLOCK:
+            number, chunk = node_and_chunk(victim)
+            if nodes[number].chunks.cpu[chunk] == NO_BLOCK:
                 lacking.append(victim)
         if tiers.cpu.free < len(lacking) and tiers.duplicates:
             tiers.free_duplicates(len(lacking) - tiers.cpu.free)
-        while tiers.cpu.free < len(lacking) and giving is not None and giving[1]:
-            tiers.free_copy(giving[0], giving[1].pop())
+        while tiers.cpu.free < len(lacking) and giving:
+            tiers.free_copy(*giving.pop())
         rest = lacking[tiers.cpu.free :]
         there = iter(tiers.cpu_only.choose(len(rest), now_s) if rest else ())
         least = next(there, None)
@@ -162,16 +177,16 @@ class TwoTierRoom(Room):
         without = set(lost)
         kept = [victim for victim in leaving if victim not in without] if lost else list(leaving)
         for number, start, stop in tiers.dirty.spans(kept):
-            self._take_cpu(sessions[number], start, stop)
+            self._take_cpu(nodes[number], start, stop)
         return kept, lost
 
-    def _take_cpu(self, session: Session, start: int, stop: int) -> None:
+    def _take_cpu(self, node: Node, start: int, stop: int) -> None:
         """Take CPU blocks for those of the chunks that have none, behind the block of the chunk before as far as that is
         free."""
-        blocks = session.chunks.cpu
+        blocks = node.chunks.cpu
         for first, end in runs_of(index for index in range(start, stop) if blocks[index] == NO_BLOCK):
             behind = blocks[first - 1] if first and blocks[first - 1] != NO_BLOCK else None
-            blocks[first:end] = array("i", self.tiers.cpu.allocate_after(behind, end - first, session.number))
+            blocks[first:end] = array("i", self.tiers.cpu.allocate_after(behind, end - first, node.session.number))
 
     def take_gpu(self, session: Session, count: int, now_s: float, behind: int | None = None) -> tuple[int, ...]:
         """Take GPU blocks for a session: free ones, and as far as these do not suffice those of clean chunks or, without a
@@ -195,6 +210,7 @@ class TwoTierCache(CacheManager):
     """
 
     room: TwoTierRoom
+    drops = True
 
     def __init__(
         self,
@@ -212,25 +228,13 @@ class TwoTierCache(CacheManager):
         self.room = TwoTierRoom(self.tiers)
         self._running = 0
 
-    def begin(
-        self,
-        *,
-        cost: CostModel | None = None,
-        layers: int = 1,
-        batch_tokens: int = 1,
-        below: LowerTier | None = None,
-        report: StartReport | None = None,
-        facts: Facts | None = None,
-    ) -> None:
-        if cost is not None:
-            self.restorer.set_cost_model(cost, layers, batch_tokens)
-        if below is not None:
-            assert cost is not None and report is not None
-            self.below = self.tiers.below = below
-            below.begin(report, self.chunk_tokens, layers, cost, self.counters.extra)
-            below.report_to(self.facts)
-        super().begin(facts=facts)
+    def begin(self, **parts: Any) -> None:
+        super().begin(**parts)
+        self.tiers.below = self.below
         self.tiers.report_to(self.facts)
+
+    def _price(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
+        self.restorer.set_cost_model(cost, layers, batch_tokens)
 
     # -- query --------------------------------------------------------------------------------------------------------
 
@@ -265,40 +269,44 @@ class TwoTierCache(CacheManager):
         return self._start(session, found, now_s)
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
-        first = len(session.chunks)
+        leaf = session.leaf
+        chunks, column = leaf.chunks, leaf.chunks.gpu
+        held = len(column)
+        first = leaf.start + held
         count = chunks_of(length, self.chunk_tokens) - first
         if count <= 0:
             return first, ()
         if count > self.room.available:
             return None
-        column = session.chunks.gpu
-        last = column[-1] if count == 1 and first else NO_BLOCK
+        last = column[-1] if count == 1 and held else NO_BLOCK
         blocks = self.room.take_gpu(session, count, now_s, behind=None if last == NO_BLOCK else last)
-        session.chunks.add(count)
-        column[first:] = array("i", blocks)
+        chunks.add(count)
+        column[held:] = array("i", blocks)
         return first, blocks
 
     def _start(self, session: Session, found: Found | None, now_s: float) -> Admission:
         """Reserve blocks for its tokens and one more, and decide which of its chunks are loaded and which computed."""
         tiers, size, length = self.tiers, self.chunk_tokens, len(session.tokens)
-        chunks, total = session.chunks, chunks_of(length + 1, size)
-        chunks.add(total - len(chunks))
+        leaf, nodes = session.leaf, session.nodes()
+        leaf.chunks.add(chunks_of(length + 1, size) - leaf.start - len(leaf.chunks))
         session.start(now_s)
         self.facts.runs(session)
         self._running += 1
-        tiers.pin(session)
-        lacking = chunks.without_gpu()
-        blocks = self.room.take_gpu(session, sum(stop - start for start, stop in lacking), now_s)
+        for node in nodes:
+            tiers.pin(node)
+        lacking = [(node.chunks.gpu, start, stop) for node in nodes for start, stop in node.chunks.without_gpu()]
+        blocks = self.room.take_gpu(session, sum(stop - start for _, start, stop in lacking), now_s)
         taken = 0
-        for start, stop in lacking:
-            chunks.gpu[start:stop] = array("i", blocks[taken : taken + stop - start])
+        for column, start, stop in lacking:
+            column[start:stop] = array("i", blocks[taken : taken + stop - start])
             taken += stop - start
         restore = self.restorer.choose(session, tiers.copies.incoming, alone=self._running == 1)
         loading = tiers.copy_in(session, runs_of(restore.load))
         read_ticket, read = self._read_from_below(session)
-        tiers.update_duplicates(session, tiers.on_cpu(session))
+        for node in nodes:
+            tiers.update_duplicates(node, tiers.on_cpu(node))
         work = missing_runs(session, length, size)
-        table, loaded = tuple(chunks.gpu), restore.loaded_tokens + tokens_in(read)
+        table, loaded = tuple(session.chunks.gpu), restore.loaded_tokens + tokens_in(read)
         return Admission(work, table, found, loading, loaded, restore.recomputed_tokens, read_ticket, read)
 
     def _read_from_below(self, session: Session) -> tuple[int | None, tuple[Run, ...]]:
@@ -312,18 +320,28 @@ class TwoTierCache(CacheManager):
     # -- progress -----------------------------------------------------------------------------------------------------
 
     def advance(self, session: Session, runs: Iterable[Run]) -> None:
-        size, chunks = self.chunk_tokens, session.chunks
+        size, leaf = self.chunk_tokens, session.leaf
         for start, stop in runs:
-            first, last = start // size, (stop - 1) // size
-            assert chunks.gpu[last] != NO_BLOCK
-            assert chunks.gpu_len[first] == start - first * size, "KV is computed in ascending order"
-            chunks.gpu_len[first:last] = repeated(size, last - first)
-            chunks.gpu_len[last] = stop - last * size
-            on_cpu = chunks.cpu[first : last + 1]
-            if on_cpu.count(NO_BLOCK) < len(on_cpu):
-                held = [index for index, block in enumerate(on_cpu, first) if block != NO_BLOCK]
-                self.tiers.update_duplicates(session, held)
+            if start >= leaf.start * size:
+                self._advance(leaf, start - leaf.start * size, stop - leaf.start * size)
+            else:
+                for node, first, last in session.in_nodes([(start // size, chunks_of(stop, size))]):
+                    origin = node.start * size
+                    self._advance(node, max(start - origin, first * size), min(stop - origin, last * size))
             session.advance(stop)
+
+    def _advance(self, node: Node, start: int, stop: int) -> None:
+        """Positions [start, stop) of the node are computed."""
+        size, chunks = self.chunk_tokens, node.chunks
+        first, last = start // size, (stop - 1) // size
+        assert chunks.gpu[last] != NO_BLOCK
+        assert chunks.gpu_len[first] == start - first * size, "KV is computed in ascending order"
+        chunks.gpu_len[first:last] = repeated(size, last - first)
+        chunks.gpu_len[last] = stop - last * size
+        on_cpu = chunks.cpu[first : last + 1]
+        if on_cpu.count(NO_BLOCK) < len(on_cpu):
+            held = [index for index, block in enumerate(on_cpu, first) if block != NO_BLOCK]
+            self.tiers.update_duplicates(node, held)
 
     def plans(self, oldest: int, following: int) -> None:
         self.tiers.copies.plans(oldest, following)
@@ -337,8 +355,8 @@ class TwoTierCache(CacheManager):
 
     def invalidate(self, session: Session, written: Iterable[Run]) -> None:
         size = self.chunk_tokens
-        for start, stop in written:
-            self.tiers.invalidate(session, start // size, chunks_of(stop, size))
+        for node, start, stop in session.in_nodes((start // size, chunks_of(stop, size)) for start, stop in written):
+            self.tiers.invalidate(node, start, stop)
 
     def release(self, session: Session, now_s: float, finished: bool = True) -> None:
         if not session.running:
@@ -348,7 +366,8 @@ class TwoTierCache(CacheManager):
         session.stop(now_s)
         self.facts.rests(session)
         self._running -= 1
-        self.tiers.unpin(session)
+        for node in session.nodes():
+            self.tiers.unpin(node)
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
@@ -374,13 +393,14 @@ class TwoTierCache(CacheManager):
         for index, block in zip(taken, tiers.cpu.allocate(len(taken), session.number), strict=True):
             chunks.cpu[index], chunks.cpu_len[index] = block, lengths[index]
             self.facts.not_lost(session, index, index + 1)
-        tiers.update(session, 0, len(chunks))
+        tiers.update(session.leaf, 0, len(chunks))
         return sum(lengths[index] for index in taken)
 
     def reorder(self, session: Session) -> None:
         if not session.waiting or session.running:
             self.room.loaded_early.pop(session.number, None)
-        self.tiers.reorder(session)
+        for node in session.nodes():
+            self.tiers.reorder(node)
 
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
         """Move the whole chunks that both have in common to a child that takes KV, since a block belongs to one
@@ -388,20 +408,21 @@ class TwoTierCache(CacheManager):
         super().fork(parent, child, length, takes_kv)
         self.facts.room_for(child, child.last_active_s)
         if takes_kv and not parent.running and not parent.waiting:
-            self.tiers.move(parent, child, child.computed // self.chunk_tokens)
+            self.tiers.move(parent.leaf, child.leaf, child.computed // self.chunk_tokens)
 
     def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
         self.facts.truncating(session, length)
         session.rollback(length, computed)
-        self.tiers.cut(session, length)
+        self.tiers.cut(session.leaf, length)
 
     def _give_up(self, session: Session) -> None:
         self.below.forget(session)
         self.truncate(session, 0)
 
     def _holds(self, session: Session) -> bool:
-        somewhere = self.room.on_cpu(session) or session.chunks.gpu.count(NO_BLOCK) < len(session.chunks)
-        return bool(somewhere or self.below.blocks or self.tiers.copies.any_of(session))
+        chunks = session.leaf.chunks
+        somewhere = min(chunks.gpu.count(NO_BLOCK), chunks.cpu.count(NO_BLOCK)) < len(chunks)
+        return bool(somewhere or self.below.blocks or self.tiers.copies.any_of(session.leaf))
 
     def check(self) -> None:
         assert self._running == sum(session.running for session in self.sessions.values())

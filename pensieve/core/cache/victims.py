@@ -10,25 +10,25 @@ from itertools import count
 
 from pensieve.core.cache.loops import PLAIN, Head, Loops, Span, Stretch, Victim, loops_when_ready
 from pensieve.core.policies.base import EvictionPolicy, refuse_key, tells_scores
-from pensieve.core.session import Session, View
+from pensieve.core.session import Node, View
 
 _Key = tuple[int, Hashable, int]  # level, policy bucket, how many of the policy's ages have passed
-_Entry = tuple[float, float, int, int, int]  # policy order, last active, session number, chunk, stamp
-_Head = tuple[int, float, float, int, int, int, _Key]  # level, score, last active, session number, chunk, stamp, key
+_Entry = tuple[float, float, int, int, int]  # policy order, last active, node, chunk, stamp
+_Head = tuple[int, float, float, int, int, int, _Key]  # level, score, last active, node, chunk, stamp, key
 _COMPACT_BELOW = 64
-_STRETCH = 64  # chunks of a session whose scores are asked at once
+_STRETCH = 64  # chunks of a node whose scores are asked at once
 _MANY = 5000  # chunks chosen, which justify a compiler
 _INFINITE = float("inf")
 _NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
 
 
 class _Lead:
-    """The chunks of one session in an index: how many, and the first of them."""
+    """The chunks of one node in an index: how many, and the first of them."""
 
-    __slots__ = ("chunk", "count", "key", "passed", "session", "since_s", "stamp")
+    __slots__ = ("chunk", "count", "key", "node", "passed", "since_s", "stamp")
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    def __init__(self, node: Node) -> None:
+        self.node = node
         self.count = 0
         self.chunk = 0
         self.stamp = _NOT_ENTERED
@@ -41,7 +41,7 @@ class VictimIndex:
     """The chunks of one View, ready to be taken in the policy's order.
 
     There is a heap for each policy bucket and level (1: sessions with a waiting request, taken only after those that
-    have none), with the first chunk of each of its sessions. A choice compares the heads of the heaps. For retention
+    have none), with the first chunk of each of its nodes. A choice compares the heads of the heaps. For retention
     value a bucket is the index of that chunk: the chunks of a bucket cost the same to recompute, so their order by last
     active never changes. One heap over all would be wrong, because the order of two sessions of different cost changes
     with time; a scan would grow with the number of idle sessions. Outdated entries stay in a heap until they reach its
@@ -71,34 +71,34 @@ class VictimIndex:
         self._floats = True  # are all scores, as far as is known
         self.chunks = 0
 
-    def changed(self, session: Session, more: int) -> None:
-        """Add `more` of the session's chunks to this index (fewer than 0: take them out), and sort in the one that is now
-        the first."""
-        lead = self._leads.get(session.number)
+    def changed(self, node: Node, more: int) -> None:
+        """Add `more` of the node's chunks to this index (fewer than 0: take them out), and sort in the one that is now the
+        first."""
+        lead = self._leads.get(node.number)
         if lead is None:
             if not more:
                 return
-            lead = self._leads[session.number] = _Lead(session)
+            lead = self._leads[node.number] = _Lead(node)
         lead.count += more
         self.chunks += more
         if not lead.count:
             self._leave(lead)
-            del self._leads[session.number]
+            del self._leads[node.number]
             return
-        first = session.chunks.view.find(self._view)
+        first = node.chunks.view.find(self._view)
         if first != lead.chunk or lead.stamp == _NOT_ENTERED:
             self._enter(lead, first)
 
-    def remove_session(self, session: Session) -> None:
-        """Remove all chunks of a session, which starts to run; the caller resets their views."""
-        lead = self._leads.pop(session.number, None)
+    def remove(self, node: Node) -> None:
+        """Remove all chunks of a node, of which a session starts to run; the caller resets their views."""
+        lead = self._leads.pop(node.number, None)
         if lead is not None:
             self.chunks -= lead.count
             self._leave(lead)
 
-    def refresh(self, session: Session) -> None:
-        """Sort a session in anew: its last active, next use or level has changed."""
-        lead = self._leads.get(session.number)
+    def refresh(self, node: Node) -> None:
+        """Sort a node in anew: the last active, next use or level of its session has changed."""
+        lead = self._leads.get(node.number)
         if lead is not None:
             self._enter(lead, lead.chunk)
 
@@ -113,18 +113,18 @@ class VictimIndex:
             return [min(heads)[:5]] if (heads := self._heads(now_s)) else []
         return (self._merge if self._merges else self._one_by_one)(count, now_s, whole)
 
-    def sessions_of(self, victims: Iterable[Victim]) -> dict[int, Session]:
-        """Return the sessions of these chunks by session number, as long as they are in this index."""
-        return {number: self._leads[number].session for number in {number for _, _, _, number, _ in victims}}
+    def nodes_of(self, victims: Iterable[Victim]) -> dict[int, Node]:
+        """Return the nodes of these chunks by number, as long as they are in this index."""
+        return {number: self._leads[number].node for number in {number for _, _, _, number, _ in victims}}
 
     def spans(self, victims: list[Victim]) -> list[Span]:
-        """Return the chunks of a choice as runs, those of one session together."""
+        """Return the chunks of a choice as runs, those of one node together."""
         if len(victims) == 1:
             ((_, _, _, number, chunk),) = victims
             return [(number, chunk, chunk + 1)]
         return self._loops.spans(victims)
 
-    def victims(self, now_s: float) -> Iterator[tuple[Session, int]]:
+    def victims(self, now_s: float) -> Iterator[tuple[Node, int]]:
         """Chunks in the order of eviction. After each one the caller must have removed it from this index (or stop)."""
         if self._policy.version != self._version:
             self._reorder()
@@ -138,7 +138,7 @@ class VictimIndex:
                 lead = self._leads.get(number)
                 if lead is None or lead.stamp != stamp:
                     continue
-                yield lead.session, chunk
+                yield lead.node, chunk
                 for key in touched:
                     fresh = self._head(key, now_s)
                     if fresh is not None:
@@ -151,23 +151,23 @@ class VictimIndex:
         """For any policy: each chunk leaves its heap when it is chosen, and all are put back in the end."""
         chosen: list[Victim] = []
         left: dict[int, int] = {}
-        for session, chunk in self.victims(now_s):
-            lead = self._leads[session.number]
-            chosen.append(self.as_victim(session, chunk, now_s))
-            left[session.number] = left.get(session.number, lead.count) - 1
-            if left[session.number]:
-                self._enter(lead, session.chunks.view.find(self._view, chunk + 1))
+        for node, chunk in self.victims(now_s):
+            lead = self._leads[node.number]
+            chosen.append(self.as_victim(node, chunk, now_s))
+            left[node.number] = left.get(node.number, lead.count) - 1
+            if left[node.number]:
+                self._enter(lead, node.chunks.view.find(self._view, chunk + 1))
             else:
                 self._leave(lead)
-            if len(chosen) >= count and not (whole and left[session.number]):
+            if len(chosen) >= count and not (whole and left[node.number]):
                 break
         for number in left:
             lead = self._leads[number]
-            self._enter(lead, lead.session.chunks.view.find(self._view))
+            self._enter(lead, lead.node.chunks.view.find(self._view))
         return chosen
 
     def _merge(self, count: int, now_s: float, whole: bool) -> list[Victim]:
-        """For a policy that tells the scores of a run: the first entries of the buckets and, of each session that has
+        """For a policy that tells the scores of a run: the first entries of the buckets and, of each node that has
         given up a chunk, the next one compete. Nothing moves in the heaps."""
         self._grow_older(now_s)
         if self._chosen >= _MANY and self._loops is PLAIN and self._floats:
@@ -203,47 +203,50 @@ class VictimIndex:
                 order, last_active, number, chunk, _ = entry
                 yield key[0], self._policy.score(key[1], order, now_s), last_active, number, chunk
 
-    def as_victim(self, session: Session, chunk: int, now_s: float) -> Victim:
+    def as_victim(self, node: Node, chunk: int, now_s: float) -> Victim:
         """A chunk as it stands in the order of eviction now, also one that is in no index."""
-        key, order = self._policy.bucket(session, chunk), self._policy.order(session, chunk)
+        session, index = node.session, node.start + chunk
+        key, order = self._policy.bucket(session, index), self._policy.order(session, index)
         score = self._policy.score(key, order, now_s)
-        return (1 if session.waiting else 0, score, session.last_active_s, session.number, chunk)
+        return (1 if session.waiting else 0, score, session.last_active_s, node.number, chunk)
 
     def _stretch(self, now_s: float, number: int, chunk: int) -> Stretch | None:
         """Of the first run of its chunks from this one on, of its beginning if it is long; None: there is none."""
-        session = self._leads[number].session
-        start, stop = next(session.chunks.runs(self._view, chunk, len(session.chunks)), (0, 0))
+        node = self._leads[number].node
+        start, stop = next(node.chunks.runs(self._view, chunk, len(node.chunks)), (0, 0))
         if start == stop:
             return None
-        scores = self._policy.scores(session, start, min(stop, start + _STRETCH), now_s)
+        session, first, stop = node.session, node.start + start, node.start + min(stop, start + _STRETCH)
+        scores = self._policy.scores(session, first, stop, now_s)
         return (1 if session.waiting else 0), session.last_active_s, start, scores
 
     def leads(self) -> dict[int, tuple[int, int]]:
-        """For check(): session number -> (leading chunk, count)."""
+        """For check(): node number -> (leading chunk, count)."""
         return {number: (lead.chunk, lead.count) for number, lead in self._leads.items()}
 
     def _leave(self, lead: _Lead) -> None:
-        """Make the session's entry in its heap invalid."""
+        """Make the node's entry in its heap invalid."""
         self._valid[lead.key] -= 1
         self._touch(lead.key)
         lead.stamp = _NOT_ENTERED
 
     def _enter(self, lead: _Lead, chunk: int) -> None:
-        session = lead.session
+        node, session = lead.node, lead.node.session
+        index = node.start + chunk
         if self._ages and lead.since_s != session.last_active_s:
             lead.since_s, lead.passed = session.last_active_s, 0
             self._await_age(lead)
-        key = (1 if session.waiting else 0, self._policy.bucket(session, chunk), lead.passed)
+        key = (1 if session.waiting else 0, self._policy.bucket(session, index), lead.passed)
         if lead.stamp != _NOT_ENTERED:
             self._valid[lead.key] -= 1
             if lead.key != key:
                 self._touch(lead.key)
         self._stamp += 1
         lead.chunk, lead.stamp, lead.key = chunk, self._stamp, key
-        order = self._policy.order(session, chunk)
+        order = self._policy.order(session, index)
         if not _is_key(order):
             refuse_key(self._policy, "order", order, session.name)
-        entry = (order, session.last_active_s, session.number, chunk, self._stamp)
+        entry = (order, session.last_active_s, node.number, chunk, self._stamp)
         heap = self._heaps.get(key)
         if heap is None:
             self._heaps[key] = [entry]
@@ -257,7 +260,7 @@ class VictimIndex:
         self._touch(key)
 
     def _grow_older(self, now_s: float) -> None:
-        """Move the sessions that have passed an age since the last choice to the heap of that age."""
+        """Move the nodes that have passed an age since the last choice to the heap of that age."""
         aging, moved = self._aging, []
         while aging and aging[0][0] <= now_s:
             _, _, lead, since_s = heapq.heappop(aging)
@@ -282,7 +285,7 @@ class VictimIndex:
             heapq.heapify(aging)
 
     def _ages_still(self, lead: _Lead, since_s: float) -> bool:
-        return self._leads.get(lead.session.number) is lead and lead.since_s == since_s
+        return self._leads.get(lead.node.number) is lead and lead.since_s == since_s
 
     def _reorder(self) -> None:
         self._version = self._policy.version
@@ -309,7 +312,7 @@ class VictimIndex:
                 order, last_active, number, chunk, stamp = entry
                 score = self._policy.score(key[1], order, now_s)
                 if not _is_key(score):
-                    refuse_key(self._policy, "score", score, self._leads[number].session.name)
+                    refuse_key(self._policy, "score", score, self._leads[number].node.session.name)
                 return (key[0], score, last_active, number, chunk, stamp, key)
             heapq.heappop(heap)
         if heap is not None:

@@ -80,9 +80,10 @@ class EvictionPolicy(ABC):
         return order
 
     def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:
-        """What `score` says of each chunk in [start, stop), told at once, for a policy under which equal scores in a bucket
-        go by last active. A policy need not have it: its victims are then chosen chunk by chunk (see tells_scores)."""
-        raise NotImplementedError("nobody asks a policy that does not tell them")
+        """What `score` says of each chunk in [start, stop), told at once. A policy need not have its own: its victims are
+        then chosen chunk by chunk (see tells_scores). Under one that has, equal scores in a bucket go by last active."""
+        chunks = range(start, stop)
+        return [self.score(self.bucket(session, chunk), self.order(session, chunk), now_s) for chunk in chunks]
 
 
 class _PlainPolicy(EvictionPolicy):

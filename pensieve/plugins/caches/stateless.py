@@ -19,4 +19,4 @@ class StatelessCache(TwoTierCache):
     def release(self, session: Session, now_s: float, finished: bool = True) -> None:
         super().release(session, now_s, finished)
         if finished:
-            self.tiers.discard(session, 0)
+            self.tiers.discard(session.leaf, 0)

@@ -21,7 +21,7 @@ from pensieve.core.cache.tiers import missing_runs
 from pensieve.core.cost import CostModel, predicted_s
 from pensieve.core.facts import SILENT, Facts
 from pensieve.core.plan import GPU, Move, Moved, StartReport, Tier
-from pensieve.core.session import ChunkRun, Session, runs_of, without
+from pensieve.core.session import ChunkRun, Node, Session, runs_of, without
 
 if TYPE_CHECKING:
     from pensieve.plugins.tiers.disk_transfer import DiskTransfer
@@ -91,15 +91,15 @@ class DiskTier(LowerTier):
 
     # -- what is to be done -------------------------------------------------------------------------------------------
 
-    def store(self, session: Session, start: int, stop: int, source: Tier, ticket: int) -> Move | None:
-        chunks, size = session.chunks, self._size
+    def store(self, node: Node, start: int, stop: int, source: Tier, ticket: int) -> Move | None:
+        chunks, size = node.chunks, self._size
         blocks, lengths = (chunks.gpu, chunks.gpu_len) if source == GPU else (chunks.cpu, chunks.cpu_len)
-        names = session.named(min(stop * size, session.computed), size)
+        names = node.named(stop, size)
         leaving = [
             (names[index], blocks[index], target)
             # The last token's KV may be there, of a turn that was undone, and not count: its chunk has no name.
             for index in range(start, min(stop, len(names)))
-            if lengths[index] == size and (target := self._place(names[index], session.number)) is not None
+            if lengths[index] == size and (target := self._place(names[index], node.session.number)) is not None
         ]
         if not leaving:
             return None

@@ -1,0 +1,249 @@
+"""Copies under way, and the blocks that wait for them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pensieve.core.cache.loops import Victim
+from pensieve.core.cache.pool import BlockPool
+from pensieve.core.request import TokenArray
+from pensieve.core.session import NO_BLOCK, ChunkRun, Node, runs_of
+
+_Place = tuple[bool, int]  # on GPU?, block
+
+
+@dataclass(slots=True)
+class CopyRun:
+    """The copies of a run of chunks, from `first` on. outward: to CPU. from_below: to GPU, and there are no CPU blocks.
+    lengths: by chunk, the leading offsets that are valid at the destination when it is done.
+
+    fates: by chunk, whether it still has these blocks (_ALIVE), has given one of them up, which is in quarantine
+    (_ABANDONED), or has ceased to exist (_GONE).
+    """
+
+    node: Node
+    first: int
+    outward: bool
+    gpu: TokenArray[int]
+    cpu: TokenArray[int]
+    lengths: TokenArray[int]
+    from_below: bool = False
+    fates: bytearray = field(default_factory=bytearray)
+
+    def __post_init__(self) -> None:
+        self.fates = bytearray((_ALIVE,)) * len(self.gpu)
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.gpu)
+
+    @property
+    def outgoing(self) -> int:
+        """Chunks that will be clean and evictable when it is done."""
+        return self.fates.count(_ALIVE) if self.outward and not self.node.running else 0
+
+    @property
+    def incoming(self) -> int:
+        """Chunks that keep the link from the CPU busy."""
+        return 0 if self.outward or self.from_below else len(self.gpu)
+
+    def alive(self) -> list[ChunkRun]:
+        return self._runs((_ALIVE,))
+
+    def existing(self) -> list[ChunkRun]:
+        return self._runs((_ALIVE, _ABANDONED))
+
+    def _runs(self, wanted: tuple[int, ...]) -> list[ChunkRun]:
+        fates, first = self.fates, self.first
+        if fates.count(fates[0]) == len(fates):
+            return [(first, first + len(fates))] if fates[0] in wanted else []
+        return runs_of([index for index, fate in enumerate(fates, first) if fate in wanted])
+
+
+_ALIVE, _ABANDONED, _GONE = range(3)
+_ONE_MORE = bytes((*range(1, 256), 0))
+_ONE_LESS = bytes((255, *range(255)))
+
+
+class OpenCopies:
+    """Tickets, and quarantine: a block given up while a copy or a launched plan still uses it waits until both are done.
+
+    Each call costs what it opens, closes or releases, however much else is under way.
+    """
+
+    def __init__(self, gpu: BlockPool, cpu: BlockPool) -> None:
+        self._gpu, self._cpu = gpu, cpu
+        self._open: dict[int, tuple[list[CopyRun], Sequence[Victim]]] = {}
+        self._of: dict[int, list[CopyRun]] = {}  # those that are open, by node
+        # Quarantine: what each block waits for, the copies that use it and the plan, and which plan that is, ascending.
+        self._holds: dict[_Place, int] = {}
+        self._after_plan: deque[tuple[int, _Place]] = deque()
+        self._last_ticket = 0
+        self.outgoing = 0
+        """Chunks that will be clean and evictable when their copy is done."""
+        self.incoming = 0
+        """Chunks that are being copied from the CPU to the GPU."""
+        self._oldest = self._following = 0  # plans in flight: [oldest, following)
+
+    def open(self, moves: list[CopyRun], order: Sequence[Victim] = ()) -> int:
+        """Issue a ticket for these copies, and mark their chunks as copying until it is closed. order: in which they were
+        chosen."""
+        ticket = self.ticket()
+        self._open[ticket] = moves, order
+        for moved in moves:
+            self._count_copies(moved, 1)
+            self._of.setdefault(moved.node.number, []).append(moved)
+            self.incoming += moved.incoming
+            self.outgoing += moved.outgoing
+        return ticket
+
+    def ticket(self) -> int:
+        self._last_ticket += 1
+        return self._last_ticket
+
+    def close(self, ticket: int) -> tuple[list[CopyRun], Sequence[Victim]]:
+        """Close the ticket of copies that are done or failed; returns these, and the order in which their chunks were
+        chosen. Nothing where it is not open: of a move to a tier below."""
+        moves, order = self._open.pop(ticket, ([], ()))
+        for moved in moves:
+            own = self._of[moved.node.number]
+            own.remove(moved)
+            if not own:
+                del self._of[moved.node.number]
+            self.outgoing -= moved.outgoing
+            self.incoming -= moved.incoming
+            self._count_copies(moved, -1)
+            if moved.fates.count(_ALIVE) < len(moved.fates):
+                for fate, gpu, cpu in zip(moved.fates, moved.gpu, moved.cpu, strict=True):
+                    if fate != _ALIVE:
+                        self._let_go((True, gpu))
+                        self._let_go((False, cpu))
+        return moves, order
+
+    @property
+    def any_open(self) -> bool:
+        return bool(self._open)
+
+    def any_of(self, node: Node) -> bool:
+        """Whether an open copy reads or writes blocks that the node has or had."""
+        return node.number in self._of
+
+    def under_way(self) -> Iterator[CopyRun]:
+        """Yield all open copies; for check()."""
+        for moves, _ in self._open.values():
+            yield from moves
+
+    def pin(self, node: Node) -> None:
+        """Stop counting a node's copies as outgoing: it runs, so their end makes no chunk evictable."""
+        self.outgoing -= self._outward_of(node)
+
+    def unpin(self, node: Node) -> None:
+        """Count a node's copies as outgoing again: it has stopped."""
+        self.outgoing += self._outward_of(node)
+
+    def shorten(self, node: Node, index: int, length: int) -> None:
+        """Limit what the open copies of a chunk make valid to its first `length` offsets, to which it was truncated."""
+        for moved in self._of.get(node.number, ()):
+            place = index - moved.first
+            if 0 <= place < len(moved.fates) and moved.fates[place] == _ALIVE:
+                moved.lengths[place] = min(moved.lengths[place], length)
+
+    def abandon(self, node: Node, start: int, stop: int) -> None:
+        """Mark the chunks' open copies as useless: the chunks give up their blocks, which wait in quarantine for these
+        copies."""
+        for moved in self._of.get(node.number, ()):
+            first, last = max(start, moved.first) - moved.first, min(stop, moved.stop) - moved.first
+            if first < last:
+                self.outgoing -= moved.outgoing
+                for place in range(first, last):
+                    if moved.fates[place] == _ALIVE:
+                        moved.fates[place] = _ABANDONED
+                self.outgoing += moved.outgoing
+
+    def gone(self, node: Node, first: int) -> None:
+        """Mark the chunks from `first` on as deleted in open copies; those under way were abandoned before."""
+        for moved in self._of.get(node.number, ()):
+            place = max(first - moved.first, 0)
+            assert _ALIVE not in moved.fates[place:]
+            moved.fates[place:] = bytes([_GONE]) * len(moved.fates[place:])
+
+    @property
+    def in_flight(self) -> bool:
+        """A plan is launched and not collected."""
+        return self._following > self._oldest
+
+    def plans(self, oldest: int, following: int) -> None:
+        """Record which plans are in flight, and release the blocks that waited for earlier ones."""
+        self._oldest, self._following = oldest, following
+        while self._after_plan and self._after_plan[0][0] < oldest:
+            self._let_go(self._after_plan.popleft()[1])
+
+    def retire(self, on_gpu: bool, node: Node, first: int, blocks: TokenArray[int], discarded: bool) -> None:
+        """Return these blocks (NO_BLOCK: none) of the chunks from `first` on to their pool, as soon as nothing uses them.
+
+        No launched plan uses an evicted block, since its node does not run; one that was discarded may still be written
+        by a plan under way.
+        """
+        pool = self._gpu if on_gpu else self._cpu
+        waits = discarded and self.in_flight
+        if not waits and not any(node.chunks.copying[first : first + len(blocks)]):
+            pool.release(blocks if NO_BLOCK not in blocks else (block for block in blocks if block != NO_BLOCK))
+            return
+        for index, block in enumerate(blocks, first):
+            if block == NO_BLOCK:
+                continue
+            holds = waits + (self._copies_with(on_gpu, node, index, block) if node.chunks.copying[index] else 0)
+            if not holds:
+                pool.release((block,))
+                continue
+            self._holds[on_gpu, block] = holds
+            if waits:
+                self._after_plan.append((self._following - 1, (on_gpu, block)))
+
+    def quarantined(self, on_gpu: bool) -> list[int]:
+        return [block for tier, block in self._holds if tier is on_gpu]
+
+    def check(self) -> None:
+        """Assert that the counts kept from call to call equal a recount."""
+        moves = list(self.under_way())
+        assert self.outgoing == sum(moved.outgoing for moved in moves)
+        assert self.incoming == sum(moved.incoming for moved in moves)
+        assert sorted(map(id, moves)) == sorted(id(moved) for own in self._of.values() for moved in own)
+        holds = Counter(place for _, place in self._after_plan)
+        for moved in moves:
+            for block_of_tier in (((True, gpu), (False, cpu)) for gpu, cpu in zip(moved.gpu, moved.cpu, strict=True)):
+                holds.update(place for place in block_of_tier if place in self._holds)
+        assert holds == self._holds, "a block waits for what is over"
+        plans = [plan for plan, _ in self._after_plan]
+        assert plans == sorted(plans)
+        assert all(plan >= self._oldest for plan in plans), "a block waits for a plan that is over"
+
+    def _count_copies(self, moved: CopyRun, more: int) -> None:
+        copying = moved.node.chunks.copying
+        for start, stop in moved.existing():
+            copying[start:stop] = copying[start:stop].translate(_ONE_MORE if more > 0 else _ONE_LESS)
+
+    def _outward_of(self, node: Node) -> int:
+        return sum(moved.fates.count(_ALIVE) for moved in self._of.get(node.number, ()) if moved.outward)
+
+    def _copies_with(self, on_gpu: bool, node: Node, index: int, block: int) -> int:
+        """Count the open copies that read or write this block of a chunk."""
+        count = 0
+        for moved in self._of.get(node.number, ()):
+            blocks, place = moved.gpu if on_gpu else moved.cpu, index - moved.first
+            count += 0 <= place < len(blocks) and moved.fates[place] != _GONE and blocks[place] == block
+        return count
+
+    def _let_go(self, place: _Place) -> None:
+        """Record that one copy or plan is over that the block may have waited for."""
+        holds = self._holds.get(place)
+        if holds is None:
+            return  # the chunk has it still
+        if holds > 1:
+            self._holds[place] = holds - 1
+            return
+        del self._holds[place]
+        on_gpu, block = place
+        (self._gpu if on_gpu else self._cpu).release((block,))
