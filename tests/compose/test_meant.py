@@ -1,9 +1,13 @@
 """A command line is read as it was meant, and says what that is."""
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
 
-from pensieve.lab.compose import options
-from pensieve.lab.compose.meant import FORMER_COMMANDS, as_meant
+from pensieve.lab.compose import check, options
+from pensieve.lab.compose.meant import as_meant
+from pensieve.lab.trial.jobs import compose_jobs, plan_jobs
+from tests.composed import hydra_session
 
 SIMULATED = ["workload=trace", "model=llama3_8b", "cache=small", "hardware=sim_a100_80g"]
 
@@ -47,10 +51,21 @@ def test_an_experiment_is_found_by_its_former_name(name):
     assert note == f"experiment={name} is now {now}."
 
 
-@pytest.mark.parametrize("name", FORMER_COMMANDS)
-def test_an_experiment_that_is_another_one_now(name):
-    [experiment, *_], [note] = as_meant([f"experiment={name}"])
-    assert experiment.partition("=")[2] in options("experiment") and name in note
+REMOVED = """
+sim_eviction users/hotness_interval users/hotness_users cluster/failures cluster/routing machine/llm_decode
+paper/ablation_chunk paper/ablation_cpu_size paper/ablation_gpu_cache paper/ablation_scheduler paper/ablation_swap_out
+paper/sim_llama3_8b peers/batch_size_confound
+"""
+
+
+@pytest.mark.parametrize("name", REMOVED.split())
+def test_an_experiment_that_was_removed_is_asked_by_another_command(name):
+    meant, [note] = as_meant([f"experiment={name}"])
+    assert f"experiment={name}" not in meant and name in note
+    with hydra_session():
+        config = GlobalHydra.instance().hydra.compose_config("config", meant, RunMode.MULTIRUN, False)
+        jobs = plan_jobs(config)
+        assert len([check(job) for job in compose_jobs(config, jobs)]) > 1
 
 
 def test_a_small_version_is_a_scale():

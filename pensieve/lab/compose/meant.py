@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from pensieve.lab.compose.folder import options
@@ -11,8 +12,22 @@ _RECORDED = "workload=trace"
 _SIMULATED = ("model=llama3_8b", "cache=small", "hardware=sim_a100_80g")
 """Where recorded conversations are replayed unless something is chosen: recorded pauses take no real time there."""
 
+_ABLATION = ("experiment=paper/ablation_eviction", "eviction=retention_value")
 FORMER_COMMANDS = {
     "sim_eviction": ("experiment=paper/ablation_eviction", "baseline=pensieve,stateless"),
+    "ablation_chunk": (*_ABLATION, "hardware=local", "cache.chunk_tokens=8,32,128"),
+    "ablation_cpu_size": (*_ABLATION, "cache.cpu=0 tokens,768 tokens,1536 tokens,6144 tokens"),
+    "ablation_gpu_cache": (*_ABLATION, "hardware=local", "baseline=pensieve,gpu_only,stateless"),
+    "ablation_scheduler": (*_ABLATION, "hardware=local", "scheduler=unified,split"),
+    "ablation_swap_out": (
+        *(*_ABLATION, "hardware=local", "scheduler.copy_ahead=paper", "scheduler.swap_out_stop=0.5"),
+        "scheduler.swap_out_start=0.0,0.15,0.25,0.45",
+    ),
+    "sim_llama3_8b": ("model=llama3_8b", "cache=tiny,small", "hardware=sim_a100_80g"),
+    "batch_size_confound": (
+        *("experiment=peers/prefix_invalidation_batch", "baseline=llama_cpp", "model=llama_25m", "hardware=cpu"),
+        *("cache.gpu=4096 tokens", "scheduler.max_batch_requests=4"),
+    ),
     "hotness_interval": ("experiment=users/hotness", "workload.request_interval=0.1,0.3,0.5,1.0"),
     "hotness_users": ("experiment=users/hotness", "workload.users=1,6,9"),
     "failures": ("experiment=cluster/scale", "hardware.failure_s=60"),
@@ -30,7 +45,7 @@ def as_meant(arguments: Sequence[str], config_name: str = "config") -> tuple[lis
         found = _moved(text)
         meant += found or [text]
         if found is not None:
-            notes.append(f"{text} is now {' '.join(found)}.")
+            notes.append(f"{text} is now {shlex.join(found)}.")
     added: list[str] = []
     if _has(arguments, "workload.path=") and not _has(arguments, "workload=", "experiment=", "replay="):
         added.append(_RECORDED)
