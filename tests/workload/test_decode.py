@@ -46,3 +46,8 @@ def test_a_prompt_file_is_used_whole(tmp_path):
 def test_a_prompt_beyond_the_context_is_refused():
     with pytest.raises(ConfigError, match="context is 100"):
         DecodeWorkload(context(max_context=100))
+
+
+def test_iterations_that_are_all_discarded_are_refused_by_the_values_typed():
+    with pytest.raises(ConfigError, match=r"workload\.discard=5 leaves none of workload\.iterations=5"):
+        DecodeWorkload(context(), iterations=5, discard=5)

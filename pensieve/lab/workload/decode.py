@@ -9,7 +9,7 @@ from pathlib import Path
 from pensieve.core.request import Length, Request, Sampling, tokens_of
 from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import Arrival, WorkloadContext, WorkloadPlan
-from pensieve.lab.workload.fields import Count, Positive, in_order
+from pensieve.lab.workload.fields import Count, Positive
 from pensieve.lab.workload.prose import prose
 from pensieve.serve.record import TurnRecord
 
@@ -36,7 +36,11 @@ class DecodeWorkload:
         discard: Count = 5,
         timeout_s: Positive | None = None,
     ) -> None:
-        in_order("discard", discard + 1, "iterations", iterations)
+        if discard >= iterations:
+            raise ConfigError(
+                f"workload.discard={discard} leaves none of workload.iterations={iterations} to measure; "
+                "raise iterations, or lower discard."
+            )
         self._context = context
         self._prompt = (
             prose(context, prompt_tokens, "decode")
