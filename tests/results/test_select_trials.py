@@ -37,7 +37,7 @@ def test_conditions_are_columns_or_dotted_fields_and_all_hold(store):
     [
         ("baseline=vllm", "baseline is pensieve, stateless"),
         ("9", "no sweep 9"),
-        ("nonsense", "is no sweep"),
+        ("nonsense", "conditions such as sweep=latest,baseline=pensieve"),
         ("workload.nothing=1", "workload.nothing is null|none"),
     ],
 )

@@ -115,12 +115,18 @@ def _of(sweep: Sweep, words: str) -> str:
 
 
 def _named(words: str) -> tuple[str | None, dict[str, str]]:
-    """The sweep that is named, and the conditions."""
+    """The sweep that is named, and the conditions. Raises ResultsError where a word is neither."""
     conditions: dict[str, str] = {}
     for word in filter(None, (part.strip() for part in words.split(","))):
         key, given, value = word.partition("=")
         conditions["sweep" if not given else key.strip()] = key if not given else value.strip()
-    return conditions.pop("sweep", None), conditions
+    sweep = conditions.pop("sweep", None)
+    if sweep is not None and sweep != LATEST and not sweep.isdecimal():
+        raise ResultsError(
+            f"{sweep!r} names no trials; give a sweep's id ({typed('results')} list shows them), {LATEST}, or conditions "
+            "such as sweep=latest,baseline=pensieve."
+        )
+    return sweep, conditions
 
 
 def select_trials(store: ResultsStore, words: str) -> list[Trial]:

@@ -43,8 +43,13 @@ _log = logging.getLogger(__name__)
 
 
 def remote_url() -> str | None:
-    """The tracking URI of a server of your own, from the environment so that it is never saved; None: the local store."""
-    return os.environ.get(URL_ENV) or None
+    """The tracking URI of a server of your own, from the environment so that it is never saved; None: the local store.
+
+    Raises ResultsError for an address without a scheme, which MLflow takes for a folder."""
+    url = os.environ.get(URL_ENV) or None
+    if url is not None and "://" not in url and not url.startswith("databricks"):
+        raise ResultsError(f"{URL_ENV}={url} has no scheme; write {URL_ENV}=http://{url}, or unset it.")
+    return url
 
 
 def mlflow_url(outputs: Path) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from pensieve.errors import ConfigError
 from pensieve.lab.compose import TrialConfig, outputs_folder
 from pensieve.lab.compose.schema import TrackingConfig
+from pensieve.lab.results.mlflow_store import remote_url
 from pensieve.lab.results.store import ResultsStore, open_store
 
 
@@ -40,6 +41,8 @@ def open_named(tracking: TrackingConfig, outputs: Path | None = None) -> Trackin
                 f"tracking={tracking.name} reads the database's URL from {tracking.url_env}, which is not "
                 "set; export it, or use tracking=local."
             )
+    if tracking.mlflow and kept:
+        remote_url()  # a mistake in it is told before anything is opened
     folder = outputs or (outputs_folder() if kept else Path(_thrown_away().name))
     return Tracking(folder, open_store(folder, url), tracking.mlflow and kept, kept)
 
