@@ -91,6 +91,19 @@ def test_readings_are_stored_and_summed_up(store):
     assert (outside["gpu_util_pct"], outside["energy_j_per_token"]) == (None, None)
 
 
+def test_readings_are_stored_while_the_trial_runs(store, monkeypatch):
+    """A killed trial has what its device did until then."""
+    monkeypatch.setattr(samples, "MOMENTS_A_BATCH", 5)
+    clock = WallClock()
+    meter = Scripted(clock, fails_after=13)
+    with Sampler(store, 1, meter, clock, interval_s=0.001) as sampler:
+        sampler._thread.join(60)
+        assert len(store.samples_of(1)) == 2 * 5 * 4
+    assert [reading.value for reading in store.samples_of(1) if reading.name == "memory_bytes"] == [
+        10.0 * number for number in range(1, 13)
+    ]
+
+
 def test_a_device_that_is_lost_costs_the_samples_only(store, caplog):
     clock = WallClock()
     with Sampler(store, 1, Scripted(clock, fails_after=3), clock, interval_s=0.01) as sampler:

@@ -28,6 +28,8 @@ from pensieve.serve.systems.base import System
 INTERVAL_S = 0.1
 PCIE_INTERVAL_S = 1.0  # the driver watches the link for 20 ms each time it is asked
 MOST_MOMENTS = 1_000
+MOMENTS_A_BATCH = 100
+"""What a trial that is killed lacks of its last readings, at most: ten seconds."""
 MEANS = ("gpu_util_pct", "gpu_mem_util_pct", "cpu_util_pct", "power_w")
 _IDLE = ("idle", "iowait")
 _COUNTED_ELSEWHERE = ("guest", "guest_nice")  # Linux counts them as user and nice already
@@ -227,8 +229,9 @@ class Sampler:
 
     On a wall clock a thread reads. On a virtual clock readings are taken at evenly spaced simulated times: when the clock is
     about to move past one, the meter is read before it moves. At `most` moments every second one is dropped and the interval
-    doubles, so that a trial of any length keeps between half of them and all. They are stored when the block ends. None in
-    place of a meter: nothing is read. A reading or storing that fails is logged and ends the sampling, not the trial.
+    doubles, so that a trial of any length keeps between half of them and all; these are stored when the block ends, all
+    others in batches. None in place of a meter: nothing is read. A reading or storing that fails is logged and ends the
+    sampling, not the trial.
     """
 
     def __init__(
@@ -243,6 +246,7 @@ class Sampler:
         self._store, self._trial_id, self._meter, self._clock = store, trial_id, meter, clock
         self._interval_s, self._most = interval_s, most
         self._moments: list[tuple[float, list[Quantity]]] = []
+        self._n_stored = 0
         self._origin_s = self._due_s = self._began_s = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=f"sampler-{trial_id}", daemon=True)
@@ -271,13 +275,18 @@ class Sampler:
             self._thread.join()
         self._meter.close()
         try:
-            self._store.add_samples(self._trial_id, self.readings())
+            self._store_moments()
         except ResultsError as problem:
             log.warning("samples of trial %s are not kept: %s", self._trial_id, problem)
 
-    def readings(self) -> list[Reading]:
+    def readings(self, begin: int = 0) -> list[Reading]:
+        """From the moment of that number on."""
         device = "" if self._meter is None else self._meter.device
-        return [Reading(at_s, device, *quantity) for at_s, read in self._moments for quantity in read]
+        return [Reading(at_s, device, *quantity) for at_s, read in self._moments[begin:] for quantity in read]
+
+    def _store_moments(self) -> None:
+        self._store.add_samples(self._trial_id, self.readings(self._n_stored))
+        self._n_stored = len(self._moments)
 
     def _advance(self, ns: int) -> None:
         """Called before the clock moves to `ns`: the meter is read once, however many readings fall before that time."""
@@ -302,7 +311,10 @@ class Sampler:
 
     def _keep(self, at_s: float, read: list[Quantity]) -> None:
         self._moments.append((at_s, read))
-        if self._most is not None and len(self._moments) >= self._most:
+        if self._most is None:
+            if len(self._moments) - self._n_stored >= MOMENTS_A_BATCH:
+                self._store_moments()
+        elif len(self._moments) >= self._most:
             del self._moments[1::2]
             self._interval_s *= 2
         self._due_s = self._moments[-1][0] + self._interval_s
