@@ -14,6 +14,7 @@ from pensieve.lab.results.tokens import read_tokens
 from pensieve.lab.trial import Job, isolate, run_trial
 from pensieve.lab.trial import sweep as sweep_module
 from pensieve.lab.trial.job import Outcome
+from pensieve.lab.trial.jobs import BASIC_LAUNCHER
 from pensieve.lab.trial.run import _shares_process
 from pensieve.lab.trial.tracking import Tracking
 from pensieve.plugins.device import shelf
@@ -118,7 +119,7 @@ def test_who_shares_a_process(overrides, keeps, shares, tmp_path):
 @pytest.mark.parametrize(
     ("launcher", "keeps"),
     [
-        (sweep_module.BASIC_LAUNCHER, True),
+        (BASIC_LAUNCHER, True),
         ("hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher", False),
     ],
 )

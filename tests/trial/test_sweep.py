@@ -103,3 +103,46 @@ def test_pictures_and_tables_are_named_and_those_of_many_settings_counted() -> N
         "Figures:  30 more, of single settings, in /outputs/figures/sweep-3",
     ]
     assert figure_lines([]) == []
+
+
+def test_an_mlflow_server_without_a_scheme_is_refused_before_anything_is_opened(
+    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSIEVE_MLFLOW_URL", "localhost:5000")
+    assert "PENSIEVE_MLFLOW_URL=http://localhost:5000" in str(typed("tracking.mlflow=true"))
+    assert not (tmp_path / "results.db").exists()
+
+
+@pytest.mark.parametrize("plugin", ["launcher", "sweeper"])
+def test_a_plugin_of_hydra_that_is_not_installed_is_told_before_the_sweep_begins(
+    typed: Typed, tmp_path: Path, plugin: str
+) -> None:
+    said = typed(f"hydra.{plugin}._target_=hydra_plugins.hydra_none_{plugin}.it.It")
+    assert f"pip install hydra-none-{plugin}" in str(said) and "\n" not in str(said)
+    assert not (tmp_path / "results.db").exists()
+
+
+CALLBACK = """
+from hydra.experimental.callback import Callback
+
+
+class Notes(Callback):
+    def on_job_start(self, config, **_):
+        print("JOB STARTS", config.hydra.job.num)
+
+    def on_job_end(self, config, job_return, **_):
+        print("JOB ENDS", job_return.status.name)
+"""
+
+
+def test_what_hydra_does_for_each_job_it_does_where_they_run_in_turn(
+    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_callback.py").write_text(CALLBACK)
+    monkeypatch.syspath_prepend(tmp_path)
+    callback = "+hydra.callbacks.notes._target_=own_callback.Notes"
+    assert typed("baseline=pensieve,stateless", callback, "hydra.sweep.subdir=job-${hydra.job.num}") in (0, None)
+    said = capsys.readouterr().out
+    assert said.count("JOB ENDS COMPLETED") == 2 and "JOB STARTS 1" in said
+    assert [folder.name for folder in sorted(tmp_path.rglob("job-*"))] == ["job-0", "job-1"]
+    assert [job.last.status for job in open_store(tmp_path).trials_of_sweep(1)] == ["completed"] * 2

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pensieve.errors import PensieveError
 from pensieve.lab.compose import TrialConfig, check, plan_trial, resolved
 from pensieve.lab.compose.explain import explain, explain_crash, is_the_users
-from pensieve.lab.trial.jobs import compose_jobs, plan_jobs
+from pensieve.lab.trial.jobs import asks_hydra, compose_jobs, plan_jobs, refuse_missing_plugins
 from pensieve.lab.trial.terminal import FULL_TRACE, leave_quietly
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class SweepCallback(Callback):
             sys.exit(1)
 
     def _start(self, config: DictConfig) -> None:
+        refuse_missing_plugins(config)
         jobs = plan_jobs(config)
         configs, checked, plans = [], [], []
         for cfg in compose_jobs(config, jobs):  # a mistake is told before the other jobs are composed
@@ -81,10 +82,10 @@ class SweepCallback(Callback):
             _inspect(checked)
             sys.exit(0)
 
-        from pensieve.lab.trial.sweep import BASIC_LAUNCHER, open_sweep
+        from pensieve.lab.trial.sweep import open_sweep
 
         self._sweep = open_sweep(config, jobs, configs, plans)
-        if jobs is not None and config.hydra.launcher.get("_target_") == BASIC_LAUNCHER:
+        if jobs is not None and not asks_hydra(config):
             self._sweep.run(config, jobs, configs, plans)  # Hydra would compose each of them twice more
             self._finish(self._sweep)
             sys.exit(0)

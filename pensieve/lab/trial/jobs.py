@@ -6,18 +6,20 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 from hydra import compose
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from pensieve.errors import ConfigError
+from pensieve.errors import ConfigError, EngineMissing
 from pensieve.lab.results.identity import numbers_by_value
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 INNERMOST = "baseline"
 _SEED = re.compile(r"seed=(0|[1-9]\d*)")
 
@@ -29,6 +31,35 @@ class Jobs:
     overrides: tuple[str, ...]
     axes: Mapping[str, tuple[str, ...]]
     jobs: tuple[tuple[str, ...], ...]
+
+
+def in_turn(config: DictConfig) -> bool:
+    """Whether the jobs run one after another in the process of the sweep."""
+    return bool(config.hydra.launcher._target_ == BASIC_LAUNCHER)
+
+
+def asks_hydra(config: DictConfig) -> bool:
+    """Whether something is set that Hydra alone does for a job: a launcher, a name of its folder, a working directory, a
+    callback."""
+    folder = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    assert isinstance(folder, dict)
+    usual = folder["subdir"] == "${hydra.job.num}" and list(config.hydra.callbacks) == ["sweep"]
+    return not (in_turn(config) and usual and not config.hydra.job.chdir)
+
+
+def refuse_missing_plugins(config: DictConfig) -> None:
+    """Raises EngineMissing: Hydra itself looks for its launcher when the sweep has begun."""
+    for kind in ("launcher", "sweeper"):
+        target = str(config.hydra[kind]._target_)
+        try:
+            import_module(target.rpartition(".")[0])
+        except ModuleNotFoundError as error:
+            parts = target.split(".")
+            package = parts[1] if parts[0] == "hydra_plugins" and str(error.name) in target else str(error.name)
+            raise EngineMissing(
+                f"hydra/{kind}={config.hydra.runtime.choices[f'hydra/{kind}']} needs a package that is not installed: "
+                f"pip install {package.replace('_', '-')}."
+            ) from None
 
 
 def plan_jobs(config: DictConfig) -> Jobs | None:

@@ -1,8 +1,8 @@
 """A sweep: what is done before and after its jobs, and what each job does.
 
 Before the jobs: preflight of each, and the sweep's row. After them: table, MLflow, figures, exit status. Jobs run one after
-another in this process, as they were composed and checked. A launcher of Hydra's composes them again in other processes:
-there an environment variable of the job says which sweep it belongs to.
+another in this process, as they were composed and checked. Where Hydra is asked for more (a launcher, a folder's name, a
+callback) it composes them again: an environment variable of the job then says which sweep it belongs to.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pensieve.lab.trial.fidelity_here import fidelity_here
 from pensieve.lab.trial.identity import marks_of
 from pensieve.lab.trial.isolate import end_kept, logged_in
 from pensieve.lab.trial.job import Job, Outcome
-from pensieve.lab.trial.jobs import Jobs, fixed_overrides
+from pensieve.lab.trial.jobs import Jobs, asks_hydra, fixed_overrides, in_turn
 from pensieve.lab.trial.liveness import end_with
 from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.summary import UI_ADDRESS, brief, places, summary
@@ -60,7 +60,6 @@ from pensieve.lab.trial.tracking import Tracking, open_tracking
 from pensieve.plugins.device import shelf
 from pensieve.units import duration
 
-BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 FIGURE_SCRIPT = "analysis/figures.py"
 MEMBERSHIP = "PENSIEVE_SWEEP"
 LOG_FILE = "run.log"
@@ -174,8 +173,7 @@ def open_sweep(
 ) -> OpenSweep:
     """Preflight of the jobs, the sweep's row, and what tells a launcher's jobs of it. configs: resolved. Raises
     PensieveError."""
-    in_turn = config.hydra.launcher.get("_target_") == BASIC_LAUNCHER
-    if not in_turn and any(plan.config.trial.measure_machine is not None for plan in plans):
+    if not in_turn(config) and any(plan.config.trial.measure_machine is not None for plan in plans):
         raise ConfigError(
             "trial.measure_machine: its trials follow each other in one process; leave hydra/launcher out."
         )
@@ -204,14 +202,14 @@ def open_sweep(
         git_commit=git_commit(),
         anew=any(plan.config.force for plan in plans),
     )
-    keeps = in_turn and not all(plan.device.simulated for plan in plans)
+    keeps = in_turn(config) and not all(plan.device.simulated for plan in plans)
     names = tuple(jobs.axes) if jobs else ()
     membership = SweepMembership(sweep_id, key, n_expected, tracking.outputs, names, this_process(), keeps)
     sweep = OpenSweep(first, membership)
     if keeps:
         shelf.begin()
     close_at_exit(sweep.close)
-    if config.hydra.launcher.get("_target_") != BASIC_LAUNCHER or jobs is None:
+    if jobs is None or asks_hydra(config):
         told = TypeAdapter(SweepMembership).dump_json(membership).decode().replace("'", "\\'")
         with read_write(config.hydra.overrides), open_dict(config.hydra.overrides):
             config.hydra.overrides.hydra.append(f"++hydra.job.env_set.{MEMBERSHIP}='{told}'")
