@@ -90,16 +90,7 @@ def demo() -> int:
 
 def run() -> int:
     """One trial, or with -m a sweep: [group=option] [group.field=value] [-m]."""
-    sys.path.insert(0, os.getcwd())  # your own policies: --config-dir=. eviction=my_policy with ./my_module.py
-    with _imports():
-        import hydra
-
-        from pensieve.lab.compose import conf_folder, outputs_folder
-        from pensieve.lab.trial.terminal import guarded
-
-    os.environ["PENSIEVE_OUTPUTS"] = str(outputs_folder())  # absolute, also for the processes of a launcher
-    guarded(hydra.main(config_path=str(conf_folder()), config_name="config", version_base="1.3")(_run_job))
-    return 0
+    return _hydra("config", _run_job)
 
 
 def _run_job(cfg: DictConfig) -> None:
@@ -169,36 +160,37 @@ def _live(verb: str, module: str, function: str) -> int:
 
 def _composed(verb: str, body: Callable[[DictConfig], int]) -> int:
     """Have Hydra compose conf/<verb>.yaml, and end the process with the status of `body`."""
-    sys.path.insert(0, os.getcwd())  # your own policies, as in run
-    with _imports():
-        import hydra
 
-        from pensieve.errors import PensieveError
-        from pensieve.lab.compose import conf_folder, outputs_folder
-        from pensieve.lab.trial.terminal import guarded
-
-    os.environ["PENSIEVE_OUTPUTS"] = str(outputs_folder())  # absolute, also for processes that run trials
-
-    @hydra.main(config_path=str(conf_folder()), config_name=verb, version_base="1.3")
     def app(cfg: DictConfig) -> None:
-        try:
+        from pensieve.lab.trial.terminal import in_a_sentence
+
+        with in_a_sentence(verb):
             status = body(cfg)
-        except PensieveError as error:
-            sys.exit(str(error))
         if status:
             sys.exit(status)
 
-    guarded(app, verb)
+    return _hydra(verb, app)
+
+
+def _hydra(config_name: str, app: Callable[[DictConfig], None]) -> int:
+    sys.path.insert(0, os.getcwd())  # your own policies: --config-dir=. eviction=my_policy with ./my_module.py
+    with _imports():
+        import hydra
+
+        from pensieve.lab.compose import conf_folder, outputs_folder
+        from pensieve.lab.trial.terminal import guarded
+
+    os.environ["PENSIEVE_OUTPUTS"] = str(outputs_folder())  # absolute, also for the processes of a launcher
+    guarded(hydra.main(config_path=str(conf_folder()), config_name=config_name, version_base="1.3")(app), config_name)
     return 0
 
 
 def doctor() -> int:
     """What this machine has, which models fit on it, and what to type next."""
     with _imports():
-        from pensieve.errors import PensieveError
         from pensieve.lab.commands.doctor import report
         from pensieve.lab.commands.gpu_run import gpu_run
-        from pensieve.lab.trial.terminal import say
+        from pensieve.lab.trial.terminal import in_a_sentence
 
     parser = argparse.ArgumentParser(description=doctor.__doc__)
     parser.add_argument(
@@ -210,24 +202,16 @@ def doctor() -> int:
         "--cache", default="small", help="the cache option that fitting is judged with (default: small)"
     )
     arguments = parser.parse_args()
-    if not arguments.gpu:
-        return report(arguments.cache)
-    try:
-        return gpu_run(Path(__file__).resolve().parents[1])
-    except PensieveError as error:
-        say(str(error))
-        return 1
+    with in_a_sentence():
+        return gpu_run(Path(__file__).resolve().parents[1]) if arguments.gpu else report(arguments.cache)
 
 
 def compare() -> int:
     """Two sweeps, or two sets of trials, metric by metric: A B."""
     with _imports():
-        from pensieve.errors import PensieveError
-        from pensieve.lab.compose import outputs_folder
         from pensieve.lab.metrics import Slo
         from pensieve.lab.results.compare_trials import compare_trials, named_sweeps, objective_of, select_trials
-        from pensieve.lab.results.store import open_store
-        from pensieve.lab.trial.terminal import console
+        from pensieve.lab.trial.terminal import console, in_a_sentence, say
 
     parser = argparse.ArgumentParser(
         description=compare.__doc__, epilog=COMPARE_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -250,16 +234,13 @@ def compare() -> int:
     parser.add_argument("--url-env", help="environment variable with the database's URL (default: outputs/results.db)")
     options = parser.parse_args()
     wanted = ["*"] if options.all else [name.strip() for name in options.metrics.split(",")]
-    try:
-        store = open_store(outputs_folder(), _database_url(options.url_env), create=False)
-        words = named_sweeps(store, (options.a, options.b), _say)
+    with in_a_sentence():
+        store = _opened(options.url_env)
+        words = named_sweeps(store, (options.a, options.b), say)
         a, b = (select_trials(store, one) for one in words)
         asked = Slo(options.slo_ttft_ms, options.slo_tpot_ms)
         slo = asked if asked != Slo() else objective_of(store, *words)
         found = compare_trials(store, a, b, options.allow_mixed, slo)
-    except PensieveError as error:
-        _say(str(error))
-        return 1
     console().print(found.table(lambda name: any(fnmatch(name, pattern) for pattern in wanted)))
     return 0
 
@@ -270,23 +251,18 @@ def results(argv: Sequence[str] | None = None) -> int:
         return _complete(_results_parser())
     sys.path.insert(0, os.getcwd())  # reproduce: a policy of one's own in the current folder
     with _imports():
-        from pensieve.errors import PensieveError
-        from pensieve.lab.compose import outputs_folder
-        from pensieve.lab.results.store import open_store
+        import pensieve.lab.results.store  # noqa: F401
+        from pensieve.lab.trial.terminal import in_a_sentence
 
     options = _results_parser().parse_args(argv)
-    try:
-        store = open_store(outputs_folder(), _database_url(options.url_env), create=False)
-        status: int = options.run(store, options)
-        return status
-    except PensieveError as error:
-        _say(str(error))
-    except BrokenPipeError:  # somebody read enough: `... list | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        _say("Interrupted.")
-        return 130
-    return 1
+    with in_a_sentence():
+        found: int | Iterable[str] = options.run(_opened(options.url_env), options)
+        if isinstance(found, int):
+            return found
+        for line in found:
+            print(line)
+        sys.stdout.flush()
+    return 0
 
 
 def mlflow() -> int:
@@ -302,7 +278,7 @@ def _results_parser() -> argparse.ArgumentParser:
     parser.add_argument("--url-env", help="environment variable that holds the URL of another results database")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[..., int | Iterable[str]], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
         added.set_defaults(run=run)
         return added
@@ -310,9 +286,7 @@ def _results_parser() -> argparse.ArgumentParser:
     listed = command("list", _list, "sweeps and the newest trials, a line each")
     listed.add_argument("--sweep", type=int, help="only trials of this sweep")
     listed.add_argument("--status", choices=("running", "completed", "failed", "interrupted"), help="only such trials")
-    listed.add_argument(
-        "--limit", type=_number_from_0, default=50, metavar="N", help="at most so many trials (default: 50; 0: all)"
-    )
+    listed.add_argument("--limit", type=int, default=50, metavar="N", help="at most so many (default: 50; 0: all)")
     shown = command("show", _show, "all that is known of a trial")
     shown.add_argument("trial", type=int)
     read = command("read", _read, "a conversation of a trial as text, with where each turn's history came from")
@@ -339,12 +313,6 @@ def _results_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _number_from_0(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
-
-
 def _complete(parser: argparse.ArgumentParser) -> int:
     """Answer the shell's TAB as Hydra does for run.py: `-sc install=bash` prints the rule, which calls `-sc query=bash`.
 
@@ -369,92 +337,85 @@ def _candidates(parser: argparse.ArgumentParser, before: Sequence[str]) -> list[
     if chosen is None:
         return [*commands, "--url-env"]
     actions = commands[chosen]._actions
-    last = next((a for a in actions if before[-1] in a.option_strings), None)
+    last = next((action for action in actions if before[-1] in action.option_strings), None)
     if last is not None and last.choices:
         return [str(choice) for choice in last.choices]
-    ids = _ids("sweep" if last is not None else _first_positional(actions)) if before[-1] in (chosen, "--sweep") else []
-    return [*ids, *(name for a in actions for name in a.option_strings if name not in before)]
-
-
-def _first_positional(actions: Iterable[argparse.Action]) -> str:
-    return next((action.dest for action in actions if not action.option_strings), "")
+    first = next((action.dest for action in actions if not action.option_strings), "")
+    wanted = "sweep" if before[-1] == "--sweep" else first if before[-1] == chosen else ""
+    return [*_ids(wanted), *(name for action in actions for name in action.option_strings if name not in before)]
 
 
 def _ids(of: str) -> list[str]:
-    from pensieve.errors import PensieveError
-    from pensieve.lab.compose import outputs_folder
-
     if of not in ("sweep", "trial"):
         return []
     from sqlalchemy import select
 
+    from pensieve.errors import PensieveError
     from pensieve.lab.results.schema import Sweep, Trial
-    from pensieve.lab.results.store import open_store
 
+    column = Sweep.id if of == "sweep" else Trial.id
     try:
-        with open_store(outputs_folder(), create=False).database.reading() as connection:
-            column = Sweep.id if of == "sweep" else Trial.id
+        with _opened(None).database.reading() as connection:
             return [str(found) for found in connection.scalars(select(column).order_by(column.desc()).limit(50))]
     except PensieveError:
         return []  # nothing is there yet
 
 
-def _database_url(url_env: str | None) -> str | None:
-    """The value of the environment variable; None for outputs/results.db. Raises ResultsError where it is not set."""
+def _opened(url_env: str | None) -> ResultsStore:
+    """The database that the environment variable names; None: outputs/results.db. Raises ResultsError where there is none."""
     from pensieve.errors import ResultsError
+    from pensieve.lab.compose import outputs_folder
+    from pensieve.lab.results.store import open_store
 
     url = os.environ.get(url_env) if url_env else None
     if url_env and not url:
         raise ResultsError(f"The environment variable {url_env} is not set; export it with the database's URL.")
-    return url
+    return open_store(outputs_folder(), url, create=False)
 
 
-def _list(store: ResultsStore, options: argparse.Namespace) -> int:
+# -- the commands of results: each returns its lines, or its exit status ------------------------------------------------
+
+
+def _list(store: ResultsStore, options: argparse.Namespace) -> Iterator[str]:
     from pensieve.lab.results.listing import list_sweeps, list_trials
 
-    limit = options.limit or None
+    limit = options.limit if options.limit > 0 else None
     if options.sweep is not None:
         store.sweep(options.sweep)  # says where there is none
-    if options.sweep is None and options.status is None:
-        _print([*list_sweeps(store, limit), ""])
-    _print(list_trials(store, options.sweep, options.status, limit))
-    return 0
+    elif options.status is None:
+        yield from [*list_sweeps(store, limit), ""]
+    yield from list_trials(store, options.sweep, options.status, limit)
 
 
-def _show(store: ResultsStore, options: argparse.Namespace) -> int:
+def _show(store: ResultsStore, options: argparse.Namespace) -> Iterable[str]:
     from pensieve.lab.results.listing import show_trial
 
-    _print(show_trial(store, options.trial))
-    return 0
+    return show_trial(store, options.trial)
 
 
-def _trial_number(store: ResultsStore, asked: str) -> int:
-    """A number, or that of the latest sweep's first completed trial for `latest`."""
+def _read(store: ResultsStore, options: argparse.Namespace) -> Iterator[str]:
     from pensieve.errors import ResultsError
-
-    if asked != "latest":
-        if not asked.isdecimal():
-            raise ResultsError(f"{asked!r} is no trial; give a number (runners/results.py list shows them), or latest.")
-        return int(asked)
-    jobs = store.trials_of_sweep(store.sweep_named(asked).id)
-    return next(job.trial.id for job in jobs if job.trial is not None)
-
-
-def _read(store: ResultsStore, options: argparse.Namespace) -> int:
     from pensieve.lab.commands.read import beside, conversation_lines, conversation_of, side_by_side
     from pensieve.lab.trial.terminal import console
 
-    if options.trial == "latest" and (pair := beside(store, store.sweep_named("latest"))):
-        session, said = conversation_of(store, pair[0].id, options.session)
-        replies = {trial.baseline: conversation_of(store, trial.id, session)[1] for trial in pair[1:]}
-        print(f"Conversation {session} of trials {' and '.join(str(trial.id) for trial in pair)}")
-        console().print(side_by_side({pair[0].baseline: said, **replies}))
-        return 0
-    trial = _trial_number(store, options.trial)
+    if options.trial == "latest":
+        sweep = store.sweep_named(options.trial)
+        if pair := beside(store, sweep):
+            session, said = conversation_of(store, pair[0].id, options.session)
+            replies = {trial.baseline: conversation_of(store, trial.id, session)[1] for trial in pair[1:]}
+            yield f"Conversation {session} of trials {' and '.join(str(trial.id) for trial in pair)}"
+            console().print(side_by_side({pair[0].baseline: said, **replies}))
+            return
+        trial = next(job.trial.id for job in store.trials_of_sweep(sweep.id) if job.trial is not None)
+    elif options.trial.isdecimal():
+        trial = int(options.trial)
+    else:
+        raise ResultsError(
+            f"{options.trial!r} is no trial; give a number (runners/results.py list shows them), or latest."
+        )
     session, said = conversation_of(store, trial, options.session)
-    print(f"Conversation {session} of trial {trial}")
-    _print(conversation_lines(said))
-    return 0
+    yield f"Conversation {session} of trial {trial}"
+    yield from conversation_lines(said)
 
 
 def _notes(store: ResultsStore, options: argparse.Namespace) -> int:
@@ -465,18 +426,13 @@ def _notes(store: ResultsStore, options: argparse.Namespace) -> int:
     return 0
 
 
-def _export(store: ResultsStore, options: argparse.Namespace) -> int:
+def _export(store: ResultsStore, options: argparse.Namespace) -> Iterable[str]:
     from pensieve.lab.compose import outputs_folder
     from pensieve.lab.results.export import export_sweep
-    from pensieve.lab.results.store import LATEST
 
-    sweep_id = options.named if options.sweep is None else options.sweep
-    if sweep_id is None:
-        sweep_id = store.sweep_named(LATEST).id
-    store.sweep(sweep_id)  # says where there is none
-    folder = options.to or outputs_folder() / "export" / f"sweep-{sweep_id}"
-    _print(map(str, export_sweep(store, sweep_id, folder)))
-    return 0
+    asked = options.named if options.sweep is None else options.sweep
+    sweep_id = store.sweep_named("latest" if asked is None else str(asked)).id
+    return map(str, export_sweep(store, sweep_id, options.to or outputs_folder() / "export" / f"sweep-{sweep_id}"))
 
 
 def _reproduce(store: ResultsStore, options: argparse.Namespace) -> int:
@@ -485,46 +441,38 @@ def _reproduce(store: ResultsStore, options: argparse.Namespace) -> int:
     return reproduce(store, options.trial, _say)
 
 
-def _prune(store: ResultsStore, options: argparse.Namespace) -> int:
+def _prune(store: ResultsStore, options: argparse.Namespace) -> Iterator[str]:
     from pensieve.lab.results.prune import prunable, prune
     from pensieve.units import format_bytes
 
     chosen = prunable(store, options.failed)
     for one in chosen:
         why = f"replaced by trial {one.successor}" if one.successor else "never completed"
-        print(f"trial {one.trial_id} ({one.status}, {why})")
+        yield f"trial {one.trial_id} ({one.status}, {why})"
     size = format_bytes(sum(path.stat().st_size for one in chosen for path in one.files))
     if not chosen:
-        print("There is nothing to prune.")
+        yield "There is nothing to prune."
     elif not options.yes:
-        print(f"{len(chosen)} attempts and {size} of files would go; add --yes to delete them.")
+        yield f"{len(chosen)} attempts and {size} of files would go; add --yes to delete them."
     else:
         prune(store, chosen)
-        print(f"{len(chosen)} attempts and {size} of files are gone.")
-    return 0
+        yield f"{len(chosen)} attempts and {size} of files are gone."
 
 
-def _to_mlflow(store: ResultsStore, options: argparse.Namespace) -> int:
+def _to_mlflow(store: ResultsStore, options: argparse.Namespace) -> Iterable[str]:
     from pensieve.lab.compose import outputs_folder
     from pensieve.lab.results.mlflow_runs import rebuild_mlflow, sync_mlflow
 
     write = rebuild_mlflow if "anew" in options else sync_mlflow
-    print(f"{write(outputs_folder(), store, _say)} trials were written to MLflow from {store.database.shown}.")
-    return 0
+    return [f"{write(outputs_folder(), store, _say)} trials were written to MLflow from {store.database.shown}."]
 
 
-def _bundle(store: ResultsStore, options: argparse.Namespace) -> int:
+def _bundle(store: ResultsStore, options: argparse.Namespace) -> Iterable[str]:
     from pensieve.lab.compose import conf_folder, outputs_folder
     from pensieve.lab.results.export import bundle_sweep
 
     path = options.to or outputs_folder() / "bundle" / f"sweep-{options.sweep}.zip"
-    print(bundle_sweep(store, options.sweep, conf_folder().parent, path))
-    return 0
-
-
-def _print(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line)
+    return [str(bundle_sweep(store, options.sweep, conf_folder().parent, path))]
 
 
 def _say(text: str) -> None:

@@ -100,9 +100,10 @@ def said(run: Callable[[], object], *words: str) -> str:
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(out):
         patch.setattr(sys, "argv", ["", *words])
-        status = None
-        with suppress(SystemExit):
+        try:
             status = run()
+        except SystemExit as left:
+            status = left.code
     return f"{out.getvalue()}status {status}\n"
 
 

@@ -142,7 +142,7 @@ def test_an_inspection_runs_nothing_and_records_nothing(outputs, sweep):
 
 @pytest.mark.slow
 def test_help_and_configuration(outputs):
-    shown = run(outputs, "--help")
+    shown = run(outputs, "-m", "--help")
     assert shown.returncode == 0, shown.stderr
     for text in ("baseline: ", "sim_a100_80g", "runners/doctor.py", "group.field=value"):
         assert text in shown.stdout

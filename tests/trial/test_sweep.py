@@ -106,19 +106,21 @@ def test_pictures_and_tables_are_named_and_those_of_many_settings_counted() -> N
 
 
 def test_an_mlflow_server_without_a_scheme_is_refused_before_anything_is_opened(
-    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PENSIEVE_MLFLOW_URL", "localhost:5000")
-    assert "PENSIEVE_MLFLOW_URL=http://localhost:5000" in str(typed("tracking.mlflow=true"))
+    assert typed("tracking.mlflow=true") == 1
+    assert "PENSIEVE_MLFLOW_URL=http://localhost:5000" in capsys.readouterr().err
     assert not (tmp_path / "results.db").exists()
 
 
 @pytest.mark.parametrize("plugin", ["launcher", "sweeper"])
 def test_a_plugin_of_hydra_that_is_not_installed_is_told_before_the_sweep_begins(
-    typed: Typed, tmp_path: Path, plugin: str
+    typed: Typed, tmp_path: Path, plugin: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = typed(f"hydra.{plugin}._target_=hydra_plugins.hydra_none_{plugin}.it.It")
-    assert f"pip install hydra-none-{plugin}" in str(said) and "\n" not in str(said)
+    assert typed(f"hydra.{plugin}._target_=hydra_plugins.hydra_none_{plugin}.it.It") == 1
+    [said] = capsys.readouterr().err.splitlines()
+    assert f"pip install hydra-none-{plugin}" in said
     assert not (tmp_path / "results.db").exists()
 
 

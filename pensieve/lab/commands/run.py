@@ -7,22 +7,17 @@ tables take longer than everything until then.
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-from pensieve.errors import PensieveError
 from pensieve.lab.compose import TrialConfig, check, plan_trial, resolved
-from pensieve.lab.compose.explain import explain, explain_crash, is_the_users
 from pensieve.lab.trial.jobs import asks_hydra, compose_jobs, plan_jobs, refuse_missing_plugins
-from pensieve.lab.trial.terminal import FULL_TRACE, leave_quietly
+from pensieve.lab.trial.terminal import in_a_sentence
 
 if TYPE_CHECKING:
     from pensieve.lab.trial.sweep import OpenSweep
@@ -39,34 +34,17 @@ class SweepCallback(Callback):
         self._sweep: OpenSweep | None = None  # plain values only: a launcher may send this object to other processes
 
     def on_multirun_start(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
-        try:
+        with in_a_sentence(hydra_goes_on=True):
             self._start(config)
-        except BrokenPipeError:
-            leave_quietly()
-        except (PensieveError, HydraException, OmegaConfBaseException, OSError) as error:
-            if FULL_TRACE:
-                traceback.print_exc()
-            sys.exit(explain(error, sys.argv[1:]))
-        except Exception as error:  # Hydra would run the jobs without their sweep
-            if is_the_users(error) and not FULL_TRACE:
-                sys.exit(explain_crash(error))
-            traceback.print_exc()  # a bug of ours
-            sys.exit(1)
 
     def on_multirun_end(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
         if self._sweep is not None:
-            self._finish(self._sweep)
+            with in_a_sentence(hydra_goes_on=True):
+                self._finish(self._sweep)
 
     def _finish(self, sweep: OpenSweep) -> None:
         """Table, MLflow, figures; leaves with status 1 where a trial did not complete."""
-        try:
-            completed = sweep.finish()
-        except (PensieveError, OSError) as error:
-            sys.exit(explain(error))
-        except Exception:
-            traceback.print_exc()
-            sys.exit(1)
-        if not completed:
+        if not sweep.finish():
             sys.exit(1)
 
     def _start(self, config: DictConfig) -> None:
@@ -98,18 +76,8 @@ def run_job(cfg: DictConfig) -> None:
 
         run_composed(cfg)
         return
-    try:
+    with in_a_sentence():
         _single(cfg)
-    except BrokenPipeError:
-        leave_quietly()
-    except (PensieveError, OSError) as error:
-        if FULL_TRACE:
-            raise
-        sys.exit(explain(error))  # raised through Hydra, it would come with lines of Hydra's own
-    except Exception as error:
-        if FULL_TRACE or not is_the_users(error):
-            raise
-        sys.exit(explain_crash(error))
 
 
 def _single(cfg: DictConfig) -> None:

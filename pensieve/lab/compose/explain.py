@@ -34,6 +34,11 @@ _SEVERAL = re.compile(r"Ambiguous value for argument '([^']*)'")
 def explain(error: BaseException, arguments: Sequence[str] = (), config_name: str = "config") -> str:
     """One sentence for the terminal. arguments: the command line's overrides, to find the field of `config_name` that was
     probably meant."""
+    return explain_known(error, arguments, config_name) or f"{type(error).__name__}: {_first_line(error)}"
+
+
+def explain_known(error: BaseException, arguments: Sequence[str], config_name: str) -> str | None:
+    """As `explain`; None for what nobody but the authors can mend."""
     if isinstance(error, PensieveError):
         return str(error)
     if isinstance(error, OverrideParseException):
@@ -46,34 +51,27 @@ def explain(error: BaseException, arguments: Sequence[str] = (), config_name: st
         return f"The Python package {error.name} is not installed; install it and run again."
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _composition(error, arguments, config_name)
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def explain_value_error(error: BaseException, arguments: Sequence[str]) -> str | None:
-    """The sentence for what Hydra raises a plain ValueError at: a number in the place of an option's name, or flags that
-    exclude one another; else None."""
     if isinstance(error, ValueError) and str(error).startswith("Only one of --run, --multirun"):
         return "-m and --cfg cannot be combined; leave -m out to see the configuration of one trial."
-    if not (isinstance(error, ValueError) and str(error).startswith("Config group override must be a string")):
-        return None
-    wrong = next(
-        (text for text in arguments if re.fullmatch(r"[a-z_/]*=[-\d.]+|[a-z_/]+=(true|false)", text, re.I)), "It"
-    )
-    return f"{wrong} names no option of a group; write group=option or group.field=value (--help lists them)."
+    if isinstance(error, ValueError) and str(error).startswith("Config group override must be a string"):
+        named = (text for text in arguments if re.fullmatch(r"[a-z_/]*=[-\d.]+|[a-z_/]+=(true|false)", text, re.I))
+        wrong = next(named, "It")
+        return f"{wrong} names no option of a group; write group=option or group.field=value (--help lists them)."
+    return _of_the_users(error)
 
 
 def explain_crash(error: BaseException) -> str:
     """As `explain`, for what a trial died of: names the file and line where code of the user's own raised it."""
+    return _of_the_users(error) or explain(error)
+
+
+def _of_the_users(error: BaseException) -> str | None:
+    """The sentence where a policy, workload or baseline that is not of this package raised it, or one of its causes."""
     for cause in _causes(error):
         place = _line_of_the_user(cause)
         if place:
             return f"{place} raised {type(cause).__name__}: {_first_line(cause).rstrip('.')}; mend it and run again."
-    return explain(error)
-
-
-def is_the_users(error: BaseException) -> bool:
-    """Whether code of the user's own raised it: a policy, workload or baseline that is not of this package."""
-    return any(_line_of_the_user(cause) for cause in _causes(error))
+    return None
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -5,16 +5,15 @@ busy others kept this machine's CPUs, whose share is in every millisecond that w
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -46,14 +45,12 @@ class Quantity(NamedTuple):
     unit: str
 
 
-class Meter(Protocol):
+class Meter(NamedTuple):
+    """read: the present readings of a device; a quantity that it does not report is left out."""
+
     device: str
-
-    def read(self) -> list[Quantity]:
-        """The present readings; a quantity that the device does not report is left out."""
-        ...
-
-    def close(self) -> None: ...
+    read: Callable[[], list[Quantity]]
+    close: Callable[[], None] = lambda: None
 
 
 def meter_of(device: Device, elsewhere: bool = False) -> Meter | None:
@@ -62,9 +59,9 @@ def meter_of(device: Device, elsewhere: bool = False) -> Meter | None:
     if device.simulated:
         return None
     if device.kind != "cuda":
-        return CpuMeter(elsewhere)
+        return cpu_meter(elsewhere)
     try:
-        return NvmlMeter(device.identity, device.name)
+        return _nvml_meter(device.identity, device.name)
     except Exception as error:  # no library, no permission, a partition without counters: the trial runs all the same
         log.warning("the device cannot be sampled: %s", error)
         return None
@@ -94,134 +91,90 @@ def _cuda() -> Any:
     return torch if cuda is not None and cuda.is_initialized() else None
 
 
-class CpuMeter:
+def cpu_meter(children: bool = False) -> Meter:
     """This process, cpu_util_pct of all cores it may use, memory_bytes resident. children: with those that it has started,
     where they compute; memory that several share is then counted for each."""
+    me, n_cores = psutil.Process(), cores()
+    known = {me.pid: me}  # the same objects at each reading: they know how much time had passed at the last one
 
-    device = "cpu"
-
-    def __init__(self, children: bool = False) -> None:
-        self._processes = {os.getpid(): psutil.Process()}
-        self._children = children
-        self._cores = cores()
-        self._measured()  # the first answer of a process is always 0
-
-    def read(self) -> list[Quantity]:
-        load, memory = self._measured()
-        return [Quantity("cpu_util_pct", load / self._cores, "%"), Quantity("memory_bytes", memory, "bytes")]
-
-    def close(self) -> None:
-        pass
-
-    def _measured(self) -> tuple[float, float]:
-        """Per cent of a core, and bytes."""
+    def read() -> list[Quantity]:
+        for child in me.children(recursive=True) if children else ():
+            known.setdefault(child.pid, child)
         load = memory = 0.0
-        for process in self._all():
+        for process in known.values():
             with suppress(psutil.NoSuchProcess), process.oneshot():  # it may have ended meanwhile
                 load += process.cpu_percent(None)
                 memory += process.memory_info().rss
-        return load, memory
+        return [Quantity("cpu_util_pct", load / n_cores, "%"), Quantity("memory_bytes", memory, "bytes")]
 
-    def _all(self) -> list[psutil.Process]:
-        """Return the same process objects at each reading: they know how much time had passed at the last one."""
-        if self._children:
-            for child in self._processes[os.getpid()].children(recursive=True):
-                self._processes.setdefault(child.pid, child)
-        return list(self._processes.values())
+    read()  # the first answer of a process is always 0
+    return Meter("cpu", read)
 
 
-class NvmlMeter:
+def _nvml_meter(identity: str, name: str) -> Meter:
     """An NVIDIA device through NVML, all processes on it together. Raises where the library or the device is missing.
 
     gpu_util_pct, gpu_mem_util_pct: share of the driver's own sample period in which a kernel ran, or memory was read or
     written. memory_bytes: in use. power_w; energy_j: since the driver was loaded. pcie_tx, pcie_rx: bytes/s.
     """
+    import pynvml
 
-    def __init__(self, identity: str, name: str) -> None:
-        import pynvml
+    nvml: Any = pynvml
+    nvml.nvmlInit()
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(identity)
+    except Exception:
+        nvml.nvmlShutdown()
+        raise
+    next_pcie_s = 0.0
 
-        self.device = name
-        self._nvml: Any = pynvml
-        self._next_pcie_s = 0.0
-        pynvml.nvmlInit()
-        try:
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(identity)
-        except Exception:
-            pynvml.nvmlShutdown()
-            raise
-
-    def read(self) -> list[Quantity]:
-        return [quantity for part in self._parts() for quantity in self._answered(part)]
-
-    def close(self) -> None:
-        self._nvml.nvmlShutdown()
-
-    def _parts(self) -> Iterator[Callable[[], list[Quantity]]]:
-        yield from (self._load, self._memory, self._power, self._energy)
-        if time.monotonic() >= self._next_pcie_s:
-            self._next_pcie_s = time.monotonic() + PCIE_INTERVAL_S
-            yield self._pcie
-
-    def _answered(self, part: Callable[[], list[Quantity]]) -> list[Quantity]:
-        try:
-            return part()
-        except self._nvml.NVMLError:
-            return []  # this device does not report it
-
-    def _load(self) -> list[Quantity]:
-        rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
+    def load() -> list[Quantity]:
+        rates = nvml.nvmlDeviceGetUtilizationRates(handle)
         return [
             Quantity("gpu_util_pct", float(rates.gpu), "%"),
             Quantity("gpu_mem_util_pct", float(rates.memory), "%"),
         ]
 
-    def _memory(self) -> list[Quantity]:
-        return [Quantity("memory_bytes", float(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used), "bytes")]
+    def memory() -> list[Quantity]:
+        return [Quantity("memory_bytes", float(nvml.nvmlDeviceGetMemoryInfo(handle).used), "bytes")]
 
-    def _power(self) -> list[Quantity]:
-        return [Quantity("power_w", self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3, "W")]
+    def power() -> list[Quantity]:
+        return [Quantity("power_w", nvml.nvmlDeviceGetPowerUsage(handle) / 1e3, "W")]
 
-    def _energy(self) -> list[Quantity]:
-        return [Quantity("energy_j", self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3, "J")]
+    def energy() -> list[Quantity]:
+        return [Quantity("energy_j", nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, "J")]
 
-    def _pcie(self) -> list[Quantity]:
-        nvml = self._nvml
+    def pcie() -> list[Quantity]:
+        counters = {"pcie_tx": nvml.NVML_PCIE_UTIL_TX_BYTES, "pcie_rx": nvml.NVML_PCIE_UTIL_RX_BYTES}
         return [
-            Quantity(name, nvml.nvmlDeviceGetPcieThroughput(self._handle, counter) * 1e3, "bytes/s")
-            for name, counter in (
-                ("pcie_tx", nvml.NVML_PCIE_UTIL_TX_BYTES),
-                ("pcie_rx", nvml.NVML_PCIE_UTIL_RX_BYTES),
-            )
+            Quantity(way, nvml.nvmlDeviceGetPcieThroughput(handle, counter) * 1e3, "bytes/s")
+            for way, counter in counters.items()
         ]
+
+    def read() -> list[Quantity]:
+        nonlocal next_pcie_s
+        parts = [load, memory, power, energy]
+        if time.monotonic() >= next_pcie_s:
+            next_pcie_s = time.monotonic() + PCIE_INTERVAL_S
+            parts.append(pcie)
+        found: list[Quantity] = []
+        for part in parts:
+            with suppress(nvml.NVMLError):  # this device does not report it
+                found += part()
+        return found
+
+    return Meter(name, read, nvml.nvmlShutdown)
 
 
 # -- one sampler, of a device or of a cache -----------------------------------------------------------------------------
 
 
-@runtime_checkable
-class Gauged(Protocol):
-    """A system that reports what its cache holds; an outside engine does not."""
-
-    def gauges(self) -> Mapping[str, tuple[float, str]]: ...
-
-
-class Gauges:
-    """The gauges of a system, read as a meter is."""
-
-    device = ENGINE
-
-    def __init__(self, system: Gauged) -> None:
-        self._system = system
-
-    def read(self) -> list[Quantity]:
-        return [Quantity(name, value, unit) for name, (value, unit) in self._system.gauges().items()]
-
-    def close(self) -> None:
-        pass
-
-
 def gauges_of(system: System) -> Meter | None:
-    return Gauges(system) if isinstance(system, Gauged) else None
+    """What the cache of a system holds, read as a meter is; None for one that does not tell, as an outside engine."""
+    gauges: Callable[[], Mapping[str, tuple[float, str]]] | None = getattr(system, "gauges", None)
+    if gauges is None:
+        return None
+    return Meter(ENGINE, lambda: [Quantity(name, *found) for name, found in gauges().items()])
 
 
 class Sampler:

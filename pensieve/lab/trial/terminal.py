@@ -13,19 +13,15 @@ import shlex
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-import pensieve.lab.compose.help  # noqa: F401  the ${choices:} of every --help
 from pensieve.errors import PensieveError
-from pensieve.lab.compose.explain import explain, explain_value_error
 from pensieve.lab.compose.meant import as_meant
 
 INTERRUPTED = 130
@@ -74,11 +70,11 @@ def guarded(app: Callable[[], object], config_name: str = "config") -> None:
     arguments, notes = as_meant(sys.argv[1:], config_name)
     for note in notes:
         say(note)
-    if [text for text in arguments if text.startswith("-")] in (["--help"], ["-h"]):
+    if not {"--help", "-h"}.isdisjoint(arguments):
         from pensieve.lab.compose.help import page
 
-        asked = [text for text in arguments if not text.startswith("-")]
-        _run(lambda: print(page(config_name, asked)), config_name)
+        with in_a_sentence(config_name):
+            print(page(config_name, [text for text in arguments if not text.startswith("-")]))
         return
     sys.argv[1:] = sorted(arguments, key=lambda text: not _stands_alone(text))
     remember_interrupts()
@@ -88,45 +84,45 @@ def guarded(app: Callable[[], object], config_name: str = "config") -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     logging.raiseExceptions = False  # a log file on a full disk: its trace would bury the sentence
     try:
-        _run(app, config_name)
-    except SystemExit as left:
-        close_sweep("interrupted" if left.code == INTERRUPTED else "failed")
+        with in_a_sentence(config_name):
+            app()
+    except BaseException as left:
+        close_sweep("interrupted" if isinstance(left, SystemExit) and left.code == INTERRUPTED else "failed")
         raise
 
 
-def _run(app: Callable[[], object], config_name: str) -> None:
-    """Run it and turn every error into SystemExit, except a bug's."""
+@contextmanager
+def in_a_sentence(config_name: str = "config", hydra_goes_on: bool = False) -> Iterator[None]:
+    """Turn every error of the block into SystemExit, except a bug's. It is used inside of Hydra's applications, too: Hydra
+    adds lines of its own to an error that passes through it. hydra_goes_on: after an error with a warning alone, as in a
+    callback; a bug then ends the process, too."""
     try:
-        app()
+        yield
     except KeyboardInterrupt:
         ends_interrupted()
         say("Interrupted.")
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        leave_quietly()
+    except BrokenPipeError:  # the reader of stdout has gone (`... | head`), which is no error
+        discard_output()
+        sys.exit(0)
     except BrokenExecutor:  # what joblib raises, too
         sys.exit(KILLED)
-    except (PensieveError, HydraException, OmegaConfBaseException, OSError) as error:
-        say(explain(error, sys.argv[1:], config_name))
-        sys.exit(1)
     except Exception as error:
-        close_sweep("failed")
-        sentence = explain_value_error(error, sys.argv[1:])
-        if sentence is None:
+        from pensieve.lab.compose.explain import explain_known
+
+        sentence = None if FULL_TRACE else explain_known(error, sys.argv[1:], config_name)
+        if sentence is not None:
+            say(sentence)
+        elif hydra_goes_on:
+            traceback.print_exc()
+        else:
             raise
-        say(sentence)
         sys.exit(1)
 
 
 def discard_output() -> None:
     """Nobody reads stdout any more: discard what is still printed, so that Python does not complain, even at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def leave_quietly() -> NoReturn:
-    """The reader of stdout has gone (`... | head`), which is no error."""
-    discard_output()
-    sys.exit(0)
 
 
 def _stands_alone(argument: str) -> bool:
