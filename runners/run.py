@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-CHECKOUT = Path(__file__).resolve().parents[1]
-if (CHECKOUT / "pensieve").is_dir():
-    sys.path[0] = str(CHECKOUT)  # for this folder, whose profile.py is not the standard library's
+sys.path[0] = str(
+    Path(__file__).resolve().parents[1]
+)  # for this folder, whose profile.py is not the standard library's
 
 from pensieve.cli import run  # noqa: E402
 

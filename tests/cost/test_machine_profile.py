@@ -16,9 +16,8 @@ from pensieve.lab.compose.build import _measured_before
 from pensieve.lab.compose.plan import awaits_profile
 from pensieve.lab.metrics import summarise
 from pensieve.lab.trial import machine
-from pensieve.lab.trial.fidelity_here import MEASURED_AT
 from pensieve.lab.trial.job import Job
-from pensieve.lab.trial.machine import _grid, host_times, measure_beside, measure_grids, measure_machine
+from pensieve.lab.trial.machine import MEASURED_AT, _grid, host_times, measure_beside, measure_grids, measure_machine
 from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.tracking import open_tracking
 from pensieve.serve.systems.profiling import load_s, profile_of

@@ -149,7 +149,9 @@ def test_the_processes_of_a_divided_model_are_metered_with_their_trial():
             assert child.stdout is not None and child.stdout.readline() == "60000000\n"
             resident = psutil.Process(child.pid).memory_info().rss
             assert resident > 60e6
-            alone, whole = ({q.name: q.value for q in meter_of(CPU, elsewhere=children).read()} for children in (False, True))
+            alone, whole = (
+                {q.name: q.value for q in meter_of(CPU, elsewhere=children).read()} for children in (False, True)
+            )
             assert whole["memory_bytes"] - alone["memory_bytes"] > resident / 2 > 0
         finally:
             child.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,8 +23,7 @@ from pensieve.errors import HardwareMissing, typed
 from pensieve.lab.compose import outputs_folder
 from pensieve.lab.trial.terminal import say
 
-Verdict = Literal["passed", "failed", "out of time", "not run"]
-_BENCH = "runners/bench.py"
+Verdict = Literal["passed", "failed", "out of time", "interrupted", "not run"]
 _ROOM_FOR_8B = 22 * 2**30
 _ASK_S = 60  # of a command that describes the machine
 
@@ -53,20 +53,19 @@ def steps_for(gpu_bytes: int) -> tuple[Step, ...]:
     """Ten minutes at most. Weights are random, so that nothing is downloaded; the model is one that the device holds beside
     its KV."""
     model = "llama3_8b" if gpu_bytes >= _ROOM_FOR_8B else "opt_350m"
-    benches = (("kernel", 90), ("swap", 60), ("decode", 100), ("prefill", 60), ("serve", 110))
+    of_model, short = f"bench.model={model}", "bench.repeats=3"
     return (
         Step("tests", ("-m", "pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider"), 180),
-        *(
-            Step(name, (_BENCH, f"target={name}", "hardware=cuda", *_asked(name, model)), limit_s)
-            for name, limit_s in benches
-        ),
+        _bench("kernel", 90, short),
+        _bench("swap", 60, short),
+        _bench("decode", 100, of_model, short),
+        _bench("prefill", 60, of_model, short),
+        _bench("serve", 110, of_model, "bench.only=agents"),
     )
 
 
-def _asked(target: str, model: str) -> tuple[str, ...]:
-    """kernel and swap have shapes of their own."""
-    named = () if target in ("kernel", "swap") else (f"bench.model={model}",)
-    return (*named, "bench.only=agents") if target == "serve" else (*named, "bench.repeats=3")
+def _bench(target: str, limit_s: float, *asked: str) -> Step:
+    return Step(target, ("runners/bench.py", f"target={target}", "hardware=cuda", *asked), limit_s)
 
 
 def gpu_run(checkout: Path, steps: Sequence[Step] | None = None) -> int:
@@ -98,41 +97,37 @@ def perform(steps: Sequence[Step], checkout: Path, folder: Path) -> list[Outcome
     """Run the steps one after the other, whatever becomes of each. Ctrl-C ends the step under way and leaves the others
     out."""
     outcomes: list[Outcome] = []
-    stopped = False
     for step in steps:
-        if stopped:
-            outcomes.append(Outcome(step.name, _typed(step), "not run", 0.0, "", ""))
+        log, command = folder / f"{step.name}.log", shlex.join(("python", *step.command))
+        if any(outcome.verdict == "interrupted" for outcome in outcomes):
+            outcomes.append(Outcome(step.name, command, "not run", 0.0, "", ""))
             continue
         say(f"{step.name} (at most {step.limit_s:.0f} s) ...")
-        outcome, stopped = _perform(step, checkout, folder)
-        say(f"  {outcome.verdict} after {outcome.seconds:.0f} s: {outcome.said}")
-        outcomes.append(outcome)
+        began, verdict = time.monotonic(), _verdict(step, checkout, log)
+        seconds = round(time.monotonic() - began, 1)
+        said = (log.read_text(errors="replace").strip().splitlines() or [""])[-1].strip()[:200]
+        say(f"  {verdict} after {seconds:.0f} s: {said}")
+        outcomes.append(Outcome(step.name, command, verdict, seconds, said, log.name))
     return outcomes
 
 
-def _perform(step: Step, checkout: Path, folder: Path) -> tuple[Outcome, bool]:
-    verdict: Verdict = "failed"
-    log, began, stopped = folder / f"{step.name}.log", time.monotonic(), False
-    variables = {**os.environ, "PENSIEVE_OUTPUTS": str(folder), "PYTHONUNBUFFERED": "1"}
+def _verdict(step: Step, checkout: Path, log: Path) -> Verdict:
+    variables = {**os.environ, "PENSIEVE_OUTPUTS": str(log.parent), "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, *step.command], cwd=checkout, env=variables, stdin=subprocess.DEVNULL, stdout=output,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
-            verdict = "passed" if process.wait(step.limit_s) == 0 else "failed"
+            return "passed" if process.wait(step.limit_s) == 0 else "failed"
         except subprocess.TimeoutExpired:
-            verdict = "out of time"
+            return "out of time"
         except KeyboardInterrupt:
-            stopped = True
+            return "interrupted"
         finally:  # with all it has started: a worker that holds the device would spoil the next step
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    lines = log.read_text(errors="replace").strip().splitlines()
-    seconds = time.monotonic() - began
-    said = lines[-1].strip()[:200] if lines else ""
-    return Outcome(step.name, _typed(step), verdict, round(seconds, 1), said, log.name), stopped
 
 
 def environment(checkout: Path) -> dict[str, str]:
@@ -172,7 +167,3 @@ def pack(facts: dict[str, str], outcomes: Sequence[Outcome], folder: Path) -> Pa
             if file.suffix in (".json", ".log", ".db"):
                 packed.write(file, file.name)
     return bundle
-
-
-def _typed(step: Step) -> str:
-    return " ".join(("python", *step.command))

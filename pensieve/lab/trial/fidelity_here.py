@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import copysign
-from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import pandas as pd
 from rich.console import Group, RenderableType
 
 from pensieve.lab.results.frame import Frame, values_of
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore
-from pensieve.lab.statistics import median
 from pensieve.lab.tables import NONE, grid
+from pensieve.lab.trial.machine import MEASURED_AT
 
 HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT = 1.0, 5.0, 10.0
 """What each error may come to: hit rates in points, by tier; output tokens a second; first tokens, mean over turns."""
@@ -33,63 +33,54 @@ _LEGEND = (
     "Output tokens/s: in %. TTFT: in %, the mean over turns of each one's error."
 )
 
-MEASURED_AT = "machine_measured_at"
-"""In a real trial's column `engine`: when the profile was measured that it wrote beside itself."""
-ByTurn = Mapping[tuple[str, int], float]
-"""(conversation, turn) -> ms."""
+Errors = pd.Series
+"""By figure: rates in points, throughput and TTFT in percent. NaN: cannot be told."""
 
 
-Errors = Mapping[str, float | None]
-"""By figure: rates in points, throughput and TTFT in percent. None: cannot be told."""
+class Observed(NamedTuple):
+    """One trial. figures: of _RATES, as shares, NaN where there was no history; and its throughput. ttft_ms: by conversation
+    and turn."""
 
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """One trial. figures: of _RATES, as shares, None where there was no history; and its throughput."""
-
-    figures: Mapping[str, float | None]
-    ttft_ms: ByTurn
+    figures: pd.Series[float]
+    ttft_ms: pd.Series[float]
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One place of the sweep. simulated: against the median of the real repeats; real: a repeat against that of the others,
-    None below two. Both are means of sizes. unpaired: simulations by a profile that the real trial of their repeat did not
-    measure, where it measured one."""
+    """One place of the sweep. simulated: against the median of the real repeats, None where one of the two is missing; real:
+    a repeat against that of the others, None below two. Both are means of sizes. unpaired: simulations by a profile that
+    the real trial of their repeat did not measure, where it measured one."""
 
     place: str
     repeats: int
-    simulated: Errors
+    simulated: Errors | None
     real: Errors | None
     unpaired: int = 0
 
 
-def furthest_rate(errors: Errors) -> float | None:
-    return max((rate for name in _RATES if (rate := errors.get(name)) is not None), key=abs, default=None)
+def furthest_rate(errors: Errors | None) -> float | None:
+    known = [] if errors is None else list(errors[list(_RATES)].dropna())
+    return max(known, key=abs, default=None)
 
 
-def within(errors: Errors) -> bool:
+def within(errors: Errors | None) -> bool:
     """Hits may be unknown, where there is no history; what has no throughput or no first tokens is not within."""
-    found = (furthest_rate(errors) or 0.0, errors.get(FLOW), errors.get(TTFT))
-    limits = zip(found, (HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT), strict=True)
-    return all(error is not None and abs(error) <= limit for error, limit in limits)
+    if errors is None:
+        return False
+    found = (furthest_rate(errors) or 0.0, errors[FLOW], errors[TTFT])
+    return all(abs(e) <= limit for e, limit in zip(found, (HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT), strict=True))
 
 
 def errors_of(one: Observed, others: Sequence[Observed]) -> Errors:
     """Of a trial against the median of others. TTFT: mean absolute percentage error over the turns that all have."""
-    off: dict[str, float | None] = {}
-    for name in (*_RATES, FLOW):
-        ours, theirs = (
-            one.figures.get(name),
-            [known for other in others if (known := other.figures.get(name)) is not None],
-        )
-        off[name] = None
-        if ours is not None and len(theirs) == len(others):
-            middle = median(theirs)
-            off[name] = 100 * (ours - middle if name in _RATES else ours / middle - 1)
-    turns = sorted(set(one.ttft_ms).intersection(*(other.ttft_ms for other in others)))
-    sizes = [abs(one.ttft_ms[turn] / median([other.ttft_ms[turn] for other in others]) - 1) for turn in turns]
-    return {**off, TTFT: 100 * fmean(sizes) if sizes else None}
+    every = pd.DataFrame([other.figures for other in others])
+    middle = every.quantile(0.5, interpolation="lower").where(every.notna().all())
+    off = 100 * (one.figures - middle)
+    off[FLOW] /= middle[FLOW]
+    turns = pd.concat([one.ttft_ms, *(other.ttft_ms for other in others)], axis=1, join="inner")
+    theirs = turns.iloc[:, 1:].quantile(0.5, axis=1, interpolation="lower")
+    off[TTFT] = 100 * (turns.iloc[:, 0] / theirs - 1).abs().mean()
+    return off
 
 
 def real_against_real(repeats: Sequence[Observed]) -> Errors | None:
@@ -100,13 +91,9 @@ def real_against_real(repeats: Sequence[Observed]) -> Errors | None:
 
 
 def mean_of(errors: Iterable[Errors]) -> Errors:
-    """Mean sizes, with the sign of the mean; None where one of them is."""
-    each = list(errors)
-    found: dict[str, float | None] = {}
-    for name in each[0]:
-        known = [value for one in each if (value := one.get(name)) is not None]
-        found[name] = copysign(fmean(map(abs, known)), fmean(known)) if len(known) == len(each) else None
-    return found
+    """Mean sizes, with the sign of the mean; NaN where one of them is."""
+    each = pd.DataFrame(list(errors))
+    return pd.Series(np.copysign(each.abs().mean(skipna=False), each.mean()))
 
 
 def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
@@ -122,9 +109,9 @@ def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
     for one in compared:
         line = {"": one.place, "n": str(one.repeats)}
         for name, head in heads.items():
-            ours, theirs = one.simulated.get(name), (one.real or {}).get(name)
-            shown = NONE if ours is None else f"{ours:{'' if name == TTFT else '+'}.1f}"
-            line[head] = f"{shown}/{NONE if theirs is None else f'{abs(theirs):.1f}'}"
+            ours, theirs = (np.nan if errors is None else errors[name] for errors in (one.simulated, one.real))
+            shown = NONE if np.isnan(ours) else f"{ours:{'' if name == TTFT else '+'}.1f}"
+            line[head] = f"{shown}/{NONE if np.isnan(theirs) else f'{abs(theirs):.1f}'}"
         lines.append(line)
     table = grid(lines, "This machine's simulation, against the machine", fold=True)
     return Group(table, _LEGEND, verdict(compared))
@@ -142,7 +129,7 @@ def compare(found: Frame) -> list[Compared]:
                 simulated = [trial for trial in own if trial.simulated and _profile_of(trial) is not None]
                 place = ", ".join(filter(None, (group.name, baseline, f"seed {seed}")))
                 observed = [_observed(found, trial) for trial in real]
-                errors: Errors = {}
+                errors = None
                 if real and simulated:
                     errors = mean_of(errors_of(_observed(found, one), observed) for one in simulated)
                 again = real_against_real(observed)
@@ -188,21 +175,14 @@ def verdict(compared: Sequence[Compared]) -> str:
 
 def _decides_wrongly(one: Compared) -> bool:
     """Hit rates that differ although the real repeats agree on them."""
-    ours, theirs = furthest_rate(one.simulated), furthest_rate(one.real or {})
+    ours, theirs = furthest_rate(one.simulated), furthest_rate(one.real)
     return ours is not None and abs(ours) > HIT_POINTS and (theirs is None or abs(theirs) <= HIT_POINTS)
 
 
 def _observed(found: Frame, trial: Trial) -> Observed:
-    return Observed(
-        figures={**{name: found.metric(trial, name) for name in _RATES}, FLOW: found.metric(trial, FLOW) or None},
-        ttft_ms=_by_turn(found, trial),
-    )
-
-
-def _by_turn(found: Frame, trial: Trial) -> ByTurn:
-    values = values_of(found.turns([trial]), "ttft_ms")
-    sessions, turns = (values.index.get_level_values(name) for name in ("session", "turn"))
-    return {(str(session), int(turn)): ms for session, turn, ms in zip(sessions, turns, values.tolist(), strict=True)}
+    figures = pd.Series({name: found.metric(trial, name) for name in (*_RATES, FLOW)}, dtype=float)
+    figures[FLOW] = figures[FLOW] or np.nan
+    return Observed(figures, values_of(found.turns([trial]), "ttft_ms").groupby(["session", "turn"]).last())
 
 
 def _profile_of(trial: Trial) -> Mapping[str, Any] | None:

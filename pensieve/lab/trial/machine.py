@@ -30,6 +30,8 @@ from pensieve.serve.systems.profiling import DECODES, decodes_s, load_s, prefill
 from pensieve.serve.transcript import Transcripts
 from pensieve.sim.machine_profile import Grid, MachineProfile, powers_of_two
 
+MEASURED_AT = "machine_measured_at"
+"""In a real trial's column `engine`: when the profile was measured that it wrote beside itself."""
 SHORTEST_CONTEXT = 32
 _REPLY = 81  # tokens of the replies that tell the host's time of an iteration
 _EVERY = 3  # rounds of prompts, one such reply

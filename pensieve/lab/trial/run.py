@@ -50,13 +50,12 @@ from pensieve.lab.results.identity import Identity, explain_difference, input_fi
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.tokens import TokenFile
 from pensieve.lab.trial.fidelity import fidelity_metrics
-from pensieve.lab.trial.fidelity_here import MEASURED_AT
 from pensieve.lab.trial.holding import holding_metrics, ledger_of_holding
 from pensieve.lab.trial.identity import contended, identity_of
 from pensieve.lab.trial.isolate import run_isolated
 from pensieve.lab.trial.job import Job, Outcome
 from pensieve.lab.trial.liveness import Deadline, Heartbeat, device_lock
-from pensieve.lab.trial.machine import measure_beside
+from pensieve.lab.trial.machine import MEASURED_AT, measure_beside
 from pensieve.lab.trial.samples import (
     MOST_MOMENTS,
     Neighbours,

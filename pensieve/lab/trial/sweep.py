@@ -37,7 +37,6 @@ from pensieve.lab.results.slo import PREFIX
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import SweepTable, sweep_table
 from pensieve.lab.trial.fidelity import fidelity
-from pensieve.lab.trial.fidelity_here import fidelity_here
 from pensieve.lab.trial.identity import marks_of
 from pensieve.lab.trial.isolate import end_kept, logged_in
 from pensieve.lab.trial.job import Job, Outcome
@@ -146,6 +145,8 @@ class OpenSweep:
         tracking.store.interrupt_dead()
         tracking.store.set_sweep(self.membership.sweep_id, status=status)
         table = sweep_table(tracking.store, self.membership.sweep_id)
+        from pensieve.lab.trial.fidelity_here import fidelity_here  # brings pandas, which a single trial does without
+
         try:
             if shown:
                 console().print(table.renderable)
