@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.core.plan import Moved
+from pensieve.core.plan import GPU, Move, Moved, StepPlan
 from pensieve.core.request import History
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
@@ -234,6 +234,26 @@ def test_what_waits_to_be_written_takes_no_more_memory_than_it_may(tmp_path: Pat
     push_out(talk)
     assert talk.ask("a").disk_hit_tokens == 0
     assert disk.written_bytes == 0 and talk.disk.used == 0
+    talk.close()
+
+
+def test_what_finds_no_room_to_wait_is_told_before_the_rest_is_written(tmp_path: Path) -> None:
+    talk = Talk(tmp_path)
+    disk: Any = talk.engine.torch_worker._transfer
+    disk._staging_bytes = 2 * disk._tensors.block_bytes
+    go = threading.Event()
+
+    def full(*_: Any) -> None:
+        assert go.wait(20)
+        raise OSError("no space left")
+
+    disk._file.write = full
+    first, second, third = keys = tuple(bytes([number]) * 32 for number in range(3))
+    disk.begin(StepPlan(1, moves=(Move(7, GPU, "disk", (0, 1, 2), (3, 4, 5), keys),)))
+    assert disk.moved() == (Moved(7, False, (third,)),)
+    go.set()
+    settle(talk)
+    assert disk.moved() == (Moved(7, False, (first,)), Moved(7, False, (second,)))
     talk.close()
 
 

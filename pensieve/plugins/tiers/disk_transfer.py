@@ -30,20 +30,11 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Store:
-    """left: chunks that are not written yet. gone: keys of those that will not be."""
-
-    ticket: int
-    left: int
-    gone: list[bytes] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
 class _Write:
     """A chunk of a store: to block dst of the file."""
 
     number: int
-    store: _Store
+    ticket: int
     key: bytes
     dst: int
     staged: torch.Tensor  # [layers, chunk_tokens, 2, kv_heads, head_dim]
@@ -126,30 +117,22 @@ class DiskTransfer(Transfer):
         return super().begin(plan)
 
     def _store(self, move: Move) -> None:
+        """Stage its chunks, and tell at once which find no room: a read of those is not ordered in vain."""
         pool = self._tensors.gpu if move.source == GPU else self._tensors.cpu
-        store = _Store(move.ticket, len(move.keys))
+        gone = []
         for key, src, dst in zip(move.keys, move.src, move.dst, strict=True):
             self._numbers += 1
             with self._lock:
                 full = self._staged_bytes + self._tensors.block_bytes > self._staging_bytes
                 self._staged_bytes += 0 if full else self._tensors.block_bytes
             if full:
-                self._stored_one(store, key, ok=False)
+                gone.append(key)
                 continue
-            write = _Write(self._numbers, store, key, dst, pool[:, src].clone())
+            write = _Write(self._numbers, move.ticket, key, dst, pool[:, src].clone())
             with self._changed:
                 self._to_write.append(write)
                 self._changed.notify()
-
-    def _stored_one(self, store: _Store, key: bytes, ok: bool) -> None:
-        """A chunk of it is written, or will not be."""
-        with self._lock:
-            store.left -= 1
-            if not ok:
-                store.gone.append(key)
-            over = not store.left
-        if over:
-            self._stored.put(Moved(store.ticket, not store.gone, tuple(store.gone)))
+        self._stored.put(Moved(move.ticket, not gone, tuple(gone)))
 
     def require(self, blocks: NDArray[np.int64]) -> bool:
         waits, self._required_read = super().require(blocks), None
@@ -228,16 +211,15 @@ class DiskTransfer(Transfer):
             return before
 
     def _write(self, order: _Write) -> None:
-        layers, ok = [_bytes_of(layer) for layer in order.staged], True
+        layers = [_bytes_of(layer) for layer in order.staged]
         try:
             self._file.write(order.dst, order.key, layers)
         except OSError as error:
             log.error("A chunk cannot be written to the file of cache.disk: %s", error)
-            ok = False
+            self._stored.put(Moved(order.ticket, ok=False, gone=(order.key,)))
         with self._lock:
             self._staged_bytes -= self._tensors.block_bytes
             self.written_bytes += self._tensors.block_bytes
-        self._stored_one(order.store, order.key, ok)
 
     def _read(self, order: _Read) -> None:
         load, wrong = order.load, order.wrong
