@@ -263,6 +263,22 @@ def test_what_moves_is_history_that_is_computed_again_and_the_tokens_stay_the_sa
         assert sum(miss.tokens for miss in turn.misses) == (turn.prompt_tokens or 0) - (turn.gpu_hit_tokens or 0)
 
 
+def test_of_an_edited_prompt_what_it_shares_with_the_conversation_is_history() -> None:
+    """A trial's turns bring their whole prompts; one that goes on from an earlier place shares that much, at any replica."""
+    found = {}
+    for router in ("affinity", "random"):
+        with replicas(router) as (system, _):
+            homes = []
+            for turn in range(1, 9):
+                prompt = tokens_of([*_message(1)[:25], *_message(turn), *_message(turn + 1)])
+                system.submit(Request(turn, "a", turn, prompt, Length(6), Sampling(temperature=1.0, seed=5)))
+                [record] = [event.turn for event in system.poll(None) if event.turn is not None]
+                found[router, turn] = record.history_tokens
+                homes.append(system._home["a"][0])
+        assert router == "affinity" or len(set(homes)) > 1
+    assert all(found["random", turn] == found["affinity", turn] for turn in range(1, 9)), found
+
+
 @pytest.mark.parametrize("parts", [0, 1, 4, 6])
 def test_a_replica_that_ends_in_mid_reply_costs_no_token_and_doubles_none(parts: int) -> None:
     """Before anything, with nothing told, in the middle, and before the end."""

@@ -33,6 +33,7 @@ from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import Capabilities, Listener
 from pensieve.serve.systems.engine_system import ENGINE_CLOSED, Answer
 from pensieve.serve.systems.outbox import Outbox
+from pensieve.serve.transcript import Transcripts
 
 ATTEMPTS = 3
 """A turn whose replica ended is asked again elsewhere, up to so many times in all: it may be what ends them."""
@@ -103,6 +104,7 @@ class ReplicaSystem:
         self._app = f"pensieve-{id(self):x}"
         self._cluster = RayCluster(scaling.most, gpus * scaling.most, environment=environment)
         self._outbox = Outbox(self.clock, lambda: WorkerError(ENGINE_CLOSED) if self._closed else None)
+        self._said = Transcripts()  # of conversations whose requests are submitted
         self._connected = connected
         self._closed = False
         self._lock = threading.Lock()  # of what follows
@@ -196,12 +198,12 @@ class ReplicaSystem:
             self._deployed()  # what is deployed again is a new version, which Ray Serve rolls out
 
     def submit(self, request: Request) -> None:
-        """Its prompt begins with all that the conversation holds."""
+        """What its prompt shares with what was said before is its history, for a replica that serves it anew."""
         self._outbox.expect(request.id)
-        _, held = self._home.get(request.session, (None, 0))
-        if held and request.history is None:  # by the replica that may serve it now, at the latest
-            request = replace(request, history=History(held, "expired"))
-        self.begin(request, _ToOutbox(self._outbox, request))
+        known = self._said.of(request.session).known(request.prompt)
+        if known and request.history is None:  # by the replica that may serve it now, at the latest
+            request = replace(request, history=History(known, "expired"))
+        self.begin(request, _ToOutbox(self._outbox, self._said, request))
 
     def begin(self, request: Request, listener: Listener) -> None:
         ticket = _Ticket(request, listener)
@@ -237,6 +239,7 @@ class ReplicaSystem:
         if session is not None:
             self.release(session)
             return
+        self._said.forget(None)
         with self._lock:
             for known in (self._home, self._served, self._family):
                 known.clear()
@@ -244,6 +247,7 @@ class ReplicaSystem:
 
     def release(self, session: str, tenant: str = "", left: TokenArray[int] | None = None) -> None:
         """left: ignored, since a replica's disk ends with it."""
+        self._said.forget(session)
         with self._lock:
             self._home.pop(session, None)
             self._family.pop(session, None)
@@ -518,6 +522,7 @@ class _ToOutbox:
     """The listener of a request that was submitted."""
 
     outbox: Outbox
+    said: Transcripts
     request: Request
 
     @property
@@ -525,6 +530,8 @@ class _ToOutbox:
         return False
 
     def happened(self, event: Event) -> None:
+        if event.turn is not None:
+            self.said.note(self.request, event.turn)
         self.outbox.put([event])
 
     def failed(self, error: WorkerError) -> None:
