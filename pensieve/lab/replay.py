@@ -367,7 +367,14 @@ class _Run:
 
     def _end_here(self, request: Request) -> None:
         """End a request that the system never had as a timeout."""
+        self._withdraw([request])
         self._finish(request, TurnRecord.never_sent(request, self.system.clock.now_s()))
+
+    def _withdraw(self, requests: Iterable[Request]) -> None:
+        """They were announced, and are never sent."""
+        if self.ahead is not None:
+            for request in requests:
+                self.ahead.withdraw(request.id)
 
     def _cut_off(self) -> None:
         """Stop the replay for want of time: nothing more is sent, and what is in flight ends as a timeout."""
@@ -383,6 +390,8 @@ class _Run:
     def _send_no_more(self) -> None:
         """The first user has nothing left to ask, and the measurement ends there."""
         self.closing = True
+        to_come = [item for *_, item in self.heap if isinstance(item, Arrival)]
+        self._withdraw(arrival.request for arrival in (*to_come, *self.held.values()))
         self.heap = [item for item in self.heap if not isinstance(item[3], Arrival)]
         heapq.heapify(self.heap)
         self.due.clear()

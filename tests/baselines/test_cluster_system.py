@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -14,7 +15,7 @@ from pensieve.core.plan import StepPlan
 from pensieve.core.request import Length, Request, tokens_of
 from pensieve.lab.compose import build_cluster, build_system, build_tokenizer, build_workload, plan_trial
 from pensieve.lab.replay import replay
-from pensieve.lab.workload.base import Following
+from pensieve.lab.workload.base import Arrival, Following, WorkloadPlan
 from pensieve.lab.workload.chance import uniform
 from pensieve.plugins.cluster import cluster_system
 from pensieve.plugins.cluster.cluster_system import COUNTED, ClusterSystem
@@ -23,6 +24,7 @@ from pensieve.plugins.cluster.routing import ROUTERS, Fleet, affinity
 from pensieve.serve.record import TurnRecord
 from pensieve.sim.worker import SimulatedWorker
 from tests.composed import checked
+from tests.test_replay import Listed
 
 SMALL = ("model=llama_25m", "cache.gpu='704 tokens'", "cache.cpu='512 tokens'")
 LOAD = (
@@ -32,8 +34,8 @@ LOAD = (
 AGENTS = ("workload=agents", "workload.agents=6", "workload.act_s=0.05")
 
 
-def run(*overrides: str, ahead: bool = True) -> tuple[list[TurnRecord], dict[str, float], Any]:
-    """ahead: replicas may run ahead of each other."""
+def run(*overrides: str, ahead: bool = True, asked: Any = None) -> tuple[list[TurnRecord], dict[str, float], Any]:
+    """ahead: replicas may run ahead of each other. asked: a workload in place of the one that is configured."""
     load = () if overrides[:1] == AGENTS[:1] else LOAD
     plan = plan_trial(checked(*SMALL, *load, *overrides))
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=True)
@@ -44,7 +46,7 @@ def run(*overrides: str, ahead: bool = True) -> tuple[list[TurnRecord], dict[str
         system.look_ahead = lambda foresee: None
     system.start()
     try:
-        record = replay(system, workload)
+        record = replay(system, asked or workload)
         return list(record.turns), system.counters(), system
     finally:
         system.close()
@@ -173,6 +175,31 @@ def test_nothing_along_a_chain_of_turns_comes_sooner_than_the_outlook_says() -> 
             outlook.ended(at)
             ns += pauses[at] * 10**6
             at = drawn.choice(follow[at])
+
+
+class Overlapping(Listed):
+    """The second turn of a conversation is due before the first one ends."""
+
+    def __init__(self, until_first_user: bool, deadline_s: float | None) -> None:
+        requests = [Request(number, "a", number, tokens_of([7] * 4), Length(50)) for number in (1, 2)]
+        super().__init__(Arrival(0.0, requests[0]), Arrival(1e-3, requests[1], deadline_s))  # type: ignore[no-untyped-call]
+        self._until_first_user = until_first_user
+
+    def describe(self) -> WorkloadPlan:
+        return replace(super().describe(), until_first_user=self._until_first_user)  # type: ignore[no-untyped-call]
+
+    def foresee(self, session: str, turn: int) -> Following:
+        return Following(0.0, ((session, turn + 1),)) if turn == 1 else Following(math.inf)
+
+
+@pytest.mark.parametrize(("until_first_user", "deadline_s"), [(False, 2e-3), (True, None)])
+def test_a_turn_that_was_announced_and_is_never_sent_holds_no_replica_back(
+    until_first_user: bool, deadline_s: float | None
+) -> None:
+    workload = Overlapping(until_first_user, deadline_s)
+    turns, _, system = run("hardware.router=affinity", "hardware.replicas=3", asked=workload)
+    assert [turn.turn for turn in turns if turn.status == "completed"] == [1]
+    assert not system._outlook._chains
 
 
 def test_a_replica_that_runs_ahead_has_the_windows_of_a_single_engine(monkeypatch: pytest.MonkeyPatch) -> None:

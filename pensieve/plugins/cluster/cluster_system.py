@@ -214,6 +214,11 @@ class ClusterSystem:
         if self._outlook is not None:
             self._outlook.announce(at_ns, request)
 
+    def withdraw(self, request_id: int) -> None:
+        """See base.LooksAhead."""
+        if self._outlook is not None:
+            self._outlook.ended(request_id)
+
     def expect(self, session: str, next_use_s: float | None) -> None:
         number, life = self._home.get(session, (0, 0))
         if self._replicas[number].lives == life:

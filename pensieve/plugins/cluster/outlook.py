@@ -61,7 +61,7 @@ class Outlook:
                 self._after_ends[place].put(request.id, after_ns)
 
     def ended(self, request_id: int) -> None:
-        """Its end was told: what follows it is announced."""
+        """Its end was told: what follows it is announced. Or it is never sent, and nothing follows."""
         for place in self._chains.pop(request_id, ()):
             self._after_due[place].drop(request_id)
             self._after_ends[place].drop(request_id)

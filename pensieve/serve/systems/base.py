@@ -110,6 +110,9 @@ class LooksAhead(Protocol):
         """Announce that the request is sent, or ended early, at that time of the system's clock. request None: anything may
         happen."""
 
+    def withdraw(self, request_id: int) -> None:
+        """A request that was announced is never sent."""
+
 
 class Listener(Protocol):
     """Who is told what becomes of one request. It is called by whatever drives the engine, between two iterations: it must
