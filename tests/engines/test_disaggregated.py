@@ -20,10 +20,11 @@ import pytest
 
 from pensieve.core.request import Free, Request
 from pensieve.errors import ConfigError, WorkerError
-from pensieve.plugins.engines.disaggregated import messages, model_server, simulated
+from pensieve.plugins.engines.disaggregated import remote_model, simulated
+from pensieve.plugins.engines.disaggregated import wire as messages
 from pensieve.plugins.engines.disaggregated.client import FullyAware, PartiallyAware, SemanticBlind
-from pensieve.plugins.engines.disaggregated.messages import KV, LOGITS
-from pensieve.plugins.engines.disaggregated.wire import PIECE_BYTES, Wire
+from pensieve.plugins.engines.disaggregated.remote_model import RemoteModel, tensor_of, weight_arrays
+from pensieve.plugins.engines.disaggregated.wire import KV, LOGITS, PIECE_BYTES, Wire
 from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.plugins.engines.transformers_peers import NativePytorch
 from pensieve.plugins.engines.weights import plain_module
@@ -59,9 +60,9 @@ class Proxy:
 
 def in_thread(kind: type[Any], proxies: list[Proxy] | None = None) -> type[Any]:
     class InThread(kind):  # type: ignore[misc]
-        def _begin(self, asked: Any) -> Any:
+        def _begin(self, *asked: Any) -> Any:
             said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            threading.Thread(target=model_server.host, args=(asked, said.put), daemon=True).start()
+            threading.Thread(target=remote_model.host, args=(*asked, said.put), daemon=True).start()
             return said.get(timeout=60)
 
         def _connect(self, port: int, key: bytes) -> Any:
@@ -199,8 +200,6 @@ def test_what_crosses_grows_as_each_knows() -> None:
 def test_the_blind_ones_weights_come_with_each_step_and_are_gone_after_it() -> None:
     import torch
 
-    from pensieve.plugins.engines.disaggregated.remote_model import RemoteModel, tensor_of, weight_arrays
-
     setup = setup_of("tied_llama")
     weights, model = weight_arrays(plain_module(setup)), RemoteModel(setup, keeps_weights=False)
     with pytest.raises(KeyError):
@@ -219,8 +218,6 @@ def test_the_blind_ones_weights_come_with_each_step_and_are_gone_after_it() -> N
 
 def test_kv_that_was_changed_on_the_way_changes_the_answer() -> None:
     import torch
-
-    from pensieve.plugins.engines.disaggregated.remote_model import RemoteModel, tensor_of
 
     model = RemoteModel(setup_of(), keeps_weights=True)
     first, _, _ = model.step(prompt(8), {})
@@ -320,7 +317,7 @@ def test_the_process_of_the_model_is_killed_and_leaves_a_sentence() -> None:
         assert one(system, prompt(12), 3).received_bytes
         assert engine._process is not None
         family = psutil.Process(engine._process.pid).children(recursive=True)
-        model = next(child for child in family if "model_server.py" in " ".join(child.cmdline()))
+        model = next(child for child in family if "remote_model import main" in " ".join(child.cmdline()))
         os.kill(model.pid, signal.SIGKILL)
         with pytest.raises(WorkerError, match="ended while it served requests"):
             one(system, prompt(12), 3, 2)

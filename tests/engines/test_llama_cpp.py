@@ -349,7 +349,7 @@ def test_a_binary_is_given_every_field(tmp_path: Path) -> None:
     engine = LlamaCppHttp(
         setup_of(), server_path="/opt/llama-server", kv_type="q8_0", n_parallel=2, flash_attention=True
     )
-    command = engine._command(tmp_path / "m.gguf", 1234)
+    command = engine._command("/opt/llama-server", tmp_path / "m.gguf", 1234)
     options = dict(zip(command[1::2], command[2::2], strict=False))
     assert command[0] == "/opt/llama-server"
     assert options["--ctx-size"] == "1024" and options["--parallel"] == "2" and options["--threads"] == "1"

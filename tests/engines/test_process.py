@@ -16,6 +16,7 @@ import pytest
 
 from pensieve.errors import EngineFailed
 from pensieve.plugins.engines import process
+from pensieve.plugins.engines.guard import SIGNALS
 from pensieve.plugins.engines.process import EngineProcess, free_port
 
 PATIENCE_S = 100.0
@@ -131,7 +132,7 @@ def test_all_it_started_is_ended_where_its_parent_is_gone(tmp_path: Path) -> Non
     os.close(life)
     pid = pid_in(stray)
     os.close(keep)
-    assert guarding.wait(PATIENCE_S) == -signal.SIGTERM % 256
+    assert guarding.wait(PATIENCE_S) == SIGNALS + signal.SIGTERM
     assert until(lambda: gone(pid))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from pensieve.errors import ContextLengthError, EngineFailed, RequestFailed
@@ -86,52 +87,39 @@ class CompletionsClient:
         """The status."""
         return self._http.post(path, json=dict(body or {})).status_code
 
-    def ask(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Answer:
-        """To be used as a context manager. Raises, there or while it is read, what `OutsideEngine.answer` may."""
-        return Answer(self._http, path, dict(body), dict(headers or {}), self.reachable)
+    @contextmanager
+    def ask(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Iterator[Answer]:
+        """Leaving the block before the last piece closes the connection, by which servers know that nobody waits any more.
+        Raises, here or while it is read, what `OutsideEngine.answer` may."""
+        import httpx
+
+        content = json.dumps(dict(body)).encode()
+        kind = {"content-type": "application/json", **(headers or {})}
+        try:
+            with self._http.stream("POST", path, content=content, headers=kind) as response:
+                yield Answer(response, bool(body.get("stream")), len(content))
+        except httpx.HTTPError as error:
+            refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            lost = self.reachable() if refused else isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
+            said = f"({type(error).__name__}: {error})."
+            if lost:
+                raise AnswerBroken(f"The engine's server lost the request before it answered {said}") from error
+            raise EngineFailed(f"The engine's server does not answer {said}") from error
 
     def close(self) -> None:
         self._http.close()
 
 
 class Answer:
-    """The answer to one request: its pieces as they come, one if it is not streamed. Leaving the block before the last one
-    closes the connection, by which servers know that nobody waits any more.
+    """The answer to one request: its pieces as they come, one if it is not streamed.
 
     sent_bytes, received_bytes: of the bodies. whole: a stream has said that this was all of it.
     """
 
-    def __init__(
-        self, http: Any, path: str, body: dict[str, Any], headers: dict[str, str], reachable: Callable[[], bool]
-    ) -> None:
-        self._content = json.dumps(body).encode()
-        self._reachable = reachable
-        self._streamed = bool(body.get("stream"))
-        self._stream = http.stream(
-            "POST", path, content=self._content, headers={"content-type": "application/json", **headers}
-        )
-        self._response: Any = None
-        self.sent_bytes = len(self._content)
+    def __init__(self, response: Any, streamed: bool, sent_bytes: int) -> None:
+        self._response, self._streamed = response, streamed
+        self.sent_bytes = sent_bytes
         self.whole = False
-
-    def __enter__(self) -> Answer:
-        import httpx
-
-        try:
-            self._response = self._stream.__enter__()
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            if self._reachable():
-                raise _lost(error) from error
-            raise _gone(error) from error
-        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
-            raise _lost(error) from error
-        except httpx.HTTPError as error:
-            raise _gone(error) from error
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._response is not None:
-            self._stream.__exit__(*error)
 
     @property
     def received_bytes(self) -> int:
@@ -202,11 +190,3 @@ def _object(text: str | bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise RequestFailed(f"The engine's answer is no JSON object: {text[:200]!r}")
     return found
-
-
-def _lost(error: Exception) -> AnswerBroken:
-    return AnswerBroken(f"The engine's server lost the request before it answered ({type(error).__name__}: {error}).")
-
-
-def _gone(error: Exception) -> EngineFailed:
-    return EngineFailed(f"The engine's server does not answer ({type(error).__name__}: {error}).")

@@ -4,7 +4,7 @@
 
 FD is the reading end of a pipe whose writing end the parent alone holds: the kernel closes it when the parent ends, in
 whatever way. Should the guard itself be killed, Linux kills the command (PR_SET_PDEATHSIG). The exit status is the
-command's.
+command's; of one that a signal ended, SIGNALS and its number, as a shell has it.
 This file runs by its path, without the package.
 """
 
@@ -18,6 +18,7 @@ from contextlib import suppress
 
 WAKE_S = 0.1
 GRACE_S = 5.0  # between asking the command to end and killing it
+SIGNALS = 128
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -26,7 +27,7 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def die_with_parent() -> None:
+def _die_with_parent() -> None:
     """Linux kills this process when the one that started it ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -44,7 +45,7 @@ def main(life: int, command: list[str]) -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.set_inheritable(life, False)
     try:
-        child = subprocess.Popen(command, preexec_fn=die_with_parent)
+        child = subprocess.Popen(command, preexec_fn=_die_with_parent)
     except OSError as error:
         print(f"{command[0]} cannot be run: {error.strerror}", file=sys.stderr)
         return 127
@@ -56,7 +57,8 @@ def main(life: int, command: list[str]) -> int:
                 child.wait(GRACE_S)
             break
     _kill_descendants()
-    return child.wait()
+    code = child.wait()
+    return code if code >= 0 else SIGNALS - code
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ differs between the two baselines is the way to it. Prompts are token ids; see g
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from abc import abstractmethod
@@ -293,16 +293,17 @@ class LlamaCppHttp(_LlamaCpp):
 
     def _open(self, file: Path) -> tuple[float, dict[str, Any]]:
         port = free_port()
-        command = self._command(file, port)
-        self._process = EngineProcess(self._setup.baseline, command)
+        if self._server_path is None:
+            call = f"serve({str(file)!r}, {port}, {self._fields!r})"
+            code = f"from pensieve.plugins.engines.llama_cpp import serve; {call}"
+            self._process = EngineProcess.ours(self._setup.baseline, code)
+        else:
+            self._process = EngineProcess(self._setup.baseline, self._command(self._server_path, file, port))
         self._client = client = CompletionsClient(f"http://127.0.0.1:{port}")
         self._process.wait_until(client.healthy, self._timeout_s)
         return perf_counter(), reported(_whole(self._process.log))
 
-    def _command(self, file: Path, port: int) -> list[str]:
-        if self._server_path is None:
-            asked = json.dumps({"file": str(file), "port": port, "fields": self._fields})
-            return [sys.executable, "-P", str(Path(__file__).with_name("llama_server.py")), asked]
+    def _command(self, server: str, file: Path, port: int) -> list[str]:
         f = self._fields
         flags = {
             "--model": file, "--host": "127.0.0.1", "--port": port, "--ctx-size": f["n_ctx"],
@@ -316,7 +317,7 @@ class LlamaCppHttp(_LlamaCpp):
         switches = ["--slots", "--no-webui", *(["--kv-unified"] if f["kv_unified"] else [])]
         switches += [] if f["n_gpu_layers"] else ["--no-op-offload", "--no-kv-offload"]
         options = [str(part) for pair in flags.items() for part in pair]
-        return [str(Path(self._server_path).expanduser()), *options, *switches]
+        return [str(Path(server).expanduser()), *options, *switches]
 
     def _slots(self) -> list[dict[str, Any]]:
         assert self._client is not None
@@ -422,6 +423,16 @@ def params_of(file: Path, fields: Mapping[str, Any], port: int, verbosity: int) 
     params.endpoint_slots, params.ui, params.offline = True, False, True
     params.verbosity = verbosity
     return params
+
+
+def serve(file: str, port: int, fields: Mapping[str, Any]) -> None:
+    """A server of its own process, from the wheel of xllamacpp, until the process is ended."""
+    import xllamacpp
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # before it has threads, which inherit that
+    server = xllamacpp.Server(params_of(Path(file), fields, port, EVERYTHING))
+    signal.sigwait([signal.SIGTERM])
+    del server
 
 
 def reported(log: str) -> dict[str, Any]:

@@ -10,8 +10,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from pensieve.errors import EngineFailed, RequestFailed
 from pensieve.plugins.engines.completions import AnswerBroken
@@ -41,31 +43,49 @@ class EngineProcess:
     """A command that lives no longer than this object, nor than the process that made it (guard.py). What it prints goes to
     a log in the temporary folder that has no name, so that nothing of it is left, whoever ends first and however.
 
-    talk: its standard input and output are pipes, `sends` and `receives`; otherwise its output goes to the log too.
+    talk: its standard input and output are the connections `sends` and `receives`; otherwise its output goes to the log too.
     """
+
+    sends: Connection
+    receives: Connection
 
     def __init__(
         self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None, talk: bool = False
     ) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
-        descriptor = self._log.fileno()
         life, keep = os.pipe()
         self._life: int | None = keep
         guard = [sys.executable, "-I", str(Path(__file__).with_name("guard.py")), str(life)]
-        pipe = subprocess.PIPE if talk else None
+        self._talks = talk
+        theirs: list[Connection] = []
+        ends: list[Any] = [subprocess.DEVNULL, self._log]
+        if talk:
+            reads, self.sends = Pipe(duplex=False)
+            self.receives, writes = Pipe(duplex=False)
+            ends = theirs = [reads, writes]
         try:
             self._process = subprocess.Popen(
                 [*guard, *command],
                 pass_fds=(life,),
-                stdin=pipe or subprocess.DEVNULL,
-                stdout=pipe or descriptor,
-                stderr=descriptor,
+                stdin=ends[0],
+                stdout=ends[1],
+                stderr=self._log,
                 env={**os.environ, **QUIET, **(environment or {})},
                 start_new_session=True,  # Ctrl-C is for the trial, which then ends its engine
             )
         finally:
             os.close(life)
+            for end in theirs:
+                end.close()
+
+    @classmethod
+    def ours(
+        cls, name: str, code: str, environment: Mapping[str, str] | None = None, talk: bool = False
+    ) -> EngineProcess:
+        """Python code that finds this package as this process did."""
+        found = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        return cls(name, [sys.executable, "-P", "-c", code], {**found, **(environment or {})}, talk)
 
     @property
     def pid(self) -> int:
@@ -75,15 +95,11 @@ class EngineProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    @property
-    def sends(self) -> IO[bytes]:
-        assert self._process.stdin is not None
-        return self._process.stdin
-
-    @property
-    def receives(self) -> IO[bytes]:
-        assert self._process.stdout is not None
-        return self._process.stdout
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit status; None where it has not ended by then."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout_s)
+        return None
 
     def log(self) -> str:
         """All that it has printed; nothing once it is closed."""
@@ -117,21 +133,33 @@ class EngineProcess:
             self.close()
             raise error
 
+    def first_word(self, timeout_s: float) -> Any:
+        """What it says once it is ready. Raises EngineFailed as `wait_until` does."""
+        self.wait_until(self.receives.poll, timeout_s)
+        try:
+            return self.receives.recv()
+        except EOFError:
+            raise self.failed("ended before it was ready") from None
+
     def close(self) -> None:
         """End it and all it started; its log goes too. Safe to call twice."""
         if self._life is not None:
             os.close(self._life)
             self._life = None
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
+        if self.wait(END_S) is None:
             self._process.kill()  # the guard: the kernel then kills the command
             self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with suppress(OSError):
-                    stream.close()
+        if self._talks:
+            self.sends.close()
+            self.receives.close()
         self._log.close()
+
+
+def own_pipes() -> tuple[Connection, Connection]:
+    """In a process that talks: what is said to it, and what it says. All that is printed goes to the log."""
+    pipes = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
+    os.dup2(2, 1)
+    return pipes
 
 
 @contextmanager

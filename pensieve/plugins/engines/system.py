@@ -11,10 +11,10 @@ from typing import Any
 from pensieve.core.clock import Clock, WallClock
 from pensieve.core.event import Event
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Forced, Free, Length, Request
+from pensieve.core.request import Forced, Free, Length, Request, TokenArray
+from pensieve.core.session import common_prefix
 from pensieve.errors import EngineFailed, RequestFailed, RequestRefused, WorkerError
 from pensieve.plugins.engines.base import OutsideEngine, Reply
-from pensieve.plugins.engines.heard import Heard
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.outbox import Outbox
 from pensieve.serve.transcript import Transcripts
@@ -232,3 +232,33 @@ def _refuse_unsupported(request: Request) -> None:
         )
     if isinstance(output, Free) and output.stop:
         raise RequestRefused("Outside engines are asked without stop strings; use a baseline in the engine.")
+
+
+class Heard:
+    """What an engine of others was asked and has answered in this trial, since no more of a prompt can be in a cache that
+    was cold: the texts of each conversation, of which none begins with another. Any number of threads ask."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, list[TokenArray[int]]] = {}
+        self._lock = threading.Lock()
+
+    def hears(self, session: str, text: TokenArray[int]) -> None:
+        """A prompt as soon as it is sent, whatever becomes of it, and again with its answer."""
+        with self._lock:
+            known = self._texts.get(session, [])
+            if all(one[: len(text)] != text for one in known):
+                self._texts[session] = [*(one for one in known if one != text[: len(one)]), text]
+
+    def of_session(self, session: str, prompt: TokenArray[int]) -> int:
+        """How many leading tokens of the prompt this conversation has said."""
+        return _longest(prompt, self._texts.get(session, ()))
+
+    def of_others(self, session: str, prompt: TokenArray[int]) -> int:
+        """How many leading tokens of the prompt any other one has said."""
+        with self._lock:
+            others = [text for name, texts in self._texts.items() if name != session for text in texts]
+        return _longest(prompt, others)
+
+
+def _longest(prompt: TokenArray[int], texts: list[TokenArray[int]] | tuple[()]) -> int:
+    return max((common_prefix(prompt, text) for text in texts), default=0)

@@ -1,7 +1,8 @@
 """A Worker whose model and KV are divided among processes (hardware.gpus=N): the trial's end of it, which sends them plans.
 
 Engine, scheduler and cache decide once, in the trial's process. A block is a block on every rank, which holds the block's
-KV of its own heads, so that one plan serves all.
+KV of its own heads, so that one plan serves all. Where one of the ranks ends, for whatever reason, nothing could compute
+without it: the error says which, and all of them end.
 """
 
 from __future__ import annotations
@@ -11,24 +12,27 @@ import pickle
 import sys
 import tempfile
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from pensieve.core.clock import Clock
-from pensieve.core.plan import StartReport, StepPlan, StepResult
+from pensieve.core.plan import Moved, StartReport, StepPlan, StepResult
 from pensieve.errors import EngineFailed, PensieveError
+from pensieve.plugins.engines.guard import SIGNALS
 from pensieve.plugins.engines.process import EngineProcess
-from pensieve.plugins.engines.rank_messages import COLLECT, FORGET, ROOM, START, Failure, Setup, launch, receive, send
+from pensieve.plugins.engines.ranks import COLLECT, FORGET, ROOM, START, Failure, Setup, launch
 
-STORE = "store"
+BLAME_S = 2.0  # how long others are heard when one has failed: another may have failed first
 
 
 class TensorParallelWorker:
     """Makes the processes when it is made, and returns when all have loaded their part of the model. They live no longer than
     this object, nor than the trial. Where one of them ends, whatever is called next raises its error, or EngineFailed.
 
-    setup: without its store. Raises what load_model raises.
+    setup: without its store. pids: of the ranks. Raises what load_model raises.
     """
 
     computes = True
@@ -39,85 +43,155 @@ class TensorParallelWorker:
         self._folder = tempfile.TemporaryDirectory(prefix="pensieve-ranks-")
         on_gpus = any(device != "cpu" for device in setup.devices)
         environment = {
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),  # the package as this process found it
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),  # ranks load weights as a trial does
             **({} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}),
             **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
         }
-        command = [sys.executable, "-P", "-c", "from pensieve.plugins.engines.ranks import main; main()"]
-        self._process = EngineProcess("tensor-parallel", command, environment, talk=True)
+        self._together = Together(len(setup.devices))
+        self._processes: list[EngineProcess] = []
+        self.pids = [0] * len(setup.devices)
         try:
-            self._send(pickle.dumps(replace(setup, store=Path(self._folder.name) / STORE)))
-            self._answer()
+            for number in range(len(setup.devices)):
+                main = f"from pensieve.plugins.engines.ranks import main; main({number})"
+                self._processes.append(EngineProcess.ours("tensor-parallel", main, environment, talk=True))
+            self._answers = [process.receives for process in self._processes]
+            self.pids = self._ask(pickle.dumps(replace(setup, store=Path(self._folder.name) / "store")))
         except BaseException:
             self.close()
             raise
 
-    @property
-    def pid(self) -> int:
-        """Of the process that all ranks descend from."""
-        return self._process.pid
-
     def room(self) -> int:
         """See TorchWorker.room; the least of all ranks."""
-        self._send(ROOM)
-        return int(self._answer())
+        return int(min(self._ask(ROOM)))
 
     def start(self, gpu_blocks: int, cpu_blocks: int) -> StartReport:
         """See TorchWorker.start. The pools in its settings are those of all ranks together."""
-        self._send(START + pickle.dumps((gpu_blocks, cpu_blocks)))
-        report: StartReport = self._answer()
-        return report
+        return Together.start(self._ask(START + pickle.dumps((gpu_blocks, cpu_blocks))))
 
     def launch(self, plan: StepPlan) -> None:
         self._send(launch(plan))
 
     def collect(self, until_ns: int | None) -> StepResult | None:
-        self._send(COLLECT)
-        result: StepResult | None = self._answer()
+        result = self._together.result(self._ask(COLLECT))
+        while result is not None and result.step is None and not result.moved:
+            # Some ranks have a copy behind them that others still have under way.
+            result = self._together.result(self._ask(COLLECT))
         if result is None or result.ended_ns is None:
             return result
         return replace(result, ended_ns=result.ended_ns - self._clock_began_ns)
 
     def forget(self) -> None:
-        self._send(FORGET)
-        self._answer()
+        self._ask(FORGET)
 
     def close(self) -> None:
         """End all ranks. Safe to call twice."""
-        self._process.close()
+        for process in self._processes:
+            process.close()
         self._folder.cleanup()
 
     def _send(self, command: bytes) -> None:
         try:
-            send(self._process.sends, command)
-        except (OSError, ValueError):  # broken, or closed
-            raise self._failed() from None
+            for process in self._processes:
+                process.sends.send_bytes(command)
+        except OSError:  # broken, or closed
+            raise self._failed({}) from None
 
-    def _answer(self) -> Any:
-        data = receive(self._process.receives)
-        if data is None:
-            raise self._failed()
-        answer = pickle.loads(data)
-        if isinstance(answer, Failure):
-            raise self._explained(answer.error)
-        return answer
+    def _ask(self, command: bytes) -> list[Any]:
+        """What each rank answers, in their order."""
+        self._send(command)
+        found: dict[int, Any] = {}
+        while len(found) < len(self._answers):
+            told = self._heard(set(range(len(self._answers))) - set(found), None)
+            failures = {number: answer for number, answer in told.items() if isinstance(answer, Failure)}
+            if failures:
+                raise self._failed(failures)
+            found |= told
+        return [found[number] for number in sorted(found)]
 
-    def _failed(self) -> PensieveError:
-        """Of processes that are gone; they may have said why before."""
-        try:
-            while (data := receive(self._process.receives)) is not None:
-                answer = pickle.loads(data)
-                if isinstance(answer, Failure):
-                    return self._explained(answer.error)
-        except (OSError, ValueError):
-            pass
-        return self._process.failed("ended while it was needed")
+    def _heard(self, ranks: Collection[int], timeout_s: float | None) -> dict[int, Any]:
+        """The next answers of some of these ranks; of one that has ended without a word, a Failure before all others."""
+        answers: dict[int, Any] = {}
+        for ready in wait([self._answers[number] for number in ranks], timeout_s):
+            number = self._answers.index(ready)  # type: ignore[arg-type]
+            try:
+                answers[number] = self._answers[number].recv()
+            except (EOFError, OSError):
+                code = self._processes[number].wait(BLAME_S) or 0
+                killed = code > SIGNALS
+                ended = f"was killed by signal {code - SIGNALS}" if killed else f"ended with status {code}"
+                said = f"Rank {number} of {len(self._answers)} (process {self.pids[number]}) {ended}."
+                answers[number] = Failure(EngineFailed(said), 0)
+        return answers
 
-    def _explained(self, error: PensieveError) -> PensieveError:
-        said = self._process.last_lines()
+    def _failed(self, failures: dict[int, Failure]) -> PensieveError:
+        """The error of the rank that failed first, also of those that say so within BLAME_S."""
+        ends_s = time.monotonic() + BLAME_S
+        open_ones = {number for number, one in enumerate(self._answers) if not one.closed}
+        silent = open_ones - set(failures)
+        while silent and all(one.at_ns for one in failures.values()) and time.monotonic() < ends_s:
+            told = self._heard(silent, ends_s - time.monotonic())
+            failures |= {number: answer for number, answer in told.items() if isinstance(answer, Failure)}
+            silent -= set(failures)
+        if not failures:
+            return self._processes[0].failed("ended while it was needed")
+        first = min(failures, key=lambda number: failures[number].at_ns)
+        error, said = failures[first].error, self._processes[first].last_lines()
         if not isinstance(error, EngineFailed) or not said:
             return error
-        return EngineFailed(
-            f"{error} A model that is divided needs all its ranks. The last lines of their log:\n{said}"
+        return EngineFailed(f"{error} A model that is divided needs all its ranks. The last lines of its log:\n{said}")
+
+
+class Together:
+    """Many ranks' answers as one: a copy has ended when it has on all of them."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._ended: dict[int, int] = {}  # tickets that have ended on some ranks, and on how many
+        self._failed: set[int] = set()
+
+    def result(self, results: Sequence[StepResult | None]) -> StepResult | None:
+        """Of one plan, or of copies alone; `results` begin with rank 0's, who alone says what was sampled. None where no
+        rank had anything to tell."""
+        told = [result for result in results if result is not None]
+        if not told:
+            return None
+        steps = {result.step for result in told}
+        assert len(steps) == 1 and (steps == {None} or len(told) == self._count), "ranks perform the same plans"
+        ended = [result.ended_ns for result in told if result.ended_ns is not None]
+        return replace(
+            told[0],
+            moved=self._moved(told),
+            ended_ns=max(ended) if ended else None,
+            compute_ns=max(result.compute_ns for result in told),
+            stall_ns=max(result.stall_ns for result in told),
+            h2d_bytes=sum(result.h2d_bytes for result in told),
+            d2h_bytes=sum(result.d2h_bytes for result in told),
+            plan_ns=max(result.plan_ns for result in told),
+            error=next((result.error for result in told if result.error is not None), None),
+        )
+
+    def _moved(self, told: Sequence[StepResult]) -> tuple[Moved, ...]:
+        """The moves that are over on all ranks; one that failed on any has failed."""
+        over: list[Moved] = []
+        for ticket, ok, _ in (one for result in told for one in result.moved):
+            if not ok:
+                self._failed.add(ticket)
+            ended = self._ended.pop(ticket, 0) + 1
+            if ended < self._count:
+                self._ended[ticket] = ended
+            else:
+                over.append(Moved(ticket, ticket not in self._failed))
+                self._failed.discard(ticket)
+        return tuple(over)
+
+    @staticmethod
+    def start(reports: Sequence[StartReport]) -> StartReport:
+        """The slowest rank's times, and the pools of all together."""
+        first = reports[0]
+        pools = {name: sum(one.settings[name] for one in reports) for name in ("gpu_pool_bytes", "cpu_pool_bytes")}
+        return replace(
+            first,
+            load_s=max((report.load_s for report in reports if report.load_s is not None), default=None),
+            warmup_ms=max(report.warmup_ms for report in reports),
+            settings={**first.settings, **pools},
         )

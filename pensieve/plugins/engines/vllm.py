@@ -9,6 +9,7 @@ import queue
 import re
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -149,7 +150,6 @@ class Vllm(_Vllm):
     """vLLM's LLM class in a process of its own, step by step: no HTTP, and times as the engine's own loop sees them."""
 
     _mail: dict[str, queue.SimpleQueue[dict[str, Any] | None]]  # from `start` on: what came for each request
-    _first: queue.SimpleQueue[dict[str, Any] | None]
     _sending: threading.Lock
 
     def start(self) -> StartReport:
@@ -159,12 +159,9 @@ class Vllm(_Vllm):
         fields = json.dumps({"model": str(folder), **self._fields})
         command = [str(self.python), "-P", str(Path(__file__).with_name("vllm_worker.py")), fields]
         self._process = EngineProcess(self._setup.baseline, command, self._variables(), talk=True)
-        self._mail, self._first, self._sending = {}, queue.SimpleQueue(), threading.Lock()
+        said = self._process.first_word(self._timeout_s)
+        self._mail, self._sending = {}, threading.Lock()
         threading.Thread(target=self._read, name="vllm-outputs", daemon=True).start()
-        self._process.wait_until(lambda: not self._first.empty(), self._timeout_s)
-        said = self._first.get()
-        if said is None:
-            raise self._process.failed("ended before it was ready")
         load_s = float(said["load_s"])
         return StartReport(load_s, (perf_counter() - began - load_s) * 1e3, self._settings(said["settings"]))
 
@@ -201,24 +198,18 @@ class Vllm(_Vllm):
         assert self._process is not None
         try:
             with self._sending:
-                self._process.sends.write(json.dumps(command).encode() + b"\n")
-                self._process.sends.flush()
-        except (OSError, ValueError) as error:
+                self._process.sends.send(command)
+        except OSError as error:
             raise self._process.failed("ended while it served requests") from error
 
     def _read(self) -> None:
-        """Hand each line to whoever waits for it, and the end to all."""
+        """Hand each message to whoever waits for it, and the end to all."""
         assert self._process is not None
-        try:
-            for line in self._process.receives:
-                said = json.loads(line)
-                if "settings" in said:
-                    self._first.put(said)
-                elif (mail := self._mail.get(said["id"])) is not None:
+        with suppress(EOFError, OSError):  # closed beneath it
+            while True:
+                said = self._process.receives.recv()
+                if (mail := self._mail.get(said["id"])) is not None:
                     mail.put(said)
-        except ValueError:
-            pass  # closed beneath it
-        self._first.put(None)
         for mail in list(self._mail.values()):
             mail.put(None)
 

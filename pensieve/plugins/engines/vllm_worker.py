@@ -1,6 +1,6 @@
 """vLLM's LLM class, driven over standard input and output: python vllm_worker.py JSON, in vLLM's own environment.
 
-The argument: the fields of LLM(...). Lines of JSON come in ({"add": id, "prompt": [...], "tokens": n, "eos": [...]},
+The argument: the fields of LLM(...). Dictionaries come in ({"add": id, "prompt": [...], "tokens": n, "eos": [...]},
 {"abort": id}) and go out: first {"settings": ...}, then for each step of a request {"id", "tokens", "at", "finished",
 "reason", "cached", "admitted"}, or {"id", "error", "refused"}. Times are of time.perf_counter, which all processes share.
 This file runs by its path, without the package.
@@ -8,25 +8,22 @@ This file runs by its path, without the package.
 
 import json
 import os
-import queue
 import sys
-import threading
 import time
+from multiprocessing.connection import Connection
 
 REFUSED = "maximum"  # vLLM's words for a prompt beyond max_model_len
 
 
 def main(fields: dict) -> None:  # type: ignore[type-arg]
-    out = os.fdopen(os.dup(1), "w", buffering=1)
+    commands, out = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(2, 1)  # what vLLM prints goes to the log
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     began = time.perf_counter()
     engine = LLM(**fields, disable_log_stats=False).llm_engine
-    print(json.dumps({"settings": settings_of(engine), "load_s": time.perf_counter() - began}), file=out)
-    commands: queue.SimpleQueue = queue.SimpleQueue()  # type: ignore[type-arg]
-    threading.Thread(target=read, args=(commands,), daemon=True).start()
+    out.send({"settings": settings_of(engine), "load_s": time.perf_counter() - began})
 
     def add(asked: dict) -> None:  # type: ignore[type-arg]
         sampling = SamplingParams(
@@ -40,13 +37,13 @@ def main(fields: dict) -> None:  # type: ignore[type-arg]
         try:
             engine.add_request(asked["add"], {"prompt_token_ids": asked["prompt"]}, sampling)
         except Exception as error:  # whatever it is, this request alone ends
-            said = {"id": asked["add"], "error": str(error), "refused": REFUSED in str(error)}
-            print(json.dumps(said), file=out)
+            out.send({"id": asked["add"], "error": str(error), "refused": REFUSED in str(error)})
 
     while True:
-        while not engine.has_unfinished_requests() or not commands.empty():
-            command = commands.get()
-            if command is None:
+        while not engine.has_unfinished_requests() or commands.poll():
+            try:
+                command = commands.recv()
+            except EOFError:
                 return
             if "add" in command:
                 add(command)
@@ -63,7 +60,7 @@ def main(fields: dict) -> None:  # type: ignore[type-arg]
                     "cached": output.num_cached_tokens,
                     "admitted": scheduled,
                 }
-            print(json.dumps(said), file=out)
+            out.send(said)
 
 
 def settings_of(engine) -> dict:  # type: ignore[no-untyped-def, type-arg]
@@ -86,12 +83,6 @@ def settings_of(engine) -> dict:  # type: ignore[no-untyped-def, type-arg]
         "dtype": str(model.dtype).removeprefix("torch."),
         "n_ctx": model.max_model_len,
     }
-
-
-def read(commands) -> None:  # type: ignore[no-untyped-def]
-    for line in sys.stdin:
-        commands.put(json.loads(line))
-    commands.put(None)
 
 
 if __name__ == "__main__":

@@ -11,29 +11,23 @@ KV lives as long as its request in all three, so nothing is kept from one turn t
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
-import select
-import sys
 from abc import abstractmethod
 from array import array
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Client
-from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Request
-from pensieve.errors import ConfigError, ContextLengthError, EngineFailed, RequestFailed
+from pensieve.errors import ConfigError, ContextLengthError, RequestFailed
 from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply, kv_settings
-from pensieve.plugins.engines.disaggregated import messages
-from pensieve.plugins.engines.disaggregated.messages import KV, LOGITS, Array, Said
-from pensieve.plugins.engines.disaggregated.wire import Arrived, Wire
+from pensieve.plugins.engines.disaggregated import wire as messages
+from pensieve.plugins.engines.disaggregated.wire import KV, LOGITS, STOP, Array, Arrived, Wire
 from pensieve.plugins.engines.process import EngineProcess
 from pensieve.plugins.engines.transformers_peers import end_tokens
 from pensieve.plugins.engines.weights import plain_module
@@ -83,13 +77,7 @@ class _Disaggregated(OutsideEngine):
     def start(self) -> StartReport:
         began = perf_counter()
         setup, key = self._setup, os.urandom(KEY_BYTES)
-        asked = {
-            "setup": replace(setup, tokenizer=None),
-            "keeps_weights": self.keeps_weights,
-            "gbps": setup.network_gbps,
-            "key": key,
-        }
-        said = self._begin(asked)
+        said = self._begin(replace(setup, tokenizer=None), self.keeps_weights, key)
         self._wire = Wire(self._connect(said.pop("port"), key), setup.network_gbps)
         load_s = said.pop("load_s")
         settings = {
@@ -107,28 +95,28 @@ class _Disaggregated(OutsideEngine):
 
     def answer(self, request: Request, channel: Channel) -> Reply:
         """Raises ContextLengthError for more positions than the model has, RequestFailed, EngineFailed."""
-        admitted_s = perf_counter()
-        assert self._wire is not None
+        admitted_s, wire = perf_counter(), self._open
         whole = len(request.prompt) + request.output.max_new_tokens
         if whole > self._setup.model.max_context:
             raise ContextLengthError(
                 f"Prompt and output are {whole} tokens, and the model's context is {self._setup.model.max_context}; use a "
                 "shorter prompt or a smaller output."
             )
-        sent, received = self._wire.sent_bytes, self._wire.received_bytes
+        sent, received = wire.sent_bytes, wire.received_bytes
         spent = _Spent()
         try:
             reason = self._serve(request, channel, spent)
         except (EOFError, OSError) as error:
-            raise self._gone() from error
+            assert self._process is not None
+            raise self._process.failed("ended while it served requests") from error
         return Reply(
             reason,
             cached_tokens=0,
             admitted_s=admitted_s,
             compute_ms=spent.computed * 1e3,
             transfer_ms=spent.moved * 1e3,
-            sent_bytes=self._wire.sent_bytes - sent,
-            received_bytes=self._wire.received_bytes - received,
+            sent_bytes=wire.sent_bytes - sent,
+            received_bytes=wire.received_bytes - received,
         )
 
     def forget(self, session: str | None) -> None:
@@ -142,23 +130,14 @@ class _Disaggregated(OutsideEngine):
 
     # -- how ----------------------------------------------------------------------------------------------------------
 
-    def _gone(self) -> EngineFailed:
-        assert self._process is not None
-        return self._process.failed("ended while it served requests")
-
-    def _begin(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Start the model's process (model_server.py): what it says once it is ready."""
-        command = [sys.executable, "-P", str(Path(__file__).with_name("model_server.py"))]
+    def _begin(self, *asked: Any) -> dict[str, Any]:
+        """Start the model's process: what it says once it is ready."""
+        code = "from pensieve.plugins.engines.disaggregated.remote_model import main; main()"
         threads = {"OMP_NUM_THREADS": str(self._setup.threads)}
-        self._process = process = EngineProcess(self._setup.baseline, command, threads, talk=True)
+        self._process = process = EngineProcess.ours(self._setup.baseline, code, threads, talk=True)
         with suppress(BrokenPipeError):  # it has ended, as the next line finds
-            pickle.dump(asked, process.sends)
-            process.sends.flush()
-        process.wait_until(lambda: bool(select.select([process.receives], [], [], 0)[0]), self._timeout_s)
-        line = process.receives.readline()
-        if not line:
-            raise process.failed("ended before it was ready")
-        said: dict[str, Any] = json.loads(line)
+            process.sends.send(asked)
+        said: dict[str, Any] = process.first_word(self._timeout_s)
         return said
 
     def _connect(self, port: int, key: bytes) -> Any:
@@ -168,13 +147,13 @@ class _Disaggregated(OutsideEngine):
     def _serve(self, request: Request, channel: Channel, spent: _Spent) -> str | None:
         """Tell the tokens; returns why there are no more, None where nobody wants more."""
 
-    def _send(self, said: Said, arrays: Mapping[str, Array] | None = None) -> None:
-        assert self._wire is not None
-        self._wire.send(said, arrays)
+    @property
+    def _open(self) -> Wire:
+        assert self._wire is not None, "start() comes first"
+        return self._wire
 
     def _receive(self) -> Arrived:
-        assert self._wire is not None
-        arrived = self._wire.receive()
+        arrived = self._open.receive()
         if "error" in arrived.said:
             raise RequestFailed(arrived.said["error"])
         return arrived
@@ -194,7 +173,7 @@ class PartiallyAware(_Disaggregated):
 
         ends, ids, kv = end_tokens(self._setup, request), request.prompt, dict[str, Array]()
         for number in range(1, request.output.max_new_tokens + 1):
-            self._send(messages.step(ids), {**self.arguments, **kv})
+            self._open.send(messages.step(ids), {**self.arguments, **kv})
             arrived = self._receive()
             spent.add(arrived)
             kv = {KV: arrived.arrays[KV]}
@@ -232,7 +211,7 @@ class FullyAware(_Disaggregated):
 
     def _serve(self, request: Request, channel: Channel, spent: _Spent) -> str | None:
         ends = end_tokens(self._setup, request)
-        self._send(messages.generate(request.prompt, request.output.max_new_tokens, ends))
+        self._open.send(messages.generate(request.prompt, request.output.max_new_tokens, ends))
         stopped = False
         while True:
             arrived = self._receive()
@@ -242,7 +221,7 @@ class FullyAware(_Disaggregated):
                 spent.add(arrived)
                 break
             if not wanted and not stopped:
-                self._send({"do": messages.STOP})
+                self._open.send({"do": STOP})
                 stopped = True
         if drawn in ends:
             return "eos"

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Listener
 from time import perf_counter
 from typing import Any
 
 import torch
+import transformers
 from transformers import DynamicCache
 
 from pensieve.core.request import TokenArray
 from pensieve.device.sampler import greedy
 from pensieve.plugins.engines.base import EngineSetup
-from pensieve.plugins.engines.disaggregated.messages import KV, LOGITS, Array
+from pensieve.plugins.engines.disaggregated import wire as messages
+from pensieve.plugins.engines.disaggregated.wire import GENERATE, KV, LOGITS, STEP, STOP, Array, Said, Wire
+from pensieve.plugins.engines.process import own_pipes
 from pensieve.plugins.engines.weights import plain_module
 
 WARM_TOKENS = 8
@@ -111,3 +117,61 @@ def _cache_of(kv: torch.Tensor | None) -> DynamicCache:
 
 def _kv_of(cache: DynamicCache) -> torch.Tensor:
     return torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])
+
+
+# -- its process ----------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Serve a model until its client is gone."""
+    commands, answers = own_pipes()
+    setup, keeps_weights, key = commands.recv()
+    host(setup, keeps_weights, key, answers.send)
+
+
+def host(setup: EngineSetup, keeps_weights: bool, key: bytes, announce: Callable[[Any], object]) -> None:
+    """Load the model, announce at which port it is and what it is, and serve one client until that is gone."""
+    model = RemoteModel(setup, keeps_weights)
+    with Listener(("127.0.0.1", 0), authkey=key) as listener:
+        said = {
+            "port": listener.address[1],
+            "load_s": model.load_s,
+            "weight_bytes": model.weight_bytes,
+            "version": transformers.__version__,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        }
+        announce(said)
+        with listener.accept() as connection, suppress(EOFError, ConnectionError):  # the client is gone
+            wire = Wire(connection, setup.network_gbps)
+            while True:
+                _answer(wire, model)
+
+
+def _answer(wire: Wire, model: RemoteModel) -> None:
+    arrived = wire.receive()
+    here, said = perf_counter(), arrived.said
+    try:
+        if said["do"] == STEP:
+            back, began, ended = model.step(array("i", said["ids"]), arrived.arrays)
+            wire.send(messages.stepped(arrived.flight_s + began - here, ended - began), back, began_s=ended)
+        elif said["do"] == GENERATE:
+            _generate(wire, model, said, arrived.flight_s)
+    except (RuntimeError, IndexError, ValueError, KeyError) as error:
+        wire.send({"error": f"The model's process failed the request: {error!r}"})
+
+
+def _generate(wire: Wire, model: RemoteModel, said: Said, flight_s: float) -> None:
+    """A token as soon as it is drawn, until the last one or until the client says stop."""
+    waited, computed = flight_s, 0.0
+    for drawn, last, seconds in model.decode(array("i", said["ids"]), said["tokens"], said["ends"]):
+        computed += seconds
+        if not last and wire.waiting:
+            assert wire.receive().said["do"] == STOP
+            last = True
+        if last:
+            wire.send(messages.last_token(drawn, waited, computed))
+            return
+        began = perf_counter()
+        wire.send(messages.token(drawn))
+        waited += perf_counter() - began

@@ -1,6 +1,6 @@
 """The disaggregated baselines on a simulated machine: bytes from the shapes of the model, seconds from bytes and rates.
 
-Nothing is sent. The sizes of messages are those of messages.py for the model's own shapes, so that they are what a trial
+Nothing is sent. The sizes of messages are those of wire.py for the model's own shapes, so that they are what a trial
 would count, but for what no ModelSpec has: the norms and biases among the weights (below 0.1 %) and their names in the head.
 Compute is what the machine's cost model says of the iteration; a message takes its bytes over hardware.network_gbps and
 hardware.network_latency_s. Neither direction carries two messages at once.
@@ -22,8 +22,8 @@ from pensieve.core.request import Free, Length, Request
 from pensieve.core.scheduler.active_request import noise_key
 from pensieve.errors import ConfigError
 from pensieve.plugins.engines.base import kv_settings
-from pensieve.plugins.engines.disaggregated import messages
-from pensieve.plugins.engines.disaggregated.messages import KV, LOGITS, Array
+from pensieve.plugins.engines.disaggregated import wire as messages
+from pensieve.plugins.engines.disaggregated.wire import KV, LOGITS, Array
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import Capabilities
 from pensieve.serve.transcript import Transcripts

@@ -1,19 +1,92 @@
-"""Messages over a connection: each is counted as it is serialised, and may be held back to the rate of a slower network."""
+"""What client and model say to each other, how it is serialised, and the connection that carries it.
+
+A message is a head, then the bytes of each array. The head is a pickle of plain values: what is said, when the sender began,
+and the name, dtype and shape of each array. Both ends were started by one trial on one machine, and the connection is
+authenticated. The simulation sizes its messages here too, so that a head costs there what it costs in a trial.
+"""
 
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from multiprocessing.connection import Connection
+from typing import Any
 
-from pensieve.plugins.engines.disaggregated.messages import Array, Said, head, read_head
+from pensieve.core.request import TokenArray
+from pensieve.specs import DTYPE_BYTES, ModelSpec
+
+STEP, GENERATE, STOP = "step", "generate", "stop"
+KV, LOGITS = "kv", "logits"
 
 PIECE_BYTES = 512 * 2**10
 """multiprocessing.connection receives a large message in one buffer for each read of the socket: pieces are ten times as
 fast."""
+
+Said = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """Numbers as they cross. data: their bytes; empty where only the size of a message is asked for."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview | bytearray | bytes = b""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def step(ids: TokenArray[int]) -> Said:
+    """Compute these positions after those of the KV that comes along (none at first), with the weights that do."""
+    return {"do": STEP, "ids": ids.tobytes()}
+
+
+def stepped(waited: float, computed: float) -> Said:
+    """Logits of the last position and the KV of all of them come along. Seconds of the model's process, since the message
+    that it answers was begun: waited for that to arrive, and to send what came before; computed from input to output."""
+    return {"waited": waited, "computed": computed}
+
+
+def generate(prompt: TokenArray[int], tokens: int, ends: list[int]) -> Said:
+    """Decode at most `tokens` tokens, greedily, until one of `ends`."""
+    return {"do": GENERATE, "ids": prompt.tobytes(), "tokens": tokens, "ends": ends}
+
+
+def token(drawn: int) -> Said:
+    return {"token": drawn}
+
+
+def last_token(drawn: int, waited: float, computed: float) -> Said:
+    return {**token(drawn), **stepped(waited, computed)}
+
+
+def kv_array(model: ModelSpec, positions: int) -> Array:
+    """The shape in which KV crosses: [layers, K and V, KV heads, positions, head_dim]."""
+    return Array(model.dtype, (model.layers, 2, model.kv_heads, positions, model.head_dim))
+
+
+def logits_array(model: ModelSpec) -> Array:
+    return Array(model.dtype, (model.vocab,))
+
+
+def head(said: Said, arrays: Mapping[str, Array], began_s: float) -> bytes:
+    """began_s: a reading of time.perf_counter, which all processes of a machine share."""
+    listed = [(name, array.dtype, array.shape) for name, array in arrays.items()]
+    return pickle.dumps((dict(said), listed, began_s), protocol=5)
+
+
+def size(said: Said, arrays: Mapping[str, Array] | None = None) -> int:
+    """Bytes of a message as it is serialised."""
+    arrays = arrays or {}
+    return len(head(said, arrays, 0.0)) + sum(array.size for array in arrays.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +108,10 @@ class Wire:
 
     def __init__(self, connection: Connection, gbps: float | None = None) -> None:
         self._connection, self._gbps = connection, gbps
-        _send_at_once(connection)
         self.sent_bytes = self.received_bytes = 0
+        with socket.socket(fileno=os.dup(connection.fileno())) as same:
+            # Else a small piece waits until the one before is acknowledged, which takes the other end 40 ms (Nagle).
+            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, said: Said, arrays: Mapping[str, Array] | None = None, began_s: float | None = None) -> None:
         """began_s: when preparing it began (time.perf_counter); None: now. Raises OSError where the other end is gone."""
@@ -48,15 +123,26 @@ class Wire:
             for start in range(0, data.nbytes, PIECE_BYTES):
                 self._put(data[start : start + PIECE_BYTES])
 
+    def _put(self, data: bytes | memoryview) -> None:
+        self._connection.send_bytes(data)
+        self.sent_bytes += len(data)
+
     def receive(self) -> Arrived:
         """The next message. Raises EOFError or OSError where the other end is gone."""
-        before = self.received_bytes
-        said, arrays, began_s = read_head(self._get())
-        filled = {name: replace(array, data=self._fill(array.size)) for name, array in arrays.items()}
+        data = self._connection.recv_bytes()
+        said, listed, began_s = pickle.loads(data)
+        arrays = {name: self._filled(Array(dtype, shape)) for name, dtype, shape in listed}
+        count = len(data) + sum(array.size for array in arrays.values())
+        self.received_bytes += count
         if self._gbps is not None:
-            due_s = began_s + (self.received_bytes - before) * 8 / (self._gbps * 1e9)
-            time.sleep(max(0.0, due_s - time.perf_counter()))
-        return Arrived(said, filled, time.perf_counter() - began_s)
+            time.sleep(max(0.0, began_s + count * 8 / (self._gbps * 1e9) - time.perf_counter()))
+        return Arrived(said, arrays, time.perf_counter() - began_s)
+
+    def _filled(self, array: Array) -> Array:
+        data, filled = bytearray(array.size), 0
+        while filled < array.size:
+            filled += self._connection.recv_bytes_into(data, filled)
+        return replace(array, data=data)
 
     @property
     def waiting(self) -> bool:
@@ -65,25 +151,3 @@ class Wire:
 
     def close(self) -> None:
         self._connection.close()
-
-    def _put(self, data: bytes | memoryview) -> None:
-        self._connection.send_bytes(data)
-        self.sent_bytes += len(data)
-
-    def _get(self) -> bytes:
-        data = self._connection.recv_bytes()
-        self.received_bytes += len(data)
-        return data
-
-    def _fill(self, size: int) -> bytearray:
-        data, filled = bytearray(size), 0
-        while filled < size:
-            filled += self._connection.recv_bytes_into(data, filled)
-        self.received_bytes += filled
-        return data
-
-
-def _send_at_once(connection: Connection) -> None:
-    """Without it a small piece waits until the one before is acknowledged, which takes the other end 40 ms (Nagle)."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
