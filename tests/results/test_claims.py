@@ -8,6 +8,7 @@ from sqlalchemy import func, select
 
 from pensieve.errors import ConfigError, MissingSeries, ResultsError
 from pensieve.lab.compose import conf_folder, options
+from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.claims import (
     Bounds,
     Claimed,
@@ -20,6 +21,7 @@ from pensieve.lab.results.claims import (
     recorded_claims,
     unmet,
 )
+from pensieve.lab.results.frame import Frame
 from pensieve.lab.results.schema import ClaimRow, Trial
 from pensieve.lab.results.store import ResultsStore
 from tests.results.synthetic import claim, measure, numbered, sweep, talk
@@ -80,7 +82,7 @@ def test_what_is_claimed_becomes_bounds(claimed, low, high, number, shown):
         ("{above: 2.0}", "{}", "give one of"),
         ("{above: 2.0}", "{about: 2.0}", "about needs give_or_take"),
         ("{above: 2.0}", "{between: [3, 2]}", "lower end first"),
-        ("measure: speedup", "measure: speedupp", "there is no measure speedupp; there are: speedup"),
+        ("measure: speedup", "measure: speedupp", "there is no measure speedupp; there are: axis_ratio, "),
         ("{turn: 5}", "{turns: 5}", "the measure speedup takes no turns"),
         ("unit: x", "unit: x\n  colour: red", r"Claim speedup of claims.yaml cannot be used \(colour\)"),
         ("  unit: x\n", "", r"\(unit\): Field required"),
@@ -115,7 +117,11 @@ def test_the_claims_that_ship_name_what_exists_and_bear_the_published_numbers():
         for group in ("model", "workload"):
             assert set(one.conditions.get(group, ())) <= set(options(group)), one.name
         assert one.source and one.text[0].isupper() and not one.text.endswith(".")
-    assert [one.claimed.bounds().claimed for one in claims] == [1.36, 1.70, 1.17, 1.58, 2.04, 3.0]
+    claimed = {one.name: one.claimed.bounds().shown for one in claims}
+    assert [shown.split()[1] for name, shown in claimed.items() if "paper" in name] == (
+        ["1.36", "1.7", "1.17", "1.58", "2.04", "3"]
+    )
+    assert claimed["throughput"] == "1.5 to 2.5" and claimed["awareness_bytes"] == "1,000 to 100,000"
 
 
 # Trials against the conditions of a claim.
@@ -210,6 +216,59 @@ def test_speedup_of_numbers_made_of_two_columns():
     store = both(turns(40.0, 20), turns(400.0, 3980))
     assert measure(store, "speedup", theirs="stateless", column="normalized_latency_ms").value == pytest.approx(10.0)
     assert measure(store, "speedup", theirs="stateless", column="wire_bytes_per_token").value == pytest.approx(100.0)
+
+
+def staged(ours, theirs=1.0, phase="warmed"):
+    """Two stages a conversation, and with it another phase, which are told apart by label and phase."""
+
+    def turns(seed):
+        return numbered(
+            turn(f"s{s}", 1 + place, ms, phase=own, label=label, iteration=s)
+            for s in range(4)
+            for place, (ms, own, label) in enumerate([(ours, "chat", "hot"), (theirs, phase, "cold")])
+        )
+
+    return turns
+
+
+def test_a_measure_takes_the_turns_of_a_label_or_a_phase():
+    store = both(staged(10.0, 1.0), staged(30.0, 7.0))
+    assert measure(store, "speedup", theirs="stateless", label="hot").value == pytest.approx(3.0)
+    assert measure(store, "speedup", theirs="stateless", phase="warmed").value == pytest.approx(7.0)
+    assert measure(store, "label_ratio", label="hot", to="cold", column="ttft_ms").value == pytest.approx(10.0)
+    with pytest.raises(MissingSeries, match="ttft_ms of turns labelled hot and warm"):
+        measure(store, "label_ratio", label="hot", to="warm", column="ttft_ms")
+
+
+def test_an_axis_is_read_at_its_ends():
+    sizes = {"axis": "scheduler.max_batch_tokens", "values": [64, 2048, 256]}
+    store = sweep({"pensieve": lambda seed, size: staged(1.0, float(size), "miss")(seed)}, seeds=1, **sizes)
+    found = measure(store, "axis_ratio", over=sizes["axis"], phase="miss")
+    assert (found.value, found.n, found.seeds) == (pytest.approx(2048 / 64), 4, 1)
+    with pytest.raises(MissingSeries, match="no round has ttft_ms in phase hit"):
+        measure(store, "axis_ratio", over=sizes["axis"], phase="hit")
+    one = sweep({"pensieve": lambda seed, size: FAST(seed)}, axis=sizes["axis"], values=[64])
+    with pytest.raises(MissingSeries, match="in phase chat at two values"):
+        measure(one, "axis_ratio", over=sizes["axis"], phase="chat")
+
+
+def test_a_metric_of_a_trial_is_compared_by_seed_or_taken_as_it_is():
+    name = "throughput_output_tok_s"
+    metrics = {"pensieve": lambda seed: {name: 30.0 + seed}, "stateless": lambda seed: {name: 10.0 + seed / 3}}
+    store = both(metrics=metrics)
+    found = measure(store, "metric_ratio", theirs="stateless", name=name)
+    assert (found.value, found.ci_low, found.n) == (pytest.approx(3.0), pytest.approx(3.0), 5)
+    found = measure(store, "metric_value", name=name)
+    assert (found.value, found.n_unit) == (pytest.approx(32.0), "trials") and found.ci_low < 32.0 < found.ci_high
+    with pytest.raises(MissingSeries, match="no seed has ttft_ms_p50 of both"):
+        measure(store, "metric_ratio", theirs="stateless", name="ttft_ms_p50")
+    with pytest.raises(MissingSeries, match="no trial has ttft_ms_p50"):
+        measure(store, "metric_value", name="ttft_ms_p50")
+    alone = both(seeds=1)
+    [job, _] = Frame(alone, 1).jobs
+    alone.add_metrics(job.trial.id, [MetricValue("latency_ms_p99", 0.8, n=90, n_unit="turns", ci_low=0.7, ci_high=0.9)])
+    found = measure(alone, "metric_value", name="latency_ms_p99")
+    assert (found.value, found.ci_low, found.ci_high, found.n_unit) == (0.8, 0.7, 0.9, "turns")
 
 
 def test_a_turn_that_nobody_has_is_named():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -23,11 +23,25 @@ from sqlalchemy import delete, insert, select
 from sqlalchemy.orm import Session
 
 from pensieve.errors import ConfigError, MissingSeries
-from pensieve.lab.results.frame import Frame, TrialGroup, conversation_ends, paired, speed_up, values_of
+from pensieve.lab.metric_registry import metric_of
+from pensieve.lab.results.frame import (
+    Frame,
+    TrialGroup,
+    by_round,
+    conversation_ends,
+    conversation_means,
+    paired,
+    positive_ratio,
+    speed_up,
+    values_of,
+)
 from pensieve.lab.results.schema import ClaimRow, Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.trials import axis_value, field_of, mixtures, varying_axes
 from pensieve.lab.statistics import PairedRatio, has_interval, paired_ratio
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Measures: from rows to a value with its interval
 
@@ -57,6 +71,16 @@ class Sides:
         except ValueError:
             raise MissingSeries(f"{self.over} is not set to a number") from None
 
+    def values(
+        self, trials: Sequence[Trial], column: str, label: str | None = None, phase: str | None = None
+    ) -> pd.Series[float]:
+        """A column of the trials' turns, of those with this label and phase; indexed by frame.KEY."""
+        turns = self.evidence.turns(trials)
+        for name, wanted in (("label", label), ("phase", phase)):
+            if wanted is not None:
+                turns = turns[turns[name] == wanted]
+        return values_of(turns, column)
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -74,12 +98,15 @@ class Measured:
     trial_ids: tuple[int, ...]
 
 
-def speedup(sides: Sides, column: str = "ttft_ms", turn: Which = None) -> Measured:
+def speedup(
+    sides: Sides, column: str = "ttft_ms", turn: Which = None, label: str | None = None, phase: str | None = None
+) -> Measured:
     """How many times theirs is of ours, over the turns that both have: one ratio a conversation, geometric mean.
 
     turn: its number in the conversation, or "first" or "last" of those that both have; None: the mean of all of them.
+    label, phase: of the turns that count; None: any.
     """
-    pairs = paired(*(values_of(sides.evidence.turns(trials), column) for trials in (sides.theirs, sides.ours)))
+    pairs = paired(*(sides.values(trials, column, label, phase) for trials in (sides.theirs, sides.ours)))
     if isinstance(turn, str):
         pairs = conversation_ends(pairs, last=turn == "last")
     elif turn is not None:
@@ -89,6 +116,53 @@ def speedup(sides: Sides, column: str = "ttft_ms", turn: Which = None) -> Measur
         of = "of all turns" if turn is None else f"at the {turn} turn" if isinstance(turn, str) else f"at turn {turn}"
         raise MissingSeries(f"no conversation has {column} {of} in both")
     return _measured(found, sides, "conversations")
+
+
+def label_ratio(sides: Sides, label: str, to: str, column: str) -> Measured:
+    """Within ours: turns with this label over turns labelled `to`, paired by conversation."""
+    a, b = (conversation_means(sides.values(sides.ours, column, one)) for one in (label, to))
+    found = positive_ratio(a, b)
+    if found is None:
+        raise MissingSeries(f"no conversation has {column} of turns labelled {label} and {to}")
+    return _measured(found, sides, "conversations")
+
+
+def axis_ratio(sides: Sides, phase: str, column: str = "ttft_ms") -> Measured:
+    """Turns of a phase at the largest value of the axis, over those at its smallest: paired by seed and round."""
+    places = [sides.at(trial) for trial in sides.ours]
+    last, first = (
+        by_round(sides.values([one for one in sides.ours if sides.at(one) == end], column, phase=phase))
+        for end in (max(places), min(places))
+    )
+    if max(places) == min(places) or not last.keys() & first.keys():
+        raise MissingSeries(f"no round has {column} in phase {phase} at two values of {sides.over}")
+    return _measured(paired_ratio(last, first, of="means"), sides, "rounds")
+
+
+def metric_ratio(sides: Sides, name: str, label: str = "") -> Measured:
+    """How many times a metric of ours is of theirs, paired by seed: geometric mean."""
+    found = positive_ratio(_metrics(sides, sides.ours, name, label), _metrics(sides, sides.theirs, name, label))
+    if found is None:
+        raise MissingSeries(f"no seed has {name} of both")
+    return _measured(found, sides, "trials")
+
+
+def metric_value(sides: Sides, name: str, label: str = "") -> Measured:
+    """A metric of ours: of one trial with the interval that the trial gives it, of several their mean."""
+    values = _metrics(sides, sides.ours, name, label)
+    if not values:
+        raise MissingSeries(f"no trial has {name}")
+    if len(values) == 1:
+        [own] = [one.metrics[name, label] for one in sides.evidence.jobs if one.trial in sides.ours]
+        [value] = values.values()
+        return _measured(PairedRatio(value, own.ci_low, own.ci_high, own.n or 0, 1), sides, own.n_unit or "turns")
+    support = metric_of(name).support
+    return _measured(paired_ratio(values, dict.fromkeys(values, 1.0), of="means", support=support), sides, "trials")
+
+
+def _metrics(sides: Sides, trials: Sequence[Trial], name: str, label: str) -> Pairs:
+    found = {(one.seed, str(one.repeat)): sides.evidence.metric(one, name, label) for one in trials}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def throughput_at_latency_ratio(
@@ -133,7 +207,10 @@ def crossing(curve: Curve, limit: float) -> float | None:
 Measure = Callable[..., Measured]
 """(Sides, **arguments) -> Measured. Raises MissingSeries, with what is missing, where the rows cannot give a value."""
 
-MEASURES: Mapping[str, Measure] = {one.__name__: one for one in (speedup, throughput_at_latency_ratio)}
+MEASURES: Mapping[str, Measure] = {
+    one.__name__: one
+    for one in (speedup, label_ratio, axis_ratio, metric_ratio, metric_value, throughput_at_latency_ratio)
+}
 
 
 def arguments_of(measure: str) -> set[str]:
