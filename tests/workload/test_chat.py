@@ -38,7 +38,7 @@ def test_users_take_their_conversations_one_after_another_and_warm_up_as_many_at
     assert (workload.describe().load, most_at_once(measured(arrivals))) == ("closed", 5)
     warm = [a for a in arrivals if a.request.phase == "warmup"]
     assert [a.at_s for a in warm] == [0.0] * 5
-    assert len({a.request.prompt.tobytes() for a in warm}) == 5
+    assert len({a.due().prompt.tobytes() for a in warm}) == 5
     assert ChatWorkload(context(), users=13).describe().sessions == 13, "nobody is without one"
     assert len({a.request.session for a in drive(ChatWorkload(context())) if a.request.phase == "warmup"}) == 2
 
@@ -98,7 +98,7 @@ def _gaps(arrivals):
 
 def test_repeated_conversations_share_no_first_block():
     arrivals = measured(drive(ChatWorkload(context(), conversations=60, max_turns=8)))
-    first = [tuple(a.request.prompt[:64]) for a in arrivals if a.request.turn == 1]
+    first = [tuple(a.due().prompt[:64]) for a in arrivals if a.request.turn == 1]
     assert len(first) == 60
     assert len(set(first)) == 60
 
@@ -109,7 +109,7 @@ def test_a_conversation_longer_than_its_text_goes_on_and_turns_are_drawn_between
         set(turns.values())
     ) > 2
     arrivals = measured(drive(ChatWorkload(context(max_context=20_000), conversations=1, min_turns=30, max_turns=30)))
-    prompts = [bytes(a.request.prompt) for a in arrivals if a.request.session == arrivals[0].request.session]
+    prompts = [bytes(a.due().prompt) for a in arrivals if a.request.session == arrivals[0].request.session]
     assert len(prompts) == 30
     assert len(set(prompts)) == 30
 
@@ -119,7 +119,7 @@ def test_a_conversation_ends_before_it_outgrows_the_context():
     plan, held = workload.describe(), {}
     for arrival in drive(workload):
         request = arrival.request
-        held[request.session] = held.get(request.session, 0) + len(request.prompt) + request.output.max_new_tokens
+        held[request.session] = held.get(request.session, 0) + len(arrival.due().prompt) + request.output.max_new_tokens
     assert max(held.values()) <= 600
     assert plan.facts["conversations_cut_by_context"] == plan.sessions
     assert plan.turns < 8 * plan.sessions

@@ -1,4 +1,4 @@
-from pensieve.lab.workload.conversations import shipped
+from pensieve.lab.workload.prose import shipped
 
 
 def test_at_least_ten_conversations_of_ten_turns():

@@ -3,7 +3,7 @@ from array import array
 
 import pytest
 
-from pensieve.lab.workload.filler import filler
+from pensieve.lab.workload.fit import filler
 
 
 @pytest.mark.parametrize("vocab", [2, 97, 256, 259, 32_000, 65_536, 128_256])

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from pensieve.errors import EngineMissing, MalformedInput
-from pensieve.lab.workload.hub import load_from_hub
+from pensieve.lab.workload.sharegpt import load_from_hub
 
 ROWS = [{"id": "a", "data": ["Hi", "Hello"]}, {"id": "b", "other": 1}]
 

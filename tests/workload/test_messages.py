@@ -30,7 +30,7 @@ def test_a_workload_asks_what_the_template_makes_of_its_messages(chatml: HubToke
     workload = ChatWorkload(
         reading(chatml), conversations=1, min_turns=2, max_turns=2, max_new_tokens=5, pressure=0, free=True
     )
-    first = workload.start()[0].request.prompt
+    first = workload.start()[0].due().prompt
     text = chatml.decode(first)
     assert "Before we begin: " in text and "User:" not in text
     start = chatml.encode("<|im_start|>")[0]
@@ -47,10 +47,10 @@ def test_the_token_that_ends_a_reply_stands_there_once(chatml: HubTokenizer, end
     reply = array("i", [*chatml.encode("on"), *([end] if ended else [])])
     turn = finished(arrival.request.session, "eos" if ended else "length", reply)
     (following,) = workload.on_finished(turn)
-    said = [*arrival.request.prompt, *reply, *following.request.prompt]
+    said = [*arrival.due().prompt, *reply, *following.due().prompt]
     chat = ChatTemplate(chatml)
-    opening = chatml.decode(arrival.request.prompt).partition("user\n")[2].partition("\nassistant")[0]
-    asked = chatml.decode(following.request.prompt).partition("user\n")[2].partition("\nassistant")[0]
+    opening = chatml.decode(arrival.due().prompt).partition("user\n")[2].partition("\nassistant")[0]
+    asked = chatml.decode(following.due().prompt).partition("user\n")[2].partition("\nassistant")[0]
     assert said == chat.prompt(dialogue(opening, "on", asked)).ids
 
 

@@ -5,7 +5,7 @@ import pytest
 from pensieve.core.request import Free, Length
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.fit import Fit, fitted, warmups
-from pensieve.lab.workload.playback import Pauses, Playback, Poisson, Recorded, Users
+from pensieve.lab.workload.playback import Pauses, Playback, Poisson, Recorded, Users, lengths_of
 from pensieve.lab.workload.recording import Call, Conversation, Count
 from tests.scripted import ScriptedSystem, context
 from tests.workload.dry import drive, measured
@@ -17,17 +17,20 @@ TIMED = [
 TALKS = [Conversation(f"c{n}", tuple(Call(Count(5 + n), 2) for _ in range(1 + n % 3))) for n in range(9)]
 
 
-def playback(conversations, arrivals, seed=0, **options):
-    settings = {"pauses": Pauses(1.0), "free": False, "timeout_s": None, "facts": {}} | options
+def playback(conversations, arrivals, seed=0, pause_s=1.0, **options):
     dialogues, _ = fitted(conversations, Fit(context(seed)))
-    return Playback(context(seed), warmups(dialogues, 4, 2, context(seed)), dialogues, arrivals, **settings)
+    if isinstance(arrivals, int):
+        arrivals = Users.dealt(dialogues, arrivals)
+    warm = warmups(dialogues, 4, 2, context(seed))
+    facts = lengths_of(dialogues) | {"source": "x"}
+    return Playback(context(seed), warm, dialogues, arrivals, Pauses(seed, pause_s), facts=facts, **options)
 
 
 def keys(arrivals):
     return [(arrival.request.session, arrival.request.turn) for arrival in arrivals]
 
 
-@pytest.mark.parametrize("arrivals", [Recorded(), Poisson(2.0), Users(2)])
+@pytest.mark.parametrize("arrivals", [Recorded(), Poisson(2.0), 2])
 def test_every_planned_turn_is_sent_once(arrivals):
     conversations = TIMED if isinstance(arrivals, Recorded) else TALKS
     workload = playback(conversations, arrivals)
@@ -36,7 +39,7 @@ def test_every_planned_turn_is_sent_once(arrivals):
     assert plan.warmup_turns == 4
     assert len(set(keys(seen))) == len({arrival.request.id for arrival in seen}) == plan.turns
     assert plan.sessions == len(conversations)
-    assert plan.load == arrivals.load
+    assert plan.load == ("closed" if arrivals == 2 else arrivals.load)
 
 
 def test_recorded_times_are_kept_whatever_the_system_does():
@@ -54,7 +57,7 @@ def test_a_recorded_request_is_sent_though_the_one_before_failed():
 
 def test_conversations_arrive_by_a_poisson_process_and_wait_inside():
     talks = [Conversation(f"c{n}", (Call(Count(5), 2), Call(Count(5), 2))) for n in range(1_500)]
-    workload = playback(talks, Poisson(0.5), pauses=Pauses(3.0))
+    workload = playback(talks, Poisson(0.5), pause_s=3.0)
     seen = measured(drive(workload))
     starts = sorted(one.at_s for one in seen if one.request.turn == 1)
     assert (starts[-1] - starts[0]) / (len(starts) - 1) == pytest.approx(0.5, rel=0.08)
@@ -75,7 +78,7 @@ def test_thoughts_depend_on_the_seed_and_not_on_the_system():
 
 
 def test_users_have_one_conversation_each_at_a_time():
-    workload = playback(TALKS, Users(3), pauses=Pauses(0.0))
+    workload = playback(TALKS, 3, pause_s=0.0)
     system = ScriptedSystem()
     replay(system, workload)
     assert system.most_in_flight == 3
@@ -100,7 +103,7 @@ def test_prompts_are_built_when_they_are_due():
 
 
 def test_the_record_says_what_will_be_asked():
-    plan = playback(TALKS, Poisson(1.0), facts={"source": "x"}).describe()
+    plan = playback(TALKS, Poisson(1.0)).describe()
     longest = [sum(len(one.calls) * [5 + n + 2]) - 1 for n, one in enumerate(TALKS)]
     assert plan.working_set_tokens == sum(longest)
     assert plan.facts["longest_conversation_tokens"] == max(longest)

@@ -3,7 +3,7 @@ from statistics import mean, median
 import pytest
 
 from pensieve.lab.statistics import nearest_rank
-from pensieve.lab.workload.synthetic import SHAREGPT, ULTRACHAT, draw
+from pensieve.lab.workload.sharegpt import SHAREGPT, ULTRACHAT, draw
 
 
 @pytest.mark.parametrize("published", [SHAREGPT, ULTRACHAT])

@@ -122,4 +122,4 @@ class AgentsWorkload:
             label="" if warming else stage,
             hint=self._hint(turn),
         )
-        return Arrival(at_s, request, None if self._timeout_s is None else at_s + self._timeout_s)
+        return Arrival.by(at_s, request, self._timeout_s)

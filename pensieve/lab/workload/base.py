@@ -28,6 +28,18 @@ class Arrival:
     prompt: Callable[[], TokenArray[int]] | None = None
     continues: bool = True
 
+    @classmethod
+    def by(
+        cls,
+        at_s: float,
+        request: Request,
+        timeout_s: float | None,
+        prompt: Callable[[], TokenArray[int]] | None = None,
+        continues: bool = True,
+    ) -> Arrival:
+        """timeout_s: it is cancelled this long after it was due; None: never."""
+        return cls(at_s, request, None if timeout_s is None else at_s + timeout_s, prompt, continues)
+
     def due(self, said: TokenArray[int] = _NOTHING) -> Request:
         """The request with its prompt. said: what stands of the conversation."""
         prompt = self.request.prompt if self.prompt is None else self.prompt()
@@ -129,11 +141,6 @@ BYTE_TOKENS = (
     "tokenizer: `hf download MODEL tokenizer.json tokenizer_config.json`, then model.tokenizer=MODEL (or a folder that "
     "holds one)."
 )
-
-
-def bytes_fact(context: WorkloadContext) -> dict[str, Any]:
-    """For WorkloadPlan.facts of a workload that reads recorded text."""
-    return {"tokens": "bytes"} if context.byte_tokens else {}
 
 
 def byte_notes(facts: Mapping[str, Any]) -> list[str]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from pensieve.lab.workload.base import Arrival, WorkloadContext, WorkloadPlan
+from pensieve.lab.workload.base import WorkloadContext
 from pensieve.lab.workload.chance import between, exponential
 from pensieve.lab.workload.fields import Count, NotNegative, Positive, in_order, refuse_untrained, within_memory
-from pensieve.lab.workload.script import Script, ScriptWriter
-from pensieve.lab.workload.talk import Talks, shares_of
-from pensieve.serve.record import TurnRecord
+from pensieve.lab.workload.playback import Dialogue, Playback, Poisson, Users
+from pensieve.lab.workload.script import ScriptWriter
 
 FEWEST_CONVERSATIONS = 8
 LONGEST_THOUGHT = 2.5
@@ -21,7 +20,7 @@ WARMUP_SESSIONS = (
 )
 
 
-class ChatWorkload(Talks[Script]):
+class ChatWorkload(Playback):
     """Several people talk to one model at once.
 
     A conversation's turns follow each other: the next message is sent when the reply is complete and the user has
@@ -73,71 +72,51 @@ class ChatWorkload(Talks[Script]):
     ) -> None:
         in_order("min_turns", min_turns, "max_turns", max_turns)
         refuse_untrained(free, context)
-        self._context = context
-        self._users = users
-        self._turns = (min_turns, max_turns)
-        self._timeout_s = timeout_s
-        self._free = free
-        self._writer = ScriptWriter(context, max_new_tokens, free)
+        writer = ScriptWriter(context, max_new_tokens, free)
+
+        def write(fewest: int, goal: float) -> list[Dialogue]:
+            """At least `fewest` conversations, and as many as have `goal` tokens together."""
+            written: list[Dialogue] = []
+            tokens = 0
+            while len(written) < fewest or tokens < goal:
+                number = len(written)
+                turns = between(min_turns, max_turns, context.seed, "turns", writer.session(number))
+                written.append(writer.write(number, turns))
+                tokens += written[-1].longest
+            return written
+
         both_tiers = context.gpu_tokens + context.cpu_tokens
         goal = FILL * both_tiers if pressure == "auto" else pressure * context.gpu_tokens
         fewest = max(conversations or FEWEST_CONVERSATIONS, users or 1)
-        first = self._measured_scripts(1, 0)[0]
+        first = write(1, 0)[0]
         for field, count in (
             ("users" if fewest == users else "conversations", fewest),
             ("pressure", goal / first.longest),
         ):
             within_memory(field, count, first.turns, first.longest, context.memory_bytes)
-        measured = self._measured_scripts(fewest, goal)
-        warmup = self._writer.warmup(max(warmup_turns, users or 1), users or WARMUP_SESSIONS)
+        measured = write(fewest, goal)
+        warmup = writer.warmup(max(warmup_turns, users or 1), users or WARMUP_SESSIONS)
         at_once = users or len(measured)
-        self._think_time_s = at_once / turns_per_s if think_time_s == "auto" else think_time_s
-        self._drawn_mean_s = self._think_time_s
+        mean_s = drawn_mean_s = at_once / turns_per_s if think_time_s == "auto" else think_time_s
         if think_time_cap_s == "auto":  # longer draws, so that their mean is think_time_s when they are cut
-            self._drawn_mean_s /= 1 - math.exp(-LONGEST_THOUGHT)
-        longest = LONGEST_THOUGHT * self._drawn_mean_s if think_time_cap_s == "auto" else think_time_cap_s
-        self._think_time_cap_s = math.inf if longest is None else longest
-        self._request_interval = 1 / turns_per_s if request_interval == "auto" else request_interval
-        super().__init__(warmup, measured, shares_of(measured, users) if users else [])
-
-    def describe(self) -> WorkloadPlan:
+            drawn_mean_s /= 1 - math.exp(-LONGEST_THOUGHT)
+        cap_s = LONGEST_THOUGHT * drawn_mean_s if think_time_cap_s == "auto" else think_time_cap_s
+        interval_s = 1 / turns_per_s if request_interval == "auto" else request_interval
+        steps = [step for script in measured for step in script.steps]
         facts: dict[str, Any] = {
-            "conversations": len(self._measured),
-            "topics": len({script.session.partition(".")[0] for script in self._measured}),
-            "conversations_cut_by_context": sum(script.cut for script in self._measured),
-            "message_tokens_mean": _mean([len(prompt) for script in self._measured for prompt in script.prompts]),
-            "reply_tokens_mean": _mean([reply for script in self._measured for reply in script.replies]),
-            "think_time_s": round(self._think_time_s, 6),
+            "conversations": len(measured),
+            "topics": len({script.session.partition(".")[0] for script in measured}),
+            "conversations_cut_by_context": sum(script.turns < script.recorded_turns for script in measured),
+            "message_tokens_mean": round(sum(step.message for step in steps) / len(steps), 1),
+            "reply_tokens_mean": round(sum(step.reply for step in steps) / len(steps), 1),
+            "think_time_s": round(mean_s, 6),
+            **({} if cap_s is None else {"think_time_cap_s": round(cap_s, 6)}),
+            **({} if users else {"request_interval_s": round(interval_s, 6)}),
         }
-        if self._think_time_cap_s < math.inf:
-            facts["think_time_cap_s"] = round(self._think_time_cap_s, 6)
-        if self._users is None:
-            facts["request_interval_s"] = round(self._request_interval, 6)
-        return self._plan("partly open" if self._users is None else "closed", self._free, facts)
 
-    def _measured_starts(self, now: float) -> list[Arrival]:
-        if self._users is None:
-            return self._poisson_starts(self._measured, now, self._request_interval, self._context.seed)
-        return super()._measured_starts(now)
+        def pause_s(script: Dialogue, turn: int) -> float:
+            thought_s = exponential(drawn_mean_s, context.seed, "think", script.session, turn)
+            return thought_s if cap_s is None else min(thought_s, cap_s)
 
-    def _pause_s(self, script: Script, turn: int) -> float:
-        thought_s = exponential(self._drawn_mean_s, self._context.seed, "think", script.session, turn)
-        return min(thought_s, self._think_time_cap_s)
-
-    def _arrival(self, script: Script, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
-        return self._writer.arrival(script, turn, at_s, self._timeout_s, before)
-
-    def _measured_scripts(self, fewest: int, goal: float) -> list[Script]:
-        """Write at least `fewest` conversations, and as many as have `goal` tokens together."""
-        scripts: list[Script] = []
-        tokens = 0
-        while len(scripts) < fewest or tokens < goal:
-            number = len(scripts)
-            turns = between(*self._turns, self._context.seed, "turns", self._writer.session(number))
-            scripts.append(self._writer.write(number, turns))
-            tokens += scripts[-1].longest
-        return scripts
-
-
-def _mean(values: list[int]) -> float:
-    return round(sum(values) / len(values), 1)
+        arrivals = Users.dealt(measured, users) if users else Poisson(interval_s)
+        super().__init__(context, warmup, measured, arrivals, pause_s, free=free, timeout_s=timeout_s, facts=facts)

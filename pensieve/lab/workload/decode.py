@@ -93,7 +93,7 @@ class DecodeWorkload:
             phase="warmup" if iteration < self._discard else "throughput",
             iteration=iteration,
         )
-        return Arrival(at_s, request, None if self._timeout_s is None else at_s + self._timeout_s)
+        return Arrival.by(at_s, request, self._timeout_s)
 
 
 def _text(path: str) -> str:

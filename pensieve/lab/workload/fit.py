@@ -2,58 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from pensieve.core.hint import Hint
+import numpy as np
+
 from pensieve.core.request import TokenArray, tokens_of
 from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import WorkloadContext
-from pensieve.lab.workload.filler import filler
-from pensieve.lab.workload.recording import Begun, Blocks, Call, Conversation, Count, Parts, Text
+from pensieve.lab.workload.playback import Dialogue, Step
+from pensieve.lab.workload.recording import Blocks, Call, Conversation, Count, Parts, Text
 
 BLOCKS_KEPT = 4096  # of a few hundred tokens each: enough for what one prompt after another shares
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One turn. message: tokens sent; prompt: tokens of the whole prompt, history included; reply: tokens asked for.
-
-    build: makes the message's tokens, each time anew. pause_s, waits_for, hint: as of the recorded call.
-    """
-
-    build: Callable[[], TokenArray[int]]
-    message: int
-    prompt: int
-    reply: int
-    continues: bool
-    at_s: float | None = None
-    order: int = 0
-    pause_s: float | None = None
-    waits_for: tuple[str, ...] = ()
-    hint: Hint | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Dialogue:
-    """One conversation. recorded_turns: as many as there were, before the fit cut any. begun: as it was recorded."""
-
-    session: str
-    phase: str
-    steps: tuple[Step, ...]
-    recorded_turns: int
-    begun: Begun | None = None
-
-    @property
-    def longest(self) -> int:
-        """KV tokens when it ends; its last token has no KV."""
-        return max(step.prompt + step.reply for step in self.steps) - 1
-
-    @property
-    def turns(self) -> int:
-        return len(self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +31,7 @@ class Fit:
     max_new_tokens: int | None = None
     free: bool = False
 
-    def dialogue(self, conversation: Conversation, phase: str = "chat") -> Dialogue | None:
+    def dialogue(self, conversation: Conversation) -> Dialogue | None:
         """The calls of a conversation that fit the model; None where not even the first one does."""
         steps: list[Step] = []
         said = 0
@@ -78,11 +41,11 @@ class Fit:
             reply = self._reply(call)
             if prompt + reply > self.context.max_context:
                 break
-            when = (call.at_s, call.order, call.pause_s, call.waits_for)
+            when = (call.at_s or 0.0, call.order, call.pause_s, call.waits_for)
             steps.append(Step(build, message, prompt, reply, call.continues, *when, call.hint))
             said = prompt + reply
         recorded = len(conversation.calls)
-        return Dialogue(conversation.id, phase, tuple(steps), recorded, conversation.begun) if steps else None
+        return Dialogue(conversation.id, "chat", tuple(steps), recorded, conversation.begun) if steps else None
 
     def _reply(self, call: Call) -> int:
         if self.free and self.max_new_tokens is not None:
@@ -95,39 +58,47 @@ class Fit:
         return max(1, recorded if self.max_new_tokens is None else min(recorded, self.max_new_tokens))
 
     def _message(self, session: str, index: int, call: Call) -> tuple[Callable[[], TokenArray[int]], int]:
-        c, seed, vocab = call.content, self.context.seed, self.context.vocab
-        if isinstance(c, Text):
-            if call.continues:
-                tokens = self.context.message(c.text, first=index == 0)
-            else:
-                tokens = tokens_of(list(self.context.encode(c.text)))
-            return partial(array, "i", tokens), len(tokens)
-        if isinstance(c, Count):
-            return partial(filler, c.tokens, vocab, seed, "session", session, index), c.tokens
-        own = (seed, "session", session, index)
-        return partial(synthesised, c, vocab, seed, own), length(c)
+        content, context = call.content, self.context
+        if not isinstance(content, Text):
+            own = (context.seed, "session", session, index)
+            return partial(synthesised, content, context.vocab, context.seed, own), content.tokens
+        if call.continues:
+            tokens = context.message(content.text, first=index == 0)
+        else:
+            tokens = tokens_of(list(context.encode(content.text)))
+        return partial(array, "i", tokens), len(tokens)
 
 
-def length(content: Blocks | Parts) -> int:
-    return content.tokens if isinstance(content, Blocks) else sum(tokens for _, tokens in content.pieces)
-
-
-def synthesised(content: Blocks | Parts, vocab: int, seed: int, own: tuple[object, ...]) -> TokenArray[int]:
+def synthesised(content: Blocks | Parts | Count, vocab: int, seed: int, own: tuple[object, ...]) -> TokenArray[int]:
     """Tokens for hashes: equal hashes give equal tokens. own: names the tokens that have no hash."""
     tokens: TokenArray[int] = array("i")
     if isinstance(content, Parts):
         for one, count in content.pieces:
             tokens += filler(count, vocab, seed, "part", one)
-        return tokens
-    for one in content.hashes:
-        tokens += _block(content.block_tokens, vocab, seed, one)
-    del tokens[content.tokens :]
+    if isinstance(content, Blocks):
+        for one in content.hashes:
+            tokens += _block(content.block_tokens, vocab, seed, one)
+        del tokens[content.tokens :]
     return tokens + filler(content.tokens - len(tokens), vocab, *own)
 
 
 @lru_cache(maxsize=BLOCKS_KEPT)
 def _block(tokens: int, vocab: int, seed: int, one: int) -> TokenArray[int]:
     return filler(tokens, vocab, seed, "block", one)
+
+
+def filler(tokens: int, vocab: int, *names: object) -> TokenArray[int]:
+    """`tokens` ids in [0, vocab), a function of the names alone; fewer tokens are the beginning of more.
+
+    Ids are drawn from the largest power of two that the vocabulary and 16 bits hold: masking bytes is fast, and two
+    fillers still have a chance of one in thousands to agree on a token.
+    """
+    assert tokens >= 0 and vocab >= 2
+    bits = min(vocab, 1 << 16).bit_length() - 1
+    size = 1 if bits <= 8 else 2  # bytes, the low one first
+    key = "/".join(str(name) for name in names).encode()
+    drawn = np.frombuffer(hashlib.shake_256(key).digest(size * tokens), f"<u{size}")
+    return array("i", (drawn & ((1 << bits) - 1)).astype("i").tobytes())
 
 
 def warmups(dialogues: Sequence[Dialogue], turns: int, side_by_side: int, context: WorkloadContext) -> list[Dialogue]:
@@ -182,13 +153,10 @@ def fitted(
             f"first call does not fit into a context of {fit.context.max_context:,} tokens. Choose other limits or a model "
             "with a longer context (simulated: raise model.architecture.max_position_embeddings)."
         )
-    limit = fit.max_turns
-    planned = [
-        dialogue.recorded_turns if limit is None else min(limit, dialogue.recorded_turns) for dialogue in dialogues
-    ]
+    cut = [min(one.recorded_turns, fit.max_turns or one.recorded_turns) - one.turns for one in dialogues]
     return dialogues, {
         "conversations_with_too_few_turns": short,
         "conversations_too_long_for_the_context": too_long,
-        "conversations_cut_by_context": sum(s.turns < turns for s, turns in zip(dialogues, planned, strict=True)),
-        "turns_cut_by_context": sum(turns - s.turns for s, turns in zip(dialogues, planned, strict=True)),
+        "conversations_cut_by_context": sum(turns > 0 for turns in cut),
+        "turns_cut_by_context": sum(cut),
     }

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from itertools import chain, count
 
-from pensieve.lab.workload.base import Arrival, WorkloadContext, WorkloadPlan
+from pensieve.lab.workload.base import WorkloadContext
 from pensieve.lab.workload.chance import uniform
 from pensieve.lab.workload.fields import Count, NotNegative, Positive, refuse_untrained, within_memory
-from pensieve.lab.workload.script import Script, ScriptWriter
-from pensieve.lab.workload.talk import Talks
-from pensieve.serve.record import TurnRecord
+from pensieve.lab.workload.playback import Dialogue, Playback, Users
+from pensieve.lab.workload.script import ScriptWriter
 
 INTERVALS = {"hot": 0.3, "warm": 1.0, "cold": 2.5}
 """Of each class, its request interval in multiples of `request_interval`."""
 
 
-class HotnessWorkload(Talks[Script]):
+class HotnessWorkload(Playback):
     """N users at once, a third of them hot, a third warm, a third cold (load "closed").
 
     A user sends the next message `request_interval` x 0.3 (hot), x 1.0 (warm) or x 2.5 (cold) seconds after the reply,
@@ -46,35 +45,27 @@ class HotnessWorkload(Talks[Script]):
     ) -> None:
         refuse_untrained(free, context)
         within_memory("users", users * conversations, turns, 0, context.memory_bytes)
-        self._context = context
-        self._request_interval = request_interval
-        self._timeout_s = timeout_s
-        self._free = free
-        self._writer = writer = ScriptWriter(context, max_new_tokens, free)
-        self._labels = [class_of(user, users) for user in range(users)]
+        writer = ScriptWriter(context, max_new_tokens, free)
+        labels = [class_of(user, users) for user in range(users)]
         numbers = count()
         shares = [
             [writer.write(next(numbers), turns, label=label) for _ in range(conversations * _share(label))]
-            for label in self._labels
+            for label in labels
         ]
-        super().__init__(writer.warmup(max(warmup_turns, users), users), list(chain(*shares)), shares)
-
-    def describe(self) -> WorkloadPlan:
-        seconds = {label: factor * self._request_interval for label, factor in INTERVALS.items()}
+        measured = list(chain(*shares))
         facts = {
-            "users": {label: self._labels.count(label) for label in INTERVALS},
-            "request_interval_s": {label: round(value, 6) for label, value in seconds.items()},
-            "conversations": {label: sum(s.label == label for s in self._measured) for label in INTERVALS},
-            "conversations_cut_by_context": sum(script.cut for script in self._measured),
+            "users": {label: labels.count(label) for label in INTERVALS},
+            "request_interval_s": {label: round(x * request_interval, 6) for label, x in INTERVALS.items()},
+            "conversations": {label: sum(s.label == label for s in measured) for label in INTERVALS},
+            "conversations_cut_by_context": sum(script.turns < script.recorded_turns for script in measured),
         }
-        return self._plan("closed", self._free, facts)
 
-    def _pause_s(self, script: Script, turn: int) -> float:
-        spread = 0.5 + uniform(self._context.seed, "interval", script.session, turn)
-        return self._request_interval * INTERVALS[script.label] * spread
+        def pause_s(script: Dialogue, turn: int) -> float:
+            spread = 0.5 + uniform(context.seed, "interval", script.session, turn)
+            return request_interval * INTERVALS[script.label] * spread
 
-    def _arrival(self, script: Script, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
-        return self._writer.arrival(script, turn, at_s, self._timeout_s, before)
+        warmup = writer.warmup(max(warmup_turns, users), users)
+        super().__init__(context, warmup, measured, Users(shares), pause_s, free=free, timeout_s=timeout_s, facts=facts)
 
 
 def class_of(user: int, users: int) -> str:

@@ -1,22 +1,63 @@
-"""Plays fitted dialogues: at recorded times, or as conversations whose next turn waits for the reply."""
+"""Conversations whose every length is known, played: at recorded times, or with a next turn that waits for the reply."""
 
 from __future__ import annotations
 
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
 from typing import Any
 
-from pensieve.core.request import Free, Length, Output, Request, Sampling, is_measured
+from pensieve.core.hint import Hint
+from pensieve.core.request import Free, Length, Request, Sampling, TokenArray
 from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.workload.base import Arrival, Following, WorkloadContext, WorkloadPlan, said_end, unless_said
 from pensieve.lab.workload.chance import exponential
-from pensieve.lab.workload.fit import Dialogue, Step
-from pensieve.lab.workload.talk import Talks, shares_of
+from pensieve.lab.workload.recording import Begun
 from pensieve.serve.record import TurnRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One turn. message: tokens sent; prompt: tokens of the whole prompt, history included; reply: tokens asked for.
+
+    build: makes the message's tokens, each time anew. at_s, order, pause_s, waits_for, hint: as of the recorded call.
+    """
+
+    build: Callable[[], TokenArray[int]]
+    message: int
+    prompt: int
+    reply: int
+    continues: bool = True
+    at_s: float = 0.0
+    order: int = 0
+    pause_s: float | None = None
+    waits_for: tuple[str, ...] = ()
+    hint: Hint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """One conversation. recorded_turns: as many as there were, before the model's context cut any. begun: as it was
+    recorded. label: of all its turns."""
+
+    session: str
+    phase: str
+    steps: tuple[Step, ...]
+    recorded_turns: int
+    begun: Begun | None = None
+    label: str = ""
+
+    @property
+    def longest(self) -> int:
+        """KV tokens when it ends; its last token has no KV."""
+        return max(step.prompt + step.reply for step in self.steps) - 1
+
+    @property
+    def turns(self) -> int:
+        return len(self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +79,16 @@ class Poisson:
 
 @dataclass(frozen=True, slots=True)
 class Users:
-    """So many people work through the conversations, each with a fixed share, one after another (load "closed")."""
+    """Each user has its conversations one after another, and all users start with their first one (load "closed")."""
 
-    users: int
+    shares: Sequence[Sequence[Dialogue]]
     load = "closed"
+
+    @classmethod
+    def dealt(cls, dialogues: Sequence[Dialogue], users: int) -> Users:
+        """The conversations dealt out to so many users in turn."""
+        assert users <= len(dialogues), "a user without a conversation"
+        return cls([dialogues[user::users] for user in range(users)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +96,21 @@ class Pauses:
     """Seconds between a reply and the next message. Recorded ones times `scale`, at most `cap_s` (None: as long as they are);
     where nothing is recorded, exponentially distributed with mean `mean_s`, fixed by (seed, session, turn)."""
 
+    seed: int
     mean_s: float
     scale: float = 1.0
     cap_s: float | None = None
 
-    def recorded(self, pause_s: float) -> float:
-        scaled = pause_s * self.scale
-        return scaled if self.cap_s is None else min(scaled, self.cap_s)
+    def __call__(self, dialogue: Dialogue, turn: int) -> float:
+        recorded = dialogue.steps[turn].pause_s if turn < dialogue.turns else None
+        if recorded is None:
+            return exponential(self.mean_s, self.seed, "think", dialogue.session, turn)
+        return recorded * self.scale if self.cap_s is None else min(recorded * self.scale, self.cap_s)
 
 
-class Playback(Talks[Dialogue]):
-    """A workload of dialogues. Warm-up conversations run first; when the last of them is over, the measured ones start.
+class Playback:
+    """A workload of dialogues. Warm-up conversations run first, without a pause; when the last of them is over, the measured
+    ones start.
 
     Without recorded times a turn is sent when the reply before it is complete and the pause is over; a conversation whose
     turn did not complete ends there. One that another conversation began starts when that one's reply is complete, and a turn
@@ -67,6 +118,8 @@ class Playback(Talks[Dialogue]):
     times a request waits for the turn before it in its conversation alone. Turns count from 1.
     Prompts are built when they are due.
 
+    pause_s: of (dialogue, turn), the seconds between the reply of this turn and the user's next message, in this conversation
+    or the next; turn 0: before the user's first message. free: the model ends its replies. facts: for describe().
     first_user_ends: as WorkloadPlan.until_first_user. hints: requests carry what the recorded clients knew.
     """
 
@@ -76,48 +129,59 @@ class Playback(Talks[Dialogue]):
         warmup: Sequence[Dialogue],
         measured: Sequence[Dialogue],
         arrivals: Recorded | Poisson | Users,
+        pause_s: Callable[[Dialogue, int], float],
         *,
-        pauses: Pauses,
-        free: bool,
-        timeout_s: float | None,
+        free: bool = False,
+        timeout_s: float | None = None,
         facts: Mapping[str, Any],
         first_user_ends: bool = False,
         hints: bool = True,
     ) -> None:
         assert warmup and measured
-        people = [dialogue for dialogue in measured if dialogue.begun is None]
-        assert not isinstance(arrivals, Users) or arrivals.users <= len(people), "a user without a conversation"
         assert not first_user_ends or isinstance(arrivals, Users)
-        super().__init__(warmup, measured, shares_of(people, arrivals.users) if isinstance(arrivals, Users) else [])
-        self._context, self._arrivals = context, arrivals
-        self._people = people
-        self._pauses, self._free, self._timeout_s = pauses, free, timeout_s
+        self._context, self._warmup, self._measured = context, warmup, measured
+        self._arrivals, self._pause_s = arrivals, pause_s
+        self._free, self._timeout_s, self._facts = free, timeout_s, facts
         self._first_user_ends, self._hints = first_user_ends, hints
-        self._facts = facts
-        self._ids = count(1)
+        self._talks = {talk.session: talk for talk in (*warmup, *measured)}
+        assert len(self._talks) == len(warmup) + len(measured), "two conversations have one name"
+        self._warming = len(warmup)
+        shares = arrivals.shares if isinstance(arrivals, Users) else []
+        self._shares = [list(share)[::-1] for share in shares]  # what is left of each, the next one last
+        self._share_of = {talk.session: share for share in self._shares for talk in share}
+        self._next = {one.session: (then.session, 1) for share in shares for one, then in pairwise(share)}
         self._family = Family(measured)
+        self._ids = count(1)
 
     def describe(self) -> WorkloadPlan:
-        steps = [step for dialogue in self._measured for step in dialogue.steps]
-        facts = {
-            **self._facts,
-            "conversations": len(self._measured),
-            "mean_turns": round(len(steps) / len(self._measured), 3),
-            **_spread("message_tokens", [step.message for step in steps]),
-            **_spread("prompt_tokens", [step.prompt for step in steps]),
-            **_spread("reply_tokens", [step.reply for step in steps]),
-        }
-        plan = self._plan(self._arrivals.load, self._free, facts)
-        return replace(plan, until_first_user=self._first_user_ends)
+        warmup_turns = sum(talk.turns for talk in self._warmup)
+        return WorkloadPlan(
+            load=self._arrivals.load,
+            sessions=len(self._measured),
+            turns=warmup_turns + sum(talk.turns for talk in self._measured),
+            working_set_tokens=sum(talk.longest for talk in self._measured),
+            warmup_turns=warmup_turns,
+            until_first_user=self._first_user_ends,
+            facts={
+                **self._facts,
+                "longest_conversation_tokens": max(talk.longest for talk in self._measured),
+                "replies": "free" if self._free else "forced lengths",
+            },
+        )
+
+    def start(self) -> Iterable[Arrival]:
+        return [self._arrival(talk, 1, 0.0) for talk in self._warmup]
 
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
-        talk, now = self._talks[turn.session], turn.finished_s
+        talk, now, completed = self._talks[turn.session], turn.finished_s, turn.status == "completed"
         assert now is not None
-        if not is_measured(talk.phase):
-            return super().on_finished(turn)
+        if talk.phase == "warmup":
+            if completed and turn.turn < talk.turns:
+                return [self._arrival(talk, turn.turn + 1, now, turn)]
+            self._warming -= 1
+            return self._measured_starts(now) if self._warming == 0 else []
         if isinstance(self._arrivals, Recorded):
             return []
-        completed = turn.status == "completed"
         begun = self._family.begun_after(talk, turn.turn) if completed else ()
         following = [self._arrival(one, 1, now + self._pause_s(one, 0)) for one in begun]
         if completed and turn.turn < talk.turns:
@@ -126,66 +190,64 @@ class Playback(Talks[Dialogue]):
             return [*following, self._arrival(talk, turn.turn + 1, now + self._pause_s(talk, turn.turn), turn)]
         for waiting, before in self._family.over(talk, turn.turn if completed else turn.turn - 1):
             following.append(self._arrival(waiting, before.turn + 1, now + self._pause_s(waiting, before.turn), before))
-        return [*following, *super().on_finished(turn)]
+        if share := self._share_of.get(talk.session):
+            following.append(self._arrival(share.pop(), 1, now + self._pause_s(talk, turn.turn)))
+        return following
+
+    def is_over(self, turn: TurnRecord) -> bool:
+        return turn.turn >= self._talks[turn.session].turns or turn.status != "completed"
 
     def foresee(self, session: str, turn: int) -> Following | None:
-        if is_measured(self._talks[session].phase):
-            if isinstance(self._arrivals, Recorded):  # the next turn, where it was due before this one's end
-                return (
-                    Following(0.0, ((session, turn + 1),)) if turn < self._talks[session].turns else Following(math.inf)
-                )
-            if self._family.related:
-                return None
-        return super().foresee(session, turn)
+        """The next turn of its conversation, or the first of its user's next one."""
+        talk = self._talks[session]
+        if talk.phase == "warmup" or (self._family.related and not isinstance(self._arrivals, Recorded)):
+            return None  # the last of the warm-up starts all the others
+        own = ((session, turn + 1),) if turn < talk.turns else ()
+        if isinstance(self._arrivals, Recorded):  # the next turn, where it was due before this one's end
+            return Following(0.0 if own else math.inf, own)
+        other = self._next.get(session)
+        return Following(self._pause_s(talk, turn), own if other is None else (*own, other))
 
     def out_of_work(self, turn: TurnRecord, following: Sequence[Arrival]) -> bool:
         """Whether a person has nothing left to ask after this turn; not one whose next turn waits for other conversations,
         nor a conversation that no person began."""
         talk = self._talks[turn.session]
-        return (
-            talk.begun is None
-            and not self._share_of.get(talk.session)
-            and not self._family.waits(talk)
-            and (turn.turn >= talk.turns or turn.status != "completed")
-        )
+        over = talk.begun is None and not self._share_of.get(talk.session) and not self._family.waits(talk)
+        return over and self.is_over(turn)
 
     def _measured_starts(self, now: float) -> list[Arrival]:
+        if isinstance(self._arrivals, Users):
+            first = [share.pop() for share in self._shares]
+            return [self._arrival(talk, 1, now + self._pause_s(talk, 0)) for talk in first]
         if isinstance(self._arrivals, Recorded):
             return self._as_recorded(now, self._arrivals.scale)
-        if isinstance(self._arrivals, Poisson):
-            return self._poisson_starts(self._people, now, self._arrivals.interval_s, self._context.seed)
-        return super()._measured_starts(now)
+        arrivals = []
+        for index, talk in enumerate(talk for talk in self._measured if talk.begun is None):
+            now += exponential(self._arrivals.interval_s, self._context.seed, "arrival", index) if index else 0.0
+            arrivals.append(self._arrival(talk, 1, now))
+        return arrivals
 
     def _as_recorded(self, now: float, scale: float) -> list[Arrival]:
-        calls = [
-            (dialogue, turn, step) for dialogue in self._measured for turn, step in enumerate(dialogue.steps, start=1)
-        ]
-        calls.sort(key=lambda call: (_at(call[2]), call[2].order))
-        first = _at(calls[0][2])
-        return [self._arrival(dialogue, turn, now + (_at(step) - first) * scale) for dialogue, turn, step in calls]
+        calls = [(talk, turn, step) for talk in self._measured for turn, step in enumerate(talk.steps, start=1)]
+        calls.sort(key=lambda call: (call[2].at_s, call[2].order))
+        first = calls[0][2].at_s
+        return [self._arrival(talk, turn, now + (step.at_s - first) * scale) for talk, turn, step in calls]
 
-    def _pause_s(self, dialogue: Dialogue, turn: int) -> float:
-        recorded = dialogue.steps[turn].pause_s if turn < dialogue.turns else None
-        if recorded is not None:
-            return self._pauses.recorded(recorded)
-        return exponential(self._pauses.mean_s, self._context.seed, "think", dialogue.session, turn)
-
-    def _arrival(self, dialogue: Dialogue, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
-        step = dialogue.steps[turn - 1]
-        output: Output = Free(step.reply) if self._free else Length(step.reply)
+    def _arrival(self, talk: Dialogue, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
+        step = talk.steps[turn - 1]
         request = Request(
             id=next(self._ids),
-            session=dialogue.session,
+            session=talk.session,
             turn=turn,
             prompt=array("i"),
-            output=output,
+            output=Free(step.reply) if self._free else Length(step.reply),
             sampling=Sampling(seed=self._context.seed),
-            phase=dialogue.phase,
+            phase=talk.phase,
+            label=talk.label,
             hint=step.hint if self._hints else None,
         )
-        deadline = None if self._timeout_s is None else at_s + self._timeout_s
         end = said_end(before) if step.continues else None
-        return Arrival(at_s, request, deadline, lambda: unless_said(step.build(), end), step.continues)
+        return Arrival.by(at_s, request, self._timeout_s, lambda: unless_said(step.build(), end), step.continues)
 
 
 class Family:
@@ -232,14 +294,13 @@ class Family:
         return free
 
 
-def _at(step: Step) -> float:
-    assert step.at_s is not None
-    return step.at_s
-
-
-def _spread(name: str, values: Sequence[int]) -> dict[str, float]:
-    return {
-        f"{name}_mean": round(sum(values) / len(values), 1),
-        f"{name}_p50": nearest_rank(values, 0.5),
-        f"{name}_p99": nearest_rank(values, 0.99),
-    }
+def lengths_of(dialogues: Sequence[Dialogue]) -> dict[str, float]:
+    """For the facts of a plan: how many there are, and how long their turns."""
+    steps = [step for dialogue in dialogues for step in dialogue.steps]
+    facts: dict[str, float] = {"conversations": len(dialogues), "mean_turns": round(len(steps) / len(dialogues), 3)}
+    for name in ("message", "prompt", "reply"):
+        values = [getattr(step, name) for step in steps]
+        facts[f"{name}_tokens_mean"] = round(sum(values) / len(values), 1)
+        facts[f"{name}_tokens_p50"] = nearest_rank(values, 0.5)
+        facts[f"{name}_tokens_p99"] = nearest_rank(values, 0.99)
+    return facts

@@ -143,7 +143,7 @@ class PrefixInvalidationWorkload:
         )
         if case.warmup_only:
             request = replace(request, phase="warmup", label="")
-        return Arrival(at_s, request, None if self._timeout_s is None else at_s + self._timeout_s, continues=False)
+        return Arrival.by(at_s, request, self._timeout_s, continues=False)
 
     def _texts(self, case: _Case) -> tuple[TokenArray[int], TokenArray[int], TokenArray[int]]:
         """A, B and Q of this conversation. B begins unlike A, so that [B, Q] has nothing in common with [A, B]."""

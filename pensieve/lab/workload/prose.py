@@ -1,13 +1,39 @@
-"""Text of an exact length in tokens, drawn by name: for workloads that measure lengths and do not care what is said."""
+"""English: the conversations that ship with the package, and text of an exact length in tokens, drawn by name from their
+words, for workloads that measure lengths and do not care what is said."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from functools import cache
+from importlib import resources
 
 from pensieve.core.request import TokenArray, tokens_of
 from pensieve.lab.workload.base import WorkloadContext
 from pensieve.lab.workload.chance import uniform
-from pensieve.lab.workload.conversations import shipped
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """reply_words: how long an answer to this message would reasonably be, in words."""
+
+    user: str
+    reply_words: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    id: str
+    title: str
+    turns: tuple[Turn, ...]
+
+
+@cache
+def shipped() -> tuple[Conversation, ...]:
+    """All of conversations.jsonl, in its order; only the user's side, since replies come from the model that runs."""
+    text = (resources.files("pensieve.lab.workload") / "conversations.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    return tuple(Conversation(row["id"], row["title"], tuple(Turn(**turn) for turn in row["turns"])) for row in rows)
 
 
 def prose(

@@ -35,6 +35,10 @@ class Parts:
 
     pieces: tuple[tuple[int, int], ...]
 
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for _, tokens in self.pieces)
+
 
 @dataclass(frozen=True, slots=True)
 class Count:
@@ -113,10 +117,61 @@ class Recording:
         )
 
 
-def has_text(recording: Recording) -> bool:
-    """Whether lengths depend on the tokenizer that reads it."""
-    return any(isinstance(call.content, Text) for one in recording.conversations for call in one.calls)
+def facts_of(recording: Recording, byte_tokens: bool) -> dict[str, Any]:
+    """For the facts of a plan: what was left out of the file, and byte_tokens where the lengths of its texts are in bytes."""
+    has_text = any(isinstance(call.content, Text) for one in recording.conversations for call in one.calls)
+    return {
+        "malformed_lines": recording.malformed,
+        "malformed_examples": list(recording.examples),
+        **recording.facts,
+        **({"tokens": "bytes"} if byte_tokens and has_text else {}),
+    }
 
 
 def hashes_of(values: list[int]) -> TokenArray[int]:
     return array("q", values)
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What a cache of blocks without a limit would find again of all prompts: the figure that traces are published with.
+
+    unique_blocks: different ones. hit_tokens: of `tokens`, those in blocks that came before.
+    """
+
+    block_tokens: int
+    blocks: int
+    tokens: int
+    unique_blocks: int
+    hit_tokens: int
+
+    @property
+    def block_rate(self) -> float:
+        return 1.0 - self.unique_blocks / self.blocks
+
+    @property
+    def token_rate(self) -> float:
+        return self.hit_tokens / self.tokens
+
+
+def block_reuse(recording: Recording) -> Reuse | None:
+    """Look up each request's blocks, in order of arrival; the last one may be partly filled. None for a recording without
+    block hashes. Whole prompts at once: a trace may have ten million blocks."""
+    calls = [(call.at_s or 0.0, call.order, call.content) for one in recording.conversations for call in one.calls]
+    found = [(at, order, prompt) for at, order, prompt in calls if isinstance(prompt, Blocks)]
+    if not any(prompt.hashes for _, _, prompt in found):
+        return None
+    size = found[0][2].block_tokens
+    seen: set[int] = set()
+    blocks = tokens = missed_tokens = 0
+    for _, _, prompt in sorted(found, key=lambda one: one[:2]):
+        filled = min(prompt.tokens, len(prompt.hashes) * size)
+        fresh = set(prompt.hashes) - seen
+        seen |= fresh
+        blocks += len(prompt.hashes)
+        tokens += filled
+        missed_tokens += len(fresh) * size
+        unfilled = len(prompt.hashes) * size - filled
+        if unfilled and prompt.hashes[-1] in fresh and prompt.hashes.index(prompt.hashes[-1]) == len(prompt.hashes) - 1:
+            missed_tokens -= unfilled
+    return Reuse(size, blocks, tokens, len(seen), tokens - missed_tokens)

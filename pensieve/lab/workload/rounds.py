@@ -134,4 +134,4 @@ class RoundsWorkload:
             sampling=Sampling(seed=self._context.seed),
             phase="warmup" if session == "warmup" else "chat",
         )
-        return Arrival(at_s, request, None if self._timeout_s is None else at_s + self._timeout_s)
+        return Arrival.by(at_s, request, self._timeout_s)

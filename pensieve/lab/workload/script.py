@@ -1,17 +1,18 @@
-"""What each conversation will say, written before the first of them begins, and the requests that say it."""
+"""What each conversation will say, written before the first of them begins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import count
+from array import array
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain, count, islice
 
-from pensieve.core.request import Free, Length, Request, Sampling, TokenArray
+from pensieve.core.request import TokenArray
 from pensieve.errors import ConfigError
-from pensieve.lab.workload.base import Arrival, WorkloadContext, said_end, unless_said
+from pensieve.lab.workload.base import WorkloadContext
 from pensieve.lab.workload.chance import shuffled
-from pensieve.lab.workload.conversations import Conversation, Turn, shipped
-from pensieve.serve.record import TurnRecord
+from pensieve.lab.workload.playback import Dialogue, Step
+from pensieve.lab.workload.prose import Turn, shipped
 
 _OPENINGS = (
     "Hello there. ",
@@ -25,26 +26,6 @@ _OPENINGS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
-    """What one conversation will say. longest: KV tokens after the last turn, replies included; its last token has none.
-
-    cut: it ends early, because the model's context cannot hold more of it.
-    """
-
-    session: str
-    phase: str
-    prompts: tuple[TokenArray[int], ...]
-    replies: tuple[int, ...]
-    longest: int
-    cut: bool
-    label: str = ""
-
-    @property
-    def turns(self) -> int:
-        return len(self.prompts)
-
-
 class ScriptWriter:
     """Writes conversations from the shipped texts, in an order that the seed decides.
 
@@ -56,34 +37,15 @@ class ScriptWriter:
         self._context = context
         self._max_new_tokens = max_new_tokens
         self._free = free
-        self._ids = count(1)
         self._encoded: dict[tuple[str, bool], TokenArray[int]] = {}
         self._order = shuffled(len(shipped()), context.seed, "corpus")
-
-    def arrival(
-        self, script: Script, turn: int, at_s: float, timeout_s: float | None, before: TurnRecord | None = None
-    ) -> Arrival:
-        """The request of turn `turn`, from 1, after `before`; cancelled `timeout_s` after it was due."""
-        limit = script.replies[turn - 1]
-        prompt = script.prompts[turn - 1][:]  # a copy: texts that repeat share one encoding
-        request = Request(
-            id=next(self._ids),
-            session=script.session,
-            turn=turn,
-            prompt=unless_said(prompt, said_end(before)),
-            output=Free(limit) if self._free else Length(limit),
-            sampling=Sampling(seed=self._context.seed),
-            phase=script.phase,
-            label=script.label,
-        )
-        return Arrival(at_s, request, None if timeout_s is None else at_s + timeout_s)
 
     def session(self, number: int) -> str:
         """The name of measured conversation `number`, from 0; beyond the shipped ones they repeat under another name."""
         copy, place = divmod(number, len(self._order))
         return shipped()[self._order[place]].id + (f".{copy + 1}" if copy else "")
 
-    def write(self, number: int, turns: int, label: str = "") -> Script:
+    def write(self, number: int, turns: int, label: str = "") -> Dialogue:
         """Measured conversation `number`. One longer than its text goes on with the next topic.
 
         Raises ConfigError where the model's context cannot hold its first turn.
@@ -91,7 +53,7 @@ class ScriptWriter:
         copy, place = divmod(number, len(self._order))
         return self._script(self.session(number), "chat", place, turns, _opening(copy), label)
 
-    def warmup(self, turns: int, sessions: int) -> list[Script]:
+    def warmup(self, turns: int, sessions: int) -> list[Dialogue]:
         """`turns` turns in `sessions` conversations (fewer where turns are): the topics of the last places of the order,
         under an opening of their own, so that no prefix is shared with a measured one.
         """
@@ -102,37 +64,28 @@ class ScriptWriter:
             for index, share in enumerate(shares)
         ]
 
-    def _script(self, session: str, phase: str, place: int, turns: int, opening: str, label: str = "") -> Script:
-        prompts: list[TokenArray[int]] = []
-        replies: list[int] = []
-        total = 0
-        for turn in self._lines(place, turns):
-            text = f"{opening if not prompts else ''}{turn.user}"
-            prompt = self._encode(text, first=not prompts)
+    def _script(self, session: str, phase: str, place: int, turns: int, opening: str, label: str = "") -> Dialogue:
+        steps: list[Step] = []
+        said = 0
+        for turn in islice(self._lines(place), turns):
+            message = self._encode(turn.user if steps else f"{opening}{turn.user}", first=not steps)
             reply = self._max_new_tokens if self._free else min(turn.reply_words, self._max_new_tokens)
-            if total + len(prompt) + reply > self._context.max_context:
+            if said + len(message) + reply > self._context.max_context:
                 break
-            prompts.append(prompt)
-            replies.append(reply)
-            total += len(prompt) + reply
-        if not prompts:
+            # A copy for each request: texts that repeat share one encoding.
+            steps.append(Step(partial(array, "i", message), len(message), said + len(message), reply))
+            said += len(message) + reply
+        if not steps:
             raise ConfigError(
                 f"The first message and its reply do not fit into the model's context of {self._context.max_context} "
                 "tokens. Lower workload.max_new_tokens or choose a model with a longer context."
             )
-        return Script(session, phase, tuple(prompts), tuple(replies), total - 1, len(prompts) < turns, label)
+        return Dialogue(session, phase, tuple(steps), turns, label=label)
 
-    def _lines(self, place: int, turns: int) -> Iterable[Turn]:
-        """`turns` turns of the topic at `place` of the order, then of the topics that follow it."""
-        topics: tuple[Conversation, ...] = shipped()
-        sent = 0
-        while True:
-            for turn in topics[self._order[place % len(topics)]].turns:
-                if sent == turns:
-                    return
-                yield turn
-                sent += 1
-            place += 1
+    def _lines(self, place: int) -> Iterator[Turn]:
+        """The turns of the topic at `place` of the order, then of the topics that follow it, without end."""
+        topics = shipped()
+        return chain.from_iterable(topics[self._order[at % len(topics)]].turns for at in count(place))
 
     def _encode(self, text: str, first: bool) -> TokenArray[int]:
         if (text, first) not in self._encoded:

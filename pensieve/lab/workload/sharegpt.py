@@ -1,28 +1,47 @@
-"""Conversations of the length of ShareGPT's or UltraChat's: the real ones where they are given, else synthetic ones."""
+"""Conversations of the length of ShareGPT's or UltraChat's: the real ones where they are given, from a file or the Hugging
+Face hub, else synthetic ones, of which only the lengths matter."""
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pensieve.errors import ConfigError
-from pensieve.lab.workload.base import WorkloadContext, bytes_fact
-from pensieve.lab.workload.chance import shuffled
+from pensieve.errors import ConfigError, EngineMissing, MalformedInput
+from pensieve.lab.workload.base import WorkloadContext
+from pensieve.lab.workload.chance import shuffled, uniform
 from pensieve.lab.workload.fields import Count, NotNegative, Positive, in_order, refuse_untrained, within_memory
-from pensieve.lab.workload.fit import Dialogue, Fit, fitted, warmups
+from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.formats import load
-from pensieve.lab.workload.formats.reading import OnMalformed
-from pensieve.lab.workload.hub import load_from_hub
-from pensieve.lab.workload.playback import Pauses, Playback, Poisson, Users
-from pensieve.lab.workload.recording import Recording, has_text
-from pensieve.lab.workload.synthetic import SHAREGPT, ULTRACHAT, draw
+from pensieve.lab.workload.formats.reading import OnMalformed, Reader
+from pensieve.lab.workload.formats.text import KINDS, sharegpt
+from pensieve.lab.workload.playback import Dialogue, Pauses, Playback, Poisson, Users, lengths_of
+from pensieve.lab.workload.recording import Call, Conversation, Recording, facts_of
+from pensieve.lab.workload.recording import Count as Tokens
 
 MEANS_OF = 2000  # conversations whose means set a relative rate, and how many arrive in a time
 WARMUP_SIDE_BY_SIDE = 2  # under a Poisson load nobody knows how many there will be
 _HUB_NAME = re.compile(r"[\w-]+(\.[\w-]+)*/[\w.-]+")
+MESSAGE_SIGMA, REPLY_SIGMA = 1.2, 0.9
+"""Widths of the lognormal distributions of lengths: our choice, since only the means are published."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Means of a data set, in turns a conversation and in tokens."""
+
+    name: str
+    turns: float
+    message_tokens: float
+    reply_tokens: float
+
+
+SHAREGPT = Published("ShareGPT", 5.56, 37.77, 204.58)
+ULTRACHAT = Published("UltraChat", 3.86, 51.78, 257.81)
 
 
 def sharegpt_workload(
@@ -77,8 +96,10 @@ def sharegpt_workload(
 
     def taken(count: int) -> tuple[Recording, str, list[Dialogue], dict[str, int]]:
         recording, source = _source(dataset, path, split, on_malformed, count, min_turns, context.seed)
-        order = [recording.conversations[index] for index in _order(recording, path, context.seed)]
-        return recording, source, *fitted(order, fit, min_turns=min_turns, wanted=count)
+        at_hand = len(recording.conversations)
+        order = range(at_hand) if path is None else shuffled(at_hand, context.seed, "conversations")
+        chosen = [recording.conversations[index] for index in order]
+        return recording, source, *fitted(chosen, fit, min_turns=min_turns, wanted=count)
 
     relative: dict[str, float] = {}
     if arrivals_s is not None or relative_rate is not None:
@@ -100,14 +121,12 @@ def sharegpt_workload(
         "synthetic": path is None,
         "rule": recording.rule,
         "conversations_at_hand": len(recording.conversations),
-        "malformed_lines": recording.malformed,
-        "malformed_examples": list(recording.examples),
-        **recording.facts,
-        **(bytes_fact(context) if has_text(recording) else {}),
+        **facts_of(recording, context.byte_tokens),
         **left_out,
         **rates,
         **relative,
         "think_time_s": think_time_s,
+        **lengths_of(measured),
     }
     side_by_side = users or WARMUP_SIDE_BY_SIDE
     return Playback(
@@ -115,7 +134,7 @@ def sharegpt_workload(
         warmups(measured, max(warmup_turns, users or 1), side_by_side, context),
         measured,
         arrivals,
-        pauses=Pauses(think_time_s),
+        Pauses(context.seed, think_time_s),
         free=free,
         timeout_s=timeout_s,
         facts=facts,
@@ -132,7 +151,7 @@ def arrivals_of(
                 f"workload.users={users} people need a conversation each, and there are {len(measured)}. Lower "
                 "workload.users or workload.min_turns, or name a file with more conversations that fit the model's context."
             )
-        return Users(users), {"users": users}
+        return Users.dealt(measured, users), {"users": users}
     per_s = request_rate / _mean_turns(measured)
     return Poisson(1.0 / per_s), {
         "request_rate_per_s": request_rate,
@@ -153,11 +172,6 @@ def _source(
     return load(path, "sharegpt", on_malformed), file.name
 
 
-def _order(recording: Recording, path: str | None, seed: int) -> list[int]:
-    count = len(recording.conversations)
-    return list(range(count)) if path is None else shuffled(count, seed, "conversations")
-
-
 def _mean_turns(dialogues: Sequence[Dialogue]) -> float:
     return sum(dialogue.turns for dialogue in dialogues) / len(dialogues)
 
@@ -169,3 +183,66 @@ def _stateless_capacity(context: WorkloadContext, dialogues: Sequence[Dialogue])
             "hardware=sim_a100_80g; on a real one set workload.request_rate in requests a second."
         )
     return context.stateless_capacity([(step.prompt, step.reply) for each in dialogues for step in each.steps])
+
+
+def load_from_hub(name: str, split: str, on_malformed: OnMalformed) -> Recording:
+    """Every conversation of one split, from the local cache of the hub or over the network.
+
+    Raises EngineMissing without the package, MalformedInput where the data set cannot be had.
+    """
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        raise EngineMissing(
+            f"workload.path={name} is no file here, and a name on the hub needs the package datasets "
+            "(pip install datasets); or give the path of a JSON file."
+        ) from error
+    try:
+        rows = datasets.load_dataset(name, split=split)
+    except Exception as error:  # the library raises dozens of types for a name, a split or a network that is not there
+        reason = (str(error).strip() or repr(error)).splitlines()[0].rstrip(".")
+        raise MalformedInput(
+            f"The data set {name} (split {split}) cannot be loaded from the hub: {reason}. workload.path also takes a "
+            "downloaded JSON file."
+        ) from error
+    reader = Reader(Path(name), on_malformed)
+    return KINDS["sharegpt"].recording("sharegpt", reader, reader.entries(rows, sharegpt, f"{name} ({split})"))
+
+
+def draw(published: Published, conversations: int, seed: int, min_turns: int = 1) -> Recording:
+    """`conversations` conversations with long-tailed lengths, a function of (seed, number).
+
+    Turns are geometric from 1; those below min_turns are drawn again, which raises their mean by min_turns - 1. Lengths are
+    lognormal with the published means.
+    """
+    return Recording(
+        format="synthetic",
+        conversations=tuple(_conversation(published, number, seed, min_turns) for number in range(conversations)),
+        rule=(
+            f"Synthetic, not {published.name}'s conversations. Published means: {published.turns} turns, "
+            f"{published.message_tokens} tokens a message, {published.reply_tokens} a reply. Turns are geometric from "
+            f"{min_turns}, lengths lognormal with sigma {MESSAGE_SIGMA} and {REPLY_SIGMA}. Token ids have no meaning."
+        ),
+    )
+
+
+def _conversation(published: Published, number: int, seed: int, min_turns: int) -> Conversation:
+    name = f"{published.name.lower()}-{number}"
+    more = math.log1p(-uniform(seed, name, "turns")) / math.log1p(-1.0 / published.turns)
+    return Conversation(
+        name,
+        tuple(
+            Call(
+                Tokens(_lognormal(published.message_tokens, MESSAGE_SIGMA, seed, name, turn, "message")),
+                _lognormal(published.reply_tokens, REPLY_SIGMA, seed, name, turn, "reply"),
+            )
+            for turn in range(min_turns + int(more))
+        ),
+    )
+
+
+def _lognormal(mean: float, sigma: float, seed: int, *names: object) -> int:
+    """At least 1; a normal deviate from two uniform ones, by Box and Muller."""
+    radius = math.sqrt(-2.0 * math.log1p(-uniform(seed, *names, "radius")))
+    deviate = radius * math.cos(2.0 * math.pi * uniform(seed, *names, "angle"))
+    return max(1, round(mean * math.exp(sigma * deviate - sigma * sigma / 2.0)))

@@ -9,18 +9,22 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pensieve.errors import ConfigError
-from pensieve.lab.workload.base import WorkloadContext, bytes_fact
+from pensieve.errors import ConfigError, MalformedInput
+from pensieve.lab.workload.base import WorkloadContext
 from pensieve.lab.workload.chance import PART_RULE, part_of, shuffled
 from pensieve.lab.workload.fields import Count, NotNegative, Positive, in_order
-from pensieve.lab.workload.fit import Dialogue, Fit, fitted, warmups
+from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.formats.reading import OnMalformed
-from pensieve.lab.workload.outliers import without_outliers
-from pensieve.lab.workload.playback import Pauses, Playback, Poisson, Recorded, Users
-from pensieve.lab.workload.recording import Conversation, Recording, has_text
-from pensieve.lab.workload.reuse import block_reuse, recorded_blocks
+from pensieve.lab.workload.playback import Dialogue, Pauses, Playback, Poisson, Recorded, Users, lengths_of
+from pensieve.lab.workload.recording import Conversation, Recording, block_reuse, facts_of
 from pensieve.lab.workload.sharegpt import WARMUP_SIDE_BY_SIDE, arrivals_of
+
+AWAY_S = 3600.0
+AWAY_SPANS = 10
+"""An outlier lies at least so many seconds, and so many times the length of all that is left, from its nearest neighbour."""
+FEW = 0.01
+"""of the requests may be outliers together; more of them are a part of the recording, and what lies between is a pause."""
 
 
 def trace_workload(
@@ -97,13 +101,16 @@ def trace_workload(
     fit = Fit(context, max_turns, max_new_tokens)
     measured, left_out = fitted([people[i] for i in order], fit, min_turns=min_turns, wanted=conversations)
     begun, never = begun_by(measured, inside, fit)
-    pauses = Pauses(0.0 if _has_pauses(recording) else think_time_s, think_scale, think_cap_s)
+    paused = any(call.pause_s is not None for one in recording.conversations for call in one.calls)
     arrivals: Recorded | Poisson | Users = Recorded(time_scale)
     rates: dict[str, Any] = {}
-    if not recording.timed:
+    if recording.timed:
+        last_s = max(call.at_s or 0.0 for one in recording.conversations for call in one.calls)
+        rates = {"time_scale": time_scale, "window_start_s": window_start_s, "window_s": window_s}
+        rates["recorded_s"] = round(last_s, 3)
+    else:
         arrivals, rates = arrivals_of(measured, len(measured) if users == "all" else users, request_rate)
-        rates |= {"think_scale": think_scale, "think_cap_s": think_cap_s} if _has_pauses(recording) else {}
-        rates |= {} if _has_pauses(recording) else {"think_time_s": think_time_s}
+        rates |= {"think_scale": think_scale, "think_cap_s": think_cap_s} if paused else {"think_time_s": think_time_s}
     if until == "first_user" and not isinstance(arrivals, Users):
         raise ConfigError(
             "workload.until=first_user needs users who all start at once; set workload.users=all or a number."
@@ -114,10 +121,7 @@ def trace_workload(
         "rule": recording.rule,
         "requests_in_file": recording.requests,
         "conversations_in_file": len(recording.conversations),
-        "malformed_lines": recording.malformed,
-        "malformed_examples": list(recording.examples),
-        **recording.facts,
-        **(bytes_fact(context) if has_text(recording) else {}),
+        **facts_of(recording, context.byte_tokens),
         **({"part": part, "part_rule": PART_RULE} if part else {}),
         "conversations_begun_before_the_window": begun_before,
         "requests_far_from_all_others": outliers,
@@ -126,16 +130,15 @@ def trace_workload(
         "until": until,
         "hint": hint,
         **rates,
-        **(_timing(recording, time_scale, window_start_s, window_s) if recording.timed else {}),
         **reuse,
+        **lengths_of([*measured, *begun]),
     }
     return Playback(
         context,
         warmups(measured, warmup_turns, WARMUP_SIDE_BY_SIDE, context),
         [*measured, *begun],
         arrivals,
-        pauses=pauses,
-        free=False,
+        Pauses(context.seed, 0.0 if paused else think_time_s, think_scale, think_cap_s),
         timeout_s=timeout_s,
         facts=facts,
         first_user_ends=until == "first_user",
@@ -175,10 +178,6 @@ def begun_by(
     return found, left_out
 
 
-def _has_pauses(recording: Recording) -> bool:
-    return any(call.pause_s is not None for one in recording.conversations for call in one.calls)
-
-
 def windowed(recording: Recording, start_s: float, length_s: float | None) -> tuple[Sequence[Conversation], int]:
     """The conversations' calls inside the window, and how many conversations were left out because they began before.
 
@@ -206,13 +205,40 @@ def windowed(recording: Recording, start_s: float, length_s: float | None) -> tu
     return inside, begun_before
 
 
-def _timing(recording: Recording, scale: float, start_s: float, length_s: float | None) -> dict[str, Any]:
-    return {
-        "time_scale": scale,
-        "window_start_s": start_s,
-        "window_s": length_s,
-        "recorded_s": round(max(call.at_s or 0.0 for one in recording.conversations for call in one.calls), 3),
-    }
+def without_outliers(
+    conversations: Sequence[Conversation], on_malformed: OnMalformed, path: str
+) -> tuple[Sequence[Conversation], int]:
+    """Timed conversations without the calls whose times are outliers, and how many those were.
+
+    Raises MalformedInput for an outlier with on_malformed="fail".
+    """
+    times = sorted(call.at_s or 0.0 for one in conversations for call in one.calls)
+    most = max(1, int(FEW * len(times)))
+    last = len(times) - _strays(times, most)
+    first = _strays([-at_s for at_s in reversed(times[:last])], most)
+    left_out = first + len(times) - last
+    if not left_out:
+        return conversations, 0
+    low, high = times[first], times[last - 1]
+    if on_malformed == "fail":
+        stray = times[-1] if last < len(times) else times[first - 1]
+        raise MalformedInput(
+            f"{path}: a request at {stray:,.6g} s after the first one lies far from the other {last - first:,}, which are "
+            f"between {low:,.6g} s and {high:,.6g} s: a replay would wait for it. Correct the time, name the requests "
+            "you want with workload.window_start_s and workload.window_s, or set workload.on_malformed=skip to leave such "
+            "requests out and have them counted."
+        )
+    kept = [(one, tuple(call for call in one.calls if low <= (call.at_s or 0.0) <= high)) for one in conversations]
+    return [replace(one, calls=inside) for one, inside in kept if inside], left_out
+
+
+def _strays(times: Sequence[float], most: int) -> int:
+    """How many of the last of these ascending times are outliers, of which two are none."""
+    for count in range(min(most, len(times) - 2), 0, -1):
+        nearest = times[-count - 1]
+        if times[-count] - nearest > max(AWAY_S, AWAY_SPANS * (nearest - times[0])):
+            return count
+    return 0
 
 
 def _versions(path: str) -> tuple[tuple[str, int, int], ...]:
@@ -228,19 +254,12 @@ def _read(
 ) -> tuple[Recording, dict[str, Any]]:
     """The recording, and what could be reused in it; once for all trials of a sweep. versions: of the files."""
     recording = load(path, format, on_malformed)
-    return recording, _reuse(recording)
-
-
-def _reuse(recording: Recording) -> dict[str, Any]:
-    """What an unbounded cache of the trace's own blocks would find, over the whole file; nothing without hashes."""
-    requests, block_tokens = recorded_blocks(recording)
-    if not requests:
-        return {}
-    reuse = block_reuse(requests, block_tokens)
-    return {
-        "block_tokens": block_tokens,
+    reuse = block_reuse(recording)
+    facts = reuse and {
+        "block_tokens": reuse.block_tokens,
         "file_blocks": reuse.blocks,
         "file_unique_blocks": reuse.unique_blocks,
         "file_repeated_blocks_share": round(reuse.block_rate, 6),
         "file_repeated_tokens_share": round(reuse.token_rate, 6),
     }
+    return recording, facts or {}

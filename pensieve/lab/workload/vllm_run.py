@@ -10,7 +10,7 @@ from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import WorkloadContext
 from pensieve.lab.workload.fields import Count
 from pensieve.lab.workload.fit import Fit, fitted, warmups
-from pensieve.lab.workload.playback import Pauses, Playback, Recorded
+from pensieve.lab.workload.playback import Pauses, Playback, Recorded, lengths_of
 from pensieve.lab.workload.recording import Call, Content, Conversation, Parts
 from pensieve.lab.workload.vllm_runs.reading import RealRequest, read_run, shipped_run
 
@@ -60,15 +60,14 @@ def vllm_run(
         warmup=warmups(measured, warmup_turns, 1, context),
         measured=measured,
         arrivals=Recorded(),
-        pauses=Pauses(0.0),
-        free=False,
-        timeout_s=None,
+        pause_s=Pauses(context.seed, 0.0),
         facts={
             "source": run if path is None else Path(path).name,
             "rule": RULE,
             "requests_in_file": len(requests),
             "prompts_that_begin_like_another": sum(request.beginning is not None for request in requests),
             **left_out,
+            **lengths_of(measured),
         },
     )
 

@@ -8,7 +8,7 @@ import pytest
 
 from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.workload.formats import load
-from pensieve.lab.workload.reuse import block_reuse, recorded_blocks
+from pensieve.lab.workload.recording import block_reuse
 from tests.shared_data import shared
 
 
@@ -34,20 +34,11 @@ def test_mooncake_lengths():
 
 
 def test_mooncake_repeats():
-    requests, block_tokens = recorded_blocks(mooncake())
-    reuse = block_reuse(requests, block_tokens)
-    assert block_tokens == 512
+    reuse = block_reuse(mooncake())
+    assert reuse.block_tokens == 512
     assert (reuse.unique_blocks, reuse.blocks) == (182_790, 288_500)
     assert reuse.block_rate == pytest.approx(0.366, abs=5e-4)
     assert reuse.token_rate == pytest.approx(0.374, abs=5e-4)
-
-
-@pytest.mark.parametrize(
-    ("capacity_tokens", "published"), [(2.6e6, 0.112), (5.1e6, 0.210), (10e6, 0.285), (26e6, 0.355)]
-)
-def test_mooncake_under_least_recently_used(capacity_tokens, published):
-    requests, block_tokens = recorded_blocks(mooncake())
-    assert block_reuse(requests, block_tokens, capacity_tokens).block_rate == pytest.approx(published, abs=6e-4)
 
 
 def test_mooncake_conversations_share_what_the_rule_says():
