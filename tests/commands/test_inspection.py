@@ -61,7 +61,7 @@ def test_what_the_context_cuts_is_said_first(workload, context):
     assert whole_first.startswith("  load")
     if workload == "sharegpt":  # chat writes until it has as many tokens as its pressure asks for
         assert cut.plan.facts["conversations_too_long_for_the_context"] == 0
-        lost = whole.turns - cut.turns
+        lost = len(whole.turns) - len(cut.turns)
         assert lost == cut.plan.facts["turns_cut_by_context"] and f"({lost:,} turns are never asked)" in first
 
 

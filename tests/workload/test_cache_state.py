@@ -1,9 +1,24 @@
+"""What the cache holds before it is measured, and whether it did."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 
 from pensieve.core.request import is_measured
+from pensieve.errors import MeasurementInvalid
 from pensieve.lab.replay import replay
-from pensieve.lab.workload.cache_state import BEFORE, SALT_TOKENS, in_state
-from pensieve.lab.workload.start_state import check_start, contamination
+from pensieve.lab.workload.base import WorkloadPlan
+from pensieve.lab.workload.cache_state import (
+    BEFORE,
+    CHANCE_TOKENS,
+    SALT_TOKENS,
+    check_start,
+    contamination,
+    in_state,
+    unverified,
+)
+from pensieve.serve.record import TurnRecord
 from tests.composed import SHORT, replayed
 from tests.scripted import ScriptedSystem, context
 from tests.workload.dry import MAKERS, drive
@@ -82,3 +97,85 @@ def test_only_a_cache_by_content_is_warm_and_none_is_where_texts_are_salted():
     assert shared["prefix_cache", "warm"] > 0.7
     assert shared["prefix_cache", "cold"] < 0.3
     assert shared["prefix_cache", "salted"] == 0.0
+
+
+def plan(state):
+    return WorkloadPlan("closed", 1, None, 0, 0, cache_state=state, facts={"salt_tokens": 16})
+
+
+def turn(session, number, at_s, history=0, hit=0, phase="chat", shared=0, unexplained=None):
+    record = TurnRecord(session, number, phase=phase, admitted_s=at_s)
+    record.history_tokens, record.gpu_hit_tokens, record.shared_hit_tokens = history, hit, shared
+    record.unexplained_tokens = unexplained
+    return record
+
+
+WARM = turn("w", 1, 0.0, phase="warmup")
+USED = [turn("w", 1, 0.0, phase="warmup", shared=64), turn("a", 1, 1.0)]
+PRIMED = [turn("a", 1, 0.0, phase="warmup"), turn("a", 2, 1.0, history=4)]
+UNKNOWN = [replace(turn("a", 1, 0.0), admitted_s=None, arrived_s=at, prompt_tokens=9, shared_hit_tokens=n)
+           for at, n in ((1.0, 0), (2.0, 40))]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("state", "turns", "starts_empty", "wrong"),
+    [
+        ("cold", [turn("a", 2, 2.0, history=9, hit=9), turn("a", 1, 1.0), WARM], True, None),
+        ("cold", [WARM, turn("a", 1, 1.0, history=5)], True, "a had 5 tokens of history"),
+        ("cold", [turn("a", 1, 1.0, history=5)], False, "a had 5 tokens of history"),
+        ("cold", USED, True, "found 64 tokens of its prompt"),
+        ("cold", USED, False, None),
+        ("cold", [TurnRecord("a", 1, status="refused")], True, None),  # it was never admitted
+        ("cold", UNKNOWN, True, None),
+        ("cold", [replace(one, arrived_s=3.0 - one.arrived_s) for one in UNKNOWN], True, "found 40 tokens"),
+        ("primed", [TurnRecord("a", 2, admitted_s=1.0)], True, None),
+        ("primed", PRIMED, True, None),
+        ("primed", [*PRIMED, turn("b", 1, 2.0)], True, "b had 0 tokens"),
+        ("carried", [turn("a", 7, 0.0, history=40, hit=40)], True, None),
+        ("carried", [turn("a", 1, 0.0), turn("a", 2, 1.0, history=40)], True, "held none of them"),
+    ],
+)
+def test_the_first_turns_show_what_the_cache_held(state, turns, starts_empty, wrong):
+    with pytest.raises(MeasurementInvalid, match=wrong) if wrong else nullcontext():
+        check_start(plan(state), turns, starts_empty)
+
+
+def strange(session, number, unexplained, phase="chat", shared=None):
+    shared = (unexplained or 0) if shared is None else shared
+    return turn(session, number, float(number), shared=shared, phase=phase, unexplained=unexplained)
+
+
+LITTLE = [strange("w", 1, 0, "warmup"), strange("a", 1, CHANCE_TOKENS - 1)]
+TOLD = ("declared {}, but 2 of 4 turns found 100 tokens", "turn 1 of b: 64", "cache_state=salted")
+
+
+@pytest.mark.parametrize(
+    ("state", "turns", "told"),
+    [
+        *((state, LITTLE, ()) for state in ("cold", "salted", "primed")),
+        *(
+            (state, [*LITTLE, strange("b", 1, 64, "warmup"), strange("c", 1, 36)], TOLD)
+            for state in ("cold", "salted", "primed")
+        ),
+        # 16 tokens of a server's chat template were cached: the count of what nobody said has left them out.
+        ("salted", [strange("a", 1, 0, shared=16)], ()),
+        ("salted", [strange("a", 1, None, shared=16)], ("1 salted conversations were found",)),
+        ("salted", [strange("a", 1, None, shared=15), strange("a", 2, None, shared=90)], ()),
+        ("cold", [strange("a", 1, None, shared=16)], ()),
+        ("warm", [strange("before-a", 1, 64, "warmup"), strange("a", 1, 0)], ()),
+        ("warm", [strange("a", 1, 64)], ("declared warm",)),
+        ("carried", [strange("a", 7, 64)], ()),
+    ],
+)
+def test_what_nobody_said_in_the_trial_is_told(state, turns, told):
+    said = contamination(plan(state), turns)
+    assert (said is not None) == bool(told)
+    assert all(part.format(state) in said for part in told)
+
+
+def test_a_server_that_ran_before_and_says_nothing_leaves_it_open():
+    silent = turn("a", 1, 0.0, hit=None)
+    assert "nobody can tell" in unverified(plan("cold"), [silent], starts_empty=False)
+    assert unverified(plan("cold"), [silent], starts_empty=True) is None, "it was started for this trial"
+    assert unverified(plan("cold"), [turn("a", 1, 0.0)], starts_empty=False) is None
+    assert unverified(plan("warm"), [silent], starts_empty=False) is None

@@ -34,7 +34,7 @@ def test_what_is_planned_is_sent_once_and_in_order(make):
     assert len({a.request.session for a in measured(arrivals)}) == plan.sessions
     assert all(a.deadline_s == pytest.approx(a.at_s + 7.0) for a in arrivals), "it counts from the intended arrival"
     found = inspect(make(context()))
-    assert (found.turns, found.warmup_turns) == (plan.turns - plan.warmup_turns, plan.warmup_turns)
+    assert (len(found.turns), found.warmup_turns) == (plan.turns - plan.warmup_turns, plan.warmup_turns)
     assert found.sessions == plan.sessions
 
 

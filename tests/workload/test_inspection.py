@@ -41,25 +41,13 @@ def test_lengths_reuse_and_rates_are_those_of_the_arrivals():
             arrival(5, 11.0, "b", [1, 2, 3, 9, 9, 9], 1, continues=False),  # 3 of 6
         )
     )
-    assert (found.sessions, found.turns, found.warmup_turns) == (2, 4, 1)
-    assert (found.prompt, found.message) == ([4, 8, 5, 6], [4, 2, 5, 3])
-    assert (found.reply, found.turns_per_session) == ([2, 2, 1, 1], [2, 2])
+    assert (found.sessions, len(found.turns), found.warmup_turns) == (2, 4, 1)
+    assert [(turn.prompt, turn.new, turn.reply) for turn in found.turns] == [(4, 4, 2), (8, 2, 2), (5, 5, 1), (6, 3, 1)]
     assert found.reuse == pytest.approx(9 / 23)
     assert found.span_s == 10.0
-    assert found.session_rate == pytest.approx(0.2)
-    assert found.request_rate == pytest.approx(0.4)
-    assert found.turns_by_label == {("chat", ""): 4}
-
-
-def test_all_at_once_has_no_rate():
-    found = inspect(Written(arrival(1, 2.0, "a", [1], 1), arrival(2, 2.0, "b", [1], 1)))
-    assert (found.session_rate, found.request_rate, found.reuse) == (None, None, 0.0)
 
 
 def test_reuse_of_a_prefix_workload_counts_what_was_warmed():
     found = inspect(PrefixInvalidationWorkload(context(), blocks="16/8", query_tokens=4, rounds=1, stream="no"))
-    assert found.turns_by_label == {
-        ("hit", "hit"): 1, ("miss", "miss"): 1,
-        ("throughput", "throughput_hit"): 1, ("throughput", "throughput_miss"): 1,
-    }  # fmt: skip
-    assert found.message == [4] * 4  # Q each time
+    assert sorted(turn.phase for turn in found.turns) == ["hit", "miss", "throughput", "throughput"]
+    assert [turn.new for turn in found.turns] == [4] * 4  # Q each time

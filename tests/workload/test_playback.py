@@ -1,12 +1,15 @@
+"""Recordings fitted to a model, and played."""
+
 from array import array
 
 import pytest
 
 from pensieve.core.request import Free, Length
+from pensieve.errors import ConfigError
 from pensieve.lab.replay import replay
-from pensieve.lab.workload.fit import Fit, fitted, warmups
+from pensieve.lab.workload.fit import Fit, fitted, synthesised, warmups
 from pensieve.lab.workload.playback import Pauses, Playback, Poisson, Recorded, Users, lengths_of
-from pensieve.lab.workload.recording import Call, Conversation, Count
+from pensieve.lab.workload.recording import Blocks, Call, Conversation, Count, Parts, Text, hashes_of
 from tests.scripted import ScriptedSystem, context
 from tests.workload.dry import drive, measured
 
@@ -111,3 +114,115 @@ def test_the_record_says_what_will_be_asked():
     assert plan.facts["mean_turns"] == 2.0
     assert plan.facts["reply_tokens_mean"] == 2.0
     assert plan.facts["message_tokens_p50"] == 9.0
+
+
+def conversation(name, *calls):
+    return Conversation(name, tuple(calls))
+
+
+def chat(name, *lengths):
+    return conversation(name, *(Call(Count(message), reply) for message, reply in lengths))
+
+
+def blocks(tokens, *hashes):
+    return Blocks(hashes_of(list(hashes)), 16, tokens)
+
+
+def tokens(content, own=("own",), seed=0):
+    return synthesised(content, 256, seed, own)
+
+
+def test_equal_hashes_give_equal_tokens_wherever_they_are():
+    one, two = tokens(blocks(40, 1, 2, 3)), tokens(blocks(48, 9, 2, 4))
+    assert (len(one), len(two)) == (40, 48)
+    assert one[16:32] == two[16:32]
+    assert one[:16] != two[:16]
+    assert tokens(blocks(33, 1, 2, 3)) == one[:33]
+    assert tokens(blocks(40, 1, 2, 3), seed=1) != one
+
+
+def test_tokens_without_a_hash_are_like_no_others():
+    one, two = tokens(blocks(48, 1, 2), ("a", 1)), tokens(blocks(48, 1, 2), ("b", 1))
+    assert one[:32] == two[:32] and one[32:] != two[32:]
+    assert len(one) == 48
+
+
+def test_parts_have_their_lengths_and_begin_alike():
+    one, two = tokens(Parts(((1, 10), (2, 20)))), tokens(Parts(((1, 10), (2, 5))))
+    assert len(one) == 30 and one[:15] == two
+
+
+def test_prompts_of_a_conversation_add_up_and_those_with_the_whole_do_not():
+    dialogue = Fit(context()).dialogue(chat("a", (10, 5), (7, 3)))
+    assert [(step.message, step.prompt, step.reply) for step in dialogue.steps] == [(10, 10, 5), (7, 22, 3)]
+    assert dialogue.longest == 24
+    whole = conversation("b", Call(blocks(20, 1, 2), 5, continues=False), Call(blocks(30, 1, 3), 5, continues=False))
+    dialogue = Fit(context()).dialogue(whole)
+    assert [(step.message, step.prompt) for step in dialogue.steps] == [(20, 20), (30, 30)]
+    assert dialogue.longest == 34
+    assert dialogue.steps[0].build()[:16] == dialogue.steps[1].build()[:16]
+
+
+def test_a_prompt_is_built_anew_each_time():
+    for content in (Text("hello"), Count(5), blocks(20, 1, 2)):
+        step = Fit(context()).dialogue(conversation("a", Call(content, 1))).steps[0]
+        first = step.build()
+        assert isinstance(first, array) and first.typecode == "i" and len(first) == step.message
+        first.append(0)
+        assert len(step.build()) == step.message
+
+
+def test_texts_of_a_conversation_are_marked_up_and_whole_prompts_are_left_alone():
+    steps = Fit(context()).dialogue(conversation("a", Call(Text("Hi"), Text("yes")), Call(Text("So"), Text("")))).steps
+    assert [bytes(list(step.build())) for step in steps] == [b"User: Hi\nAssistant:", b"\nUser: So\nAssistant:"]
+    assert [step.reply for step in steps] == [3, 1]
+    (step,) = Fit(context()).dialogue(conversation("a", Call(Text("Hi"), 2, continues=False))).steps
+    assert bytes(list(step.build())) == b"Hi"
+
+
+def test_replies_are_capped_and_free_ones_may_use_the_cap():
+    asked = chat("a", (10, 5), (10, 50))
+    assert [step.reply for step in Fit(context(), max_new_tokens=8).dialogue(asked).steps] == [5, 8]
+    assert [step.reply for step in Fit(context(), max_new_tokens=8, free=True).dialogue(asked).steps] == [8, 8]
+    assert [step.reply for step in Fit(context(), free=True).dialogue(asked).steps] == [5, 50]
+
+
+def test_what_does_not_fit_is_cut_and_counted():
+    found = [
+        chat("long", (90, 20)),
+        chat("cut", (40, 10), (40, 11), (1, 1)),
+        chat("short", (5, 5)),
+        chat("ok", (1, 1), (1, 1)),
+    ]
+    measured, left_out = fitted(found, Fit(context(max_context=100), max_turns=2), min_turns=1)
+    assert [(one.session, one.turns) for one in measured] == [("cut", 1), ("short", 1), ("ok", 2)]
+    assert left_out == {
+        "conversations_with_too_few_turns": 0,
+        "conversations_too_long_for_the_context": 1,
+        "conversations_cut_by_context": 1,
+        "turns_cut_by_context": 1,
+    }
+    measured, left_out = fitted(found, Fit(context(max_context=1000)), min_turns=2, wanted=1)
+    assert [one.session for one in measured] == ["cut"]
+    assert left_out["conversations_with_too_few_turns"] == 1
+
+
+def test_nothing_left_says_why():
+    with pytest.raises(ConfigError, match=r"1 have fewer than workload\.min_turns=2 turns, and of 1 the first call"):
+        fitted([chat("a", (5, 5)), chat("b", (90, 20), (1, 1))], Fit(context(max_context=100)), min_turns=2)
+
+
+def test_warmups_have_the_lengths_of_the_measured_and_tokens_of_their_own():
+    measured, _ = fitted([chat("a", (10, 5), (7, 3)), chat("b", (20, 6))], Fit(context(max_context=60)))
+    warm = warmups(measured, 5, 2, context(max_context=60))
+    assert [(one.session, one.phase, one.turns) for one in warm] == [
+        ("warmup-0", "warmup", 3),
+        ("warmup-1", "warmup", 2),
+    ]
+    assert [(step.message, step.prompt) for step in warm[0].steps] == [(10, 10), (7, 22), (10, 35)]
+    # The second message of 20 fits after 26 tokens; a third would not, and would start from an empty history.
+    assert [(step.message, step.continues) for step in warm[1].steps] == [(20, True), (20, True)]
+    longer = warmups(measured[1:], 3, 1, context(max_context=60))
+    assert [(step.prompt, step.continues) for step in longer[0].steps] == [(20, True), (46, True), (20, False)]
+    assert warm[0].steps[0].build() != measured[0].steps[0].build()
+    assert len(warmups(measured, 1, 2, context())) == 1

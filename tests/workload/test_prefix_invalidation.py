@@ -5,8 +5,8 @@ import pytest
 
 from pensieve.lab.metrics import Measurement, summarise
 from pensieve.lab.replay import replay
+from pensieve.lab.workload.cache_state import check_start
 from pensieve.lab.workload.prefix_invalidation import PrefixInvalidationWorkload
-from pensieve.lab.workload.start_state import check_start
 from pensieve.plugins.caches.stateless import StatelessCache
 from tests.composed import replayed
 from tests.scripted import Latency, ScriptedSystem, context

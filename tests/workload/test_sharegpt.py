@@ -1,14 +1,19 @@
+"""Conversations of a file, of the hub, and drawn from published means."""
+
 import json
 import sys
 from dataclasses import replace
+from statistics import mean, median
+from types import SimpleNamespace
 
 import pytest
 
 from pensieve.core.request import Free
-from pensieve.errors import ConfigError, EngineMissing
+from pensieve.errors import ConfigError, EngineMissing, MalformedInput
 from pensieve.lab.compose import build_tokenizer, make_workload, plan_trial
 from pensieve.lab.results.identity import config_hash
-from pensieve.lab.workload.sharegpt import sharegpt_workload
+from pensieve.lab.statistics import nearest_rank
+from pensieve.lab.workload.sharegpt import SHAREGPT, ULTRACHAT, draw, load_from_hub, sharegpt_workload
 from tests.composed import checked, composed
 from tests.scripted import context
 from tests.workload.dry import drive, measured
@@ -167,3 +172,69 @@ def test_every_baseline_of_a_simulated_machine_is_offered_the_same(few_means):
     assert rate("baseline=pensieve") == rate("baseline=prefix_cache") == stateless
     assert rate("hardware=sim_h100") > stateless
     assert rate("cache.gpu=8192 tokens") > stateless
+
+
+@pytest.mark.parametrize("published", [SHAREGPT, ULTRACHAT])
+def test_the_means_are_the_published_ones_and_the_tails_are_long(published):
+    conversations = draw(published, 2_500, seed=0).conversations
+    calls = [call for one in conversations for call in one.calls]
+    turns = [len(one.calls) for one in conversations]
+    messages, replies = [call.content.tokens for call in calls], [call.reply for call in calls]
+    assert mean(turns) == pytest.approx(published.turns, rel=0.06)
+    assert mean(messages) == pytest.approx(published.message_tokens, rel=0.06)
+    assert mean(replies) == pytest.approx(published.reply_tokens, rel=0.04)
+    assert min(turns) == 1 and min(messages) >= 1 and min(replies) >= 1
+    for values in (turns, messages, replies):
+        assert nearest_rank(values, 0.99) > 3.5 * mean(values) > 4 * median(values)
+
+
+def test_the_seed_decides_and_more_conversations_begin_with_the_same():
+    few, more, other = draw(SHAREGPT, 5, 0), draw(SHAREGPT, 9, 0), draw(SHAREGPT, 5, 1)
+    assert more.conversations[:5] == few.conversations
+    assert other.conversations != few.conversations
+
+
+def test_min_turns_lengthens_all():
+    turns = [len(one.calls) for one in draw(SHAREGPT, 1_000, 0, min_turns=10).conversations]
+    assert min(turns) == 10
+    assert mean(turns) == pytest.approx(9 + SHAREGPT.turns, rel=0.06)
+
+
+def test_the_rule_calls_it_synthetic():
+    assert draw(ULTRACHAT, 1, 0).rule.startswith("Synthetic, not UltraChat's")
+
+
+ROWS = [{"id": "a", "data": ["Hi", "Hello"]}, {"id": "b", "other": 1}]
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(EngineMissing, match=r"owner/set is no file here.*pip install datasets"):
+        load_from_hub("owner/set", "train", "fail")
+
+
+def test_rows_are_read_like_entries_of_a_file(monkeypatch):
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        return ROWS
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    recording = load_from_hub("owner/set", "test", "skip")
+    assert asked == [("owner/set", "test")]
+    assert [one.id for one in recording.conversations] == ["a"]
+    assert recording.examples == ("owner/set (test): entry 2: it has none of conversations, messages and data",)
+    with pytest.raises(MalformedInput, match="entry 2"):
+        load_from_hub("owner/set", "test", "fail")
+
+
+def test_a_set_that_cannot_be_had(monkeypatch):
+    def load_dataset(name, split):
+        raise ConnectionError("no route\nto the hub")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(
+        MalformedInput, match=r"owner/set \(split train\) cannot be loaded from the hub: no route. workload.path also"
+    ):
+        load_from_hub("owner/set", "train", "fail")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import mean
 
@@ -35,18 +36,25 @@ def inspection_of(plan: TrialPlan) -> Inspection:
 
 def inspection_lines(plan: TrialPlan, found: Inspection) -> list[str]:
     """The inspection as a page of text; what the model's context cuts off comes first, since the rest is without it."""
-    per_session = found.turns_per_session or [0]
+    turns = found.turns
+    per_session = list(Counter(turn.session for turn in turns).values()) or [0]
+    kinds = Counter(turn.phase if turn.label in ("", turn.phase) else f"{turn.phase} {turn.label}" for turn in turns)
+    free = " (at most: the model may end earlier)" if found.plan.facts.get("replies") == "free" else ""
+    rates = "all at once"
+    if found.span_s:
+        sessions, requests = found.sessions / found.span_s, len(turns) / found.span_s
+        rates = f"{sessions:.3g} sessions/s and {requests:.3g} requests/s over {found.span_s:,.1f} s"
     rows = [
         ("load", f"{found.plan.load}, cache {found.plan.cache_state} at the start"),
         ("sessions", f"{found.sessions:,}"),
-        ("turns", f"{found.turns:,} measured, {found.warmup_turns:,} warm-up; {mean(per_session):.2f} a session, "
+        ("turns", f"{len(turns):,} measured, {found.warmup_turns:,} warm-up; {mean(per_session):.2f} a session, "
                   f"at most {max(per_session):,}"),
-        *_labels(found),
-        ("new tokens a turn", _spread(found.message)),
-        ("reply tokens a turn", _spread(found.reply) + _free(found)),
-        ("prompt tokens a turn", _spread(found.prompt)),
+        *([("turns by phase", ", ".join(f"{kind} {number:,}" for kind, number in kinds.items()))] if len(kinds) > 1 else []),
+        ("new tokens a turn", _spread([turn.new for turn in turns])),
+        ("reply tokens a turn", _spread([turn.reply for turn in turns]) + free),
+        ("prompt tokens a turn", _spread([turn.prompt for turn in turns])),
         ("reuse", f"{found.reuse:.1%} of all prompt tokens were said before in their own session"),
-        ("rates", _rates(found)),
+        ("rates", f"{rates}, if every reply took no time"),
         *_cache(plan, found),
         *((name, str(value)) for name, value in found.plan.facts.items()),
     ]  # fmt: skip
@@ -57,34 +65,11 @@ def inspection_lines(plan: TrialPlan, found: Inspection) -> list[str]:
     return [title, *notes, *(f"  {name:<{width}}  {text}" for name, text in rows)]
 
 
-def _labels(found: Inspection) -> list[tuple[str, str]]:
-    if len(found.turns_by_label) < 2:
-        return []
-    counts = (
-        f"{phase}{'' if label in ('', phase) else ' ' + label} {number:,}"
-        for (phase, label), number in found.turns_by_label.items()
-    )
-    return [("turns by phase", ", ".join(counts))]
-
-
 def _spread(values: Sequence[int]) -> str:
     """Of each turn; percentiles by nearest rank."""
     values = values or [0]
     p50, p90 = (int(nearest_rank(values, p)) for p in (0.5, 0.9))
     return f"mean {mean(values):,.1f}, p50 {p50:,}, p90 {p90:,}, largest {max(values):,}; {sum(values):,} in all"
-
-
-def _free(found: Inspection) -> str:
-    return " (at most: the model may end earlier)" if found.plan.facts.get("replies") == "free" else ""
-
-
-def _rates(found: Inspection) -> str:
-    if found.session_rate is None or found.request_rate is None:
-        return "all at once, if every reply took no time"
-    return (
-        f"{found.session_rate:.3g} sessions/s and {found.request_rate:.3g} requests/s over {found.span_s:,.1f} s, "
-        "if every reply took no time"
-    )
 
 
 def _cache(plan: TrialPlan, found: Inspection) -> list[tuple[str, str]]:
@@ -98,7 +83,7 @@ def _cache(plan: TrialPlan, found: Inspection) -> list[tuple[str, str]]:
             f"{working / both:.2f} x cache.gpu + cache.cpu ({both:,})",
         )
     ]
-    longest = max(found.prompt, default=0)
+    longest = max((turn.prompt for turn in found.turns), default=0)
     if longest > gpu - size:
         rows.append(("too long", f"a prompt of {longest:,} tokens does not fit into cache.gpu; raise it to run this"))
     return rows

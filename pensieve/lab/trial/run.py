@@ -70,7 +70,7 @@ from pensieve.lab.trial.start_times import announce
 from pensieve.lab.trial.terminal import command_line, ends_interrupted, raise_if_interrupted
 from pensieve.lab.trial.tracking import Tracking
 from pensieve.lab.workload.base import Workload, WorkloadPlan
-from pensieve.lab.workload.start_state import check_start, contamination, unverified
+from pensieve.lab.workload.cache_state import check_start, contamination, unverified
 from pensieve.lab.workload.vllm_run import VllmRun
 from pensieve.plugins.device import shelf
 from pensieve.plugins.engines.memory_watch import MemoryWatch, this_process, with_children

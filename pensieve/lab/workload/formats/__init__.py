@@ -1,4 +1,4 @@
-"""Public formats of recorded requests, texts in one file and the others one each: `read(reader)` gives a Recording."""
+"""Public formats of recorded requests, by name: of a Reader each makes a Recording."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from pensieve.errors import ConfigError
-from pensieve.lab.workload.formats import agent_jsonl, azure, burstgpt, mooncake, qwen_bailian, ragpulse, text, weka
+from pensieve.lab.workload.formats import text, timed, weka
 from pensieve.lab.workload.formats.reading import OnMalformed, Reader
 from pensieve.lab.workload.recording import Recording
 
@@ -15,13 +15,13 @@ FORMATS: dict[str, Callable[[Reader], Recording]] = {
     "openai_jsonl": partial(text.read, "openai_jsonl"),
     "sharegpt": partial(text.read, "sharegpt"),
     "lmbenchmark": text.read_lmbenchmark,
-    "agent_jsonl": agent_jsonl.read,
+    "agent_jsonl": text.read_agents,
     "weka": weka.read,
-    "mooncake": mooncake.read,
-    "qwen_bailian": qwen_bailian.read,
-    "ragpulse": ragpulse.read,
-    "azure": azure.read,
-    "burstgpt": burstgpt.read,
+    "mooncake": timed.mooncake,
+    "qwen_bailian": timed.qwen_bailian,
+    "ragpulse": timed.ragpulse,
+    "azure": timed.azure,
+    "burstgpt": timed.burstgpt,
     "mt_bench": partial(text.read, "mt_bench"),
     "mt_bench_101": partial(text.read, "mt_bench_101"),
 }
@@ -33,8 +33,8 @@ _FIELDS = {
     "qwen_bailian": {"chat_id", "parent_chat_id"},
     "ragpulse": {"session_id", "hash_ids"},
     "mooncake": {"input_length", "hash_ids"},
-    "azure": set(azure.COLUMNS),
-    "burstgpt": set(burstgpt.COLUMNS),
+    "azure": set(timed.AZURE),
+    "burstgpt": set(timed.BURSTGPT),
     "mt_bench": {"question_id", "turns"},
     "mt_bench_101": {"history"},
 }

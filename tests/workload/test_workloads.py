@@ -1,0 +1,190 @@
+"""What is told of one workload alone: decode, rounds, hotness, agents."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from pensieve.core.hint import Hint
+from pensieve.errors import ConfigError
+from pensieve.lab.metrics import summarise
+from pensieve.lab.replay import replay
+from pensieve.lab.workload.agents import AgentsWorkload
+from pensieve.lab.workload.decode import DecodeWorkload
+from pensieve.lab.workload.hotness import HotnessWorkload, class_of
+from pensieve.lab.workload.rounds import RoundsWorkload
+from tests.scripted import Latency, ScriptedSystem, context
+from tests.workload.dry import drive, measured, most_at_once
+
+
+def test_one_prompt_of_72_tokens_thirty_times_one_at_a_time():
+    workload = DecodeWorkload(context())
+    plan, arrivals = workload.describe(), drive(workload)
+    assert len(arrivals) == plan.turns == 30
+    assert [a.at_s for a in arrivals] == [float(index) for index in range(30)]
+    assert len({a.request.prompt.tobytes() for a in arrivals}) == 1
+    assert len(arrivals[0].request.prompt) == 72
+    assert {a.request.output.tokens for a in arrivals} == {50}
+    assert [a.request.phase for a in arrivals] == ["warmup"] * 5 + ["throughput"] * 25
+    assert len({a.request.session for a in arrivals}) == 30
+
+
+def test_total_and_per_token_time_leave_the_discarded_ones_out():
+    system = ScriptedSystem(lambda request: Latency(queue=0, first=500 if request.iteration < 5 else 30, gap=10))
+    record = replay(system, DecodeWorkload(context(), new_tokens=8))
+    found = {(m.name, m.label): m for m in summarise(record.measurement, system.start())}
+    assert found["total_ms_mean", ""].value == pytest.approx(100.0, abs=1e-6)
+    assert found["total_ms_mean", ""].n == 25
+    assert found["per_token_ms_p50", ""].value == pytest.approx(12.5, abs=1e-6)
+    assert found["throughput_output_tok_s", "throughput"].value == pytest.approx(80.0)
+    assert found["warmup_ms_mean", ""].value == pytest.approx(570.0)
+
+
+def test_a_prompt_file_is_used_whole(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("Why is the sky blue?")
+    arrivals = drive(DecodeWorkload(context(), prompt_path=str(file)))
+    assert bytes(list(arrivals[0].request.prompt)) == b"Why is the sky blue?"
+    file.write_text(" ")
+    with pytest.raises(ConfigError, match="is empty"):
+        DecodeWorkload(context(), prompt_path=str(file))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        DecodeWorkload(context(), prompt_path=str(tmp_path / "none.txt"))
+
+
+def test_a_prompt_beyond_the_context_is_refused():
+    with pytest.raises(ConfigError, match="context is 100"):
+        DecodeWorkload(context(max_context=100))
+
+
+def sessions(workload, **options):
+    return [a.request.session for a in drive(workload, **options) if a.request.phase != "warmup"]
+
+
+def test_strict_asks_all_in_the_same_order_every_round():
+    asked = sessions(RoundsWorkload(context(), conversations=3, rounds=4))
+    assert asked == ["conversation-0", "conversation-1", "conversation-2"] * 4
+
+
+def test_random_asks_all_in_another_order_every_round():
+    asked = sessions(RoundsWorkload(context(), conversations=9, rounds=4, order="random"))
+    rounds = [tuple(asked[start : start + 9]) for start in range(0, 36, 9)]
+    assert all(sorted(one) == sorted(rounds[0]) for one in rounds)
+    assert len(set(rounds)) == 4
+    again = sessions(RoundsWorkload(context(), conversations=9, rounds=4, order="random"))
+    assert again == asked
+    assert sessions(RoundsWorkload(context(seed=1), conversations=9, rounds=4, order="random")) != asked
+
+
+def test_the_live_set_is_the_multiple_that_was_asked_of_both_tiers():
+    at = replace(context(gpu_tokens=1000), cpu_tokens=3000)
+    for pressure in (0.5, 1.8, 3.7):
+        workload = RoundsWorkload(at, pressure=pressure, rounds=5, message_tokens=40, reply_tokens=10)
+        plan, arrivals = workload.describe(), drive(workload)
+        each = 5 * 50 - 1
+        assert pressure * 4000 <= plan.working_set_tokens < pressure * 4000 + each
+        said = sum(len(a.request.prompt) + a.request.output.tokens for a in arrivals if a.request.phase != "warmup")
+        assert plan.working_set_tokens == said - plan.sessions
+        assert len(arrivals) == plan.turns
+        assert sum(a.request.phase == "warmup" for a in arrivals) == plan.warmup_turns == 2
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 7])
+def test_so_many_are_under_way_and_each_conversation_once(at_once):
+    workload = RoundsWorkload(context(), conversations=4, rounds=3, order="random", at_once=at_once)
+    arrivals = [a for a in drive(workload) if a.request.phase != "warmup"]
+    times = [a.at_s for a in arrivals]
+    assert max(times.count(at) for at in times) == min(at_once, 4)
+    for name in {a.request.session for a in arrivals}:
+        turns = [(a.at_s, a.request.turn) for a in arrivals if a.request.session == name]
+        assert [turn for _, turn in turns] == [1, 2, 3]
+        assert all(b - a >= 1.0 for (a, _), (b, _) in pairwise(turns))
+
+
+def test_every_message_is_written_before_the_first_is_sent():
+    """Or who writes it between two turns is measured with them."""
+    asked = []
+
+    def encode(text):
+        asked.append(text)
+        return context().encode(text)
+
+    def workload():
+        return RoundsWorkload(replace(context(), encode=encode), conversations=3, rounds=4)
+
+    assert len(list(workload().start())) == 1
+    written = len(asked)
+    assert written >= 3 * 4
+    assert len(drive(workload())) == 3 * 4 + 2
+    assert len(asked) == 2 * written
+
+
+@pytest.mark.parametrize(
+    ("users", "classes"),
+    [(6, (2, 2, 2)), (1, (1, 0, 0)), (2, (1, 1, 0)), (9, (3, 3, 3)), (4, (2, 1, 1))],
+)
+def test_a_third_of_the_users_is_hot_a_third_warm_a_third_cold(users, classes):
+    counted = Counter(class_of(user, users) for user in range(users))
+    assert tuple(counted[label] for label in ("hot", "warm", "cold")) == classes
+
+
+def test_users_return_at_the_interval_of_their_class():
+    arrivals = measured(drive(HotnessWorkload(context(), turns=8, request_interval=2.0)))
+    at = {(a.request.session, a.request.turn): a for a in arrivals}
+    gaps = {"hot": [], "warm": [], "cold": []}
+    for (session, turn), arrival in at.items():
+        if turn > 1:
+            gaps[arrival.request.label].append(arrival.at_s - at[session, turn - 1].at_s - 1.0)
+    for label, mean in (("hot", 0.6), ("warm", 2.0), ("cold", 5.0)):
+        assert sum(gaps[label]) / len(gaps[label]) == pytest.approx(mean, rel=0.2)
+        assert 0.5 * mean <= min(gaps[label]) < max(gaps[label]) <= 1.5 * mean
+
+
+def test_no_more_requests_are_in_flight_than_there_are_users_who_warm_up_at_once():
+    arrivals = drive(HotnessWorkload(context(), users=5, turns=3, request_interval=0.0, warmup_turns=2))
+    assert most_at_once(measured(arrivals)) == 5
+    warm = [a for a in arrivals if a.request.phase == "warmup"]
+    assert {a.at_s for a in warm} == {0.0} and {a.request.label for a in warm} == {""}
+
+
+def test_time_to_first_token_comes_labelled_by_class():
+    slow = {"hot": 20, "warm": 50, "cold": 130, "": 5}
+    system = ScriptedSystem(lambda request: Latency(queue=0, first=slow[request.label], gap=1))
+    record = replay(system, HotnessWorkload(context(), turns=3))
+    found = {(m.name, m.label): m for m in summarise(record.measurement, system.start())}
+    assert record.load == "closed"
+    for label in ("hot", "warm", "cold"):
+        assert found["ttft_ms_mean", label].value == pytest.approx(slow[label], abs=1.0)
+        assert found["latency_ms_p50", label].value == pytest.approx(slow[label] + 11, abs=1.0)
+
+
+def test_each_agent_reasons_acts_and_reflects():
+    arrivals = drive(AgentsWorkload(context(), agents=3, steps=2, act_s=10.0, reason_tokens=20, observation_tokens=6))
+    for agent in range(3):
+        turns = [a for a in arrivals if a.request.session == f"agent-{agent}"]
+        assert [a.request.phase for a in turns] == ["reason", "reflect"] * 2
+        assert [a.request.label for a in turns] == ["reason", "reflect"] * 2
+        acting = Hint("tool_use", "act", expected_s=10.0)
+        assert [a.request.hint for a in turns] == [acting, Hint(expected_s=0.0), acting, Hint("end_turn")]
+        assert [len(a.request.prompt) for a in turns] == [20, 6] * 2
+        assert all(a.continues for a in turns), "only new tokens are sent"
+        acted = [b.at_s - a.at_s - 1.0 for a, b in zip(turns[::2], turns[1::2], strict=True)]
+        assert all(9.0 <= seconds <= 11.0 for seconds in acted)
+        assert turns[2].at_s == pytest.approx(turns[1].at_s + 1.0)
+        assert turns[0].at_s == 2.0, "all at once, after as many have warmed up"
+
+
+def test_latency_comes_labelled_by_stage_and_acting_is_not_part_of_it():
+    system = ScriptedSystem(lambda request: Latency(queue=0, first=70 if request.phase == "reason" else 15, gap=2))
+    record = replay(system, AgentsWorkload(context(), agents=4, reason_output=6, reflect_output=3))
+    found = {(m.name, m.label): m for m in summarise(record.measurement, system.start())}
+    assert found["latency_ms_p50", "reason"].value == pytest.approx(80, abs=1.0)
+    assert found["latency_ms_p99", "reflect"].value == pytest.approx(19, abs=1.0)
+    assert found["oom_turns", ""].value == 0
+    assert record.measurement.ended_s > 25, "three acts of ten seconds"
+
+
+def test_iterations_that_are_all_discarded_are_refused_by_the_values_typed():
+    with pytest.raises(ConfigError, match=r"workload\.discard=5 leaves none of workload\.iterations=5"):
+        DecodeWorkload(context(), iterations=5, discard=5)
