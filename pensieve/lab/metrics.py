@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -119,33 +119,35 @@ def summarise(measurement: Measurement, started: StartReport | None = None) -> l
     """
     measured = chosen(measurement.turns, lambda turn: is_measured(turn.phase))
     warmup = chosen(measurement.turns, lambda turn: turn.phase == "warmup")
+    found = Counter(turn.status for turn in measured)
     metrics = [
-        *_series("ttft_ms", measured, lambda turn: _one(turn.ttft_ms)),
-        *_series("tpot_ms", measured, lambda turn: _one(tpot_ms(turn))),
+        *_series("ttft_ms", measured, _ttft_ms),
+        *_series("tpot_ms", measured, tpot_ms),
         *_gaps(measured),
-        *_series("latency_ms", measured, lambda turn: _one(turn.latency_ms)),
-        *_series("normalized_latency_ms", measured, lambda turn: _one(_normalized_latency_ms(turn))),
-        *_series("queue_ms", measured, lambda turn: _one(turn.queue_ms)),
-        *_series("warmup_ms", warmup, lambda turn: _one(turn.latency_ms)),
+        *_series("latency_ms", measured, _latency_ms),
+        *_series("normalized_latency_ms", measured, _normalized_latency_ms),
+        *_series("queue_ms", measured, lambda turn: turn.queue_ms),
+        *_series("warmup_ms", warmup, _latency_ms),
         *_throughputs(measurement, measured),
         *_rates(measured),
         *_counts(measurement, measured),
         *_of_the_system(measurement, measured, started),
         *_phases(measured),
+        *(MetricValue("turns", float(found[one]), one, n=len(measured), n_unit="turns") for one in STATUSES),
+        *_by_turn(measured),
     ]
-    found = Counter(turn.status for turn in measured)
-    metrics += [MetricValue("turns", float(found[one]), one, n=len(measured), n_unit="turns") for one in STATUSES]
-    metrics += _by_turn(measured)
-    for label in sorted({turn.label for turn in measured} - {""}):
-        of_label = chosen(measured, lambda turn, label=label: turn.label == label)  # type: ignore[misc]
-        metrics += _series("ttft_ms", of_label, lambda turn: _one(turn.ttft_ms), label)
-        metrics += _series("latency_ms", of_label, lambda turn: _one(turn.latency_ms), label)
+    for label, of_label in _by_label(measured):
+        metrics += _series("ttft_ms", of_label, _ttft_ms, label)
+        metrics += _series("latency_ms", of_label, _latency_ms, label)
         metrics += _rates(of_label, label)
-    for label in sorted({turn.label for turn in warmup} - {""}):
-        metrics += _series(
-            "warmup_ms", (t for t in warmup if t.label == label), lambda turn: _one(turn.latency_ms), label
-        )
+    for label, of_label in _by_label(warmup):
+        metrics += _series("warmup_ms", of_label, _latency_ms, label)
     return metrics
+
+
+def _by_label(turns: Sequence[TurnRecord]) -> Iterator[tuple[str, Sequence[TurnRecord]]]:
+    for label in sorted({turn.label for turn in turns} - {""}):
+        yield label, chosen(turns, lambda turn, label=label: turn.label == label)  # type: ignore[misc]
 
 
 def thin_percentiles(metrics: Iterable[MetricValue]) -> list[str]:
@@ -169,6 +171,14 @@ def tpot_ms(turn: TurnRecord) -> float | None:
     return (last - turn.first_token_s) * 1e3 / (turn.output_tokens - 1)
 
 
+def _ttft_ms(turn: TurnRecord) -> float | None:
+    return turn.ttft_ms
+
+
+def _latency_ms(turn: TurnRecord) -> float | None:
+    return turn.latency_ms
+
+
 def _normalized_latency_ms(turn: TurnRecord) -> float | None:
     return None if turn.latency_ms is None or turn.output_tokens == 0 else turn.latency_ms / turn.output_tokens
 
@@ -177,25 +187,15 @@ def _gaps_ms(turn: TurnRecord) -> Sequence[float]:
     return array("d", (np.diff(np.frombuffer(times_s)) * 1e3).tobytes()) if (times_s := turn.times_s()) else ()
 
 
-def _one(value: float | None) -> Sequence[float]:
-    return () if value is None else (value,)
-
-
 def _series(
-    name: str,
-    turns: Iterable[TurnRecord],
-    values_of: Callable[[TurnRecord], Sequence[float]],
-    label: str = "",
-    *,
-    n_unit: str = "turns",
-    wanted: Sequence[str] = SUMMARIES,
+    name: str, turns: Iterable[TurnRecord], value_of: Callable[[TurnRecord], float | None], label: str = ""
 ) -> list[MetricValue]:
-    """Mean and percentiles of what `values_of` gives for each completed turn, by conversation."""
-    groups: dict[str, TokenArray[float]] = {}  # eight bytes a value, of which there may be one a token
+    """Mean and percentiles of a value of each completed turn, by conversation."""
+    groups: dict[str, TokenArray[float]] = {}
     for turn in turns:
-        if turn.status == "completed" and len(values := values_of(turn)):
-            groups.setdefault(turn.session, array("d")).extend(values)
-    return _summary(name, groups, label, n_unit, wanted)
+        if turn.status == "completed" and (value := value_of(turn)) is not None:
+            groups.setdefault(turn.session, array("d")).append(value)
+    return _summary(name, groups, label)
 
 
 def _by_turn(measured: Iterable[TurnRecord]) -> list[MetricValue]:
@@ -212,16 +212,20 @@ def _by_turn(measured: Iterable[TurnRecord]) -> list[MetricValue]:
         groups: dict[int, TokenArray[float]] = {}
         for member, value in zip(members, values, strict=True):
             groups.setdefault(member, array("d")).append(value)
-        metrics += _summary("ttft_ms", groups, f"turn={number}", "turns", ("p50",))
+        metrics += _summary("ttft_ms", groups, f"turn={number}", wanted=("p50",))
     return metrics
 
 
 def _gaps(measured: Sequence[TurnRecord]) -> list[MetricValue]:
     """Times between tokens, of which there is one for nearly each token: so many are not held in memory, and have no
     interval."""
-    if sum(turn.output_tokens for turn in measured) <= MOST_IN_MEMORY:
-        return _series("itl_ms", measured, _gaps_ms, n_unit="tokens")
     completed = chosen(measured, lambda turn: turn.status == "completed")
+    if sum(turn.output_tokens for turn in measured) <= MOST_IN_MEMORY:
+        groups: dict[str, TokenArray[float]] = {}
+        for turn in completed:
+            if len(values := _gaps_ms(turn)):
+                groups.setdefault(turn.session, array("d")).extend(values)
+        return _summary("itl_ms", groups, n_unit="tokens")
     mean, percentiles, n = spread(lambda: map(_gaps_ms, completed), list(PERCENTILES.values()))
     found = dict(zip(SUMMARIES, (mean, *percentiles), strict=True))
     return [MetricValue(f"itl_ms_{suffix}", value, n=n, n_unit="tokens") for suffix, value in found.items()]
@@ -230,20 +234,17 @@ def _gaps(measured: Sequence[TurnRecord]) -> list[MetricValue]:
 def _summary(
     name: str,
     groups: Mapping[Any, Sequence[float]],
-    label: str,
-    n_unit: str,
-    wanted: Sequence[str],
+    label: str = "",
+    n_unit: str = "turns",
+    wanted: Sequence[str] = SUMMARIES,
 ) -> list[MetricValue]:
     """Summarise values grouped by conversation: the wanted ones of mean and percentiles."""
     if not groups:
         return [MetricValue(f"{name}_{suffix}", None, label, n=0, n_unit=n_unit) for suffix in wanted]
-    estimates: dict[str, Estimate] = {}
-    if "mean" in wanted:
-        estimates["mean"] = estimate_mean(groups, metric_of(name).support)
     suffixes = [suffix for suffix in wanted if suffix != "mean"]
-    percentiles = estimate_percentiles(groups, [PERCENTILES[suffix] for suffix in suffixes])
-    estimates.update(zip(suffixes, percentiles, strict=True))
-    return [_metric(f"{name}_{suffix}", estimates[suffix], label, n_unit) for suffix in wanted]
+    means = [estimate_mean(groups, metric_of(name).support)] if "mean" in wanted else []
+    estimates = [*means, *estimate_percentiles(groups, [PERCENTILES[suffix] for suffix in suffixes])]
+    return [_metric(f"{name}_{one}", found, label, n_unit) for one, found in zip(wanted, estimates, strict=True)]
 
 
 def _metric(name: str, estimate: Estimate, label: str, n_unit: str) -> MetricValue:
@@ -251,39 +252,27 @@ def _metric(name: str, estimate: Estimate, label: str, n_unit: str) -> MetricVal
 
 
 def _throughputs(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[MetricValue]:
-    start, end = measurement.measure_start_s, measurement.measure_end_s
-    inside = outputs = prompts = 0
-    total_known = True
-    for turn in measured:
-        if turn.status == "completed" and turn.finished_s is not None and start <= turn.finished_s <= end:
-            inside, outputs = inside + 1, outputs + turn.output_tokens
-            prompts += turn.prompt_tokens or 0
-            total_known &= turn.prompt_tokens is not None
-    seconds = 0.0 if _none_inside(measurement, measured) else end - start
+    inside, seconds = _in_window(measurement, measured)
+    count, outputs = len(inside), sum(turn.output_tokens for turn in inside)
+    known = all(turn.prompt_tokens is not None for turn in inside)
+    total = sum(turn.prompt_tokens or 0 for turn in inside) + outputs if known else None
     everything = sum(turn.output_tokens for turn in measured if turn.status == "completed")
+    whole_s = measurement.ended_s - measurement.measured_from_s
     return [
-        _per_second("throughput_req_s", inside, seconds, inside),
-        _per_second("throughput_output_tok_s", outputs, seconds, inside),
-        _per_second("throughput_total_tok_s", prompts + outputs if total_known else None, seconds, inside),
-        _per_second(
-            "makespan_output_tok_s",
-            everything,
-            measurement.ended_s - measurement.measured_from_s,
-            len(measured),
-        ),
+        _per_second("throughput_req_s", count, seconds, count),
+        _per_second("throughput_output_tok_s", outputs, seconds, count),
+        _per_second("throughput_total_tok_s", total, seconds, count),
+        _per_second("makespan_output_tok_s", everything, whole_s, len(measured)),
     ]
 
 
-def _none_inside(measurement: Measurement, measured: Sequence[TurnRecord]) -> bool:
-    """Whether turns completed, but all outside of the window, which then says nothing of how fast they were served."""
+def _in_window(measurement: Measurement, measured: Sequence[TurnRecord]) -> tuple[Sequence[TurnRecord], float]:
+    """The turns that completed in the window, and its seconds; none where all completed outside of it: then it says nothing
+    of how fast they were served."""
     start, end = measurement.measure_start_s, measurement.measure_end_s
-    ended = False
-    for turn in measured:
-        if turn.status == "completed" and turn.finished_s is not None:
-            ended = True
-            if start <= turn.finished_s <= end:
-                return False
-    return ended
+    ended = chosen(measured, lambda turn: turn.status == "completed" and turn.finished_s is not None)
+    inside = chosen(ended, lambda turn: start <= (turn.finished_s or 0.0) <= end)
+    return inside, 0.0 if len(ended) and not len(inside) else end - start
 
 
 def _per_second(name: str, count: float | None, seconds: float, turns: int) -> MetricValue:
@@ -391,11 +380,9 @@ def _phases(measured: Sequence[TurnRecord]) -> list[MetricValue]:
     metrics: list[MetricValue] = []
     decoded = chosen(measured, lambda turn: turn.phase == "throughput")
     if decoded:
-        metrics += _series("total_ms", decoded, lambda turn: _one(turn.latency_ms))
-        metrics += _series("per_token_ms", decoded, lambda turn: _one(_normalized_latency_ms(turn)))
-        labels = sorted({turn.label for turn in decoded} - {""})
-        metrics += [_alone(decoded, "throughput")]
-        metrics += [_alone([turn for turn in decoded if turn.label == label], label) for label in labels]
+        metrics += _series("total_ms", decoded, _latency_ms)
+        metrics += _series("per_token_ms", decoded, _normalized_latency_ms)
+        metrics += [_alone(decoded, "throughput"), *(_alone(turns, label) for label, turns in _by_label(decoded))]
     probes = [t for t in measured if t.phase in ("hit", "miss") and t.status == "completed" and t.ttft_ms is not None]
     if probes:
         metrics += [_degradation(probes), _stream_overhead(probes)]
@@ -414,39 +401,33 @@ def _degradation(probes: Sequence[TurnRecord]) -> MetricValue:
     hit, miss = (_by_round(turn for turn in probes if turn.phase == phase) for phase in ("hit", "miss"))
     if not hit.keys() & miss.keys():
         return MetricValue("ttft_degradation_pct", None, n=0, n_unit="rounds")
-    ratio = paired_ratio(_as_pairs(miss), _as_pairs(hit), of="means")
+    ratio = paired_ratio(miss, hit, of="means")
     value, *ends = (None if one is None else (one - 1.0) * 100 for one in (ratio.ratio, ratio.ci_low, ratio.ci_high))
     return MetricValue("ttft_degradation_pct", value, "", ratio.n, "rounds", *ends)
 
 
 def _stream_overhead(probes: Sequence[TurnRecord]) -> MetricValue:
     """Time to first token when streaming minus when not, paired by round and phase."""
-    differences: dict[str, list[float]] = {}
+    name = "stream_overhead_ms"
+    differences: dict[tuple[int, str], list[float]] = {}
     for phase in ("hit", "miss"):
         streamed, whole = (
             _by_round(turn for turn in probes if turn.phase == phase and turn.stream is stream)
             for stream in (True, False)
         )
-        for number in streamed.keys() & whole.keys():
-            differences.setdefault(str(number), []).append(streamed[number] - whole[number])
+        for key in filter(whole.__contains__, streamed):
+            differences.setdefault(key, []).append(streamed[key] - whole[key])
     if not differences:
-        return MetricValue("stream_overhead_ms", None, n=0, n_unit="pairs")
-    return _metric(
-        "stream_overhead_ms", estimate_mean(differences, metric_of("stream_overhead_ms").support), "", "pairs"
-    )
+        return MetricValue(name, None, n=0, n_unit="pairs")
+    return _metric(name, estimate_mean(differences, metric_of(name).support), "", "pairs")
 
 
-def _by_round(turns: Iterable[TurnRecord]) -> dict[int, float]:
-    """Mean time to first token of each round, in ms."""
-    found: dict[int, list[float]] = {}
+def _by_round(turns: Iterable[TurnRecord]) -> dict[tuple[int, str], float]:
+    """Mean time to first token of each round, in ms, as pairs are named."""
+    found: dict[tuple[int, str], list[float]] = {}
     for turn in turns:
-        assert turn.ttft_ms is not None
-        found.setdefault(turn.iteration, []).append(turn.ttft_ms)
-    return {number: sum(values) / len(values) for number, values in found.items()}
-
-
-def _as_pairs(rounds: Mapping[int, float]) -> dict[tuple[int, str], float]:
-    return {(0, str(number)): value for number, value in rounds.items()}
+        found.setdefault((0, str(turn.iteration)), []).append(turn.ttft_ms or 0.0)
+    return {key: sum(values) / len(values) for key, values in found.items()}
 
 
 def _slo(measurement: Measurement, measured: Sequence[TurnRecord], slo: Slo) -> list[MetricValue]:
@@ -461,9 +442,8 @@ def _slo(measurement: Measurement, measured: Sequence[TurnRecord], slo: Slo) -> 
     for turn in measured:
         top, bottom = groups.get(turn.session, (0.0, 0.0))
         groups[turn.session] = (top + met(turn), bottom + 1.0)
-    start, end = measurement.measure_start_s, measurement.measure_end_s
-    good = sum(met(turn) for turn in measured if turn.finished_s is not None and start <= turn.finished_s <= end)
-    seconds = 0.0 if _none_inside(measurement, measured) else end - start
+    inside, seconds = _in_window(measurement, measured)
+    good = sum(map(met, inside))
     goodput = _per_second("goodput_req_s", good, seconds, good)
     if not groups:
         return [goodput, MetricValue("slo_attainment", None, n=0, n_unit="turns")]

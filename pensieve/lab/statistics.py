@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,7 +138,7 @@ def has_interval(groups: int) -> bool:
     return groups >= FEWEST_GROUPS
 
 
-def estimate_mean(groups: Mapping[str, Sequence[float]], support: Support = NONNEGATIVE) -> Estimate:
+def estimate_mean(groups: Mapping[Any, Sequence[float]], support: Support = NONNEGATIVE) -> Estimate:
     """Mean over all values, by groups (conversations, or seeds)."""
     filled = [values for values in groups.values() if len(values)]
     sums = np.array([math.fsum(values) for values in filled])
@@ -161,7 +161,7 @@ def rate_by_seed(groups: Mapping[tuple[int, str], tuple[float, float]]) -> Estim
     return Estimate(*_ratio(parts, wholes, SHARE, trials), len(kept), len(parts))
 
 
-def estimate_percentiles(groups: Mapping[str, Sequence[float]], ps: Sequence[float]) -> list[Estimate]:
+def estimate_percentiles(groups: Mapping[Any, Sequence[float]], ps: Sequence[float]) -> list[Estimate]:
     """Nearest-rank percentiles over all values, one Estimate for each p in (0, 1]. groups: conversations."""
     filled = [np.asarray(values, dtype=np.float64) for values in groups.values() if len(values)]
     return _percentiles([filled], ps, groups=len(filled))
