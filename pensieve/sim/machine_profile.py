@@ -128,14 +128,9 @@ def middle_of(found: Sequence[MachineProfile]) -> MachineProfile:
     them have. `measured` is the first one's, with `processes`, their number, `seconds` of them all, the share of others'
     programs in the busiest, and `one_decode_s` of each: how far they differ."""
     first = found[0]
-    hidden = [one.costs.hidden_share for one in found if one.costs.hidden_share is not None]
-    costs = replace(
-        first.costs,
-        prefill_s=_middle_of_each([one.costs.prefill_s for one in found]),
-        tail_s=_middle_of_each([one.costs.tail_s for one in found]),
-        load_chunk_s=median_low([one.costs.load_chunk_s for one in found]),
-        hidden_share=median_low(hidden) if hidden else None,
-    )
+    priced = ("prefill_s", "tail_s", "load_chunk_s", "hidden_share")
+    costs = {name: _middle([getattr(one.costs, name) for one in found]) for name in priced}
+    timed = ("prefill", "decode", "reply", "h2d_block_s", "d2h_block_s", "overhead_s")
     measured = {
         **first.measured,
         "processes": len(found),
@@ -143,32 +138,22 @@ def middle_of(found: Sequence[MachineProfile]) -> MachineProfile:
         "others_cpu_share": max(one.measured["others_cpu_share"] for one in found),
         "one_decode_s": [one.decode.seconds[0][0] + one.overhead_s for one in found],
     }
-    return first.model_copy(
-        update={
-            "costs": costs,
-            "prefill": _middle_grid([one.prefill for one in found]),
-            "decode": _middle_grid([one.decode for one in found]),
-            "reply": _middle_grid([one.reply for one in found]),
-            "h2d_block_s": median_low([one.h2d_block_s for one in found]),
-            "d2h_block_s": median_low([one.d2h_block_s for one in found]),
-            "overhead_s": median_low([one.overhead_s for one in found]),
-            "measured": measured,
-        }
-    )
+    middle = {name: _middle([getattr(one, name) for one in found]) for name in timed}
+    return first.model_copy(update={**middle, "costs": replace(first.costs, **costs), "measured": measured})
 
 
-def _middle_of_each(times: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    return {
-        tokens: median_low([one[tokens] for one in times]) for tokens in times[0] if all(tokens in one for one in times)
-    }
-
-
-def _middle_grid(grids: Sequence[Grid]) -> Grid:
-    rows = [
-        tuple(median_low(cell) for cell in zip(*same, strict=False))
-        for same in zip(*(grid.seconds for grid in grids), strict=False)
-    ]
-    return Grid(rows=grids[0].rows[: len(rows)], columns=grids[0].columns, seconds=tuple(rows))
+def _middle(found: Sequence[Any]) -> Any:
+    """The lower median of numbers; of what holds several, that of each."""
+    found = [one for one in found if one is not None]
+    first = found[0] if found else None
+    if isinstance(first, Grid):
+        seconds = _middle([grid.seconds for grid in found])
+        return Grid(rows=first.rows[: len(seconds)], columns=first.columns, seconds=seconds)
+    if isinstance(first, Mapping):
+        return {key: _middle([one[key] for one in found]) for key in first if all(key in one for one in found)}
+    if isinstance(first, tuple):
+        return tuple(_middle(same) for same in zip(*found, strict=False))
+    return median_low(found) if found else None
 
 
 def read_profile(path: str) -> MachineProfile:

@@ -18,23 +18,21 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from pensieve.core.cost import one_after_another
 from pensieve.errors import ConfigError
 from pensieve.sim.kernel_tables import AttentionGrid, Curve, KernelTable, Shape, all_reduce, nearest
-from pensieve.sim.roofline import attended_pairs, describe_copies, transfer_s
+from pensieve.sim.roofline import Machine, Run, attended_pairs
 from pensieve.specs import HardwareSpec, ModelSpec
-
-Run = tuple[int, int]
 
 _TAIL = 512  # queries of the iteration whose attention tells what a marginal chunk costs
 _SAMPLER_CARD = "rtxpro6000"
 
 
-class MeasuredCost:
+class MeasuredCost(Machine):
     """What the model and the machine say is read once. Counts how often, and how far, it was asked for more than was
     measured: `extrapolated`."""
 
@@ -45,7 +43,7 @@ class MeasuredCost:
                 f"{8 * model.dtype_bytes}; set model.dtype=bfloat16, or both hardware.terms.projections and "
                 "hardware.terms.attention to roofline."
             )
-        self.model, self.hardware, self.chunk_tokens = model, hardware, chunk_tokens
+        super().__init__(model, hardware, chunk_tokens)
         self._shape = shape_of(model, hardware.gpus)
         self._iterations = 0
         self._beyond: dict[str, list[float]] = {}  # term -> iterations beyond what was measured, and the furthest ratio
@@ -55,11 +53,8 @@ class MeasuredCost:
         self._windowed = model.windowed_layers
         self._reduce = _reduce_of(hardware)
         self._reduced_bytes = model.hidden * model.dtype_bytes
-        self._linear: dict[int, float] = {}  # tokens -> seconds of all layers; iterations repeat them
-        self._logits: dict[int, float] = {}
-        self._chunks: dict[
-            int, float
-        ] = {}  # context -> seconds of its last chunk; policies and ledgers ask again and again
+        self._linear_s = cache(self._kernels.layers_s)  # iterations repeat their sizes
+        self._head_s = cache(self._kernels.head_s)
 
     def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
         attention = self._following_attention_s(runs)
@@ -119,17 +114,6 @@ class MeasuredCost:
         attention, further = self._attention.seconds(batch)
         return (layers - windowed) * attention + windowed * beside, max(reach, further)
 
-    def transfer_s(self, blocks: int, to_gpu: bool, runs: int = 1) -> float:
-        """See SimulatedCost."""
-        size = blocks * self.chunk_tokens * self.model.kv_bytes_per_token
-        return transfer_s(self.hardware, size, runs * self.model.layers, to_gpu)
-
-    def recompute_s(self, context_tokens: int) -> float:
-        found = self._chunks.get(context_tokens)
-        if found is None:
-            found = self._chunks[context_tokens] = self._chunk_s(context_tokens)
-        return found
-
     def _chunk_s(self, context_tokens: int) -> float:
         most = min(2048, self._kernels.most_tokens)
         linear = (self._linear_s(most) + (2 * self.model.layers + 1) * self._reduce(most * self._reduced_bytes)) / most
@@ -137,17 +121,8 @@ class MeasuredCost:
         attention, _ = self._layers_attention_s(runs, Batch.of(runs, None))
         return self.chunk_tokens * (linear + attention / _TAIL)
 
-    def step_s(self) -> float:
-        return self.hardware.step_overhead_s
-
     def weights_s(self) -> float:
         return self._linear_s(1) + self._head_s(1)
-
-    def load_s(self) -> float:
-        return self.transfer_s(1, to_gpu=True)
-
-    def hidden_copies(self) -> float | None:
-        return None  # a simulated link is beside the compute by definition; nobody asks
 
     def describe(self) -> dict[str, Any]:
         """Where each term comes from, and what was scaled."""
@@ -167,7 +142,7 @@ class MeasuredCost:
                 "head": self._kernels.head_source,
                 "attention": self._attention.describe(),
                 "all_reduce": "none: one device" if self.hardware.gpus == 1 else _reduce_source(self.hardware),
-                "copies": describe_copies(self.hardware),
+                "copies": self._copies(),
                 "overhead": f"{self.hardware.step_overhead_s:g} s an iteration",
                 "padded_to_graph_sizes": self.hardware.graph_sizes,
             },
@@ -184,20 +159,6 @@ class MeasuredCost:
         noted = self._beyond.setdefault(term, [0, 1.0])
         noted[0] += 1
         noted[1] = max(noted[1], reach)
-
-    def _linear_s(self, tokens: int) -> float:
-        known = self._linear.get(tokens)
-        if known is None:
-            known = self._linear[tokens] = self._kernels.layers_s(tokens)
-        return known
-
-    def _head_s(self, sampled: int) -> float:
-        if not sampled:
-            return 0.0
-        known = self._logits.get(sampled)
-        if known is None:
-            known = self._logits[sampled] = self._kernels.head_s(sampled)
-        return known
 
 
 def shape_of(model: ModelSpec, devices: int) -> Shape:
@@ -259,11 +220,10 @@ class Batch:
 
 
 class _Kernels:
-    """Linear layers and the head, by one table."""
+    """Linear layers and the head by one table, from whose shape times are scaled to another one on the same card."""
 
     def __init__(self, table: KernelTable, shape: Shape, hardware: HardwareSpec, model: ModelSpec) -> None:
-        self._scaling = _Scaling(table.shape, shape, hardware)
-        self._table, self._hardware, self._layers = table, hardware, model.layers
+        self._table, self._shape, self._hardware, self._layers = table, shape, hardware, model.layers
         self.most_tokens = next(iter(table.layers.values())).last
         absent = set() if model.rotary else {"rotary_emb"}
         absent |= set() if model.model_type == "qwen3" else {"qk_norm"}
@@ -274,51 +234,41 @@ class _Kernels:
             if name not in once | absent
         ]
         self._once = [(name, curve) for name, curve in table.layers.items() if name in once]
-        if table.heads:
-            self.head_source: dict[str, str] = {"lm_head": table.name, "sampler": table.name}
-        else:
-            sampler = nearest(_SAMPLER_CARD, shape)
+        self._sampler = nearest(_SAMPLER_CARD, shape)
+        self.head_source = {"lm_head": table.name, "sampler": table.name}
+        if not table.heads:
             self.head_source = {
                 "lm_head": f"{table.name} gate_up_proj, scaled to the vocabulary",
-                "sampler": f"{sampler.name}, as it is",
+                "sampler": f"{self._sampler.name}, as it is",
             }
-            self._sampler = sampler
 
     def layers_s(self, tokens: int) -> float:
-        scaled = self._scaling.scaled
-        layer = sum(times * scaled(name, curve, tokens) for name, curve, times in self._each_layer)
-        return self._layers * layer + sum(scaled(name, curve, tokens) for name, curve in self._once)
+        layer = sum(times * self._scaled(name, curve, tokens) for name, curve, times in self._each_layer)
+        return self._layers * layer + sum(self._scaled(name, curve, tokens) for name, curve in self._once)
 
     def head_s(self, sampled: int) -> float:
-        scaled = self._scaling.scaled
+        if not sampled:
+            return 0.0
         if self._table.heads:
-            return sum(scaled(name, curve, sampled) for name, curve in self._table.heads.items())
-        logits = self._scaling.scaled("gate_up_proj", self._table.layers["gate_up_proj"], sampled, to="lm_head")
+            return sum(self._scaled(name, curve, sampled) for name, curve in self._table.heads.items())
+        logits = self._scaled("gate_up_proj", self._table.layers["gate_up_proj"], sampled, to="lm_head")
         return logits + self._sampler.heads["sampler"].at(sampled)
 
-
-class _Scaling:
-    """From the times of one shape to those of another on the same card."""
-
-    def __init__(self, measured: Shape, wanted: Shape, hardware: HardwareSpec) -> None:
-        self._measured, self._wanted = measured, wanted
-        self._flops, self._bytes = hardware.flops, hardware.memory_bw
-
-    def scaled(self, kernel: str, curve: Curve, rows: int, to: str | None = None) -> float:
+    def _scaled(self, kernel: str, curve: Curve, rows: int, to: str | None = None) -> float:
         """A matrix product by the ratio of the rooflines; another kernel by its width, beyond what one row takes anyway."""
-        seconds, to = curve.at(rows), to or kernel
+        seconds, measured, wanted = curve.at(rows), self._table.shape, self._shape
         if kernel in _MATRICES:
-            ratio = self._product_s(_MATRICES[to](self._wanted), rows) / self._product_s(
-                _MATRICES[kernel](self._measured), rows
+            ratio = self._product_s(_MATRICES[to or kernel](wanted), rows) / self._product_s(
+                _MATRICES[kernel](measured), rows
             )
             return seconds if ratio == 1 else max(seconds * ratio, min(seconds, _LAUNCH_S))
         least = curve.at(1)
-        return least + (seconds - least) * _WIDTHS[kernel](self._wanted) / _WIDTHS[kernel](self._measured)
+        return least + (seconds - least) * _WIDTHS[kernel](wanted) / _WIDTHS[kernel](measured)
 
     def _product_s(self, sizes: tuple[int, int], rows: int) -> float:
         inner, outer = sizes
         moved = 2 * (inner * outer + rows * (inner + outer))
-        return max(2 * rows * inner * outer / self._flops, moved / self._bytes)
+        return max(2 * rows * inner * outer / self._hardware.flops, moved / self._hardware.memory_bw)
 
 
 _LAUNCH_S = 2e-6  # no kernel of the tables takes less
@@ -449,7 +399,7 @@ class AttentionFit:
 TILE = 64
 
 
-@lru_cache(maxsize=1)
+@cache
 def attention_fit() -> tuple[AttentionFit, dict[str, Any]]:
     """The fit, and how well it meets what it was fitted to and cards that it was not."""
     content = json.loads((files("pensieve.sim.tables") / "attention_fit.json").read_text(encoding="utf-8"))

@@ -7,6 +7,7 @@ tensor-parallel group, which adds two all-reduces a layer.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,13 +22,56 @@ _AT_ONCE = 128  # iterations of a window whose times are computed together
 _EXACT_BELOW = 1 << 62  # products of numpy's integers
 
 
-class Roofline:
+class Machine(ABC):
+    """What every model of a machine's arithmetic has: its links, and what an iteration costs anyway."""
+
+    def __init__(self, model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> None:
+        self.model, self.hardware, self.chunk_tokens = model, hardware, chunk_tokens
+        self._block_bytes = chunk_tokens * model.kv_bytes_per_token
+        self._chunks: dict[int, float] = {}
+
+    @abstractmethod
+    def _chunk_s(self, context_tokens: int) -> float:
+        """One chunk that ends there, as part of a longer prefill."""
+
+    def recompute_s(self, context_tokens: int) -> float:
+        known = self._chunks.get(context_tokens)  # policies and ledgers ask again and again
+        if known is None:
+            known = self._chunks[context_tokens] = self._chunk_s(context_tokens)
+        return known
+
+    def transfer_s(self, blocks: int, to_gpu: bool, runs: int = 1) -> float:
+        """See SimulatedCost. Copy engines take pieces one by one: a run has one a layer. Every GPU of a group moves its own
+        share of each at once."""
+        h = self.hardware
+        rate = h.h2d_bw if to_gpu else h.d2h_bw
+        return blocks * self._block_bytes / h.gpus / rate + runs * self.model.layers * h.fragment_s
+
+    def step_s(self) -> float:
+        return self.hardware.step_overhead_s
+
+    def load_s(self) -> float:
+        return self.transfer_s(1, to_gpu=True)
+
+    def hidden_copies(self) -> float | None:
+        return None  # a simulated link is beside the compute by definition; nobody asks
+
+    def _copies(self) -> str:
+        """For the record: what copies between the tiers are taken to take, and what of it is assumed."""
+        h = self.hardware
+        pieces = (
+            f"and {h.fragment_s:g} s a piece, as copy engines take them"
+            if h.fragment_s
+            else "pieces free, as with a kernel that gathers at that rate: assumed (hardware.fragment_s)"
+        )
+        return f"{h.h2d_bw:g} bytes/s to the GPU, {h.d2h_bw:g} back, {pieces}"
+
+
+class Roofline(Machine):
     """What the model and the machine say is read once: an iteration costs a few products."""
 
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> None:
-        self.model = model
-        self.hardware = hardware
-        self.chunk_tokens = chunk_tokens
+        super().__init__(model, hardware, chunk_tokens)
         self._linear_flops = model.linear_flops_per_token
         self._head_flops = model.head_flops
         self._pair_flops = model.attention_flops_per_pair
@@ -37,7 +81,6 @@ class Roofline:
         self._reduces = 2 * model.layers if hardware.gpus > 1 else 0
         self._reduced_bytes = self._reduces * model.hidden * model.dtype_bytes
         self._windowed = model.windowed_layers / model.layers
-        self._recompute_s: dict[int, float] = {}  # by context
         self._flops_s = hardware.flops * hardware.compute_efficiency
         self._bytes_s = hardware.memory_bw * hardware.memory_efficiency
 
@@ -102,40 +145,23 @@ class Roofline:
         weights = self._layers_bytes + (self._head_bytes if sampled else 0)
         return self._bound(tokens * self._linear_flops + sampled * self._head_flops, weights)
 
-    def transfer_s(self, blocks: int, to_gpu: bool, runs: int = 1) -> float:
-        """See SimulatedCost."""
-        return transfer_s(self.hardware, blocks * self.chunk_tokens * self._kv_bytes, runs * self.model.layers, to_gpu)
-
-    def recompute_s(self, context_tokens: int) -> float:
-        known = self._recompute_s.get(context_tokens)  # asked for each chunk of each miss
-        if known is None:
-            size, share = self.chunk_tokens, self._windowed
-            stop = max(context_tokens, size)
-            pairs: float = attended_pairs(stop - size, stop, None)
-            if share:
-                pairs += share * (attended_pairs(stop - size, stop, self.model.sliding_window) - pairs)
-            attention = self._bound(pairs * self._pair_flops, 0)
-            known = self._recompute_s[context_tokens] = self._bound(size * self._linear_flops, 0) + attention
-        return known
-
-    def step_s(self) -> float:
-        return self.hardware.step_overhead_s
+    def _chunk_s(self, context_tokens: int) -> float:
+        size, share = self.chunk_tokens, self._windowed
+        stop = max(context_tokens, size)
+        pairs: float = attended_pairs(stop - size, stop, None)
+        if share:
+            pairs += share * (attended_pairs(stop - size, stop, self.model.sliding_window) - pairs)
+        return self._bound(size * self._linear_flops, 0) + self._bound(pairs * self._pair_flops, 0)
 
     def weights_s(self) -> float:
         return self._bound(0, self._layers_bytes + self._head_bytes)
-
-    def load_s(self) -> float:
-        return self.transfer_s(1, to_gpu=True)
-
-    def hidden_copies(self) -> float | None:
-        return None  # a simulated link is beside the compute by definition; nobody asks
 
     def describe(self) -> dict[str, Any]:
         return {
             "kind": "roofline",
             "hardware": self.hardware.name,
             "load_s": self.load_s(),
-            "copies": describe_copies(self.hardware),
+            "copies": self._copies(),
         }
 
     def extrapolated(self) -> dict[str, Any]:
@@ -163,21 +189,3 @@ def attended_pairs(start: int, stop: int, window: int | None) -> int:
         return causal_pairs(stop - start, stop)
     filled = max(start, window)  # from here on each has a whole window
     return causal_pairs(filled - start, filled) + (stop - filled) * window
-
-
-def transfer_s(hardware: HardwareSpec, size: int, pieces: int, to_gpu: bool) -> float:
-    """So many bytes between CPU and GPU in `pieces`, which copy engines take one by one. Every GPU of a group moves its
-    own share of each at once."""
-    rate = hardware.h2d_bw if to_gpu else hardware.d2h_bw
-    return size / hardware.gpus / rate + pieces * hardware.fragment_s
-
-
-def describe_copies(hardware: HardwareSpec) -> str:
-    """For the record: what copies between the tiers are taken to take, and what of it is assumed."""
-    h = hardware
-    pieces = (
-        f"and {h.fragment_s:g} s a piece, as copy engines take them"
-        if h.fragment_s
-        else "pieces free, as with a kernel that gathers at that rate: assumed (hardware.fragment_s)"
-    )
-    return f"{h.h2d_bw:g} bytes/s to the GPU, {h.d2h_bw:g} back, {pieces}"

@@ -17,22 +17,14 @@ _LANES = ("compute", "CPU to GPU", "GPU to CPU", "read from disk", "write to dis
 class Drawn(Protocol):
     """What a trace shows of a request: a TurnRecord has it, of which workers know nothing."""
 
-    @property
-    def request_id(self) -> int: ...
-    @property
-    def session(self) -> str: ...
-    @property
-    def turn(self) -> int: ...
-    @property
-    def status(self) -> str | None: ...
-    @property
-    def intended_s(self) -> float: ...
-    @property
-    def admitted_s(self) -> float | None: ...
-    @property
-    def first_token_s(self) -> float | None: ...
-    @property
-    def finished_s(self) -> float | None: ...
+    request_id: int
+    session: str
+    turn: int
+    status: str
+    intended_s: float
+    admitted_s: float | None
+    first_token_s: float | None
+    finished_s: float | None
 
 
 class Timeline:

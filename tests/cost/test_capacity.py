@@ -1,6 +1,6 @@
 import pytest
 
-from pensieve.sim.capacity import Batches, stateless_capacity
+from pensieve.sim.cost import Batches, stateless_capacity
 
 
 class Cost:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.sim.mistaken import MistakenCost, mistaken
+from pensieve.sim.cost import MistakenCost, mistaken
 from pensieve.sim.roofline import Roofline
 from tests.composed import checked, replayed
 from tests.simulated import MACHINE, MODEL

@@ -34,8 +34,7 @@ from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.serve.chat_template import ChatTemplate
 from pensieve.serve.systems.base import AnsweringSystem, System
 from pensieve.serve.tokenizer import ByteTokenizer, Tokenizer
-from pensieve.sim.capacity import Batches, Lengths, stateless_capacity
-from pensieve.sim.cost import simulated_cost
+from pensieve.sim.cost import Batches, Lengths, simulated_cost, stateless_capacity
 from pensieve.sim.machine_profile import read_profile
 from pensieve.specs import HardwareSpec, ModelSpec
 

@@ -27,8 +27,8 @@ from pensieve.serve.books.holding import Held
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import Capabilities, Listener
 from pensieve.serve.tokenizer import Tokenizer
+from pensieve.sim.cost import mistaken
 from pensieve.sim.fast_forward import forward_for
-from pensieve.sim.mistaken import mistaken
 from pensieve.specs import HardwareSpec, ModelSpec
 
 _log = logging.getLogger(__name__)

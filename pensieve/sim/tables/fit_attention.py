@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +45,14 @@ def cells_of(card: str) -> Cells:
     for name in TABLES[card]:
         content = read(f"{card}/{name}.json.gz")
         shape, grid = Shape(**content["shape"]), content["attention"]
-        times = iter(grid["us"])
-        for chunk in grid["prefill_chunk"]:
-            for kv in grid["kv_prefill"]:
-                for decodes in grid["n_decode"]:
-                    for decode_kv in grid["kv_decode"]:
-                        us = next(times)
-                        if us is None:
-                            continue
-                        runs = [(kv, kv + chunk)] if chunk else []
-                        batch = Batch.of(runs + [(decode_kv, decode_kv + 1)] * decodes, None)
-                        tiles = (work if chunk else reading).seconds(batch, shape, flops, memory_bw, processors)
-                        serial = longest.seconds(batch, shape, flops, memory_bw, processors)
-                        rows.append(
-                            (tiles if chunk else 0.0, serial if chunk else 0.0, 0.0 if chunk else tiles, us * 1e-6)
-                        )
+        axes = (grid[axis] for axis in ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode"))
+        for (chunk, kv, decodes, decode_kv), us in zip(product(*axes), grid["us"], strict=True):
+            if us is None:
+                continue
+            runs = [(kv, kv + chunk)] if chunk else []
+            batch = Batch.of(runs + [(decode_kv, decode_kv + 1)] * decodes, None)
+            by = [part.seconds(batch, shape, flops, memory_bw, processors) for part in (work, longest, reading)]
+            rows.append((by[0], by[1], 0.0, us * 1e-6) if chunk else (0.0, 0.0, by[2], us * 1e-6))
     return tuple(np.array(column) for column in zip(*rows, strict=True))
 
 
