@@ -256,7 +256,9 @@ def results(argv: Sequence[str] | None = None) -> int:
 
     options = _results_parser().parse_args(argv)
     with in_a_sentence():
-        found: int | Iterable[str] = options.run(_opened(options.url_env), options)
+        store = _opened(options.url_env)
+        store.interrupt_dead()  # what was killed could not record its end
+        found: int | Iterable[str] = options.run(store, options)
         if isinstance(found, int):
             return found
         for line in found:

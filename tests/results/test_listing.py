@@ -1,8 +1,10 @@
 import time
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from sqlalchemy import insert
 
+from pensieve import cli
 from pensieve.errors import ResultsError
 from pensieve.lab.results.listing import list_sweeps, list_trials, show_trial
 from pensieve.lab.results.schema import MetricRow, Trial
@@ -55,3 +57,10 @@ def test_ten_thousand_trials_list_in_a_second(store):
 def test_a_trial_that_is_not_there_is_said(store):
     with pytest.raises(ResultsError, match="no trial 99"):
         list(show_trial(store, 99))
+
+
+def test_a_killed_sweep_is_listed_as_interrupted(store, tmp_path, monkeypatch, capsys):
+    store.set_sweep(open_sweep(store), started_at=datetime.now(UTC) - timedelta(hours=1))
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    assert cli.results(["list"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["1", "interrupted"]

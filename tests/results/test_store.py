@@ -154,6 +154,24 @@ def test_a_trial_whose_process_is_gone_becomes_interrupted(store: ResultsStore) 
     assert store.trial(also_dead).status == "interrupted"
 
 
+@pytest.mark.parametrize(
+    ("trials", "silent_s", "gone", "status"),
+    [(2, 61, True, "interrupted"), (2, 61, False, "running"), (2, 9, True, "running"), (0, 61, True, "interrupted")],
+)
+def test_a_sweep_whose_process_is_gone_becomes_interrupted(
+    store: ResultsStore, trials: int, silent_s: float, gone: bool, status: str
+) -> None:
+    sweep = store.open_sweep("key", "chat", None, None, {}, 3, "host", None)
+    heard = datetime.now(UTC) - timedelta(seconds=silent_s)
+    store.set_sweep(sweep, started_at=heard - timedelta(hours=trials))
+    for job in range(trials):
+        process = {"process_started_at": datetime(2020, 1, 1, tzinfo=UTC)} if gone else {}
+        store.set_trial(ran(store, sweep, job), heartbeat_at=heard, **process)
+    store.interrupt_dead()
+    found = store.sweep(sweep)
+    assert (found.status, found.finished_at) == (status, heard if status == "interrupted" else None)
+
+
 def test_a_pid_used_again_by_another_process_is_not_alive() -> None:
     now, me = datetime.now(UTC), this_process()
     assert is_alive(me, now, now)

@@ -75,7 +75,7 @@ def add_trial(
     **changed: Any,
 ) -> int:
     """A completed trial, linked to its job; its tokens go to the folder `tokens`."""
-    fingerprint = "/".join([baseline, *map(str, changed.values())]).replace("'", "")
+    fingerprint = "/".join([baseline, *map(str, changed.values())]).replace("'", "")[:200]
     trial_id = store.begin_trial(trial_fields(fingerprint, baseline=baseline, **changed))
     store.link(sweep_id, trial_id, job, reused=False)
     store.add_turns(trial_id, turns)

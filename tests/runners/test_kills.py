@@ -10,7 +10,7 @@ import pytest
 
 from pensieve.errors import TrialRunning
 from pensieve.lab.results.mlflow_runs import rebuild_mlflow
-from pensieve.lab.results.mlflow_store import ensure_store
+from pensieve.lab.results.mlflow_store import client_of
 from pensieve.lab.results.store import open_store
 from pensieve.lab.trial import run as run_module
 from tests.results.test_database import FORK
@@ -80,7 +80,7 @@ def begin_with_nothing(outputs):
     empty = outputs.with_name("empty")
     if not empty.exists():
         empty.mkdir()
-        maker = FORK.Process(target=ensure_store, args=(empty,))
+        maker = FORK.Process(target=client_of, args=(empty,))
         maker.start()
         maker.join()
     shutil.rmtree(outputs, ignore_errors=True)

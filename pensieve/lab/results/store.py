@@ -13,9 +13,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import URL, ColumnElement, Connection, Row, Select, delete, func, insert, select, update
+from sqlalchemy import URL, ColumnElement, Connection, Row, Select, Table, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, aliased
 
 from pensieve.core.plan import Tier
 from pensieve.core.request import PREPARING
@@ -23,7 +23,7 @@ from pensieve.errors import ResultsError, TrialRunning, typed
 from pensieve.lab.metric_registry import is_known
 from pensieve.lab.metrics import MetricValue, Slo
 from pensieve.lab.results.database import Database
-from pensieve.lab.results.environment import HEARTBEAT_LIMIT, Owner, is_alive, this_process
+from pensieve.lab.results.environment import HEARTBEAT_LIMIT, Owner, host, is_alive, this_process
 from pensieve.lab.results.schema import (
     BENCH,
     ArtifactRow,
@@ -42,6 +42,7 @@ from pensieve.lab.results.slo import SLO_METRICS, judged, slo_of_sweep, slo_of_t
 from pensieve.serve.record import TurnRecord
 
 T = TypeVar("T")
+N = TypeVar("N", "Reading", "Holding")
 
 DATABASE_NAME = "results.db"
 NO_SWEEP = "No sweep has a completed trial yet; python runners/run.py -m makes one."
@@ -148,17 +149,24 @@ class ResultsStore:
             "n_expected": n_expected, "host": host, "git_commit": git_commit, "status": "running",
             "started_at": _now(), "finished_at": None,
         }  # fmt: skip
+        same = select(Sweep).where((Sweep.key == key) | Sweep.key.startswith(f"{key}{_AGAIN}", autoescape=True))
         for _ in range(2):
             try:
-                with self.database.writing() as connection:
-                    found = _incomplete_anew(connection, key, _now()) if anew else _oldest(connection, key)
-                    if found is None:
-                        own = _next_key(connection, key) if anew else key
-                        return _inserted_id(connection, Sweep, {**values, "key": own})
+                with self._session(write=True) as session:
+                    sweeps = list(session.scalars(same.order_by(Sweep.id)))
+                    again = [one for one in sweeps if one.key != key]
                     if anew:
-                        _unlink_others(connection, found)
-                    connection.execute(update(Sweep).where(Sweep.id == found).values(**values))
-                    return int(found)
+                        left = (one for one in reversed(again) if one.status != "completed")
+                        found = next((one for one in left if not _is_run(session.connection(), one)), None)
+                    else:
+                        found = min(sweeps, key=lambda one: (one.key != key, one.id), default=None)
+                    if found is None:
+                        own = f"{key}{_AGAIN}{1 + len(again)}" if anew else key
+                        return _inserted_id(session.connection(), Sweep, {**values, "key": own})
+                    if anew:
+                        _unlink_others(session.connection(), found.id)
+                    session.execute(update(Sweep).where(Sweep.id == found.id).values(**values))
+                    return int(found.id)
             except IntegrityError:
                 continue  # another process inserted the same key in between: now it is found
         raise ResultsError(f"The sweep {name} cannot be recorded: another process keeps opening it; run it once.")
@@ -183,17 +191,13 @@ class ResultsStore:
 
     def newest_sweep(self) -> Sweep | None:
         """The sweep that was started or resumed last. Bench commands, whose trials are single cases, are not sweeps."""
-        ordinary = select(Sweep).where(Sweep.experiment.is_distinct_from(BENCH))
-        return self._one(ordinary.order_by(Sweep.started_at.desc(), Sweep.id.desc()).limit(1))
+        return self._one(_sweeps().limit(1))
 
     def answering_sweeps(self) -> list[Sweep]:
         """The sweeps that have a completed trial: those that ran to their end before interrupted ones, newest first."""
-        done = (
-            select(SweepTrial.sweep_id).join(Trial, Trial.id == SweepTrial.trial_id).where(Trial.status == "completed")
-        )
-        ordinary = select(Sweep).where(Sweep.experiment.is_distinct_from(BENCH), Sweep.id.in_(done))
+        completed = SweepTrial.trial_id.in_(select(Trial.id).where(Trial.status == "completed"))
         with self._session() as session:
-            newest = list(session.scalars(ordinary.order_by(Sweep.started_at.desc(), Sweep.id.desc())))
+            newest = list(session.scalars(_sweeps().where(Sweep.id.in_(select(SweepTrial.sweep_id).where(completed)))))
         return sorted(newest, key=lambda sweep: sweep.status not in ("completed", "failed"))
 
     def latest_sweep(self) -> Sweep | None:
@@ -243,30 +247,26 @@ class ResultsStore:
 
     def trials_of_sweep(self, sweep_id: int) -> list[JobResult]:
         """Every job that was begun, in order, with the metrics of the trial that it shows; the sweep's slo judges them."""
+        shown, result = aliased(Trial), sweep_result.c
+        jobs = (
+            select(SweepTrial, Trial, shown)
+            .join(Trial, Trial.id == SweepTrial.trial_id)
+            .outerjoin(sweep_result, (result.sweep_id == SweepTrial.sweep_id) & (result.job == SweepTrial.job))
+            .outerjoin(shown, shown.id == result.trial_id)
+        )
         with self._session() as session:
-            links = session.execute(
-                select(SweepTrial, Trial)
-                .join(Trial, Trial.id == SweepTrial.trial_id)
-                .where(SweepTrial.sweep_id == sweep_id)
-                .order_by(SweepTrial.job)
-            ).all()
-            results = session.execute(
-                select(sweep_result.c.job, Trial)
-                .join(Trial, Trial.id == sweep_result.c.trial_id)
-                .where(sweep_result.c.sweep_id == sweep_id)
-            )
-            shown: dict[int, Trial] = {row.job: row.Trial for row in results}
-            metrics: dict[int, dict[tuple[str, str], MetricValue]] = {t.id: {} for t in shown.values()}
-            for row in session.scalars(_metric_rows().where(MetricRow.trial_id.in_(metrics))):
+            found = session.execute(jobs.where(SweepTrial.sweep_id == sweep_id).order_by(SweepTrial.job)).all()
+            trials: dict[int, Trial] = {trial.id: trial for _, _, trial in found if trial is not None}
+            metrics: dict[int, dict[tuple[str, str], MetricValue]] = {trial_id: {} for trial_id in trials}
+            for row in session.scalars(_metric_rows().where(MetricRow.trial_id.in_(trials))):
                 metrics[row.trial_id][row.name, row.label] = _metric(row)
             overrides = session.scalar(select(Sweep.overrides).where(Sweep.id == sweep_id))
         slo = slo_of_sweep(overrides or {})
-        for trial in shown.values():
+        for trial in trials.values():
             metrics[trial.id] |= {(m.name, m.label): m for m in self._judged(trial, slo)}
         return [
             JobResult(link.job, link.reused, last, trial, metrics[trial.id] if trial else {})
-            for link, last in links
-            for trial in [shown.get(link.job)]
+            for link, last, trial in found
         ]
 
     # Trials
@@ -287,35 +287,28 @@ class ResultsStore:
 
         again: also one that has completed is begun.
         """
-        unknown = set(fields) - _TRIAL_COLUMNS
-        assert not unknown, f"no such columns of trial: {unknown}"
         now, owner, fingerprint = _now(), this_process(), fields["fingerprint"]
         own = {"started_at": now, "heartbeat_at": now, "status": "running", **asdict(owner)}
+        same = Trial.fingerprint == fingerprint
         for _ in range(3):
             try:
                 with self.database.writing() as connection:
-                    self._interrupt_dead(connection, now, Trial.fingerprint == fingerprint)
-                    alive = connection.execute(
-                        select(Trial.id, Trial.pid, Trial.host).where(
-                            Trial.fingerprint == fingerprint, Trial.status == "running"
-                        )
-                    ).first()
-                    if alive is not None:
+                    _interrupt_dead(connection, now, same)
+                    running = select(Trial.id, Trial.pid, Trial.host).where(same, Trial.status == "running")
+                    if (alive := connection.execute(running).first()) is not None:
                         raise TrialRunning(
                             f"This trial is running already (trial {alive.id}, process {alive.pid} on {alive.host}); "
                             "it has to end first."
                         )
-                    done = None if again else connection.scalar(_completed_id(fingerprint))
-                    if done is not None:
-                        break
-                    attempts = select(func.max(Trial.attempt)).where(Trial.fingerprint == fingerprint)
-                    attempt = (connection.scalar(attempts) or 0) + 1
-                    return _inserted_id(connection, Trial, {**_TRIAL_DEFAULTS, **fields, **own, "attempt": attempt})
+                    current = select(current_trial.c.id).where(current_trial.c.fingerprint == fingerprint)
+                    done = None if again else connection.scalar(current)
+                    if done is None:
+                        attempt = (connection.scalar(select(func.max(Trial.attempt)).where(same)) or 0) + 1
+                        return _inserted_id(connection, Trial, {**_TRIAL_DEFAULTS, **fields, **own, "attempt": attempt})
             except IntegrityError:
                 continue  # another process began the same fingerprint in between (not possible on SQLite)
-        else:
-            raise ResultsError("This trial cannot be recorded: other processes keep beginning it; run it once.")
-        return self.trial(done)
+            return self.trial(int(done))
+        raise ResultsError("This trial cannot be recorded: other processes keep beginning it; run it once.")
 
     def heartbeat(self, trial_id: int) -> None:
         """Record that the trial is alive. Call it more often than environment.HEARTBEAT_LIMIT."""
@@ -325,9 +318,21 @@ class ResultsStore:
             )
 
     def interrupt_dead(self) -> int:
-        """Mark running trials whose process is gone as interrupted; returns how many there were."""
-        with self.database.writing() as connection:
-            return self._interrupt_dead(connection, _now(), Trial.status == "running")
+        """Mark running trials and sweeps whose process is gone as interrupted; returns how many trials there were.
+
+        Between two trials of a sweep, each of which may be a process of its own, nobody can tell: it counts as running until
+        HEARTBEAT_LIMIT after it was last heard of.
+        """
+        now = _now()
+        with self._session(write=True) as session:
+            connection = session.connection()
+            count = _interrupt_dead(connection, now, Trial.status == "running")
+            for sweep in session.scalars(select(Sweep).where(Sweep.status == "running")):
+                own = select(func.max(Trial.heartbeat_at)).where(Trial.id.in_(_ran_by(sweep.id)))
+                heard = max(sweep.started_at, connection.scalar(own) or sweep.started_at)
+                if now - heard > HEARTBEAT_LIMIT and not _is_run(connection, sweep):
+                    sweep.status, sweep.finished_at = "interrupted", heard
+        return count
 
     def set_trial(self, trial_id: int, **fields: Any) -> None:
         """Change columns of a trial."""
@@ -341,14 +346,13 @@ class ResultsStore:
     ) -> None:
         """Close a trial as completed, failed or interrupted. fields: further columns, such as measure_end_s."""
         assert status in ("completed", "failed", "interrupted"), status
-        now = _now()
-        fields = {"finished_at": now, "heartbeat_at": now, **fields}
-        self.set_trial(trial_id, status=status, error=error, traceback=traceback, **fields)
+        ended = {"finished_at": (now := _now()), "heartbeat_at": now, **fields}
+        self.set_trial(trial_id, status=status, error=error, traceback=traceback, **ended)
 
     def close_trial_of(self, pid: int, error: str, traceback: str | None, status: str = "failed") -> int | None:
         """Mark the running trial of a process of this host as failed, or as `status`; returns its id, None if it had none."""
         with self.database.writing() as connection:
-            which = (Trial.pid == pid) & (Trial.host == this_process().host) & (Trial.status == "running")
+            which = (Trial.pid == pid) & (Trial.host == host()) & (Trial.status == "running")
             found = connection.scalar(select(Trial.id).where(which))
             if found is not None:
                 ended = {"status": status, "error": error, "traceback": traceback, "finished_at": _now()}
@@ -400,33 +404,36 @@ class ResultsStore:
         connection.execute(insert(miss_table), lines)
 
     def add_holdings(self, trial_id: int, holdings: Iterable[Holding]) -> None:
-        rows = [{**one._asdict(), "trial_id": trial_id} for one in holdings]
-        if rows:
-            with self.database.writing() as connection:
-                connection.execute(insert(holding_table), rows)
+        self._add(holding_table, trial_id, (one._asdict() for one in holdings))
 
     def holdings_of(self, trial_id: int) -> list[Holding]:
         """Return what was held by conversation and tier; empty where it was not counted: outside engines, several replicas,
         older trials."""
-        c = holding_table.c
-        query = select(*(c[name] for name in Holding._fields)).where(c.trial_id == trial_id).order_by(c.session, c.tier)
-        with self.database.reading() as connection:
-            return [Holding(*row) for row in connection.execute(query)]
+        return self._read(Holding, holding_table, trial_id, "session", "tier")
 
     def add_metrics(self, trial_id: int, metrics: Iterable[MetricValue]) -> None:
         """A value that is not finite is stored as null, since databases do not agree on how to store it."""
         found = list(metrics)
         assert all(is_known(m.name) for m in found), "a metric that metric_registry does not have"
-        rows = [{**asdict(m), "unit": m.unit, "value": _finite(m.value), "trial_id": trial_id} for m in found]
-        if rows:
-            with self.database.writing() as connection:
-                connection.execute(insert(MetricRow), rows)
+        rows = ({**asdict(m), "unit": m.unit, "value": _finite(m.value)} for m in found)
+        self._add(MetricRow.__table__, trial_id, rows)
 
     def add_samples(self, trial_id: int, readings: Iterable[Reading]) -> None:
-        rows = [{**r._asdict(), "value": _finite(r.value), "trial_id": trial_id} for r in readings]
-        if rows:
+        self._add(sample_table, trial_id, ({**r._asdict(), "value": _finite(r.value)} for r in readings))
+
+    def samples_of(self, trial_id: int) -> list[Reading]:
+        return self._read(Reading, sample_table, trial_id, "at_s")
+
+    def _add(self, table: Any, trial_id: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        values = [{**row, "trial_id": trial_id} for row in rows]
+        if values:
             with self.database.writing() as connection:
-                connection.execute(insert(sample_table), rows)
+                connection.execute(insert(table), values)
+
+    def _read(self, kind: type[N], table: Table, trial_id: int, *order: str) -> list[N]:
+        query = select(*(table.c[name] for name in kind.__annotations__)).where(table.c.trial_id == trial_id)
+        with self.database.reading() as connection:
+            return [kind(*row) for row in connection.execute(query.order_by(*order))]
 
     def add_artifact(self, trial_id: int, kind: str, path: Path) -> None:
         """Record a file with its digest, or a folder without. The file stays where it is; adding it again updates it."""
@@ -484,12 +491,6 @@ class ResultsStore:
                 select(*chosen).where(TurnRow.trial_id == trial_id).order_by(TurnRow.ordinal, TurnRow.id)
             ).all()
 
-    def samples_of(self, trial_id: int) -> list[Reading]:
-        c = sample_table.c
-        query = select(*(c[name] for name in Reading._fields)).where(c.trial_id == trial_id).order_by(c.at_s)
-        with self.database.reading() as connection:
-            return [Reading(*row) for row in connection.execute(query)]
-
     def artifacts_of(self, trial_id: int, kind: str | None = None) -> list[Artifact]:
         """The trial's artifacts, with absolute paths. The files may be gone: they are not looked at."""
         query = select(ArtifactRow).where(ArtifactRow.trial_id == trial_id).order_by(ArtifactRow.kind, ArtifactRow.path)
@@ -511,23 +512,6 @@ class ResultsStore:
     def _one(self, query: Select[T]) -> T | None:
         with self._session() as session:
             return session.scalars(query).first()
-
-    @staticmethod
-    def _interrupt_dead(connection: Connection, now: datetime, which: Any) -> int:
-        running = connection.execute(
-            select(Trial.id, Trial.host, Trial.pid, Trial.process_started_at, Trial.heartbeat_at).where(
-                which, Trial.status == "running"
-            )
-        ).all()
-        dead = [r for r in running if not is_alive(Owner(r.host, r.pid, r.process_started_at), r.heartbeat_at, now)]
-        for row in dead:
-            error = f"Process {row.pid} on {row.host} ended without finishing this trial; run the same command again."
-            connection.execute(
-                update(Trial)
-                .where(Trial.id == row.id)
-                .values(status="interrupted", error=error, finished_at=row.heartbeat_at)
-            )
-        return len(dead)
 
 
 def open_store(outputs: Path, url: str | None = None, create: bool = True) -> ResultsStore:
@@ -566,46 +550,42 @@ def _current() -> Select[Trial]:
     return select(Trial).where(Trial.id.in_(select(current_trial.c.id)))
 
 
-def _completed_id(fingerprint: str) -> Select[int]:
-    return select(Trial.id).where(Trial.id.in_(select(current_trial.c.id)), Trial.fingerprint == fingerprint)
+def _sweeps() -> Select[Sweep]:
+    """But those of bench commands, newest first."""
+    ordinary = select(Sweep).where(Sweep.experiment.is_distinct_from(BENCH))
+    return ordinary.order_by(Sweep.started_at.desc(), Sweep.id.desc())
 
 
-def _begun_anew(key: str) -> ColumnElement[bool]:
-    return Sweep.key.startswith(f"{key}{_AGAIN}", autoescape=True)
+def _ran_by(sweep_id: int) -> Select[int]:
+    """The trials that a sweep ran itself."""
+    return select(SweepTrial.trial_id).where(SweepTrial.sweep_id == sweep_id, SweepTrial.reused.is_(False))
 
 
-def _next_key(connection: Connection, key: str) -> str:
-    """Of one more sweep of the same command: the key, and how many there are already."""
-    again = select(func.count()).where(_begun_anew(key))
-    return f"{key}{_AGAIN}{1 + (connection.scalar(again) or 0)}"
+def _owned(connection: Connection, which: ColumnElement[bool]) -> list[tuple[Row[Any], Owner]]:
+    owner = (getattr(Trial, f.name) for f in fields(Owner))
+    rows = connection.execute(select(Trial.id, Trial.heartbeat_at, *owner).where(which))
+    return [(row, Owner(row.host, row.pid, row.process_started_at)) for row in rows]
 
 
-def _oldest(connection: Connection, key: str) -> int | None:
-    """The sweep of a command that asks for no new one: its own, or where every one was begun anew the first of these."""
-    own = connection.scalar(select(Sweep.id).where(Sweep.key == key))
-    return own or connection.scalar(select(Sweep.id).where(_begun_anew(key)).order_by(Sweep.id).limit(1))
-
-
-def _incomplete_anew(connection: Connection, key: str, now: datetime) -> int | None:
-    """Of the sweeps that were begun anew the newest that has not completed and that no process goes on with."""
-    chosen = select(Sweep.id, Sweep.status, Sweep.started_at).where(_begun_anew(key), Sweep.status != "completed")
-    for row in connection.execute(chosen.order_by(Sweep.id.desc())):
-        if row.status != "running" or not _is_run(connection, row.id, row.started_at, now):
-            return int(row.id)
-    return None
-
-
-def _is_run(connection: Connection, sweep_id: int, started_at: datetime, now: datetime) -> bool:
+def _is_run(connection: Connection, sweep: Sweep) -> bool:
     """Whether a process that ran a trial of this sweep is alive. Without a trial nobody can tell: one that was begun just now
     is taken for running."""
-    owners = connection.execute(
-        select(Trial.host, Trial.pid, Trial.process_started_at, Trial.heartbeat_at)
-        .join(SweepTrial, SweepTrial.trial_id == Trial.id)
-        .where(SweepTrial.sweep_id == sweep_id, SweepTrial.reused.is_(False))
-    ).all()
-    if not owners:
-        return now - started_at <= HEARTBEAT_LIMIT
-    return any(is_alive(Owner(r.host, r.pid, r.process_started_at), r.heartbeat_at, now) for r in owners)
+    if sweep.status != "running":
+        return False
+    now, owned = _now(), _owned(connection, Trial.id.in_(_ran_by(sweep.id)))
+    return any(is_alive(owner, row.heartbeat_at, now) for row, owner in owned) or (
+        not owned and now - sweep.started_at <= HEARTBEAT_LIMIT
+    )
+
+
+def _interrupt_dead(connection: Connection, now: datetime, which: ColumnElement[bool]) -> int:
+    owned = _owned(connection, which & (Trial.status == "running"))
+    dead = [(row, owner) for row, owner in owned if not is_alive(owner, row.heartbeat_at, now)]
+    for row, owner in dead:
+        error = f"Process {owner.pid} on {owner.host} ended without finishing this trial; run the same command again."
+        ended = {"status": "interrupted", "error": error, "finished_at": row.heartbeat_at}
+        connection.execute(update(Trial).where(Trial.id == row.id).values(**ended))
+    return len(dead)
 
 
 def _unlink_others(connection: Connection, sweep_id: int) -> None:
