@@ -1,12 +1,14 @@
 """A database of version 1 as it was written then, and what later revisions must do with it."""
 
+import os
+import signal
 import sqlite3
 from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import inspect, text
+from sqlalchemy import Column, Text, inspect, text
 from sqlalchemy.exc import IntegrityError
 
 from pensieve.errors import ResultsError
@@ -19,24 +21,6 @@ from tests.results.test_database import in_another_process
 from tests.results.test_schema import CONTRACT
 
 VERSION_1 = Path(__file__).parent / "version_1.sql"
-
-SECOND = """
-from alembic import op
-from sqlalchemy import Column, Text
-
-revision, down_revision = "{new}", "{last}"
-
-
-def upgrade():
-    op.execute("DROP VIEW current_trial")
-    op.execute("DROP VIEW sweep_result")
-    with op.batch_alter_table("trial", recreate="always") as table:  # the way that loses rows where foreign keys are on
-        table.add_column(Column("remark", Text, nullable=True))
-        table.alter_column("dtype", nullable=False, server_default="float32")
-    op.execute("UPDATE trial SET remark = 'was ' || status")
-    {more}
-    op.execute("CREATE VIEW current_trial AS SELECT * FROM trial WHERE status = 'completed'")
-"""
 
 
 @pytest.fixture
@@ -52,19 +36,21 @@ def old(tmp_path):
 NEW = "9999"
 
 
-def write(folder, more=""):
-    (folder / "v9999.py").write_text(SECOND.format(new=NEW, last=SCHEMA_VERSION, more=more))
-
-
-@pytest.fixture
-def second(tmp_path, monkeypatch):
+def second(monkeypatch, more=lambda op: None):
     """A made-up next version."""
-    folder = tmp_path / "versions"
-    folder.mkdir()
-    write(folder)
-    monkeypatch.setattr(migrations, "VERSIONS", (*migrations.VERSIONS, folder))
+
+    def upgrade(op):
+        op.execute("DROP VIEW current_trial")
+        op.execute("DROP VIEW sweep_result")
+        with op.batch_alter_table("trial", recreate="always") as table:  # loses rows where foreign keys are on
+            table.add_column(Column("remark", Text, nullable=True))
+            table.alter_column("dtype", nullable=False, server_default="float32")
+        op.execute("UPDATE trial SET remark = 'was ' || status")
+        more(op)
+        op.execute("CREATE VIEW current_trial AS SELECT * FROM trial WHERE status = 'completed'")
+
+    monkeypatch.setitem(migrations.REVISIONS, NEW, upgrade)
     monkeypatch.setattr(database, "SCHEMA_VERSION", NEW)
-    return folder
 
 
 def contents(path):
@@ -116,7 +102,8 @@ def test_version_2_adds_what_each_job_shows_and_finds_metrics_by_name(old):
         assert "ix_metric_name_label" in plan[0][-1]
 
 
-def test_an_older_database_is_upgraded_without_loss(old, second):
+def test_an_older_database_is_upgraded_without_loss(old, monkeypatch):
+    second(monkeypatch)
     before = contents(old)
     Database(f"sqlite:///{old}")
     after = contents(old)
@@ -137,9 +124,13 @@ def test_an_older_database_is_upgraded_without_loss(old, second):
     assert Database(f"sqlite:///{old}").shown == str(old)  # once is enough
 
 
-@pytest.mark.parametrize("more", ["raise RuntimeError('power loss')", "op.execute('DELETE FROM sweep')"])
-def test_an_upgrade_that_fails_changes_nothing(old, second, more):
-    write(second, more)
+def no_power(op):
+    raise RuntimeError("power loss")
+
+
+@pytest.mark.parametrize("more", [no_power, lambda op: op.execute("DELETE FROM sweep")])
+def test_an_upgrade_that_fails_changes_nothing(old, monkeypatch, more):
+    second(monkeypatch, more)
     before = contents(old)
     with pytest.raises((RuntimeError, ResultsError), match=r"power loss|without what they belong to"):
         Database(f"sqlite:///{old}")
@@ -148,27 +139,28 @@ def test_an_upgrade_that_fails_changes_nothing(old, second, more):
         assert connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall() == [("0001",)]
 
 
-def test_a_process_killed_in_the_middle_of_an_upgrade(old, second):
-    write(second, "__import__('os').kill(__import__('os').getpid(), 9)")
+def test_a_process_killed_in_the_middle_of_an_upgrade(old, monkeypatch):
+    second(monkeypatch, lambda op: os.kill(os.getpid(), signal.SIGKILL))
     before = contents(old)
     with pytest.raises(EOFError):
         in_another_process(Database, f"sqlite:///{old}")
     assert contents(old) == before
-    write(second)
+    second(monkeypatch)
     Database(f"sqlite:///{old}")
     assert [row[-1] for row in contents(old)["trial"]] == ["was completed", "was completed", "was failed"]
 
 
-def test_a_newer_database_is_refused(old, second, monkeypatch):
+def test_a_newer_database_is_refused(old, monkeypatch):
+    second(monkeypatch)
     Database(f"sqlite:///{old}")
-    monkeypatch.setattr(migrations, "VERSIONS", migrations.VERSIONS[:1])
+    monkeypatch.delitem(migrations.REVISIONS, NEW)
     monkeypatch.setattr(database, "SCHEMA_VERSION", SCHEMA_VERSION)
     with pytest.raises(ResultsError, match=f"schema version {NEW}, this Pensieve reads {SCHEMA_VERSION}"):
         Database(f"sqlite:///{old}")
 
 
 def test_the_revisions_lead_to_the_schema_that_a_new_database_gets(old, tmp_path):
-    assert migrations.known_versions()[-1] == SCHEMA_VERSION
+    assert list(migrations.REVISIONS)[-1] == SCHEMA_VERSION
     engine = Database(f"sqlite:///{old}").engine
     new = open_store(tmp_path / "new").database.engine
     with engine.connect() as stepped, new.connect() as made:

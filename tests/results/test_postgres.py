@@ -9,11 +9,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from sqlalchemy import inspect, text
+from sqlalchemy import Column, Text, inspect, text
 
 from pensieve.errors import ResultsError
 from pensieve.lab.results import database, migrations
-from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE
+from pensieve.lab.results.schema import VERSION_TABLE
 from pensieve.lab.results.store import Reading, ResultsStore, open_store
 from tests.composed import SHORT, composed
 from tests.results.test_database import FORK, in_another_process
@@ -133,7 +133,7 @@ def test_processes_that_begin_at_once(url):
         assert connection.scalar(text("SELECT count(*) FROM turn")) == 40 * 13
 
 
-def test_an_older_schema_is_upgraded(url, tmp_path, monkeypatch):
+def test_an_older_schema_is_upgraded(url, monkeypatch):
     store = ResultsStore(url)
     trial = store.begin_trial(trial_fields())
     store.add_turns(trial, conversation_turns([1.0]))
@@ -147,12 +147,9 @@ def test_an_older_schema_is_upgraded(url, tmp_path, monkeypatch):
         ):
             connection.execute(text(statement))
         connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '0001'"))
-    revision = (
-        f"from alembic import op\nimport sqlalchemy as sa\nrevision, down_revision = '9999', '{SCHEMA_VERSION}'\n"
-        "def upgrade():\n    op.add_column('trial', sa.Column('remark', sa.Text, server_default='old'))\n"
+    monkeypatch.setitem(
+        migrations.REVISIONS, "9999", lambda op: op.add_column("trial", Column("remark", Text, server_default="old"))
     )
-    (tmp_path / "v9999.py").write_text(revision)
-    monkeypatch.setattr(migrations, "VERSIONS", (*migrations.VERSIONS, tmp_path))
     monkeypatch.setattr(database, "SCHEMA_VERSION", "9999")
     upgraded = ResultsStore(url)
     with upgraded.database.reading() as connection:

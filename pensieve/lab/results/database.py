@@ -17,7 +17,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 from sqlalchemy.pool import NullPool, StaticPool
 
 from pensieve.errors import ResultsError, typed
-from pensieve.lab.results.migrations import known_versions, upgrade
+from pensieve.lab.results.migrations import OLDEST, REVISIONS, upgrade
 from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base, version_table
 
 BUSY_TIMEOUT_S = 30
@@ -174,7 +174,7 @@ class Database:
             version = connection.scalar(select(version_table.c.version_num)) if VERSION_TABLE in names else None
         if version is None and (names if self.sqlite else names & set(Base.metadata.tables)):
             raise ResultsError(f"{self.shown} is a database, but not one of Pensieve's results; name another one.")
-        if version not in (None, SCHEMA_VERSION) and version not in known_versions():
+        if version not in (None, SCHEMA_VERSION) and version not in (OLDEST, *REVISIONS):
             raise ResultsError(
                 f"The results database {self.shown} has schema version {version}, this Pensieve reads {SCHEMA_VERSION}; "
                 "use the Pensieve that wrote it, or name another database."

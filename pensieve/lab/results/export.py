@@ -19,7 +19,7 @@ from sqlalchemy import Boolean, Float, Integer, Row, insert, select
 from pensieve.errors import MissingSeries, ResultsError
 from pensieve.lab.results.environment import DISTRIBUTION
 from pensieve.lab.results.frame import measured_turns
-from pensieve.lab.results.schema import ArtifactRow, Base, Trial, TurnRow, version_table
+from pensieve.lab.results.schema import ArtifactRow, Base, Trial, turn_table, version_table
 from pensieve.lab.results.store import DATABASE_NAME, TURN_COLUMNS, JobResult, ResultsStore, open_store
 from pensieve.lab.results.trials import axis_value, varying_axes
 from pensieve.lab.statistics import median, nearest_rank
@@ -160,7 +160,7 @@ def _write_turns(store: ResultsStore, trials: Sequence[Trial], folder: Path) -> 
 def _arrow_type(name: str) -> Any:
     import pyarrow as pa
 
-    turn, trial = TurnRow.__table__.columns, Trial.__table__.columns
+    turn, trial = turn_table.c, Trial.__table__.columns
     kind_of = (turn[name] if name in turn else trial[name]).type
     kinds = {Boolean: pa.bool_(), Float: pa.float64(), Integer: pa.int64()}
     return next((arrow for kind, arrow in kinds.items() if isinstance(kind_of, kind)), pa.string())

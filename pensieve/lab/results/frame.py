@@ -18,7 +18,7 @@ from sqlalchemy import BigInteger, Float, Integer, Row
 from pensieve.core.request import is_measured
 from pensieve.lab.metric_registry import REAL
 from pensieve.lab.metrics import STATUSES
-from pensieve.lab.results.schema import Sweep, Trial, TurnRow
+from pensieve.lab.results.schema import Sweep, Trial, turn_table
 from pensieve.lab.results.store import TURN_COLUMNS, JobResult, ResultsStore
 from pensieve.lab.results.trials import axis_value, varying_axes
 from pensieve.lab.statistics import PairedRatio, paired_ratio
@@ -42,7 +42,7 @@ PROBES = ("hit", "miss")
 
 _NUMBERS = {
     column.name: "float64"  # what was not counted is NaN
-    for column in TurnRow.__table__.columns
+    for column in turn_table.c
     if isinstance(column.type, Integer | BigInteger | Float) and column.name not in KEY
 }
 

@@ -15,7 +15,7 @@ from pensieve.lab.results.compare_trials import UNEQUAL_RATE
 from pensieve.lab.results.findings import OURS, REFERENCE, mostly_lost
 from pensieve.lab.results.frame import CONVERSATION, Frame, TrialGroup, conversations_of, values_of
 from pensieve.lab.results.note_texts import ABOVE, TEXTS
-from pensieve.lab.results.schema import Trial, TurnRow
+from pensieve.lab.results.schema import Trial, turn_table
 from pensieve.lab.results.served_by import footer
 from pensieve.lab.results.trials import field_of, mixtures
 from pensieve.lab.statistics import FEWEST_GROUPS, enough_for
@@ -463,9 +463,11 @@ def _budgets(trials: Sequence[Trial]) -> str:
 
 def _preparing_turns(found: Frame) -> int:
     """The number of turns that are not measured: they prepare others."""
-    query = select(TurnRow.phase, func.count()).where(TurnRow.trial_id.in_({trial.id for trial in found.trials}))
+    query = select(turn_table.c.phase, func.count()).where(
+        turn_table.c.trial_id.in_({trial.id for trial in found.trials})
+    )
     with found.store.database.reading() as connection:
-        phases = connection.execute(query.group_by(TurnRow.phase)).all()
+        phases = connection.execute(query.group_by(turn_table.c.phase)).all()
     return sum(count for phase, count in phases if not is_measured(phase))
 
 

@@ -5,12 +5,15 @@ Times called `*_at` are UTC moments; times called `*_s` are seconds of the trial
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Boolean,
     Column,
     Connection,
     DateTime,
@@ -30,6 +33,9 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.types import TypeEngine
+
+from pensieve.serve.record import TurnRecord
 
 SCHEMA_VERSION = "0005"
 VERSION_TABLE = "pensieve_schema_version"
@@ -195,51 +201,24 @@ class MetricRow(Base):
     __table_args__ = (Index(None, "name", "label"),)
 
 
-class TurnRow(Base):
-    """The columns of record.TurnRecord, under a trial."""
+def _turn_columns() -> Iterator[Column[Any]]:
+    """Of record.TurnRecord, up to its last column; its later fields are not recorded."""
+    kinds: dict[str, TypeEngine[Any]] = {"int": Integer(), "float": Float(), "str": Text(), "bool": Boolean()}
+    told = [(one.name, *str(one.type).split(" | ")) for one in fields(TurnRecord)]
+    names = [name for name, *_ in told]
+    for name, kind, *optional in told[: names.index("output_sha256") + 1]:
+        yield Column(name, BigInteger() if name.endswith("_bytes") else kinds[kind], nullable=bool(optional))
 
-    __tablename__ = "turn"
 
-    id: Mapped[int] = mapped_column(BigId, primary_key=True)
-    trial_id: Mapped[int] = mapped_column(ForeignKey("trial.id", ondelete=CASCADE), index=True)
-    ordinal: Mapped[int]
-    session: Mapped[str]
-    turn: Mapped[int]
-    iteration: Mapped[int]
-    label: Mapped[str]
-    phase: Mapped[str]
-    stream: Mapped[bool]
-    status: Mapped[str]
-    finish_reason: Mapped[str | None]
-    error: Mapped[str | None]
-    intended_s: Mapped[float]
-    sent_s: Mapped[float | None]
-    arrived_s: Mapped[float | None]
-    admitted_s: Mapped[float | None]
-    first_token_s: Mapped[float | None]
-    finished_s: Mapped[float | None]
-    queue_ms: Mapped[float | None]
-    ttft_ms: Mapped[float | None]
-    latency_ms: Mapped[float | None]
-    compute_ms: Mapped[float | None]
-    transfer_ms: Mapped[float | None]
-    prompt_tokens: Mapped[int | None]
-    output_tokens: Mapped[int]
-    history_tokens: Mapped[int | None]
-    gpu_hit_tokens: Mapped[int | None]
-    cpu_hit_tokens: Mapped[int | None]
-    recomputed_tokens: Mapped[int | None]
-    shared_hit_tokens: Mapped[int | None]
-    new_tokens: Mapped[int | None]
-    resumed_swapped_tokens: Mapped[int]
-    resumed_recomputed_tokens: Mapped[int]
-    cpu_recomputed_tokens: Mapped[int]
-    h2d_bytes: Mapped[int | None] = mapped_column(BigInteger)
-    d2h_bytes: Mapped[int | None] = mapped_column(BigInteger)
-    sent_bytes: Mapped[int | None] = mapped_column(BigInteger)
-    received_bytes: Mapped[int | None] = mapped_column(BigInteger)
-    output_sha256: Mapped[str | None]
-    disk_hit_tokens: Mapped[int | None]
+turn_table = Table(
+    "turn",
+    Base.metadata,
+    Column("id", BigId, primary_key=True),
+    Column("trial_id", ForeignKey("trial.id", ondelete=CASCADE), index=True, nullable=False),
+    # As the revisions left them: the number of the turn first, what was added last at the end.
+    *sorted(_turn_columns(), key=lambda one: (one.name != "ordinal", one.name == "disk_hit_tokens")),
+)
+"""The columns of record.TurnRecord, under a trial."""
 
 
 sample_table = Table(  # without a primary key: two readings may share a moment of a virtual clock

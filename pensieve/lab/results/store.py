@@ -31,12 +31,12 @@ from pensieve.lab.results.schema import (
     Sweep,
     SweepTrial,
     Trial,
-    TurnRow,
     current_trial,
     holding_table,
     miss_table,
     sample_table,
     sweep_result,
+    turn_table,
 )
 from pensieve.lab.results.slo import SLO_METRICS, judged, slo_of_sweep, slo_of_trial
 from pensieve.serve.record import TurnRecord
@@ -50,7 +50,7 @@ LATEST = "latest"  # beside the folders of the sweeps' figures, a link to the on
 ENGINE = "engine"  # `device` of readings of the cache and the queue
 TURN_BATCH = 5000
 _AGAIN = "+"  # in the key of a sweep that was begun anew, between the hash of its command and a number
-TURN_COLUMNS = tuple(c.name for c in TurnRow.__table__.columns if c.name not in ("id", "trial_id"))
+TURN_COLUMNS = tuple(c.name for c in turn_table.c if c.name not in ("id", "trial_id"))
 _TURN_FIELDS = ("trial_id", *TURN_COLUMNS)
 _INSERT_TURN = f"INSERT INTO turn ({', '.join(_TURN_FIELDS)}) VALUES ({', '.join('?' * len(_TURN_FIELDS))})"
 _TRIAL_COLUMNS = frozenset(c.name for c in Trial.__table__.columns) - {"id"}
@@ -367,7 +367,7 @@ class ResultsStore:
                 if self.database.sqlite:  # by the driver itself: SQLAlchemy costs more than the insert
                     connection.exec_driver_sql(_INSERT_TURN, rows)
                 else:
-                    connection.execute(insert(TurnRow), [dict(zip(_TURN_FIELDS, row, strict=True)) for row in rows])
+                    connection.execute(insert(turn_table), [dict(zip(_TURN_FIELDS, row, strict=True)) for row in rows])
                 self._add_misses(connection, trial_id, batch)
 
     def miss_sums(self, trial_id: int) -> Sequence[Row[Any]]:
@@ -375,8 +375,8 @@ class ResultsStore:
         c = miss_table.c
         query = (
             select(c.cause, c.evicted_by, func.sum(c.tokens).label("tokens"), func.sum(c.ms).label("ms"))
-            .join(TurnRow, TurnRow.id == c.turn_id)
-            .where(c.trial_id == trial_id, TurnRow.status == "completed", TurnRow.phase.not_in(PREPARING))
+            .join(turn_table, turn_table.c.id == c.turn_id)
+            .where(c.trial_id == trial_id, turn_table.c.status == "completed", turn_table.c.phase.not_in(PREPARING))
             .group_by(c.cause, c.evicted_by)
         )
         with self.database.reading() as connection:
@@ -386,8 +386,8 @@ class ResultsStore:
         """Write the ledger of turns that were inserted just now: the newest of the trial, found by their ordinals."""
         if not any(turn.misses for turn in turns):
             return
-        newest = select(TurnRow.id, TurnRow.ordinal).where(TurnRow.trial_id == trial_id)
-        found = connection.execute(newest.order_by(TurnRow.id.desc()).limit(len(turns))).all()
+        newest = select(turn_table.c.id, turn_table.c.ordinal).where(turn_table.c.trial_id == trial_id)
+        found = connection.execute(newest.order_by(turn_table.c.id.desc()).limit(len(turns))).all()
         ids = {row.ordinal: row.id for row in found}
         lines = [
             {
@@ -485,10 +485,10 @@ class ResultsStore:
 
     def turns_of(self, trial_id: int, *columns: str) -> Sequence[Row[Any]]:
         """The trial's turns in order of ordinal. Rows have the columns as attributes, without names all of them."""
-        chosen = [TurnRow.__table__.c[name] for name in columns or TURN_COLUMNS]
+        chosen = [turn_table.c[name] for name in columns or TURN_COLUMNS]
         with self.database.reading() as connection:
             return connection.execute(
-                select(*chosen).where(TurnRow.trial_id == trial_id).order_by(TurnRow.ordinal, TurnRow.id)
+                select(*chosen).where(turn_table.c.trial_id == trial_id).order_by(turn_table.c.ordinal, turn_table.c.id)
             ).all()
 
     def artifacts_of(self, trial_id: int, kind: str | None = None) -> list[Artifact]:
