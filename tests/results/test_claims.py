@@ -49,12 +49,6 @@ def read(tmp_path, text):
     return read_claims(path)
 
 
-def test_an_entry_becomes_a_claim(tmp_path):
-    [claim] = read(tmp_path, ONE)
-    assert (claim.of, claim.against) == (("pensieve",), ("vllm", "stateless"))
-    assert claim.seeds == 3 and claim.over == ()
-
-
 @pytest.mark.parametrize(
     ("claimed", "low", "high", "number", "shown"),
     [
@@ -87,25 +81,14 @@ def test_what_is_claimed_becomes_bounds(claimed, low, high, number, shown):
         ("unit: x", "unit: x\n  colour: red", r"Claim speedup of claims.yaml cannot be used \(colour\)"),
         ("  unit: x\n", "", r"\(unit\): Field required"),
         ("name: speedup", "name: Speed up", r"\(name\)"),
+        (ONE, ONE + ONE, "two claims called speedup"),
+        (ONE, "[", "not YAML at line"),
+        (ONE, "name: x", "must hold a list of claims"),
     ],
 )
-def test_a_malformed_entry_is_one_sentence_that_names_it(tmp_path, old, new, sentence):
+def test_a_malformed_file_is_one_sentence_that_names_the_entry(tmp_path, old, new, sentence):
     with pytest.raises(ConfigError, match=sentence):
         read(tmp_path, ONE.replace(old, new))
-
-
-def test_two_claims_of_one_name_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="two claims called speedup"):
-        read(tmp_path, ONE + ONE)
-
-
-@pytest.mark.parametrize(("text", "sentence"), [("[", "not YAML at line"), ("name: x", "must hold a list of claims")])
-def test_a_file_that_is_no_list_is_refused(tmp_path, text, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        read(tmp_path, text)
-
-
-def test_a_file_that_is_not_there_is_a_sentence(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read from"):
         read_claims(tmp_path / "none.yaml")
 
@@ -127,44 +110,23 @@ def test_the_claims_that_ship_name_what_exists_and_bear_the_published_numbers():
 # Trials against the conditions of a claim.
 
 
-def trial(**changed):
-    return Trial(**trial_fields(**changed))
-
-
-USERS = {"workload": {"name": "chat", "users": 6}, "cache": {"gpu": "8 tokens"}}
-
-
-@pytest.mark.parametrize(
-    ("field", "wanted"),
-    [
-        ("model", ("tiny",)),
-        ("model", ("opt_13b", "t*y")),
-        ("simulated", (False,)),
-        ("device", (None,)),
-        ("workload.users", (6,)),
-        ("cache.gpu", ("8 *",)),
-        ("flags.load", ("closed",)),
-    ],
-)
-def test_conditions_that_are_met_make_no_difference(field, wanted):
-    assert unmet({field: wanted}, [trial(config=USERS, flags={"load": "closed"})]) == []
-
-
 @pytest.mark.parametrize(
     ("field", "wanted", "clause"),
     [
-        ("model", ("opt_13b", "opt_66b"), "model is tiny here, claimed for opt_13b or opt_66b"),
+        ("model", ("opt_13b", "t*y"), None),
+        ("simulated", (False,), None),
+        ("device", (None,), None),
+        ("workload.users", (6,), None),
+        ("flags.load", ("closed",), None),
+        ("model", ("opt_13b", "opt_66b"), "model is tiny, gpt2 here, claimed for opt_13b or opt_66b"),
         ("device", ("*A100*",), "device is not set here, claimed for *A100*"),
         ("workload.users", (1,), "workload.users is 6 here, claimed for 1"),
     ],
 )
 def test_a_condition_that_is_not_met_is_a_clause(field, wanted, clause):
-    assert unmet({field: wanted}, [trial(config=USERS)]) == [clause]
-
-
-def test_every_strange_value_is_named_once():
-    trials = [trial(model=name) for name in ("tiny", "gpt2", "gpt2", "opt_13b")]
-    assert unmet({"model": ("tiny",)}, trials) == ["model is gpt2, opt_13b here, claimed for tiny"]
+    config = {"workload": {"name": "chat", "users": 6}}
+    trials = [Trial(**trial_fields(config=config, flags={"load": "closed"}, model=name)) for name in ("tiny", "gpt2")]
+    assert unmet({field: wanted}, trials if clause else trials[:1]) == ([clause] if clause else [])
 
 
 # Each reduction on a small database whose answer is known.
@@ -176,22 +138,14 @@ def both(ours=FAST, theirs=SLOW, **kw):
     return sweep({"pensieve": ours, "stateless": theirs}, **kw)
 
 
-@pytest.mark.parametrize(("turn_", "expected"), [(1, 1.0), (2, 2.0), (3, 3.0), ("first", 1.0), ("last", 3.0)])
+@pytest.mark.parametrize(("turn_", "expected"), [(2, 2.0), ("first", 1.0), ("last", 3.0), (None, 140 / 60)])
 def test_speedup_is_theirs_over_ours_at_a_turn(turn_, expected):
     found = measure(both(), "speedup", theirs="stateless", turn=turn_)
     assert found.value == pytest.approx(expected)
     assert (found.ci_low, found.ci_high) == (pytest.approx(expected), pytest.approx(expected))
     assert (found.n, found.seeds, found.trial_ids) == (20, 5, tuple(range(1, 11)))
-
-
-def test_speedup_over_all_turns_is_of_each_conversations_mean():
-    assert measure(both(), "speedup", theirs="stateless").value == pytest.approx(140 / 60)
-
-
-def test_swapping_the_baselines_turns_a_speedup_round():
-    straight = measure(both(), "speedup", theirs="stateless", turn=3)
-    swapped = measure(both(SLOW, FAST), "speedup", theirs="stateless", turn=3)
-    assert swapped.value == pytest.approx(1 / straight.value)
+    with pytest.raises(MissingSeries, match="no conversation has ttft_ms at turn 9 in both"):
+        measure(both(), "speedup", theirs="stateless", turn=9)
 
 
 def test_speedup_takes_the_turns_that_both_have_and_none_of_the_warm_up():
@@ -205,17 +159,6 @@ def test_speedup_takes_the_turns_that_both_have_and_none_of_the_warm_up():
 
     found = measure(both(ours, theirs), "speedup", theirs="stateless", turn="last")
     assert (found.value, found.n) == (pytest.approx(5.0), 5)
-
-
-def test_speedup_of_numbers_made_of_two_columns():
-    def turns(latency, sent):
-        return lambda seed: numbered(
-            [turn("a", 1, 1.0, tokens=(1, 2, 3, 4), latency_ms=latency, sent_bytes=sent, received_bytes=20)]
-        )
-
-    store = both(turns(40.0, 20), turns(400.0, 3980))
-    assert measure(store, "speedup", theirs="stateless", column="normalized_latency_ms").value == pytest.approx(10.0)
-    assert measure(store, "speedup", theirs="stateless", column="wire_bytes_per_token").value == pytest.approx(100.0)
 
 
 def staged(ours, theirs=1.0, phase="warmed"):
@@ -271,11 +214,6 @@ def test_a_metric_of_a_trial_is_compared_by_seed_or_taken_as_it_is():
     assert (found.value, found.ci_low, found.ci_high, found.n_unit) == (0.8, 0.7, 0.9, "turns")
 
 
-def test_a_turn_that_nobody_has_is_named():
-    with pytest.raises(MissingSeries, match="no conversation has ttft_ms at turn 9 in both"):
-        measure(both(), "speedup", theirs="stateless", turn=9)
-
-
 @pytest.mark.parametrize(
     ("curve", "expected"),
     [
@@ -311,12 +249,6 @@ def test_throughput_at_latency_is_read_between_rates():
         measure(store, "throughput_at_latency_ratio", theirs="stateless", over=axis, limit=900.0)
 
 
-def test_throughput_at_latency_needs_rates():
-    store = both(metrics={"pensieve": lambda s: {"throughput_req_s": 1.0, "normalized_latency_ms_p90": 1.0}})
-    with pytest.raises(MissingSeries, match="request_rate is not set to a number"):
-        measure(store, "throughput_at_latency_ratio", theirs="stateless", over="workload.request_rate", limit=1.0)
-
-
 # Claims against whole sweeps, and the table they end up in.
 
 TEN_MS, THIRTY_MS = talk(10.0, 10.0), talk(30.0, 30.0)
@@ -349,23 +281,12 @@ def test_a_baseline_that_is_not_there_is_named():
     )
 
 
-def test_the_first_baseline_that_is_there_is_taken():
-    store = sweep({"pensieve": TEN_MS, "gpu_only": talk(11.0, 11.0), "stateless": THIRTY_MS})
-    [one] = judge_sweep(store, 1, [claim(against=["vllm", "stateless", "gpu_only"])])
-    assert (one.ours, one.theirs, one.measured.value) == ("pensieve", "stateless", pytest.approx(3.0))
-    assert len(one.measured.trial_ids) == 10
-
-
 def test_a_condition_that_differs_leaves_the_measurement_to_be_seen():
     store = sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS})
     [one] = judge_sweep(store, 1, [claim(conditions={"model": ["opt_13b"]})])
     assert (one.judgement.verdict, one.measured.value) == ("not comparable", pytest.approx(3.0))
     assert "model is tiny here, claimed for opt_13b" in one.judgement.why
-
-
-def test_another_workload_is_another_question():
-    store = sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS})
-    [one] = judge_sweep(store, 1, [claim(conditions={"workload": ["hotness"]})])
+    [one] = judge_sweep(store, 1, [claim(conditions={"workload": ["hotness"]})])  # is another question
     assert (one.judgement.verdict, one.measured) == ("not comparable", None)
 
 
@@ -379,12 +300,7 @@ def test_of_several_workloads_those_that_the_claim_is_about_are_taken():
 
 @pytest.mark.parametrize(
     ("changed", "clause"),
-    [
-        ({"simulated": True}, "the sweep holds simulated and real trials"),
-        ({"code_hash": "other"}, "different versions of the code"),
-        ({"weights": "hub"}, "random and trained weights"),
-        ({"contended": True}, "shared their device with others"),
-    ],
+    [({"code_hash": "other"}, "different versions of the code"), ({"contended": True}, "shared their device")],
 )
 def test_trials_that_must_not_stand_beside_each_other(changed, clause):
     store = sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS}, seeds=2)
@@ -457,15 +373,13 @@ def measured(low, high, value=None, seeds=3, n=18):
 @pytest.mark.parametrize(
     ("bounds", "low", "high", "verdict", "word"),
     [
-        (RANGE, 1.6, 2.4, "holds", "within"),
         (RANGE, 1.5, 2.5, "holds", "within"),
+        (RANGE, 2.0, 2.0, "holds", "within"),
         (RANGE, 2.6, 3.0, "fails", "above"),
         (RANGE, 1.0, 1.4, "fails", "below"),
         (RANGE, 1.4, 1.6, "inconclusive", "across"),
-        (RANGE, 2.4, 2.6, "inconclusive", "across"),
         (RANGE, 1.0, 3.0, "inconclusive", "across"),
         (ABOVE, 2.0, 9.0, "holds", "within"),
-        (ABOVE, 2.1, 1e9, "holds", "within"),
         (ABOVE, 1.0, 1.9, "fails", "below"),
         (ABOVE, 1.9, 2.1, "inconclusive", "across"),
         (BELOW, -0.5, 1.0, "holds", "within"),
@@ -479,37 +393,13 @@ def test_a_claim_holds_or_fails_only_where_the_whole_interval_does(bounds, low, 
     assert word in found.why
 
 
-def test_the_value_itself_decides_nothing():
-    assert judge(RANGE, measured(1.0, 3.0, value=2.0), []).verdict == "inconclusive"
-
-
-def test_an_interval_of_no_width_is_an_interval():
-    assert judge(RANGE, measured(2.0, 2.0), []).verdict == "holds"
-
-
-def test_too_few_seeds_are_inconclusive_whatever_the_interval():
-    found = judge(RANGE, measured(1.9, 2.0, seeds=1), [], fewest_seeds=3)
-    assert (found.verdict, found.why) == ("inconclusive", "one seed, and 3 are needed")
-    assert judge(RANGE, measured(1.9, 2.0, seeds=3), [], fewest_seeds=3).verdict == "holds"
-
-
-def test_no_interval_is_inconclusive_and_says_how_much_there_was():
-    found = judge(RANGE, measured(None, None, value=2.0, n=4), [])
-    assert found.verdict == "inconclusive"
-    assert "n = 4 conversations, 3 seeds" in found.why
-
-
-def test_a_difference_in_conditions_comes_before_everything():
-    found = judge(RANGE, measured(1.9, 2.0), ["model is tiny here", "workload is chat here"])
-    assert found.verdict == "not comparable"
-    assert found.why == "model is tiny here; workload is chat here"
-
-
-@pytest.mark.parametrize("nothing", [None, measured(1.0, 2.0, value=math.nan), measured(1.0, 2.0, value=math.inf)])
-def test_without_a_value_nothing_is_comparable(nothing):
-    assert judge(RANGE, nothing, []).verdict == "not comparable"
-
-
-def test_bounds_that_nothing_could_contradict_are_our_bug():
-    with pytest.raises(AssertionError):
-        Bounds(None, None, 1.0, "")
+def test_what_comes_before_the_interval():
+    few = measured(1.9, 2.0, seeds=1)
+    assert judge(RANGE, few, [], fewest_seeds=3).why == "one seed, and 3 are needed"
+    assert judge(RANGE, few, [], fewest_seeds=1).verdict == "holds"
+    bare = judge(RANGE, measured(None, None, value=2.0, n=4), [])
+    assert (bare.verdict, "n = 4 conversations, 3 seeds" in bare.why) == ("inconclusive", True)
+    unlike = judge(RANGE, few, ["model is tiny here", "workload is chat here"], fewest_seeds=3)
+    assert (unlike.verdict, unlike.why) == ("not comparable", "model is tiny here; workload is chat here")
+    for nothing in (None, measured(1.0, 2.0, value=math.nan), measured(1.0, 2.0, value=math.inf)):
+        assert judge(RANGE, nothing, []).verdict == "not comparable"

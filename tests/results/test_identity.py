@@ -39,18 +39,13 @@ CONFIG: dict[str, Any] = {
 @pytest.mark.parametrize(
     "changed",
     [
-        {"tracking": {"mlflow": False}},
-        {"hydra": {}},
-        {"force": True},
-        {"resume": "config"},
-        {"trial": {"retries": 3}},
-        {"experiment_name": "other"},
-        {"slo": {"ttft_ms": 200.0}},
+        {"tracking": {"mlflow": False}, "hydra": {}, "force": True, "resume": "config", "trial": {"retries": 3}},
+        {"experiment_name": "other", "slo": {"ttft_ms": 200.0}},
         {"hardware": {"name": "cpu", "source": "another data sheet"}},
     ],
 )
 def test_how_a_trial_is_run_and_kept_is_not_its_identity(changed: dict[str, Any]) -> None:
-    assert config_hash({**CONFIG, **changed}) == config_hash(CONFIG)
+    assert config_hash({**changed, **dict(reversed(CONFIG.items())), **changed}) == config_hash(CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +72,6 @@ def test_a_number_is_its_value_however_it_is_written() -> None:
     key = sweep_key(["workload.pressure=3"], {"workload.users": "2,30", "cache.gpu": "4GiB,1.5GiB"})
     assert key == sweep_key(["workload.pressure=3.0"], {"workload.users": "2.0,3e1", "cache.gpu": "4GiB,1.5GiB"})
     assert key != sweep_key(["workload.pressure=3.5"], {"workload.users": "2,30", "cache.gpu": "4GiB,1.5GiB"})
-
-
-def test_order_of_fields_does_not_matter() -> None:
-    assert config_hash(dict(reversed(CONFIG.items()))) == config_hash(CONFIG)
 
 
 def test_an_input_file_counts_by_its_content(tmp_path: Path) -> None:
@@ -182,17 +173,6 @@ def test_a_sweep_is_what_its_jobs_come_to(tmp_path: Path) -> None:
     assert key(users=4) != before  # the overlay was edited
     trace.write_text("two")
     assert key() != before
-
-
-def test_a_tokenizer_in_a_folder_counts_by_its_content(tmp_path: Path) -> None:
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text("{}")
-    config = {"model": {"tokenizer": str(folder)}}
-    before = config_hash(config)
-    (folder / "tokenizer.json").write_text('{"version": 1}')
-    assert config_hash(config) != before
-    assert list(input_files(config)) == ["model.tokenizer"]
 
 
 def test_one_line_says_what_changed() -> None:
