@@ -50,6 +50,12 @@ def _series(name: str, unit: str = "ms", per_conversation: bool = False) -> Iter
         yield replace(whole, name=f"{name}_{suffix}", per_conversation=per_conversation and suffix == "mean")
 
 
+def _metrics(unit: str, better: Better, *names: str, support: Support = NONNEGATIVE) -> Iterator[Metric]:
+    return (Metric(name, unit, better, support) for name in names)
+
+
+_ABOVE_MINUS_ALL = Support(-100.0, math.inf)
+_BYTES = ("h2d_bytes", "d2h_bytes", "sent_bytes", "received_bytes")
 _ALL = (
     # Times of turns
     *_series("ttft_ms", per_conversation=True),
@@ -61,111 +67,66 @@ _ALL = (
     *_series("warmup_ms"),
     *_series("total_ms"),
     *_series("per_token_ms", "ms/token"),
-    Metric("ttft_degradation_pct", "%", "lower", Support(-100.0, math.inf)),
-    Metric("stream_overhead_ms", "ms", "lower", REAL),
-    Metric("send_lag_ms_p99", "ms", "lower"),
+    *_metrics("ms", "lower", "send_lag_ms_p99"),
+    *_metrics("ms", "lower", "stream_overhead_ms", support=REAL),
+    *_metrics("%", "lower", "ttft_degradation_pct", support=_ABOVE_MINUS_ALL),
     # Rates of work
-    Metric("throughput_req_s", "requests/s", "higher"),
-    Metric("throughput_output_tok_s", "tokens/s", "higher"),
-    Metric("throughput_total_tok_s", "tokens/s", "higher"),
-    Metric("makespan_output_tok_s", "tokens/s", "higher"),
-    Metric("goodput_req_s", "requests/s", "higher"),
-    Metric("slo_attainment", "share", "higher", SHARE),
+    *_metrics("requests/s", "higher", "throughput_req_s", "goodput_req_s"),
+    *_metrics("tokens/s", "higher", "throughput_output_tok_s", "throughput_total_tok_s", "makespan_output_tok_s"),
+    *_metrics("share", "higher", "slo_attainment", support=SHARE),
     # Where history was found
-    Metric("gpu_hit_rate", "share", "higher", SHARE),
-    Metric("cpu_hit_rate", "share", "higher", SHARE),
-    Metric("disk_hit_rate", "share", "higher", SHARE),
-    Metric("prompt_hit_rate", "share", "higher", SHARE),
-    Metric("miss_rate", "share", "lower", SHARE),
-    Metric("bound_hit_rate", "share", "higher", SHARE),
-    Metric("bound_prompt_hit_rate", "share", "higher", SHARE),
-    Metric("bound_recomputed_s", "s", "lower"),
-    # Work of the cache and of the scheduler
-    Metric("recomputed_tokens", "tokens", "lower"),
-    Metric("recomputed_s", "s", "lower"),
-    Metric("swapped_in_bytes", "bytes", "lower"),
-    Metric("swapped_out_bytes", "bytes", "lower"),
-    Metric("evicted_chunks", "chunks", "lower"),
-    Metric("dropped_chunks", "chunks", "lower"),
-    Metric("suspended_requests", "requests", "lower"),
-    Metric("deferred_requests", "requests", "lower"),
-    Metric("restarted_requests", "requests", "lower"),
-    Metric("moved_turns", "turns", "none"),
-    Metric("migrated_turns", "turns", "none"),
-    Metric("replica_failures", "failures", "none"),  # the configuration decides how many
-    *(
-        metric
-        for name in ("h2d_bytes", "d2h_bytes", "sent_bytes", "received_bytes")
-        for metric in (Metric(name, "bytes", "lower"), Metric(f"{name}_per_token", "bytes/token", "lower"))
-    ),
-    Metric("wire_bytes_per_token", "bytes/token", "lower"),
-    Metric("schedule_ms_mean", "ms", "lower"),
-    Metric("plan_bytes_mean", "bytes", "lower"),
-    Metric("plan_ms_mean", "ms", "lower"),
-    Metric("held_gib_s", "GiB s", "lower"),
-    Metric("held_idle_gib_s", "GiB s", "lower"),
-    Metric("saved_s", "s", "higher"),
-    Metric("prefill_s", "s", "lower"),
+    *_metrics("share", "higher", "gpu_hit_rate", "cpu_hit_rate", "disk_hit_rate", "prompt_hit_rate", support=SHARE),
+    *_metrics("share", "higher", "bound_hit_rate", "bound_prompt_hit_rate", support=SHARE),
+    *_metrics("share", "lower", "miss_rate", support=SHARE),
+    # Work of the cache and of the scheduler; the configuration decides how many replicas fail
+    *_metrics("s", "lower", "bound_recomputed_s", "recomputed_s", "prefill_s"),
+    *_metrics("s", "higher", "saved_s"),
+    *_metrics("tokens", "lower", "recomputed_tokens"),
+    *_metrics("bytes", "lower", "swapped_in_bytes", "swapped_out_bytes", "plan_bytes_mean", *_BYTES),
+    *_metrics("bytes/token", "lower", "wire_bytes_per_token", *(f"{name}_per_token" for name in _BYTES)),
+    *_metrics("chunks", "lower", "evicted_chunks", "dropped_chunks"),
+    *_metrics("requests", "lower", "suspended_requests", "deferred_requests", "restarted_requests"),
+    *_metrics("turns", "none", "moved_turns", "migrated_turns"),
+    *_metrics("failures", "none", "replica_failures"),
+    *_metrics("ms", "lower", "schedule_ms_mean", "plan_ms_mean"),
+    *_metrics("GiB s", "lower", "held_gib_s", "held_idle_gib_s"),
     # Turns
-    Metric("turns", "turns", "none"),  # by status
-    Metric("oom_turns", "turns", "lower"),
+    *_metrics("turns", "none", "turns"),  # by status
+    *_metrics("turns", "lower", "oom_turns"),
     # Start
-    Metric("load_s", "s", "lower"),
-    Metric("engine_warmup_ms", "ms", "lower"),
-    Metric("process_load_ms_mean", "ms", "lower"),
-    Metric("process_start_ms_mean", "ms", "lower"),
+    *_metrics("s", "lower", "load_s"),
+    *_metrics("ms", "lower", "engine_warmup_ms", "process_load_ms_mean", "process_start_ms_mean"),
     # The device
-    Metric("gpu_util_pct", "%", "none", PERCENT),
-    Metric("gpu_mem_util_pct", "%", "none", PERCENT),
-    Metric("cpu_util_pct", "%", "none", PERCENT),
-    Metric("power_w", "W", "lower"),
-    Metric("energy_j_per_token", "J/token", "lower"),
-    Metric("device_peak_bytes", "bytes", "lower"),
-    Metric("allocator_peak_bytes", "bytes", "lower"),
-    Metric("processes_peak_bytes", "bytes", "lower"),
-    Metric("memory_bw_gbps", "GB/s", "none"),
-    Metric("sampling_cost_pct", "%", "lower"),
+    *_metrics("%", "none", "gpu_util_pct", "gpu_mem_util_pct", "cpu_util_pct", support=PERCENT),
+    *_metrics("W", "lower", "power_w"),
+    *_metrics("J/token", "lower", "energy_j_per_token"),
+    *_metrics("bytes", "lower", "device_peak_bytes", "allocator_peak_bytes", "processes_peak_bytes"),
+    *_metrics("GB/s", "none", "memory_bw_gbps"),
+    *_metrics("%", "lower", "sampling_cost_pct"),
     # How far a simulation is from what it simulates
-    Metric("cost_model_error_pct", "%", "none", Support(-100.0, math.inf)),
-    Metric("real_ms", "ms", "none"),
-    Metric("simulated_ms", "ms", "none"),
-    Metric("real_tok_s", "tokens/s", "none"),
-    Metric("simulated_tok_s", "tokens/s", "none"),
-    Metric("fidelity_error_pct", "%", "none", Support(-100.0, math.inf)),
-    Metric("fidelity_at_once_error_pct", "%", "none", Support(-100.0, math.inf)),
-    Metric("fidelity_limit_pct", "%", "none"),
-    Metric("fidelity_left_out", "requests", "lower"),
-    Metric("fidelity_waiting_pct", "%", "none", PERCENT),
-    # Benchmarks
-    Metric("time_ms", "ms", "lower"),
-    Metric("step_ms", "ms", "lower"),
-    Metric("prefill_ms", "ms", "lower"),
-    Metric("restore_ms", "ms", "lower"),
-    Metric("attention_ms", "ms", "lower"),
-    Metric("host_ms", "ms", "lower"),
-    Metric("transfer_ms", "ms", "lower"),
-    Metric("compute_ms", "ms", "lower"),
-    Metric("ttft_ms_p50_turn_", "ms", "lower"),  # with the turn's number
-    Metric("swap_in_gb_s", "GB/s", "higher"),
-    Metric("throughput_output_tok_s_at_equal_p90", "tok/s", "higher"),
-    Metric("agents_carried", "agents", "higher"),
-    Metric("refused_at", "agents", "higher"),
-    Metric("bound", "", "none"),  # 1 where the count of agents is no bound
-    Metric("speedup", "x", "higher"),
-    Metric("times_stateless", "x", "higher"),
-    Metric("several_over_one", "x", "lower"),
-    Metric("ratio_of_best", "x", "lower"),
-    Metric("q1", "x", "lower"),
-    Metric("q3", "x", "lower"),
-    Metric("roofline_ratio", "x", "none"),
-    Metric("recompute_over_profile", "x", "none"),
-    Metric("recomputed_chunks", "chunks", "none"),
-    Metric("overlap_pct", "%", "higher", REAL),
-    Metric("saving_pct", "%", "higher", REAL),
-    Metric("predicted_saving_pct", "%", "none", REAL),
-    Metric("slower_pct", "%", "lower", REAL),
-    Metric("gpu_idle_pct", "%", "lower", PERCENT),
-    Metric("matrix_rate_pct", "%", "higher"),
+    *_metrics("%", "none", "cost_model_error_pct", support=_ABOVE_MINUS_ALL),
+    *_metrics("%", "none", "fidelity_error_pct", "fidelity_at_once_error_pct", support=_ABOVE_MINUS_ALL),
+    *_metrics("ms", "none", "real_ms", "simulated_ms"),
+    *_metrics("tokens/s", "none", "real_tok_s", "simulated_tok_s"),
+    *_metrics("%", "none", "fidelity_limit_pct"),
+    *_metrics("%", "none", "fidelity_waiting_pct", support=PERCENT),
+    *_metrics("requests", "lower", "fidelity_left_out"),
+    # Benchmarks; ttft_ms_p50_turn_ stands before the turn's number, bound is 1 where the count of agents is no bound
+    *_metrics("ms", "lower", "time_ms", "step_ms", "prefill_ms", "restore_ms", "attention_ms", "host_ms"),
+    *_metrics("ms", "lower", "transfer_ms", "compute_ms", "ttft_ms_p50_turn_"),
+    *_metrics("GB/s", "higher", "swap_in_gb_s"),
+    *_metrics("tok/s", "higher", "throughput_output_tok_s_at_equal_p90"),
+    *_metrics("agents", "higher", "agents_carried", "refused_at"),
+    *_metrics("", "none", "bound"),
+    *_metrics("x", "higher", "speedup", "times_stateless"),
+    *_metrics("x", "lower", "several_over_one", "ratio_of_best", "q1", "q3"),
+    *_metrics("x", "none", "roofline_ratio", "recompute_over_profile"),
+    *_metrics("chunks", "none", "recomputed_chunks"),
+    *_metrics("%", "higher", "overlap_pct", "saving_pct", support=REAL),
+    *_metrics("%", "none", "predicted_saving_pct", support=REAL),
+    *_metrics("%", "lower", "slower_pct", support=REAL),
+    *_metrics("%", "lower", "gpu_idle_pct", support=PERCENT),
+    *_metrics("%", "higher", "matrix_rate_pct"),
 )
 
 METRICS = {metric.name: metric for metric in _ALL}
