@@ -46,13 +46,6 @@ def test_estimates_are_of_all_values_whatever_group_they_are_in():
     assert (rate.value, rate.n, rate.groups) == (0.5, 12, 2)
 
 
-def test_one_group_has_no_interval():
-    assert estimate_mean({"a": [1.0, 2.0]}).ci_low is None
-    assert estimate_percentiles({"a": [1.0, 2.0]}, [0.5])[0].ci_high is None
-    assert estimate_rate({"a": (1.0, 2.0)}).ci_low is None
-    assert paired_ratio({(0, "a"): 1.0}, {(0, "a"): 2.0}).ci_low is None
-
-
 def test_equal_data_gives_equal_intervals_and_more_data_narrower_ones():
     rng = np.random.default_rng(5)
     few = {str(index): list(rng.normal(10, 2, 4)) for index in range(8)}
@@ -319,14 +312,6 @@ def test_seeds_that_differ_widen_an_interval_that_sessions_alone_would_not():
         widths.append(estimate.ci_high - estimate.ci_low)
         assert (estimate.n, estimate.groups) == (120, 6)
     assert widths[1] > 2 * widths[0]
-
-
-def test_percentiles_by_seed_of_one_value_a_session_are_those_of_sessions():
-    rng = np.random.default_rng(3)
-    values = {(seed, f"s{i}"): float(rng.normal(seed)) for seed in range(4) for i in range(7)}
-    one = estimate_percentile_by_seed(values, 0.5)
-    [several] = estimate_percentiles_by_seed({key: [value] for key, value in values.items()}, [0.5])
-    assert several == one
 
 
 def test_percentiles_by_seed_take_turns_of_a_session_together():

@@ -40,11 +40,6 @@ def test_neighbours_in_both_tiers_are_one_piece(scattered: bool, pieces: int) ->
     assert clock.now_s() == pytest.approx(alone + pieces * MODEL.layers * 1e-3, rel=1e-6)
 
 
-def test_where_pieces_cost_nothing_their_number_changes_nothing() -> None:
-    cost = Roofline(MODEL, MACHINE, 4)
-    assert cost.transfer_s(4, to_gpu=False, runs=4) == cost.transfer_s(4, to_gpu=False)
-
-
 @pytest.mark.parametrize("run_blocks", [1.0, 1.5])
 def test_a_load_is_priced_by_single_blocks_which_is_too_long_by_no_more_than_its_runs_are(run_blocks: float) -> None:
     """Runs of 1.0 to 1.5 blocks were measured."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.sim.cost import MistakenCost, mistaken
+from pensieve.sim.cost import MistakenCost
 from pensieve.sim.roofline import Roofline
 from tests.composed import checked, replayed
 from tests.simulated import MACHINE, MODEL
@@ -32,10 +32,6 @@ def test_computing_is_priced_wrong_and_loading_right() -> None:
 def test_without_what_grows_with_context_all_chunks_cost_what_the_first_does() -> None:
     flat = MistakenCost(TRUE, compute=1.0, context=0.0, chunk_tokens=4)
     assert flat.recompute_s(4000) == TRUE.recompute_s(4) < TRUE.recompute_s(4000)
-
-
-def test_no_error_is_the_cost_model_itself() -> None:
-    assert mistaken(TRUE, 1.0, 1.0, 4) is TRUE
 
 
 def times(*overrides: str) -> list[tuple[str, int, float, float, int | None]]:

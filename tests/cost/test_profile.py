@@ -57,15 +57,6 @@ def check(profile: Profile, roofline: Roofline, tolerance: float = 0.1) -> None:
         assert profile.recompute_s(context) == pytest.approx(roofline.recompute_s(context), rel=tolerance), context
 
 
-@pytest.mark.parametrize("hardware", SIMULATED)
-def test_prefills_of_a_roofline_give_its_marginal_chunk_at_every_context(hardware: str) -> None:
-    roofline = roofline_of(hardware)
-    profile = prefills(roofline, CONTEXTS)
-    check(profile, roofline)
-    error = profile.largest_error_pct()
-    assert error is not None and error < 1
-
-
 @pytest.mark.parametrize("model", ["llama2_13b", "llama3_8b", "opt_13b"])
 @pytest.mark.parametrize("hardware", SIMULATED)
 def test_what_is_measured_gives_it_too(hardware: str, model: str) -> None:
@@ -100,12 +91,6 @@ def test_no_iteration_is_larger_than_memory_was_rehearsed_for(most: int) -> None
         assert profile.recompute_s(8192) == pytest.approx(32 * (1e-6 + 1e-10 * (2 * 8192 - 32)), rel=0.1)
 
 
-@pytest.mark.parametrize("hardware", ["sim_a100_80g", "sim_gtx1650"])
-def test_where_no_prefill_is_bound_by_weights_the_old_range_stays_exact(hardware: str) -> None:
-    roofline = roofline_of(hardware)
-    check(prefills(roofline, [128, 256, 512, 1024]), roofline, tolerance=1e-3)
-
-
 @pytest.mark.parametrize("quadratic", [QUADRATIC, 100 * QUADRATIC])
 def test_attention_is_not_read_as_a_hinge(quadratic: float) -> None:
     """The other way round: a curve that bends by attention alone, slightly and from the first lengths on."""
@@ -113,27 +98,6 @@ def test_attention_is_not_read_as_a_hinge(quadratic: float) -> None:
     assert profile.terms.attention_s == pytest.approx(quadratic, rel=1e-3)
     assert profile.terms.linear_s == pytest.approx(LINEAR, rel=1e-3)
     assert profile.weights_s() <= 32 * LINEAR * 1.001, "no length that was measured lies below the hinge"
-
-
-def test_cost_recovers_the_marginal_chunk_from_the_prefill_curve() -> None:
-    profile = measure(polynomial, 32, 2048, {})
-    for context in (512, 1024, 1400):
-        exact = prefill(context) - prefill(context - 32)
-        assert profile.recompute_s(context) == pytest.approx(exact, rel=1e-3)
-    assert profile.recompute_s(32) < profile.recompute_s(1024) < profile.recompute_s(1536) < profile.recompute_s(3000)
-
-
-def test_noise_leaves_a_positive_non_decreasing_cost() -> None:
-    rng = random.Random(0)
-    for _ in range(50):
-        noisy = Profile(
-            32, {length: prefill(length) * rng.uniform(1, 3) for length in (128, 256, 512, 1024, 2048)}, 0.0, {}
-        )
-        costs = [noisy.recompute_s(context) for context in range(32, 4096, 32)]
-        assert costs == sorted(costs)
-        assert costs[0] > 0
-        at_1024 = prefill(1024) - prefill(992)
-        assert at_1024 / 2 < noisy.recompute_s(1024) < 4 * at_1024
 
 
 @pytest.mark.parametrize("hardware", SIMULATED)

@@ -70,23 +70,6 @@ def test_conversations_arrive_by_a_poisson_process_and_wait_inside():
     assert sum(thoughts) / len(thoughts) == pytest.approx(3.0, rel=0.08)
 
 
-def test_thoughts_depend_on_the_seed_and_not_on_the_system():
-    def gaps(service_s, seed=0):
-        sent = measured(drive(playback(TALKS, Poisson(1.0), seed), service_s))
-        at = dict(zip(keys(sent), (one.at_s for one in sent), strict=True))
-        return {key: at[key] - at[key[0], key[1] - 1] - service_s for key in at if key[1] > 1}
-
-    assert gaps(0.1) == pytest.approx(gaps(9.0))
-    assert gaps(0.1) != pytest.approx(gaps(0.1, seed=1))
-
-
-def test_users_have_one_conversation_each_at_a_time():
-    workload = playback(TALKS, 3, pause_s=0.0)
-    system = ScriptedSystem()
-    replay(system, workload)
-    assert system.most_in_flight == 3
-
-
 def test_outputs_and_deadlines():
     assert {type(one.request.output) for one in drive(playback(TIMED, Recorded()))} == {Length}
     assert {type(one.request.output) for one in drive(playback(TIMED, Recorded(), free=True))} == {Free}

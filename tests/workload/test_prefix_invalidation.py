@@ -3,14 +3,11 @@ from itertools import pairwise
 
 import pytest
 
-from pensieve.lab.metrics import Measurement, summarise
+from pensieve.lab.metrics import summarise
 from pensieve.lab.replay import replay
-from pensieve.lab.workload.cache_state import check_start
 from pensieve.lab.workload.prefix_invalidation import PrefixInvalidationWorkload
-from pensieve.plugins.caches.stateless import StatelessCache
 from tests.composed import replayed
 from tests.scripted import Latency, ScriptedSystem, context
-from tests.simulated import make_engine
 from tests.workload.dry import drive
 
 
@@ -84,42 +81,6 @@ def test_scripted_hits_and_misses_give_the_difference_back():
     assert found["warmup_ms_mean", "miss"].value == pytest.approx(353.5, abs=1e-6)
     window = record.measurement
     assert window.measure_end_s - window.measure_start_s > 3.0, "later warm-ups do not cut the window short"
-
-
-def serve(engine, workload):
-    """The turns of the workload on a real engine over a simulated worker, one request at a time."""
-    turns, waiting = [], list(workload.start())
-    while waiting:
-        arrival = waiting.pop(0)
-        arrival.request.intended_s = engine.clock.now_s()
-        engine.submit(arrival.request)
-        turn = None
-        while turn is None:
-            turn = next((event.turn for event in engine.step(None) if event.turn), None)
-            engine.cache.check()
-        turns.append(turn)
-        waiting += workload.on_finished(turn)
-    return turns
-
-
-@pytest.mark.parametrize("cache", [None, StatelessCache])
-def test_a_miss_counts_b_as_recomputed_and_a_hit_all_that_was_warmed(cache):
-    fields = {} if cache is None else {"cache": cache}
-    engine = make_engine(gpu_blocks=40, **fields)
-    workload = PrefixInvalidationWorkload(
-        context(max_context=4096), blocks="16/8", query_tokens=4, new_tokens=3, rounds=1, stream="yes", discard=0
-    )
-    plan = workload.describe()
-    turns = serve(engine, workload)
-    by_phase = {turn.phase: turn for turn in turns}
-    miss, hit = by_phase["miss"], by_phase["hit"]
-    assert (miss.history_tokens, miss.recomputed_tokens, miss.new_tokens) == (8, 8, 4)
-    assert (hit.history_tokens, hit.new_tokens) == (24, 4)
-    assert hit.gpu_hit_tokens == (24 if cache is None else 0)
-    check_start(plan, turns)
-    found = {(m.name, m.label): m.value for m in summarise(Measurement(turns, 0.0, 1.0, 0.0, 1.0))}
-    assert found["miss_rate", "miss"] == 1.0
-    assert found["gpu_hit_rate", "hit"] == (1.0 if cache is None else 0.0)
 
 
 def test_counts_are_those_of_the_measured_turns_alone():

@@ -65,13 +65,6 @@ def test_synthetic_conversations_are_called_so():
         assert facts["rule"].startswith("Synthetic, not")
 
 
-def test_conversations_arrive_at_the_request_rate_over_the_mean_turns():
-    facts = sharegpt_workload(context(), conversations=300, request_rate=2.0).describe().facts
-    assert facts["request_rate_per_s"] == 2.0
-    assert facts["conversation_rate_per_s"] == pytest.approx(2.0 / facts["mean_turns"], rel=1e-3)
-    assert facts["arrival_s_mean"] == pytest.approx(facts["mean_turns"] / 2.0, rel=1e-3)
-
-
 def test_in_steady_state_requests_come_at_the_request_rate():
     workload = sharegpt_workload(
         context(), conversations=500, request_rate=5.0, think_time_s=2.0, max_turns=12, max_new_tokens=8
@@ -200,17 +193,7 @@ def test_min_turns_lengthens_all():
     assert mean(turns) == pytest.approx(9 + SHAREGPT.turns, rel=0.06)
 
 
-def test_the_rule_calls_it_synthetic():
-    assert draw(ULTRACHAT, 1, 0).rule.startswith("Synthetic, not UltraChat's")
-
-
 ROWS = [{"id": "a", "data": ["Hi", "Hello"]}, {"id": "b", "other": 1}]
-
-
-def test_without_the_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(EngineMissing, match=r"owner/set is no file here.*pip install datasets"):
-        load_from_hub("owner/set", "train", "fail")
 
 
 def test_rows_are_read_like_entries_of_a_file(monkeypatch):

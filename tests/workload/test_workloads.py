@@ -8,13 +8,11 @@ import pytest
 
 from pensieve.core.hint import Hint
 from pensieve.errors import ConfigError
-from pensieve.lab.metrics import summarise
-from pensieve.lab.replay import replay
 from pensieve.lab.workload.agents import AgentsWorkload
 from pensieve.lab.workload.decode import DecodeWorkload
 from pensieve.lab.workload.hotness import HotnessWorkload, class_of
 from pensieve.lab.workload.rounds import RoundsWorkload
-from tests.scripted import Latency, ScriptedSystem, context
+from tests.scripted import context
 from tests.workload.dry import drive, measured, most_at_once
 
 
@@ -28,17 +26,6 @@ def test_one_prompt_of_72_tokens_thirty_times_one_at_a_time():
     assert {a.request.output.tokens for a in arrivals} == {50}
     assert [a.request.phase for a in arrivals] == ["warmup"] * 5 + ["throughput"] * 25
     assert len({a.request.session for a in arrivals}) == 30
-
-
-def test_total_and_per_token_time_leave_the_discarded_ones_out():
-    system = ScriptedSystem(lambda request: Latency(queue=0, first=500 if request.iteration < 5 else 30, gap=10))
-    record = replay(system, DecodeWorkload(context(), new_tokens=8))
-    found = {(m.name, m.label): m for m in summarise(record.measurement, system.start())}
-    assert found["total_ms_mean", ""].value == pytest.approx(100.0, abs=1e-6)
-    assert found["total_ms_mean", ""].n == 25
-    assert found["per_token_ms_p50", ""].value == pytest.approx(12.5, abs=1e-6)
-    assert found["throughput_output_tok_s", "throughput"].value == pytest.approx(80.0)
-    assert found["warmup_ms_mean", ""].value == pytest.approx(570.0)
 
 
 def test_a_prompt_file_is_used_whole(tmp_path):
@@ -148,17 +135,6 @@ def test_no_more_requests_are_in_flight_than_there_are_users_who_warm_up_at_once
     assert {a.at_s for a in warm} == {0.0} and {a.request.label for a in warm} == {""}
 
 
-def test_time_to_first_token_comes_labelled_by_class():
-    slow = {"hot": 20, "warm": 50, "cold": 130, "": 5}
-    system = ScriptedSystem(lambda request: Latency(queue=0, first=slow[request.label], gap=1))
-    record = replay(system, HotnessWorkload(context(), turns=3))
-    found = {(m.name, m.label): m for m in summarise(record.measurement, system.start())}
-    assert record.load == "closed"
-    for label in ("hot", "warm", "cold"):
-        assert found["ttft_ms_mean", label].value == pytest.approx(slow[label], abs=1.0)
-        assert found["latency_ms_p50", label].value == pytest.approx(slow[label] + 11, abs=1.0)
-
-
 def test_each_agent_reasons_acts_and_reflects():
     arrivals = drive(AgentsWorkload(context(), agents=3, steps=2, act_s=10.0, reason_tokens=20, observation_tokens=6))
     for agent in range(3):
@@ -173,16 +149,6 @@ def test_each_agent_reasons_acts_and_reflects():
         assert all(9.0 <= seconds <= 11.0 for seconds in acted)
         assert turns[2].at_s == pytest.approx(turns[1].at_s + 1.0)
         assert turns[0].at_s == 2.0, "all at once, after as many have warmed up"
-
-
-def test_latency_comes_labelled_by_stage_and_acting_is_not_part_of_it():
-    system = ScriptedSystem(lambda request: Latency(queue=0, first=70 if request.phase == "reason" else 15, gap=2))
-    record = replay(system, AgentsWorkload(context(), agents=4, reason_output=6, reflect_output=3))
-    found = {(m.name, m.label): m for m in summarise(record.measurement, system.start())}
-    assert found["latency_ms_p50", "reason"].value == pytest.approx(80, abs=1.0)
-    assert found["latency_ms_p99", "reflect"].value == pytest.approx(19, abs=1.0)
-    assert found["oom_turns", ""].value == 0
-    assert record.measurement.ended_s > 25, "three acts of ten seconds"
 
 
 def test_iterations_that_are_all_discarded_are_refused_by_the_values_typed():
