@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import count
 
 from pensieve.core.hint import Hint
-from pensieve.core.request import Length, Request, Sampling
-from pensieve.lab.workload.base import Arrival, Following, WorkloadContext, WorkloadPlan
+from pensieve.core.request import Length
+from pensieve.lab.workload.base import Arrival, Asking, Following, WorkloadContext, WorkloadPlan
 from pensieve.lab.workload.chance import uniform
 from pensieve.lab.workload.fields import Count, NotNegative, Positive, within_memory
 from pensieve.lab.workload.prose import prose
@@ -18,7 +17,7 @@ STAGES = ("reason", "reflect")
 ACT_SPREAD = 0.2
 
 
-class AgentsWorkload:
+class AgentsWorkload(Asking):
     """N agents on one engine (load "closed"), each a conversation that goes through `steps` rounds of three stages.
 
     Reason sends a prompt; Act waits for the world, `act_s` seconds give or take a tenth, and asks the model nothing;
@@ -48,12 +47,11 @@ class AgentsWorkload:
     ) -> None:
         self._prompts = {"reason": reason_tokens, "reflect": observation_tokens}
         self._outputs = {"reason": reason_output, "reflect": reflect_output}
-        self._context = context
+        super().__init__(context, timeout_s)
         tokens = steps * (sum(self._prompts.values()) + sum(self._outputs.values()))
         within_memory("agents", agents, 2 * steps, tokens, context.memory_bytes)
-        self._agents, self._act_s, self._steps, self._timeout_s = agents, act_s, steps, timeout_s
+        self._agents, self._act_s, self._steps = agents, act_s, steps
         self._warming = agents
-        self._ids = count(1)
 
     def describe(self) -> WorkloadPlan:
         longest = self._steps * (sum(self._prompts.values()) + sum(self._outputs.values())) - 1
@@ -110,16 +108,6 @@ class AgentsWorkload:
 
     def _arrival(self, session: str, turn: int, at_s: float) -> Arrival:
         stage = STAGES[(turn - 1) % 2]
-        warming = session.startswith("warmup-")
-        request = Request(
-            id=next(self._ids),
-            session=session,
-            turn=turn,
-            prompt=prose(self._context, self._prompts[stage], session, turn),
-            output=Length(self._outputs[stage]),
-            sampling=Sampling(seed=self._context.seed),
-            phase="warmup" if warming else stage,
-            label="" if warming else stage,
-            hint=self._hint(turn),
-        )
-        return Arrival.by(at_s, request, self._timeout_s)
+        prompt, output = prose(self._context, self._prompts[stage], session, turn), Length(self._outputs[stage])
+        phase, label = ("warmup", "") if session.startswith("warmup-") else (stage, stage)
+        return self._ask(at_s, session, turn, prompt, output, phase, label=label, hint=self._hint(turn))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Protocol, runtime_checkable
 
-from pensieve.core.request import Request, TokenArray, tokens_of
+from pensieve.core.request import Output, Request, Sampling, TokenArray, tokens_of
 from pensieve.serve.chat_template import ChatTemplate, user_line
 from pensieve.serve.record import TurnRecord
 
@@ -27,18 +28,6 @@ class Arrival:
     deadline_s: float | None = None
     prompt: Callable[[], TokenArray[int]] | None = None
     continues: bool = True
-
-    @classmethod
-    def by(
-        cls,
-        at_s: float,
-        request: Request,
-        timeout_s: float | None,
-        prompt: Callable[[], TokenArray[int]] | None = None,
-        continues: bool = True,
-    ) -> Arrival:
-        """timeout_s: it is cancelled this long after it was due; None: never."""
-        return cls(at_s, request, None if timeout_s is None else at_s + timeout_s, prompt, continues)
 
     def due(self, said: TokenArray[int] = _NOTHING) -> Request:
         """The request with its prompt. said: what stands of the conversation."""
@@ -158,6 +147,33 @@ class Workload(Protocol):
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
         """Called with every finished turn (also failed ones): think time, sleeps, warm-up barriers."""
         ...
+
+
+class Asking:
+    """What every workload here has: it makes its requests under ids of its own, and each is cancelled `timeout_s` after it
+    was due; None: never."""
+
+    def __init__(self, context: WorkloadContext, timeout_s: float | None) -> None:
+        self._context, self._timeout_s = context, timeout_s
+        self._ids = count(1)
+
+    def _ask(
+        self,
+        at_s: float,
+        session: str,
+        turn: int,
+        prompt: TokenArray[int] | Callable[[], TokenArray[int]],
+        output: Output,
+        phase: str,
+        *,
+        continues: bool = True,
+        **more: Any,
+    ) -> Arrival:
+        """prompt: or what builds it when the request is sent. continues: as of an Arrival. more: fields of the request."""
+        build, held = (prompt, _NOTHING[:]) if callable(prompt) else (None, prompt)
+        sampling = Sampling(seed=self._context.seed)
+        request = Request(next(self._ids), session, turn, held, output, sampling, phase=phase, **more)
+        return Arrival(at_s, request, None if self._timeout_s is None else at_s + self._timeout_s, build, continues)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import count
 from pathlib import Path
 
-from pensieve.core.request import Length, Request, Sampling, tokens_of
+from pensieve.core.request import Length, tokens_of
 from pensieve.errors import ConfigError
-from pensieve.lab.workload.base import Arrival, WorkloadContext, WorkloadPlan
+from pensieve.lab.workload.base import Arrival, Asking, WorkloadContext, WorkloadPlan
 from pensieve.lab.workload.fields import Count, Positive
 from pensieve.lab.workload.prose import prose
 from pensieve.serve.record import TurnRecord
 
 
-class DecodeWorkload:
+class DecodeWorkload(Asking):
     """The same prompt `iterations` times, one request at a time (load "closed"), each in a conversation of its own.
 
     prompt_tokens: its length. prompt_path: a text file to use instead, whole. new_tokens: of each output.
@@ -41,7 +40,7 @@ class DecodeWorkload:
                 f"workload.discard={discard} leaves none of workload.iterations={iterations} to measure; "
                 "raise iterations, or lower discard."
             )
-        self._context = context
+        super().__init__(context, timeout_s)
         self._prompt = (
             prose(context, prompt_tokens, "decode")
             if prompt_path is None
@@ -54,8 +53,6 @@ class DecodeWorkload:
                 f"{context.max_context}; use a shorter prompt or a smaller workload.new_tokens."
             )
         self._new_tokens, self._iterations, self._discard = new_tokens, iterations, discard
-        self._timeout_s = timeout_s
-        self._ids = count(1)
 
     def describe(self) -> WorkloadPlan:
         whole = len(self._prompt) + self._new_tokens - 1
@@ -83,17 +80,8 @@ class DecodeWorkload:
         return [self._arrival(following, turn.finished_s)] if following < self._iterations else []
 
     def _arrival(self, iteration: int, at_s: float) -> Arrival:
-        request = Request(
-            id=next(self._ids),
-            session=f"iteration-{iteration}",
-            turn=1,
-            prompt=self._prompt[:],
-            output=Length(self._new_tokens),
-            sampling=Sampling(seed=self._context.seed),
-            phase="warmup" if iteration < self._discard else "throughput",
-            iteration=iteration,
-        )
-        return Arrival.by(at_s, request, self._timeout_s)
+        phase, output = "warmup" if iteration < self._discard else "throughput", Length(self._new_tokens)
+        return self._ask(at_s, f"iteration-{iteration}", 1, self._prompt[:], output, phase, iteration=iteration)
 
 
 def _text(path: str) -> str:

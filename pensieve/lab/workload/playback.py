@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any
 
 from pensieve.core.hint import Hint
-from pensieve.core.request import Free, Length, Request, Sampling, TokenArray
+from pensieve.core.request import Free, Length, TokenArray
 from pensieve.lab.statistics import nearest_rank
-from pensieve.lab.workload.base import Arrival, Following, WorkloadContext, WorkloadPlan, said_end, unless_said
+from pensieve.lab.workload.base import Arrival, Asking, Following, WorkloadContext, WorkloadPlan, said_end, unless_said
 from pensieve.lab.workload.chance import exponential
 from pensieve.lab.workload.recording import Begun
 from pensieve.serve.record import TurnRecord
@@ -108,7 +107,7 @@ class Pauses:
         return recorded * self.scale if self.cap_s is None else min(recorded * self.scale, self.cap_s)
 
 
-class Playback:
+class Playback(Asking):
     """A workload of dialogues. Warm-up conversations run first, without a pause; when the last of them is over, the measured
     ones start.
 
@@ -139,9 +138,10 @@ class Playback:
     ) -> None:
         assert warmup and measured
         assert not first_user_ends or isinstance(arrivals, Users)
-        self._context, self._warmup, self._measured = context, warmup, measured
+        super().__init__(context, timeout_s)
+        self._warmup, self._measured = warmup, measured
         self._arrivals, self._pause_s = arrivals, pause_s
-        self._free, self._timeout_s, self._facts = free, timeout_s, facts
+        self._free, self._facts = free, facts
         self._first_user_ends, self._hints = first_user_ends, hints
         self._talks = {talk.session: talk for talk in (*warmup, *measured)}
         assert len(self._talks) == len(warmup) + len(measured), "two conversations have one name"
@@ -151,7 +151,6 @@ class Playback:
         self._share_of = {talk.session: share for share in self._shares for talk in share}
         self._next = {one.session: (then.session, 1) for share in shares for one, then in pairwise(share)}
         self._family = Family(measured)
-        self._ids = count(1)
 
     def describe(self) -> WorkloadPlan:
         warmup_turns = sum(talk.turns for talk in self._warmup)
@@ -235,19 +234,18 @@ class Playback:
 
     def _arrival(self, talk: Dialogue, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
         step = talk.steps[turn - 1]
-        request = Request(
-            id=next(self._ids),
-            session=talk.session,
-            turn=turn,
-            prompt=array("i"),
-            output=Free(step.reply) if self._free else Length(step.reply),
-            sampling=Sampling(seed=self._context.seed),
-            phase=talk.phase,
+        end = said_end(before) if step.continues else None
+        return self._ask(
+            at_s,
+            talk.session,
+            turn,
+            lambda: unless_said(step.build(), end),
+            Free(step.reply) if self._free else Length(step.reply),
+            talk.phase,
+            continues=step.continues,
             label=talk.label,
             hint=step.hint if self._hints else None,
         )
-        end = said_end(before) if step.continues else None
-        return Arrival.by(at_s, request, self._timeout_s, lambda: unless_said(step.build(), end), step.continues)
 
 
 class Family:

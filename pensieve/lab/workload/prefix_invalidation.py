@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pensieve.core.request import History, Length, Request, Sampling, TokenArray
+from pensieve.core.request import History, Length
 from pensieve.errors import ConfigError
-from pensieve.lab.workload.base import Arrival, WorkloadContext, WorkloadPlan
+from pensieve.lab.workload.base import Arrival, Asking, WorkloadContext, WorkloadPlan
 from pensieve.lab.workload.chance import shuffled
 from pensieve.lab.workload.fields import Count, NotNegative, Positive
 from pensieve.lab.workload.prose import prose
@@ -31,7 +30,7 @@ class _Case:
     warmup_only: bool = False
 
 
-class PrefixInvalidationWorkload:
+class PrefixInvalidationWorkload(Asking):
     """Blocks A and B and a query Q, one request at a time (load "closed").
 
     Each case is a conversation of its own with blocks of its own, and goes through four turns: [A, B] for one token (phase
@@ -71,10 +70,9 @@ class PrefixInvalidationWorkload:
                 f"workload.blocks={blocks} with query and output makes {longest} tokens, and the model's context is "
                 f"{context.max_context}; use shorter blocks."
             )
-        self._context = context
+        super().__init__(context, timeout_s)
         self._query_tokens, self._new_tokens = query_tokens, new_tokens
-        self._settle_s, self._timeout_s, self._stream = settle_s, timeout_s, stream
-        self._ids = count(1)
+        self._settle_s, self._stream = settle_s, stream
         self._cases = [
             *(_Case(f"discarded-{index}", -1 - index, "hit", True, warmup_only=True) for index in range(discard)),
             *(case for number in range(rounds) for case in self._round(number)),
@@ -125,31 +123,27 @@ class PrefixInvalidationWorkload:
         return [cases[place] for place in shuffled(len(cases), self._context.seed, "order", number)]
 
     def _arrival(self, case: _Case, turn: int, at_s: float) -> Arrival:
-        a, b, q = self._texts(case)
+        # B begins unlike A, so that [B, Q] has nothing in common with [A, B].
+        a = prose(self._context, self._a_tokens, case.session, "A")
+        b = prose(self._context, self._b_tokens, case.session, "B", unlike=a)
         known = b if case.kind == "miss" else a + b  # of what is asked, what was warmed
-        asks = turn in (2, 4)
-        request = Request(
-            id=next(self._ids),
-            session=case.session,
-            turn=turn,
-            prompt=known + q if asks else a + b,
-            output=Length(self._new_tokens if turn == 4 else 1),
-            sampling=Sampling(seed=self._context.seed),
-            phase=("warmup", case.kind, "rewarm", "throughput")[turn - 1],
-            label=f"throughput_{case.kind}" if turn == 4 else case.kind,
+        asks, last = turn in (2, 4), turn == 4
+        prompt = known + prose(self._context, self._query_tokens, case.session, "Q") if asks else a + b
+        phase = ("warmup", case.kind, "rewarm", "throughput")[turn - 1]
+        label = f"throughput_{case.kind}" if last else case.kind
+        return self._ask(
+            at_s,
+            case.session,
+            turn,
+            prompt,
+            Length(self._new_tokens if last else 1),
+            "warmup" if case.warmup_only else phase,
+            continues=False,
+            label="" if case.warmup_only else label,
             iteration=case.round,
             stream=case.stream,
             history=None if turn == 1 else History(len(known) if asks else len(a) + len(b)),
         )
-        if case.warmup_only:
-            request = replace(request, phase="warmup", label="")
-        return Arrival.by(at_s, request, self._timeout_s, continues=False)
-
-    def _texts(self, case: _Case) -> tuple[TokenArray[int], TokenArray[int], TokenArray[int]]:
-        """A, B and Q of this conversation. B begins unlike A, so that [B, Q] has nothing in common with [A, B]."""
-        a = prose(self._context, self._a_tokens, case.session, "A")
-        b = prose(self._context, self._b_tokens, case.session, "B", unlike=a)
-        return a, b, prose(self._context, self._query_tokens, case.session, "Q")
 
 
 def _lengths(blocks: str) -> tuple[int, int]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import count
 from typing import Literal
 
-from pensieve.core.request import Length, Request, Sampling, TokenArray
+from pensieve.core.request import Length, TokenArray
 from pensieve.errors import ConfigError
-from pensieve.lab.workload.base import Arrival, WorkloadContext, WorkloadPlan
+from pensieve.lab.workload.base import Arrival, Asking, WorkloadContext, WorkloadPlan
 from pensieve.lab.workload.chance import shuffled
 from pensieve.lab.workload.fields import Count, NotNegative, Positive
 from pensieve.lab.workload.prose import prose
@@ -16,7 +15,7 @@ from pensieve.serve.record import TurnRecord
 from pensieve.units import ceil_div
 
 
-class RoundsWorkload:
+class RoundsWorkload(Asking):
     """Every conversation is asked once a round, `at_once` of them at a time; the next is asked when one is answered (load
     "closed"). Each message and each reply has the same length, so the live set is known: all conversations at their longest.
 
@@ -43,6 +42,7 @@ class RoundsWorkload:
         warmup_turns: Count = 2,
         timeout_s: Positive | None = None,
     ) -> None:
+        super().__init__(context, timeout_s)
         self._longest = max(rounds, warmup_turns) * (message_tokens + reply_tokens)
         if self._longest > context.max_context:
             raise ConfigError(
@@ -53,10 +53,9 @@ class RoundsWorkload:
         there = context.gpu_tokens + context.cpu_tokens
         self._conversations = conversations or max(1, ceil_div(round(pressure * there), each))
         self._each, self._there = each, there
-        self._context, self._rounds, self._order = context, rounds, order
+        self._rounds, self._order = rounds, order
         self._message, self._reply, self._at_once = message_tokens, reply_tokens, at_once
-        self._warmup, self._timeout_s = warmup_turns, timeout_s
-        self._ids = count(1)
+        self._warmup = warmup_turns
         self._waiting: list[tuple[int, int]] = []  # (round, conversation) that are still to be asked, the next one last
         self._prompts: dict[tuple[str, int], TokenArray[int]] = {}
         self._under_way: set[int] = set()
@@ -125,13 +124,5 @@ class RoundsWorkload:
         return []
 
     def _arrival(self, session: str, turn: int, at_s: float) -> Arrival:
-        request = Request(
-            id=next(self._ids),
-            session=session,
-            turn=turn,
-            prompt=self._prompts.pop((session, turn)),
-            output=Length(self._reply),
-            sampling=Sampling(seed=self._context.seed),
-            phase="warmup" if session == "warmup" else "chat",
-        )
-        return Arrival.by(at_s, request, self._timeout_s)
+        prompt, phase = self._prompts.pop((session, turn)), "warmup" if session == "warmup" else "chat"
+        return self._ask(at_s, session, turn, prompt, Length(self._reply), phase)
