@@ -41,6 +41,7 @@ COLOURS = {
     "gpu_only": "#E69F00",
     "stateless": "#4D4D4D",
     "prefix_cache": "#009E73",
+    "vllm_offload": "#6699CC",
     "llama_slots": "#CC79A7",
     "vllm": "#D55E00",
     "vllm_http": "#882255",

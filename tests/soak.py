@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, get_args
 
@@ -31,6 +31,7 @@ from pensieve.device.options import TorchOptions
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.device.thread_link import ThreadLink
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.learned_return import LearnedReturn
@@ -50,7 +51,16 @@ _POLICIES: tuple[Any, ...] = (
     AdaptiveRetention,
     LearnedReturn,
 )
-_CACHES: tuple[Any, ...] = (TwoTierCache, TwoTierCache, TwoTierCache, StatelessCache, PrefixCache, SlotCache)
+_CACHES: tuple[Any, ...] = (
+    TwoTierCache,
+    TwoTierCache,
+    TwoTierCache,
+    StatelessCache,
+    PrefixCache,
+    SlotCache,
+    VllmOffload,
+    partial(VllmOffload, order="eviction", offload_prompt_only=False),
+)
 
 
 @dataclass(frozen=True, slots=True)

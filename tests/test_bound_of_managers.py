@@ -23,6 +23,7 @@ from pensieve.lab.bound import Prices, offline_bound
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.serve.record import TurnRecord
 from tests.simulated import make_engine
 
@@ -31,6 +32,7 @@ MANAGERS: dict[str, tuple[Callable[..., Any], int, int]] = {  # with GPU and CPU
     "gpu_only": (TwoTierCache, 12, 0),
     "stateless": (StatelessCache, 12, 8),
     "prefix_cache": (PrefixCache, 12, 0),
+    "vllm_offload": (partial(VllmOffload, offload_prompt_only=False), 12, 8),
     "llama_slots": (partial(SlotCache, n_slots=2), 12, 0),
 }
 LIMIT_S = 60.0
@@ -131,7 +133,7 @@ def test_the_traces_have_hits_and_misses(manager: str) -> None:
     hits = sum((turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) for turn in turns)
     shared = sum(turn.shared_hit_tokens or 0 for turn in turns)
     print(f"{manager}: {hits} of {sum(turn.history_tokens or 0 for turn in turns)} history tokens hit, {shared} shared")
-    assert hits > 200 and (shared > 50) == (manager in ("prefix_cache", "llama_slots"))
+    assert hits > 200 and (shared > 50) == (manager in ("prefix_cache", "vllm_offload", "llama_slots"))
 
 
 def measured(said: Sequence[Said]) -> list[TurnRecord]:

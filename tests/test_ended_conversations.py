@@ -17,6 +17,7 @@ from pensieve.lab.workload.sharegpt import sharegpt_workload
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.serve.systems.inline_system import InlineSystem
 from pensieve.sim.worker import SimulatedWorker
@@ -26,6 +27,7 @@ from tests.simulated import MACHINE, MODEL, request
 CACHES: dict[str, Any] = {
     "pensieve": TwoTierCache,
     "prefix": PrefixCache,
+    "vllm offload": VllmOffload,
     "slots": lambda **parts: SlotCache(**parts, n_slots=3),
     "stateless": StatelessCache,
 }

@@ -23,6 +23,7 @@ from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.serve.record import TurnRecord
@@ -232,7 +233,7 @@ def test_random_traffic_never_jams_and_keeps_its_tokens(seed: int) -> None:
         gpu_blocks=gpu,
         cpu_blocks=cpu,
         hardware=hardware,
-        cache=(TwoTierCache, TwoTierCache, PrefixCache, SlotCache, StatelessCache)[seed % 5],
+        cache=(TwoTierCache, TwoTierCache, PrefixCache, SlotCache, StatelessCache, VllmOffload)[seed % 6],
         policy=rng.choice((RetentionValue, Lru, Fifo, ConversationLru, Belady, AdaptiveRetention, LearnedReturn)),
         composition=rng.choice((unified, split)),
         max_batch_tokens=rng.choice((3, 16, 64)),
@@ -414,7 +415,7 @@ def test_a_stateless_cache_forgets_a_turn_that_is_cancelled_while_preempted() ->
     assert turn.recomputed_tokens == turn.history_tokens > 0  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("cache", [TwoTierCache, PrefixCache, SlotCache, StatelessCache])
+@pytest.mark.parametrize("cache", [TwoTierCache, PrefixCache, VllmOffload, SlotCache, StatelessCache])
 def test_an_edit_that_does_not_stand_leaves_what_both_prompts_begin_with(cache: Any) -> None:
     engine = make_engine(cache=cache, gpu_blocks=64)
     engine.say(request(1, "a", tokens=10, output=5))
@@ -438,7 +439,7 @@ def test_an_edit_that_does_not_stand_leaves_what_both_prompts_begin_with(cache: 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
-    cache=st.sampled_from([TwoTierCache, PrefixCache, SlotCache, StatelessCache]),
+    cache=st.sampled_from([TwoTierCache, PrefixCache, VllmOffload, SlotCache, StatelessCache]),
     depth=st.sampled_from([1, 2]),
     gpu=st.integers(8, 14),
     asked=st.lists(

@@ -22,6 +22,7 @@ from pensieve.core.session import Session
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.serve.books.books import Books
 from pensieve.serve.books.holding import EARLIER, Held
@@ -40,6 +41,7 @@ MANAGERS: dict[str, dict[str, Any]] = {
     "gpu_only": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 0},
     "stateless": {"cache": StatelessCache, "gpu_blocks": 12},
     "prefix_cache": {"cache": PrefixCache, "gpu_blocks": 12},
+    "vllm_offload": {"cache": VllmOffload, "gpu_blocks": 12, "cpu_blocks": 8},
     "llama_slots": {"cache": partial(SlotCache, n_slots=2), "gpu_blocks": 24},
 }
 
@@ -133,7 +135,9 @@ def test_accounts_add_up_to_what_the_tiers_gave_away(name: str) -> None:
             assert {key: one.block_ns for key, one in found.items()} == {k: v for k, v in watch.own.items() if v}
             assert {k: one.idle_block_ns for k, one in found.items()} == {k: watch.idle[k] for k in found}
     tiers = {tier for tier in seen if seen[tier]}
-    assert tiers == {"gpu"} | ({"cpu"} if "pensieve" in name else set()) | ({"disk"} if "disk" in name else set())
+    assert tiers == {"gpu"} | ({"cpu"} if name.startswith(("pensieve", "vllm_offload")) else set()) | (
+        {"disk"} if "disk" in name else set()
+    )
 
 
 @pytest.mark.parametrize("case", ["two tiers", "gpu only", "prefix cache", "slots", "two tiers, short memory"])
@@ -258,7 +262,9 @@ def test_what_was_found_and_what_was_missed_are_the_whole_history_in_seconds(nam
     assert {tier for tier in tokens if tokens[tier]} == (
         set()
         if name == "stateless"
-        else {0} | ({1} if "pensieve" in name else set()) | ({2} if "disk" in name else set())
+        else {0}
+        | ({1} if name.startswith(("pensieve", "vllm_offload")) else set())
+        | ({2} if "disk" in name else set())
     )
 
 

@@ -13,11 +13,18 @@ from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.serve.books.ledger import MOST_EVICTORS, joined, ledger_of
 from pensieve.serve.record import Loss, Missed
 from tests.baselines.systems import inline
 
-KINDS = {"pensieve": TwoTierCache, "prefix_cache": PrefixCache, "llama_slots": SlotCache, "stateless": StatelessCache}
+KINDS = {
+    "pensieve": TwoTierCache,
+    "prefix_cache": PrefixCache,
+    "vllm_offload": VllmOffload,
+    "llama_slots": SlotCache,
+    "stateless": StatelessCache,
+}
 
 
 class Talk:
@@ -98,7 +105,8 @@ def test_who_was_evicted_knows_by_whom_and_when():
 
 
 @pytest.mark.parametrize(
-    ("kind", "blocks", "others", "culprit"), [("prefix_cache", 16, 1, 0), ("llama_slots", 48, 4, 3)]
+    ("kind", "blocks", "others", "culprit"),
+    [("prefix_cache", 16, 1, 0), ("vllm_offload", 16, 1, 0), ("llama_slots", 48, 4, 3)],
 )
 def test_in_one_tier_too(kind, blocks, others, culprit):
     """Of four slots the fourth newcomer takes the one that was used first."""

@@ -19,6 +19,7 @@ from pensieve.core.scheduler.composition import split, unified
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
 from pensieve.sim.fast_forward import forward_for
@@ -198,7 +199,7 @@ def test_forgetting_waits_for_what_is_in_flight() -> None:
     settle(engine)
 
 
-@pytest.mark.parametrize("make", [TwoTierCache, PrefixCache, SlotCache, StatelessCache])
+@pytest.mark.parametrize("make", [TwoTierCache, PrefixCache, VllmOffload, SlotCache, StatelessCache])
 def test_a_failure_in_mid_pipeline_fails_its_requests_and_what_was_built_on_it(make: Any) -> None:
     engine = engine_of(2, gpu_blocks=64, cache=make)
     shared = tokens_of(range(3, 24))
@@ -215,7 +216,9 @@ def test_a_failure_in_mid_pipeline_fails_its_requests_and_what_was_built_on_it(m
     engine.say(Request(5, "d", 1, shared, Forced(tokens_of([1, 2, 3, 4]))))  # admitted behind it
     turns = run(engine) | {event.request_id: event.turn for event in events if event.turn}
     assert [turns[n].status for n in (2, 3, 4)] == ["failed", "completed", "failed"]
-    assert turns[5].status == ("failed" if make is PrefixCache else "completed"), "it hit blocks of the failed step"
+    assert turns[5].status == ("failed" if make in (PrefixCache, VllmOffload) else "completed"), (
+        "it hit blocks of the failed step"
+    )
     assert list(engine.cache.sessions.get("a").tokens) == kept  # type: ignore[union-attr]
     engine.say(request(6, "a", tokens=4, output=3, turn=2))
     engine.say(Request(7, "e", 1, shared, Forced(tokens_of([1, 2]))))
@@ -226,7 +229,7 @@ def test_a_failure_in_mid_pipeline_fails_its_requests_and_what_was_built_on_it(m
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("make", [TwoTierCache, PrefixCache, SlotCache, StatelessCache])
+@pytest.mark.parametrize("make", [TwoTierCache, PrefixCache, VllmOffload, SlotCache, StatelessCache])
 def test_a_row_that_is_not_finite_fails_its_own_turn_only(make: Any, depth: int) -> None:
     engine, plain = engine_of(depth, gpu_blocks=64, cache=make), engine_of(1, gpu_blocks=64, cache=make)
     for one in (engine, plain):
@@ -258,7 +261,7 @@ def test_random_traffic_gives_the_same_tokens_at_both_depths(seed: int) -> None:
     """Small pools, late copies, stops, cancellations, forgetting and failures, against a roomy engine of depth 1."""
     rng = random.Random(seed)
     gpu = rng.randint(10, 26)
-    make = (TwoTierCache, TwoTierCache, TwoTierCache, PrefixCache, SlotCache, StatelessCache)[seed % 6]
+    make = (TwoTierCache, TwoTierCache, VllmOffload, PrefixCache, SlotCache, StatelessCache)[seed % 6]
     eos = frozenset(rng.sample(range(VOCAB), 8))
     engine = engine_of(
         2,

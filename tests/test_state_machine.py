@@ -26,6 +26,7 @@ from pensieve.device.options import TorchOptions
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.device.thread_link import ThreadLink
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.arc import Arc
@@ -42,13 +43,20 @@ from tests.worker.torch.driver import tiny_model
 model_of = remember(tiny_model)
 NAMES = st.sampled_from("abcde")
 CHUNK = 4
+OFFLOAD = (
+    VllmOffload,
+    partial(VllmOffload, order="arc", blocks_per_chunk=2, offload_prompt_only=False),
+    partial(VllmOffload, order="eviction", offload_prompt_only=False),
+)
 
 
 class Serving(RuleBasedStateMachine):
     @initialize(
         gpu=st.integers(10, 30),
         cpu=st.sampled_from([0, 3, 12, 40]),
-        make=st.sampled_from([TwoTierCache, TwoTierCache, TwoTierCache, StatelessCache, PrefixCache, SlotCache]),
+        make=st.sampled_from(
+            [TwoTierCache, TwoTierCache, TwoTierCache, StatelessCache, PrefixCache, SlotCache, *OFFLOAD]
+        ),
         policy=st.sampled_from(
             [RetentionValue, Lru, Fifo, ConversationLru, AdaptiveRetention, Arc, S3Fifo, LearnedReturn]
         ),
@@ -88,7 +96,7 @@ class Serving(RuleBasedStateMachine):
         )
         link = ThreadLink(2e6) if late else None
         self.file = Path(mkdtemp()) / "pool.kv"
-        on_disk = bool(disk_blocks) and depth == 1
+        on_disk = bool(disk_blocks) and depth == 1 and not isinstance(cache, VllmOffload)
         store = DiskOptions(self.file, self.file.parent, bytes(32), disk_blocks)
         options = TorchOptions(depth=depth, transfer=store) if on_disk else TorchOptions(depth=depth)
         self.engine = CheckedEngine(model_of("llama"), cache, limits, 512, link, options)

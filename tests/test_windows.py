@@ -19,6 +19,7 @@ from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.policies import duel
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.learned_return import LearnedReturn
@@ -36,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "gpu only": {"cache": TwoTierCache, "cpu_blocks": 0},
     "prefix cache": {"cache": PrefixCache},
+    "vllm offload": {"cache": VllmOffload},
+    "vllm offload, by policy": {"cache": partial(VllmOffload, order="eviction", blocks_per_chunk=2), "policy": Lru},
     "slots": {"cache": SlotCache},
     "stateless": {"cache": StatelessCache},
     "two tiers, short memory": {"cache": TwoTierCache, "limits": MemoryLimits(0.05, 400)},

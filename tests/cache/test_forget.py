@@ -13,11 +13,13 @@ from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
+from pensieve.plugins.caches.vllm_offload import VllmOffload
 from tests.simulated import make_engine, request, run
 
 CACHES: dict[str, Any] = {
     "pensieve": TwoTierCache,
     "prefix_cache": PrefixCache,
+    "vllm_offload": VllmOffload,
     "llama_slots": partial(SlotCache, n_slots=2),
     "stateless": StatelessCache,
 }

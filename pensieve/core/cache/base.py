@@ -160,6 +160,10 @@ class Room(ABC):
         """CPU blocks that are free or hold a second copy: using them for something else loses no KV."""
         return 0
 
+    def storing(self, prefilling: bool) -> bool:
+        """A plan that goes on as the last one may have moves. prefilling: a prefill goes on, not decodes alone."""
+        return False
+
     def on_cpu(self, session: Session) -> bool:
         """Some of its KV is in the CPU tier."""
         return False

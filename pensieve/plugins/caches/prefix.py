@@ -26,6 +26,9 @@ class PrefixCache(OneTier):
 
     shares = True
 
+    spare_positions = 1
+    """Beyond the prompt, that have blocks from the admission on."""
+
     def __init__(self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int = 0) -> None:
         super().__init__(chunk_tokens, gpu_blocks)
         self.gpu = BlockPool(gpu_blocks)
@@ -78,11 +81,7 @@ class PrefixCache(OneTier):
             session.advance(stop)
             hashes = session.named(stop, size)
             for index in range(start // size, stop // size):
-                block, name = table[index], hashes[index]
-                if name in self._block_of:
-                    continue  # another request computed the same at the same time; its block stays the one that hits
-                self._block_of[name] = block
-                self._hash_of[block] = name
+                self._register(table[index], hashes[index])
 
     def _vacate(self, session: Session, now_s: float) -> None:
         for block in reversed(self._tables.pop(session.number)):
@@ -92,7 +91,7 @@ class PrefixCache(OneTier):
                 if block in self._hash_of:
                     self._idle[block] = None
                 else:
-                    self.gpu.release((block,))
+                    self._free(block)
         del self._computed[session.number]
 
     def invalidate(self, session: Session, written: Iterable[Run]) -> None:
@@ -103,11 +102,11 @@ class PrefixCache(OneTier):
 
     def _give_up(self, session: Session) -> None:
         for name in session.named(len(session.tokens), self.chunk_tokens):
-            block = self._block_of.get(name)
-            if block is not None and block in self._idle:
-                del self._idle[block]
-                self._unregister(block)
-                self.gpu.release((block,))
+            for block in self._blocks_named(name):
+                if block in self._idle:
+                    del self._idle[block]
+                    self._unregister(block)
+                    self._free(block)
         super()._give_up(session)
 
     def _holds(self, session: Session) -> bool:
@@ -156,7 +155,7 @@ class PrefixCache(OneTier):
             self._idle.pop(block, None)
         if matched:
             self.facts.passed_on("gpu", matched, session.number)
-        fresh = self._take(session, chunks_of(length + 1, self.chunk_tokens) - len(matched))
+        fresh = self._take(session, chunks_of(length + self.spare_positions, self.chunk_tokens) - len(matched))
         self._tables[session.number] = [*matched, *fresh]
         found = len(matched) * self.chunk_tokens
         self._computed[session.number] = found
@@ -173,13 +172,20 @@ class PrefixCache(OneTier):
 
     def _take(self, session: Session, count: int) -> tuple[int, ...]:
         for _ in range(count - self.gpu.free):
-            block = next(iter(self._idle))
+            block = self._victim()
             self._evict(block)
-            self.gpu.release((block,))
+            self._free(block)
         blocks = self.gpu.allocate(count, session.number)
         for block in blocks:
             self._references[block] = 1
         return blocks
+
+    def _victim(self) -> int:
+        return next(iter(self._idle))
+
+    def _free(self, block: int) -> None:
+        """Nobody has it, and nothing is known by its content."""
+        self.gpu.release((block,))
 
     def _evict(self, block: int) -> None:
         del self._idle[block]
@@ -187,6 +193,16 @@ class PrefixCache(OneTier):
         self._unregister(block)
         self.counters.evicted_chunks += 1
         self.counters.dropped_chunks += 1
+
+    def _blocks_named(self, name: BlockHash) -> list[int]:
+        return [self._block_of[name]] if name in self._block_of else []
+
+    def _register(self, block: int, name: BlockHash) -> None:
+        """The block has all of this content. Where another request computed the same at the same time, its block stays the
+        one that hits."""
+        if name not in self._block_of:
+            self._block_of[name] = block
+            self._hash_of[block] = name
 
     def _unregister(self, block: int) -> None:
         name = self._hash_of.pop(block, None)

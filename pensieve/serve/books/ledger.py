@@ -167,7 +167,7 @@ class Asked:
     def residency(self, session: Session, found: Found, losses: Losses, chunk_tokens: int) -> Residency:
         """What it has found. session: whose KV it is."""
         own = min(self.history, self.keep)
-        on_gpu, on_cpu = _below(found.gpu, own), _below(found.cpu, own)
+        on_gpu, on_cpu = _below(found.gpu, own), _below(found.cpu, self.history if found.shared else own)
         loss_of = losses.of(session, found)
         missed: list[Missed] = []
         for start, stop in without(((0, own),), (*on_gpu, *on_cpu)):
@@ -177,11 +177,13 @@ class Asked:
                 loss = loss_of(index, (index + 1) * chunk_tokens <= own)
                 missed.append(Missed(start, end, "evicted" if loss else "never_stored", loss))
                 start = end
-        here = min(tokens_in(found.gpu), self.history) if found.shared else 0
+        there = tokens_in(found.gpu) + tokens_in(found.cpu) if found.shared else 0
+        here = min(there, self.history)
         missed.append(Missed(max(own, here), self.history, "edited"))  # known to the workload, at another place
         shared = 0
         if found.shared:
-            on_gpu, shared = found.gpu, tokens_in(found.gpu) - here
+            beyond = without(found.cpu, on_cpu)  # of others, from the CPU tier
+            on_gpu, shared = (*found.gpu, *beyond), there - here
         return Residency(self.prompt, self.history, shared, on_gpu, on_cpu, (*joined(missed), *self.edited))
 
 

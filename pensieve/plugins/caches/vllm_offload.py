@@ -1,0 +1,412 @@
+"""vLLM's prefix caching with its OffloadingConnector: a CPU tier behind the device's blocks, shared by content."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from pensieve.core.block_hash import BlockHash, HashChain
+from pensieve.core.cache.base import Broken
+from pensieve.core.facts import Admission, Facts, Found
+from pensieve.core.plan import GPU, Move, Moved, swap_in, swap_out
+from pensieve.core.policies.base import EvictionPolicy, as_policy
+from pensieve.core.request import TokenArray
+from pensieve.core.session import Run, Session, chunks_of
+from pensieve.errors import ConfigError
+from pensieve.plugins.caches.cpu_orders import Arc, CpuOrder, FromTail, Lru, Use
+from pensieve.plugins.caches.cpu_tier import CpuChunk, CpuTier
+from pensieve.plugins.caches.prefix import PrefixCache
+
+Order = Literal["lru", "arc", "eviction"]
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A move between the tiers that is not over. blocks: of the device. source: blocks that a load reads. chunks: that it
+    writes, or keeps from eviction."""
+
+    blocks: tuple[int, ...]
+    chunks: Sequence[CpuChunk]
+    source: tuple[int, ...] = ()
+
+
+class VllmOffload(PrefixCache):
+    """vLLM 0.32's scheduler (v1/core/block_pool.py, kv_cache_manager.py) with OffloadingConnector
+    (distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py) over CPUOffloadingSpec, for full attention.
+
+    A prompt takes the longest prefix that is on the device (at most all but its last token), and then the longest that goes
+    on from there in the CPU tier, whole chunks, at least one chunk's tokens, possibly to the prompt's end; the last token is
+    computed anew. Full chunks are offered to the CPU tier in the iteration that computes them, those that the device had
+    too unless the prompt loads others, and are copied beside the next one: until that is done they are neither found nor
+    evicted. A chunk stays in the CPU tier when it is loaded, and on the device when it is stored. Equal blocks that were
+    computed twice are kept twice.
+
+    order: which chunk leaves the CPU tier: lru or arc, as vLLM's own, or `eviction`: by the eviction policy of the
+    configuration, the last chunk of a conversation first. blocks_per_chunk: vLLM's of the same name. offload_prompt_only:
+    chunks that hold generated tokens are not stored.
+
+    Not as in vLLM: a block whose store is under way is not evicted, where vLLM waits for the store.
+    """
+
+    spare_positions = 0
+
+    def __init__(
+        self,
+        *,
+        policy: EvictionPolicy,
+        chunk_tokens: int,
+        gpu_blocks: int,
+        cpu_blocks: int = 0,
+        order: Order = "lru",
+        blocks_per_chunk: int = 1,
+        offload_prompt_only: bool = True,
+    ) -> None:
+        super().__init__(policy=policy, chunk_tokens=chunk_tokens, gpu_blocks=gpu_blocks)
+        if order not in get_args(Order):
+            raise ConfigError(f"baseline.cache.order is one of {', '.join(get_args(Order))}, not {order!r}.")
+        if blocks_per_chunk < 1:
+            raise ConfigError(f"baseline.cache.blocks_per_chunk must be at least 1, not {blocks_per_chunk}.")
+        slots = cpu_blocks // blocks_per_chunk
+        self.cpu_blocks = slots * blocks_per_chunk
+        self._policy = as_policy(policy) if order == "eviction" else None
+        self.cpu = CpuTier(slots, blocks_per_chunk, _order(order, slots, blocks_per_chunk, self._policy))
+        self._prompt_only = offload_prompt_only
+        self._uses: dict[int, Use] = {}  # session number -> of its request, from its admission to its end
+        self._twins: dict[
+            BlockHash, list[int]
+        ] = {}  # further blocks of a name, in the order in which they were computed
+        self._copies: dict[int, _Copy] = {}  # by ticket
+        self._busy: Counter[int] = Counter()  # blocks -> copies that are not over
+        self._stuck: set[int] = set()  # nobody's, and free once their copies are over
+        self._loads: list[Move] = []
+        self._decided: list[Move] = []  # of what this plan computes: the next one copies it
+        self._due: list[Move] = []
+        self._loading: dict[int, int] = {}  # session number -> ticket of what its admission loads
+        self._tickets = 0
+        self._now_s = 0.0
+
+    def begin(self, *, facts: Facts | None = None, **others: Any) -> None:
+        below = others.get("below")
+        if below is not None and below.blocks:
+            raise ConfigError(
+                "baseline=vllm_offload has no tier below its CPU's; set cache.disk=0, or choose baseline=pensieve."
+            )
+        super().begin(facts=facts, **others)
+        self.cpu.facts = self.facts
+
+    # -- query --------------------------------------------------------------------------------------------------------
+
+    @property
+    def available(self) -> int:
+        return super().available - self.outgoing
+
+    @property
+    def outgoing(self) -> int:
+        return sum(block in self._idle for block in self._busy)
+
+    @property
+    def cpu_blocks_used(self) -> int:
+        return self.cpu.used * self.cpu.blocks_per_chunk
+
+    def lacking(self, session: Session, keep: int, length: int) -> int:
+        own = self._match(session, min(keep, length - 1))
+        busy = sum(block in self._idle and block in self._busy for block in own)
+        return super().lacking(session, keep, length) - busy
+
+    def storing(self, prefilling: bool) -> bool:
+        if not self.cpu.slots:
+            return False
+        stores = prefilling or not self._prompt_only
+        return stores or bool(self._due or self._decided) or any(use.refused for use in self._uses.values())
+
+    def free_blocks(self) -> tuple[set[int], set[int]]:
+        read = (block for copy in self._copies.values() for block in copy.source)
+        return self.gpu.free_blocks(), self.cpu.free_blocks().difference(read)
+
+    def places(self, session: Session) -> str:
+        tokens, size, per = session.tokens[:], self.chunk_tokens, self.cpu.blocks_per_chunk
+        full = HashChain(size, session.tenant).upto(tokens, len(tokens))  # its own one the engine may be extending
+        found = ""
+        for index, name in enumerate(full):
+            last = (index // per + 1) * per - 1
+            there = last < len(full) and self.cpu.get(full[last]) is not None
+            found += ("B" if there else "G") if name in self._block_of else "C" if there else "-"
+        return found.ljust(chunks_of(len(tokens), size), "-")
+
+    # -- a request ----------------------------------------------------------------------------------------------------
+
+    def admit(self, session: Session, keep: int, suffix: TokenArray[int] | None, now_s: float) -> Admission:
+        self._now_s = now_s
+        if suffix is not None:
+            if keep < len(session.tokens):
+                self.truncate(session, keep)
+            session.extend(suffix)
+            self._uses[session.number] = Use(len(session.tokens))
+            if self._policy is not None and self._policy.observe is not None:
+                self._policy.observe(session, now_s)
+        length = len(session.tokens)
+        on_gpu = self._occupy(session, now_s)
+        self.cpu.order.changed(session)
+        stop = self._load(session, on_gpu)
+        found = None if suffix is None else self._found(session, stop)
+        if found is not None and stop > on_gpu:
+            on_cpu = ((on_gpu, min(stop, length - 1)),)
+            found = found._replace(gpu=((0, on_gpu),) if on_gpu else (), cpu=on_cpu)
+        computed = self._computed[session.number] = min(stop, length - 1)
+        return Admission(
+            ((computed, length),),
+            self._table(session),
+            found,
+            loading=(stop - on_gpu) // self.chunk_tokens,
+            loaded_tokens=computed - on_gpu if stop > on_gpu else 0,
+        )
+
+    def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
+        self._now_s = now_s
+        return super().extend(session, length, now_s)
+
+    def advance(self, session: Session, runs: Iterable[Run]) -> None:
+        super().advance(session, runs)
+        self._stop_loading(session)
+        self._decided += self._store(session)
+
+    def release(self, session: Session, now_s: float, finished: bool = True) -> None:
+        self._now_s = now_s
+        self._stop_loading(session)
+        if finished and session.running:
+            self._due += self._store(session)
+        super().release(session, now_s, finished)
+        use = self._uses.pop(session.number, None) if finished else None
+        if use is not None:
+            if self._policy is not None and self._policy.rest is not None:
+                self._policy.rest(session, now_s)
+            self.cpu.order.used(session, use)
+        self.cpu.order.changed(session)
+
+    def reorder(self, session: Session) -> None:
+        self.cpu.order.changed(session)
+
+    def invalidate(self, session: Session, written: Iterable[Run]) -> None:
+        runs = list(written)
+        super().invalidate(session, runs)
+        size = self.chunk_tokens * self.cpu.blocks_per_chunk
+        names = self._chunk_names(session, len(session.tokens))
+        for start, stop in runs:
+            self._remove_from_cpu(names[start // size : chunks_of(stop, size)])
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    def take_moves(self) -> tuple[Move, ...]:
+        moves = (*self._due, *self._loads)
+        self._due, self._decided, self._loads = self._decided, [], []
+        for move in moves:
+            if move.source == GPU:
+                self.counters.swapped_out_blocks += len(move.src)
+            else:
+                self.counters.swapped_in_blocks += len(move.src)
+        return moves
+
+    def finish(self, moved: Sequence[Moved]) -> Broken:
+        broken: list[Session] = []
+        for one in moved:
+            copy = self._copies.pop(one.ticket)
+            for block in copy.blocks:
+                self._busy[block] -= 1
+                if not self._busy[block]:
+                    del self._busy[block]
+                    if block in self._stuck:
+                        self._stuck.remove(block)
+                        self.gpu.release((block,))
+            for chunk in copy.chunks:
+                if copy.source:
+                    self.cpu.loaded(chunk)
+                else:
+                    self.cpu.stored(chunk, one.ok)
+            if copy.source and not one.ok:
+                broken += self._lost(copy.blocks)
+        return Broken(copied=tuple(broken))
+
+    def check(self) -> None:
+        used, idle, free = set(self._references), set(self._idle), self.gpu.free_blocks()
+        parts = (used, idle, free, self._stuck)
+        assert sorted(block for part in parts for block in part) == list(range(self.gpu_blocks))
+        assert self._references == Counter(block for table in self._tables.values() for block in table)
+        assert idle <= set(self._hash_of) <= used | idle
+        named: dict[BlockHash, set[int]] = {}
+        for block, name in self._hash_of.items():
+            named.setdefault(name, set()).add(block)
+        for name, block in self._block_of.items():
+            assert named.pop(name) == {block, *self._twins.get(name, ())}
+        assert not named and all(self._twins.values())
+        assert self._busy == Counter(block for copy in self._copies.values() for block in copy.blocks)
+        assert self._stuck <= set(self._busy) and not free & set(self._busy)
+        stores = [chunk.slot for copy in self._copies.values() if not copy.source for chunk in copy.chunks]
+        loads = Counter(chunk.slot for copy in self._copies.values() if copy.source for chunk in copy.chunks)
+        assert len(set(stores)) == len(stores)
+        self.cpu.check(stores, loads)
+        assert set(self._tables) <= set(self._uses)
+
+    # -- how ----------------------------------------------------------------------------------------------------------
+
+    def _chunk_names(self, session: Session, length: int) -> list[list[BlockHash]]:
+        """The names of the blocks of each full chunk in [0, length)."""
+        per = self.cpu.blocks_per_chunk
+        names = session.named(length, self.chunk_tokens)
+        return [names[first : first + per] for first in range(0, len(names) - per + 1, per)]
+
+    def _load(self, session: Session, on_gpu: int) -> int:
+        """Start to load what goes on from there in the CPU tier; returns how many leading tokens are found in both tiers."""
+        size, per = self.chunk_tokens, self.cpu.blocks_per_chunk
+        names = self._chunk_names(session, len(session.tokens))
+        first = on_gpu // (size * per)
+        chunks: list[CpuChunk] = []
+        for own in names[first:]:
+            chunk = self.cpu.get(own[-1])
+            if chunk is None:
+                break
+            chunks.append(chunk)
+        stop = (first + len(chunks)) * size * per
+        if stop - on_gpu < size * per:
+            return on_gpu
+        start, end = on_gpu // size, stop // size
+        source = [block for chunk in chunks for block in self.cpu.blocks(chunk)][start - first * per :]
+        table, use = self._tables[session.number], self._uses[session.number]
+        target = tuple(table[start:end])
+        ticket = self._ticket(_Copy(target, chunks, tuple(source)))
+        self._loads.append(swap_in(ticket, tuple(source), target))
+        self._loading[session.number] = ticket
+        self.facts.awaited(ticket, session)
+        self.cpu.load(session, use, first, chunks)
+        use.following, use.refused = first + len(chunks), False
+        for index, name in enumerate(session.named(stop, size)[start:end], start):
+            self._register(table[index], name)
+        return stop
+
+    def _stop_loading(self, session: Session) -> None:
+        """vLLM computes nothing of a request before its load is done, and then the chunks may be evicted, for its own stores
+        too. Here the load is of the same plan; what is stored in their place is of a later one, after the load."""
+        copy = self._copies.get(self._loading.pop(session.number, 0))
+        if copy is not None:
+            for chunk in copy.chunks:
+                self.cpu.loaded(chunk)
+            copy.chunks = ()
+
+    def _store(self, session: Session) -> list[Move]:
+        """Offer the full chunks that were computed since the last call; returns the copies of those that have room."""
+        use, size, per = self._uses[session.number], self.chunk_tokens, self.cpu.blocks_per_chunk
+        length = min(self._computed[session.number], use.prompt if self._prompt_only else len(session.tokens))
+        if not self.cpu.slots or length // (size * per) <= use.following:
+            return []
+        names = self._chunk_names(session, length)
+        table = self._tables[session.number]
+        for index, own in enumerate(names[use.following :], use.following):
+            if any(self._hash_of.get(table[index * per + i]) != name for i, name in enumerate(own)):
+                del names[index:]  # its step failed
+                break
+        made = self.cpu.offer(session, use, names[use.following :], self._now_s)
+        use.refused = made is None
+        if made is None:
+            return []
+        use.following = max(use.following, len(names))
+        storing, evicted = made
+        for chunk in evicted:
+            for name in chunk.names:
+                if name not in self._block_of and not self.cpu.has_block(name):
+                    self._lose(name)
+        if not storing:
+            return []
+        blocks = tuple(table[index * per + i] for index, _ in storing for i in range(per))
+        chunks = [chunk for _, chunk in storing]
+        ticket = self._ticket(_Copy(blocks, chunks))
+        return [swap_out(ticket, blocks, tuple(block for chunk in chunks for block in self.cpu.blocks(chunk)))]
+
+    def _ticket(self, copy: _Copy) -> int:
+        self._tickets += 1
+        self._copies[self._tickets] = copy
+        self._busy.update(copy.blocks)
+        return self._tickets
+
+    def _lost(self, blocks: Sequence[int]) -> list[Session]:
+        """A load failed: nobody shall find what it should have brought. Returns the sessions that run on it."""
+        for block in blocks:
+            self._unregister(block)
+            if block in self._idle:
+                del self._idle[block]
+                self._free(block)
+        failed = set(blocks)
+        return [one for one in self.sessions.values() if not failed.isdisjoint(self._tables.get(one.number, ()))]
+
+    def _remove_from_cpu(self, names: Iterable[Sequence[BlockHash]]) -> None:
+        for own in names:
+            if own[-1] in self.cpu:
+                self.cpu.remove(own[-1])
+
+    def _give_up(self, session: Session) -> None:
+        self._remove_from_cpu(self._chunk_names(session, len(session.tokens)))
+        super()._give_up(session)
+
+    def _found(self, session: Session, tokens: int) -> Found:
+        found = super()._found(session, tokens)
+        assert found.names is not None
+        behind = range(tokens // self.chunk_tokens, len(found.names))
+        there = found.stranded.union(index for index in behind if self.cpu.has_block(found.names[index]))
+        return found._replace(stranded=there)
+
+    def _blocks_named(self, name: BlockHash) -> list[int]:
+        return super()._blocks_named(name) + self._twins.get(name, [])
+
+    def _holds(self, session: Session) -> bool:
+        return super()._holds(session) or any(
+            own[-1] in self.cpu for own in self._chunk_names(session, len(session.tokens))
+        )
+
+    def _free(self, block: int) -> None:
+        if block in self._busy:
+            self._stuck.add(block)
+        else:
+            super()._free(block)
+
+    def _victim(self) -> int:
+        return next(block for block in self._idle if block not in self._busy)
+
+    def _evict(self, block: int) -> None:
+        del self._idle[block]
+        name = self._hash_of[block]
+        self._unregister(block)
+        self.counters.evicted_chunks += 1
+        if name not in self._block_of and not self.cpu.has_block(name):
+            self._lose(name)
+
+    def _lose(self, name: BlockHash) -> None:
+        """It was the last copy in memory."""
+        self.facts.lost_content(name)
+        self.counters.dropped_chunks += 1
+
+    def _register(self, block: int, name: BlockHash) -> None:
+        if block in self._hash_of:
+            return  # loaded, and its last position computed again
+        self._hash_of[block] = name
+        if self._block_of.setdefault(name, block) != block:
+            self._twins.setdefault(name, []).append(block)
+
+    def _unregister(self, block: int) -> None:
+        name = self._hash_of.pop(block, None)
+        if name is None:
+            return
+        twins = self._twins.get(name, [])
+        if self._block_of[name] != block:
+            twins.remove(block)
+        elif twins:
+            self._block_of[name] = twins.pop(0)
+        else:
+            del self._block_of[name]
+        if not twins:
+            self._twins.pop(name, None)
+
+
+def _order(order: Order, slots: int, per: int, policy: EvictionPolicy | None) -> CpuOrder:
+    if policy is not None:
+        return FromTail(policy, per)
+    return Lru() if order == "lru" else Arc(slots)
