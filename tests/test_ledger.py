@@ -148,13 +148,23 @@ def test_an_edited_prompt_says_how_much_was_replaced():
     assert causes(again) == {"new": 1}, "asked again: its last token, and nothing is edited"
 
 
-@pytest.mark.parametrize("cause", ["expired", "restarted"])
-def test_what_the_server_remembers_and_the_engine_does_not(cause):
+@pytest.mark.parametrize(("lost", "cause"), [("kept", "expired"), ("restarted", "restarted")])
+def test_what_the_server_remembers_and_the_engine_does_not(lost, cause):
     talk = Talk()
-    turn = talk.ask("a", range(40), history=History(30, cause))
+    turn = talk.ask("a", range(40), history=History(30, lost))
     assert causes(turn) == {cause: 30, "new": 10}
-    known = talk.ask("a", [*range(40), *turn.token_ids, 9], history=History(42, cause))
+    known = talk.ask("a", [*range(40), *turn.token_ids, 9], history=History(42, lost))
     assert cause not in causes(known), "the engine knows better"
+
+
+@pytest.mark.parametrize("parent", ["known", "lost"])
+def test_a_fork_of_a_conversation_of_before_a_restart_begins_as_its_parent_where_that_is_known(parent):
+    talk = Talk()
+    talk.ask("known", range(40))
+    child = talk.ask("child", range(60), fork=Fork(parent, 36, takes_kv=True), history=History(50, "restarted"))
+    found = 32 if parent == "known" else 0
+    assert (child.history_tokens, child.gpu_hit_tokens) == (50, found)
+    assert causes(child) == {"restarted": 50 - found, "new": 10}
 
 
 def test_a_parent_whose_kv_went_with_its_fork_knows_where():

@@ -181,11 +181,12 @@ class History:
     """What whoever asks says of the beginning of a prompt. tokens: leading ones that were known before.
 
     lost: why this engine may have none of their KV. edited: they were asked at another place; restarted: an earlier engine
-    computed them, and the disk may have them; expired: the conversation was forgotten for its age, so they count as new.
+    computed them, and the disk may have them; kept: this engine computed them, and they count as new where it has forgotten
+    the conversation for its age.
     """
 
     tokens: int
-    lost: Literal["edited", "restarted", "expired"] = "edited"
+    lost: Literal["edited", "restarted", "kept"] = "edited"
 
     def __post_init__(self) -> None:
         _settle(self, tokens=_whole(self.tokens, "history", 0))

@@ -224,7 +224,7 @@ def at_random(seed: int, steps: int, pause_s: float = 0.02, longest: int = 9) ->
             elif not known and kind < 0.5:
                 how |= {"text": below(2), "tokens": 12 + below(5)}  # begins as others do
             elif not known and kind < 0.6 and (lost := [one for one in gone[-3:] if one in play.transcripts]):
-                how["forgotten"] = (lost[below(len(lost))], "expired" if draw() < 0.5 else "restarted")
+                how["forgotten"] = (lost[below(len(lost))], "kept" if draw() < 0.5 else "restarted")
             elif kind > 0.9:
                 how["forced"] = True
             elif kind > 0.8:

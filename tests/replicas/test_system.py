@@ -215,7 +215,7 @@ def talk(system: ReplicaSystem, session: str, turns: int, first: int = 1) -> lis
     records = []
     for turn in range(1, turns + 1):
         said += [(turn * 7 + place) % 90 for place in range(40)]
-        history = History(len(said) - 40, "expired") if turn > 1 else None
+        history = History(len(said) - 41, "kept") if turn > 1 else None
         record = ask(system, first + turn, session, turn, said, history=history).turn
         assert record.status == "completed"
         said += record.token_ids
@@ -289,7 +289,7 @@ def test_a_replica_that_ends_in_mid_reply_costs_no_token_and_doubles_none(parts:
         lost = system._home["a"][0]
         actors.deadly[lost] = parts
         said = [token for turn in range(1, 3) for token in (*_message(turn), *first[turn - 1].token_ids)]
-        heard = ask(system, 100, "a", 3, [*said, *_message(3)], history=History(len(said), "expired"))
+        heard = ask(system, 100, "a", 3, [*said, *_message(3)], history=History(len(said) - 1, "kept"))
         turn = heard.turn
         assert lost not in actors.alive and system._home["a"][0] != lost
         assert system._counted["restarted_requests"] == 1

@@ -15,9 +15,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from pensieve import create_server
+from pensieve.core.request import Free, Sampling
 from pensieve.errors import CapacityError, ConfigError, ContextLengthError, EngineMissing, RequestRefused
 from pensieve.lab.compose import read_option
 from pensieve.serve.server.create import plan_live
+from pensieve.serve.server.dialogue import Dialogue, Wish
 
 
 def server(mode: str = "pensieve", **fields: Any) -> Any:
@@ -171,6 +173,46 @@ def test_a_conversation_that_the_engine_forgot_by_itself_goes_on_from_its_tokens
     simulated.system.forget("idle")  # as a limit on what is remembered does
     turn = simulated.generate("idle", prompt_ids=[5], max_new_tokens=1).turn
     assert (turn.turn, turn.prompt_tokens, turn.gpu_hit_tokens) == (2, 6, 0)
+
+
+@pytest.mark.parametrize("first", [0, 100])
+def test_what_was_said_before_an_edit_that_was_cancelled_is_history(first: int) -> None:
+    with create_server("prefix_cache", **SIMULATED) as s:
+        said = cancelled_edit(s, first)
+        told = s.wait(ask(s, [*said, 9, 9, 9])).turn
+    assert (told.prompt_tokens, told.history_tokens) == (311, 307)
+    assert (told.gpu_hit_tokens, told.shared_hit_tokens) == (288, 0), "all full blocks"
+    assert {miss.cause: miss.tokens for miss in told.misses} == {"edited": 19, "new": 4}
+
+
+def test_a_conversation_deleted_after_an_edit_that_was_cancelled_leaves_the_disk() -> None:
+    with create_server(**SIMULATED, disk_cache="65536 tokens") as s:
+        below = s.system.engine.cache.below
+        cancelled_edit(s, 100, others=4)
+        for name in ("talk", *(f"other{number}" for number in range(4))):
+            assert below.used and s.end_session("", name)
+        s.system.poll(None)  # the engine learns of it
+        assert below.used == 0
+
+
+def ask(s: Any, prompt: list[int]) -> Any:
+    """A whole prompt of the conversation `talk`."""
+    wish = Wish(Free(8, ignore_eos=True), Sampling())
+    return Dialogue(s).complete("", "talk", prompt, True, wish).future
+
+
+def cancelled_edit(s: Any, first: int, others: int = 0) -> list[int]:
+    """All that was said before a prompt that is another from token `first` on, and is cancelled in its prefill."""
+    said = [7 * i % 250 for i in range(300)]
+    said += s.wait(ask(s, said)).token_ids
+    for number in range(others):
+        s.generate(f"other{number}", [number, *range(100)] * 9, max_new_tokens=1)
+    edited = ask(s, [*said[:first], *[5] * 600])
+    while not s.system.engine.scheduler.running:
+        s.system.poll(s.system.clock.now_s() + 1e-9)  # an iteration: of its prefill the first of two
+    s.cancel("talk")
+    assert s.wait(edited).turn.admitted_s and not s.wait(edited).token_ids
+    return said
 
 
 def test_a_restored_conversation_whose_first_turn_came_to_nothing_leaves_nothing_behind(simulated: Any) -> None:

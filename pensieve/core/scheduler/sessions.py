@@ -69,13 +69,14 @@ class Sessions:
             self._cache.forget(session)
 
     def prepare(self, session: Session, new: bool, request: Request) -> None:
-        """A request will be queued for it. A new one begins with what an earlier engine has computed of it."""
+        """A request will be queued for it. A new one begins as its parent, where that is known, else with what an earlier
+        engine has computed of it."""
         session.next_use_s, history = request.next_use_s, request.history
-        if new and history is not None and history.lost == "restarted":
-            session.begin(request.prompt[: history.tokens + 1], history.tokens)
         parent = self._cache.sessions.get(request.fork.session) if new and request.fork is not None else None
         if parent is not None and request.fork is not None:
             self._cache.fork(parent, session, request.fork.tokens, request.fork.takes_kv)
+        elif new and history is not None and history.lost == "restarted":
+            session.begin(request.prompt[: history.tokens + 1], history.tokens)
 
     def begin(self, session: Session) -> None:
         """A request of it is under way from now on."""

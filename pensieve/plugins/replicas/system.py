@@ -202,7 +202,7 @@ class ReplicaSystem:
         self._outbox.expect(request.id)
         known = self._said.of(request.session).known(request.prompt)
         if known and request.history is None:  # by the replica that may serve it now, at the latest
-            request = replace(request, history=History(known, "expired"))
+            request = replace(request, history=History(known, "kept"))
         self.begin(request, _ToOutbox(self._outbox, self._said, request))
 
     def begin(self, request: Request, listener: Listener) -> None:

@@ -54,6 +54,7 @@ class Books(Facts):
         self._holders: dict[Tier, Holders] = {}
         self._blocks: dict[Tier, int] = {}
         self._earlier: dict[Tier, list[int]] = {}
+        self._begun: set[int] = set()  # numbers of sessions that had tokens when a request of them was admitted
         self._inherited: dict[int, int] = {}  # session number -> leading tokens that it began with, of another session
         self._asked: dict[int, Asked] = {}  # by request
         self._residency: dict[int, Residency] = {}  # by request, at its admission, without what was read from disk
@@ -125,6 +126,7 @@ class Books(Facts):
 
     def closed(self, session: Session) -> None:
         self._losses.closed(session)
+        self._begun.discard(session.number)
         self._inherited.pop(session.number, None)
         if self._content is not None:
             self._content.closed(session)
@@ -157,7 +159,12 @@ class Books(Facts):
         self._of_session.setdefault(request.session, {})[request.id] = None
 
     def admitting(self, request: Request, session: Session, keep: int, suffix: TokenArray[int]) -> None:
-        self._asked[request.id] = Asked.of(session, keep, suffix, request.history)
+        told = request.history
+        if session.tokens:
+            self._begun.add(session.number)
+        elif told is not None and told.lost == "kept" and session.number not in self._begun:
+            told = None
+        self._asked[request.id] = Asked.of(session, keep, suffix, told)
 
     def admitted(self, request: Request, session: Session, admission: Admission, now_s: float) -> None:
         asked, record = self._asked[request.id], self._records[request.id]

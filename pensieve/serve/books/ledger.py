@@ -155,9 +155,9 @@ class Asked:
 
     @classmethod
     def of(cls, session: Session, keep: int, suffix: TokenArray[int], told: History | None) -> Asked:
-        """told: by whoever asks."""
+        """told: by whoever asks; None: nothing, or what they say is of a session that was forgotten."""
         prompt = keep + len(suffix)
-        known = min(keep, session.computed) if told is None or told.lost == "expired" else told.tokens
+        known = min(keep, session.computed) if told is None else told.tokens
         history = min(known, prompt - 1)
         edited: tuple[Missed, ...] = ()
         if keep < len(session.tokens) and suffix and suffix[0] != session.tokens[keep]:
@@ -202,7 +202,7 @@ def explained(residency: Residency, told: History | None, keep: int) -> tuple[Mi
         runs = [replace(one, cause="restarted") if one.cause in lost else one for one in runs]
     place = residency.history + residency.shared_hit
     later = [one for one in residency.missed if one.stop > max(place, residency.history)]
-    if told is not None and told.lost == "expired" and not keep and not residency.history:
+    if told is not None and told.lost == "kept" and not keep and not residency.history:
         later.append(Missed(place, min(told.tokens, residency.prompt), "expired"))
     for one in later:
         start = max(one.start, place)

@@ -15,6 +15,7 @@ from typing import Any
 from pensieve.core.event import Event
 from pensieve.core.hint import Hint
 from pensieve.core.request import Free, Length, Sampling, stops_of, text_of, tokens_of
+from pensieve.core.session import common_prefix
 from pensieve.core.stop import before_stop
 from pensieve.errors import ConfigError, PensieveError, RequestFailed, WorkerError
 from pensieve.lab.compose.explain import explain_crash
@@ -373,8 +374,8 @@ class Server:
             self.system.cancel(turn.id, "cancelled")
 
     def _released(self, conversation: Conversation) -> None:
-        left = conversation.restored and conversation.begun  # a fork that came to nothing leaves its parent what it has
-        self.system.release(conversation.engine_name, conversation.tenant, conversation.tokens if left else None)
+        left = conversation.tokens if conversation.begun else None  # what a fork began with is its parent's
+        self.system.release(conversation.engine_name, conversation.tenant, left)
 
     def _ended(self, turn: Turn, record: TurnRecord) -> None:
         """Finish a turn with its record; called in the engine's thread."""
@@ -410,7 +411,8 @@ class Server:
         before = min(turn.held, len(asked.prompt))
         ended = record.finish_reason == "eos"  # by a token that a template may write in its own way
         turn.mark = Mark(len(tokens) - ended, record, before, len(messages or ()), key)
-        self.conversations.settle(conversation, tokens, turn.mark, messages, replies)
+        said = common_prefix(reply, record.token_ids[:-1])  # the last token of a turn has no KV
+        self.conversations.settle(conversation, tokens, turn.mark, len(asked.prompt) + said, messages, replies)
 
     def _failed(self, turn: Turn, error: PensieveError, cause: BaseException | None) -> None:
         """Finish a turn with an error; called by whoever learned that the engine has ended."""

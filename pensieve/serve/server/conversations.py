@@ -58,6 +58,8 @@ class Conversation(Transcript):
     keep_alive_s: float | None = None
     marks: list[Mark] = field(default_factory=list)
     claims: Counter[int] = field(default_factory=Counter)
+    computed: int = 0
+    """Leading tokens that were computed; of a reply not the last token, nor what was encoded again at a stop string."""
     messages: list[Message] | None = None
     replies: dict[int, list[int]] = field(default_factory=dict)
     """The model's own tokens of messages that it said, by their place."""
@@ -75,6 +77,10 @@ class Conversation(Transcript):
     @property
     def idle(self) -> bool:
         return self.running is None and not self.waiting
+
+    def known(self, prompt: TokenArray[int]) -> int:
+        """Leading tokens of the prompt that were computed before."""
+        return min(common_prefix(self.tokens, prompt), self.computed)
 
     def claimed(self) -> int:
         """Tokens that have to stay as they are."""
@@ -227,6 +233,7 @@ class Conversations:
 
     def _begin_as(self, child: Conversation, parent: Conversation, keep: int) -> None:
         self._replace(child, parent.tokens[:keep])
+        child.computed = min(parent.computed, max(keep - 1, 0))
         child.marks = [mark for mark in parent.marks if mark.length <= keep]
         if parent.messages is not None:
             said = child.marks[-1].messages if child.marks else 0
@@ -248,15 +255,18 @@ class Conversations:
         conversation: Conversation,
         tokens: TokenArray[int],
         mark: Mark,
+        computed: int = 0,
         messages: list[Message] | None = None,
         replies: dict[int, list[int]] | None = None,
     ) -> None:
-        """Record a turn that stands: what the conversation holds now, and the mark of its end."""
+        """Record a turn that stands: what the conversation holds now, the mark of its end, and how many leading tokens were
+        computed."""
         with self.lock:
             kept = common_prefix(conversation.tokens, tokens)
             self._forget_marks(conversation, kept)
             self._replace(conversation, tokens)
             conversation.marks.append(mark)
+            conversation.computed = computed
             conversation.messages, conversation.replies = messages, replies or {}
             if mark.key is not None:
                 self._by_key[conversation.tenant, mark.key] = conversation, len(conversation.marks) - 1
@@ -281,6 +291,7 @@ class Conversations:
                 if mark.key is not None:
                     self._by_key.setdefault((conversation.tenant, mark.key), (conversation, place))
             conversation.restored = conversation.begun = True
+            conversation.computed = max(len(conversation.tokens) - 1, 0)
 
     def _forget_marks(self, conversation: Conversation, kept: int) -> None:
         """Drop the keys of turns whose tokens are replaced. The key of a turn that a fork took over stays the fork's."""

@@ -75,9 +75,8 @@ class Turn:
             room = max(1, self.server.most_tokens - len(asked.prompt))
             self.output = replace(self.output, max_new_tokens=min(self.output.max_new_tokens, room))
         conversation.asked += 1
-        known, history = conversation.known(asked.prompt), None
-        if known and conversation.fork is None:
-            history = History(known, "restarted" if conversation.restored else "expired")
+        known = conversation.known(asked.prompt)
+        history = History(known, "restarted" if conversation.restored else "kept") if known else None
         fork: Fork | None
         fork, conversation.fork = conversation.fork, None
         return Request(
