@@ -117,7 +117,8 @@ class Engine:
         self._events.append(Event("finished", request.id, now_s, turn=told))
 
     def cancel(self, request_id: int, status: str) -> None:
-        """End a request early. What it generated so far stays in the session; a turn without any output is undone."""
+        """End a request early. What it generated so far stays in the session, of its last token no KV that counts
+        (Session.stop); a turn without any output is undone."""
         active = self._active.get(request_id)
         if active is None or active.closed:
             return

@@ -278,8 +278,8 @@ class Session:
         self.last_active_s = now_s
 
     def stop(self, now_s: float) -> None:
-        """Mark it as no longer running: its request ended or was preempted. Computing the KV of its last token is left to
-        the next request."""
+        """Mark it as no longer running: its request ended or was preempted. Its last token stays, and the next request
+        computes the KV of that: what a plan in flight has computed of it does not count."""
         self.running = False
         self.last_active_s = now_s
         self.computed = min(self.computed, max(len(self.tokens) - 1, 0))

@@ -193,8 +193,8 @@ class TurnRecord:
     @property
     def stands(self) -> bool:
         """Whether its message and what it generated are part of the conversation from now on; if not, it is as though it had
-        never been asked. A turn that was cut short stands with what it generated; one that generated nothing, or whose KV a
-        failed step left in doubt, does not."""
+        never been asked. A turn that was cut short stands with all tokens that it generated, its last one without KV as in
+        any turn (Session.stop); one that generated nothing, or whose KV a failed step left in doubt, does not."""
         return bool(self.token_ids) and self.status not in ("refused", "failed")
 
     # -- in the engine ------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ def check_tiers(tiers: Tiers, sessions: Collection[Session]) -> None:
         assert session.computed <= len(session.tokens)
         assert len(session.chunks) <= chunks_of(len(session.tokens) + 1, tiers.chunk_tokens)
         for index, chunk in enumerate(session.chunks):
+            # KV of a turn's last token may be there; it does not count (Session.stop).
             assert index * tiers.chunk_tokens + chunk.resident_len <= max(session.computed, len(session.tokens))
     members: dict[View, set[tuple[int, int]]] = {view: set() for view in View if view is not View.NONE}
     for node in nodes.values():

@@ -97,7 +97,7 @@ class DiskTier(LowerTier):
         names = node.named(stop, size)
         leaving = [
             (names[index], blocks[index], target)
-            # The last token's KV may be there, of a turn that was undone, and not count: its chunk has no name.
+            # The last token's KV may be there and does not count (Session.stop): its chunk has no name.
             for index in range(start, min(stop, len(names)))
             if lengths[index] == size and (target := self._place(names[index], node.session.number)) is not None
         ]
