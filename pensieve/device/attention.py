@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pensieve.device.batch import Batch
-from pensieve.device.kernels.base import AttentionBackend, Plan
+from pensieve.device.kernels.base import AttentionBackend, Plan, Scores
 from pensieve.device.kernels.reference import ReferenceBackend
 from pensieve.errors import UnsupportedModel
 
@@ -83,18 +83,11 @@ def paged_attention(
     assert attention_mask is None, "no mask function is registered for this implementation"
     queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
     layer = int(module.layer_idx)
-    return attend(_current.get(), layer, queries, keys, values, scaling, sliding_window, softcap)[None], None
+    return attend(_current.get(), layer, queries, keys, values, Scores(scaling, sliding_window, softcap))[None], None
 
 
 def attend(
-    iteration: Iteration,
-    layer: int,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
+    iteration: Iteration, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
     """Write keys and values [tokens, kv_heads, head_dim] to the layer's pool, then attend to it.
 
@@ -105,7 +98,7 @@ def attend(
         iteration.wait_for_layer(layer)
     pool = iteration.pool[layer]
     iteration.plan.write(pool, iteration.batch.write_places, keys, values)
-    return iteration.plan.attend(pool, queries, keys, values, scaling, window, softcap)
+    return iteration.plan.attend(pool, queries, keys, values, scores)
 
 
 def register() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pensieve.device.kernels.backends import BACKENDS, load_backend
-from pensieve.device.kernels.base import AttentionBackend, CapturingBackend
+from pensieve.device.kernels.base import AttentionBackend, CapturingBackend, Scores
 from pensieve.errors import EngineMissing, UnsupportedModel
 
 from ..worker.torch.kernels.cases import MIXED, Heads, Runs, make_case
@@ -74,7 +74,7 @@ def test_offsets_beyond_two_to_the_31() -> None:
     plan = backend.plan(case.batch, pool, 32)
     places = case.batch.write_places + tokens - blocks * 32
     plan.write(pool[0], places, case.keys, case.values)
-    got = plan.attend(pool[0], case.queries, case.keys, case.values, None, None, None)
+    got = plan.attend(pool[0], case.queries, case.keys, case.values, Scores())
     assert float((got.cpu().double() - expected).abs().max()) < 0.05
 
 
@@ -100,7 +100,7 @@ def test_a_captured_graph_serves_batch_after_batch() -> None:
 
     def step() -> list[torch.Tensor]:
         plan.write(pool[1], places, keys, values)
-        return [plan.attend(pool[1], queries, keys, values, None, window, None) for window in (None, 100)]
+        return [plan.attend(pool[1], queries, keys, values, Scores(window=window)) for window in (None, 100)]
 
     def load(index: int) -> int:
         case = cases[index]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from pensieve.device.attention import Iteration, attend
 from pensieve.device.fused.few_rows import FEW_ROWS
 from pensieve.device.fused.linear import LEAST_ROWS
+from pensieve.device.kernels.base import Scores
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -30,15 +31,13 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """How one layer attends. window: positions that a query sees, itself included; None for all."""
+    """How one layer attends."""
 
     layer: int
     heads: int
     kv_heads: int
     head_dim: int
-    scaling: float
-    window: int | None = None
-    softcap: float | None = None
+    scores: Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Step:
         rows, real = len(queries), self.tokens
         if rows != real:
             queries, keys, values = queries[:real], keys[:real], values[:real]
-        result = attend(self.iteration, how.layer, queries, keys, values, how.scaling, how.window, how.softcap)
+        result = attend(self.iteration, how.layer, queries, keys, values, how.scores)
         result = result.reshape(real, -1)
         return F.pad(result, (0, 0, 0, rows - real)) if rows != real else result
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from pensieve.device.fused.decoder import ACTIVATIONS, Attention, FusedModel, Step
 from pensieve.device.fused.linear import Linear
+from pensieve.device.kernels.base import Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def build_opt(module: Any, pack: bool) -> FusedModel | str:
 
 
 def _how(layer: int, heads: int, head_dim: int, scaling: float) -> Attention:
-    return Attention(layer, heads, heads, head_dim, scaling)
+    return Attention(layer, heads, heads, head_dim, Scores(scaling))
 
 
 def _model(tokens: Any, places: Any, layers: list[LearnedLayer], norm: Any, head: Linear, pack: bool) -> FusedModel:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from pensieve.device.fused.decoder import ACTIVATIONS, Attention, FusedModel, Step
 from pensieve.device.fused.linear import Linear
 from pensieve.device.fused.row_kernels import RowKernels
+from pensieve.device.kernels.base import Scores
 from pensieve.errors import EngineMissing
 
 
@@ -103,12 +104,12 @@ def build_rotary(module: Any, pack: bool) -> FusedModel | str:
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
-            scaling=attention.scaling,
-            # Mistral's is the same for all layers and only in the configuration; Llama has none.
-            window=config.sliding_window
-            if config.model_type == "mistral"
-            else getattr(attention, "sliding_window", None),
-            softcap=attention.attn_logit_softcapping if gemma else None,
+            # Mistral's window is the same for all layers and only in the configuration; Llama has none.
+            scores=Scores(
+                attention.scaling,
+                getattr(config if config.model_type == "mistral" else attention, "sliding_window", None),
+                attention.attn_logit_softcapping if gemma else None,
+            ),
         )
         head_norm = None
         if hasattr(attention, "q_norm"):

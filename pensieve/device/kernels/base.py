@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from pensieve.device.batch import Batch
+
+
+class Scores(NamedTuple):
+    """How a layer scores keys. scaling: None for head_dim ** -0.5. window: positions that a query sees, itself included; None
+    for all. softcap: scores become softcap * tanh(score / softcap)."""
+
+    scaling: float | None = None
+    window: int | None = None
+    softcap: float | None = None
 
 
 class Plan(Protocol):
@@ -14,23 +23,16 @@ class Plan(Protocol):
 
     def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """keys, values [tokens, kv_heads, head_dim] to these places of a layer's pool [tokens, 2, kv_heads, head_dim]."""
-        ...
+        pool[:, 0].index_copy_(0, places, keys)
+        pool[:, 1].index_copy_(0, places, values)
 
     def attend(
-        self,
-        pool: torch.Tensor,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
+        self, pool: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         """[tokens, heads, head_dim] of one layer, whose keys and values are already in its pool.
 
         pool [tokens, 2, kv_heads, head_dim]; queries [tokens, heads, head_dim]; keys, values [tokens, kv_heads, head_dim]
-        of the batch itself. scaling: None for head_dim ** -0.5. window: positions that a query sees, itself included;
-        None for all. softcap: scores become softcap * tanh(score / softcap).
+        of the batch itself.
         """
         ...
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pensieve.compiler import Library, load_library
 from pensieve.device.batch import Batch, Spans
+from pensieve.device.kernels.base import Scores
 from pensieve.device.kernels.reference import ReferencePlan
 
 _SOURCE = Path(__file__).with_name("native.c")
@@ -45,31 +46,17 @@ class NativePlan:
             raise IndexError(f"place {int(places[written])} is not one of the pool's {len(pool)}")
 
     def attend(
-        self,
-        pool: torch.Tensor,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
+        self, pool: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         pieces = []
         if self._singles is not None:
-            pieces.append(self._decode(self._singles, pool, queries[: self._rows], scaling, window, softcap))
+            pieces.append(self._decode(self._singles, pool, queries[: self._rows], scores))
         if self._several is not None:
-            pieces.append(self._several.attend(pool, queries, keys, values, scaling, window, softcap))
+            pieces.append(self._several.attend(pool, queries, keys, values, scores))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _decode(
-        self,
-        rows: _Rows,
-        pool: torch.Tensor,
-        queries: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
+    def _decode(self, rows: _Rows, pool: torch.Tensor, queries: torch.Tensor, scores: Scores) -> torch.Tensor:
+        scaling, window, softcap = scores
         asked, queries = queries.dtype, queries.float().contiguous()
         assert pool.is_contiguous()
         result = torch.empty_like(queries)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.device.batch import Batch, Integers, Span, Spans
+from pensieve.device.kernels.base import Plan, Scores
 
 _SOFTCAP_QUERIES = 256  # a softcap forbids the fused kernel; this many queries at a time bound the matrix of scores
 _PADDING_TOKENS = 64  # rows of one decode group differ by at most this, or by a quarter
@@ -51,7 +52,7 @@ class _Decode:
 _Work = _Fresh | _Append | _Decode
 
 
-class ReferencePlan:
+class ReferencePlan(Plan):
     """One iteration's spans as pieces of work. Index tensors and masks are made once, and shared by all layers."""
 
     def __init__(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int) -> None:
@@ -61,24 +62,14 @@ class ReferencePlan:
         self._chunk_tokens = chunk_tokens
         self._work: dict[tuple[int | None, bool], list[_Work]] = {}  # by window and softcap: layers alternate
 
-    def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        write(pool, places, keys, values)
-
     def attend(
-        self,
-        pool: torch.Tensor,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
+        self, pool: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        work = self.work(window, softcap is not None)
+        work = self.work(scores.window, scores.softcap is not None)
         if len(work) == 1:
-            return _attend(work[0], pool, queries, keys, values, scaling, softcap)
+            return _attend(work[0], pool, queries, keys, values, scores)
         # The pieces are in the order of their queries, and leave none out.
-        return torch.cat([_attend(piece, pool, queries, keys, values, scaling, softcap) for piece in work])
+        return torch.cat([_attend(piece, pool, queries, keys, values, scores) for piece in work])
 
     def work(self, window: int | None, capped: bool) -> list[_Work]:
         """The spans as pieces of work for layers with this window; a capped layer always gets masks."""
@@ -147,12 +138,6 @@ class ReferenceBackend:
         return ReferencePlan(batch, pool, chunk_tokens)
 
 
-def write(pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """keys, values [tokens, kv_heads, head_dim] to places [tokens] of a layer's pool [its tokens, 2, kv_heads, head_dim]."""
-    pool[:, 0].index_copy_(0, places, keys)
-    pool[:, 1].index_copy_(0, places, values)
-
-
 def _groups(lengths: Sequence[int], on_cpu: bool) -> Iterator[tuple[int, int]]:
     """Cut rows of these lengths, which fall, where padding to a group's first one would waste too much."""
     cuts = [0]
@@ -165,13 +150,7 @@ def _groups(lengths: Sequence[int], on_cpu: bool) -> Iterator[tuple[int, int]]:
 
 
 def _attend(
-    piece: _Work,
-    pool: torch.Tensor,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float | None,
-    softcap: float | None,
+    piece: _Work, pool: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
     """[queries, heads, head_dim] of one piece of work."""
     if isinstance(piece, _Decode):
@@ -180,7 +159,7 @@ def _attend(
         # The queries of a KV head's group are folded into the query dimension: no key is repeated.
         folded = q.unflatten(1, (pool.shape[2], -1))  # [rows, kv_heads, group, head_dim]
         k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)  # [rows, kv_heads, width, head_dim]
-        return _kernel(folded, k, v, piece.mask, False, scaling, softcap).flatten(1, 2)
+        return _kernel(folded, k, v, piece.mask, False, scores).flatten(1, 2)
     here = slice(piece.first, piece.first + piece.queries)
     mask: torch.Tensor | None = None
     if isinstance(piece, _Fresh):
@@ -191,7 +170,7 @@ def _attend(
     # KV heads take the batch dimension, so that a group shares its keys by a stride of zero.
     q = queries[here].unflatten(1, (pool.shape[2], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, queries, head_dim]
     k, v = (x.transpose(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
-    return _kernel(q, k, v, mask, mask is None, scaling, softcap).permute(2, 0, 1, 3).flatten(1, 2)
+    return _kernel(q, k, v, mask, mask is None, scores).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _read(pool: torch.Tensor, places: torch.Tensor | slice) -> torch.Tensor:
@@ -202,15 +181,10 @@ def _read(pool: torch.Tensor, places: torch.Tensor | slice) -> torch.Tensor:
 
 
 def _kernel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scaling: float | None,
-    softcap: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scores_of: Scores
 ) -> torch.Tensor:
     """q, k, v: [batch, heads, length, head_dim]; mask broadcasts to [batch, heads, queries, keys]."""
+    scaling, _, softcap = scores_of
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scaling)
     assert not causal, "a capped layer gets masks"

@@ -20,6 +20,7 @@ except ImportError:  # an older Triton
     TensorDescriptor = None
 
 from pensieve.device.batch import Batch, Spans
+from pensieve.device.kernels.base import Scores
 from pensieve.device.kernels.paged import attend_kernel, join_kernel, write_kernel
 from pensieve.device.kernels.work_list import ITEM, JOIN, LARGE, Cutting, WorkList, padded, work_list
 from pensieve.device.transfers.pinned import send, sent
@@ -234,15 +235,9 @@ class _TritonPlan(ABC):
             )  # fmt: skip
 
     def attend(
-        self,
-        pool: torch.Tensor,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
+        self, pool: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
+        scaling, window, softcap = scores
         output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         _, heads, head_dim = queries.shape
         geometry = Geometry(heads, pool.shape[2], head_dim, pool.dtype, pool.device, self._chunk_tokens)

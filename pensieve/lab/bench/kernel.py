@@ -22,7 +22,7 @@ from pensieve.core.plan import Row, Sample
 from pensieve.device.batch import Batch, BlockTables, Span, Spans, build_batch
 from pensieve.device.graphs import CudaRecorder
 from pensieve.device.kernels.backends import BACKENDS, ON_CPU, candidates, load_backend
-from pensieve.device.kernels.base import AttentionBackend, Plan
+from pensieve.device.kernels.base import AttentionBackend, Plan, Scores
 from pensieve.errors import PensieveError
 from pensieve.lab.bench.case import Case, Figure, Measured
 from pensieve.lab.bench.record import now
@@ -327,7 +327,7 @@ def paged(backend: AttentionBackend, inputs: Inputs) -> Callable[[], torch.Tenso
 
     def call() -> torch.Tensor:
         for pool in inputs.pool:
-            result = plan.attend(pool, inputs.queries, inputs.keys, inputs.values, None, None, None)
+            result = plan.attend(pool, inputs.queries, inputs.keys, inputs.values, Scores())
         return result
 
     return call
@@ -391,9 +391,7 @@ def one_at_a_time(backend: AttentionBackend, inputs: Inputs) -> Callable[[], tor
 
     def call() -> torch.Tensor:
         for pool in inputs.pool:
-            pieces = [
-                plan.attend(pool, q, k, v, None, None, None) for plan, (q, k, v) in zip(plans, singles_of, strict=True)
-            ]
+            pieces = [plan.attend(pool, q, k, v, Scores()) for plan, (q, k, v) in zip(plans, singles_of, strict=True)]
         return torch.stack(pieces, dim=1).flatten(0, 1)
 
     return call

@@ -8,24 +8,23 @@ import numpy as np
 import torch
 
 from pensieve.device.batch import Batch, Integers
-from pensieve.device.kernels.reference import write
+from pensieve.device.kernels.base import Plan, Scores
 from pensieve.device.transfers.pinned import sent
 from pensieve.errors import EngineMissing
 
 _WORKSPACE_BYTES = 256 * 2**20
 PLANS_IN_FLIGHT = 2
 """Iterations that may be in flight at once: a worker's largest depth."""
-_Key = tuple[float | None, int | None, float | None]  # scaling, window, softcap
 
 
-class FlashInferPlan:
+class FlashInferPlan(Plan):
     """One of FlashInfer's plans for each combination of scale, window and softcap: layers alternate."""
 
     def __init__(
         self,
         library: Any,
-        wrappers: dict[_Key, Any],
-        workspaces: dict[_Key, torch.Tensor],
+        wrappers: dict[Scores, Any],
+        workspaces: dict[Scores, torch.Tensor],
         batch: Batch,
         pool: torch.Tensor,
         chunk_tokens: int,
@@ -33,41 +32,30 @@ class FlashInferPlan:
         self._library = library
         self._wrappers, self._workspaces = wrappers, workspaces
         self._chunk_tokens = chunk_tokens
-        self._planned: set[_Key] = set()
+        self._planned: set[Scores] = set()
         spans = batch.spans
         self._queries, self._pages = _indptr(spans.queries), _indptr(spans.chunks)
         self._blocks = sent(np.maximum(spans.blocks, 0).astype(np.int32), pool.device)
         self._last = torch.from_numpy(((spans.stop - 1) % chunk_tokens + 1).astype(np.int32))
 
-    def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        write(pool, places, keys, values)
-
     def attend(
-        self,
-        pool: torch.Tensor,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
+        self, pool: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        key = (scaling, window, softcap)
-        if key not in self._planned:
-            self._plan(pool, queries, key)
-            self._planned.add(key)
+        if scores not in self._planned:
+            self._plan(pool, queries, scores)
+            self._planned.add(scores)
         paged = pool.unflatten(0, (-1, self._chunk_tokens))
-        output: torch.Tensor = self._wrappers[key].run(queries.contiguous(), (paged[:, :, 0], paged[:, :, 1]))
+        output: torch.Tensor = self._wrappers[scores].run(queries.contiguous(), (paged[:, :, 0], paged[:, :, 1]))
         return output
 
-    def _plan(self, pool: torch.Tensor, queries: torch.Tensor, key: _Key) -> None:
+    def _plan(self, pool: torch.Tensor, queries: torch.Tensor, scores: Scores) -> None:
         """Plans of one iteration must not share a wrapper, since they are in use at the same time."""
-        if key not in self._wrappers:
-            if key not in self._workspaces:
-                self._workspaces[key] = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
-            self._wrappers[key] = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspaces[key], "NHD")
-        scaling, window, softcap = key
-        self._wrappers[key].plan(
+        if scores not in self._wrappers:
+            if scores not in self._workspaces:
+                self._workspaces[scores] = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
+            self._wrappers[scores] = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspaces[scores], "NHD")
+        scaling, window, softcap = scores
+        self._wrappers[scores].plan(
             self._queries,
             self._pages,
             self._blocks,
@@ -110,8 +98,8 @@ class FlashInferBackend:
                 f"attention_backend=flashinfer: its package does not load ({error}); use auto."
             ) from error
         self._library = flashinfer
-        self._wrappers: list[dict[_Key, Any]] = [{} for _ in range(PLANS_IN_FLIGHT)]
-        self._workspaces: dict[_Key, torch.Tensor] = {}
+        self._wrappers: list[dict[Scores, Any]] = [{} for _ in range(PLANS_IN_FLIGHT)]
+        self._workspaces: dict[Scores, torch.Tensor] = {}
         self._plans = 0
 
     @property

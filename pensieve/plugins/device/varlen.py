@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from pensieve.device.batch import Batch
-from pensieve.device.kernels.reference import write
+from pensieve.device.kernels.base import Plan, Scores
 from pensieve.device.transfers.pinned import sent
 from pensieve.errors import EngineMissing, PensieveError, UnsupportedModel
 
 _NEEDED = ("block_table", "seqused_k", "enable_gqa", "window_size", "scale")
 
 
-class VarlenPlan:
+class VarlenPlan(Plan):
     """Spans are sequences of their own that may share blocks; each is causal, aligned at its end."""
 
     def __init__(self, function: Any, batch: Batch, pool: torch.Tensor, chunk_tokens: int) -> None:
@@ -32,20 +32,11 @@ class VarlenPlan:
         self._most_queries = int(spans.queries.max())
         self._most_keys = int(stops.max())
 
-    def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        write(pool, places, keys, values)
-
     def attend(
-        self,
-        pool: torch.Tensor,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scaling: float | None,
-        window: int | None,
-        softcap: float | None,
+        self, pool: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         """Raises UnsupportedModel for a softcap."""
+        scaling, window, softcap = scores
         if softcap is not None:
             raise UnsupportedModel(
                 "The model caps its attention scores, which attention_backend=varlen cannot; use triton or reference."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -11,7 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from pensieve.device.batch import Batch
 from pensieve.device.fused import build_fused
 from pensieve.device.graphs import Work
-from pensieve.device.kernels.reference import ReferenceBackend, write
+from pensieve.device.kernels.base import Plan, Scores
+from pensieve.device.kernels.reference import ReferenceBackend
 from pensieve.device.model import LoadedModel
 
 from .driver import tiny_model
@@ -40,7 +40,7 @@ class Tracer:
         return replay
 
 
-class TensorPlan:
+class TensorPlan(Plan):
     """Single positions over block tables in plain tensor operations of fixed shape."""
 
     def __init__(self, pool: torch.Tensor, chunk_tokens: int, rows: int, max_blocks: int) -> None:
@@ -54,10 +54,9 @@ class TensorPlan:
             self._tables[row, : len(span.blocks)] = torch.from_numpy(span.blocks)
             self._lengths[row] = span.stop
 
-    def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        write(pool, places, keys, values)
-
-    def attend(self, pool: torch.Tensor, queries: torch.Tensor, keys: Any, values: Any, *how: Any) -> torch.Tensor:
+    def attend(
+        self, pool: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scores
+    ) -> torch.Tensor:
         scaling, window, softcap = how
         rows, heads, head_dim = queries.shape
         kv_heads, chunk = pool.shape[2], self._chunk

@@ -81,9 +81,9 @@ class _Scales(_Plan):
     """By a quarter more."""
 
     def attend(self, *all_: Any) -> torch.Tensor:
-        pool, queries, keys, values, scaling, *rest = all_
-        scaling = queries.shape[-1] ** -0.5 if scaling is None else scaling
-        return super().attend(pool, queries, keys, values, 1.25 * scaling, *rest)
+        *rest, scores = all_
+        scaling = rest[1].shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+        return super().attend(*rest, scores._replace(scaling=1.25 * scaling))
 
 
 class _Mistakes(_Plan):

@@ -9,7 +9,7 @@ import torch
 
 from pensieve.core.plan import Row, Sample
 from pensieve.device.batch import Batch, BlockTables, build_batch
-from pensieve.device.kernels.base import Plan
+from pensieve.device.kernels.base import Plan, Scores
 
 Runs = Sequence[tuple[int, int]]
 
@@ -46,7 +46,7 @@ class Case:
 
     def attend(self, plan: Plan, scaling: float | None, window: int | None, softcap: float | None) -> torch.Tensor:
         plan.write(self.pool[1], self.batch.write_places, self.keys, self.values)
-        return plan.attend(self.pool[1], self.queries, self.keys, self.values, scaling, window, softcap)
+        return plan.attend(self.pool[1], self.queries, self.keys, self.values, Scores(scaling, window, softcap))
 
     def expected(self, scaling: float | None, window: int | None, softcap: float | None) -> torch.Tensor:
         """[tokens, heads, head_dim] in float64, from the keys and values as they were stored."""

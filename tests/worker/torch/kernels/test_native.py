@@ -10,8 +10,9 @@ import torch
 
 from pensieve.compiler import find_compiler
 from pensieve.device.batch import Spans
+from pensieve.device.kernels.base import Scores
 from pensieve.device.kernels.native import NativeBackend, NativePlan
-from pensieve.device.kernels.reference import write
+from pensieve.device.kernels.reference import ReferencePlan
 from pensieve.errors import EngineMissing
 
 from .cases import MIXED, Case, Heads, Runs, make_case
@@ -84,7 +85,7 @@ def test_layers_may_differ_in_window_and_take_strided_queries() -> None:
     plan.write(case.pool[1], case.batch.write_places, case.keys, case.values)
     for window in (None, 7, None):
         case.check(
-            plan.attend(case.pool[1], queries, case.keys, case.values, None, window, None),
+            plan.attend(case.pool[1], queries, case.keys, case.values, Scores(window=window)),
             case.expected(None, window, None),
         )
 
@@ -120,7 +121,9 @@ def test_keys_and_values_go_where_torch_would_put_them(dtype: torch.dtype) -> No
     joined = torch.randn(41, 8, 24)
     keys, values = joined[:, 4:6], joined[:, 6:].transpose(1, 2).contiguous().transpose(1, 2)
     expected = case.pool[0].clone()
-    write(expected, case.batch.write_places, keys.to(dtype), values.to(dtype))
+    ReferencePlan(case.batch, case.pool, case.chunk).write(
+        expected, case.batch.write_places, keys.to(dtype), values.to(dtype)
+    )
     plan = _plan(case)
     plan.write(case.pool[0], case.batch.write_places, keys, values)
     assert torch.equal(case.pool[0].nan_to_num(9e9), expected.nan_to_num(9e9))
@@ -151,4 +154,4 @@ def _one(case: Case, row: int) -> torch.Tensor:
     batch = replace(case.batch, spans=Spans.of([replace(span, first=0)]))
     backend = NativeBackend(case.queries.shape[2], case.pool.dtype)
     plan = backend.plan(batch, case.pool, case.chunk)
-    return plan.attend(case.pool[1], case.queries[row : row + 1], case.keys, case.values, None, None, None)
+    return plan.attend(case.pool[1], case.queries[row : row + 1], case.keys, case.values, Scores())

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from pensieve.device.kernels.base import Scores
 from pensieve.device.kernels.triton_backend import OncePlan, TritonBackend
 
 from .cases import MIXED, Heads, Runs, make_case
@@ -71,7 +72,7 @@ def test_layers_of_one_iteration_may_differ_in_window_and_take_strided_queries()
     strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (case.queries, case.keys, case.values)]
     plan.write(case.pool[1], case.batch.write_places, *strided[1:])
     for window in (None, 7, None):
-        got = plan.attend(case.pool[1], *strided, None, window, None)
+        got = plan.attend(case.pool[1], *strided, Scores(window=window))
         case.check(got, case.expected(None, window, None))
 
 

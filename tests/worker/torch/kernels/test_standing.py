@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pensieve.device.kernels.base import Scores
 from pensieve.device.kernels.triton_backend import StandingPlan, TritonBackend
 
 from .cases import Case, Heads, Runs, make_case
@@ -33,7 +34,7 @@ def test_the_same_tensors_serve_batch_after_batch() -> None:
         plan.write(case.pool[1], case.batch.write_places, case.keys, case.values)
         real = len(case.queries)
         for window in (None, 16):
-            got = plan.attend(case.pool[1], _padded(case), case.keys, case.values, None, window, None)
+            got = plan.attend(case.pool[1], _padded(case), case.keys, case.values, Scores(window=window))
             case.check(got[:real], case.expected(None, window, None))
             assert not got[real:].any(), "padding gets zeros"
         places.add(
