@@ -35,6 +35,7 @@ def message(number: int, session: str, turn: int, tokens: Any, output: int = 6, 
 def test_a_replica_keeps_its_conversation_and_computes_only_what_is_new() -> None:
     setup = setup_of()
     replica, module = Replica(setup, 256, None), plain_module(setup)
+    replica.load()
     try:
         first = replica.answer(message(1, "a", 1, prompt(40)))
         assert first.tokens is not None and list(first.tokens) == greedy(module, prompt(40), 6)
@@ -69,7 +70,7 @@ def test_a_replica_loads_its_model_within_its_memory(monkeypatch: pytest.MonkeyP
     for share, weights in ((None, 2**31 - kv), (2**29, 2**29 - kv)):
         seen.clear()
         with pytest.raises(MemoryError):
-            Replica(setup, 256, 2**31, share)
+            Replica(setup, 256, 2**31, share).load()
         assert seen == [2**31, weights], "of what the kernel grants, and of what may be packed"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from abc import abstractmethod
@@ -38,26 +37,6 @@ class _Actor:
     pid: int
     since_s: float
     warming: bool
-
-
-class _ActorBody:
-    """What runs in an actor's process. The model is loaded by a call of its own, so that the process is known before."""
-
-    def __init__(self, setup: EngineSetup, kv_tokens: int, memory_bytes: int | None, share_bytes: int | None) -> None:
-        self._arguments = (setup, kv_tokens, memory_bytes, share_bytes)
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def load(self) -> Started:
-        self._replica = Replica(*self._arguments)
-        return self._replica.started()
-
-    def answer(self, request: Request) -> Reply:
-        return self._replica.answer(request)
-
-    def forget(self, session: str | None) -> None:
-        self._replica.forget(session)
 
 
 class _RayAgents(OutsideEngine):
@@ -246,7 +225,7 @@ class RayKeepalive(_RayAgents):
         if self._full:
             raise self._ran_out()
         options = {"num_cpus": 0, "num_gpus": self._gpu_share, "max_restarts": 0}
-        handle = remote(_ActorBody, **options).remote(self._setup, self._kv_tokens, *self._limits)
+        handle = remote(Replica, **options).remote(self._setup, self._kv_tokens, *self._limits)
         pid = None
         try:
             pid = self._result(handle.pid.remote())

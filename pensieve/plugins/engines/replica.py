@@ -7,15 +7,11 @@ from array import array
 from dataclasses import dataclass
 from time import perf_counter
 
-from pensieve.core.cost import CostModel
-from pensieve.core.plan import StartReport
 from pensieve.core.request import Request
 from pensieve.errors import RequestFailed, refused
 from pensieve.plugins.engines.base import EngineSetup, Reply
 from pensieve.plugins.engines.memory_watch import forbid_more
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.systems.threaded_system import ThreadedSystem
-from pensieve.sim.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +28,25 @@ class Replica:
     sharing one engine is the process alone.
 
     memory_bytes: this process gets no more than that from the kernel. share_bytes: of that, what is meant for this process
-    where others have the rest: whether weights are packed is decided as for an engine that has no more. Raises MemoryError
-    where memory_bytes is too little.
+    where others have the rest: whether weights are packed is decided as for an engine that has no more.
     """
 
     def __init__(
         self, setup: EngineSetup, kv_tokens: int, memory_bytes: int | None, share_bytes: int | None = None
     ) -> None:
+        self._setup, self._kv_tokens = setup, kv_tokens
+        self._memory_bytes = memory_bytes
+        self._share_bytes = memory_bytes if share_bytes is None else share_bytes
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def load(self) -> Started:
+        """A call of its own, so that whoever watches its memory knows the process before. Raises MemoryError where
+        memory_bytes is too little."""
         began = perf_counter()
-        if memory_bytes is not None:
-            forbid_more(memory_bytes)
+        if self._memory_bytes is not None:
+            forbid_more(self._memory_bytes)
         from pensieve.core.cache.two_tier import TwoTierCache
         from pensieve.core.clock import WallClock
         from pensieve.core.policies.lru import Lru
@@ -50,12 +55,13 @@ class Replica:
         from pensieve.device.model import load_model
         from pensieve.device.options import TorchOptions
         from pensieve.device.worker import TorchWorker
+        from pensieve.serve.systems.threaded_system import ThreadedSystem
+        from pensieve.sim.profile import Profile
         from pensieve.specs import HardwareSpec
         from pensieve.units import ceil_div
 
-        size = setup.block_tokens
-        blocks = ceil_div(kv_tokens, size)
-        share = memory_bytes if share_bytes is None else share_bytes
+        setup, size, share = self._setup, self._setup.block_tokens, self._share_bytes
+        blocks = ceil_div(self._kv_tokens, size)
         beside_kv = None if share is None else share - blocks * size * setup.model.kv_bytes_per_token
         try:
             asked = ModelAsked(
@@ -64,7 +70,7 @@ class Replica:
             )  # fmt: skip
             clock = WallClock()
             options = TorchOptions(max_batch_tokens=setup.batch_tokens, max_batch_requests=1)
-            self._system = _Unprofiled(
+            self._system = ThreadedSystem(
                 model=setup.model,
                 hardware=HardwareSpec(setup.device, simulated=False),
                 worker=TorchWorker(load_model(asked), size, clock, options=options),
@@ -77,6 +83,8 @@ class Replica:
                 chunk_tokens=size,
                 tokenizer=setup.tokenizer,
                 seed=setup.seed,
+                # Its policy goes by recency, so nothing is measured: a start is as short as it can be.
+                costs=Profile(size, {size: 1.0}, 1.0, {"source": "none: all chunks cost alike"}),
             )
             report = self._system.start()
         except RuntimeError as error:  # torch has no error of its own for a CPU that refuses memory
@@ -85,10 +93,7 @@ class Replica:
             raise
         self._offset_s = perf_counter() - clock.now_s()
         assert report.load_s is not None, "a process of its own shares no model"
-        self._started = Started(os.getpid(), report.load_s, perf_counter() - began)
-
-    def started(self) -> Started:
-        return self._started
+        return Started(os.getpid(), report.load_s, perf_counter() - began)
 
     def answer(self, request: Request) -> Reply:
         """Raises RequestRefused, RequestFailed, and MemoryError where the kernel gives no more."""
@@ -125,15 +130,8 @@ def answer_once(
 ) -> tuple[Reply, Started]:
     """One request on a Replica that exists for it alone."""
     replica = Replica(setup, kv_tokens, memory_bytes, share_bytes)
+    started = replica.load()
     try:
-        return replica.answer(request), replica.started()
+        return replica.answer(request), started
     finally:
         replica.close()
-
-
-class _Unprofiled(ThreadedSystem):
-    """Its policy goes by recency, so nothing is measured before the first request: a start is as short as it can be."""
-
-    def _prices(self, report: StartReport) -> CostModel:
-        alike = {"source": "none: all chunks cost alike"}
-        return Profile(self._chunk_tokens, {self._chunk_tokens: 1.0}, 1.0, alike)
