@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from pensieve.lab.compose import resolved
 from pensieve.lab.results.trials import mixtures
 from pensieve.lab.trial import Job, run_trial
-from pensieve.lab.trial.summary import summary
 from pensieve.lab.trial.tracking import Tracking, open_tracking
 from tests.composed import checked, composed
 from tests.engines.endpoint import Endpoint
@@ -98,17 +96,6 @@ def test_a_warm_server_that_was_declared_cold_is_flagged_and_not_compared(
     assert held(first, again) == [(again.id,)]
     assert "held_whole" not in first.flags
     assert again.flags["held_whole"].startswith("4 measured prompts were cached but for their last token")
-
-
-def test_a_single_trial_says_it_below_its_numbers(tracking: Tracking, endpoint: Endpoint) -> None:
-    def shown(trial: Any) -> str:
-        with (console := Console(width=200)).capture() as capture:
-            console.print(summary(tracking.store, trial.id))
-        return capture.get()
-
-    assert "declared cold" not in shown(run(tracking, endpoint))
-    again = shown(run(tracking, endpoint))
-    assert "The cache was declared cold, but 6 of 6 turns found" in again and "4 measured prompts were cached" in again
 
 
 def test_salted_conversations_are_new_to_a_warm_server_until_they_are_asked_again(

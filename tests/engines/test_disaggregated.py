@@ -26,7 +26,6 @@ from pensieve.plugins.engines.disaggregated.client import FullyAware, PartiallyA
 from pensieve.plugins.engines.disaggregated.remote_model import RemoteModel, tensor_of, weight_arrays
 from pensieve.plugins.engines.disaggregated.wire import KV, LOGITS, PIECE_BYTES, Wire
 from pensieve.plugins.engines.system import OutsideSystem
-from pensieve.plugins.engines.transformers_peers import NativePytorch
 from pensieve.plugins.engines.weights import plain_module
 from pensieve.serve.record import TurnRecord
 from tests.engines.small import ARCHITECTURES, ask, begun, prompt, served, setup_of
@@ -160,43 +159,6 @@ def test_no_piece_waits_until_the_one_before_is_acknowledged(wires: tuple[Wire, 
             assert same.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_what_crosses_grows_as_each_knows() -> None:
-    """By differences, so that no constant of the format takes part; a number in a head may take up to 4 bytes more."""
-    setup, lengths, slack = setup_of(), (1, 2, 3, 4), 8
-    sent, received = {}, {}
-    for kind in KINDS:
-        system = opened(kind)
-        turns = [one(system, prompt(40), output, output) for output in lengths]
-        sent[kind] = [turn.sent_bytes or 0 for turn in turns]
-        received[kind] = [turn.received_bytes or 0 for turn in turns]
-        longer = one(system, prompt(90), 1, 9)
-        if kind is FullyAware:  # the prompt's own ids are all that a longer context adds, once
-            assert 0 <= (longer.sent_bytes or 0) - sent[kind][0] - 4 * 50 <= slack
-            assert abs((longer.received_bytes or 0) - received[kind][0]) <= slack
-
-    def steps(counts: list[int]) -> list[int]:
-        """Bytes of each step."""
-        return [after - before for before, after in zip([0, *counts], counts, strict=False)]
-
-    kv = setup.model.kv_bytes_per_token
-    parameters = sum(one.numel() * 4 for one in plain_module(setup).parameters())
-    logits = setup.model.vocab * 4
-    ids = steps(sent[PartiallyAware])
-    assert ids[0] == messages.size(messages.step(prompt(40))), "the first step has no KV to ship"
-    for place in (1, 2, 3):  # then the KV of all positions before, and one more each time
-        assert 0 <= ids[place] - kv * (40 + place - 1) < 200
-    assert abs((ids[3] - ids[2]) - kv) <= slack and abs((ids[2] - ids[1]) - kv) <= slack
-    for place, back in enumerate(steps(received[PartiallyAware])):
-        assert 0 <= back - kv * (40 + place) - logits < 250, "KV of the prompt comes back at once"
-    blind = steps(sent[SemanticBlind])
-    weights = [whole - own for whole, own in zip(blind, ids, strict=True)]
-    assert all(parameters <= each < parameters + 1500 for each in weights), "the weights, and what names them"
-    assert max(weights) - min(weights) <= slack, "the same at each step, whatever the context"
-    assert received[SemanticBlind] == received[PartiallyAware], "weights do not come back"
-    each = steps(sent[FullyAware])[1:], steps(received[FullyAware])[1:]
-    assert max(each[0]) <= slack and max(each[1]) < 60 and max(each[1]) - min(each[1]) <= slack
-
-
 def test_the_blind_ones_weights_come_with_each_step_and_are_gone_after_it() -> None:
     import torch
 
@@ -281,12 +243,6 @@ def test_what_cannot_be_served_says_so() -> None:
     small = setup_of()
     with pytest.raises(ConfigError, match=r"leave model\.quantization out"):
         SemanticBlind(replace(small, model=replace(small.model, quantization="int8"))).check()
-
-
-def test_who_crosses_no_network_has_no_bytes() -> None:
-    system = begun(NativePytorch(setup_of()))
-    turn = one(system, prompt(20), 2)
-    assert turn.sent_bytes is turn.received_bytes is turn.transfer_ms is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

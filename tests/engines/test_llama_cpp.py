@@ -6,15 +6,14 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from time import perf_counter, sleep
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from pensieve.core.request import Free, History, Request
-from pensieve.errors import ConfigError, EngineFailed, EngineMissing, UnsupportedModel, WorkerError
+from pensieve.core.request import Free, Request
+from pensieve.errors import ConfigError, EngineFailed, EngineMissing, WorkerError
 from pensieve.plugins.engines import llama_cpp
 from pensieve.plugins.engines.llama_cpp import LlamaCpp, LlamaCppHttp, reported
 from pensieve.plugins.engines.system import OutsideSystem
@@ -82,15 +81,6 @@ def test_over_http_the_tokens_are_the_same_streamed_and_whole() -> None:
     assert settings["n_ctx"] == settings["reported_n_ctx"] == settings["n_parallel"] * settings["n_ctx_slot"] == 1024
 
 
-def test_streams_one_after_the_other_all_come() -> None:
-    """Its server closes a connection some time after a stream, though it says that it keeps it: of requests sent at once on
-    the same one, two or three in a hundred were lost, and the trial with them."""
-    system = opened(LlamaCppHttp)
-    for number in range(60):
-        [turn] = served(system, ask(number, f"s{number}", prompt(20, start=number), output=2))
-        assert turn.status == "completed"
-
-
 def test_in_this_process_it_reports_what_it_runs_with_and_is_silent_then(capfd: pytest.CaptureFixture[str]) -> None:
     fields: dict[str, Any] = {
         "n_batch": 256,
@@ -112,24 +102,6 @@ def test_in_this_process_it_reports_what_it_runs_with_and_is_silent_then(capfd: 
     served(system, ask(1, "a", prompt(50), output=2))
     system.close()
     assert capfd.readouterr().err == "", "not a line for each request among a trial's own"
-
-
-def test_a_start_takes_as_long_as_the_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its log is waited for beside that, and not at all where nothing could silence it afterwards."""
-    waits: list[float] = []
-    monkeypatch.setattr(llama_cpp, "IDLE", "a line that never comes")
-    monkeypatch.setattr(llama_cpp, "LOG_POLL_S", 0.5)
-    monkeypatch.setattr(llama_cpp, "sleep", lambda seconds: (waits.append(seconds), sleep(seconds)))
-    engine = LlamaCpp(setup_of())
-    began = perf_counter()
-    report = engine.start()
-    whole = perf_counter() - began
-    engine.close()
-    assert waits == [0.5] and 0 < report.load_s < whole - 0.5  # type: ignore[operator]
-    monkeypatch.setattr(llama_cpp, "_silencer", lambda _: None)
-    engine.start()
-    engine.close()
-    assert waits == [0.5]
 
 
 GPU_LOG = """
@@ -196,14 +168,6 @@ def test_what_a_start_that_fails_had_to_say_is_shown(
     assert capfd.readouterr().err == "as before\n"
 
 
-def test_an_identical_prompt_computes_one_token() -> None:
-    system = opened()
-    served(system, ask(1, "a", prompt(50), output=1))
-    [again] = served(system, ask(2, "a", prompt(50), output=1, history=History(50)))
-    assert again.gpu_hit_tokens == again.history_tokens == 49
-    assert again.new_tokens == 1
-
-
 def test_what_others_said_before_is_shared() -> None:
     system = opened(n_parallel=1)
     served(system, ask(1, "a", prompt(50), output=1))
@@ -238,16 +202,6 @@ def test_slots_are_few_enough_for_the_longest_conversation() -> None:
     assert slots(kv_tokens=4096, longest_tokens=1500) == (2, 4096)
     assert slots(kv_tokens=1024, longest_tokens=2000) == (1, 1024)
     assert slots(kv_tokens=2304, longest_tokens=800) == (2, 2048), "rounded down, never above the budget"
-
-
-def test_host_memory_for_idle_slots_is_the_cpu_tier() -> None:
-    per_token = setup_of().model.kv_bytes_per_token
-    tokens = 3 * 2**20 // per_token
-    engine = LlamaCpp(setup_of(host_tokens=tokens))
-    assert engine._fields["ram_cache_mib"] == 3
-    half = LlamaCpp(setup_of(host_tokens=tokens), kv_type="f16")
-    assert half._fields["ram_cache_mib"] == 1, "the same tokens in half the bytes"
-    assert LlamaCpp(setup_of(), ram_cache="2MiB")._fields["ram_cache_mib"] == 2
 
 
 def test_a_conversation_pushed_out_of_its_slot_comes_back_from_host_memory() -> None:
@@ -330,12 +284,6 @@ def test_a_start_that_fails_says_what_llama_cpp_said(
         opened(kind)
 
 
-def test_opt_is_refused_in_one_sentence_before_anything_is_loaded() -> None:
-    with pytest.raises(UnsupportedModel) as caught:
-        LlamaCpp(setup_of("opt")).check()
-    assert "opt" in str(caught.value) and "\n" not in str(caught.value)
-
-
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineMissing, match="server_path"):
         LlamaCppHttp(setup_of(), server_path=str(tmp_path / "llama-server")).check()
@@ -355,9 +303,3 @@ def test_a_binary_is_given_every_field(tmp_path: Path) -> None:
     assert options["--ctx-size"] == "1024" and options["--parallel"] == "2" and options["--threads"] == "1"
     assert options["--cache-type-k"] == options["--cache-type-v"] == "q8_0" and options["--flash-attn"] == "on"
     assert options["--port"] == "1234" and options["--host"] == "127.0.0.1" and options["--cache-ram"] == "0"
-
-
-def test_nothing_is_forgotten_silently() -> None:
-    system = opened()
-    with pytest.raises(ConfigError, match="start it anew"):
-        system.forget(None)

@@ -86,15 +86,27 @@ def test_responses_send_the_new_message_and_the_previous_id(endpoint: Endpoint) 
     assert bodies[0]["input"] == bodies[1]["input"], "the new message alone"
 
 
-def test_a_refusal_and_a_failure_end_their_request_and_nothing_is_asked_twice(endpoint: Endpoint) -> None:
+@pytest.mark.parametrize(
+    ("status", "piece", "ended", "said"),
+    [
+        (400, {"error": {"message": "maximum context length is 8", "code": 400}}, "refused", "context length is 8"),
+        (403, {"error": {"message": "moderated"}}, "failed", "The engine answered 403: moderated."),
+        (429, {"error": {"message": "Rate limit", "code": "rate_limit_exceeded"}}, "failed", "429: Rate limit."),
+        (503, {"error": {"message": "overloaded"}}, "failed", "503: overloaded"),
+        (200, {"error": {"message": "overloaded", "code": "busy"}}, "failed", "overloaded"),
+    ],
+)
+def test_a_request_that_is_refused_or_fails_does_so_alone_and_is_not_asked_twice(
+    endpoint: Endpoint, status: int, piece: dict[str, Any], ended: str, said: str
+) -> None:
     system = opened(endpoint.url)
-    endpoint.status, endpoint.pieces = 400, [{"error": {"message": "maximum context length is 8", "code": 400}}]
-    [refused] = served(system, ask(1, "a", prompt(40)))
-    endpoint.status, endpoint.pieces = 503, [{"error": {"message": "overloaded"}}]
-    [failed] = served(system, ask(2, "b", prompt(40)))
-    assert (refused.status, refused.finish_reason) == ("refused", "context")
-    assert failed.status == "failed" and "503: overloaded" in str(failed.error)
-    assert len(endpoint.asked) == 2
+    endpoint.status, endpoint.pieces = status, [piece]
+    [turn] = served(system, ask(1, "a", prompt(40)))
+    assert turn.status == ended and said in str(turn.error)
+    assert (turn.finish_reason == "context") == (ended == "refused")
+    endpoint.status, endpoint.pieces = 200, [completion(65)]
+    [whole] = served(system, ask(2, "b", prompt(40), output=1))
+    assert whole.status == "completed" and len(endpoint.asked) == 2
 
 
 @pytest.mark.parametrize("drops", ["early", "silently"])
@@ -126,22 +138,6 @@ def test_a_server_that_is_gone_ends_the_trial(endpoint: Endpoint) -> None:
         system.poll(None)
 
 
-def test_too_many_requests_fail_theirs_and_wait_for_nobody(endpoint: Endpoint) -> None:
-    system = opened(endpoint.url)
-    endpoint.status, endpoint.pieces = (
-        429,
-        [{"error": {"message": "Rate limit reached", "code": "rate_limit_exceeded"}}],
-    )
-    [slow] = served(system, ask(1, "a", prompt(40)))
-    assert slow.status == "failed" and str(slow.error) == "The engine answered 429: Rate limit reached."
-    endpoint.status, endpoint.pieces = 200, [completion(65), {"error": {"message": "overloaded", "code": "busy"}}]
-    [within] = served(system, ask(2, "b", prompt(40)))
-    assert within.status == "failed" and "overloaded" in str(within.error), (
-        "an error within a stream, whose code is a word"
-    )
-    assert len(endpoint.asked) == 2
-
-
 def test_a_key_that_is_refused_is_told_at_once(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SOME_KEY", raising=False)
     endpoint.listing = 401, {"error": {"message": "no"}}
@@ -159,33 +155,11 @@ def test_a_key_that_is_refused_is_told_at_once(endpoint: Endpoint, monkeypatch: 
         system.poll(None)
 
 
-def test_a_key_that_may_not_do_one_thing_fails_one_request(endpoint: Endpoint) -> None:
-    system = opened(endpoint.url)
-    endpoint.status, endpoint.pieces = 403, [{"error": {"message": "moderated"}}]
-    [refused] = served(system, ask(1, "a", prompt(40), output=1))
-    assert (refused.status, str(refused.error)) == ("failed", "The engine answered 403: moderated.")
-    endpoint.status, endpoint.pieces = 200, [completion(65)]
-    [whole] = served(system, ask(2, "b", prompt(40), output=1))
-    assert whole.status == "completed"
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_connection_that_is_lost_before_the_answer_fails_its_request_alone(endpoint: Endpoint, stream: bool) -> None:
-    system = opened(endpoint.url)
-    endpoint.drops = "at once"
-    [lost] = served(system, ask(1, "a", prompt(40), output=1, stream=stream))
-    assert lost.status == "failed" and "lost the request before it answered" in str(lost.error)
-    endpoint.drops, endpoint.pieces = "", [completion(65)]
-    [whole] = served(system, ask(2, "b", prompt(40), output=1, stream=stream))
-    assert whole.status == "completed"
-    assert len(endpoint.asked) == 2, "nothing is asked twice"
-
-
 @pytest.mark.parametrize("error", [httpx.ConnectTimeout, httpx.ConnectError, httpx.ReadError])
 def test_a_server_that_takes_one_connection_less_is_not_gone(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, error: type[httpx.TransportError]
 ) -> None:
-    """It still answers at the page that was asked at the start."""
+    """It still answers at the page that was asked at the start. One that hangs up before it answers has lost the request."""
     system = opened(endpoint.url)
     send = httpx.HTTPTransport.handle_request
 
@@ -198,7 +172,10 @@ def test_a_server_that_takes_one_connection_less_is_not_gone(
     [lost] = served(system, ask(1, "a", prompt(40), output=1))
     assert lost.status == "failed" and f"{error.__name__}: busy" in str(lost.error)
     monkeypatch.undo()
-    endpoint.pieces = [completion(65)]
+    endpoint.drops = "at once"
+    [lost] = served(system, ask(3, "a", prompt(40), output=1))
+    assert lost.status == "failed" and "lost the request before it answered" in str(lost.error)
+    endpoint.drops, endpoint.pieces = "", [completion(65)]
     [whole] = served(system, ask(2, "b", prompt(40), output=1))
     assert whole.status == "completed"
 

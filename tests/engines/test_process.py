@@ -16,8 +16,7 @@ import pytest
 
 from pensieve.errors import EngineFailed
 from pensieve.plugins.engines import process
-from pensieve.plugins.engines.guard import SIGNALS
-from pensieve.plugins.engines.process import EngineProcess, free_port
+from pensieve.plugins.engines.process import EngineProcess
 
 PATIENCE_S = 100.0
 
@@ -123,19 +122,6 @@ def test_the_engine_dies_with_its_trial_also_after_kill_9(tmp_path: Path) -> Non
     assert list(temporary.iterdir()) == []
 
 
-def test_all_it_started_is_ended_where_its_parent_is_gone(tmp_path: Path) -> None:
-    stray = tmp_path / "stray"
-    life, keep = os.pipe()
-    guard = str(Path(process.__file__).with_name("guard.py"))
-    script = f"setsid sh -c 'echo $$ > {stray}; exec sleep 100' & wait"
-    guarding = subprocess.Popen([sys.executable, "-I", guard, str(life), *shell(script)], pass_fds=(life,))
-    os.close(life)
-    pid = pid_in(stray)
-    os.close(keep)
-    assert guarding.wait(PATIENCE_S) == SIGNALS + signal.SIGTERM
-    assert until(lambda: gone(pid))
-
-
 def test_the_engine_dies_with_its_guard(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     engine = EngineProcess("engine", shell(f"echo $$ > {file}; exec sleep 100"))
@@ -152,10 +138,3 @@ def test_telemetry_is_off_and_a_closed_engine_says_nothing_more() -> None:
     assert all(f"{name}={value}" in said for name, value in process.QUIET.items())
     engine.close()
     assert engine.log() == ""
-
-
-def test_free_ports_are_of_the_loopback_and_free() -> None:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", free_port()))

@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -17,14 +16,12 @@ import pytest
 from pensieve.core.request import Length, Request
 from pensieve.device.asked import ModelAsked
 from pensieve.errors import CapacityError, EngineMissing, MemoryRanOut, RequestFailed
-from pensieve.lab.compose import build_outside, build_tokenizer, build_workload, plan_trial
 from pensieve.plugins.engines.base import EngineSetup
 from pensieve.plugins.engines.memory_watch import resident_bytes
 from pensieve.plugins.engines.ray_agents import RayKeepalive, RayServerless
 from pensieve.plugins.engines.replica import Replica
 from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.plugins.engines.weights import plain_module
-from tests.composed import checked
 from tests.engines.small import ask, greedy, prompt, served, setup_of
 
 
@@ -83,11 +80,13 @@ def test_a_replica_loads_its_model_within_its_memory(monkeypatch: pytest.MonkeyP
         (RayServerless, "cuda:0", 1000, 100),
     ],
 )
-def test_weights_are_packed_as_in_one_engine_of_a_processes_share(
+def test_a_process_is_told_its_share_of_the_memory_and_takes_a_hundredth_of_a_gpu(
     kind: type[Any], device: str, conversations: int | None, sharing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An actor told of the whole limit would pack a second copy, as would all others, until one of them is killed."""
+    """An actor told of the whole limit would pack a second copy, as would all others, until one of them is killed. A GPU's
+    memory is the limit, and not Ray's count of them."""
     given: list[tuple[int, ...]] = []
+    gpus: list[float] = []
 
     class Remote:
         def remote(self, *arguments: Any) -> None:
@@ -95,37 +94,13 @@ def test_weights_are_packed_as_in_one_engine_of_a_processes_share(
             raise NotImplementedError
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(exceptions=SimpleNamespace(RayError=OSError)))
-    monkeypatch.setattr("pensieve.plugins.engines.ray_agents.remote", lambda *_, **__: Remote())
+    remote = lambda *_, num_gpus, **__: (gpus.append(num_gpus), Remote())[1]  # noqa: E731
+    monkeypatch.setattr("pensieve.plugins.engines.ray_agents.remote", remote)
     setup = setup_of(device=device, memory_bytes=2**31 + 1, conversations=conversations)
     with pytest.raises(NotImplementedError):
         kind(setup).answer(message(1, "a", 1, prompt(4)), None)
     assert given == [(setup.longest_tokens + setup.block_tokens, 2**31 + 1, (2**31 + 1) // sharing)]
-
-
-def test_a_trial_tells_its_engine_how_many_agents_there_are() -> None:
-    words = ("baseline=ray_keepalive", "workload=agents", "workload.agents=5", "hardware=cpu", "model.weights=random")
-    plan = plan_trial(checked(*words, "hardware.cpu_memory=2GiB"))
-    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
-    engine: Any = build_outside(plan, tokenizer, build_workload(plan, tokenizer)[1])._engine
-    assert engine._limits == (2**31, 2**31 // 5)
-
-
-@pytest.mark.parametrize("kind", [RayKeepalive, RayServerless])
-@pytest.mark.parametrize(("device", "share"), [("cuda:0", 0.01), ("cpu", 0.0)])
-def test_a_hundred_agents_may_share_a_gpu_so_that_its_memory_is_the_limit(
-    kind: type[Any], device: str, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[float] = []
-
-    def remote(_: Any, **options: Any) -> None:
-        asked.append(options["num_gpus"])
-        raise NotImplementedError
-
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
-    monkeypatch.setattr("pensieve.plugins.engines.ray_agents.remote", remote)
-    with pytest.raises(NotImplementedError):
-        kind(replace(setup_of(), device=device)).answer(message(1, "a", 1, prompt(4)), None)
-    assert asked == [share]
+    assert gpus == [0.01 if device.startswith("cuda") else 0.0]
 
 
 @pytest.mark.parametrize("kind", [RayKeepalive, RayServerless])

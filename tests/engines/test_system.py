@@ -191,18 +191,6 @@ def test_a_cancelled_request_keeps_what_it_had() -> None:
     assert [(turn.status, list(turn.token_ids)) for turn in turns] == [("timeout", [7])]
 
 
-def test_requests_are_served_side_by_side() -> None:
-    together = threading.Barrier(3, timeout=10)
-
-    def how(request: Request, channel: Channel) -> Reply:
-        together.wait()
-        return tokens(0)(request, channel)
-
-    system, _ = started(how)
-    turns = served(system, *(ask(number, f"s{number}", prompt(4)) for number in range(3)))
-    assert [turn.status for turn in turns] == ["completed"] * 3
-
-
 def test_close_comes_back_while_a_request_waits() -> None:
     def how(request: Request, channel: Channel) -> Reply:
         while not channel.cancelled:
@@ -211,14 +199,6 @@ def test_close_comes_back_while_a_request_waits() -> None:
 
     system, _ = started(how)
     system.submit(ask(1, "a", prompt(4)))
-
-
-def test_a_poll_waits_for_news_and_no_longer() -> None:
-    system, _ = started(tokens(0))
-    began = time.monotonic()
-    assert system.poll(system.clock.now_s() + 0.05) == []
-    assert time.monotonic() - began >= 0.045
-    assert system.poll(None) == [], "nothing is under way"
 
 
 def test_a_replay_sends_whole_prompts_and_counts_history_as_our_engine_does() -> None:

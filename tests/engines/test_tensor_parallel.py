@@ -239,13 +239,6 @@ def test_times_are_the_slowest_rank_s_and_bytes_are_all_of_them() -> None:
     )
 
 
-def test_a_start_has_the_pools_of_all_and_the_slowest_load() -> None:
-    settings = {"gpu_pool_bytes": 100, "cpu_pool_bytes": 10, "dtype": "float32"}
-    whole = Together.start([StartReport(1.0, 30.0, settings), StartReport(2.0, 20.0, settings)])
-    assert (whole.load_s, whole.warmup_ms) == (2.0, 30.0)
-    assert whole.settings == {"gpu_pool_bytes": 200, "cpu_pool_bytes": 20, "dtype": "float32"}
-
-
 def test_a_plan_arrives_as_it_was_sent() -> None:
     rows = (
         Row(0, ((0, 8), (16, 20)), tuple(range(12))),

@@ -59,15 +59,6 @@ def test_each_replica_gets_its_share_of_the_memory_that_all_of_them_may_have() -
     )
 
 
-def test_replicas_that_do_not_fit_into_their_limit_are_refused_though_the_machine_has_more() -> None:
-    plan = plan_trial(checked(*REAL))
-    need = plan.model.weight_bytes + plan.gpu_bytes + plan.cpu_bytes + plan.activation_bytes
-    limited = plan_trial(checked(*REAL, f"hardware.cpu_memory='{3 * need} B'"))
-    build_replicas(limited, Scaling(1, 3), "affinity")
-    with pytest.raises(HardwareMissing, match="Of 4 replicas"):
-        build_replicas(limited, Scaling(1, 4), "affinity")
-
-
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """A machine with so many, as torch tells of it."""
 

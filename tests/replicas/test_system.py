@@ -31,7 +31,7 @@ from pensieve.plugins.replicas.router import SessionRouter
 from pensieve.plugins.replicas.system import ATTEMPTS, ReplicaSystem, Scaling, reason_in
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import AnsweringSystem
-from tests.baselines.systems import PATIENCE_S, HeldWorker, PricedSystem, Side, parts
+from tests.baselines.systems import PATIENCE_S, HeldWorker, PricedSystem, parts
 
 NAMES = ("one", "two", "three")
 
@@ -236,16 +236,6 @@ def test_every_turn_goes_where_the_consistent_hash_of_the_simulated_cluster_send
     assert len({home for home, _ in system._home.values()}) > 1, "not all of them hash to one"
 
 
-def test_what_is_known_of_a_restored_conversation_goes_with_it() -> None:
-    """Its first turn here need not have stood."""
-    with replicas() as (system, actors):
-        talk(system, "a", 1)
-        system.release("a", "", tokens_of([1, 2]))
-        assert not system._home and not system._served
-        talk(system, "a", 1, 2)
-        assert [method for _, method, _ in actors.served].count("release") == 1
-
-
 def test_what_moves_is_history_that_is_computed_again_and_the_tokens_stay_the_same() -> None:
     with replicas("random") as (system, _):
         moving = talk(system, "a", 6)
@@ -384,22 +374,6 @@ def test_counts_of_a_replica_that_ended_stay_in_the_sum_and_gauges_are_of_those_
         assert system.counters() == after, "counted once, however often somebody asks"
 
 
-def test_gauges_and_counters_cost_the_same_however_many_conversations_there_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with replicas() as (system, _):
-        monkeypatch.setattr(system_module, "PLACES_S", 0.0)
-        talk(system, "a", 2)
-        asked: list[str] = []
-        real = PricedSystem.places
-        monkeypatch.setattr(PricedSystem, "places", lambda self, name: (asked.append(name), real(self, name))[1])
-        assert system.gauges() and system.counters()
-        assert asked == []
-        before = system.places("a")
-        assert before and asked == ["a"]
-        assert system.gauges() and system._told[system._home["a"][0]].places == {"a": before}, "not lost to a scrape"
-
-
 def test_counts_neither_dip_nor_double_while_a_replica_does_not_answer_or_is_not_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -434,30 +408,6 @@ def test_who_looks_waits_once_for_a_replica_that_does_not_answer(monkeypatch: py
         asked = len(actors.served)
         assert system.places("a").count("G") and system.gauges()
         assert len(actors.served) == asked
-
-
-def test_what_is_told_never_gets_older(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that was on its way while a turn was served, and one that was asked for after it."""
-    with replicas() as (system, _):
-        late, on_its_way, real = threading.Event(), threading.Event(), system._each
-
-        async def each(*arguments: Any) -> Any:
-            answers = await real(*arguments)
-            if not on_its_way.is_set():
-                on_its_way.set()
-                await asyncio.to_thread(late.wait, PATIENCE_S)
-            return answers
-
-        monkeypatch.setattr(system, "_each", each)
-        first = Side(system.counters)
-        assert on_its_way.wait(PATIENCE_S)
-        talk(system, "a", 1)
-        second = Side(system.counters)
-        assert not second.ends_within(0.1)
-        late.set()
-        assert first.ended() and second.ended()
-        assert first.result["steps"] == 0 < second.result["steps"]
-        assert sum(one.counters["steps"] for one in system._told.values()) == second.result["steps"]
 
 
 def test_requests_under_way_are_told_when_the_system_is_closed() -> None:
