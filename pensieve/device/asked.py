@@ -1,8 +1,11 @@
-"""Which model is asked for, and how it is to serve. Imports no torch: whoever keeps a model asks before one is loaded."""
+"""Which model is asked for, and how it is to serve, without torch: an identity, and whoever keeps a model, ask before."""
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
+
+import psutil
 
 from pensieve.specs import ModelSpec
 
@@ -28,3 +31,9 @@ class ModelAsked(NamedTuple):
     chunk_tokens: int = 32
     memory_bytes: int | None = None
     fused: bool = True
+
+
+def physical_cores() -> int:
+    """CPU threads where hardware.threads is null: cores this process may use, hyper-threads not counted."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))

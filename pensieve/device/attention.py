@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -106,3 +106,34 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
+
+
+class Forward(Protocol):
+    """`name` says what runs, for records: "transformers", "fused", "fused, packed weights"."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, iteration: Iteration, wanted: torch.Tensor) -> torch.Tensor:
+        """Logits [len(wanted), vocab] at these places of the iteration's batch, ascending; fills its pool."""
+        ...
+
+
+class TransformersForward:
+    """transformers' own modules, attending through the paged plug: what any architecture runs on."""
+
+    name = "transformers"
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, iteration: Iteration, wanted: torch.Tensor) -> torch.Tensor:
+        with attending(iteration):
+            output = self._module(
+                input_ids=iteration.batch.token_ids[None],
+                position_ids=iteration.batch.positions[None],
+                use_cache=False,
+                logits_to_keep=wanted,
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from pensieve.device.asked import ModelAsked
-from pensieve.device.forward import Forward, TransformersForward
+from pensieve.device.attention import Forward, TransformersForward
 from pensieve.device.fused import build_fused
 from pensieve.device.kernels.backends import ON_CPU, candidates, load_backend
 from pensieve.device.kernels.base import AttentionBackend

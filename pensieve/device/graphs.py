@@ -17,9 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from pensieve.device.attention import Iteration
+from pensieve.device.attention import Forward, Iteration
 from pensieve.device.batch import Batch, Span, Spans
-from pensieve.device.forward import Forward
 from pensieve.device.kernels.base import CapturingBackend, StandingPlan
 
 Work = Callable[[], torch.Tensor]

@@ -10,14 +10,12 @@ import psutil
 import torch
 
 from pensieve.core.request import Sampling
-from pensieve.device.asked import ModelAsked
-from pensieve.device.attention import REFERENCE, register
+from pensieve.device.asked import ModelAsked, physical_cores
+from pensieve.device.attention import REFERENCE, Forward, register
 from pensieve.device.choice import choose
-from pensieve.device.forward import Forward
 from pensieve.device.kernels.backends import candidates, load_backend
 from pensieve.device.kernels.base import AttentionBackend
 from pensieve.device.self_check import SelfCheck
-from pensieve.device.threads import physical_cores
 from pensieve.device.weights import Ranks, load_module, quiet_transformers
 from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.specs import ModelSpec

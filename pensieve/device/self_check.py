@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from pensieve.core.plan import Row, Sample
-from pensieve.device.attention import IMPLEMENTATION, REFERENCE, Iteration
+from pensieve.device.attention import IMPLEMENTATION, REFERENCE, Forward, Iteration
 from pensieve.device.batch import BlockTables, build_batch
-from pensieve.device.forward import Forward
 from pensieve.device.kernels.base import AttentionBackend
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.upcast import upcast

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.device.fused.decoder import ACTIVATIONS, Attention, FusedModel, Step
+from pensieve.device.fused.few_rows import RowKernels
 from pensieve.device.fused.linear import Linear
-from pensieve.device.fused.row_kernels import RowKernels
 from pensieve.device.kernels.base import Scores
 from pensieve.errors import EngineMissing
 

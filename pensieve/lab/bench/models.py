@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pensieve.device.asked import ModelAsked
-from pensieve.device.forward import TransformersForward
+from pensieve.device.attention import TransformersForward
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose import read_option

@@ -16,8 +16,7 @@ from pensieve.core.request import tokens_of
 from pensieve.core.scheduler.composition import Composition
 from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.core.worker import Worker
-from pensieve.device.asked import ModelAsked
-from pensieve.device.threads import physical_cores
+from pensieve.device.asked import ModelAsked, physical_cores
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
 from pensieve.lab.compose.folder import outputs_folder
 from pensieve.lab.compose.machine import Device, free_host_memory_bytes, memory_limit_bytes

@@ -55,8 +55,8 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
         return device
     if plan.config.baseline.engine is not None:
         return {**device, **_waiting(plan), **_outside_facts(plan)}
+    from pensieve.device.asked import physical_cores
     from pensieve.device.kernels.backends import CAPTURING, expected
-    from pensieve.device.threads import physical_cores
     from pensieve.lab.compose.plan import plans_in_flight
 
     hardware, kind = plan.config.hardware, plan.device.kind
@@ -85,7 +85,7 @@ def _waiting(plan: TrialPlan) -> dict[str, Any]:
 
 
 def _outside_facts(plan: TrialPlan) -> dict[str, Any]:
-    from pensieve.device.threads import physical_cores
+    from pensieve.device.asked import physical_cores
 
     said = dict(outside_engine(plan).identity())
     packages = said.pop("packages", "").split()

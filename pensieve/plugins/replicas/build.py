@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from pensieve.device.threads import physical_cores
+from pensieve.device.asked import physical_cores
 from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.lab.compose.machine import free_device_bytes, memory_limit_bytes
 from pensieve.lab.compose.plan import TrialPlan

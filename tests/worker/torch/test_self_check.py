@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from pensieve.device import weights as loading
-from pensieve.device.attention import Iteration, register
+from pensieve.device.attention import Forward, Iteration, TransformersForward, register
 from pensieve.device.batch import Batch, Spans
-from pensieve.device.forward import Forward, TransformersForward
 from pensieve.device.fused import build_fused
 from pensieve.device.kernels.reference import ReferenceBackend, ReferencePlan
 from pensieve.device.self_check import MULTIPLE, SelfCheck, check_against_eager

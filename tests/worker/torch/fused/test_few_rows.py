@@ -21,8 +21,7 @@ from pensieve.device.attention import Iteration
 from pensieve.device.batch import BlockTables, build_batch
 from pensieve.device.fused import build_fused, few_rows, linear, rotary
 from pensieve.device.fused.decoder import FusedModel
-from pensieve.device.fused.few_rows import FEW_ROWS, FewRows
-from pensieve.device.fused.row_kernels import RowKernels
+from pensieve.device.fused.few_rows import FEW_ROWS, FewRows, RowKernels
 from pensieve.device.kernels.native import NativeBackend
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import LoadedModel

@@ -11,9 +11,16 @@ import pytest
 import torch
 
 from pensieve.core.block_runs import BlockRun
-from pensieve.device.transfers import driver
-from pensieve.device.transfers.copies import BatchCopier, CallCopier, choose_copier, find_fault, first_sound
-from pensieve.device.transfers.driver import BATCH_CALL, Attributes
+from pensieve.device.transfers import copies
+from pensieve.device.transfers.copies import (
+    BATCH_CALL,
+    Attributes,
+    BatchCopier,
+    CallCopier,
+    choose_copier,
+    find_fault,
+    first_sound,
+)
 from pensieve.device.transfers.link import Copier, Haul
 from pensieve.errors import EngineMissing, HardwareMissing
 from tests.worker.torch.transfers.named import RUNS, Named, tensors
@@ -97,10 +104,10 @@ def test_a_refused_batch_is_an_error_and_a_driver_without_it_is_said_to_be(monke
                 assert (name, version, flags) == (b"cuMemcpyBatchAsync", 12080, 0)
                 return 1
 
-    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: Old)
+    monkeypatch.setattr(copies.ctypes, "CDLL", lambda name: Old)
     with pytest.raises(EngineMissing, match="was the first"):
         BatchCopier()
-    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(copies.ctypes, "CDLL", lambda name: object())
     with pytest.raises(EngineMissing, match="not found"):
         BatchCopier()
 
@@ -122,6 +129,6 @@ def test_a_way_that_copies_wrongly_or_not_at_all_does_not_serve(monkeypatch: pyt
     assert not pools.cpu.any() and not pools.gpu.any(), "nothing of the check stays behind"
     with pytest.raises(HardwareMissing, match=r"fail on this machine \(not calls: it copied wrongly\)"):
         first_sound([Named("calls", misplaced)], pools)
-    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(copies.ctypes, "CDLL", lambda name: object())
     copier, note = choose_copier(pools)
     assert isinstance(copier, CallCopier) and note.startswith("a call a run; No batched copies: the CUDA driver")
