@@ -1,73 +1,58 @@
-"""First tokens of conversations: by turn, and how much sooner than without a cache."""
+"""First tokens of conversations: by turn, and how much sooner than without a cache; and what a changing prefix costs them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.ticker import MaxNLocator
 
-from analysis import marks, style
-from analysis.quantities import as_estimate, columns, median
-from analysis.registry import Plot, Row
-from analysis.sweep import Panel, Source
+from analysis import style
+from analysis.alike import panels_of_engines
+from analysis.forms import Data, Form
+from analysis.quantities import as_estimate, median, moved
+from analysis.registry import Row
+from analysis.sweep import Cell, Source
+from pensieve.errors import MissingSeries
 from pensieve.lab import tables
 from pensieve.lab.results.findings import REFERENCE
-from pensieve.lab.results.frame import paired, speed_up, values_of
-from pensieve.lab.statistics import Estimate, PairedRatio
+from pensieve.lab.results.frame import PROBES, by_round, conversations_of, paired, speed_up, values_of
+from pensieve.lab.statistics import Estimate, paired_ratio
 
-Ratios = Mapping[str, PairedRatio | None]
-"""By part of the turns; None where no conversation has turns of it in both."""
-TURNS = (1, 5, 10)
 CLASSES = ("hot", "warm", "cold")
-PAIRED = (
-    "TTFT of stateless over that of the baseline (2: half the time). Geometric mean over conversations paired by seed, "
-    "with the 95 % interval"
+_LOST = [
+    "cpu_hit_tokens",
+    "disk_hit_tokens",
+    "recomputed_tokens",
+    "resumed_swapped_tokens",
+    "resumed_recomputed_tokens",
+]
+_IDEAL = (
+    ". Ideal: the new tokens alone, as the fastest TTFT without its wait of any turn with as many of them and no history to "
+    "restore or compute"
 )
 
 
-def ttft_by_turn(source: Source) -> Iterator[Plot]:
+def by_turn(source: Source, form: Form) -> Iterator[Data]:
     """The median of each turn, and the ideal where any turn had all of its history in GPU memory."""
     for panel in source.panels():
         turns = {cell.baseline: source.turns(cell).dropna(subset="ttft_ms") for cell in panel.cells}
         for name, own in turns.items():
             if own.empty:
                 raise source.lacks(f"a completed, measured turn of {name}")
-        lines = {name: _by_turn(own, own["ttft_ms"]) for name, own in turns.items()}
+        lines = {name: _medians(own, own["ttft_ms"]) for name, own in turns.items()}
         ideal = _ideal(pd.concat(turns.values()))
-        picture, axes = style.new_axes(2.0)
-        for order, (name, found) in enumerate(lines.items()):
-            marks.line(axes, name, list(found.items()), order=order, band=True)
-        lead = "Median of completed turns and its 95 % interval"
-        if ideal:
-            dashes: dict[str, Any] = {"linewidth": 1.0, "linestyle": (0, (3, 1.5)), "label": style.IDEAL}
-            axes.plot(list(ideal), [one.value for one in ideal.values()], color=style.GREY, gid=style.IDEAL, **dashes)
-            lead += (
-                ". Ideal: the new tokens alone, as the fastest TTFT without its wait of any turn with as many of them and no "
-                "history to restore or compute"
-            )
-        axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel("turn of the conversation")
-        axes.set_ylabel("time to first token (ms)")
-        style.legend(picture)
         ids = {cell.baseline: cell.ids for cell in panel.cells}
         rows = [
-            {
-                "baseline": name,
-                "turn": turn,
-                **columns("ttft_ms_median", one),
-                "trials": ids.get(name, " ".join(ids.values())),
-            }
+            {"baseline": name, "turn": turn, "ttft_ms_median": one, "trials": ids.get(name, " ".join(ids.values()))}
             for name, found in [*lines.items(), (style.IDEAL, ideal)]
             for turn, one in found.items()
         ]
-        yield Plot(panel, picture, lead, rows)
+        yield Data(panel, rows, said=_IDEAL if ideal else "")
 
 
-def _by_turn(turns: pd.DataFrame, values: pd.Series[Any]) -> dict[int, Estimate]:
+def _medians(turns: pd.DataFrame, values: pd.Series[Any]) -> dict[int, Estimate]:
     numbers = turns.index.get_level_values("turn")
     return {int(turn): median(values[numbers == turn]) for turn in np.unique(numbers)}
 
@@ -78,16 +63,7 @@ def _ideal(turns: pd.DataFrame) -> dict[int, Estimate]:
 
     All of it is measured; nothing is fitted.
     """
-    lost = turns[
-        [
-            "cpu_hit_tokens",
-            "disk_hit_tokens",
-            "recomputed_tokens",
-            "resumed_swapped_tokens",
-            "resumed_recomputed_tokens",
-        ]
-    ]
-    nothing_lost = turns["recomputed_tokens"].notna() & (lost.fillna(0) == 0).all(axis=1)
+    nothing_lost = turns["recomputed_tokens"].notna() & (turns[_LOST].fillna(0) == 0).all(axis=1)
     free = turns[nothing_lost & turns["new_tokens"].notna() & turns["queue_ms"].notna()].sort_values("new_tokens")
     known = turns[turns["new_tokens"].notna()]
     if free.empty:
@@ -97,7 +73,7 @@ def _ideal(turns: pd.DataFrame) -> dict[int, Estimate]:
     at = np.searchsorted(free["new_tokens"].to_numpy(dtype=int), known["new_tokens"].to_numpy(dtype=int))
     within = at < len(fastest)
     known = known[within]
-    return _by_turn(known, pd.Series(fastest[at[within]], index=known.index))
+    return _medians(known, pd.Series(fastest[at[within]], index=known.index))
 
 
 def has_reference(source: Source) -> bool:
@@ -109,73 +85,148 @@ def has_classes(source: Source) -> bool:
     return any(source.has_metric("ttft_ms_p50", one) for one in CLASSES)
 
 
-def speedup(source: Source) -> Iterator[Plot]:
-    def parts(turns: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        numbers = turns.index.get_level_values("turn")
-        return {**{f"turn {turn}": turns[numbers == turn] for turn in TURNS}, "average": turns}
-
-    for panel, found in _speed_ups(source, parts, "turn"):
-        table = [
-            {"baseline": name, **{at: tables.estimated(one) for at, one in ratios.items()}}
-            for name, ratios in found.items()
-        ]
-        yield Plot(panel, None, PAIRED, _rows(panel, found, "at"), table)
-
-
-def hotness(source: Source) -> Iterator[Plot]:
-    def parts(turns: pd.DataFrame) -> dict[str, pd.DataFrame]:
-        return {label: turns[turns["label"] == label] for label in CLASSES}
-
-    for panel, found in _speed_ups(source, parts, "hot, warm or cold turn"):
-        picture, axes = style.new_axes(2.0)
-        labels = [label for label in CLASSES if any(ratios[label] for ratios in found.values())]
-        apart = min(0.18, 0.6 / len(found))
-        for order, (name, ratios) in enumerate(found.items()):
-            aside = (order - (len(found) - 1) / 2) * apart
-            points = [
-                (labels.index(label) + aside, as_estimate(one)) for label, one in ratios.items() if one is not None
-            ]
-            marks.line(axes, name, points, order=order, joined=False)
-        axes.axhline(1.0, color=style.colour(REFERENCE), linewidth=0.9, linestyle=(0, (3, 1.5)), label=REFERENCE)
-        axes.set_xlim(-0.45, len(labels) - 0.55)
-        axes.set_xticks(range(len(labels)), [f"{label} users" for label in labels])
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel("speed-up of the first token (×)")
-        style.legend(picture)
-        yield Plot(panel, picture, PAIRED, _rows(panel, found, "class"))
-
-
-def _speed_ups(
-    source: Source, parts: Callable[[pd.DataFrame], dict[str, pd.DataFrame]], what: str
-) -> Iterator[tuple[Panel, Mapping[str, Ratios]]]:
-    """By baseline but stateless, of each part of the turns. Raises MissingSeries where a baseline shares no turn of any
-    part, saying that `what` is missing, and MixedPanel."""
+def speed_ups(source: Source, form: Form, *, column: str, parts: Mapping[str, str], what: str) -> Iterator[Data]:
+    """Of every baseline over stateless, in each part of the turns, as pandas' query has them. Raises MissingSeries where one
+    shares no turn of any part, saying that `what` is missing."""
     for panel in source.panels():
-        divided = {cell.baseline: parts(source.turns(cell)) for cell in panel.cells}
-        reference, found = divided.pop(REFERENCE), {}
-        for name, own in divided.items():
-            found[name] = {
-                at: speed_up(paired(*(values_of(side[at], "ttft_ms") for side in (reference, own)))) for at in own
-            }
-            if not any(found[name].values()):
-                raise source.lacks(f"{what} that {name} shares with {REFERENCE}")
-        yield panel, found
+        turns = {cell.baseline: source.turns(cell) for cell in panel.cells}
+        reference, rows, table = turns.pop(REFERENCE), list[Row](), list[dict[str, str]]()
+        for cell in (cell for cell in panel.cells if cell.baseline in turns):
+            ratios = {}
+            for part, where in parts.items():
+                sides = (
+                    values_of(own.query(where) if where else own, "ttft_ms")
+                    for own in (reference, turns[cell.baseline])
+                )
+                ratios[part] = speed_up(paired(*sides))
+            if not any(ratios.values()):
+                raise source.lacks(f"{what} that {cell.baseline} shares with {REFERENCE}")
+            rows += [
+                {
+                    "baseline": cell.baseline, column: part,
+                    "ttft_speed_up": one.ratio, "ci_low": one.ci_low, "ci_high": one.ci_high,
+                    "n_conversations": one.n, "n_seeds": one.n_seeds, "trials": cell.ids,
+                    "_ttft_speed_up": as_estimate(one),
+                }
+                for part, one in ratios.items() if one is not None
+            ]  # fmt: skip
+            table.append({"baseline": cell.baseline, **{part: tables.estimated(one) for part, one in ratios.items()}})
+        yield Data(panel, rows, table=table)
 
 
-def _rows(panel: Panel, found: Mapping[str, Ratios], at: str) -> list[Row]:
-    ids = {cell.baseline: cell.ids for cell in panel.cells}
-    return [
-        {
-            "baseline": name,
-            at: place,
-            "ttft_speed_up": one.ratio,
-            "ci_low": one.ci_low,
-            "ci_high": one.ci_high,
-            "n_conversations": one.n,
-            "n_seeds": one.n_seeds,
-            "trials": ids[name],
-        }
-        for name, ratios in found.items()
-        for place, one in ratios.items()
-        if one is not None
+# A changing prefix
+
+
+NO_HITS = "no hits"
+COMMAND = "python runners/run.py experiment=peers/prefix_invalidation -m"
+BLOCKS = "workload.blocks"
+PARTS = ("cached", "recomputed", "new")
+STAGES = {
+    "warm-up [A, B]": "warmup",
+    "miss [B, Q]": "miss",
+    "re-warm-up [A, B]": "rewarm_miss",
+    "the same after a hit": "rewarm_hit",
+}
+
+
+def steps_of(source: Source, cell: Cell) -> pd.DataFrame:
+    """The completed turns of a cell's conversations, but for those that the workload runs first and discards.
+
+    Beside the columns of Source.turns: `step`, the phase and, after a query, its kind, since a miss leaves another cache
+    behind than a hit does; `cached`, prompt tokens found on any tier; `unseen`, tokens never seen before; NaN where the
+    engine does not say.
+
+    Raises MissingSeries where the cell has no hit or no miss, as trials of another workload have none.
+    """
+    turns = source.turns(cell, measured=False)
+    turns = turns[turns.index.get_level_values("iteration") >= 0].copy()
+    asked = turns.loc[turns["phase"].isin(PROBES), "phase"]
+    kinds = dict(zip(conversations_of(asked), asked, strict=True))
+    turns["step"] = [
+        f"{phase}_{kinds[key]}" if phase in ("rewarm", "throughput") and key in kinds else phase
+        for key, phase in zip(conversations_of(turns), turns["phase"], strict=True)
     ]
+    # An engine that reports cached tokens only has no other tier of ours: null there means none.
+    shared = turns["shared_hit_tokens"].fillna(0)
+    others = turns["cpu_hit_tokens"].fillna(0) + turns["disk_hit_tokens"].fillna(0)
+    turns["cached"] = turns["gpu_hit_tokens"] + others + shared
+    turns["unseen"] = turns["new_tokens"] - shared
+    found = turns[(turns["status"] == "completed") & turns["ttft_ms"].notna() & turns["latency_ms"].notna()]
+    for name in PROBES:
+        if named(found, name).empty:
+            raise MissingSeries(
+                f"Sweep {source.sweep.id} has no completed {name} of baseline {cell.baseline}: it is not a sweep over "
+                f"changing prefixes, or all of them failed; run `{COMMAND}`."
+            )
+    return found
+
+
+def named(steps: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Those whose step is, or begins with, `name`: "rewarm" means both rewarm_hit and rewarm_miss."""
+    return steps[(steps["step"] == name) | (steps["step"].str.split("_").str[0] == name)]
+
+
+def _first_tokens(steps: pd.DataFrame) -> Estimate:
+    assert not conversations_of(steps).has_duplicates, "a conversation goes through each step once"
+    return median(steps["ttft_ms"])
+
+
+def queries(source: Source, form: Form) -> Iterator[Data]:
+    """A hit and a miss of each cell. degradation: (miss - hit) / hit in %, of the mean TTFT, paired by round."""
+    for panel in panels_of_engines(source, BLOCKS):
+        rows: list[Row] = []
+        for blocks, cell in (
+            (one, cell) for one in panel.values(BLOCKS) for cell in panel.cells if cell.at[BLOCKS] == one
+        ):
+            steps = steps_of(source, cell)
+            hit, miss = (by_round(named(steps, kind)["ttft_ms"]) for kind in PROBES)
+            change = moved(as_estimate(paired_ratio(miss, hit, of="means")), lambda ratio: (ratio - 1) * 100)
+            cached = named(steps, "hit")["cached"]
+            # An engine that finds nothing even where all of it was there has no hits that a miss could be slower than.
+            nothing = bool(cached.notna().all() and (cached == 0).all())
+            beside = NO_HITS if nothing else f"{change.value:+,.0f} %".replace("-", "−")
+            for kind in PROBES:
+                found, missed = _first_tokens(named(steps, kind)), kind == "miss"
+                rows.append(
+                    {
+                        "baseline": cell.baseline,
+                        "blocks": blocks,
+                        "query": kind,
+                        "ttft_ms_median": found,
+                        "degradation_pct": change.value if missed else None,
+                        "degradation_ci_low": change.ci_low if missed else None,
+                        "degradation_ci_high": change.ci_high if missed else None,
+                        "trials": cell.ids,
+                        "_section": f"A/B = {blocks} tokens",
+                        "_hatched": missed,
+                        "_ttft_ms_median_text": f"{kind} {found.value:,.1f}{f' ({beside})' if missed else ''}",
+                    }
+                )
+        yield Data(panel, rows)
+
+
+def stages(source: Source, form: Form) -> Iterator[Data]:
+    """A miss [B, Q] replaces the warmed [A, B]; the re-warm-up [A, B] shows what that cost the next request."""
+    for panel in source.panels():
+        rows: list[Row] = []
+        for cell in panel.cells:
+            steps = steps_of(source, cell)
+            missed = conversations_of(steps).isin(conversations_of(named(steps, "miss")))
+            for title, name in STAGES.items():
+                own = named(steps[missed], name) if name == "warmup" else named(steps, name)
+                tokens, time = own[["cached", "recomputed_tokens", "unseen"]], _first_tokens(own)
+                known = not (own.empty or tokens.isna().to_numpy().any())
+                means = [float(total) / len(own) for total in tokens.sum()] if known else [None] * len(PARTS)
+                rows.append(
+                    {
+                        "baseline": cell.baseline,
+                        "step": name,
+                        **{f"{part}_tokens": one for part, one in zip(PARTS, means, strict=True)},
+                        "ttft_ms_median": time,
+                        "trials": cell.ids,
+                        "_section": cell.baseline,
+                        "_name": title,
+                        "_text": f"{'' if known else 'not reported; '}{time.value:,.1f} ms",
+                    }
+                )
+        yield Data(panel, rows)

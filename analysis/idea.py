@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis import marks, style
+from analysis import style
+from analysis.bars import Bars, Side
 from analysis.sweep import Source, open_source
 from pensieve.core.request import is_measured
 from pensieve.errors import MissingSeries, PensieveError
@@ -63,17 +64,18 @@ def draw(store: ResultsStore, sweep_id: int | None, path: Path) -> list[Path]:
     if not both:
         raise MissingSeries(f"No conversation of sweep {source.sweep.id} was completed under both; run `{COMMAND}`.")
     session = telling(both)
-    shown = {part: name for part, name in PARTS.items() if part != "disk hit" or both[session][name].any()}
-    figure, grid = style.new_grid(2.6, rows=2, sharex=True, sharey=True)
-    for [axes], name in zip(grid, SHOWN, strict=True):
-        for turn, row in talks[name][session].iterrows():
-            parts = {part: float(row[column]) for part, column in shown.items()}
-            marks.stacked(axes, float(str(turn)), parts, name, across=False)
-        axes.set_title(name)
-        axes.set_ylabel("prompt tokens")
-    grid[-1][0].set_xlabel("turn of the conversation")
-    grid[-1][0].set_xticks(list(talks["pensieve"][session].index))
-    style.legend(figure, style.parts_key(list(shown)))
+    rows = [
+        {
+            "baseline": name,
+            **{column: float(one[column]) for column in PARTS.values()},
+            "_section": name,
+            "_name": f"turn {turn}",
+        }
+        for name in SHOWN
+        for turn, one in talks[name][session].iterrows()
+    ]
+    shown = {part: column for part, column in PARTS.items() if any(row[column] for row in rows) or part != "disk hit"}
+    figure, _ = Bars(lead="", sides=[Side(says="prompt tokens", parts=shown)]).drawn(rows)
     trial, other = (trials[name] for name in SHOWN)
     assert trial is not None and other is not None
     title = "Where a conversation's tokens are when its next message comes"

@@ -1,4 +1,4 @@
-"""miss_causes, holding, holding_table, break_even: why KV was missing, what keeping it took, and what that saved."""
+"""Why KV was missing, what keeping it took, and what that saved."""
 
 from __future__ import annotations
 
@@ -9,28 +9,20 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from analysis import marks, style
-from analysis.quantities import columns, over_seeds
+from analysis import style
+from analysis.forms import Data, Form, plain_log
+from analysis.quantities import over_seeds
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Panel, Source
 from pensieve.core.plan import Tier
 from pensieve.errors import MissingSeries
-from pensieve.lab import tables
 from pensieve.lab.results.prices import Worth, prefill_seconds
 from pensieve.lab.results.size_map import is_map
 from pensieve.lab.results.store import Holding
 
-CAUSES = {
-    "new": "#F6E8C3",
-    "edited": "#DFC27D",
-    "evicted": "#A6611A",
-    "expired": "#80CDC1",
-    "restarted": "#018571",
-    "never_stored": "#BABABA",
-}
-TIERS: Mapping[Tier, str] = {"gpu": "#01665E", "cpu": "#D8A13B", "disk": "#7B5EA7"}
+CAUSES = ("new", "edited", "evicted", "expired", "restarted", "never_stored")
+TIERS: Sequence[Tier] = ("gpu", "cpu", "disk")
 MARKERS = {"gpu": "o", "cpu": "^", "disk": "s"}
-LINES: Mapping[Tier, str] = {"gpu": "-", "cpu": "--", "disk": ":"}
 SHOWN = 4  # names of those who evicted most
 POLICIES = "eviction"
 
@@ -45,17 +37,9 @@ def _name(cell: Cell) -> str:
     return cell.at.get(POLICIES, cell.baseline)
 
 
-def _named(cell: Cell) -> dict[str, str]:
-    """The first cell of a line of a table."""
-    return {POLICIES if POLICIES in cell.at else "baseline": _name(cell)}
-
-
-def _ink(cell: Cell) -> str:
-    return "black" if POLICIES in cell.at else style.colour(cell.baseline)
-
-
 def _key(cell: Cell) -> Row:
-    return {"baseline": cell.baseline, **cell.at}
+    named = {"_name": _name(cell)} if POLICIES in cell.at else {}
+    return {"baseline": cell.baseline, **cell.at, **named}
 
 
 # Misses
@@ -65,8 +49,16 @@ def has_misses(source: Source) -> bool:
     return not is_map(source.sweep) and any(source.store.miss_sums(trial.id) for trial in source.trials)
 
 
-def _lost(source: Source, cell: Cell) -> dict[str, dict[str, Any]]:
+def misses(source: Source, form: Form) -> Iterator[Data]:
     """By cause: tokens missed and seconds of first tokens that took, a trial, and the share of those who evicted most."""
+    for panel in _panels(source):
+        rows = [row for cell in panel.cells for row in _causes(source, cell)]
+        if not rows:
+            raise source.lacks("turn with a ledger of misses")
+        yield Data(panel, rows)
+
+
+def _causes(source: Source, cell: Cell) -> Iterator[Row]:
     sums: dict[str, dict[tuple[int, int], Counter[str]]] = defaultdict(dict)
     evictors: dict[str, Counter[str]] = defaultdict(Counter)
     for trial in cell.trials:
@@ -76,61 +68,17 @@ def _lost(source: Source, cell: Cell) -> dict[str, dict[str, Any]]:
             if row.evicted_by:
                 evictors[row.cause][row.evicted_by] += row.tokens
     keys, none = [(trial.seed, trial.repeat) for trial in cell.trials], Counter[str]()
-    found = {}
     for cause in (cause for cause in CAUSES if cause in sums):
         whole = sum(own["tokens"] for own in sums[cause].values())
         most = sorted(evictors[cause].items(), key=lambda one: (-one[1], one[0]))[:SHOWN]
-        found[cause] = {
+        yield {
+            **_key(cell),
+            "cause": cause,
             "tokens": over_seeds({key: float(sums[cause].get(key, none)["tokens"]) for key in keys}),
             "seconds": over_seeds({key: sums[cause].get(key, none)["ms"] / 1e3 for key in keys}),
-            "by": [(name, count / whole) for name, count in most],
+            "evicted_most_by": " ".join(f"{name}:{count / whole:.3f}" for name, count in most),
+            "trials": cell.ids,
         }
-    return found
-
-
-def miss_causes(source: Source) -> Iterator[Plot]:
-    for panel in _panels(source):
-        found = [(cell, _lost(source, cell)) for cell in panel.cells]
-        if not any(lost for _, lost in found):
-            raise source.lacks("turn with a ledger of misses")
-        picture, [sides] = style.new_grid(0.26 * len(found) + 0.35, 1, 2, sharey=True)
-        labels = {"tokens": ("prompt tokens (1000)", 1e3), "seconds": ("TTFT (s)", 1.0)}
-        for axes, (kind, (label, scale)) in zip(sides, labels.items(), strict=True):
-            for place, (cell, lost) in enumerate(found):
-                parts = {cause: one[kind].value / scale for cause, one in lost.items()}
-                marks.stacked(axes, place, parts, f"{_name(cell)}/{kind}", across=True, colours=CAUSES)
-            marks.rows(axes, [_name(cell) for cell, _ in found], [_ink(cell) for cell, _ in found])
-            axes.grid(visible=True, axis="x", color="#E3E3E3", linewidth=0.6)
-            axes.set_xlabel(label)
-        seen = [cause for cause in CAUSES if any(cause in lost for _, lost in found)]
-        style.legend(picture, style.parts_key(seen, CAUSES))
-        lead = (
-            "Sums over the measured turns of a trial, mean of its seeds. TTFT, queueing included, is divided by what the "
-            "cost model says each position takes. The CSV has the 95 % interval over seeds"
-        )
-        rows, table = [], []
-        for cell, lost in found:
-            for cause, one in lost.items():
-                rows.append(
-                    {
-                        **_key(cell),
-                        "cause": cause,
-                        **columns("tokens", one["tokens"], prefix="tokens_"),
-                        **columns("seconds", one["seconds"], prefix="seconds_"),
-                        "evicted_most_by": " ".join(f"{name}:{share:.3f}" for name, share in one["by"]),
-                        "trials": cell.ids,
-                    }
-                )
-                table.append(
-                    {
-                        **_named(cell),
-                        "cause": cause.replace("_", " "),
-                        "tokens": tables.estimated(one["tokens"]),
-                        "of TTFT (s)": tables.estimated(one["seconds"]),
-                        "most for": ", ".join(f"{name} {share:.0%}" for name, share in one["by"][:1]) or tables.NONE,
-                    }
-                )
-        yield Plot(panel, picture, lead, rows, table)
 
 
 # Holding
@@ -169,22 +117,9 @@ def holding(source: Source) -> Iterator[Plot]:
         saved = [one.saved_s for one in idle if one.saved_s > 0] + evens
         floor = min(saved, default=1.0) / 3  # below every line: who saved nothing has not paid back
         for axes, (cell, own, worth) in zip(flat, every, strict=False):
-            for tier, colour in TIERS.items():
-                points = [
-                    (one.idle_gib_s, max(one.saved_s, floor)) for _, one in own if one.tier == tier and one.idle_gib_s
-                ]
-                if points:
-                    axes.plot(
-                        *zip(*points, strict=True), linestyle="none", marker=MARKERS[tier], markersize=2.6, color=colour,
-                        alpha=0.6, markeredgewidth=0, gid=f"{_name(cell)}/{tier}",
-                    )  # fmt: skip
-            axes.set(xscale="log", yscale="log")
-            axes.grid(visible=True, axis="x", color="#E3E3E3", linewidth=0.6)
-            if not any(one.idle_gib_s for _, one in own):
-                axes.text(0.5, 0.5, "nothing is kept", transform=axes.transAxes, ha="center", color=style.GREY)
-            elif worth is not None and idle:
+            _points(axes, cell, [one for _, one in own], floor)
+            if worth is not None and idle and any(one.idle_gib_s for _, one in own):
                 _even(axes, _name(cell), worth, idle)
-            axes.set_title(_name(cell), fontweight="bold", color=_ink(cell))
         for place, axes in enumerate(flat):
             if place >= len(every):
                 axes.remove()
@@ -195,7 +130,7 @@ def holding(source: Source) -> Iterator[Plot]:
         for row in grid:
             row[0].set_ylabel("prefill saved (s)")
         handles = [
-            Line2D([], [], color=TIERS[tier], marker=MARKERS[tier], linewidth=0, markersize=3, label=label)
+            Line2D([], [], color=style.TIERS[tier], marker=MARKERS[tier], linewidth=0, markersize=3, label=label)
             for tier, label in zip(TIERS, ("GPU", "CPU", "disk"), strict=True)
             if any(one.tier == tier for one in idle)
         ]
@@ -208,7 +143,8 @@ def holding(source: Source) -> Iterator[Plot]:
         )
         rows = [
             {
-                **_key(cell),
+                "baseline": cell.baseline,
+                **cell.at,
                 "trial": trial,
                 "session": one.session,
                 "tier": one.tier,
@@ -223,6 +159,23 @@ def holding(source: Source) -> Iterator[Plot]:
         yield Plot(panel, picture, lead, rows)
 
 
+def _points(axes: Axes, cell: Cell, own: Sequence[Holding], floor: float) -> None:
+    for tier in TIERS:
+        points = [(one.idle_gib_s, max(one.saved_s, floor)) for one in own if one.tier == tier and one.idle_gib_s]
+        if points:
+            axes.plot(
+                *zip(*points, strict=True), linestyle="none", marker=MARKERS[tier], markersize=2.6,
+                color=style.TIERS[tier], alpha=0.6, markeredgewidth=0, gid=f"{_name(cell)}/{tier}",
+            )  # fmt: skip
+    for which in "xy":
+        plain_log(axes, which, subs=(1.0,))
+    axes.grid(visible=True, axis="x", color="#E3E3E3", linewidth=0.6)
+    if not any(one.idle_gib_s for one in own):
+        axes.text(0.5, 0.5, "nothing is kept", transform=axes.transAxes, ha="center", color=style.GREY)
+    ink = "black" if POLICIES in cell.at else style.colour(cell.baseline)
+    axes.set_title(_name(cell), fontweight="bold", color=ink)
+
+
 def _even(axes: Axes, name: str, worth: Worth, idle: Sequence[Holding]) -> None:
     """One line where all tiers cost the same, else one a tier."""
     xs = (min(one.idle_gib_s for one in idle), max(one.idle_gib_s for one in idle))
@@ -231,52 +184,44 @@ def _even(axes: Axes, name: str, worth: Worth, idle: Sequence[Holding]) -> None:
     same = len(set(known.values())) == 1
     for tier, gib in list(known.items())[: 1 if same else None]:
         axes.plot(
-            xs, [x / gib for x in xs], color="black" if same else TIERS[tier], linewidth=0.9,
+            xs, [x / gib for x in xs], color="black" if same else style.TIERS[tier], linewidth=0.9,
             gid=f"{name}/even" if same else f"{name}/even/{tier}",
         )  # fmt: skip
 
 
-def holding_table(source: Source) -> Iterator[Plot]:
-    """A line a baseline and tier; worth it: the share of its conversations that have paid back."""
+def held(source: Source, form: Form) -> Iterator[Data]:
+    """A row a baseline and tier. paid_back: GPU time saved over memory kept idle. worthwhile: the share of its conversations
+    that have paid back."""
     for panel in _panels(source):
-        rows: list[Row] = []
-        table = []
-        for cell in panel.cells:
-            every, worth = _holdings(source, cell), _worth(source, cell)
-            for tier in TIERS:
-                own = [one for _, one in every if one.tier == tier]
-                if not own:
-                    continue
-                names = {"gib_s": "held_gib_s", "idle_gib_s": "held_idle_gib_s", "saved_s": "saved_s"}
-                found = {name: over_seeds(cell.metric(metric, tier)) for name, metric in names.items()}
-                backs = (
-                    [worth.paid_back(one.saved_s, one.idle_gib_s, tier) for one in own if one.idle_gib_s]
-                    if worth
-                    else []
-                )
-                known = [one for one in backs if one is not None]
-                paid = worth and worth.paid_back(found["saved_s"].value, found["idle_gib_s"].value, tier)
-                worthwhile = 100 * sum(one >= 1 for one in known) / len(known) if known else None
-                row = {**_key(cell), "tier": tier, "conversations": len(own) / len(cell.trials)}
-                for name, one in found.items():
-                    row |= columns(name, one, prefix=f"{name}_")
-                rows.append({**row, "paid_back": paid, "worthwhile_pct": worthwhile, "trials": cell.ids})
-                line = {**_named(cell), "tier": tier}
-                for head, one in zip(("held (GiB·s)", "idle (GiB·s)", "saved (s)"), found.values(), strict=True):
-                    line[head] = tables.estimated(one)
-                if source.prices.given:
-                    line["paid back"] = tables.NONE if paid is None else f"{paid:.2g}×"
-                    line["worth it"] = tables.NONE if worthwhile is None else f"{worthwhile:.0f} %"
-                table.append(line)
+        rows = [row for cell in panel.cells for row in _tiers(source, cell)]
         if not rows:
             raise source.lacks("trial with a ledger of holding")
-        lead = "Sums over a whole trial, mean of its seeds, below it the 95 % interval"
-        if source.prices.given:
-            lead += (
-                f". Paid back: GPU time saved over memory kept idle, {_basis(source)}; worth it: conversations that have "
-                "paid back"
-            )
-        yield Plot(panel, None, lead, rows, table)
+        said = f". Paid back: GPU time saved over memory kept idle, {_basis(source)}"
+        said += "; worth it: conversations that have paid back"
+        yield Data(panel, rows, said=said if source.prices.given else "")
+
+
+def _tiers(source: Source, cell: Cell) -> Iterator[Row]:
+    every, worth = _holdings(source, cell), _worth(source, cell)
+    for tier in TIERS:
+        own = [one for _, one in every if one.tier == tier]
+        if not own:
+            continue
+        found = {
+            name: over_seeds(cell.metric(metric, tier))
+            for name, metric in (("gib_s", "held_gib_s"), ("idle_gib_s", "held_idle_gib_s"), ("saved_s", "saved_s"))
+        }
+        backs = [worth.paid_back(one.saved_s, one.idle_gib_s, tier) for one in own if worth and one.idle_gib_s]
+        known = [one for one in backs if one is not None]
+        yield {
+            **_key(cell),
+            "tier": tier,
+            "conversations": len(own) / len(cell.trials),
+            **found,
+            "paid_back": worth and worth.paid_back(found["saved_s"].value, found["idle_gib_s"].value, tier),
+            "worthwhile_pct": 100 * sum(one >= 1 for one in known) / len(known) if known else None,
+            "trials": cell.ids,
+        }
 
 
 # Break-even
@@ -286,60 +231,47 @@ def has_prices(source: Source) -> bool:
     return source.prices.given and has_holdings(source) and any(prefill_seconds(job.metrics) for job in source.jobs)
 
 
-def break_even(source: Source) -> Iterator[Plot]:
+def break_even(source: Source, form: Form) -> Iterator[Data]:
+    """A line a baseline and tier; those with the same GPUs and memory have one."""
     for panel in _panels(source):
-        rows = [row for cell in panel.cells for row in _break_evens(source, cell)]
-        if not rows:
+        lines: dict[str, list[Row]] = {}
+        for cell in panel.cells:
+            for tier in TIERS:
+                lines[f"{tier}, {_name(cell)}"] = list(_break_evens(source, cell, tier))
+        alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+        for name, rows in lines.items():
+            alike[tuple((row["tokens"], row["break_even_s"]) for row in rows)].append(name)
+        if not any(alike):
             raise MissingSeries(
                 f"No tier of sweep {source.sweep.id} has a price beside one of the GPUs; give gpu_hour and gpu_gib_hour or "
                 "cpu_gib_hour to --prices."
             )
-        of: dict[tuple[str, Tier], list[tuple[int, float]]] = defaultdict(list)
-        for row in rows:
-            of[str(row.get(POLICIES, row["baseline"])), row["tier"]].append((row["tokens"], row["break_even_s"]))
-        alike: dict[tuple[tuple[int, float], ...], list[tuple[str, Tier]]] = defaultdict(list)
-        for key, points in of.items():  # baselines with the same GPUs and memory have the same line
-            alike[tuple(points)].append(key)
-        few = len(alike) <= len(TIERS)
-        picture, axes = style.new_axes(1.5)
-        for order, (line, keys) in enumerate(alike.items()):
-            names, tiers = list(dict.fromkeys(name for name, _ in keys)), list(dict.fromkeys(tier for _, tier in keys))
-            label = " and ".join(tiers) if few else f"{' and '.join(tiers)}, {names[0]}"
-            axes.plot(
-                *zip(*line, strict=True), color=TIERS[tiers[0]] if few else style.colour(names[0]),
-                linestyle=LINES[tiers[0]], marker=MARKERS[tiers[0]], markersize=3, linewidth=1.2,
-                gid=f"{','.join(names)}/{','.join(tiers)}", label=label, zorder=3 - order / 100,
-            )  # fmt: skip
-        marks.mark_counts(axes, sorted({row["tokens"] for row in rows})[::2])
-        marks.from_zero(axes, [row["break_even_s"] for row in rows])
-        axes.set_xlabel("leading tokens of a conversation")
-        axes.set_ylabel("idle time (s)")
-        style.legend(picture)
-        lead = f"Idle time at which keeping costs what computing again costs, {_basis(source)}"
-        # Policies of one baseline have the same machine, and so the same times: a column a baseline and tier.
-        found = {(row["tokens"], row["baseline"], row["tier"]): f"{row['break_even_s']:,.3g}" for row in rows}
-        heads = list(dict.fromkeys((row["baseline"], row["tier"]) for row in rows))
-        table = [
-            {"tokens": f"{tokens:,}"}
-            | {f"{name}\n{tier} (s)": found.get((tokens, name, tier), tables.NONE) for name, tier in heads}
-            for tokens in sorted({row["tokens"] for row in rows})
-        ]
-        yield Plot(panel, picture, lead, rows, table)
+        drawn = {every[0]: _short(every, len(alike)) for every in alike.values()}
+        rows = [
+            {**row, "_line": drawn[name]} if name in drawn else {**row, "_line": "", "_break_even_s": None}
+            for name, own in lines.items() for row in own
+        ]  # fmt: skip
+        yield Data(panel, rows, words={"basis": _basis(source)})
 
 
-def _break_evens(source: Source, cell: Cell) -> Iterator[Row]:
+def _short(lines: Sequence[str], several: int) -> str:
+    """Tiers alone where that tells all lines apart."""
+    tiers = " and ".join(dict.fromkeys(line.split(", ")[0] for line in lines))
+    return tiers if several <= len(TIERS) else f"{tiers}, {lines[0].split(', ')[1]}"
+
+
+def _break_evens(source: Source, cell: Cell, tier: Tier) -> Iterator[Mapping[str, Any]]:
     worth = _worth(source, cell)
     prefill = max((prefill_seconds(job.metrics) for job in cell.jobs), key=len, default={})
-    for tier in TIERS:
-        for tokens, seconds in prefill.items() if cell.metric("held_gib_s", tier) else ():
-            even_s = worth and worth.break_even_s(tokens, seconds, tier)
-            if worth is not None and even_s is not None:
-                yield {
-                    **_key(cell),
-                    "tier": tier,
-                    "tokens": tokens,
-                    "prefill_s": seconds,
-                    "gib": tokens * worth.token_gib,
-                    "break_even_s": even_s,
-                    "trials": cell.ids,
-                }
+    for tokens, seconds in prefill.items() if cell.metric("held_gib_s", tier) else ():
+        even_s = worth and worth.break_even_s(tokens, seconds, tier)
+        if worth is not None and even_s is not None:
+            yield {
+                **_key(cell),
+                "tier": tier,
+                "tokens": tokens,
+                "prefill_s": seconds,
+                "gib": tokens * worth.token_gib,
+                "break_even_s": even_s,
+                "trials": cell.ids,
+            }

@@ -1,34 +1,230 @@
-"""How far each eviction policy goes from least recently used to the offline bound, and what a hint is worth to it."""
+"""Where history was found, by size of the cache and by eviction policy; how far each policy goes from least recently used to
+the offline bound; and what a choice that the paper did not vary changes, turn by turn."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import log
 from statistics import fmean
+from typing import Any
 
-from matplotlib.lines import Line2D
+import pandas as pd
+from pydantic import Field
 
-from analysis import marks, style
-from analysis.caches import BOUND, axis_of, short
-from analysis.marks import Bar, Group
-from analysis.quantities import Quantity, Shares, as_estimate, columns, found_pct, moved, over_seeds, seed_means, shares
-from analysis.registry import Plot, Row
+from analysis import style
+from analysis.bars import Bars, Side
+from analysis.forms import Data, Form, cells
+from analysis.quantities import Quantity, Shares, as_estimate, moved, over_seeds, seed_means, shares
+from analysis.registry import Row
 from analysis.sweep import Cell, Panel, Source
-from pensieve.lab import tables
-from pensieve.lab.results.findings import REFERENCE
-from pensieve.lab.results.frame import PAPERS, START, found_more, gap_closed
-from pensieve.lab.statistics import Estimate, PairedRatio
+from pensieve.errors import MissingSeries
+from pensieve.lab.metric_registry import REAL
+from pensieve.lab.results.findings import RECOMPUTED as HISTORY_RECOMPUTED
+from pensieve.lab.results.findings import REFERENCE, Finding
+from pensieve.lab.results.frame import PAPERS, START, conversation_sums, found_more, gap_closed, paired, values_of
+from pensieve.lab.results.trials import varying_axes
+from pensieve.lab.statistics import FEWEST_GROUPS, Estimate, PairedRatio, paired_ratio
 
+SIZES = {"cache": "cache", "cache.gpu": "GPU cache (tokens)", "cache.cpu": "CPU cache (tokens)"}
 AXIS = "eviction"
-TIMES = (
-    Quantity(of="ttft_ms", how="p50", name="ttft_ms_p50", prefix="ttft_ms_p50_", says="TTFT p50\n(ms)"),
-    Quantity(of="ttft_ms", how="p90", name="ttft_ms_p90", prefix="ttft_ms_p90_", says="p90"),
-    Quantity(
-        of="throughput_output_tok_s", how="seeds", name="throughput_output_tok_s", prefix="throughput_output_tok_s_",
-        says="out\ntok/s",
-    ),
-)  # fmt: skip
-LEAST = -150.0  # percent; what loses more would leave all others no width
+
+
+def size_axis(source: Source) -> str | None:
+    return next((axis for axis in SIZES if source.several(axis)), None)
+
+
+def short(tokens: int) -> str:
+    """2560 as 2.6k, to fit beside a bar."""
+    for size, unit in ((1_000_000, "M"), (1000, "k")):
+        if tokens >= size:
+            scaled = tokens / size
+            return f"{scaled:.0f}{unit}" if scaled >= 10 else f"{scaled:.1f}{unit}"
+    return str(tokens)
+
+
+# Where history was found
+
+
+def shows_sizes(source: Source) -> bool:
+    """A sweep over the size, or over nothing but baselines; what else is swept has figures of its own."""
+    plain = not varying_axes(source.sweep.overrides, source.trials)
+    return source.has_metric("gpu_hit_rate") and (plain or size_axis(source) is not None)
+
+
+def where_found(source: Source, form: Form) -> Iterator[Data]:
+    """The shares of each cell, beside the quantities of the form. A sweep over the size has a part of the picture for each
+    baseline, any other one bar a cell."""
+    axis = size_axis(source)
+    for data in cells(source, form):
+        every = [shares(source, row["_cell"]) for row in data.rows]
+        parts = next((list(one.parts) for one in every if one is not None), None)
+        if parts is None:
+            raise source.lacks("turn with history whose engine says what it found")
+        several = len({row["baseline"] for row in data.rows}) > 1
+        rows, names = [], [one.name for one in form.every]
+        for row, found in zip(data.rows, every, strict=True):
+            cell: Cell = row["_cell"]
+            rows.append(
+                {
+                    "baseline": cell.baseline,
+                    **cell.at,
+                    "gpu_tokens": cell.trials[0].gpu_tokens,
+                    "cpu_tokens": cell.trials[0].cpu_tokens,
+                    **{_column(part): found.parts[part] if found else None for part in parts},
+                    "gpu_ci_low": found.gpu.ci_low if found else None,
+                    "gpu_ci_high": found.gpu.ci_high if found else None,
+                    "hit_ci_low": found.hit.ci_low if found else None,
+                    "hit_ci_high": found.hit.ci_high if found else None,
+                    "n_conversations": found.hit.n if found else 0,
+                    **{name: row[name] for name in names},
+                    "bound_hit_pct": _bound(cell),
+                    "trials": cell.ids,
+                    "_gpu": found and found.gpu,
+                    "_hit": found and found.hit,
+                    "_colour": style.colour(cell.baseline),
+                    **_place(cell, axis, several),
+                }
+            )
+        words = {"papers": _papers_policy(data.panel, source), "few": _few(rows, names)}
+        yield replace(data, rows=rows, words=words)
+
+
+def _column(part: str) -> str:
+    return f"{part.lower().replace(' ', '_')}_pct"
+
+
+def _place(cell: Cell, axis: str | None, several: bool) -> Row:
+    """Where its bar stands, and how it is called. several: baselines."""
+    if AXIS in cell.at:
+        return {"_name": f"{cell.baseline}, {cell.at[AXIS]}" if several else cell.at[AXIS]}
+    if axis is None:
+        return {}
+    return {"_section": f"{cell.baseline}, {SIZES[axis]}", "_name": _size(cell, axis)}
+
+
+def _size(cell: Cell, axis: str) -> str:
+    """In tokens as the engine had them; an option by its name."""
+    if axis == "cache":
+        return cell.at[axis]
+    trial = cell.trials[0]
+    tokens = trial.gpu_tokens if axis == "cache.gpu" else trial.cpu_tokens
+    asked = cell.at[axis].removesuffix(" tokens")
+    return asked if tokens is None or (axis == "cache.cpu" and not tokens) else short(tokens)
+
+
+def _bound(cell: Cell) -> float | None:
+    """In percent; a server that stores nothing has none."""
+    values = {} if cell.baseline == REFERENCE else cell.metric("bound_hit_rate")
+    return 100.0 * over_seeds(values).value if values else None
+
+
+def _few(rows: Sequence[Row], names: Sequence[str]) -> str:
+    every = [row[name] for row in rows for name in names]
+    fewest = min((found.groups for found in every), default=FEWEST_GROUPS)
+    if fewest >= FEWEST_GROUPS or all(found.ci_low is not None for found in every):
+        return ""
+    return f"; counts and rates are means over seeds, n = {fewest}, no interval"
+
+
+def _papers_policy(panel: Panel, source: Source) -> str:
+    """How much more or less of the history it recomputes than each other policy, of each baseline."""
+    found = []
+    for baseline in panel.baselines:
+        cells = {cell.at.get(AXIS): cell for cell in panel.of(baseline)}
+        if (paper := cells.pop(PAPERS, None)) is not None:
+            turns = source.turns(paper)
+            beside = {
+                str(name): more for name, cell in cells.items() if (more := found_more(source.turns(cell), turns))
+            }
+            if beside:
+                each = [Finding(HISTORY_RECOMPUTED, {}, PAPERS, name, more).text for name, more in beside.items()]
+                found.append(f"{HISTORY_RECOMPUTED}, {PAPERS}: {', '.join(each)}; ")
+    return "".join(found)
+
+
+# From least recently used to the bound
+
+
+def has_gap(source: Source) -> bool:
+    swept = source.swept(AXIS)
+    return len(swept) > 1 and START in swept and source.has_metric("bound_hit_rate")
+
+
+def gaps(source: Source, form: Form) -> Iterator[Data]:
+    """A panel a baseline and whatever else is swept: by size of the cache, the policies in order of their hits. Bars begin at
+    what START finds, 0 %, and 100 % is the bound."""
+    size = size_axis(source)
+    owns = {name: source.of_baselines([name]) for name in source.baselines()}
+    bounded = {name: own for name, own in owns.items() if name != REFERENCE and own.has_metric("bound_hit_rate")}
+    for name, own in bounded.items():
+        for panel in own.panels(AXIS, *([size] if size else [])):
+            rows: list[Row] = []
+            for value in panel.values(size) if size else [""]:
+                policies = {cell.at[AXIS]: cell for cell in panel.cells if not size or cell.at[size] == value}
+                found = [_policy(own, form, cell, policies, _tokens(cell, size)) for cell in policies.values()]
+                rows += sorted(found, key=lambda row: -row["hit_pct"].value)
+            group = {"baseline": name, **panel.group} if len(bounded) > 1 else panel.group
+            yield Data(replace(panel, group=group), rows)
+
+
+def _policy(source: Source, form: Form, cell: Cell, policies: Mapping[str, Cell], size: str) -> Row:
+    """policies: of the same size."""
+    name, hits, start = cell.at[AXIS], shares(source, cell), policies[START]
+    first = shares(source, start)
+    if hits is None or first is None:
+        raise source.lacks(f"turn with history under {name}")
+    bounds = _bounds(start)
+    if not bounds:
+        raise source.lacks(f"bound of {START}")
+    bound = 100 * fmean(bounds.values())
+    closed = None if name == START else _closed(source, cell, start)
+    papers = policies.get(PAPERS)
+    more = None if papers is None or name == PAPERS else found_more(source.turns(cell), source.turns(papers))
+    none = Estimate(0.0, None, None, hits.hit.n, hits.hit.groups)
+    own = {"eviction", "hit_pct", "bound_pct", "gap_closed_pct", f"more_than_{PAPERS}_pct"}
+    return {
+        "eviction": name,
+        "size": size,
+        "hit_pct": hits.hit,
+        "bound_pct": bound,
+        "gap_closed_pct": closed or none,
+        f"more_than_{PAPERS}_pct": more and _in_percent(more),
+        **{one.name: one.found(source, cell) for one in form.quantities if one.name not in own},
+        "trials": cell.ids,
+        "_section": f"{size and f'{size}: '}{START} {first.hit.value:.1f} % of history, bound {bound:.1f} %",
+        "_name": name,
+        "_colour": style.GREY if name == START else style.colour(cell.baseline),
+        "_gap_closed_pct": none if name == START else closed,
+        "_gap_closed_pct_text": f"{hits.hit.value:.1f} %",
+    }
+
+
+def _bounds(cell: Cell) -> dict[int, float]:
+    """Seed -> what its trials could have found at most, as a share of history."""
+    return seed_means(cell.metric("bound_hit_rate"))
+
+
+def _closed(source: Source, cell: Cell, start: Cell) -> Estimate | None:
+    """See gap_closed: in percent, with the interval of the conversations or seeds that it is paired by."""
+    ratio = gap_closed(source.turns(cell), source.turns(start), _bounds(start))
+    return None if ratio is None else _in_percent(ratio)
+
+
+def _in_percent(ratio: PairedRatio) -> Estimate:
+    return moved(as_estimate(ratio), lambda share: 100 * share)
+
+
+def _tokens(cell: Cell, size: str | None) -> str:
+    """Of both tiers together, which is what the bound is of."""
+    trial = cell.trials[0]
+    if size is None or trial.gpu_tokens is None:
+        return "" if size is None else cell.at[size]
+    return f"{short(trial.gpu_tokens + (trial.cpu_tokens or 0))} tokens"
+
+
+# Hints
+
 KNOWN = {
     START: "no hint: least recently used",
     "stop_reason": "stop reason, a priority",
@@ -41,167 +237,38 @@ KNOWN = {
 NOISY = "noisy_hint_"
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """One policy with one size of cache. hits, closed: in percent; bound: of START's trials. closed: None for START, and
-    where there is no gap. more: percent of the history that it finds more than PAPERS; None for that one, and without it."""
-
-    name: str
-    size: str
-    cell: Cell
-    hits: Shares
-    bound: float
-    closed: Estimate | None
-    more: Estimate | None
-
-
-def has_gap(source: Source) -> bool:
-    swept = source.swept(AXIS)
-    return len(swept) > 1 and START in swept and source.has_metric("bound_hit_rate")
-
-
-def read(source: Source) -> Iterator[tuple[Panel, Mapping[str, list[Policy]]]]:
-    """A panel a baseline and whatever else is swept: by size of the cache, the policies in the order of their share."""
-    size = axis_of(source)
-    owns = {name: source.of_baselines([name]) for name in source.baselines()}
-    bounded = {name: own for name, own in owns.items() if name != REFERENCE and own.has_metric("bound_hit_rate")}
-    for name, own in bounded.items():
-        for panel in own.panels(AXIS, *([size] if size else [])):
-            groups: dict[str, list[Policy]] = {}
-            for value in panel.values(size) if size else [""]:
-                cells = {cell.at[AXIS]: cell for cell in panel.cells if not size or cell.at[size] == value}
-                found = [_policy(own, cell, cells, _label(cell, size)) for cell in cells.values()]
-                groups[found[0].size] = sorted(found, key=lambda one: -one.hits.hit.value)
-            group = {"baseline": name, **panel.group} if len(bounded) > 1 else panel.group
-            yield replace(panel, group=group), groups
-
-
-def _policy(source: Source, cell: Cell, cells: Mapping[str, Cell], size: str) -> Policy:
-    """cells: by policy, of the same size."""
-    name, hits, start = cell.at[AXIS], shares(source, cell), cells[START]
-    if hits is None:
-        raise source.lacks(f"turn with history under {name}")
-    bounds = bounds_of(start)
-    if not bounds:
-        raise source.lacks(f"bound of {START}")
-    closed = None if name == START else share_closed(source, cell, start)
-    papers = cells.get(PAPERS)
-    more = None if papers is None or name == PAPERS else found_more(source.turns(cell), source.turns(papers))
-    percent = None if more is None else in_percent(more)
-    return Policy(name, size, cell, hits, 100 * fmean(bounds.values()), closed, percent)
-
-
-def bounds_of(cell: Cell) -> dict[int, float]:
-    """Seed -> what its trials could have found at most, as a share of history."""
-    return seed_means(cell.metric("bound_hit_rate"))
-
-
-def share_closed(source: Source, cell: Cell, start: Cell) -> Estimate | None:
-    """See gap_closed: in percent, with the interval of the conversations or seeds that it is paired by."""
-    ratio = gap_closed(source.turns(cell), source.turns(start), bounds_of(start))
-    return None if ratio is None else in_percent(ratio)
-
-
-def in_percent(ratio: PairedRatio) -> Estimate:
-    return moved(as_estimate(ratio), lambda share: 100 * share)
-
-
-def _label(cell: Cell, size: str | None) -> str:
-    """Both tiers together, which is what the bound is of."""
-    trial = cell.trials[0]
-    if size is None or trial.gpu_tokens is None:
-        return "" if size is None else cell.at[size]
-    return f"{short(trial.gpu_tokens + (trial.cpu_tokens or 0))} tokens"
-
-
-def policy_gap(source: Source) -> Iterator[Plot]:
-    """Bars begin at what START finds, 0 %, and a line at 100 % is the bound; beside each bar its hit rate."""
-    for panel, by_size in read(source):
-        sections = [
-            [_bars(one) for one in policies if one.name == START or one.closed is not None]
-            for policies in by_size.values()
-        ]
-        picture, grid = marks.bar_grid(sections)
-        for [axes], groups, (size, policies) in zip(grid, sections, by_size.items(), strict=True):
-            marks.bars(axes, groups)
-            axes.axvline(100, color="black", linewidth=1.0, linestyle="--", gid=f"{size}/bound")
-            start = next(one for one in policies if one.name == START)
-            where = f"{size}: " if size else ""
-            said = f"{where}{START} {start.hits.hit.value:.1f} % of history, bound {start.bound:.1f} %"
-            axes.set_title(said, loc="right", fontsize=6.5)  # towards the names, which leave the axes little width
-            axes.margins(x=0.12)
-        left = grid[-1][0].get_xlim()[0]
-        grid[-1][0].set_xlim(left=max(left, LEAST))
-        grid[-1][0].set_xlabel(f"gap from {START} to the bound closed (%)")
-        style.legend(picture, [Line2D([], [], color="black", linewidth=1, linestyle="--", label=BOUND)])
-        lead = (
-            f"Bars: (hits - {START}'s) / (bound - {START}'s) in history tokens, paired by seed and conversation, with the "
-            "95 % interval. Beside each: the hit rate of the history"
-        )
-        lead += f". What is below {LEAST:g} % is cut off there" if left < LEAST else ""
-        yield Plot(panel, picture, lead, [_row(one) for policies in by_size.values() for one in policies])
-
-
-def _bars(one: Policy) -> Group:
-    found = one.closed or Estimate(0.0, None, None, one.hits.hit.n, one.hits.hit.groups)
-    colour = style.colour(one.cell.baseline) if one.name != START else style.GREY
-    gid = f"{one.size}/{one.name}" if one.size else one.name
-    return Group(one.name, colour, [Bar(found, colour, f"{one.hits.hit.value:.1f} %", gid)])
-
-
-def _row(one: Policy) -> Row:
-    return {
-        "eviction": one.name,
-        "size": one.size,
-        "hit_pct": one.hits.hit.value,
-        "bound_pct": one.bound,
-        **columns("gap_closed_pct", one.closed or Estimate(0.0, None, None, one.hits.hit.n, one.hits.hit.groups)),
-        **columns(f"more_than_{PAPERS}_pct", one.more, prefix="more_"),
-        "trials": one.cell.ids,
-    }
-
-
-def policy_table(source: Source) -> Iterator[Plot]:
-    for panel, by_size in read(source):
-        lines, rows = [], []
-        for one in (one for policies in by_size.values() for one in policies):
-            times = {time: time.found(source, one.cell) for time in TIMES}
-            lines.append(
-                {
-                    "policy": one.name,
-                    **({"cache": one.size.removesuffix(" tokens")} if one.size else {}),
-                    "hits": tables.estimated(one.hits.hit),
-                    "bound": f"{one.bound:.1f}",
-                    "closed": tables.estimated(one.closed),
-                    "more": tables.estimated(one.more),
-                    **{time.says: tables.estimated(own) for time, own in times.items() if not isinstance(own, float)},
-                }
-            )
-            known = [time.columns(own) for time, own in times.items() if own is not None]
-            rows.append({**_row(one), **{name: value for own in known for name, value in own.items()}})
-        lead = f"Hits: % of history tokens. Closed: % of the gap from {START} to the bound. "
-        lead += f"More: % of history found more than by {PAPERS}. Below a value its 95 % interval"
-        yield Plot(panel, None, lead, rows, lines)
-
-
-# Hints
-
-
 def has_hints(source: Source) -> bool:
     swept = source.swept(AXIS)
     told = [name for name in swept if name.startswith(NOISY) or name in ("stop_reason", "ttl", "hinted", "oracle_hint")]
     return START in swept and bool(told) and source.has_metric("gpu_hit_rate")
 
 
-def value_of_hint(source: Source) -> Iterator[Plot]:
+def hints(source: Source, form: Form) -> Iterator[Data]:
     """Of each policy the hits, beside the bound of its own requests, and the share that it closes of what lies between least
     recently used and the bound; below 0: it finds less than without a hint."""
     for panel in source.panels(AXIS):
         for baseline in panel.baselines:
-            cells = {cell.at[AXIS]: cell for cell in panel.of(baseline)}
-            if START not in cells:
+            policies = {cell.at[AXIS]: cell for cell in panel.of(baseline)}
+            if START not in policies:
                 raise source.lacks(f"eviction={START} of {baseline}")
-            yield _hint_plot(source, panel, {name: cells[name] for name in _in_order(cells)})
+            yield Data(panel, [_hint(source, policies, name) for name in _in_order(policies)])
+
+
+def _hint(source: Source, policies: Mapping[str, Cell], policy: str) -> Row:
+    cell, start = policies[policy], policies[START]
+    found, bound = shares(source, cell), cell.metric("bound_hit_rate")
+    if found is None:
+        raise source.lacks(f"turn with history whose engine says what it found, of {policy}")
+    wrong = policy.removeprefix(NOISY)
+    return {
+        "baseline": cell.baseline,
+        AXIS: policy,
+        "hit_pct": found.hit,
+        "bound_hit_pct": 100 * over_seeds(bound).value if bound else None,
+        "gap_closed_pct": _closed(source, cell, start),
+        "trials": cell.ids,
+        "_name": f"“soon”, wrong {wrong} %" if wrong != policy else KNOWN.get(policy, policy),
+    }
 
 
 def _in_order(policies: Collection[str]) -> list[str]:
@@ -217,56 +284,152 @@ def _in_order(policies: Collection[str]) -> list[str]:
     return [*(name for name in named if name in policies and name not in (*noisy, *last)), *noisy, *last]
 
 
-def _hint_plot(source: Source, panel: Panel, cells: Mapping[str, Cell]) -> Plot:
-    groups, gaps, rows, table, bounds = [], [], [], [], []
-    for policy, cell in cells.items():
-        name = (
-            f"“soon”, wrong {policy.removeprefix(NOISY)} %" if policy.startswith(NOISY) else KNOWN.get(policy, policy)
-        )
-        hit, bound, gap = (
-            found_pct(source, cell),
-            cell.metric("bound_hit_rate"),
-            share_closed(source, cell, cells[START]),
-        )
-        if hit is None:
-            raise source.lacks(f"turn with history whose engine says what it found, of {policy}")
-        bound_pct = 100 * over_seeds(bound).value if bound else None
-        bounds += [] if bound_pct is None else [bound_pct]
-        colour = style.colour(cell.baseline)
-        groups.append(Group(name, "black", [Bar(hit, colour, f"{hit.value:.1f}", f"{name}/hit")]))
-        bars = [] if gap is None else [Bar(gap, colour, f"{round(gap.value):+d}", f"{name}/gap")]
-        gaps.append(Group(name, "black", bars, room=1))
+# What the paper did not vary
+
+RATE = "workload.request_rate"
+MOVED = ("ttft_ratio", "latency_ratio", "found_points")
+TIMES = ("ttft_ms", "normalized_latency_ms")
+
+
+_HEADS = ("first token,\nmean (ratio)", "latency a token,\nmean (ratio)", "history found\n(points)")
+SIDES = [
+    Side(
+        says=says,
+        quantities=[Quantity(name=name, prefix=f"{name}_")],
+        origin=1.0 if "ratio" in name else 0.0,
+        mark=mark,
+    )
+    for name, says, mark in zip(MOVED, _HEADS, ("", "", "bound_points"), strict=True)
+]
+
+
+class Changes(Bars):
+    """A plot a baseline: bars that begin at the reference, whose own values stand beside it. Sections are loads, and whatever
+    else is swept: one in which the choice matters, one in which it must not.
+
+    varied: an axis; reference: its value that the others are held against, as a trial's configuration has it. names: what
+    values are called, if not as they are; reads: as str.format has them, numbers as such.
+    """
+
+    varied: str
+    reference: str
+    names: dict[str, str] = Field({})
+    reads: str = "{}"
+    rows: str = "analysis.policies.changes"
+    sides: list[Side] = Field(SIDES)
+    lead: str = (
+        "Found: {found}. Bars: against {reference}, whose own means stand beside it, over the same turns, with the 95 % "
+        "interval over seeds and conversations"
+    )
+
+    def said(self, value: str) -> str:
+        return self.names.get(value) or self.reads.format(float(value) if ":" in self.reads else value)
+
+
+def changes(source: Source, form: Changes) -> Iterator[Data]:
+    axis, reference = form.varied, form.reference
+    typed = varying_axes(source.sweep.overrides, source.trials)
+    others = [other for other in typed if other != axis]
+    for baseline in source.baselines():
+        [panel] = source.of_baselines([baseline]).panels(axis, *others)
+        places: dict[tuple[str, ...], dict[str, Cell]] = {}
+        for cell in panel.cells:
+            places.setdefault(tuple(cell.at[other] for other in others), {})[cell.at[axis]] = cell
+        rows, found = list[Row](), []
+        for place, at in places.items():
+            section = _section(source, form, dict(zip(others, place, strict=True)), at, panel.values(axis))
+            rows += section
+            found.append(_finding(form, section))
+        yield Data(panel, rows, words={"found": "; ".join(found), "reference": form.said(reference)})
+
+
+def _section(
+    source: Source, form: Changes, at: Mapping[str, str], cells: Mapping[str, Cell], order: Sequence[str]
+) -> list[Row]:
+    """Every value under one load, against the reference there, over the turns that both served."""
+    start = cells.get(form.reference)
+    hits = start and shares(source, start)
+    if start is None or not isinstance(hits, Shares):
+        raise source.lacks(f"turn with history under {form.reference}")
+    base, found = source.turns(start), hits.hit.value
+    own = [*(float(values_of(base, name).mean()) for name in TIMES), found]
+    name = ", ".join(
+        f"{value} requests/s" if axis == RATE else f"{axis.rpartition('.')[2]} = {value}" for axis, value in at.items()
+    )
+    rows: list[Row] = []
+    for value in (value for value in order if value in cells):
+        cell = cells[value]
+        moved, same = _moved(source, cell, base)
+        bounds = cell.metric("bound_hit_rate")
         rows.append(
             {
-                "baseline": cell.baseline,
-                AXIS: policy,
-                **columns("hit_pct", hit, prefix="hit_"),
-                "bound_hit_pct": bound_pct,
-                **columns("gap_closed_pct", gap, prefix="gap_"),
+                **at,
+                form.varied: value,
+                "reference": form.reference,
+                "reference_ttft_ms_mean": own[0],
+                "reference_normalized_latency_ms_mean": own[1],
+                "reference_found_pct": own[2],
+                **moved,
+                "bound_points": 100 * over_seeds(bounds).value - found if bounds else None,
+                "no_turn_differs": same,
                 "trials": cell.ids,
+                "_section": name,
+                "_name": form.said(value),
+                "_colour": style.colour(cell.baseline),
+                **{
+                    f"_{one}_text": _text(one, moved[one], own[i], value == form.reference)
+                    for i, one in enumerate(MOVED)
+                },
             }
         )
-        table.append(
-            {
-                "told": name,
-                "history found (%)": tables.estimated(hit),
-                "bound (%)": tables.NONE if bound_pct is None else f"{bound_pct:.1f}",
-                "gap closed (%)": tables.estimated(gap),
-            }
-        )
-    picture, [[left, right]] = marks.bar_grid([groups], columns=2)
-    marks.bars(left, groups)
-    marks.bars(right, gaps, names=False)
-    left.set_xlim(0, 100)
-    left.set_xlabel("history found (%)")
-    right.set_xlabel("gap closed (%)")
-    right.margins(x=0.2)  # for the numbers beyond the intervals
-    right.autoscale_view()
-    right.set_xlim(left=max(right.get_xlim()[0], LEAST))
-    lead = "Bars with their 95 % interval over seeds (and, of hits, conversations)"
-    if bounds:
-        left.axvline(bounds[0], color="black", linewidth=0.8, linestyle=":", gid="bound", zorder=0)
-        for text in left.texts:  # the values stand beside the bars, where the line passes
-            text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
-        lead += f"; dotted: the {BOUND} of the trials without a hint. The gap of each seed is taken against itself"
-    return Plot(panel, picture, lead, rows, table)
+    return rows
+
+
+def _moved(source: Source, cell: Cell, base: pd.DataFrame) -> tuple[dict[str, Estimate], bool]:
+    """Mean TTFT and latency a token as ratios, history found in points; and whether no turn differs."""
+    turns = source.turns(cell)
+    times = [paired(values_of(turns, name), values_of(base, name)) for name in TIMES]
+    hits = paired(_found(turns), _found(base))
+    if any(one.empty for one in (*times, hits)):
+        raise MissingSeries(f"Trials {cell.ids} share no turn with those that they are held against.")
+    more, history = 100 * (hits["a"] - hits["b"]), base.loc[hits.index, "history_tokens"]
+    points = paired_ratio(conversation_sums(more), conversation_sums(history), of="means", support=REAL)
+    ratios = [
+        as_estimate(paired_ratio(*(conversation_sums(pairs[side]) for side in "ab"), of="means"), len(pairs))
+        for pairs in times
+    ]
+    same = all(bool((one["a"] == one["b"]).all()) for one in (*times, hits))
+    return dict(zip(MOVED, (*ratios, as_estimate(points, len(more))), strict=True)), same
+
+
+def _found(turns: pd.DataFrame) -> pd.Series[float]:
+    """History tokens found in any tier, of the turns that have history and say."""
+    known = turns[(turns["history_tokens"] > 0) & turns["gpu_hit_tokens"].notna()]
+    return known[["gpu_hit_tokens", "cpu_hit_tokens", "disk_hit_tokens"]].fillna(0).sum(axis=1)
+
+
+def _text(name: str, moved: Estimate, own: float, reference: bool) -> str:
+    if reference:
+        return f"{own:.1f} {'%' if name == MOVED[2] else 'ms'}"
+    return f"{moved.value:+.1f}" if name == MOVED[2] else f"{moved.value:.{3 if abs(moved.value - 1) < 0.05 else 2}f}"
+
+
+def _finding(form: Changes, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Of a section what moved the first token most, in a sentence."""
+    reference, name = form.said(form.reference), rows[0]["_section"]
+    others = [row for row in rows if row[form.varied] != form.reference]
+    if not others:
+        return f"at {name} only {reference} was measured"
+    if all(row["no_turn_differs"] for row in others):
+        return f"at {name} no turn differs"
+    most = max(others, key=lambda row: abs(log(row["ttft_ratio"].value)))
+    return (
+        f"at {name}, {most['_name']} in place of {reference} makes the mean first token {_times(most['ttft_ratio'])} "
+        f"({most['reference_ttft_ms_mean']:.1f} ms), latency a token {_times(most['latency_ratio'])}, history found "
+        f"{most['found_points'].value:+.1f} points"
+    )
+
+
+def _times(one: Estimate) -> str:
+    interval = "" if one.ci_low is None or one.ci_high is None else f" [{one.ci_low:.3f}, {one.ci_high:.3f}]"
+    return f"{one.value:.3f} times{interval}"

@@ -92,12 +92,13 @@ class Quantity(BaseModel, frozen=True, extra="forbid"):
 
     how: of a column "mean" or a percentile ("p90") over the turns; of a metric "seeds", its mean over seeds, or "sum".
     where: which turns, as pandas' query has it. label: of a metric; scale: so many of it are one.
-    name: its column in the CSV; prefix: of its interval there; interval: False leaves that out. says: over its axis, and in a
-    table. text: beside a bar, as str.format has it; unit: "bytes" or "digits", which make a text of the number first.
-    missing: beside the bar of a cell that does not count it. hatched: a second kind of bar. drawn: False: in the CSV alone.
+    name: its column in the CSV; prefix: of its interval there; interval: False leaves that out, counts: its n. says: over its
+    axis, and in a table. text: beside a bar, as str.format has it; unit: "bytes" or "digits", which make a text of the number
+    first. missing: beside the bar of a cell that does not count it. hatched: a second kind of bar. drawn: False: in the CSV
+    alone.
     """
 
-    of: str
+    of: str = ""
     how: str = ""
     where: str = ""
     label: str = ""
@@ -105,6 +106,7 @@ class Quantity(BaseModel, frozen=True, extra="forbid"):
     name: str = ""
     prefix: str = ""
     interval: bool = True
+    counts: bool = True
     says: str = ""
     text: str = "{:,.1f}"
     unit: str = ""
@@ -136,7 +138,12 @@ class Quantity(BaseModel, frozen=True, extra="forbid"):
         """Of the CSV: the value, and of an estimate its interval and counts."""
         if isinstance(found, float | int) or not self.interval:
             return {self.name: found.value if isinstance(found, Estimate) else found}
-        return columns(self.name, found, self.prefix)
+        every = columns(self.name, found, self.prefix)
+        return every if self.counts else dict(list(every.items())[:3])
+
+    def head(self, facet: str = "") -> str:
+        """Of a table."""
+        return " ".join((self.says.replace("{}", facet) or self.name.replace("_", " ")).split())
 
 
 def size(value: float) -> str:

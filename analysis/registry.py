@@ -114,14 +114,16 @@ def _figure(
     alone: bool = False,
     **given: Any,
 ) -> Figure:
-    """form: a function of analysis/forms.py, or any other by its dotted name; `given` are its arguments. applies: what
-    holds of a sweep that it can be drawn from: methods of Source with their argument (of several, each), or functions of a
-    Source by their dotted name. Modules are imported when they are asked for."""
-    path = form if "." in form else f"analysis.forms.{form}"
+    """form: lines, bars, table, or a class of your own by its dotted name, with its fields as `given`; or a function of a
+    Source that yields plots. applies: what holds of a sweep that it can be drawn from: methods of Source with their argument
+    (of several, each), or functions of a Source by their dotted name. Modules are imported when they are asked for."""
+    known = {"lines": "analysis.forms.Lines", "bars": "analysis.bars.Bars", "table": "analysis.forms.Form"}
+    path = known.get(form, form)
 
     def plots(source: Source) -> Iterable[Plot]:
+        drawing = resolve_name(path)
         try:
-            yield from resolve_name(path)(source, **given)
+            yield from drawing(**given).plots(source) if isinstance(drawing, type) else drawing(source)
         except ValidationError as error:
             where = ".".join(map(str, error.errors()[0]["loc"]))
             raise ConfigError(f"conf/figure/{name}.yaml: {where}: {error.errors()[0]['msg']}.") from None

@@ -23,9 +23,6 @@ from pensieve.lab.results.claims import Claim, Judged, judge_sweep, read_claims,
 from pensieve.lab.results.mlflow_runs import log_text_of_sweep
 from pensieve.lab.results.store import report_file
 
-AS_TABLES = ("speedup",)
-"""Drawn for papers; the page has the same numbers as text."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
@@ -98,7 +95,6 @@ def _figures(source: Source, folder: Path) -> tuple[list[Picture], list[tuple[st
     pictures = [
         Picture(d.title, d.panel.text, d.png, [(d.pdf or d.text).name, d.csv.name], d.caption, _cells(d), d.dark)
         for d in drawings
-        if d.name not in AS_TABLES
     ]
     failed = [(name, why, "") for name, _, why in (problem.partition(": ") for problem in problems)]
     missing = [

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import colorsys
 import os
 import textwrap
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
+import numpy as np
+from fontTools.subset import Options  # type: ignore[import-untyped]
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.collections import Collection
-from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+from matplotlib.image import imread, imsave
 from matplotlib.patches import Patch
 from matplotlib.text import Text
+
+Options._drop_tables_default += [
+    "GSUB",
+    "GPOS",
+    "GDEF",
+]  # of a PDF's fonts: reading them takes longest, and letters are placed
 
 WIDTH_IN = 3.3  # one column of a paper
 MARGIN_IN = 0.06
@@ -31,8 +32,20 @@ GREY = "#595959"
 WARNING = "#B00020"
 IDEAL = "ideal"  # the name of a line that no baseline drew
 
-# What a prompt's tokens met. Lightness alone tells them apart, and none is the colour of a baseline.
-PARTS = {"GPU hit": "#01665E", "CPU hit": "#5AB4AC", "disk hit": "#C7EAE5", "recomputed": "#D9D9D9", "new": "#F6E8C3"}
+# What a prompt's tokens met, and why they had no KV. Lightness alone tells them apart, and none is the colour of a baseline.
+PARTS = {
+    "GPU hit": "#01665E",
+    "CPU hit": "#5AB4AC",
+    "disk hit": "#C7EAE5",
+    "cached": "#01665E",
+    "recomputed": "#D9D9D9",
+    "new": "#F6E8C3",
+    "edited": "#DFC27D",
+    "evicted": "#A6611A",
+    "expired": "#80CDC1",
+    "restarted": "#018571",
+    "never_stored": "#BABABA",
+}
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, then Tol's muted one. The three of the default sweep
 # also differ in lightness.
@@ -95,20 +108,22 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _OTHERS = ("#B15928", "#6A3D9A", "#1B7837", "#A50026")
 
 
+TIERS = {"gpu": "#01665E", "cpu": "#D8A13B", "disk": "#7B5EA7"}
 MOVES = {"never": "#B15928", "always": "#CC79A7", "cheaper": "#0072B2"}
 """Of KV between replicas (hardware.migration)."""
+_KNOWN = {**COLOURS, **ROUTERS, **MOVES, **TIERS}
 
 
 def colour(baseline: str) -> str:
-    """The same in every figure, of a router and of KV that moves too; a baseline of the user's own gets one by its name."""
+    """The same in every figure, also of a tier, a router and of KV that moves; one's own baseline gets one by its name."""
     if baseline == IDEAL:
         return GREY
-    return {**MOVES, **ROUTERS, **COLOURS}.get(baseline) or _OTHERS[zlib.crc32(baseline.encode()) % len(_OTHERS)]
+    return _KNOWN.get(baseline) or _OTHERS[zlib.crc32(baseline.encode()) % len(_OTHERS)]
 
 
 def marker(baseline: str) -> str:
     """A second cue beside colour."""
-    names = [*COLOURS, *ROUTERS, *MOVES]
+    names = list(_KNOWN)
     place = names.index(baseline) if baseline in names else zlib.crc32(baseline.encode())
     return MARKERS[place % len(MARKERS)]
 
@@ -116,7 +131,7 @@ def marker(baseline: str) -> str:
 def looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Colour and marker of each line: its own where any has one everywhere, else those of its place: no two are alike."""
     every = list(dict.fromkeys(names))
-    if any(name in {**COLOURS, **ROUTERS, **MOVES} for name in every):
+    if any(name in _KNOWN for name in every):
         return {name: (colour(name), marker(name)) for name in every}
     return {name: (_OTHERS[at % len(_OTHERS)], MARKERS[at % len(MARKERS)]) for at, name in enumerate(every)}
 
@@ -128,11 +143,10 @@ def outputs_folder() -> Path:
 
 
 def new_grid(height_in: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, list[list[Axes]]]:
-    """Rows of axes, one column of a paper wide, `height_in` high without what `compose` adds; options: of plt.subplots."""
-    plt.rcParams.update(RC)
-    figure, grid = plt.subplots(
-        rows, columns, figsize=(WIDTH_IN, height_in), squeeze=False, layout="constrained", **options
-    )
+    """Rows of axes, one column of a paper wide, `height_in` high without what `compose` adds; options: of Figure.subplots."""
+    matplotlib.rcParams.update(RC)
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, **options)
     for axes in grid.flat:
         axes.grid(axis="y", color="#E3E3E3", linewidth=0.6)
         axes.set_axisbelow(True)
@@ -162,11 +176,9 @@ def legend(figure: Figure, handles: Sequence[Artist] | None = None) -> None:
         found.remove()
 
 
-def parts_key(parts: Sequence[str], colours: Mapping[str, str] = PARTS) -> list[Artist]:
+def parts_key(parts: Sequence[str]) -> list[Artist]:
     """Handles of a legend for the parts of bars; a name's underscores are blanks there."""
-    return [
-        Patch(facecolor=colours[part], edgecolor=EDGE, linewidth=0.4, label=part.replace("_", " ")) for part in parts
-    ]
+    return [Patch(facecolor=PARTS[part], edgecolor=EDGE, linewidth=0.4, label=part.replace("_", " ")) for part in parts]
 
 
 def compose(figure: Figure, title: str, subtitle: str, warning: str, note: str) -> None:
@@ -207,14 +219,12 @@ def save(figure: Figure, stem: Path, title: str, caption: str, dark: bool = Fals
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".pdf", ".txt")]
     figure.savefig(paths[0])
-    figure.set_layout_engine("none")  # all is in its place now: finding it again takes as long as drawing
+    figure.set_layout_engine(None)  # all is in its place now: finding it again takes as long as drawing
     figure.savefig(paths[1], metadata={"Title": title, "Subject": caption, "CreationDate": None})
     paths[2].write_text(f"{caption}\n", encoding="utf-8")
     if dark:
-        darken(figure)
         paths.append(stem.with_name(f"{stem.name}-dark.png"))
-        figure.savefig(paths[-1])
-    plt.close(figure)
+        imsave(paths[-1], in_the_dark(imread(paths[0])[..., :3]), dpi=figure.dpi)
     return paths
 
 
@@ -226,55 +236,13 @@ def _text(figure: Figure, text: str, size: float, **look: Any) -> Text:
     return figure.text(0, 0, "\n".join(textwrap.wrap(text, letters)), fontsize=size, **look)
 
 
-# The same on a dark ground: greys change places, and colours that would drown in it are lifted
-
-GROUND, INK = (0x1D, 0x21, 0x25), (0xE7, 0xE9, 0xEB)  # what white and black become: the page's card and ink
-LEAST = 0.5  # lightness of a colour
-LIFTED = 0.65  # the share of its saturation that a colour keeps when it is lifted to LEAST
-GREYISH = 0.12  # saturation below which a colour is a grey
-
-RGBA = tuple[float, float, float, float]
+GROUND, INK = (
+    (0x1D, 0x21, 0x25),
+    (0xE7, 0xE9, 0xEB),
+)  # what white and black become: a page's card and its ink in the dark
 
 
-def in_the_dark(colour: Any) -> RGBA:
-    """Its counterpart; opacity stays."""
-    red, green, blue, alpha = to_rgba(colour)
-    hue, lightness, saturation = colorsys.rgb_to_hls(red, green, blue)
-    if saturation < GREYISH or lightness in (0.0, 1.0):
-        red, green, blue = ((ink + (ground - ink) * lightness) / 255 for ground, ink in zip(GROUND, INK, strict=True))
-        return red, green, blue, alpha
-    lifted = lightness < LEAST
-    return *colorsys.hls_to_rgb(hue, max(lightness, LEAST), saturation * (LIFTED if lifted else 1.0)), alpha
-
-
-def darken(figure: Figure) -> None:
-    """Change every mark of a drawn figure. What a colour map fills (a heat map) stays as it is, with the texts and patches on
-    it."""
-    figure.draw_without_rendering()  # ticks and legends are there only then
-    kept = {mark for axes in figure.axes if axes.images for mark in (*axes.texts, *axes.patches)}
-    for artist in figure.findobj():
-        if artist not in kept:
-            _darken(artist)
-
-
-def _darken(artist: Artist) -> None:
-    if isinstance(artist, Text):
-        artist.set_color(in_the_dark(artist.get_color()))
-        if (ground := artist.get_bbox_patch()) is not None:  # findobj does not come to it
-            _darken(ground)
-    elif isinstance(artist, Line2D):
-        face, edge = artist.get_markerfacecolor(), artist.get_markeredgecolor()
-        artist.set_color(in_the_dark(artist.get_color()))
-        artist.set_markerfacecolor(face if _is_none(face) else in_the_dark(face))
-        artist.set_markeredgecolor(edge if _is_none(edge) else in_the_dark(edge))
-    elif isinstance(artist, Patch):
-        face, edge = artist.get_facecolor(), artist.get_edgecolor()
-        artist.set_facecolor(in_the_dark(face))
-        artist.set_edgecolor(in_the_dark(edge))
-    elif isinstance(artist, Collection) and artist.get_array() is None:
-        artist.set_facecolor([in_the_dark(one) for one in artist.get_facecolor()])
-        artist.set_edgecolor([in_the_dark(one) for one in artist.get_edgecolor()])
-
-
-def _is_none(colour: Any) -> bool:
-    return isinstance(colour, str) and colour == "none"
+def in_the_dark(pixels: Any) -> Any:
+    """Pixels [..., 3] from 0 to 1: light and dark change places, hue and saturation stay."""
+    turned = pixels + 1 - pixels.max(axis=-1, keepdims=True) - pixels.min(axis=-1, keepdims=True)
+    return (np.array(GROUND) + (np.array(INK) - GROUND) * turned) / 255

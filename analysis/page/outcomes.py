@@ -1,24 +1,17 @@
-"""What came of a sweep, as tables: baselines side by side, speed-ups by turn, or the cases of a benchmark."""
+"""What came of a sweep, as tables: baselines side by side, or the cases of a benchmark."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from analysis.page.document import Table
 from analysis.page.particulars import UPFRONT
 from analysis.sweep import Source
-from pensieve.errors import MissingSeries
-from pensieve.lab.results.claims import Sides, Which, speedup
-from pensieve.lab.results.findings import REFERENCE
-from pensieve.lab.results.frame import Frame
 from pensieve.lab.results.sweep_table import SweepRow, sweep_table
-from pensieve.lab.results.trials import mixtures
 from pensieve.units import NONE, percent, three_digits
 
 _IN_A_TABLE = ("not_completed", "never_begun")  # what did not complete has one of its own
-
-SPEEDUP_TURNS: Mapping[str, Which] = {"turn 1": 1, "turn 5": 5, "turn 10": 10, "last\nturn": "last", "all\nturns": None}
 
 
 def answers(source: Source) -> Sequence[str]:
@@ -28,11 +21,11 @@ def answers(source: Source) -> Sequence[str]:
 
 
 def results(source: Source) -> list[Table]:
-    """Baselines side by side, at every combination of the other swept axes; then the speed-ups by turn."""
+    """Baselines side by side, at every combination of the other swept axes."""
     if _benchmark(source):
         return _cases(source)
     rows = sweep_table(source.store, source.sweep.id).rows
-    return [*([_comparison(rows)] if rows else []), *_speedups(source)]
+    return [_comparison(rows)] if rows else []
 
 
 def notes(source: Source) -> list[str]:
@@ -97,35 +90,6 @@ def _outputs(row: SweepRow) -> str:
     if check.turns_differing:
         return f"{check.turns_differing:,} of {check.turns_compared:,} turns differ"
     return f"{'identical' if check.exact else 'agree'} in {check.turns_compared:,} turns"
-
-
-def _speedups(source: Source) -> list[Table]:
-    """How many times longer stateless takes to the first token, by turn; none where no conversation has two turns."""
-    evidence = Frame(source.store, source.sweep.id)
-    groups = evidence.groups(None)
-    lines: list[dict[str, str]] = []
-    for group in groups:
-        reference = group.trials.get(REFERENCE)
-        if reference is None or mixtures([trial for members in group.trials.values() for trial in members]):
-            continue
-        for name, members in group.trials.items():
-            if name != REFERENCE:
-                sides = Sides(evidence, members, reference)
-                found = {head: _speedup(sides, turn) for head, turn in SPEEDUP_TURNS.items()}
-                lines.append({**group.at, "baseline": name, **found})
-    empty = {head for head in SPEEDUP_TURNS if all(line[head] == NONE for line in lines)}
-    if len(SPEEDUP_TURNS) - len(empty) < 3:  # nothing but the last turn and all of them
-        return []
-    kept = [{head: cell for head, cell in line.items() if head not in empty} for line in lines]
-    return [Table(kept, f"{REFERENCE} / this, time to first token", words=len(groups[0].at) + 1)]
-
-
-def _speedup(sides: Sides, turn: Which) -> str:
-    try:
-        found = speedup(sides, turn=turn)
-    except MissingSeries:
-        return NONE
-    return estimated(found.value, found.ci_low, found.ci_high)
 
 
 def _cases(source: Source) -> list[Table]:

@@ -42,16 +42,13 @@ class Drawn:
         }
 
     @property
-    def bars(self) -> dict[str, list[tuple[float, float]]]:
-        """gid -> (bottom, height) of each bar, left to right."""
-        found: dict[str, list[tuple[float, float, float]]] = {}
-        for axes in self.figure.axes:
-            for patch in axes.patches:
-                if isinstance(patch, Rectangle) and patch.get_gid():
-                    found.setdefault(str(patch.get_gid()), []).append(
-                        (patch.get_x(), patch.get_y(), patch.get_height())
-                    )
-        return {gid: [(float(y), float(height)) for _, y, height in sorted(bars)] for gid, bars in found.items()}
+    def bars(self) -> dict[str, tuple[float, float]]:
+        """gid -> where each bar begins, and how long it is."""
+        patches = [patch for axes in self.figure.axes for patch in axes.patches if patch.get_gid()]
+        return {
+            str(patch.get_gid()): (patch.get_x(), patch.get_width())
+            for patch in patches if isinstance(patch, Rectangle)
+        }  # fmt: skip
 
     @property
     def texts(self) -> list[str]:

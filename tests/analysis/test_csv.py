@@ -101,7 +101,9 @@ def test_latency_and_goodput_against_the_load(store, written):
 
     source = chat(store, {"workload.request_rate": ["4.0", "0.5"], "baseline": NAMES}, metrics)
     rows = written("throughput_latency", source)
-    assert [row["workload.request_rate"] for row in rows] == ["0.5"] * 3 + ["4.0"] * 3
+    assert [(row["baseline"], row["workload.request_rate"]) for row in rows] == [
+        (name, rate) for name in NAMES for rate in ("0.5", "4.0")
+    ]
     for row in rows:
         turns = [
             one for one in rows_of(store, baseline=row["baseline"])

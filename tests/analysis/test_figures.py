@@ -163,7 +163,7 @@ def test_a_figure_of_ones_own_that_is_written_wrong_is_told_by_its_field(store, 
     figure = registry.read_figures(tmp_path)["mine"]
     source = chat(store)
     assert figure.applies(source)
-    with pytest.raises(ConfigError, match=r"mine.yaml: quantities.0.labelled: Extra inputs are not permitted"):
+    with pytest.raises(ConfigError, match=r"mine.yaml: sides.0.quantities.0.labelled: Extra inputs are not permitted"):
         figure.draw(source, tmp_path)
 
 

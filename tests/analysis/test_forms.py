@@ -177,3 +177,26 @@ def test_the_skew_of_replicas_is_that_of_their_readings(drawn, store, tmp_path):
     ]  # 3 of 6 under way, over a replica's share
     assert {(row["recomputed_pct"], row["moved_turns"]) for row in rows.values()} == {("10.0", "6.0")}
     assert "fewer than 1,000 turns" in drawn["cluster"].caption
+
+
+def test_a_hint_is_worth_the_share_of_the_gap_that_it_closes(drawn, store, tmp_path):
+    found = {"lru": 40, "noisy_hint_25": 60, "oracle_hint": 80}
+
+    def turns(at, seed):
+        return [
+            answered(s, n, 5.0, history=100 * (n - 1), gpu=found[at["eviction"]] * (n - 1))
+            for s in "ab"
+            for n in (1, 2)
+        ]
+
+    source = fill(
+        store,
+        {"eviction": list(found), "baseline": ["pensieve"]},
+        turns,
+        lambda at, seed: {"bound_hit_rate": 0.9, "gpu_hit_rate": 0.5},
+    )
+    FIGURES["value_of_hint"].draw(source, tmp_path)
+    rows = {row["eviction"]: (row["hit_pct"], row["gap_closed_pct"]) for row in rows_of(tmp_path, "value_of_hint")}
+    assert rows == {"lru": ("40.0", "0.0"), "noisy_hint_25": ("60.0", "40.0"), "oracle_hint": ("80.0", "80.0")}
+    assert drawn["value_of_hint"].bars["“soon”, wrong 25 %/gap_closed_pct"] == (0, 40)
+    assert not drawn["value_of_hint"].clipped

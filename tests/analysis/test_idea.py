@@ -28,12 +28,17 @@ def test_each_bar_is_a_prompt_and_its_parts_are_the_rows(store, drawn, tmp_path)
     source = fill(store, {"baseline": ["pensieve", "stateless"]}, turns_of)
     idea.draw(store, source.sweep.id, tmp_path / "idea.png")
     bars = drawn["idea"].bars
-    assert [height for _, height in bars["pensieve/GPU hit"]] == [0, 100, 50, 0]
-    assert [height for _, height in bars["pensieve/CPU hit"]] == [0, 0, 150, 0]
-    assert [height for _, height in bars["pensieve/recomputed"]] == [0, 0, 0, 300]
-    assert bars["pensieve/new"] == [(0, 10), (100, 10), (200, 10), (300, 10)]
-    assert bars["stateless/new"] == bars["pensieve/new"]
-    assert [height for _, height in bars["stateless/recomputed"]] == [0, 100, 200, 300]
+
+    def lengths(baseline, part):
+        return [bars[f"{baseline}/turn {turn}/{part}"][1] for turn in (1, 2, 3, 4)]
+
+    assert lengths("pensieve", "GPU hit") == [0, 100, 50, 0]
+    assert lengths("pensieve", "CPU hit") == [0, 0, 150, 0]
+    assert lengths("pensieve", "recomputed") == [0, 0, 0, 300]
+    assert lengths("stateless", "recomputed") == [0, 100, 200, 300]
+    for baseline in ("pensieve", "stateless"):
+        new = [bars[f"{baseline}/turn {turn}/new"] for turn in (1, 2, 3, 4)]
+        assert new == [(0, 10), (100, 10), (200, 10), (300, 10)]
     assert any("'mixed'" in text and "not a typical one" in text for text in drawn["idea"].texts)
     assert drawn["idea"].clipped == []
 
@@ -46,9 +51,9 @@ def test_what_came_from_disk_is_a_part_of_its_own(store, drawn, tmp_path):
     source = fill(store, {"baseline": ["pensieve", "stateless"]}, turns)
     idea.draw(store, source.sweep.id, tmp_path / "idea.png")
     bars = drawn["idea"].bars
-    assert bars["pensieve/disk hit"] == [(0, 0), (10, 80)]
-    assert bars["pensieve/recomputed"][1] == (90, 10)
-    assert bars["stateless/recomputed"][1] == (0, 100)
+    assert bars["pensieve/turn 2/disk hit"] == (10, 80)
+    assert bars["pensieve/turn 2/recomputed"] == (90, 10)
+    assert bars["stateless/turn 2/recomputed"] == (0, 100)
 
 
 def test_without_one_of_the_two_it_says_which_and_how(store, tmp_path):
