@@ -17,13 +17,14 @@ from itertools import chain
 from typing import Any, get_args
 
 from pensieve.core.cache.restore import RestoreMode
+from pensieve.core.cache.shared import SharedCache
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.base import PolicyContext
 from pensieve.core.policies.conversation_lru import ConversationLru
 from pensieve.core.policies.fifo import Fifo
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
-from pensieve.core.request import Length, Request, Sampling, tokens_of
+from pensieve.core.request import Fork, Length, Request, Sampling, tokens_of
 from pensieve.core.scheduler.composition import SchedulerSettings, split, unified
 from pensieve.device.asked import ModelAsked
 from pensieve.device.model import LoadedModel, load_model
@@ -51,9 +52,10 @@ _POLICIES: tuple[Any, ...] = (
     AdaptiveRetention,
     LearnedReturn,
 )
+_RESTORING = (TwoTierCache, SharedCache)
 _CACHES: tuple[Any, ...] = (
-    TwoTierCache,
-    TwoTierCache,
+    *_RESTORING,
+    *_RESTORING,
     TwoTierCache,
     StatelessCache,
     PrefixCache,
@@ -66,13 +68,14 @@ _CACHES: tuple[Any, ...] = (
 @dataclass(frozen=True, slots=True)
 class Operation:
     """kind: ask (a new message), edit (a whole prompt that keeps a share `keep` of the conversation), step (`count`
-    iterations), forget, cancel."""
+    iterations), forget, cancel. A conversation that is new begins with a share `keep` of `parent`, where that is known."""
 
     kind: str
     session: str = ""
     tokens: tuple[int, ...] = ()
     output: int = 0
     keep: float = 1.0
+    parent: str = ""
     count: int = 0
     temperature: float = 0.0
 
@@ -97,9 +100,9 @@ class Episode:
                 if rng.random() < 0.2:
                     tokens = _SHARED[: rng.randint(1, len(_SHARED))] + tokens
                 temperature = rng.choice((0.0, 0.0, 1.0))
-                operations.append(
-                    Operation(kind, name, tokens, rng.choice((1, 4, 10, 40)), rng.random(), temperature=temperature)
-                )
+                parent = rng.choice(names) if rng.random() < 0.3 else ""
+                output, keep = rng.choice((1, 4, 10, 40)), rng.random()
+                operations.append(Operation(kind, name, tokens, output, keep, parent, temperature=temperature))
             else:
                 operations.append(Operation(kind, name, count=rng.randint(1, 12)))
         return operations
@@ -121,7 +124,7 @@ class Episode:
         gpu = -(-_CONTEXT // chunk) + rng.randint(2, 40) if make is SlotCache else rng.randint(130, 450) // chunk
         cpu = rng.choice((0, rng.randint(30, 300), rng.randint(300, 900))) // chunk
         context = PolicyContext(chunk, gpu, cpu, lambda tokens: 1.0 + tokens / 200, 0.1, self.seed)
-        restore = {"restore": rng.choice(get_args(RestoreMode))} if make is TwoTierCache else {}
+        restore = {"restore": rng.choice(get_args(RestoreMode))} if make in _RESTORING else {}
         policy = rng.choice(_POLICIES)(context)
         cache = make(policy=policy, chunk_tokens=chunk, gpu_blocks=gpu, cpu_blocks=cpu, **restore)
         settings = SchedulerSettings(
@@ -131,7 +134,7 @@ class Episode:
         )
         source = self.rng("model")
         model = _model(_architecture(source), source.choice(("auto", "reference")))
-        if make is TwoTierCache:
+        if make in _RESTORING:
             cache.begin(
                 cost=_cost(chunk, rng.choice((0.0, 0.1, 1.0, 10.0))),
                 layers=model.spec.layers,
@@ -193,13 +196,17 @@ def _submit(engine: CheckedEngine, operation: Operation, number: int) -> None:
     ):
         engine.forget(operation.session)  # begin anew rather than be refused from now on
         session = engine.cache.sessions.get(operation.session)
-    prompt = tokens_of(operation.tokens)
+    prompt, fork = tokens_of(operation.tokens), None
+    parent = engine.cache.sessions.get(operation.parent)
+    if session is None and parent is not None:
+        kept = int(operation.keep * len(parent.tokens))
+        prompt, fork = parent.tokens[:kept] + prompt, Fork(parent.name, kept, takes_kv=operation.output == 4)
     if session is not None:
         edits = operation.kind == "edit"
         prompt = session.tokens[: int(operation.keep * len(session.tokens)) if edits else None] + prompt
         engine.paths.edited += edits
     sampling = Sampling(temperature=operation.temperature, top_k=20, seed=number)
-    engine.submit(Request(number, operation.session, number, prompt, Length(operation.output), sampling))
+    engine.submit(Request(number, operation.session, number, prompt, Length(operation.output), sampling, fork=fork))
 
 
 def _architecture(rng: random.Random) -> tuple[tuple[str, Any], ...]:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pensieve.core.cache.shared import SharedCache
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import VirtualClock
 from pensieve.core.engine import Engine
@@ -29,6 +30,7 @@ from tests.simulated import make_engine
 
 MANAGERS: dict[str, tuple[Callable[..., Any], int, int]] = {  # with GPU and CPU blocks
     "pensieve": (TwoTierCache, 12, 8),
+    "pensieve_shared": (SharedCache, 12, 8),
     "gpu_only": (TwoTierCache, 12, 0),
     "stateless": (StatelessCache, 12, 8),
     "prefix_cache": (PrefixCache, 12, 0),
@@ -133,7 +135,9 @@ def test_the_traces_have_hits_and_misses(manager: str) -> None:
     hits = sum((turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) for turn in turns)
     shared = sum(turn.shared_hit_tokens or 0 for turn in turns)
     print(f"{manager}: {hits} of {sum(turn.history_tokens or 0 for turn in turns)} history tokens hit, {shared} shared")
-    assert hits > 200 and (shared > 50) == (manager in ("prefix_cache", "vllm_offload", "llama_slots"))
+    assert hits > 200 and (shared > 50) == (
+        manager in ("pensieve_shared", "prefix_cache", "vllm_offload", "llama_slots")
+    )
 
 
 def measured(said: Sequence[Said]) -> list[TurnRecord]:
@@ -240,7 +244,7 @@ def optimum(
 def against_brute_force(manager: str, traces: int) -> tuple[float, float, float, float]:
     """Best and bound in tokens, and the least seconds and their bound, summed over random traces; each held against the
     other. With blocks of one token, so that what conversations share is known to the token."""
-    shares, prices = manager == "prefix_cache", Prices(Dear(), 1)  # type: ignore[arg-type]
+    shares, prices = manager in ("pensieve_shared", "prefix_cache"), Prices(Dear(), 1)  # type: ignore[arg-type]
     best_tokens = bound_tokens = least_s = bound_s = 0.0
     for chance in range(traces):
         rng = random.Random(chance)
@@ -264,7 +268,7 @@ def against_brute_force(manager: str, traces: int) -> tuple[float, float, float,
     return best_tokens, bound_tokens, least_s, bound_s
 
 
-@pytest.mark.parametrize("manager", ["pensieve", "prefix_cache"])
+@pytest.mark.parametrize("manager", ["pensieve", "pensieve_shared", "prefix_cache"])
 def test_the_best_offline_choice_is_within_the_bound(manager: str) -> None:
     """The gap is what the bound gives away: to requests that run, which take no room in it, and to tokens that another
     conversation has had."""
@@ -273,7 +277,7 @@ def test_the_best_offline_choice_is_within_the_bound(manager: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("manager", ["pensieve", "prefix_cache"])
+@pytest.mark.parametrize("manager", ["pensieve", "pensieve_shared", "prefix_cache"])
 def test_the_best_offline_choice_is_within_the_bound_of_thousands(manager: str) -> None:
     """PENSIEVE_BOUND_TRACES=10000 for more."""
     best, bound, _, _ = against_brute_force(manager, TRACES)

@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from pensieve.core.cache.shared import SharedCache
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.conversation_lru import ConversationLru
 from pensieve.core.policies.fifo import Fifo
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
-from pensieve.core.request import Length, Request, Sampling, tokens_of
+from pensieve.core.request import Fork, Length, Request, Sampling, tokens_of
 from pensieve.core.scheduler.composition import SchedulerSettings, split, unified
 from pensieve.device.options import TorchOptions
 from pensieve.plugins.caches.prefix import PrefixCache
@@ -55,7 +56,7 @@ class Serving(RuleBasedStateMachine):
         gpu=st.integers(10, 30),
         cpu=st.sampled_from([0, 3, 12, 40]),
         make=st.sampled_from(
-            [TwoTierCache, TwoTierCache, TwoTierCache, StatelessCache, PrefixCache, SlotCache, *OFFLOAD]
+            [TwoTierCache, TwoTierCache, SharedCache, SharedCache, StatelessCache, PrefixCache, SlotCache, *OFFLOAD]
         ),
         policy=st.sampled_from(
             [RetentionValue, Lru, Fifo, ConversationLru, AdaptiveRetention, Arc, S3Fifo, LearnedReturn]
@@ -86,7 +87,7 @@ class Serving(RuleBasedStateMachine):
         disk_blocks: int,
         ahead: Any,
     ) -> None:
-        make = partial(make, restore=restore) if make is TwoTierCache else make
+        make = partial(make, restore=restore) if make in (TwoTierCache, SharedCache) else make
         cache = make(policy=policy(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu)
         costs = {"cost": Profile(CHUNK, {128: 0.128, 256: 0.256}, load * CHUNK / 1000, {}), "layers": 2}
         if isinstance(cache, TwoTierCache):
@@ -106,13 +107,15 @@ class Serving(RuleBasedStateMachine):
         self.number = 0
         self.finished: dict[int, TurnRecord] = {}
 
-    def submit(self, name: str, message: Any, output: int, temperature: float, share: float = 1.0) -> None:
+    def submit(
+        self, name: str, message: Any, output: int, temperature: float, share: float = 1.0, fork: Fork | None = None
+    ) -> None:
         """share: of what the conversation holds, before the message."""
         self.number += 1
         session = self.engine.cache.sessions.get(name)
         prompt = message if session is None else session.tokens[: int(share * len(session.tokens))] + message
         sampling = Sampling(temperature=temperature, seed=self.number)
-        self.engine.submit(Request(self.number, name, self.number, prompt, Length(output), sampling))
+        self.engine.submit(Request(self.number, name, self.number, prompt, Length(output), sampling, fork=fork))
 
     @rule(name=NAMES, tokens=st.lists(st.integers(3, 96), min_size=1, max_size=14), output=st.integers(1, 12))
     def ask(self, name: str, tokens: list[int], output: int) -> None:
@@ -127,6 +130,17 @@ class Serving(RuleBasedStateMachine):
     @rule(name=NAMES, share=st.floats(0, 1), tokens=st.lists(st.integers(3, 96), min_size=1, max_size=6))
     def edit(self, name: str, share: float, tokens: list[int]) -> None:
         self.submit(name, tokens_of(tokens), 2, 0.0, share)
+
+    @rule(name=NAMES, length=st.integers(1, 20), output=st.integers(1, 12))
+    def ask_what_others_ask(self, name: str, length: int, output: int) -> None:
+        self.submit(name, tokens_of(range(3, 3 + length)), output, 0.0)
+
+    @rule(name=NAMES, parent=NAMES, share=st.floats(0, 1), takes_kv=st.booleans())
+    def fork(self, name: str, parent: str, share: float, takes_kv: bool) -> None:
+        known, sessions = self.engine.cache.sessions.get(parent), self.engine.cache.sessions
+        if known is not None and name not in sessions:
+            kept = int(share * len(known.tokens))
+            self.submit(name, known.tokens[:kept] + tokens_of([5]), 3, 0.0, fork=Fork(parent, kept, takes_kv))
 
     @rule(steps=st.integers(1, 8))
     def step(self, steps: int) -> None:

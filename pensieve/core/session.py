@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache
@@ -75,6 +75,24 @@ class Chunks:
             lengths.extend(repeated(0, count))
         self.copying.extend(bytes(count))
         self.view.extend(bytes(count))
+
+    @classmethod
+    def joined(cls, parts: Iterable[Chunks]) -> Chunks:
+        """Return a copy of these, one after the other."""
+        found = cls()
+        for part in parts:
+            for name in cls.__slots__:
+                getattr(found, name).extend(getattr(part, name))
+        return found
+
+    def split(self, count: int) -> Chunks:
+        """Take out the first `count` chunks, and return them."""
+        found = Chunks()
+        for name in self.__slots__:
+            column = getattr(self, name)
+            setattr(found, name, column[:count])
+            del column[:count]
+        return found
 
     def cut(self, first: int) -> None:
         """Delete the chunks from `first` on."""
@@ -167,22 +185,58 @@ def _block(number: int) -> int | None:
 
 class Node:
     """Chunks [start, start + len(chunks)) of a session, and where their KV is: what tiers and victim indices know. A
-    session that shares nothing has one.
+    session that shares nothing has one, its leaf; else its leaf is the last, and no other session has it.
 
-    session: whom the policy is asked about. running: how many requests use it now.
+    session: whom the policy is asked about. running: how many requests use it now. waiting: how many sessions that have it
+    are waited for, as far as that is counted (Stem). parent: the node before it. findable: how many of a leaf's chunks others
+    can find, by the name `key` of the first.
     """
 
-    __slots__ = ("chunks", "number", "running", "session", "start")
+    __slots__ = ("chunks", "findable", "key", "number", "parent", "running", "session", "start", "waiting")
 
     def __init__(self, number: int, session: Session) -> None:
         self.number, self.session = number, session
-        self.start = self.running = 0
+        self.start = self.running = self.waiting = self.findable = 0
         self.chunks = Chunks()
+        self.parent: Stem | None = None
+        self.key: BlockHash | None = None
 
-    def named(self, stop: int, chunk_tokens: int) -> list[BlockHash]:
+    def named(self, stop: int, chunk_tokens: int) -> Sequence[BlockHash]:
         """Return the names by content of its full chunks in [0, stop) that were computed."""
         known = self.session.named(min((self.start + stop) * chunk_tokens, self.session.computed), chunk_tokens)
         return known[self.start :]
+
+    @property
+    def users(self) -> tuple[Session, ...]:
+        """The sessions that run on it."""
+        return (self.session,) if self.running else ()
+
+
+class Stem(Node):
+    """A node that several sessions have, or had: full chunks, known by what is said in them.
+
+    names: of its chunks. children: the nodes that follow it, by the name of their first chunk. holders: the sessions that
+    have it, by number, the one that ran last at the end; that one is `session`.
+    """
+
+    __slots__ = ("children", "holders", "names")
+
+    def __init__(self, number: int, session: Session, names: list[BlockHash]) -> None:
+        super().__init__(number, session)
+        self.names = names
+        self.children: dict[BlockHash, Node] = {}
+        self.holders: dict[int, Session] = {}
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.names)
+
+    def named(self, stop: int, chunk_tokens: int) -> Sequence[BlockHash]:
+        return self.names[:stop]
+
+    @property
+    def users(self) -> tuple[Session, ...]:
+        return tuple(session for session in self.holders.values() if session.running)
 
 
 @dataclass(slots=True, eq=False)
@@ -222,16 +276,32 @@ class Session:
 
     @property
     def chunks(self) -> Chunks:
-        """The records of all its chunks."""
-        return self.leaf.chunks
+        """The records of all its chunks; a copy of them where it has several nodes."""
+        return self.leaf.chunks if self.leaf.parent is None else Chunks.joined(node.chunks for node in self.nodes())
 
     def nodes(self) -> list[Node]:
-        """All that hold its chunks, in order."""
-        return [self.leaf]
+        """All that have its chunks, in order."""
+        leaf = self.leaf
+        if leaf.parent is None:
+            return [leaf]
+        return [*self.stems(), leaf]
+
+    def stems(self) -> list[Stem]:
+        """Its nodes that others may have too, in order."""
+        found, stem = [], self.leaf.parent
+        while stem is not None:
+            found.append(stem)
+            stem = stem.parent
+        return found[::-1]
 
     def in_nodes(self, runs: Iterable[ChunkRun]) -> Iterator[tuple[Node, int, int]]:
         """These chunks as runs of its nodes' chunks."""
-        return ((self.leaf, start, stop) for start, stop in runs)
+        nodes = self.nodes()
+        for start, stop in runs:
+            for node in nodes:
+                first, last = max(start - node.start, 0), min(stop - node.start, len(node.chunks))
+                if first < last:
+                    yield node, first, last
 
     def append(self, token: int) -> None:
         """Add a token that was generated."""
@@ -341,7 +411,7 @@ def merged(runs: Iterable[Run]) -> tuple[Run, ...]:
     return tuple(found)
 
 
-def common_prefix(a: TokenArray[int] | str, b: TokenArray[int] | str) -> int:
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     """Length of the longest common prefix, by halving: whole slices compare at memory speed."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:

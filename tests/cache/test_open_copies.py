@@ -132,8 +132,7 @@ def test_the_counts_hold_through_random_moves(seed: int) -> None:
         move = rng.choice(("turn", "turn", "out", "out", "end", "end", "fail", "edit", "forget", "plan", "plan"))
         if move == "turn" and not session.running:
             suffix = array("i", range(rng.randint(1, 20)))
-            length = len(session.tokens) + len(suffix)
-            if cache.room.lacking(session, len(session.tokens), length) <= 0:
+            if cache.room.lacking(session, len(session.tokens), session.tokens + suffix) <= 0:
                 admission = cache.admit(session, len(session.tokens), suffix, float(now))
                 cache.advance(session, admission.work)
         elif move == "turn":

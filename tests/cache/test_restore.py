@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -200,9 +201,9 @@ def test_while_a_plan_is_in_flight_truncated_blocks_do_not_count_as_available() 
         pass  # copies out what is idle
     cache, session = engine.cache, engine.cache.open("a", 0.0)
     assert isinstance(cache, TwoTierCache) and cache.tiers.clean.chunks == 16
-    fits, step = -cache.room.lacking(session, 8, 20), engine.scheduler.counters.steps
+    fits, step = -cache.room.lacking(session, 8, array("i", range(20))), engine.scheduler.counters.steps
     cache.plans(step, step + 1)
-    left = -cache.room.lacking(session, 8, 20)
+    left = -cache.room.lacking(session, 8, array("i", range(20)))
     assert left == fits - 14, "two of its sixteen clean chunks are kept"
     cache.admit(session, 8, request(2, "a", 12, 1).prompt, 1.0)
     cache.check()

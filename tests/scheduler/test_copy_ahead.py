@@ -137,7 +137,7 @@ def test_the_head_changes_places_with_what_leaves_the_gpu() -> None:
     a.mark_waiting(1)
     cache.reorder(a)
     plans = 0
-    while (lacking := cache.room.lacking(a, 20, 22)) > 0:
+    while (lacking := cache.room.lacking(a, 20, array("i", range(22)))) > 0:
         Exchange(cache.room).step(a, lacking, 2.0)
         moves = cache.take_moves()
         assert moves or cache.room.outgoing
@@ -172,7 +172,7 @@ def test_the_head_does_not_give_up_its_own_chunks_for_its_own_chunks() -> None:
     cache.reorder(b)
     loaded = 0
     for _ in range(20):
-        lacking = cache.room.lacking(a, 20, 50)
+        lacking = cache.room.lacking(a, 20, array("i", range(50)))
         assert lacking > 0
         Exchange(cache.room).step(a, lacking, 3.0)
         moves = cache.take_moves()

@@ -136,9 +136,14 @@ class Room(ABC):
         """Blocks to be had without waiting: free, or evictable without a copy."""
 
     @abstractmethod
-    def lacking(self, session: Session, keep: int, length: int) -> int:
-        """Return how many blocks beyond those available an admission takes, of a prompt of `length` tokens whose first `keep`
-        are the session's own; 0 or less: it fits."""
+    def lacking(self, session: Session, keep: int, prompt: TokenArray[int]) -> int:
+        """Return how many blocks beyond those available an admission takes, of a prompt whose first `keep` tokens are the
+        session's own; 0 or less: it fits."""
+
+    def awaits(self, session: Session, prompt: TokenArray[int]) -> bool:
+        """A request that runs is about to compute what this prompt begins with, and what would be computed twice if it was
+        admitted now."""
+        return False
 
     @property
     def outgoing(self) -> int:

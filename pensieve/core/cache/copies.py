@@ -30,10 +30,23 @@ class CopyRun:
     cpu: TokenArray[int]
     lengths: TokenArray[int]
     from_below: bool = False
+    ticket: int = 0
     fates: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
-        self.fates = bytearray((_ALIVE,)) * len(self.gpu)
+        self.fates = self.fates or bytearray((_ALIVE,)) * len(self.gpu)
+
+    def split(self, node: Node, upper: Node, count: int) -> list[CopyRun]:
+        """Return the same copies after the first `count` chunks of the node have become those of another one."""
+        parts, place = [], min(max(count - self.first, 0), len(self.gpu))
+        behind = self.first + place - count
+        for part, first, some in ((upper, self.first, slice(place)), (node, behind, slice(place, None))):
+            if self.gpu[some]:
+                columns = self.gpu[some], self.cpu[some], self.lengths[some]
+                parts.append(
+                    CopyRun(part, first, self.outward, *columns, self.from_below, self.ticket, self.fates[some])
+                )
+        return parts
 
     @property
     def stop(self) -> int:
@@ -93,6 +106,7 @@ class OpenCopies:
         ticket = self.ticket()
         self._open[ticket] = moves, order
         for moved in moves:
+            moved.ticket = ticket
             self._count_copies(moved, 1)
             self._of.setdefault(moved.node.number, []).append(moved)
             self.incoming += moved.incoming
@@ -121,6 +135,16 @@ class OpenCopies:
                         self._let_go((True, gpu))
                         self._let_go((False, cpu))
         return moves, order
+
+    def split(self, node: Node, upper: Node, count: int) -> None:
+        """The first `count` chunks of a node have become those of another one."""
+        for moved in self._of.pop(node.number, ()):
+            moves, _ = self._open[moved.ticket]
+            parts = moved.split(node, upper, count)
+            place = moves.index(moved)
+            moves[place : place + 1] = parts
+            for part in parts:
+                self._of.setdefault(part.node.number, []).append(part)
 
     @property
     def any_open(self) -> bool:

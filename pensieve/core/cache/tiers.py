@@ -48,7 +48,7 @@ from pensieve.core.facts import SILENT, Facts, Found
 from pensieve.core.plan import CPU, GPU, Move, Moved, Tier
 from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.request import TokenArray
-from pensieve.core.session import NO_BLOCK, ChunkRun, Node, Run, Session, View, chunks_of, merged, repeated
+from pensieve.core.session import NO_BLOCK, ChunkRun, Node, Run, Session, Stem, View, chunks_of, merged, repeated
 
 
 class Tiers:
@@ -72,6 +72,8 @@ class Tiers:
         self.duplicates: dict[tuple[int, int], Node] = {}  # by node and chunk
         self.below: LowerTier = NO_LOWER_TIER
         """Is offered each run of chunks that is about to give up its last blocks to others."""
+        self.shares = False
+        """What is lost is told by content: several sessions may have it."""
         self.planned: list[Move] = []
         """Decided, and in no plan yet."""
         self._index = {View.DIRTY: self.dirty, View.CLEAN: self.clean, View.CPU_ONLY: self.cpu_only}
@@ -111,7 +113,7 @@ class Tiers:
             self.duplicates.pop((node.number, index), None)
         unused = len(chunks)
         while unused and chunks.gpu[unused - 1] == NO_BLOCK and chunks.cpu[unused - 1] == NO_BLOCK:
-            if (node.start + unused - 1) * self.chunk_tokens < node.session.computed:
+            if isinstance(node, Stem) or (node.start + unused - 1) * self.chunk_tokens < node.session.computed:
                 break  # dropped, not unused: the record of a missing chunk stays
             unused -= 1
         self.copies.gone(node, unused)
@@ -253,6 +255,33 @@ class Tiers:
             self.facts.passed_on(pool.tier, held, target.session.number)
         self.update(target, 0, count)
 
+    def split(self, node: Node, upper: Node, count: int) -> None:
+        """Move the node's first `count` chunks to a new node that precedes it; blocks and copies under way stay as they
+        are."""
+        for victims in self._index.values():
+            victims.remove(node)
+        duplicates = [index for index in range(len(node.chunks)) if self.duplicates.pop((node.number, index), None)]
+        upper.start, upper.running, upper.waiting = node.start, node.running, node.waiting
+        upper.chunks = node.chunks.split(count)
+        node.start += count
+        self.copies.split(node, upper, count)
+        for index in duplicates:
+            part, place = (upper, index) if index < count else (node, index - count)
+            self.duplicates[part.number, place] = part
+        for part in (upper, node):
+            for view, victims in self._index.items():
+                victims.changed(part, part.chunks.view.count(view))
+
+    def fill(self, target: Node, source: Node) -> None:
+        """Have idle chunks without KV take over the blocks that another node has for the same content."""
+        old, new = source.chunks, target.chunks
+        for index in range(0 if target.running else min(len(old), len(new))):
+            there = new.gpu[index] != NO_BLOCK or new.cpu[index] != NO_BLOCK or new.copying[index]
+            if not there and old[index].resident_len and not old.copying[index]:
+                new.take(index, old)
+                self._set_views(source, index, bytes(1))
+                self.update(target, index, index + 1)
+
     # -- copies -----------------------------------------------------------------------------------------------------
 
     def copy_out(self, chosen: list[Victim], nodes: Mapping[int, Node], waiting: Session | None) -> None:
@@ -326,7 +355,7 @@ class Tiers:
                         self.update(moved.node, start, stop)
             if running:
                 self._update_duplicates(running, moves, order)
-        return Broken(*(tuple(node.session for node in nodes.values()) for nodes in (copied, read)))
+        return Broken(*(tuple(user for node in nodes.values() for user in node.users) for nodes in (copied, read)))
 
     def _record_end(self, moved: CopyRun, valid: bool) -> bool:
         """Update the records of the chunks of a copy that is over; returns whether KV on GPU was lost."""
@@ -361,7 +390,9 @@ class Tiers:
             return
         for key in map(node_and_chunk, order):
             if key in existing:
-                self.update_duplicates(existing[key], key[1:])
+                self.update_duplicates(existing.pop(key), key[1:])
+        for (_, index), node in existing.items():  # of nodes that were split meanwhile
+            self.update_duplicates(node, (index,))
 
     # -- how --------------------------------------------------------------------------------------------------------
 
@@ -373,7 +404,11 @@ class Tiers:
         return [index for index, block in enumerate(blocks) if block != NO_BLOCK]
 
     def _lose(self, node: Node, start: int, stop: int) -> None:
-        self.facts.lost(node.session, node.start + start, node.start + stop)
+        if self.shares:
+            for name in node.named(stop, self.chunk_tokens)[start:]:
+                self.facts.lost_content(name)
+        else:
+            self.facts.lost(node.session, node.start + start, node.start + stop)
         self.counters.dropped_chunks += stop - start
         self.update(node, start, stop)
 
@@ -385,7 +420,8 @@ class Tiers:
             chunks.cut(first)
 
     def _not_lost(self, node: Node, start: int, stop: int) -> None:
-        self.facts.not_lost(node.session, node.start + start, node.start + stop)
+        if not self.shares:
+            self.facts.not_lost(node.session, node.start + start, node.start + stop)
 
     def _set_views(self, node: Node, start: int, views: bytes) -> None:
         column = node.chunks.view

@@ -66,9 +66,9 @@ class TwoTierRoom(Room):
     def on_cpu(self, session: Session) -> bool:
         return session.chunks.cpu.count(NO_BLOCK) < len(session.chunks)
 
-    def lacking(self, session: Session, keep: int, length: int) -> int:
+    def lacking(self, session: Session, keep: int, prompt: TokenArray[int]) -> int:
         size = self.tiers.chunk_tokens
-        total = chunks_of(length + 1, size)  # one position more: the first token decoded needs no new block
+        total = chunks_of(len(prompt) + 1, size)  # one position more: the first token decoded needs no new block
         chunks, kept = session.chunks, chunks_of(keep, size)
         own = min(kept, len(chunks)) - chunks.gpu[:kept].count(NO_BLOCK)
         # With a plan in flight, blocks of chunks that are not kept go to quarantine: they are not to be had either.
@@ -259,14 +259,22 @@ class TwoTierCache(CacheManager):
 
     def admit(self, session: Session, keep: int, suffix: TokenArray[int] | None, now_s: float) -> Admission:
         if suffix is None:
+            self._meet(session, len(session.tokens) - 1)
             return self._start(session, None, now_s)
-        found = found_in(session, keep, self.chunk_tokens, self.room.loaded_early.get(session.number, ()))
         if keep < len(session.tokens):
             self.truncate(session, keep)
         session.extend(suffix)
         if self.policy.observe is not None:
             self.policy.observe(session, now_s)
-        return self._start(session, found, now_s)
+        self._meet(session, len(session.tokens) - 1)
+        return self._start(session, self._found(session, keep), now_s)
+
+    def _meet(self, session: Session, length: int) -> None:
+        """Join what other sessions have of the full chunks in [0, length) of an idle one; here, none have anything."""
+
+    def _found(self, session: Session, keep: int) -> Found:
+        """Where a session that is about to run has KV. keep: leading tokens that it had before."""
+        return found_in(session, keep, self.chunk_tokens, self.room.loaded_early.get(session.number, ()))
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
         leaf = session.leaf
@@ -374,7 +382,8 @@ class TwoTierCache(CacheManager):
     def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
         """Store the KV in CPU blocks that are free, or of duplicates, or of the policy's victims. Where these do not
         suffice, the last chunks get them, which take longest to compute."""
-        size, chunks, tiers = self.chunk_tokens, session.chunks, self.tiers
+        size, tiers = self.chunk_tokens, self.tiers
+        chunks = session.chunks
         keep = common_prefix(session.tokens, tokens)
         for index, length in enumerate(lengths[: len(chunks)]):
             if length > chunks[index].resident_len > 0:
@@ -383,7 +392,8 @@ class TwoTierCache(CacheManager):
         self.truncate(session, keep)
         session.extend(tokens[keep:])
         session.advance(len(tokens) - 1)
-        chunks.add(chunks_of(len(tokens), size) - len(chunks))
+        session.leaf.chunks.add(chunks_of(len(tokens), size) - session.leaf.start - len(session.leaf.chunks))
+        chunks = session.chunks
         wanted = [index for index, length in enumerate(lengths) if length and not chunks[index].resident_len]
         tiers.free_duplicates(max(0, len(wanted) - tiers.cpu.free))
         lacking = max(0, len(wanted) - tiers.cpu.free)
@@ -391,9 +401,11 @@ class TwoTierCache(CacheManager):
         self.room.give_up(tiers.cpu_only, others, tiers.drop_cpu)
         taken = wanted[max(0, len(wanted) - tiers.cpu.free) :]
         for index, block in zip(taken, tiers.cpu.allocate(len(taken), session.number), strict=True):
-            chunks.cpu[index], chunks.cpu_len[index] = block, lengths[index]
+            for node, place, _ in session.in_nodes([(index, index + 1)]):
+                node.chunks.cpu[place], node.chunks.cpu_len[place] = block, lengths[index]
             self.facts.not_lost(session, index, index + 1)
-        tiers.update(session.leaf, 0, len(chunks))
+        for node in session.nodes():
+            tiers.update(node, 0, len(node.chunks))
         return sum(lengths[index] for index in taken)
 
     def reorder(self, session: Session) -> None:
@@ -413,6 +425,10 @@ class TwoTierCache(CacheManager):
     def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
         self.facts.truncating(session, length)
         session.rollback(length, computed)
+        self._cut(session, length)
+
+    def _cut(self, session: Session, length: int) -> None:
+        """Give up the KV beyond its first `length` tokens."""
         self.tiers.cut(session.leaf, length)
 
     def _give_up(self, session: Session) -> None:

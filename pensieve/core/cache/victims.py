@@ -208,7 +208,7 @@ class VictimIndex:
         session, index = node.session, node.start + chunk
         key, order = self._policy.bucket(session, index), self._policy.order(session, index)
         score = self._policy.score(key, order, now_s)
-        return (1 if session.waiting else 0, score, session.last_active_s, node.number, chunk)
+        return (_level(node), score, session.last_active_s, node.number, chunk)
 
     def _stretch(self, now_s: float, number: int, chunk: int) -> Stretch | None:
         """Of the first run of its chunks from this one on, of its beginning if it is long; None: there is none."""
@@ -218,7 +218,7 @@ class VictimIndex:
             return None
         session, first, stop = node.session, node.start + start, node.start + min(stop, start + _STRETCH)
         scores = self._policy.scores(session, first, stop, now_s)
-        return (1 if session.waiting else 0), session.last_active_s, start, scores
+        return _level(node), session.last_active_s, start, scores
 
     def leads(self) -> dict[int, tuple[int, int]]:
         """For check(): node number -> (leading chunk, count)."""
@@ -236,7 +236,7 @@ class VictimIndex:
         if self._ages and lead.since_s != session.last_active_s:
             lead.since_s, lead.passed = session.last_active_s, 0
             self._await_age(lead)
-        key = (1 if session.waiting else 0, self._policy.bucket(session, index), lead.passed)
+        key = (_level(node), self._policy.bucket(session, index), lead.passed)
         if lead.stamp != _NOT_ENTERED:
             self._valid[lead.key] -= 1
             if lead.key != key:
@@ -318,6 +318,10 @@ class VictimIndex:
         if heap is not None:
             del self._heaps[key], self._valid[key]
         return None
+
+
+def _level(node: Node) -> int:
+    return 1 if node.session.waiting or node.waiting else 0
 
 
 def _is_key(value: object) -> bool:

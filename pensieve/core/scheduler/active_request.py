@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from pensieve.core.facts import Admission
 from pensieve.core.plan import Row, Sample
-from pensieve.core.request import UNNUMBERED, Forced, Free, Request, Sampling
+from pensieve.core.request import UNNUMBERED, Forced, Free, Request, Sampling, TokenArray
 from pensieve.core.session import Run, Session, chunks_of, common_prefix, tokens_in
 from pensieve.core.stop import StopSearch
 from pensieve.errors import CapacityError, ContextLengthError, RequestRefused
@@ -112,9 +112,10 @@ class ActiveRequest:
             self._common = len(held), common_prefix(held, prompt)
         return min(self._common[1], len(prompt) - 1)
 
-    def prompt_length(self) -> int:
-        """Tokens that its admission computes or finds, those generated before a preemption included."""
-        return len(self.session.tokens if self.preempted else self.request.prompt)
+    @property
+    def prompt(self) -> TokenArray[int]:
+        """What its admission computes or finds, tokens generated before a preemption included."""
+        return self.session.tokens if self.preempted else self.request.prompt
 
     def remember_session(self, keep: int) -> None:
         """Remember, before the first admission, what the session returns to if the turn does not stand. keep: tokens

@@ -314,6 +314,8 @@ class Scheduler:
                 return 0  # it would not compute anything yet
             session = head.session
             keep = head.kept()
+            if self.running and self._room.awaits(session, head.prompt):
+                return 0
             lacking = self._lacking(head, keep)
             self.facts.room_for(session, now_s)
             if lacking > 0:
@@ -327,7 +329,7 @@ class Scheduler:
     def _lacking(self, head: ActiveRequest, keep: int) -> int:
         """Blocks that its admission takes beyond those available; 0 or less: it fits."""
         reserve = self._reserve if self.running and self._room.grows else 0
-        return self._room.lacking(head.session, keep, head.prompt_length()) + reserve
+        return self._room.lacking(head.session, keep, head.prompt) + reserve
 
     def _start(self, active: ActiveRequest, keep: int, draft: _Draft, now_s: float) -> None:
         """Admit the request, or resume it, into a slot of its own."""

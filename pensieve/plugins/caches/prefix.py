@@ -10,6 +10,7 @@ from pensieve.core.block_hash import BlockHash, HashChain
 from pensieve.core.cache.pool import BlockPool
 from pensieve.core.facts import Facts, Found
 from pensieve.core.policies.base import EvictionPolicy
+from pensieve.core.request import TokenArray
 from pensieve.core.session import Run, Session, chunks_of
 from pensieve.plugins.caches.one_tier import OneTier
 
@@ -56,11 +57,11 @@ class PrefixCache(OneTier):
         found = "".join("G" if name in self._block_of else "-" for name in full)
         return found.ljust(chunks_of(len(tokens), size), "-")
 
-    def lacking(self, session: Session, keep: int, length: int) -> int:
+    def lacking(self, session: Session, keep: int, prompt: TokenArray[int]) -> int:
         """What other sessions share is not counted: it may only make the admission cheaper."""
-        matched = self._match(session, min(keep, length - 1))
+        matched = self._match(session, min(keep, len(prompt) - 1))
         idle = sum(block in self._idle for block in matched)
-        return chunks_of(length + 1, self.chunk_tokens) - len(matched) + idle - self.available
+        return chunks_of(len(prompt) + 1, self.chunk_tokens) - len(matched) + idle - self.available
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
         table = self._tables[session.number]

@@ -105,7 +105,7 @@ class SlotCache(OneTier):
         chunks = chunks_of(len(session.tokens), self.chunk_tokens)
         return ("G" * chunks_of(found, self.chunk_tokens)).ljust(chunks, "-")
 
-    def lacking(self, session: Session, keep: int, length: int) -> int:
+    def lacking(self, session: Session, keep: int, prompt: TokenArray[int]) -> int:
         return self.request_blocks - self.available
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:

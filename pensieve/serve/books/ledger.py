@@ -86,13 +86,12 @@ class Residency:
     """Where the history of an admitted prompt was, in tokens, before its plan changed anything.
 
     gpu_hit + cpu_hit + disk_hit + recomputed = history; history + new = prompt; shared_hit <= new.
-    on_gpu, on_cpu, on_disk: the positions that the hits count, shared ones with those on GPU. missed: why those positions
-    without KV that were computed before, or would have been but for an edit, have none.
+    on_gpu, on_cpu, on_disk: the positions that were found; those beyond the history are shared hits. missed: why those
+    positions without KV that were computed before, or would have been but for an edit, have none.
     """
 
     prompt: int
     history: int
-    shared_hit: int
     on_gpu: tuple[Run, ...]
     on_cpu: tuple[Run, ...]
     missed: tuple[Missed, ...]
@@ -100,11 +99,15 @@ class Residency:
 
     @property
     def gpu_hit(self) -> int:
-        return tokens_in(self.on_gpu) - self.shared_hit
+        return tokens_in(_below(self.on_gpu, self.history))
 
     @property
     def cpu_hit(self) -> int:
-        return tokens_in(self.on_cpu)
+        return tokens_in(_below(self.on_cpu, self.history))
+
+    @property
+    def shared_hit(self) -> int:
+        return tokens_in(self.on_gpu) + tokens_in(self.on_cpu) - self.gpu_hit - self.cpu_hit
 
     @property
     def disk_hit(self) -> int:
@@ -167,7 +170,9 @@ class Asked:
     def residency(self, session: Session, found: Found, losses: Losses, chunk_tokens: int) -> Residency:
         """What it has found. session: whose KV it is."""
         own = min(self.history, self.keep)
-        on_gpu, on_cpu = _below(found.gpu, own), _below(found.cpu, self.history if found.shared else own)
+        on_gpu, on_cpu = found.gpu, found.cpu
+        if not found.shared:
+            on_gpu, on_cpu = _below(on_gpu, own), _below(on_cpu, own)
         loss_of = losses.of(session, found)
         missed: list[Missed] = []
         for start, stop in without(((0, own),), (*on_gpu, *on_cpu)):
@@ -177,14 +182,9 @@ class Asked:
                 loss = loss_of(index, (index + 1) * chunk_tokens <= own)
                 missed.append(Missed(start, end, "evicted" if loss else "never_stored", loss))
                 start = end
-        there = tokens_in(found.gpu) + tokens_in(found.cpu) if found.shared else 0
-        here = min(there, self.history)
-        missed.append(Missed(max(own, here), self.history, "edited"))  # known to the workload, at another place
-        shared = 0
-        if found.shared:
-            beyond = without(found.cpu, on_cpu)  # of others, from the CPU tier
-            on_gpu, shared = (*found.gpu, *beyond), there - here
-        return Residency(self.prompt, self.history, shared, on_gpu, on_cpu, (*joined(missed), *self.edited))
+        elsewhere = without(((own, self.history),), (*on_gpu, *on_cpu))  # known to the workload, at another place
+        missed += (Missed(start, stop, "edited") for start, stop in elsewhere)
+        return Residency(self.prompt, self.history, on_gpu, on_cpu, (*joined(missed), *self.edited))
 
 
 def _below(runs: tuple[Run, ...], position: int) -> tuple[Run, ...]:
@@ -200,15 +200,17 @@ def explained(residency: Residency, told: History | None, keep: int) -> tuple[Mi
     if told is not None and told.lost == "restarted":
         lost = ("never_stored", "edited")  # what was said elsewhere is in no token that the engine has
         runs = [replace(one, cause="restarted") if one.cause in lost else one for one in runs]
-    place = residency.history + residency.shared_hit
-    later = [one for one in residency.missed if one.stop > max(place, residency.history)]
+    later = [one for one in residency.missed if one.stop > residency.history]
     if told is not None and told.lost == "kept" and not keep and not residency.history:
-        later.append(Missed(place, min(told.tokens, residency.prompt), "expired"))
-    for one in later:
-        start = max(one.start, place)
-        runs += (Missed(place, start, "new"), Missed(start, one.stop, one.cause, one.loss))
-        place = max(place, one.stop)
-    return joined((*runs, Missed(place, residency.prompt, "new")))
+        later.append(Missed(0, min(told.tokens, residency.prompt), "expired"))
+    for place, end in without(((residency.history, residency.prompt),), (*residency.on_gpu, *residency.on_cpu)):
+        for one in later:
+            start, stop = max(one.start, place), min(one.stop, end)
+            if start < stop:
+                runs += (Missed(place, start, "new"), Missed(start, stop, one.cause, one.loss))
+                place = stop
+        runs.append(Missed(place, end, "new"))
+    return joined(runs)
 
 
 def account(record: TurnRecord, cost: CostModel, prices: PositionPrices, chunk_tokens: int) -> None:

@@ -1,0 +1,335 @@
+"""Pensieve's cache with equal beginnings of conversations kept once: a prefix tree of nodes, in tiers, with holes.
+
+A session's chunks are the nodes from the root of the tree to its leaf. Stems are what several sessions have, or had; the leaf
+is what one alone has, its last chunk, partly filled, among it:
+
+    stem (system prompt, tools)        held by a, b, c
+      +-- leaf of a
+      +-- stem (a document)            held by b, c
+            +-- leaf of b
+            +-- leaf of c
+
+Full chunks are known by content: a chained hash of the tenant and of all tokens up to their end (block_hash.py). A prompt is
+held against the tree when it is admitted, so that its session joins the stems whose chunks it begins with; the node at which
+it diverges is split there. Columns of records are cut, blocks stay where they are, so the table of a request that runs stays
+true. Two prompts that are answered alike have the same chunks twice while both run; when the second one stops, those of its
+leaf go, or fill holes of the first.
+
+In a stem a chunk is on GPU, on CPU, on both or in neither, as in tiers.py. What is missing is computed again with the prompt
+of whoever comes next, and is there for all. A chunk that a request has reserved and not computed yet makes others wait that
+begin with it, since they would compute it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from pensieve.core.block_hash import BlockHash, HashChain
+from pensieve.core.cache.base import CacheManager
+from pensieve.core.cache.two_tier import TwoTierCache, TwoTierRoom
+from pensieve.core.facts import Admission, Found
+from pensieve.core.request import TokenArray
+from pensieve.core.session import NO_BLOCK, Node, Session, Stem, View, chunks_of, common_prefix
+from pensieve.errors import ConfigError
+
+Share = Literal["off", "within-tenant"]
+
+
+class PrefixTree:
+    """Which node has which content, and which session."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._size = chunk_tokens
+        self._roots: dict[BlockHash, Node] = {}
+        self._numbers = 0
+
+    def number(self) -> int:
+        """Of a new node: leaves have those of their sessions."""
+        self._numbers -= 1
+        return self._numbers
+
+    def after(self, node: Stem | None) -> dict[BlockHash, Node]:
+        """The nodes that follow this one, by the name of their first chunk; None: those that begin conversations."""
+        return self._roots if node is None else node.children
+
+    def names(self, node: Node) -> list[BlockHash]:
+        """Of the chunks by which others can find it."""
+        if isinstance(node, Stem):
+            return node.names
+        return node.session.named((node.start + node.findable) * self._size, self._size)[node.start :]
+
+    def matches(self, names: list[BlockHash]) -> list[tuple[Node, int]]:
+        """The nodes that begin as these full chunks of a prompt do, and how many chunks of each; ends where it diverges."""
+        found: list[tuple[Node, int]] = []
+        node, start = None, 0
+        while start < len(names) and (other := self.after(node).get(names[start])) is not None:
+            theirs = self.names(other)
+            count = common_prefix(names[start : start + len(theirs)], theirs)
+            found.append((other, count))
+            start += count
+            if not isinstance(other, Stem) or count < len(theirs):
+                break
+            node = other
+        return found
+
+    def stem(self, node: Node, count: int) -> Stem:
+        """Make a stem of a node's first `count` chunks, which precedes the rest of it. Their records are still the node's."""
+        names = self.names(node)
+        stem = Stem(self.number(), node.session, names[:count])
+        stem.parent = node.parent
+        self.after(node.parent)[names[0]] = stem
+        node.parent = stem
+        if isinstance(node, Stem):
+            stem.holders, node.names = dict(node.holders), names[count:]
+        else:
+            stem.holders, node.findable = {node.session.number: node.session}, node.findable - count
+            node.key = names[count] if node.findable else None
+        if names[count:]:
+            stem.children[names[count]] = node
+        return stem
+
+    def show(self, leaf: Node, names: list[BlockHash]) -> None:
+        """Let others find the leaf's first chunks, which have these names, and no others."""
+        key = names[0] if names else None
+        if leaf.key != key:
+            self.hide(leaf)
+            if key is not None:
+                self.after(leaf.parent)[key] = leaf
+        leaf.key, leaf.findable = key, len(names)
+
+    def hide(self, leaf: Node) -> None:
+        if leaf.key is not None:
+            del self.after(leaf.parent)[leaf.key]
+        leaf.key, leaf.findable = None, 0
+
+    def check(self, sessions: dict[str, Session]) -> None:
+        known: dict[int, Node] = {}
+        held: dict[int, set[int]] = {}
+        for session in sessions.values():
+            nodes = session.nodes()
+            stop = 0
+            for node in nodes:
+                assert node.start == stop, "chunks are in no node, or in two"
+                stop += len(node.chunks)
+                known[node.number] = node
+                held.setdefault(node.number, set()).add(session.number)
+            assert not session.leaf.findable or session.leaf.key is not None
+            assert session.leaf.findable <= len(session.leaf.chunks)
+            own = session.named(len(session.tokens), self._size)
+            for stem in session.stems():
+                assert own[stem.start : stem.stop] == stem.names, "a session has other content than its node"
+                assert len(stem.chunks) == len(stem.names)
+        names: set[BlockHash] = set()
+        for node in known.values():
+            if isinstance(node, Stem):
+                assert set(node.holders) == held[node.number]
+                assert node.session is next(reversed(node.holders.values()))
+                assert node.waiting == sum(bool(session.waiting) for session in node.holders.values())
+            own = self.names(node)
+            assert not names & set(own), "the same content is in two nodes"
+            names.update(own)
+            assert not own or self.after(node.parent)[own[0]] is node
+        listed = [node for stem in (None, *known.values()) for node in self._listed(stem)]
+        assert len(listed) == sum(bool(self.names(node)) for node in known.values()), "a node that nobody has is found"
+
+    def _listed(self, node: Node | None) -> list[Node]:
+        if node is None or isinstance(node, Stem):
+            return list(self.after(node).values())
+        return []
+
+
+class SharedRoom(TwoTierRoom):
+    """As TwoTierRoom, where what the tree has of a prompt needs no block."""
+
+    shares = True
+
+    def __init__(self, cache: SharedCache) -> None:
+        super().__init__(cache.tiers)
+        self._tree = cache.tree
+        self._asked: tuple[TokenArray[int], str, list[BlockHash]] | None = None  # of the head of the queue
+
+    def lacking(self, session: Session, keep: int, prompt: TokenArray[int]) -> int:
+        """The last chunk of what the session has, partly filled, counts as one to be taken: the tree may have all of it."""
+        size, had, spare = self.tiers.chunk_tokens, 0, 0
+        matched = self._matched(session, prompt)
+        for node, count in matched:
+            had += count - node.chunks.gpu[:count].count(NO_BLOCK)
+            spare += self._evictable(node, 0, count)
+        if self.tiers.copies.in_flight:
+            kept = {node.number: count for node, count in matched}
+            for node in session.nodes():
+                spare += self._evictable(node, kept.get(node.number, 0), len(node.chunks))
+        return chunks_of(len(prompt) + 1, size) - had + spare - self.available
+
+    def awaits(self, session: Session, prompt: TokenArray[int]) -> bool:
+        full = self.tiers.chunk_tokens
+        for node, count in self._matched(session, prompt):
+            if node.running and any(length < full for length in node.chunks.gpu_len[:count]):
+                return True
+        return False
+
+    def _evictable(self, node: Node, start: int, stop: int) -> int:
+        """Count its chunks that are among those available."""
+        view = node.chunks.view
+        return view.count(View.CLEAN, start, stop) + (0 if self.cpu_blocks else view.count(View.DIRTY, start, stop))
+
+    def _matched(self, session: Session, prompt: TokenArray[int]) -> list[tuple[Node, int]]:
+        """What the tree has of a prompt's full chunks; its last token is computed in any case."""
+        if prompt is session.tokens:
+            return self._tree.matches(session.named(len(prompt) - 1, self.tiers.chunk_tokens))
+        if self._asked is None or self._asked[0] is not prompt or self._asked[1] != session.tenant:
+            names = HashChain(self.tiers.chunk_tokens, session.tenant).upto(prompt, len(prompt))
+            self._asked = prompt, session.tenant, names
+        return self._tree.matches(self._asked[2][: (len(prompt) - 1) // self.tiers.chunk_tokens])
+
+
+class SharedCache(TwoTierCache):
+    """Pensieve's cache in which sessions of one tenant have equal beginnings in common.
+
+    share: off is TwoTierCache. A conversation that is forgotten leaves its nodes; what no other has goes with it.
+    """
+
+    def __init__(self, *, share: Share = "within-tenant", **others: Any) -> None:
+        """Raises ConfigError for a way to share that there is not."""
+        if share not in get_args(Share):
+            raise ConfigError(f"baseline.cache.share is one of {', '.join(get_args(Share))}, not {share!r}.")
+        super().__init__(**others)
+        self.tree = PrefixTree(self.chunk_tokens)
+        self.tiers.shares = share != "off"
+        if self.tiers.shares:
+            self.room = SharedRoom(self)
+
+    # -- content ------------------------------------------------------------------------------------------------------
+
+    def _meet(self, session: Session, length: int) -> None:
+        """Have the session's leaf be what it alone has: full chunks in [0, length) that the tree has too are the tree's from
+        now on, and others find the rest."""
+        if not self.tiers.shares:
+            return
+        names, leaf = session.named(length, self.chunk_tokens), session.leaf
+        while leaf.start < len(names):
+            other = self.tree.after(leaf.parent).get(names[leaf.start])
+            if other is None or other is leaf:
+                break
+            self.tree.hide(leaf)
+            theirs = self.tree.names(other)
+            count = common_prefix(names[leaf.start : leaf.start + len(theirs)], theirs)
+            stem = other if isinstance(other, Stem) and count == len(theirs) else self._split(other, count)
+            if own := min(count, len(leaf.chunks)):
+                twin = Node(self.tree.number(), session)
+                self.tiers.split(leaf, twin, own)
+                self.tiers.fill(stem, twin)
+                self.tiers.discard(twin, 0)
+            leaf.start, leaf.parent = stem.stop, stem
+            stem.waiting += leaf.waiting
+            self._used(stem, session)
+            if not stem.running:
+                self.tiers.reorder(stem)
+        leaf.chunks.add(max(0, len(names) - leaf.start - len(leaf.chunks)))
+        self.tree.show(leaf, names[leaf.start :])
+
+    def _split(self, node: Node, count: int) -> Stem:
+        stem = self.tree.stem(node, count)
+        self.tiers.split(node, stem, count)
+        return stem
+
+    def _used(self, stem: Stem, session: Session) -> None:
+        """It is for the sake of this session that the stem is kept now."""
+        stem.holders.pop(session.number, None)
+        stem.holders[session.number] = stem.session = session
+
+    def _pays(self, stem: Stem) -> None:
+        """Have its blocks be held by the session for whose sake they are kept."""
+        for pool, blocks in ((self.tiers.gpu, stem.chunks.gpu), (self.tiers.cpu, stem.chunks.cpu)):
+            held = [block for block in blocks if block != NO_BLOCK]
+            self.facts.passed_on(pool.tier, held, stem.session.number)
+
+    def _leave(self, session: Session, chunks: int) -> None:
+        """Have an idle session keep its first `chunks` chunks only; what nobody else has is discarded."""
+        leaf = session.leaf
+        if chunks >= leaf.start:
+            if chunks < leaf.start + leaf.findable:
+                size = self.chunk_tokens
+                self.tree.show(leaf, session.named(chunks * size, size)[leaf.start :])
+            return
+        self.tree.hide(leaf)
+        self.tiers.discard(leaf, 0)
+        for stem in session.stems():
+            if stem.start < chunks < stem.stop:
+                self._split(stem, chunks - stem.start)
+        for stem in reversed(session.stems()):
+            if stem.start < chunks:
+                break
+            leaf.parent, leaf.start = stem.parent, stem.start
+            stem.waiting -= leaf.waiting
+            del stem.holders[session.number]
+            if not stem.holders:
+                self.tiers.discard(stem, 0)
+                del self.tree.after(stem.parent)[stem.names[0]]
+            elif stem.session is session:
+                stem.session = next(reversed(stem.holders.values()))
+                self._pays(stem)
+                self.tiers.reorder(stem)
+
+    # -- the contract -------------------------------------------------------------------------------------------------
+
+    def _found(self, session: Session, keep: int) -> Found:
+        if not self.tiers.shares:
+            return super()._found(session, keep)
+        found = super()._found(session, len(session.tokens))
+        return found._replace(shared=True, names=session.named(len(session.tokens), self.chunk_tokens))
+
+    def _start(self, session: Session, found: Found | None, now_s: float) -> Admission:
+        for stem in session.stems():
+            self._used(stem, session)
+            self._pays(stem)
+        return super()._start(session, found, now_s)
+
+    def release(self, session: Session, now_s: float, finished: bool = True) -> None:
+        if not session.running:
+            return
+        for stem in session.stems():
+            self._used(stem, session)
+        super().release(session, now_s, finished)
+        self._meet(session, session.computed)
+
+    def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
+        if not self.tiers.shares:
+            super().fork(parent, child, length, takes_kv)
+            return
+        CacheManager.fork(self, parent, child, length, takes_kv)
+        self._meet(child, child.computed)
+
+    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
+        taken = super().receive(session, tokens, lengths, now_s)
+        self._meet(session, session.computed)
+        return taken
+
+    def reorder(self, session: Session) -> None:
+        more = bool(session.waiting) - session.leaf.waiting
+        for node in session.nodes() if more else ():
+            node.waiting += more
+        super().reorder(session)
+
+    def _cut(self, session: Session, length: int) -> None:
+        self._leave(session, length // self.chunk_tokens)
+        self.tiers.cut(session.leaf, max(0, length - session.leaf.start * self.chunk_tokens))
+
+    def forget(self, session: Session, if_empty: bool = False) -> bool:
+        known = self.sessions.get(session.name) is session
+        gone = super().forget(session, if_empty)
+        if gone and known:
+            self._leave(session, 0)
+        return gone
+
+    def _holds(self, session: Session) -> bool:
+        """Beyond what others have too, which stays."""
+        alone = [stem for stem in session.stems() if len(stem.holders) == 1]
+        return super()._holds(session) or any(
+            chunk.resident_len or chunk.copying for stem in alone for chunk in stem.chunks
+        )
+
+    def check(self) -> None:
+        super().check()
+        self.tree.check(self.sessions)

@@ -1,0 +1,207 @@
+"""Equal beginnings of conversations are kept once: who finds what, what it costs, and what goes with whom."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from pensieve.core.cache.shared import SharedCache
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.policies.lru import Lru
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.request import Forced, Fork, Length, Request
+from pensieve.errors import ConfigError
+from pensieve.serve.record import TurnRecord
+from tests.simulated import TalkingEngine, make_engine, run
+
+SYSTEM = array("i", range(1, 41))  # ten chunks of four
+
+
+def asking(number: int, session: str, prompt: array[int], output: int = 3, **fields: Any) -> Request:
+    return Request(number, session, 1, prompt, Length(output), **fields)
+
+
+def own(number: int) -> array[int]:
+    return array("i", (50 + (number * step) % 40 for step in range(6)))
+
+
+def engine_of(**fields: Any) -> TalkingEngine:
+    return make_engine(**{"gpu_blocks": 64, "cpu_blocks": 0, "cache": SharedCache, **fields})
+
+
+def turn(engine: TalkingEngine, request: Request) -> TurnRecord:
+    engine.submit(request)
+    return run(engine)[request.id]
+
+
+def hits(record: TurnRecord) -> tuple[int | None, ...]:
+    return record.gpu_hit_tokens, record.cpu_hit_tokens, record.recomputed_tokens, record.shared_hit_tokens
+
+
+def test_a_second_conversation_finds_what_the_first_began_with() -> None:
+    engine = engine_of()
+    turn(engine, asking(1, "a", SYSTEM + own(1)))
+    used = engine.cache.gpu_blocks_used
+    record = turn(engine, asking(2, "b", SYSTEM + own(2)))
+    assert hits(record) == (0, 0, 0, 40)
+    assert engine.cache.gpu_blocks_used == used + 2, "its own six tokens and the reply to them"
+    again = turn(engine, asking(3, "a", engine.cache.sessions["a"].tokens + own(3)))
+    assert hits(again) == (48, 0, 0, 0), "its own history, none of it shared from elsewhere"
+
+
+def test_what_several_ask_at_once_is_computed_once() -> None:
+    engine = engine_of(max_batch_tokens=16, gpu_blocks=40)
+    for number in range(1, 9):
+        engine.submit(asking(number, str(number), SYSTEM + own(number)))
+    records = run(engine)
+    assert sum(hits(record)[3] or 0 for record in records.values()) == 7 * 40
+    assert engine.scheduler.counters.batched_tokens == 46 + 7 * 6 + 8 * 2
+
+
+def test_a_hole_in_a_stem_is_computed_by_whoever_comes_next_for_all() -> None:
+    engine = engine_of()
+    for number, name in enumerate("abc", 1):
+        turn(engine, asking(number, name, SYSTEM + own(number)))
+    stem = engine.cache.sessions["a"].stems()[0]
+    assert len(stem.chunks) == 10 and set(stem.holders) == {0, 1, 2}
+    engine.cache.tiers.drop_gpu(stem, 2, 5)
+    record = turn(engine, asking(4, "b", engine.cache.sessions["b"].tokens + own(7)))
+    assert hits(record) == (36, 0, 12, 0)
+    assert hits(turn(engine, asking(5, "a", engine.cache.sessions["a"].tokens + own(8)))) == (48, 0, 0, 0)
+    assert engine.scheduler.counters.batched_tokens == 46 + 2 * 6 + 3 * 2 + (12 + 7 + 2) + (7 + 2)
+
+
+def test_two_that_are_answered_alike_keep_one_copy() -> None:
+    """Each has its own while both run; the second to stop gives up what the first one has."""
+    engine, prompt = engine_of(max_batch_tokens=64), SYSTEM + own(1)
+    reply = array("i", range(20, 40))
+    for number, name in enumerate("ab", 1):
+        engine.submit(replace(asking(number, name, prompt), output=Forced(reply)))
+    run(engine)
+    sessions = engine.cache.sessions
+    assert sessions["a"].tokens == sessions["b"].tokens and len(sessions["a"].tokens) == 66
+    assert sessions["a"].stems()[-1].stop == sessions["b"].stems()[-1].stop == 16
+    assert engine.cache.gpu_blocks_used == 16 + 2, "the last chunk, partly filled, is each one's own"
+
+
+def test_a_fork_and_its_fork_share_for_free() -> None:
+    engine = engine_of()
+    turn(engine, asking(1, "a", SYSTEM + own(1), 9))
+    for number, (name, parent) in enumerate((("b", "a"), ("c", "b")), 2):
+        held = engine.cache.sessions[parent].tokens
+        fork = Fork(parent, len(held) - 3, takes_kv=True)
+        record = turn(engine, asking(number, name, held[:-3] + own(number), fork=fork))
+        full = (len(held) - 3) // 4 * 4
+        assert sum(found or 0 for found in (record.gpu_hit_tokens, record.shared_hit_tokens)) == full
+        assert (
+            engine.cache.sessions[parent].chunks.gpu[: full // 4] == engine.cache.sessions[name].chunks.gpu[: full // 4]
+        )
+
+
+def test_tenants_find_nothing_of_each_other() -> None:
+    """Every number of a tenant's turn is what it is where the other one has asked something else."""
+    seen = []
+    for theirs in (SYSTEM, array("i", range(40, 80))):
+        engine = engine_of()
+        turn(engine, asking(1, "a", theirs + own(1), tenant="one"))
+        record = turn(engine, asking(2, "b", SYSTEM + own(2), tenant="two"))
+        assert hits(record) == (0, 0, 0, 0)
+        seen.append(
+            (
+                record.ttft_ms,
+                record.latency_ms,
+                engine.cache.gpu_blocks_used,
+                engine.cache.places(engine.cache.sessions["b"]),
+            )
+        )
+    assert seen[0] == seen[1]
+
+
+def test_what_one_forgets_stays_for_the_others() -> None:
+    engine = engine_of()
+    for number, name in enumerate("abc", 1):
+        turn(engine, asking(number, name, SYSTEM + own(number)))
+    used = engine.cache.gpu_blocks_used
+    engine.forget("c")
+    assert engine.cache.gpu_blocks_used == used - 2
+    assert hits(turn(engine, asking(4, "d", SYSTEM + own(4))))[3] == 40
+    engine.forget(None)
+    assert engine.cache.gpu_blocks_used == 0 and engine.cache.room.available == 64
+
+
+def test_conversations_that_are_over_do_not_pile_up_behind_a_prompt_that_lives() -> None:
+    engine = engine_of(gpu_blocks=24)
+    for number in range(1, 30):
+        turn(engine, asking(number, str(number), SYSTEM + own(number)))
+        engine.ended(str(number))
+    assert len(engine.cache.sessions) < 14
+    assert engine.cache.sessions["29"].stems()[0].stop >= 10
+
+
+def test_off_is_pensieve() -> None:
+    records = []
+    for cache in (TwoTierCache, partial(SharedCache, share="off")):
+        engine = engine_of(cache=cache, gpu_blocks=24, cpu_blocks=12)
+        for number in range(1, 9):
+            engine.submit(asking(number, str(number % 4), SYSTEM + own(number % 4) * number, 5))
+        records.append([(hits(record), record.ttft_ms) for record in run(engine).values()])
+    assert records[0] == records[1]
+    with pytest.raises(ConfigError, match="within-tenant, not 'all'"):
+        engine_of(cache=partial(SharedCache, share="all"))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_conversations_at_random_keep_every_invariant(seed: int) -> None:
+    """Two letters, so that beginnings are often alike; forks, edits, cancelled turns; tiers of every size, copies late."""
+    rng = random.Random(seed)
+    engine = make_engine(
+        rng.randint(16, 50),
+        rng.choice((0, 3, 12, 40)),
+        cache=SharedCache,
+        policy=rng.choice((Lru, RetentionValue)),
+        late=random.Random(seed) if rng.random() < 0.4 else None,
+        depth=rng.choice((1, 2)),
+        copy_ahead=rng.choice(("paper", "spare", "never")),
+        max_batch_tokens=rng.choice((3, 10, 64)),
+        max_batch_requests=rng.choice((1, 3, 8)),
+        holding=True,
+    )
+
+    def said(most: int) -> array[int]:
+        return array("i", (rng.randrange(2) for _ in range(rng.randint(1, most))))
+
+    texts, asked, sessions = [said(40) for _ in range(2)], 0, engine.cache.sessions
+    for _ in range(120):
+        action, name = rng.random(), rng.choice("abcdef")
+        known, fork = sessions.get(name), None
+        if action < 0.4:
+            if known is None and sessions and rng.random() < 0.4:
+                parent = rng.choice(list(sessions.values()))
+                kept = int(len(parent.tokens) * rng.random())
+                fork, prompt = Fork(parent.name, kept, rng.random() < 0.5), parent.tokens[:kept] + said(5)
+            elif known is None or rng.random() < 0.2:
+                prompt = rng.choice(texts)[: rng.randint(1, 30)] + said(6)
+            else:
+                prompt = known.tokens[: int(len(known.tokens) * rng.choice((1, 1, 1, rng.random())))] + said(9)
+            asked += 1
+            tenant = name if name == "f" else ""
+            engine.submit(asking(asked, name, prompt, rng.randint(1, 12), fork=fork, tenant=tenant))
+        elif action < 0.45:
+            engine.forget(name)
+        elif action < 0.5:
+            engine.ended(name)
+        elif action < 0.55:
+            engine.cancel(asked - rng.randint(0, 3), "cancelled")
+        else:
+            for record in [event.turn for _ in range(rng.randint(1, 6)) for event in engine.step(None) if event.turn]:
+                found = [record.gpu_hit_tokens, record.cpu_hit_tokens, record.recomputed_tokens]
+                assert None in found or sum(map(int, found)) == record.history_tokens
+        engine.cache.check()
+    run(engine)
+    engine.forget(None)
+    assert engine.cache.gpu_blocks_used == engine.cache.cpu_blocks_used == 0 or not engine.cache.room.copies_done
