@@ -80,6 +80,8 @@ BASELINES = ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots")
 TRIALS = (
     *(Trial(f"chat {one}", (*CHAT, f"baseline={one}")) for one in BASELINES),
     *(Trial(f"agents {one}", (*AGENTS, f"baseline={one}"), slow=one != "pensieve") for one in BASELINES),
+    Trial("chat vllm_offload", (*CHAT, "baseline=vllm_offload", "baseline.cache.order=arc", "cache.cpu='4096 tokens'")),
+    Trial("agents vllm_offload", (*AGENTS, "baseline=vllm_offload", "cache.cpu='4096 tokens'")),
     *(Trial(f"eviction {one}", (*AGENTS, f"eviction={one}"), slow=True) for one in EVICTION),
     *(Trial(f"eviction {one} chat", (*CHAT, f"eviction={one}"), slow=True) for one in EVICTION),
     *(
@@ -170,6 +172,7 @@ TOY = (
 PLAYING = {one: (f"baseline={one}",) for one in BASELINES}
 PLAYING["llama_slots"] += ("baseline.cache.n_slots=2", "cache.gpu='160 tokens'")
 
+OFFLOAD, REPLIES = ("baseline=vllm_offload",), ("baseline.cache.offload_prompt_only=false",)
 DISK = ("cache.disk='160 tokens'", "cache.cpu='40 tokens'")
 
 
@@ -272,6 +275,16 @@ PLAYED = (
     ),
     fuzz("gated", 72, "scheduler.load_apart=false", "scheduler.admit_beyond_budget=false"),
     *(fuzz(f"eviction {one}", 80, f"eviction={one}") for one in EVICTION),
+    *(
+        fuzz(f"vllm_offload{how}", 90, *OFFLOAD, *overrides, worker=worker, slow=worker == "torch")
+        for how, worker, overrides in (
+            ("", "windows", ()),
+            (" stepwise", "stepwise", ()),
+            (" arc replies depth 2", "windows", ("baseline.cache.order=arc", *REPLIES, "hardware.depth=2")),
+            (" by policy faulty", "faulty", ("baseline.cache.order=eviction", *REPLIES)),
+            (" torch", "torch", ("baseline.cache.blocks_per_chunk=2", *REPLIES)),
+        )
+    ),
 )
 
 SCENARIOS = {one.name: one for one in (*TRIALS, *PLAYED, Served("served"))}
