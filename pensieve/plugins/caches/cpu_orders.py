@@ -219,32 +219,37 @@ class FromTail(CpuOrder):
         self._heads: dict[_Bucket, list[_Head]] = {}  # heaps
         self._entries = 0
         self._stamps: dict[int, int] = {}
+        self._unsorted: dict[int, Session] = {}  # whose place among the candidates has changed since the last choice
         self._next = count()
         self._now_s = 0.0
 
     def insert(self, key: BlockHash, session: Session, index: int) -> None:
-        self._add(key, session, index)
-        self._push(session)
+        held = _Held(index, -next(self._next), key)
+        self._where[key] = session, held
+        insort(self._chunks.setdefault(session.number, []), held)
+        self.changed(session)
 
     def remove(self, key: BlockHash) -> None:
-        session = self._take(key)
-        self._push(session)
+        self.changed(self._take(key))
 
     def used(self, session: Session, use: Use) -> None:
         for key, index in use.offered.items():
             known = self._where.get(key)
             if known is not None and known[0] is not session:
-                self._push(self._take(key))
-                self._add(key, session, index)
-        self._push(session)
+                self.remove(key)
+                self.insert(key, session, index)
 
     def changed(self, session: Session) -> None:
-        self._push(session)
+        if session.number in self._chunks:
+            self._unsorted[session.number] = session
 
     def choose(self, chunks: int, evictable: Evictable, now_s: float) -> list[BlockHash] | None:
         policy, self._now_s = self._policy, now_s
         if policy.ages or policy.version != self._version or self._entries > 64 + 4 * len(self._chunks):
-            self._sort()
+            self._version, self._entries = policy.version, 0
+            self._heads.clear()
+            self._unsorted |= self._sessions
+        self._sort()
         chosen: list[tuple[BlockHash, Session, int]] = []
         passed: list[Session] = []  # nothing of theirs is evictable now
         heap: list[tuple[float, float, int, int, _Bucket]] = []
@@ -275,7 +280,7 @@ class FromTail(CpuOrder):
                     offer(following)
             offer(bucket)
         for session in passed:
-            self._push(session)
+            self.changed(session)
         if len(chosen) < chunks:
             for key, session, index in reversed(chosen):
                 self.insert(key, session, index)
@@ -285,12 +290,6 @@ class FromTail(CpuOrder):
     def keys(self) -> Collection[BlockHash]:
         assert sorted(held.key for own in self._chunks.values() for held in own) == sorted(self._where)
         return self._where.keys()
-
-    def _add(self, key: BlockHash, session: Session, index: int) -> None:
-        held = _Held(index, -next(self._next), key)
-        self._where[key] = session, held
-        self._sessions[session.number] = session
-        insort(self._chunks.setdefault(session.number, []), held)
 
     def _take(self, key: BlockHash) -> Session:
         """Remove a chunk; returns whose it was."""
@@ -307,6 +306,7 @@ class FromTail(CpuOrder):
             for known in (self._chunks, self._sessions, self._stamps):
                 known.pop(number, None)
             return None
+        self._sessions[number] = session
         stamp = self._stamps[number] = next(self._next)
         tail = (own[-1].place + 1) * self._per - 1
         passed = bisect_right(self._policy.ages, self._now_s - session.last_active_s)
@@ -327,7 +327,6 @@ class FromTail(CpuOrder):
         return None
 
     def _sort(self) -> None:
-        self._version, self._entries = self._policy.version, 0
-        self._heads.clear()
-        for session in list(self._sessions.values()):
+        for session in self._unsorted.values():
             self._push(session)
+        self._unsorted.clear()
