@@ -58,6 +58,7 @@ COLOURS = {
     "llama_slots": "#CC79A7",
     "vllm": "#D55E00",
     "vllm_http": "#882255",
+    "vllm_offloading": "#EE7733",
     "llama_cpp": "#56B4E9",
     "llama_cpp_http": "#332288",
     "transformers_cb": "#117733",

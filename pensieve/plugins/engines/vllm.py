@@ -35,6 +35,7 @@ _LOGGED = {
     "dtype": re.compile(r"engine .* with config: .*?\bdtype=torch\.(\w+)"),
     "max_batch_tokens": re.compile(r"with max_num_batched_tokens=(\d+)"),
 }
+PAGE_BYTES = 4096  # vllm 0.32, BLOCK_SIZE_ALIGNMENT of v1/kv_offload/cpu/shared_offload_region.py
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -44,9 +45,14 @@ class _Vllm(OutsideEngine):
     environment: the folder of a Python environment with vLLM; null: what PENSIEVE_VLLM_ENV names, else .venv-vllm of the
     checkout. prefix_caching: keep full blocks and share them by content. block_tokens: of a block; null: cache.chunk_tokens.
     dtype: of weights and KV; null: the model's here. start_timeout_s: until it must be ready; imports alone may take minutes
-    on a busy machine. The KV budget and the batch are those of cache= and scheduler=; one block more than fits the budget is
+    on a busy machine. policy: of a CPU tier of cache.cpu behind the device (OffloadingConnector): lru or arc; null: there is
+    none. blocks_per_chunk, offload_prompt_only: the connector's. On a CPU our copies stand for vLLM's, which refuse
+    (vllm_host.py). The KV budget and the batch are those of cache= and scheduler=; one block more than fits the budget is
     asked for, since vLLM never uses its first.
     """
+
+    runs_host_spec = False
+    """It loads vllm_host.py."""
 
     def __init__(
         self,
@@ -57,6 +63,9 @@ class _Vllm(OutsideEngine):
         block_tokens: int | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         start_timeout_s: float = 600.0,
+        policy: Literal["lru", "arc"] | None = None,
+        blocks_per_chunk: int = 1,
+        offload_prompt_only: bool = True,
     ) -> None:
         self.can = Capabilities()
         self.at_once = AT_ONCE
@@ -78,7 +87,37 @@ class _Vllm(OutsideEngine):
             "max_num_seqs": setup.batch_requests,
             "enable_prefix_caching": prefix_caching,
         }
+        self._host_tokens = 0
+        if policy is not None:
+            self._offload(policy, blocks_per_chunk, offload_prompt_only)
         self._process: EngineProcess | None = None
+
+    def _offload(self, policy: str, blocks_per_chunk: int, prompt_only: bool) -> None:
+        setup, chunk_tokens = self._setup, blocks_per_chunk * self._fields["block_size"]
+        on_cpu, chunks = setup.device == "cpu", setup.host_tokens // max(chunk_tokens, 1)
+        if policy not in ("lru", "arc"):
+            raise ConfigError(f"baseline.engine.policy is lru, arc or null, not {policy!r}.")
+        if on_cpu and not self.runs_host_spec:
+            raise ConfigError("vLLM's server has no CPU tier where it runs on a CPU; use baseline=vllm_offloading.")
+        if chunk_tokens < 1 or not chunks:
+            raise ConfigError(
+                f"A CPU tier of {setup.host_tokens} tokens holds no chunk of {chunk_tokens}; raise cache.cpu, or set "
+                "baseline.engine.blocks_per_chunk from 1 on."
+            )
+        self._host_tokens = chunks * chunk_tokens
+        chunk_bytes = chunk_tokens * self._per_token
+        extra = {
+            "cpu_bytes_to_use": chunks * (chunk_bytes if on_cpu else ceil_div(chunk_bytes, PAGE_BYTES) * PAGE_BYTES),
+            "eviction_policy": policy,
+            "blocks_per_chunk": blocks_per_chunk,
+            "offload_prompt_only": prompt_only,
+            **({"spec_name": "HostSpec", "spec_module_path": "vllm_host"} if on_cpu else {}),
+        }
+        self._fields["kv_transfer_config"] = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
 
     def _refuse_heads(self) -> None:
         head_dim = self._setup.model.head_dim
@@ -131,6 +170,8 @@ class _Vllm(OutsideEngine):
             "configured_threads": self._setup.threads,
             **{name: value for name, value in self._variables().items() if name.startswith(("VLLM", "OMP"))},
             **kv_settings(tokens, self._per_token, self._dtype),
+            "cpu_tokens": self._host_tokens,
+            "cpu_bytes": self._host_tokens * self._per_token,
             "max_batch_tokens": self._fields["max_num_batched_tokens"],
             "max_batch_requests": self._fields["max_num_seqs"],
             "threads": self._setup.threads,
@@ -148,6 +189,8 @@ class _Vllm(OutsideEngine):
 
 class Vllm(_Vllm):
     """vLLM's LLM class in a process of its own, step by step: no HTTP, and times as the engine's own loop sees them."""
+
+    runs_host_spec = True
 
     _mail: dict[str, queue.SimpleQueue[dict[str, Any] | None]]  # from `start` on: what came for each request
     _sending: threading.Lock
@@ -188,10 +231,16 @@ class Vllm(_Vllm):
                 self._send({"abort": name})  # what was under way may come once more: nobody waits for it
                 break
         del self._mail[name]
-        admitted = said.get("admitted")
+        admitted, cached, on_host = said.get("admitted"), said.get("cached"), said.get("cached_on_host")
+        if on_host and cached == len(request.prompt):
+            cached, on_host = cached - 1, on_host - 1  # the last token is loaded, and computed all the same
         compute = None if admitted is None else (said["at"] - admitted) * 1e3
         return Reply(
-            said.get("reason"), cached_tokens=said.get("cached"), admitted_s=admitted or None, compute_ms=compute
+            said.get("reason"),
+            cached_tokens=cached,
+            cached_on_host=on_host,
+            admitted_s=admitted or None,
+            compute_ms=compute,
         )
 
     def _send(self, command: Mapping[str, Any]) -> None:
@@ -239,7 +288,9 @@ class VllmHttp(_Vllm):
         options += ["--enable-prompt-tokens-details"]
         for name, value in self._fields.items():
             flag = name.replace("_", "-")
-            if isinstance(value, bool):
+            if isinstance(value, dict):
+                options += [f"--{flag}", json.dumps(value)]
+            elif isinstance(value, bool):
                 options.append(f"--{flag}" if value else f"--no-{flag}")
             else:
                 options += [f"--{flag}", str(value)]

@@ -2,10 +2,12 @@
 
 The argument: the fields of LLM(...). Dictionaries come in ({"add": id, "prompt": [...], "tokens": n, "eos": [...]},
 {"abort": id}) and go out: first {"settings": ...}, then for each step of a request {"id", "tokens", "at", "finished",
-"reason", "cached", "admitted"}, or {"id", "error", "refused"}. Times are of time.perf_counter, which all processes share.
+"reason", "cached", "cached_on_host", "admitted"}, or
+{"id", "error", "refused"}. Times are of time.perf_counter, which all processes share.
 This file runs by its path, without the package.
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -21,9 +23,14 @@ def main(fields: dict) -> None:  # type: ignore[type-arg]
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    offloads = "kv_transfer_config" in fields
+    if offloads:
+        load_host_spec()
     began = time.perf_counter()
     engine = LLM(**fields, disable_log_stats=False).llm_engine
     out.send({"settings": settings_of(engine), "load_s": time.perf_counter() - began})
+    scheduler = engine.engine_core.engine_core.scheduler
+    on_host = watch_host(engine.engine_core)
 
     def add(asked: dict) -> None:  # type: ignore[type-arg]
         sampling = SamplingParams(
@@ -40,6 +47,8 @@ def main(fields: dict) -> None:  # type: ignore[type-arg]
             out.send({"id": asked["add"], "error": str(error), "refused": REFUSED in str(error)})
 
     while True:
+        while offloads and scheduler.has_requests() and not engine.has_unfinished_requests() and not commands.poll():
+            engine.step()  # as its server does: what the last request has left to store is stored while nobody asks
         while not engine.has_unfinished_requests() or commands.poll():
             try:
                 command = commands.recv()
@@ -58,9 +67,37 @@ def main(fields: dict) -> None:  # type: ignore[type-arg]
                     "finished": True,
                     "reason": one.finish_reason,
                     "cached": output.num_cached_tokens,
+                    "cached_on_host": on_host.pop(output.request_id, None) if offloads else None,
                     "admitted": scheduled,
                 }
             out.send(said)
+
+
+def load_host_spec() -> None:
+    """Make the file beside this one a module that vLLM finds by its name, and nothing else that lies here."""
+    name = "vllm_host"
+    spec = importlib.util.spec_from_file_location(
+        name, os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    )
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def watch_host(core) -> dict:  # type: ignore[no-untyped-def, type-arg]
+    """By request, how many of its cached tokens came from behind the device. vLLM names a request anew, with a suffix."""
+    found: dict = {}  # type: ignore[type-arg]
+    get_output = core.get_output
+
+    def watched():  # type: ignore[no-untyped-def]
+        said = get_output()
+        for one in said.outputs:
+            if one.prefill_stats is not None:
+                found[one.request_id.rsplit("-", 1)[0]] = one.prefill_stats.num_external_cached_tokens
+        return said
+
+    core.get_output = watched
+    return found
 
 
 def settings_of(engine) -> dict:  # type: ignore[no-untyped-def, type-arg]
@@ -70,7 +107,10 @@ def settings_of(engine) -> dict:  # type: ignore[no-untyped-def, type-arg]
 
     config = engine.vllm_config
     cache, scheduler, model = config.cache_config, config.scheduler_config, config.model_config
+    connector = engine.engine_core.engine_core.scheduler.connector
+    host = {} if connector is None else {"host_chunks": connector.connector_scheduler.manager._num_chunks}
     return {
+        **host,
         "version": vllm.__version__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

@@ -1,0 +1,73 @@
+"""vllm_offload and the real vLLM with its CPU tier find the same tokens, request by request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pensieve.errors import ConfigError, EngineMissing
+from pensieve.plugins.engines.vllm import Vllm, VllmHttp
+from pensieve.plugins.engines.weights import plain_module
+from tests.engines.offload_loads import LOADS, Load, ours, recorded, theirs
+from tests.engines.small import greedy, setup_of
+
+
+def there() -> bool:
+    try:
+        Vllm(setup_of("wide_llama")).check()
+    except EngineMissing:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("load", LOADS, ids=lambda load: load.name)
+def test_the_simulation_finds_what_vllm_found(load: Load) -> None:
+    """As recorded of vLLM 0.32 on a CPU: python -m tests.engines.offload_loads."""
+    found = ours(load)
+    assert found == recorded()[load.name]
+    assert (sum(one.host for one in found) > 300) == (load.host * load.blocks_per_chunk > load.device), (
+        "what is stored at once and is not larger than the device holds what that holds"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not there(), reason="no environment with vLLM: make vllm-env")
+@pytest.mark.parametrize("load", [LOADS[0], LOADS[9]], ids=lambda load: load.name)
+def test_vllm_finds_what_the_simulation_says_and_answers_as_without_a_cache(
+    load: Load, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found, replies, prompts = theirs(load)
+    equal = sum(real == own for real, own in zip(found, ours(load), strict=True))
+    assert equal >= 0.99 * len(found)
+    module = plain_module(setup_of("wide_llama"))
+    loaded = [number for number, one in enumerate(found) if one.host][:12]
+    assert loaded
+    for number in loaded:
+        assert list(replies[number]) == greedy(module, prompts[number], len(replies[number]))  # type: ignore[arg-type]
+
+
+def test_a_cpu_tier_is_made_of_whole_chunks_of_the_budget() -> None:
+    setup = setup_of("wide_llama", host_tokens=1000)
+    fields = Vllm(setup, policy="arc", blocks_per_chunk=2, offload_prompt_only=False)._fields["kv_transfer_config"]
+    extra = fields["kv_connector_extra_config"]
+    assert extra["cpu_bytes_to_use"] == 15 * 64 * setup.model.kv_bytes_per_token
+    assert (extra["eviction_policy"], extra["blocks_per_chunk"], extra["offload_prompt_only"]) == ("arc", 2, False)
+    assert extra["spec_name"] == "HostSpec"
+    on_cuda = Vllm(replace(setup, device="cuda:0"), policy="lru")._fields["kv_transfer_config"]
+    assert "spec_name" not in on_cuda["kv_connector_extra_config"], "there vLLM has its own"
+    assert "kv_transfer_config" not in Vllm(setup)._fields
+    assert Vllm(setup, policy="lru")._settings({})["cpu_tokens"] == 31 * 32
+
+
+def test_a_cpu_tier_that_cannot_be_is_refused() -> None:
+    setup = setup_of("wide_llama", host_tokens=64)
+    for refused, said in (
+        (lambda: Vllm(setup, policy="fifo"), "lru, arc or null"),  # type: ignore[arg-type]
+        (lambda: Vllm(setup, policy="lru", blocks_per_chunk=3), r"raise cache\.cpu"),
+        (lambda: VllmHttp(setup, policy="lru"), "baseline=vllm_offloading"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            refused()
