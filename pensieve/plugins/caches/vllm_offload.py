@@ -110,10 +110,10 @@ class VllmOffload(PrefixCache):
     def cpu_blocks_used(self) -> int:
         return self.cpu.used * self.cpu.blocks_per_chunk
 
-    def lacking(self, session: Session, keep: int, length: int) -> int:
-        own = self._match(session, min(keep, length - 1))
+    def lacking(self, session: Session, keep: int, prompt: TokenArray[int]) -> int:
+        own = self._match(session, min(keep, len(prompt) - 1))
         busy = sum(block in self._idle and block in self._busy for block in own)
-        return super().lacking(session, keep, length) - busy
+        return super().lacking(session, keep, prompt) - busy
 
     def storing(self, prefilling: bool) -> bool:
         if not self.cpu.slots:
