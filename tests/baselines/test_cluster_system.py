@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from pensieve.core.request import Length, Request, tokens_of
 from pensieve.lab.compose import build_cluster, build_system, build_tokenizer, build_workload, plan_trial
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.base import Arrival, Following, WorkloadPlan
-from pensieve.lab.workload.chance import uniform
 from pensieve.plugins.cluster import cluster_system
 from pensieve.plugins.cluster.cluster_system import COUNTED, ClusterSystem
 from pensieve.plugins.cluster.outlook import Outlook
@@ -121,20 +119,6 @@ def test_replicas_that_run_ahead_of_each_other_do_what_they_do_step_by_step(seed
         found.pop("schedule_ms")  # of the wall clock
     assert counted == counted_apart
     assert system.clock.now_ns() == stepped.clock.now_ns()
-
-
-@pytest.mark.parametrize("router", ["affinity", "random"])
-def test_users_who_go_on_to_conversations_elsewhere_never_reach_a_replica_in_its_past(router: str) -> None:
-    """Conversations of one or two turns and thoughts shorter than a reply: a replica that computes a long one is reached by
-    what follows a request that is not even sent, and by what follows that."""
-    for seed in (4, 18, 25, 44):
-        load = (
-            "workload.users=6", "workload.conversations=18", "workload.min_turns=1", "workload.max_turns=2",
-            "workload.max_new_tokens=100", "workload.warmup_turns=6", f"workload.think_time_s={(0.0005, 0.002)[seed % 2]}",
-            "hardware.replicas=8", f"hardware.router={router}", f"seed={seed}",
-        )  # fmt: skip
-        (turns, _, _), (apart, _, _) = run(*load), run(*load, ahead=False)
-        assert list(map(repr, turns)) == list(map(repr, apart)), "every column of every turn, in order"
 
 
 def test_nothing_along_a_chain_of_turns_comes_sooner_than_the_outlook_says() -> None:
@@ -324,51 +308,6 @@ def test_a_conversation_moves_only_when_its_own_replica_leaves() -> None:
     for request in requests:
         moved = affinity(request, Fleet.of(rest), 0).number
         assert (moved != before[request.id]) == (before[request.id] == 3)
-
-
-@pytest.mark.parametrize("router", sorted(ROUTERS))
-def test_a_router_chooses_by_arrays_whom_it_would_choose_by_asking_each_replica(router: str) -> None:
-    """Against each rule written out over objects, among replicas of any loads, some of which are down."""
-    draw = random.Random(3)
-    for n in range(200):
-        up = [
-            Member(number, draw.randrange(4), draw.choice((0, 0, 32, 64)))
-            for number in range(30)
-            if draw.random() < 0.8
-        ]
-        request = Request(n, f"s{n}", 2, tokens_of([1]), Length(1))
-        bounded = [one for one in up if one.in_flight < 1.25 * sum(each.in_flight for each in up) / len(up) + 1]
-        fewest = [one for one in up if one.in_flight == min(each.in_flight for each in up)]
-        drawn = uniform(0, "route", request.session, 2)
-        best = max(up, key=lambda one: one.held)
-        expected = {
-            "random": up[int(drawn * len(up))],
-            "least_loaded": fewest[int(drawn * len(fewest))],
-            "affinity": max(up, key=lambda one: rendezvous(request.session, one.number)),
-            "affinity_bounded": max(bounded, key=lambda one: rendezvous(request.session, one.number)),
-            "prefix_aware": best if best.held and best in bounded else fewest[int(drawn * len(fewest))],
-        }[router]
-        assert ROUTERS[router](request, Fleet.of(up), 0) is expected
-
-
-@dataclass(eq=False)
-class Member:
-    number: int
-    in_flight: int
-    held: int
-
-    def held_tokens(self, session: str) -> int:
-        return self.held
-
-
-def rendezvous(session: str, number: int) -> int:
-    """A replica's score for a conversation, in integers of Python."""
-    x = (
-        number * 0x9E3779B97F4A7C15 + int.from_bytes(blake2b(session.encode(), digest_size=8).digest(), "little")
-    ) % 2**64
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
-    return x ^ (x >> 31)
 
 
 @pytest.mark.parametrize("more", [(), ("hardware.failure_s=0.5", "hardware.restart_s=0.2")])

@@ -40,36 +40,6 @@ def test_every_weight_is_there_once(family: str, tmp_path: Path) -> None:
     assert len(reader.fields["tokenizer.ggml.tokens"].data) == ARCHITECTURES[family]["vocab_size"]
 
 
-def test_queries_and_keys_are_in_the_order_in_which_llama_cpp_rotates_them(tmp_path: Path) -> None:
-    """Rotating neighbours (2i, 2i + 1) of the exported rows gives the scores that rotating halves of ours gives."""
-    module, tensors, _ = written("llama", tmp_path)
-    attention = module.model.layers[0].self_attn
-    heads, dim = 4, 8
-    x = torch.randn(32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    angles = 5 * 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-
-    def halves(v: torch.Tensor) -> torch.Tensor:
-        a, b = v[..., : dim // 2], v[..., dim // 2 :]
-        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
-
-    def neighbours(v: torch.Tensor) -> torch.Tensor:
-        a, b = v[..., 0::2], v[..., 1::2]
-        return torch.stack([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1).flatten(-2)
-
-    scores = []
-    for rotate, q, k in (
-        (halves, attention.q_proj.weight.double(), attention.k_proj.weight.double()),
-        (
-            neighbours,
-            torch.from_numpy(tensors["blk.0.attn_q.weight"].copy()).double(),
-            torch.from_numpy(tensors["blk.0.attn_k.weight"].copy()).double(),
-        ),
-    ):
-        queries, keys = rotate((q @ x).view(heads, dim)), (k @ x).view(2, dim)
-        scores.append((queries.view(2, 2, dim) * keys[:, None]).sum(-1))
-    assert torch.allclose(scores[0], scores[1], atol=1e-9)
-
-
 def test_f16_narrows_matrices_only(tmp_path: Path) -> None:
     _, tensors, _ = written("gpt2", tmp_path, "f16")
     kinds = {name: values.dtype.name for name, values in tensors.items()}

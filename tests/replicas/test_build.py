@@ -16,9 +16,9 @@ from pensieve.lab.compose import check, plan_trial
 from pensieve.lab.compose.build import _weights_memory_bytes
 from pensieve.lab.compose.machine import find_device, memory_limit_bytes
 from pensieve.lab.trial.identity import device_facts
-from pensieve.plugins.replicas import build as build_module
-from pensieve.plugins.replicas.build import build_replicas
-from pensieve.plugins.replicas.system import Scaling
+from pensieve.plugins.replicas import system as build_module
+from pensieve.plugins.replicas.deployment import Scaling
+from pensieve.plugins.replicas.system import build_replicas
 from tests.composed import checked
 
 REAL = ("hardware=replicas", "hardware.device=cpu", "model.weights=random")
@@ -27,7 +27,7 @@ REAL = ("hardware=replicas", "hardware.device=cpu", "model.weights=random")
 def test_each_replica_gets_the_configuration_of_one_engine_and_its_share_of_the_cores() -> None:
     config = checked(*REAL, "hardware.replicas=2", "hardware.router=random", "eviction=lru")
     plan = plan_trial(config)
-    one = check(build_replicas(plan, Scaling(2, 2), "random")._fields)
+    one = check(build_replicas(plan, Scaling(2, 2), "random").replicas.fields)
     assert (one.hardware.replicas, one.hardware.router) == (1, "single")
     assert one.hardware.threads is not None and 1 <= one.hardware.threads <= max(1, build_module.physical_cores() // 2)
     for group in ("model", "cache", "eviction", "scheduler", "baseline", "seed", "attention_backend"):
@@ -35,7 +35,7 @@ def test_each_replica_gets_the_configuration_of_one_engine_and_its_share_of_the_
     same = {"threads", "replicas", "router"}
     assert one.hardware.model_dump(exclude=same) == config.hardware.model_dump(exclude=same)
     given = plan_trial(checked(*REAL, "hardware.threads=3"))
-    assert build_replicas(given, Scaling(2, 4), "affinity")._fields["hardware"]["threads"] == 3
+    assert build_replicas(given, Scaling(2, 4), "affinity").replicas.fields["hardware"]["threads"] == 3
 
 
 def test_replicas_that_do_not_fit_together_are_refused_before_any_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,12 +50,13 @@ def test_replicas_that_do_not_fit_together_are_refused_before_any_starts(monkeyp
 def test_each_replica_gets_its_share_of_the_memory_that_all_of_them_may_have() -> None:
     """By which it packs its weights, or does not. Where the number follows the load, of the most that there may be."""
     plan = plan_trial(checked(*REAL, "hardware.cpu_memory=8GiB"))
-    given = [check(build_replicas(plan, Scaling(1, most), "affinity")._fields) for most in (1, 2, 4)]
+    given = [check(build_replicas(plan, Scaling(1, most), "affinity").replicas.fields) for most in (1, 2, 4)]
     assert [memory_limit_bytes(one.hardware) for one in given] == [8 * 2**30, 4 * 2**30, 2 * 2**30]
     beside = [_weights_memory_bytes(plan_trial(one)) for one in given]
     assert beside == [8 * 2**30 // most - plan.gpu_bytes - plan.cpu_bytes for most in (1, 2, 4)]
     assert (
-        build_replicas(plan_trial(checked(*REAL)), Scaling(2, 2), "affinity")._fields["hardware"]["cpu_memory"] is None
+        build_replicas(plan_trial(checked(*REAL)), Scaling(2, 2), "affinity").replicas.fields["hardware"]["cpu_memory"]
+        is None
     )
 
 

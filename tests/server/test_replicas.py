@@ -79,15 +79,16 @@ def http(should_exit: bool) -> Any:
 def test_who_is_stopped_while_replicas_load_has_not_failed(stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     pytest.importorskip("grpc_reflection")
-    from pensieve.plugins.replicas.system import ReplicaSystem, Scaling
+    from pensieve.plugins.replicas.deployment import Deployment, Scaling
+    from pensieve.plugins.replicas.system import ReplicaSystem
 
     steps: list[str] = []
 
     def make(_: Any, __: Any, connected: Any) -> Any:
-        system: Any = ReplicaSystem({}, Scaling(2, 2), "affinity", connected=connected)
-        monkeypatch.setattr(system._cluster, "start", lambda: steps.append("ray"))
-        monkeypatch.setattr(system._cluster, "close", lambda: steps.append("closed"))
-        monkeypatch.setattr(system, "_deployed", lambda: steps.append("replicas"))
+        system: Any = ReplicaSystem(Deployment({}, Scaling(2, 2), "affinity"), connected)
+        monkeypatch.setattr(system.replicas._cluster, "start", lambda: steps.append("ray"))
+        monkeypatch.setattr(system.replicas._cluster, "close", lambda: steps.append("closed"))
+        monkeypatch.setattr(system.replicas, "_deployed", lambda: steps.append("replicas"))
         system.start()
 
     monkeypatch.setattr(command, "replicated_server", make)
@@ -229,7 +230,7 @@ def test_kill_9_of_a_replica_under_load(tmp_path: Path) -> None:
     server = replicated_server(resolved(config), ServeSettings.model_validate({"replicas": 2}))
     try:
         system: Any = server.system
-        folder = system._cluster._folder
+        folder = system.replicas._cluster._folder
         assert folder.stat().st_mode & 0o77 == 0, "nobody else on this machine reads Ray's logs"
         told = _strangers_are_told()
         assert "UNAUTHENTICATED" in told <= {"UNAUTHENTICATED", "UNIMPLEMENTED"}, "without Ray's token nobody is served"
@@ -263,7 +264,7 @@ def test_kill_9_of_a_replica_under_load(tmp_path: Path) -> None:
     )
     assert counted["restarted_requests"] >= 1
     mine = {f"{tenant}/{name}" for name, tenant in WHO}
-    gone = {home for home in first.values() if home not in last.values() or home not in system._told}
+    gone = {home for home in first.values() if home not in last.values() or home not in system.replicas._told}
     moved = {session for session in mine if first[session] in gone}
     assert len(gone) == 1 and 0 < len(moved) < len(mine), "both replicas served when one of them was killed"
     assert all(last[session] == first[session] for session in mine - moved), "only those of the dead one move"

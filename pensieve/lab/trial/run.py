@@ -467,8 +467,8 @@ def trial_columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, An
 def _replicas(plan: TrialPlan) -> System:
     """Real ones. Raises EngineMissing where Ray Serve is not installed."""
     check_serve("hardware.replicas")
-    from pensieve.plugins.replicas.build import build_replicas
-    from pensieve.plugins.replicas.system import Scaling
+    from pensieve.plugins.replicas.deployment import Scaling
+    from pensieve.plugins.replicas.system import build_replicas
 
     hardware = plan.config.hardware
     return build_replicas(plan, Scaling(hardware.replicas, hardware.replicas), hardware.router)

@@ -98,8 +98,8 @@ def replicated_server(
     """A server over several engines on Ray Serve: conversations, tenants and HTTP are in this process; the replicas hold
     engines and KV, and nothing else. connected: as of ReplicaSystem. Raises EngineMissing where Ray is not installed."""
     check_serve("serve.replicas")
-    from pensieve.plugins.replicas.build import build_replicas
-    from pensieve.plugins.replicas.system import Scaling
+    from pensieve.plugins.replicas.deployment import Scaling
+    from pensieve.plugins.replicas.system import build_replicas
 
     plan, (least, most) = plan_live(config), settings.replicas
     if plan.device.simulated:
