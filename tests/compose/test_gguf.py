@@ -10,7 +10,8 @@ import pytest
 
 from pensieve import create_server
 from pensieve.errors import EngineMissing, WeightsMissing
-from pensieve.lab.compose import build_outside, build_tokenizer, gguf, model_config, plan_trial, resolved
+from pensieve.lab.compose import build_outside, build_tokenizer, model_config, plan_trial, resolved
+from pensieve.lab.compose import weights as gguf
 from pensieve.lab.compose.weights import check_weights, own_folder, weights_identity, weights_kind
 from pensieve.lab.trial.identity import identity_of
 from tests.chat import dialogue

@@ -11,8 +11,7 @@ import pytest
 from pensieve import create_server
 from pensieve.errors import EngineMissing, WeightsMissing
 from pensieve.lab.compose import model_config
-from pensieve.lab.compose.gguf import check_gguf, find_gguf
-from pensieve.lab.compose.weights import own_folder
+from pensieve.lab.compose.weights import check_gguf, find_gguf, own_folder
 
 MODEL = "smollm2_135m_gguf"
 FRANCE, ITALY = "What is the capital of France?", "And what is the capital of Italy?"

