@@ -15,9 +15,7 @@ SETTINGS = (
 """Everything of a model but its weights: a few megabytes."""
 
 _TIMEOUT_S = 10.0
-_REMEMBERED_S = (
-    30.0  # longer than a command takes to start; short for somebody who plugs the network in and tries again
-)
+_REMEMBERED_S = 30.0  # longer than a command takes to start; short for somebody who plugs the network in
 
 _answers: dict[tuple[str, str | None], tuple[float, str | None, str | None]] = {}
 
@@ -88,37 +86,25 @@ def settings_folder(hub_id: str, revision: str | None, enough: Callable[[Path], 
 
 def _ask(hub_id: str, revision: str | None) -> tuple[str | None, str | None]:
     """Why not, and the commit where it can be read."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import HfApi, errors
 
+    reasons = {  # a class before those that it is made of
+        errors.OfflineModeIsEnabled: "it is not in the hub's cache on this machine, and HF_HUB_OFFLINE is set",
+        errors.GatedRepoError: "its licence must be accepted on its page first, and a token given (huggingface-cli login)",
+        errors.RevisionNotFoundError: "it has no revision {revision}",
+        errors.RepositoryNotFoundError: "the hub knows no such model, or not for you (huggingface-cli login)",
+        errors.HFValidationError: "that is no hub id ({said})",
+        errors.HfHubHTTPError: "the hub answered: {said}",
+        # The hub's HTTP client, whichever it is, has an error class of its own for each way to fail.
+        Exception: "it is not in the hub's cache on this machine, and the hub cannot be reached ({kind})",
+    }
     api = HfApi()
     try:
         commit = api.model_info(hub_id, revision=revision, timeout=_TIMEOUT_S).sha
         api.auth_check(hub_id)
-    except OfflineModeIsEnabled:
-        return "it is not in the hub's cache on this machine, and HF_HUB_OFFLINE is set", None
-    except GatedRepoError:
-        return "its licence must be accepted on its page first, and a token given (huggingface-cli login)", None
-    except RevisionNotFoundError:
-        return f"it has no revision {revision}", None
-    except RepositoryNotFoundError:
-        return "the hub knows no such model, or not for you (huggingface-cli login)", None
-    except HFValidationError as error:
-        return f"that is no hub id ({first_line(error)})", None
-    except HfHubHTTPError as error:
-        return f"the hub answered: {first_line(error)}", None
-    except (
-        Exception
-    ) as error:  # the hub's HTTP client, whichever it is, has an error class of its own for each way to fail
-        why = type(error).__name__
-        return f"it is not in the hub's cache on this machine, and the hub cannot be reached ({why})", None
+    except Exception as error:
+        reason = next(text for kind, text in reasons.items() if isinstance(error, kind))
+        return reason.format(said=first_line(error), kind=type(error).__name__, revision=revision), None
     return None, commit
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from pensieve.errors import ConfigError, HardwareMissing
+from pensieve.errors import HardwareMissing
 from pensieve.lab.compose import plan_trial
 from pensieve.lab.compose.build import build_system
 from pensieve.lab.compose.machine import Device
@@ -51,11 +51,6 @@ def test_every_baseline_has_the_same_budget():
     assert len(budgets) == 1
 
 
-def test_all_of_a_gpu_cannot_be_more_than_all():
-    with pytest.raises(ConfigError, match="kv_budget=device"):
-        plan_trial(checked("cache.gpu=auto", "baseline=gpu_only", "baseline.kv_budget=total"))
-
-
 def test_a_cpu_takes_half_of_what_is_free_to_a_power_of_two():
     tiny = dataclasses.replace(plan_trial(checked()).model, dtype="float32")
     block = 32 * tiny.kv_bytes_per_token
@@ -70,12 +65,6 @@ def test_a_cpu_takes_half_of_what_is_free_to_a_power_of_two():
         blocks(2 * GIB)
     for part in ("2.0 GiB free on a CPU is 1.0 GiB", "an iteration 100.0 MiB", "the CPU tier 1.0 GiB", "cache.cpu"):
         assert part in str(error.value)
-
-
-def test_a_model_that_fills_the_device_leaves_no_room():
-    with pytest.raises(HardwareMissing, match=r"Use a smaller model, or raise hardware\.memory_share") as error:
-        plan_trial(checked("model=llama2_70b", "cache.gpu=auto", "hardware=sim_a100_80g"))
-    assert "80.0 GiB of memory" in str(error.value)
 
 
 def test_a_measured_tier_must_only_be_worth_starting():
@@ -94,8 +83,6 @@ def test_a_measured_tier_must_only_be_worth_starting():
 def test_graphs_off_is_understood_however_yaml_reads_it():
     for word in ("hardware.graphs=off", "hardware.graphs=false"):
         assert checked("hardware=cpu", word).hardware.graphs in ("off", False)
-    with pytest.raises(ConfigError, match=r"hardware\.depth"):
-        checked("hardware=cpu", "hardware.depth=3")
 
 
 def test_a_spec_without_room_says_so_before_anything_starts(monkeypatch: pytest.MonkeyPatch):

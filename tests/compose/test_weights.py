@@ -65,18 +65,3 @@ def test_outputs_can_be_moved(monkeypatch, tmp_path):
     assert outputs_folder().name == "outputs"
     monkeypatch.chdir(tmp_path)
     assert outputs_folder() != tmp_path / "outputs"  # anchored at the checkout
-
-
-def test_a_model_that_the_hub_does_not_give_is_asked_for_once(monkeypatch):
-    """A download would try six times, for half a minute where there is no network."""
-    asked = []
-
-    def unreachable(*given, **_named):
-        asked.append(given)
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("downloads"))
-    with pytest.raises(WeightsMissing, match=r"nobody/nothing.*cannot be reached.*a model that is in conf/model"):
-        model_config("nobody/nothing")
-    assert len(asked) == 1

@@ -85,12 +85,6 @@ def test_a_shell_completes_it(monkeypatch, capsys, tmp_path, line, offered):
     assert sorted(capsys.readouterr().out.split()) == offered
 
 
-@pytest.mark.parametrize("arguments", [(), ("nothing",)])
-def test_another_verb_is_refused(monkeypatch, capsys, arguments):
-    assert command(monkeypatch, *arguments) == 2
-    assert "compare" in capsys.readouterr().err
-
-
 def test_a_verb_without_results_ends_in_one_sentence(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     assert command(monkeypatch, "results", "list") == 1

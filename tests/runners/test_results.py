@@ -110,13 +110,6 @@ def test_reproduce_then_prune(swept):
     assert asked("select job, trial_id from sweep_result") == [(0, 1), (1, 2)]
 
 
-def test_without_results_it_says_what_to_run(tmp_path):
-    done = run(tmp_path / "nowhere", "list", script="results.py")
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert "run `python runners/run.py -m` first" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("line", "wanted", "unwanted"),
     [

@@ -4,30 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.lab.compose import resolved
-from pensieve.lab.trial import Job, run_trial
-from pensieve.lab.trial.tracking import open_tracking
 from pensieve.lab.workload.chat import ChatWorkload
-from tests.composed import SHORT, checked, composed
-
-
-@pytest.fixture
-def tracking(tmp_path, monkeypatch):
-    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    return replace(open_tracking(checked("tracking=local")), mlflow=False)
-
-
-def run(tracking, *words):
-    words = ("tracking=local", *words)
-    job = Job("test", tracking.outputs / "runs" / "x")
-    outcome = run_trial(checked(*words), resolved(composed(*words)), tracking, job, lambda text: None)
-    return outcome, tracking.store.trial(outcome.trial_id)
+from tests.trial.running import run
 
 
 def test_a_cache_state_that_did_not_hold_invalidates_the_trial(tracking, monkeypatch):
     describe = ChatWorkload.describe
     monkeypatch.setattr(ChatWorkload, "describe", lambda self: replace(describe(self), cache_state="primed"))
-    outcome, trial = run(tracking, *SHORT)
+    outcome = run(tracking)
+    trial = tracking.store.trial(outcome.trial_id)
     assert not outcome.completed
     assert trial.status == "failed"
     assert "starts with a primed cache" in trial.error
@@ -36,7 +21,8 @@ def test_a_cache_state_that_did_not_hold_invalidates_the_trial(tracking, monkeyp
 
 @pytest.mark.parametrize("baseline", ["pensieve", "gpu_only", "stateless"])
 def test_two_engines_can_be_shown_to_match(tracking, baseline):
-    outcome, trial = run(tracking, "workload=prefix_invalidation", "workload.rounds=1", f"baseline={baseline}")
+    outcome = run(tracking, "workload=prefix_invalidation", "workload.rounds=1", f"baseline={baseline}", words=())
+    trial = tracking.store.trial(outcome.trial_id)
     assert outcome.completed
     scheduler = trial.config["scheduler"]
     assert trial.engine["n_ctx"] == 8192

@@ -2,7 +2,7 @@
 
 from sqlalchemy import text
 
-from tests.trial.test_run import run, tracking  # noqa: F401  a fixture
+from tests.trial.running import run
 
 SMALL = (
     "model=llama2_70b", "hardware=sim_h100", "hardware.gpus=2", "workload=chat", "workload.conversations=12",
@@ -11,7 +11,7 @@ SMALL = (
 TIERS = ("gpu_hit", "cpu_hit", "disk_hit", "recomputed")
 
 
-def test_the_rates_are_those_of_the_rows_and_sum_to_the_history(tracking):  # noqa: F811
+def test_the_rates_are_those_of_the_rows_and_sum_to_the_history(tracking):
     rates = {}
     for disk in ("0 tokens", "16384 tokens"):
         outcome = run(tracking, *SMALL, f"cache.disk='{disk}'")

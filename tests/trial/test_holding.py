@@ -9,7 +9,7 @@ from pensieve.core.cost import positions_s
 from pensieve.lab.compose import plan_trial
 from pensieve.sim.cost import simulated_cost
 from tests.composed import checked
-from tests.trial.test_run import run, tracking  # noqa: F401  a fixture
+from tests.trial.running import run
 
 BUSY = (
     "hardware=sim_h100", "cache=cramped", "workload.pressure=2", "workload.users=6", "workload.conversations=6",
@@ -19,22 +19,22 @@ BUSY = (
 GIB = 1024**3
 
 
-def rows(tracking, trial, query):  # noqa: F811
+def rows(tracking, trial, query):
     with tracking.store.database.reading() as connection:
         return connection.execute(text(query), {"trial": trial}).all()
 
 
-def by_tier(tracking, trial, column):  # noqa: F811
+def by_tier(tracking, trial, column):
     query = f"SELECT tier, sum({column}) FROM holding WHERE trial_id = :trial GROUP BY tier"
     return dict(map(tuple, rows(tracking, trial, query)))
 
 
-def metrics(tracking, trial):  # noqa: F811
+def metrics(tracking, trial):
     return {(one.name, one.label): one.value for one in tracking.store.metrics_of(trial)}
 
 
 @pytest.mark.parametrize("baseline", ["pensieve", "prefix_cache"])
-def test_sums_of_the_rows(tracking, baseline):  # noqa: F811
+def test_sums_of_the_rows(tracking, baseline):
     """Held: the readings of the pools' occupancy, summed over time. Saved, with recomputed: the whole history in seconds."""
     words = (*BUSY, f"baseline={baseline}")
     trial = run(tracking, *words).trial_id
@@ -72,7 +72,7 @@ def test_sums_of_the_rows(tracking, baseline):  # noqa: F811
         assert seconds == pytest.approx(positions_s(cost, 0, tokens, plan.chunk_tokens))
 
 
-def test_conversations_that_never_return_save_nothing(tracking):  # noqa: F811
+def test_conversations_that_never_return_save_nothing(tracking):
     words = [*BUSY, "workload.min_turns=1", "workload.max_turns=1"]
     trial = run(tracking, *words).trial_id
     saved, idle = (by_tier(tracking, trial, column) for column in ("saved_s", "idle_gib_s"))
@@ -80,7 +80,7 @@ def test_conversations_that_never_return_save_nothing(tracking):  # noqa: F811
     assert idle["gpu"] > 0
 
 
-def test_stateless_holds_what_runs_and_no_more(tracking):  # noqa: F811
+def test_stateless_holds_what_runs_and_no_more(tracking):
     trial = run(tracking, *BUSY, "baseline=stateless").trial_id
     assert by_tier(tracking, trial, "idle_gib_s") == {"gpu": 0.0}
     assert by_tier(tracking, trial, "saved_s") == {"gpu": 0.0}

@@ -11,30 +11,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from pensieve.errors import TrialTimeout
-from pensieve.lab.compose import check, resolved
+from pensieve.lab.compose import check
 from pensieve.lab.results.store import open_store
-from pensieve.lab.trial import Job, isolate, run_trial
-from pensieve.lab.trial.liveness import Deadline
+from pensieve.lab.trial import isolate
 from pensieve.lab.trial.run import _isolated
-from pensieve.lab.trial.tracking import Tracking
 from tests.composed import SHORT, composed
+from tests.trial.running import run
 
 CRASHING = "++eviction._target_=tests.trial.crashing.Crash"
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def tracking(tmp_path, monkeypatch):
-    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+@pytest.fixture(autouse=True)
+def count(tmp_path, monkeypatch):
+    """Of the crashes: see crashing.py."""
     monkeypatch.setenv("CRASH_COUNT", str(tmp_path / "crashes"))
-    return Tracking(tmp_path, open_store(tmp_path), mlflow=False, kept=True)
-
-
-def run(tracking, *overrides, said=None, **job):
-    cfg = composed("tracking=local", "tracking.mlflow=false", *SHORT, *overrides)
-    job = Job("test", tracking.outputs / "runs" / "x", preflight=False, **job)
-    return run_trial(check(cfg), resolved(cfg), tracking, job, (said if said is not None else []).append)
 
 
 @pytest.mark.slow
@@ -77,7 +68,7 @@ def test_retries_run_until_one_completes(tracking, monkeypatch):
     monkeypatch.setenv("CRASH", "error")
     monkeypatch.setenv("CRASHES", "2")
     said = []
-    outcome = run(tracking, "trial.retries=3", CRASHING, said=said)
+    outcome = run(tracking, "trial.retries=3", CRASHING, said=said, preflight=False)
     assert outcome.completed
     assert tracking.store.trial(outcome.trial_id).attempt == 3
     assert [tracking.store.trial(number).status for number in (1, 2)] == ["failed", "failed"]
@@ -94,7 +85,7 @@ def test_retries_have_an_end_and_isolated_ones_too(tracking, monkeypatch):
 
 
 def test_what_would_fail_again_is_not_tried_again(tracking):
-    outcome = run(tracking, "trial.retries=5", "cache.gpu='256 tokens'")
+    outcome = run(tracking, "trial.retries=5", "cache.gpu='256 tokens'", preflight=False)
     assert outcome.permanent
     assert tracking.store.trial(outcome.trial_id).attempt == 1
 
@@ -114,14 +105,6 @@ def test_a_trial_past_its_time_fails(tracking):
     assert trial.status == "failed"
     assert "TrialTimeout" in trial.traceback
     assert tracking.store.completed_trial(trial.fingerprint) is None
-
-
-def test_a_deadline():
-    assert Deadline(None).left_s is None
-    Deadline(None).check()
-    Deadline(10).check()
-    with pytest.raises(TrialTimeout, match="timeout_s=0 "[:-1]):
-        Deadline(0).check()
 
 
 def test_a_trial_that_hangs_is_killed(tracking, monkeypatch):

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -101,26 +102,24 @@ def test_a_sweep_composes_jobs_that_differ_in_the_seed_once(monkeypatch, tmp_pat
     assert len(composed) == 1 + 6, composed
 
 
-def test_a_swept_baseline_on_the_command_line_replaces_the_default():
-    jobs = plan_jobs(sweep_config("baseline=pensieve,stateless", "seed=range(2)"))
-    assert jobs.axes == {"seed": ("0", "1"), "baseline": ("pensieve", "stateless")}
+@pytest.mark.parametrize(
+    ("typed", "axes"),
+    [
+        (("baseline=pensieve,stateless", "seed=range(2)"), {"seed": 2, "baseline": 2}),  # in place of the default
+        (("sweep=none", "eviction=retention_value,lru"), {"eviction": 2}),
+        (("experiment=peers/prefix_invalidation",), {"workload.blocks": 3, "baseline": 2}),  # its own
+    ],
+)
+def test_the_axes_are_those_typed_or_of_the_overlay_or_the_default(typed, axes):
+    jobs = plan_jobs(sweep_config(*typed))
+    assert {name: len(values) for name, values in jobs.axes.items()} == axes and list(jobs.axes) == list(axes)
+    assert len(jobs.jobs) == math.prod(axes.values())
 
 
-def test_none_leaves_the_axes_to_the_command_line():
-    jobs = plan_jobs(sweep_config("sweep=none", "eviction=retention_value,lru"))
-    assert jobs.axes == {"eviction": ("retention_value", "lru")}
-    assert jobs.jobs == (("eviction=retention_value", "sweep=none"), ("eviction=lru", "sweep=none"))
-
-
-def test_an_overlay_states_its_own_axes():
-    jobs = plan_jobs(sweep_config("experiment=peers/prefix_invalidation"))
-    assert list(jobs.axes) == ["workload.blocks", "baseline"]
-    assert len(jobs.jobs) == 6
-
-
-def test_sweeping_experiment_is_refused():
-    with pytest.raises(ConfigError, match="experiment cannot be swept"):
-        plan_jobs(sweep_config("experiment=demo,paper/ablation_eviction"))
+@pytest.mark.parametrize("typed", ["experiment=demo,paper/ablation_eviction", "slo.ttft_ms=1,2"])
+def test_what_cannot_be_swept_is_refused(typed):
+    with pytest.raises(ConfigError, match=f"{typed.partition('=')[0]} cannot be swept"):
+        plan_jobs(sweep_config(typed))
 
 
 def test_a_value_typed_twice_is_one_job_for_us_and_for_the_sweeper():

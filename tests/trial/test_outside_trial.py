@@ -3,15 +3,14 @@
 import pytest
 
 from pensieve.errors import EngineMissing, UnsupportedModel
-from pensieve.lab.compose import plan_trial, resolved
+from pensieve.lab.compose import plan_trial
 from pensieve.lab.compose.preflight import preflight
 from pensieve.lab.results.export import baseline_report
 from pensieve.lab.results.store import JobResult
 from pensieve.lab.results.tokens import compare_tokens
-from pensieve.lab.trial import Job, run_trial
 from pensieve.lab.trial.identity import identity_of
-from pensieve.lab.trial.tracking import Tracking, open_tracking
-from tests.composed import SHORT, checked, composed
+from tests.composed import SHORT, checked
+from tests.trial.running import run
 
 SMALLEST = (
     "model.architecture.hidden_size=32", "model.architecture.num_hidden_layers=2", "model.architecture.head_dim=8",
@@ -20,18 +19,14 @@ SMALLEST = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def tracking(tmp_path, monkeypatch):
-    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    opened = open_tracking(checked("tracking=local"))
-    return Tracking(opened.outputs, opened.store, mlflow=False, kept=True)
 
 
-def run(tracking, *overrides):
-    words = ("tracking=local", *SHORT, "workload.request_interval=0", "workload.think_time_s=0", *SMALLEST, *overrides)
-    job = Job("test", tracking.outputs / "runs" / overrides[0].replace("=", "-"))
-    outcome = run_trial(checked(*words), resolved(composed(*words)), tracking, job, lambda _: None)
+def ran(tracking, *overrides):
+    words = (*SHORT, "workload.request_interval=0", "workload.think_time_s=0", *SMALLEST)
+    outcome = run(tracking, *overrides, words=words, folder=overrides[0].replace("=", "-"))
     assert outcome.completed, outcome.error
     return tracking.store.trial(outcome.trial_id)
 
@@ -39,7 +34,7 @@ def run(tracking, *overrides):
 def test_llama_cpp_answers_a_workload_with_our_tokens_and_fills_its_rows(tracking):
     pytest.importorskip("xllamacpp")
     store = tracking.store
-    trials = {name: run(tracking, f"baseline={name}") for name in ("llama_cpp", "gpu_only")}
+    trials = {name: ran(tracking, f"baseline={name}") for name in ("llama_cpp", "gpu_only")}
     theirs, ours = trials["llama_cpp"], trials["gpu_only"]
     paths = [store.artifacts_of(trial.id, "tokens")[0].path for trial in (ours, theirs)]
     compared = compare_tokens(*paths)
@@ -73,18 +68,16 @@ def test_its_version_and_its_fields_make_another_trial():
     pytest.importorskip("xllamacpp")
 
     def fingerprint(*overrides):
-        words = ("baseline=llama_cpp", *SMALLEST, *overrides)
-        return identity_of(plan_trial(checked(*words)), resolved(composed(*words))).fingerprint
+        config = checked("baseline=llama_cpp", *SMALLEST, *overrides)
+        return identity_of(plan_trial(config), config.model_dump()).fingerprint
 
     assert fingerprint() == fingerprint()
     assert fingerprint() != fingerprint("baseline.engine.n_parallel=2")
 
 
 def test_what_crosses_a_network_is_in_the_rows_the_metrics_and_the_export_and_simulated_it_says_so(tracking):
-    words = ("tracking=local", "model=llama3_8b", "cache=small", "workload=decode", "workload.iterations=3",
-             "workload.discard=1", "baseline=semantic_blind")  # fmt: skip
-    job = Job("test", tracking.outputs / "runs" / "blind")
-    outcome = run_trial(checked(*words), resolved(composed(*words)), tracking, job, lambda _: None)
+    words = ("model=llama3_8b", "cache=small", "workload=decode", "workload.iterations=3", "workload.discard=1")
+    outcome = run(tracking, "baseline=semantic_blind", words=words)
     assert outcome.completed, outcome.error
     store, trial = tracking.store, tracking.store.trial(outcome.trial_id)
     assert trial.simulated and trial.engine["network"].startswith("simulated: 25 Gbps")
@@ -96,5 +89,5 @@ def test_what_crosses_a_network_is_in_the_rows_the_metrics_and_the_export_and_si
     report = baseline_report(store, [JobResult(0, False, trial, trial)])
     assert report["simulated"] and report["network"] == trial.engine["network"]
     assert [run["sent_bytes"] for run in report["runs"]] == [turn.sent_bytes for turn in rows]
-    for run in report["runs"]:
-        assert run["queue_ms"] + run["compute_ms"] + run["transfer_ms"] == pytest.approx(run["total_ms"], abs=1e-3)
+    for one in report["runs"]:
+        assert one["queue_ms"] + one["compute_ms"] + one["transfer_ms"] == pytest.approx(one["total_ms"], abs=1e-3)

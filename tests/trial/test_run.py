@@ -8,37 +8,18 @@ import pytest
 from sqlalchemy import select
 
 from pensieve.errors import CapacityError, ConfigError, ResultsError
-from pensieve.lab.compose import resolved
 from pensieve.lab.results.listing import list_trials
 from pensieve.lab.results.schema import MetricRow, Trial
 from pensieve.lab.results.slo import SLO_METRICS
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.tokens import read_tokens
-from pensieve.lab.trial import Job, run_trial, terminal
 from pensieve.lab.trial import run as run_module
-from pensieve.lab.trial.liveness import Heartbeat
+from pensieve.lab.trial import terminal
+from pensieve.lab.trial.liveness import heartbeat
 from pensieve.lab.trial.summary import brief
-from pensieve.lab.trial.tracking import Tracking, open_tracking
-from tests.composed import SHORT, checked, composed
-
-
-@pytest.fixture
-def tracking(tmp_path, monkeypatch):
-    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    opened = open_tracking(checked("tracking=local"))
-    return Tracking(opened.outputs, opened.store, mlflow=False, kept=True)
-
-
-def run(tracking, *overrides, said=None, **job):
-    cfg = composed("tracking=local", *SHORT, *overrides)
-    folder = tracking.outputs / "runs" / "x"
-    return run_trial(
-        checked("tracking=local", *SHORT, *overrides),
-        resolved(cfg),
-        tracking,
-        Job("test", folder, **job),
-        (said if said is not None else []).append,
-    )
+from pensieve.lab.trial.tracking import open_tracking
+from tests.composed import checked
+from tests.trial.running import run
 
 
 def test_a_trial_is_recorded_whole(tracking):
@@ -162,7 +143,7 @@ def test_the_heart_beats_while_the_trial_lives(tracking):
 
     import time
 
-    with Heartbeat(Store(), 7, interval_s=0.01):
+    with heartbeat(Store(), 7, interval_s=0.01):
         while len(beats) < 2:
             time.sleep(0.01)
     count = len(beats)
@@ -228,15 +209,6 @@ def test_each_sweep_shows_a_trial_under_its_own_objective_and_no_row_of_it_chang
     assert not any(name in row for row in rows(store) for name in SLO_METRICS)
 
 
-def test_a_sweep_keeps_its_own_trial_when_its_command_is_repeated(tracking):
-    store = tracking.store
-    sweep = store.open_sweep("key", "x", None, None, {}, 1, "host", None)
-    first = run(tracking, sweep_id=sweep)
-    forced = run(tracking, "force=true")
-    assert run(tracking, sweep_id=sweep).trial_id == first.trial_id
-    assert run(tracking).trial_id == forced.trial_id
-
-
 @pytest.mark.parametrize("anew", [True, False])
 def test_force_finds_only_what_a_sweep_begun_anew_ran_itself(tracking, anew):
     """Under a sweep that is found again each time (a bench command's) it runs the trial again."""
@@ -296,3 +268,4 @@ def test_a_forced_trial_and_a_failed_one_leave_an_older_sweep_as_it_was(tracking
     assert [(m.name, m.label, m.value) for m in store.metrics_of(shown)] == before
     again = run(tracking, sweep_id=first)  # the same command, without force: what it shows stays
     assert (again.reused, again.trial_id) == (True, shown)
+    assert run(tracking).trial_id == forced, "outside of a sweep the newest counts"

@@ -27,7 +27,7 @@ from pensieve.lab.trial.samples import (
     meter_of,
 )
 from tests.results.trials import trial_fields
-from tests.trial.test_run import run, tracking  # noqa: F401  a fixture
+from tests.trial.running import run
 
 CPU = Device("cpu", "cpu", "cpu", "this CPU", 1, 1, 1)
 GPU = Device("cuda", "cuda:0", "GPU-1", "a GPU", 1, 1, 1)
@@ -300,7 +300,7 @@ def test_a_system_that_does_not_tell_and_a_full_disk(store, monkeypatch, caplog)
 
 
 @pytest.mark.parametrize("baseline", ["pensieve", "stateless", "prefix_cache", "llama_slots"])
-def test_a_trial_shows_what_it_held(tracking, baseline):  # noqa: F811
+def test_a_trial_shows_what_it_held(tracking, baseline):
     outcome = run(tracking, f"baseline={baseline}", "workload.pressure=2")
     trial = tracking.store.trial(outcome.trial_id)
     readings = tracking.store.samples_of(outcome.trial_id)

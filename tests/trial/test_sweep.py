@@ -9,7 +9,6 @@ from hydra.core.global_hydra import GlobalHydra
 from pensieve import cli
 from pensieve.lab.compose import TrialConfig
 from pensieve.lab.results.store import ResultsStore, open_store
-from pensieve.lab.results.sweep_table import sweep_table
 from pensieve.lab.trial import sweep as sweep_module
 from pensieve.lab.trial import terminal
 from pensieve.lab.trial.job import Outcome
@@ -46,21 +45,6 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Typed]:
 
 def shown(store: ResultsStore, sweep: int) -> list[int | None]:
     return [job.trial and job.trial.id for job in store.trials_of_sweep(sweep)]
-
-
-@pytest.mark.slow
-def test_force_never_changes_what_an_older_sweep_shows(typed: Typed, tmp_path: Path) -> None:
-    assert typed() == 0
-    store = open_store(tmp_path)
-    before = sweep_table(store, 1).text()
-    for sweep in (2, 3):  # typed twice, the second one leaves the first as it is, too
-        assert typed("force=true") == 0
-        latest = store.latest_sweep()
-        assert latest is not None and latest.id == sweep
-    assert [shown(store, sweep) for sweep in (1, 2, 3)] == [[1], [2], [3]]
-    assert typed() == 0  # without force the same command is the same sweep
-    assert shown(store, 1) == [1]
-    assert sweep_table(store, 1).text() == before
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from pensieve.sim.timeline import Timeline
+from tests.trial.running import run
 from tests.trial.test_disk import SMALL
-from tests.trial.test_run import run, tracking  # noqa: F401  a fixture
 
 ALWAYS = {
     "M": {"name", "pid", "args"},
@@ -47,7 +47,7 @@ def open_phases(events):
     return {key: left for key, left in open_.items() if left}
 
 
-def test_a_trace_with_all_tiers_keeps_the_formats_rules(tracking):  # noqa: F811
+def test_a_trace_with_all_tiers_keeps_the_formats_rules(tracking):
     outcome = run(tracking, *SMALL, "cache.disk='16384 tokens'", "trial.trace=true")
     content = read(tracking.outputs / "runs" / "x" / "trace.json.gz")
     assert content["displayTimeUnit"] in ("ms", "ns")

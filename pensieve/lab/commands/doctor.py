@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.table import Table
@@ -26,8 +26,8 @@ from pensieve.lab.compose.weights import local_weights
 from pensieve.lab.results.store import open_store
 from pensieve.lab.tables import grid
 from pensieve.lab.trial.summary import installed
-from pensieve.lab.trial.terminal import console, say
-from pensieve.specs import DTYPE_BYTES, ModelSpec
+from pensieve.lab.trial.terminal import console
+from pensieve.specs import ModelSpec
 from pensieve.units import format_bytes, parse_capacity
 
 EXTRAS = {
@@ -38,7 +38,13 @@ EXTRAS = {
     "psycopg": "tracking=postgres",
 }
 _HEAD_DIM = 64  # of the kernel that is tried; a model's own is compiled when it is loaded
-PACKAGES = ("transformers", "hydra-core", "sqlalchemy", "mlflow")
+PACKAGES = (
+    ("transformers", "transformers"),
+    ("hydra-core", "hydra"),
+    ("sqlalchemy", "sqlalchemy"),
+    ("mlflow", "mlflow"),
+)
+"""By the names of their distributions and of their modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,34 +64,25 @@ class Machine:
 
 
 def report(cache_name: str = "small") -> int:
-    """Print the report; 0 where trials can run, 1 where something has to be repaired first."""
-    try:
-        cache = CacheConfig.model_validate(read_option("cache", cache_name))
-    except PensieveError as error:
-        say(str(error))
-        return 1
+    """Print the report; 0 where trials can run, 1 where something has to be repaired first. Raises ConfigError."""
+    cache = CacheConfig.model_validate(read_option("cache", cache_name))
     machine = inspect_machine()
     database, database_sound = _database()
-    out = console()
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, value in _facts(machine, database):
-        table.add_row(name, value)
-    out.print(table)
     fitting, models = _models(machine, cache)
-    out.print(models)
-    out.print("Weights that are not at hand come from the hub; model.weights=random needs none.", soft_wrap=True)
-    problem = None
+    problem = None if database_sound else database
     if machine.torch is None:
         problem = "torch is not installed, so only simulated hardware runs: make install"
-    elif not database_sound:
-        problem = database
-    if problem:
-        out.print(f"Mend this first: {problem}")
-    out.print("Next:", soft_wrap=True)
-    for line in _next(machine, fitting):
-        out.print(f"  {line}", soft_wrap=True, highlight=False)
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column()
+    for name, value in _facts(machine, database):
+        facts.add_row(name, value)
+    out = console()
+    out.print(facts, models, sep="\n")
+    lines = ["Weights that are not at hand come from the hub; model.weights=random needs none."]
+    lines += [f"Mend this first: {problem}"] if problem else []
+    for line in [*lines, "Next:", *(f"  {command}" for command in _next(machine, fitting))]:
+        out.print(line, soft_wrap=True, highlight=False)
     return 1 if problem else 0
 
 
@@ -106,11 +103,12 @@ def _facts(machine: Machine, database: str) -> Iterator[tuple[str, str]]:
     outputs = outputs_folder()
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "torch", machine.torch or "not installed"
-    yield "packages", ", ".join(f"{name} {_version(name) or 'missing'}" for name in PACKAGES)
     yield (
-        "extras",
-        ", ".join(f"{n} {'installed' if installed(n) else 'not installed'} ({use})" for n, use in EXTRAS.items()),
+        "packages",
+        ", ".join(f"{name} {version(name) if installed(module) else 'missing'}" for name, module in PACKAGES),
     )
+    there = {name: "installed" if installed(name) else "not installed" for name in EXTRAS}
+    yield "extras", ", ".join(f"{name} {there[name]} ({use})" for name, use in EXTRAS.items())
     yield "GPU", machine.gpu
     yield "CPU", f"{cpu_label()}, {cores()} cores"
     yield "compiler", _compiler()
@@ -139,29 +137,26 @@ def _database() -> tuple[str, bool]:
 def _models(machine: Machine, cache: CacheConfig) -> tuple[list[str], Table]:
     """The names of the models that fit, and the table of all models."""
     fits_in, at_hand = f"fits in\n{machine.dtype}", "weights\nat hand"
-    lines = []
-    fitting = []
+    lines, fitting = [], []
     for name in options("model"):
         model = ModelConfig.model_validate(read_option("model", name))
         if not model.architecture:
             continue  # model=hf is any model
-        specs = [ModelSpec.from_architecture(name, model.architecture, dtype) for dtype in ("bfloat16", "float32")]
-        own = next(spec for spec in specs if spec.dtype == machine.dtype)
-        need = _need(own, cache, machine)
-        fits = need <= machine.memory_bytes
-        if fits:
+        half, full = (ModelSpec.from_architecture(name, model.architecture, d) for d in ("bfloat16", "float32"))
+        need = _need(half if half.dtype == machine.dtype else full, cache, machine)
+        if need <= machine.memory_bytes:
             fitting.append(name)
-        parameters = specs[0].parameters
+        size = half.parameters
         lines.append(
             {
                 "model": name,
-                "parameters": f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M",
-                "weights\n16 bit": format_bytes(specs[0].weight_bytes),
-                "weights\nfloat32": format_bytes(specs[1].weight_bytes),
-                "KV a token\n16 bit": format_bytes(specs[0].kv_bytes_per_token),
-                "KV a token\nfloat32": format_bytes(specs[1].kv_bytes_per_token),
-                fits_in: "yes" if fits else f"no, needs {format_bytes(need)}",
-                at_hand: _at_hand(model),
+                "parameters": f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.0f} M",
+                "weights\n16 bit": format_bytes(half.weight_bytes),
+                "weights\nfloat32": format_bytes(full.weight_bytes),
+                "KV a token\n16 bit": format_bytes(half.kv_bytes_per_token),
+                "KV a token\nfloat32": format_bytes(full.kv_bytes_per_token),
+                fits_in: "yes" if name in fitting else f"no, needs {format_bytes(need)}",
+                at_hand: "random" if model.weights == "random" else "yes" if local_weights(model) else "no",
             }
         )
     title = f"Models on {machine.label} with cache={cache.name} ({cache.gpu} / {cache.cpu})"
@@ -173,16 +168,7 @@ def _need(spec: ModelSpec, cache: CacheConfig, machine: Machine) -> int:
     tiers = (cache.gpu, cache.cpu) if machine.kind == "cpu" else (cache.gpu,)
     sizes = [tier for tier in tiers if tier != AUTO]  # auto takes what is left
     tokens = sum(parse_capacity(tier).in_tokens(spec.kv_bytes_per_token) for tier in sizes)
-    assert spec.dtype in DTYPE_BYTES
     return spec.weight_bytes + tokens * spec.kv_bytes_per_token
-
-
-def _at_hand(model: ModelConfig) -> str:
-    if model.weights == "random":
-        return "random"
-    if local_weights(model) is not None:
-        return "yes"
-    return "no"
 
 
 def _next(machine: Machine, fitting: list[str]) -> Iterator[str]:
@@ -220,10 +206,3 @@ def _attention(machine: Machine) -> str:
     loud = "WARNING: no kernel runs here, which is slower. " if fell_back else ""
     said = f"{name} serves attention_backend=auto in {machine.dtype}. {loud}{why}".rstrip()
     return f"{said} A model that fails its self-check with it gets the next one, and its trial is flagged fell_back."
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

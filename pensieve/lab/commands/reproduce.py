@@ -39,12 +39,12 @@ def reproduce(store: ResultsStore, trial_id: int, say: Callable[[str], None]) ->
     for line in differences(old, identity_of(plan, old.config)):
         say(line)
     assert store.root is not None
-    attempt = _attempts(store, identity_of(plan, old.config, reproduces=trial_id)) + 1
+    known = store.completed_trial(identity_of(plan, old.config, reproduces=trial_id).fingerprint)
+    attempt = known.attempt + 1 if known else 1
     folder = store.root / "runs" / f"reproduce-{trial_id}-attempt-{attempt}"
     folder.mkdir(parents=True, exist_ok=True)
     tracking = Tracking(outputs_folder(), store, mlflow=False, kept=True)
-    job = Job(f"trial {trial_id} again", folder, reproduces=trial_id)
-    outcome = run_trial(config, old.config, tracking, job, say)
+    outcome = run_trial(config, old.config, tracking, Job(f"trial {trial_id} again", folder, reproduces=trial_id), say)
     if not outcome.completed:
         say(f"Trial {outcome.trial_id}, which repeats {trial_id}, failed: {outcome.error}")
         return 1
@@ -72,11 +72,6 @@ def differences(old: Trial, new: Identity) -> Iterable[str]:
 def _version(git: dict[str, object]) -> str:
     commit = str(git.get("commit") or "no commit")[:12]
     return f"{commit} with changes {str(git.get('diff_sha256'))[:12]}" if git.get("dirty") else commit
-
-
-def _attempts(store: ResultsStore, identity: Identity) -> int:
-    known = store.completed_trial(identity.fingerprint)
-    return known.attempt if known else 0
 
 
 def _results(store: ResultsStore, before: int, after: int) -> Iterable[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,7 +102,7 @@ def find_device(hardware: HardwareConfig) -> Device:
     if hardware.simulated:
         return _simulated(hardware)
     asked = hardware.device
-    if asked != "auto" and asked != "cpu" and asked.partition(":")[0] != "cuda":
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", asked):
         raise ConfigError(f"hardware.device={asked!r} is unknown; it is auto, cpu, cuda or cuda:<index>.")
     if asked == "cpu":
         return _cpu(hardware)
@@ -114,10 +115,7 @@ def find_device(hardware: HardwareConfig) -> Device:
             f"hardware.device={asked} needs a GPU that torch {torch.__version__} can use, and there is none; "
             "use hardware=cpu, or a simulated one such as hardware=sim_h100."
         )
-    number = asked.partition(":")[2] or "0"
-    if not number.isdecimal():
-        raise ConfigError(f"hardware.device={asked!r} is unknown; it is auto, cpu, cuda or cuda:<index>.")
-    index, there = int(number), torch.cuda.device_count()
+    index, there = int(asked.partition(":")[2] or 0), torch.cuda.device_count()
     if index >= there:
         raise HardwareMissing(f"hardware.device={asked} does not exist; this machine has {there} GPU(s).")
     if index + hardware.gpus > there:

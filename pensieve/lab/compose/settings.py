@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -66,7 +67,7 @@ def check(cfg: DictConfig | Mapping[str, Any]) -> TrialConfig:
     try:
         config = TrialConfig.model_validate(plain)
     except ValidationError as error:
-        raise ConfigError(explain_invalid(error, plain, lambda group: _fields_of(TrialConfig, group))) from None
+        raise ConfigError(explain_invalid(error, plain, partial(_fields_of, TrialConfig))) from None
     if config.scheduler.swap_out_stop < config.scheduler.swap_out_start:
         raise ConfigError("scheduler.swap_out_stop must not be below scheduler.swap_out_start.")
     if config.trial.profile and config.hardware.simulated:
@@ -100,19 +101,10 @@ def _check_drawable(config: TrialConfig) -> None:
 
 def check_node(model: type[Node], config: Mapping[str, Any], name: str) -> Node:
     """The node of a command, such as `serve`, as typed fields. Raises ConfigError, as check does."""
-    given = config[name]
-
-    def fields_of(path: Sequence[str]) -> Iterable[str]:
-        node: Any = model
-        for part in path:
-            node = node.model_fields[part].annotation
-        fields: Iterable[str] = node.model_fields
-        return fields
-
     try:
-        return model.model_validate(given)
+        return model.model_validate(config[name])
     except ValidationError as error:
-        raise ConfigError(explain_invalid(error, given, fields_of, name)) from None
+        raise ConfigError(explain_invalid(error, config[name], partial(_fields_of, model), name)) from None
 
 
 def explain_invalid(

@@ -10,10 +10,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 
 from filelock import FileLock, Timeout
 
@@ -29,32 +28,25 @@ ORPHANED = 3  # exit status; nobody is left to read it
 log = logging.getLogger(__name__)
 
 
-class Heartbeat:
+@contextmanager
+def heartbeat(store: ResultsStore, trial_id: int, interval_s: float = HEARTBEAT_S) -> Iterator[None]:
     """Writes the trial's heartbeat while the block runs. A write that fails is logged, and the next one is tried."""
+    ended = threading.Event()
 
-    def __init__(self, store: ResultsStore, trial_id: int, interval_s: float = HEARTBEAT_S) -> None:
-        self._store = store
-        self._trial_id = trial_id
-        self._interval_s = interval_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name=f"heartbeat-{trial_id}", daemon=True)
-
-    def __enter__(self) -> Heartbeat:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _beat(self) -> None:
-        while not self._stop.wait(self._interval_s):
+    def beat() -> None:
+        while not ended.wait(interval_s):
             try:
-                self._store.heartbeat(self._trial_id)
+                store.heartbeat(trial_id)
             except ResultsError as error:
-                log.warning("heartbeat of trial %s: %s", self._trial_id, error)
+                log.warning("heartbeat of trial %s: %s", trial_id, error)
+
+    thread = threading.Thread(target=beat, name=f"heartbeat-{trial_id}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @functools.lru_cache(maxsize=8)  # a process that runs many jobs of one sweep watches once
@@ -113,17 +105,16 @@ def device_lock(device: Device, exclusive: bool, say: Callable[[str], None]) -> 
         for path in lock_files(device):
             lock = FileLock(path, mode=0o666)
             try:
-                try:
-                    lock.acquire(timeout=0)
-                except Timeout:
-                    say(
-                        f"Waiting for {device.label}: another trial runs on it (trial.exclusive=false would run beside it)."
-                    )
-                    lock.acquire()
+                with suppress(Timeout):
+                    held.enter_context(lock.acquire(timeout=0))
+                    continue
+                say(
+                    f"Waiting for {device.label}: another trial runs on it (trial.exclusive=false would run beside it)."
+                )
+                held.enter_context(lock.acquire())
             except OSError as error:
                 raise HardwareMissing(
                     f"The lock {path} of {device.label} cannot be taken ({error.strerror}); delete it if nobody else uses "
                     "the device, or use trial.exclusive=false."
                 ) from error
-            held.callback(lock.release)
         yield

@@ -54,7 +54,7 @@ from pensieve.lab.trial.holding import holding_metrics, ledger_of_holding
 from pensieve.lab.trial.identity import contended, identity_of
 from pensieve.lab.trial.isolate import run_isolated
 from pensieve.lab.trial.job import Job, Outcome
-from pensieve.lab.trial.liveness import Deadline, Heartbeat, device_lock
+from pensieve.lab.trial.liveness import Deadline, device_lock, heartbeat
 from pensieve.lab.trial.machine import MEASURED_AT, measure_beside
 from pensieve.lab.trial.samples import (
     MOST_MOMENTS,
@@ -195,7 +195,7 @@ def attempt_trial(
     try:
         if job.sweep_id is not None:
             tracking.store.link(job.sweep_id, trial_id, job.number, reused=False)
-        with tracking.store.database.held(), Heartbeat(tracking.store, trial_id):
+        with tracking.store.database.held(), heartbeat(tracking.store, trial_id):
             _run(trial_id, plan, tracking, job, deadline, say)
     except KeyboardInterrupt:
         ends_interrupted()
@@ -426,22 +426,16 @@ def _refuse_empty(turns: Sequence[TurnRecord]) -> None:
 
 def trial_columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, Any]) -> dict[str, Any]:
     c = plan.config
+    groups = ("model", "baseline", "scheduler", "cache", "hardware")
     return {
-        "fingerprint": identity.fingerprint,
-        "config_hash": identity.config_hash,
-        "code_hash": identity.code_hash,
-        "platform": identity.platform,
+        **{name: getattr(identity, name) for name in ("fingerprint", "config_hash", "code_hash", "platform")},
+        **{group: getattr(c, group).name for group in groups},
+        **{name: getattr(plan, name) for name in ("weights", "gpu_bytes", "cpu_bytes")},
         "experiment": c.experiment_name,
-        "model": c.model.name,
-        "baseline": c.baseline.name,
         "eviction": c.eviction.get("name"),
-        "scheduler": c.scheduler.name,
-        "cache": c.cache.name,
         "workload": str(c.workload.get("name")),
-        "hardware": c.hardware.name,
         "seed": c.seed,
         "repeat": c.repeat,
-        "weights": plan.weights,
         "model_revision": c.model.revision,
         "dtype": plan.model.dtype,
         "device": plan.device.label,
@@ -450,8 +444,6 @@ def trial_columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, An
         "contended": contended(plan),
         "gpu_tokens": plan.gpu_blocks * plan.chunk_tokens,
         "cpu_tokens": plan.cpu_blocks * plan.chunk_tokens,
-        "gpu_bytes": plan.gpu_bytes,
-        "cpu_bytes": plan.cpu_bytes,
         "kv_bytes_per_token": plan.model.kv_bytes_per_token,
         "git_commit": git_commit(),
         "config": dict(resolved),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sqlalchemy import func, select
 
@@ -17,8 +17,7 @@ WORTH_SAYING_S = 10.0  # of a start whose time is known
 LARGE_BYTES = 2**30  # weights whose start takes long enough to wonder, where it is not known
 
 
-@dataclass(frozen=True, slots=True)
-class LastStart:
+class LastStart(NamedTuple):
     """How long an earlier trial of this model on this device took to start: load_s, and warmup_s, from then until it was
     ready."""
 
@@ -30,35 +29,33 @@ class LastStart:
 def announce(plan: TrialPlan, store: ResultsStore | None, say: Callable[[str], None]) -> None:
     """Say what the start of a real engine will take, where somebody would wonder; not where its own model is in memory.
     store: of the trials that started it before, if there is one."""
-    if model_is_loaded(plan):
-        return
-    found = sentence(plan, None if store is None else last_start(plan, store))
-    if found is not None:
+    if not model_is_loaded(plan) and (found := sentence(plan, last_start(plan, store) if store else None)):
         say(found)
 
 
 def sentence(plan: TrialPlan, last: LastStart | None) -> str | None:
     """None where the start is short, or none of ours."""
-    device, model = plan.device, plan.model
+    device, weights = plan.device, f"{format_bytes(plan.model.weight_bytes)} of weights"
     if device.simulated or plan.config.baseline.engine is not None:
         return None
     if last is not None:
-        if last.load_s + last.warmup_s < WORTH_SAYING_S:
-            return None
+        whole_s = last.load_s + last.warmup_s
         return (
-            f"The start takes about {last.load_s + last.warmup_s:.0f} s, as it did in trial {last.trial_id}: "
-            f"{last.load_s:.0f} s to load {format_bytes(model.weight_bytes)} of weights, {last.warmup_s:.0f} s for "
-            "page-locked memory, kernels and first iterations."
+            None
+            if whole_s < WORTH_SAYING_S
+            else (
+                f"The start takes about {whole_s:.0f} s, as it did in trial {last.trial_id}: {last.load_s:.0f} s to load "
+                f"{weights}, {last.warmup_s:.0f} s for page-locked memory, kernels and first iterations."
+            )
         )
-    if model.weight_bytes < LARGE_BYTES and device.kind != "cuda":
+    if plan.model.weight_bytes < LARGE_BYTES and device.kind != "cuda":
         return None
-    verb = "draws" if plan.config.model.weights == "random" else "loads"
-    parts = [f"{verb} {format_bytes(model.weight_bytes)} of weights"]
+    parts = [f"{'draws' if plan.config.model.weights == 'random' else 'loads'} {weights}"]
     if device.kind == "cuda":
         if plan.cpu_bytes:
             parts.append(f"page-locks {format_bytes(plan.cpu_bytes)} for the CPU tier")
         parts.append("compiles kernels, which are kept for later starts, and records graphs")
-    return f"The first start of {model.name} on {device.label} {', '.join(parts)}. It is not yet timed here."
+    return f"The first start of {plan.model.name} on {device.label} {', '.join(parts)}. It is not yet timed here."
 
 
 def last_start(plan: TrialPlan, store: ResultsStore) -> LastStart | None:

@@ -17,7 +17,7 @@ from pensieve.lab.compose.schema import TrackingConfig
 from pensieve.lab.compose.settings import check, resolved
 from pensieve.lab.results.identity import Identity
 from pensieve.lab.trial.identity import identity_of
-from pensieve.lab.trial.liveness import Heartbeat
+from pensieve.lab.trial.liveness import heartbeat
 from pensieve.lab.trial.run import trial_columns
 from pensieve.lab.trial.tracking import Tracking, open_named
 from pensieve.serve.record import TurnRecord
@@ -40,7 +40,7 @@ class Recording:
         self._origin_s = server.system.clock.now_s()
         self._turns: queue.SimpleQueue[TurnRecord | None] = queue.SimpleQueue()  # None: the end
         self._ordinal = 0
-        self._heartbeat = Heartbeat(self._store, trial_id)
+        self._heartbeat = heartbeat(self._store, trial_id)
         self._heartbeat.__enter__()
         self._thread = threading.Thread(target=self._write, name="pensieve-recording", daemon=True)
         self._thread.start()

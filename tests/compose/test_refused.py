@@ -1,0 +1,100 @@
+"""Every mistake in a configuration is one sentence that names the field, before anything starts."""
+
+import pytest
+
+from pensieve.errors import CapacityError, ConfigError, EngineMissing, HardwareMissing, UnsupportedModel
+from pensieve.lab.compose import plan_trial
+from pensieve.lab.compose.preflight import preflight
+from tests.composed import checked
+
+TWO = ("hardware=cpu", "hardware.gpus=2", "model.weights=random")
+DIVIDED = ["hardware.gpus=2 divides", "leave one of the two out"]
+REPLICAS = ("hardware=replicas", "hardware.device=cpu", "model.weights=random")
+AUTO = ("cache.gpu=auto", "hardware=sim_a100_80g")
+
+REFUSED = [
+    # -- fields
+    (("+cache.gpux=3",), ConfigError, ["The field cache.gpux is unknown; did you mean cache.gpu?"]),
+    (("+slo.ttft=3",), ConfigError, ["The field slo.ttft is unknown; did you mean slo.ttft_ms?"]),
+    (("+sead=3",), ConfigError, ["The field sead is unknown; did you mean seed?"]),
+    (("seed=x",), ConfigError, ["seed='x' cannot be used"]),
+    (("cache.chunk_tokens=0",), ConfigError, ["cache.chunk_tokens=0 cannot be used"]),
+    (("scheduler.swap_out_stop=0.1",), ConfigError, ["must not be below scheduler.swap_out_start"]),
+    (("baseline.kv_budget=half",), ConfigError, ["baseline.kv_budget='half' cannot be used"]),
+    (
+        ("trial.isolate=maybe",),
+        ConfigError,
+        ["isolate='maybe' cannot be used", "Input should be 'auto' or a valid bool"],
+    ),
+    (("cache.gpu=[1]",), ConfigError, ["cache.gpu=[1] cannot be used"]),
+    (("experiment_name=",), ConfigError, ["experiment_name='' cannot be used"]),
+    (("hardware=cpu", "hardware.depth=3"), ConfigError, ["hardware.depth=3 cannot be used"]),
+    (
+        ("hardware.replicas=4",),
+        ConfigError,
+        ["replicas and hardware.failure_s need a router: set hardware.router=affinity"],
+    ),
+    (
+        ("hardware.terms.projections=h100", "hardware.terms.attention=roofline"),
+        ConfigError,
+        ["hardware.terms: terms.projections and", "or neither."],
+    ),
+    (("experiment_name=${nowhere}",), ConfigError, ["cannot be resolved"]),
+    (("trial.profile=true",), ConfigError, ["trial.profile=true traces what torch does"]),
+    (("trial.trace=true", "hardware=cpu"), ConfigError, ["trial.trace=true draws what a simulated machine does"]),
+    (("+workload.user=3",), ConfigError, ["workload.user", "did you mean workload.users"]),
+    # -- the plan
+    (("cache.gpu=4096",), ConfigError, ["cache.gpu=4096", "8192 tokens"]),
+    (("hardware.device=tpu", "hardware=cpu"), ConfigError, ["hardware.device='tpu'", "cuda:<index>"]),
+    (("model.quantization=int8",), ConfigError, ["model.quantization=int8", "hardware=cpu"]),
+    (("model.quantization=int8", "hardware=cpu", "model.dtype=bfloat16"), ConfigError, ["model.dtype=bfloat16"]),
+    (("model.quantization=int4",), ConfigError, ["model.quantization='int4'", "int8"]),
+    (("baseline=vllm",), EngineMissing, ["baseline=vllm"]),
+    (("+workload.missing=later",), EngineMissing, ["workload=chat", "later"]),
+    (("hardware.gpu_memory=80",), ConfigError, ["hardware.gpu_memory"]),
+    (("hardware.flops=0",), ConfigError, ["hardware.flops"]),
+    (("model.architecture.num_attention_heads=7",), UnsupportedModel, ["attention_heads=7", "num_key_value_heads=4"]),
+    (("model.architecture.hidden_size=-3",), UnsupportedModel, ["model.architecture.hidden_size=-3 of model tiny"]),
+    (("model.architecture.vocab_size=abc",), UnsupportedModel, ["model.architecture.vocab_size='abc'"]),
+    ((*TWO, "hardware.gpus=3"), ConfigError, ["has 4 KV heads,", "among 3; use hardware.gpus=2"]),
+    ((*TWO, "cache.disk=1GiB"), ConfigError, [*DIVIDED, "cache.disk=1GiB"]),
+    ((*TWO, "model.quantization=int8"), ConfigError, [*DIVIDED, "model.quantization=int8"]),
+    ((*TWO, "trial.profile=true"), ConfigError, [*DIVIDED, "trial.profile=true"]),
+    ((*TWO, "baseline=llama_cpp"), ConfigError, [*DIVIDED, "baseline=llama_cpp"]),
+    ((*REPLICAS, "baseline=llama_cpp"), ConfigError, ["use hardware=local, or a baseline in the engine"]),
+    ((*REPLICAS, "trial.profile=true"), ConfigError, ["use hardware=local, or leave trial.profile out"]),
+    ((*AUTO, "baseline=gpu_only", "baseline.kv_budget=total"), ConfigError, ["kv_budget=device"]),
+    (
+        (*AUTO, "model=llama2_70b"),
+        HardwareMissing,
+        ["80.0 GiB of memory", "Use a smaller model, or raise hardware.memory_share"],
+    ),
+    # -- before it starts
+    (("cache.gpu='32 tokens'",), CapacityError, ["cache.gpu='32 tokens'", '"128 tokens"']),
+    (("cache.gpu='512 tokens'",), CapacityError, ["longest conversation", "cache.gpu"]),
+    (("eviction=lru", "eviction._target_=pensieve.core.policies.no.No"), EngineMissing, ["eviction=lru"]),
+    (("scheduler.composition._target_=pensieve.core.scheduler.composition.no",), EngineMissing, ["scheduler=unified"]),
+    (("hardware=cpu", "attention_backend=triton"), EngineMissing, ["attention_backend=triton needs"]),
+    (("hardware=cpu", "attention_backend=varlen"), EngineMissing, ["attention_backend=varlen runs on CUDA only"]),
+    (
+        ("model=llama3_8b", "hardware=sim_gtx1650", "cache=cramped"),
+        HardwareMissing,
+        ["needs 15.3 GiB", "4.0 GiB are there", "hardware.gpus=8"],
+    ),
+    (
+        ("hardware.router=affinity", "hardware.replicas=1000000000"),
+        HardwareMissing,
+        ["hardware.replicas=1,000,000,000 are engines that take at least 9.1 TiB", "would fit"],
+    ),
+    (("cache.cpu=400GB",), HardwareMissing, ["cache.cpu='400GB'", "372.5 GiB", "238.4 GiB"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "error", "parts"), REFUSED, ids=[" ".join(case[0]) for case in REFUSED])
+def test_it_is_refused_in_a_sentence(overrides, error, parts, monkeypatch):
+    monkeypatch.setattr("pensieve.lab.compose.machine.cores", lambda: 4)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(error) as caught:
+        preflight(plan_trial(checked(*overrides)))
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,13 @@
+"""A trial of a composed configuration, in this process."""
+
+from pensieve.lab.compose import resolved
+from pensieve.lab.trial import Job, run_trial
+from tests.composed import SHORT, checked, composed
+
+
+def run(tracking, *overrides, words=SHORT, said=None, folder="x", **job):
+    """Its outcome. words: before the overrides. said: what it says is appended there."""
+    words = ("tracking=local", *words, *overrides)
+    job = Job("test", tracking.outputs / "runs" / folder, **job)
+    say = (said if said is not None else []).append
+    return run_trial(checked(*words), resolved(composed(*words)), tracking, job, say)
