@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pensieve.core.cache.base import NO_LOWER_TIER, CacheManager, LowerTier
 from pensieve.core.clock import Clock, VirtualClock, WallClock
@@ -60,25 +60,25 @@ class Parts:
     workload: Callable[[WorkloadContext], Workload]
 
 
-_CACHE_ARGUMENTS = ("policy", "chunk_tokens", "gpu_blocks", "cpu_blocks")
-
-
 def find_parts(config: TrialConfig, longest_tokens: int | None = None) -> Parts:
     """longest_tokens: of the workload's longest conversation, for a cache that asks for it by a field of that name.
 
     Raises EngineMissing where a target is not there, ConfigError for a field that it does not take.
     """
-    name, cache, engine = config.baseline.name, config.baseline.cache, config.baseline.engine
-    simulated, below = config.baseline.simulated, config.baseline.below
+    baseline, cache = config.baseline, config.baseline.cache
     if cache is not None and "longest_tokens" in cache and cache["longest_tokens"] is None:
         cache = {**cache, "longest_tokens": longest_tokens}
+
+    def of_baseline(node: dict[str, Any] | None, *given: str) -> Callable[..., Any] | None:
+        return None if node is None else factory("baseline", {**node, "name": baseline.name}, given)
+
     return Parts(
-        cache=None if cache is None else factory("baseline", {**cache, "name": name}, given=_CACHE_ARGUMENTS),
-        engine=None if engine is None else factory("baseline", {**engine, "name": name}),
-        simulated=None if simulated is None else factory("baseline", {**simulated, "name": name}),
+        cache=of_baseline(cache, "policy", "chunk_tokens", "gpu_blocks", "cpu_blocks"),
+        engine=of_baseline(baseline.engine),
+        simulated=of_baseline(baseline.simulated),
         policy=factory("eviction", config.eviction),
         composition=factory("scheduler", {**config.scheduler.composition, "name": config.scheduler.name}),
-        below=None if below is None else factory("baseline", {**below, "name": name}),
+        below=of_baseline(baseline.below),
         workload=factory("workload", config.workload),
     )
 

@@ -217,11 +217,12 @@ def _logs_in(folder: Path) -> Iterator[None]:
 
 
 def _attempt(resolved: dict[str, Any], outputs: Path, job: Job) -> Outcome:
-    from pensieve.lab.trial.run import attempt_trial  # which starts isolated trials, and so imports this module
+    from pensieve.lab.trial.run import Attempt  # which starts isolated trials, and so imports this module
 
     try:
         config = check(resolved)
         tracking, plan = open_tracking(config, outputs), plan_trial(config)
-        return attempt_trial(plan, identity_of(plan, resolved, job.reproduces), resolved, tracking, job, say)
+        identity = identity_of(plan, resolved, job.reproduces)
+        return Attempt(plan, identity, resolved, tracking, job, say).run()
     except PensieveError as error:
         return Outcome(0, "failed", error=str(error))

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ def run_trial(
         if _isolated(plan):
             outcome = run_isolated(resolved, tracking, job, config.trial.timeout_s, _shares_process(plan, job))
         else:
-            outcome = attempt_trial(plan, identity, resolved, tracking, job, say)
+            outcome = Attempt(plan, identity, resolved, tracking, job, say).run()
         if outcome.completed or outcome.permanent or attempts_left == 0:
             break
         say(f"{job.title}: failed, and is tried again ({attempts_left} more). {outcome.error}")
@@ -170,63 +170,184 @@ def _shares_process(plan: TrialPlan, job: Job) -> bool:
     return t.isolate == "auto" and job.keeps and plan.config.baseline.engine is None and not t.profile
 
 
-def attempt_trial(
-    plan: TrialPlan,
-    identity: Identity,
-    resolved: Mapping[str, Any],
-    tracking: Tracking,
-    job: Job,
-    say: Callable[[str], None],
-) -> Outcome:
-    """One attempt in this process; the trial is reused only where another process completes it meanwhile."""
-    config = plan.config
-    again = config.force or identity.unstated is not None
-    try:
-        begun = _begin(
-            trial_columns(plan, identity, resolved), tracking, again, lambda text: say(f"{job.title}: {text}")
-        )
-    except KeyboardInterrupt:  # its row may be there already
-        ends_interrupted()
-        tracking.store.close_trial_of(os.getpid(), _INTERRUPTED, None, "interrupted")
-        raise
-    if isinstance(begun, Trial):
-        return _reuse(begun, tracking, job)
-    trial_id, deadline = begun, Deadline(config.trial.timeout_s)
-    try:
-        if job.sweep_id is not None:
-            tracking.store.link(job.sweep_id, trial_id, job.number, reused=False)
-        with tracking.store.database.held(), heartbeat(tracking.store, trial_id):
-            _run(trial_id, plan, tracking, job, deadline, say)
-    except KeyboardInterrupt:
-        ends_interrupted()
-        _close(tracking, trial_id, "interrupted", _INTERRUPTED, None)
-        raise
-    except Exception as error:
-        sentence = _sentence(error)
-        log.info("trial %s failed", trial_id, exc_info=error)  # to the run folder's log, not to the terminal
-        _close(tracking, trial_id, "failed", sentence, traceback.format_exc())
-        shelf.empty()  # it may have broken what the next one would use
-        return Outcome(trial_id, "failed", error=sentence, permanent=isinstance(error, PERMANENT))
-    return Outcome(trial_id, "completed")
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt of a trial, in this process."""
 
+    plan: TrialPlan
+    identity: Identity
+    resolved: Mapping[str, Any]
+    tracking: Tracking
+    job: Job
+    say: Callable[[str], None]
 
-def _begin(columns: Mapping[str, Any], tracking: Tracking, again: bool, say: Callable[[str], None]) -> int | Trial:
-    """Begin the trial and return its id; or return the trial that another process completed meanwhile. again: see
-    claim_trial.
-
-    While another process runs it, this one waits, and says so where that process is not one whose sweep was killed: such a
-    process ends by itself within ORPHAN_S.
-    """
-    told_at = time.monotonic() + ORPHAN_S
-    while True:
+    def run(self) -> Outcome:
+        """The trial is reused only where another process completes it meanwhile."""
+        store = self.tracking.store
         try:
-            return tracking.store.claim_trial(columns, again)
-        except TrialRunning as running:
-            if time.monotonic() > told_at:
-                say(str(running))
-                told_at = inf
+            begun = self._begin()
+        except KeyboardInterrupt:  # its row may be there already
+            ends_interrupted()
+            store.close_trial_of(os.getpid(), _INTERRUPTED, None, "interrupted")
+            raise
+        if isinstance(begun, Trial):
+            return _reuse(begun, self.tracking, self.job)
+        trial_id, deadline = begun, Deadline(self.plan.config.trial.timeout_s)
+        try:
+            if self.job.sweep_id is not None:
+                store.link(self.job.sweep_id, trial_id, self.job.number, reused=False)
+            with store.database.held(), heartbeat(store, trial_id):
+                self._measure(trial_id, deadline)
+        except KeyboardInterrupt:
+            ends_interrupted()
+            _close(self.tracking, trial_id, "interrupted", _INTERRUPTED, None)
+            raise
+        except Exception as error:
+            sentence = _sentence(error)
+            log.info("trial %s failed", trial_id, exc_info=error)  # to the run folder's log, not to the terminal
+            _close(self.tracking, trial_id, "failed", sentence, traceback.format_exc())
+            shelf.empty()  # it may have broken what the next one would use
+            return Outcome(trial_id, "failed", error=sentence, permanent=isinstance(error, PERMANENT))
+        return Outcome(trial_id, "completed")
+
+    def _begin(self) -> int | Trial:
+        """Begin the trial and return its id; or return the trial that another process completed meanwhile.
+
+        While another process runs it, this one waits, and says so where that process is not one whose sweep was killed: such
+        a process ends by itself within ORPHAN_S.
+        """
+        columns = trial_columns(self.plan, self.identity, self.resolved)
+        again = self.plan.config.force or self.identity.unstated is not None
+        told_at = time.monotonic() + ORPHAN_S
+        while True:
+            try:
+                return self.tracking.store.claim_trial(columns, again)
+            except TrialRunning as running:
+                if time.monotonic() > told_at:
+                    self.say(f"{self.job.title}: {running}")
+                    told_at = inf
+            raise_if_interrupted()
+            time.sleep(WAIT_S)
+
+    def _measure(self, trial_id: int, deadline: Deadline) -> None:
+        plan, job, store = self.plan, self.job, self.tracking.store
+        config = plan.config
+        tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
+        workload, described = build_workload(plan, tokenizer)
+        with device_lock(plan.device, config.trial.exclusive, self.say):
+            outside = _is_outside(plan)
+            if outside or plan.computes_elsewhere:
+                shelf.empty()  # others load the model
+            check_free_memory(plan)
+            announce(plan, store, self.say)
+            measured_at = measure_beside(plan)
+            trace = job.folder / TRACE_FILE if config.trial.profile else None
+            forget_allocator_peak()
+            system = _system(plan, tokenizer, described, trace)
+            neighbours = Neighbours()
+            try:
+                raise_if_interrupted()
+                timeline = system.draw_timeline() if config.trial.trace and isinstance(system, InlineSystem) else None
+                started = system.start()
+                if isinstance(system, EngineSystem):
+                    system.watch_content()
+                    system.count_holding()
+                deadline.check()
+                effective = _effective(system, plan, described, started)
+                effective["engine"].update({MEASURED_AT: measured_at} if measured_at else {})
+                store.set_trial(trial_id, **effective)
+                meter = meter_of(plan.device, plan.computes_elsewhere)
+                sampler = Sampler(store, trial_id, meter, system.clock)
+                occupancy = Sampler(store, trial_id, gauges_of(system), system.clock, most=MOST_MOMENTS)
+                limit_bytes = memory_limit_bytes(config.hardware)
+                ours = with_children if plan.computes_elsewhere else this_process
+                own = MemoryWatch(limit_bytes, ours) if limit_bytes is not None and not outside else None
+                with sampler, occupancy, own or nullcontext():
+                    record = self._replay(trial_id, system, workload, described, deadline)
+                others = neighbours.share()
+                counted = system.counters()
+                held = system.holdings() if isinstance(system, EngineSystem) else {}
+            finally:
+                system.close()
+        if timeline is not None:
+            trace = job.folder / TRACE_FILE
+            timeline.write(trace, record.turns, record.origin_s)
+            if self.tracking.kept:
+                self.say(f"Trace:    {trace}   (open it on ui.perfetto.dev)")
+        if trace is not None and trace.is_file():
+            store.add_artifact(trial_id, "trace", trace)
         raise_if_interrupted()
-        time.sleep(WAIT_S)
+        if own is not None and own.exceeded:
+            limit = f"hardware.cpu_memory={config.hardware.cpu_memory}"
+            raise MemoryError(f"this process had {format_bytes(own.peak_bytes)} resident, and {limit}")
+        _refuse_empty(record.turns)
+        check_start(described, record.turns, system.can.starts_empty)
+        metrics = summarise(record.measurement, started)
+        start_s, end_s = record.measurement.measure_start_s, record.measurement.measure_end_s
+        output = next((metric.value for metric in metrics if metric.name == "throughput_output_tok_s"), None)
+        metrics += device_metrics(sampler, start_s, end_s, output)
+        metrics += _processes(counted if own is None else {"processes_peak_bytes": own.peak_bytes})
+        metrics.append(MetricValue("allocator_peak_bytes", allocator_peak_bytes(plan.device, plan.computes_elsewhere)))
+        prices = Prices(system.cost, system.chunk_tokens) if isinstance(system, EngineSystem) else None
+        metrics += bound_metrics(record.turns, _capacity(system), prices)
+        if isinstance(system, EngineSystem) and prices is not None:
+            holdings = ledger_of_holding(held, record.turns, system.block_bytes)
+            store.add_holdings(trial_id, holdings)
+            metrics += holding_metrics(holdings, prices, record.turns, system.chunk_tokens)
+        if isinstance(workload, VllmRun):
+            metrics += fidelity_metrics(workload.real, workload.seen, record.turns)
+        store.add_metrics(trial_id, metrics)
+        told: dict[str, object] = {
+            "others_cpu_share": None if plan.device.simulated else round(others, 3),
+            "contaminated": contamination(described, record.turns),
+            "cache_state_unverified": unverified(described, record.turns, system.can.starts_empty),
+            "profiled": config.trial.profile or None,
+            "extrapolated": (system.extrapolated() if isinstance(system, InlineSystem) else None) or None,
+            "fell_back": _fall_back(started.settings) if started.settings.get("fell_back") else None,
+            "reproduces": job.reproduces,
+            "thin_percentiles": thin_percentiles(metrics) or None,
+        }
+        flags = {**record.flags, "load": record.load, "drain_share": record.drain_share}
+        flags |= {name: value for name, value in told.items() if value is not None}
+        store.finish_trial(trial_id, "completed", flags=flags, measure_start_s=start_s, measure_end_s=end_s)
+
+    def _replay(
+        self, trial_id: int, system: System, workload: Workload, described: WorkloadPlan, deadline: Deadline
+    ) -> ReplayRecord:
+        """Replay the workload. Turns go to the database and their tokens to Parquet as they complete; memory holds neither.
+
+        Raises TrialTimeout past the deadline: when a turn progresses, and on a wall clock also when none does.
+        """
+        store = self.tracking.store
+        bar = TrialProgress(self.job.title, described.turns, shown=self.job.progress)
+
+        def on_batch(turns: Sequence[TurnRecord]) -> None:
+            store.add_turns(trial_id, turns)
+            for turn in turns:
+                tokens.add(turn)
+
+        def on_progress(now: Progress) -> None:
+            raise_if_interrupted()
+            deadline.check()
+            bar.update(now.turns_done, now.output_tokens)
+
+        try:
+            with TokenFile(self.job.folder / "tokens.parquet") as tokens:
+                record = replay(
+                    system,
+                    workload,
+                    on_batch=on_batch,
+                    batch_size=TURNS_A_BATCH,
+                    progress=on_progress,
+                    deadline_s=None if system.clock.virtual else deadline.left_s,
+                    keep_tokens=False,
+                )
+                deadline.check()
+            if tokens.path.is_file():
+                store.add_artifact(trial_id, "tokens", tokens.path)
+        finally:
+            bar.close()
+        return record
 
 
 def _sentence(error: Exception) -> str:
@@ -241,96 +362,6 @@ def _reuse(known: Trial, tracking: Tracking, job: Job) -> Outcome:
     if job.sweep_id is not None:
         tracking.store.link(job.sweep_id, known.id, job.number, reused=True)
     return Outcome(known.id, "completed", reused=True)
-
-
-def _run(
-    trial_id: int,
-    plan: TrialPlan,
-    tracking: Tracking,
-    job: Job,
-    deadline: Deadline,
-    say: Callable[[str], None],
-) -> None:
-    config = plan.config
-    tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
-    workload, described = build_workload(plan, tokenizer)
-    with device_lock(plan.device, config.trial.exclusive, say):
-        outside = _is_outside(plan)
-        if outside or plan.computes_elsewhere:
-            shelf.empty()  # others load the model
-        check_free_memory(plan)
-        announce(plan, tracking.store, say)
-        measured_at = measure_beside(plan)
-        trace = job.folder / TRACE_FILE if config.trial.profile else None
-        forget_allocator_peak()
-        system = _system(plan, tokenizer, described, trace)
-        neighbours = Neighbours()
-        try:
-            raise_if_interrupted()
-            timeline = system.draw_timeline() if config.trial.trace and isinstance(system, InlineSystem) else None
-            started = system.start()
-            if isinstance(system, EngineSystem):
-                system.watch_content()
-                system.count_holding()
-            deadline.check()
-            effective = _effective(system, plan, described, started)
-            effective["engine"].update({MEASURED_AT: measured_at} if measured_at else {})
-            tracking.store.set_trial(trial_id, **effective)
-            meter = meter_of(plan.device, plan.computes_elsewhere)
-            sampler = Sampler(tracking.store, trial_id, meter, system.clock)
-            occupancy = Sampler(tracking.store, trial_id, gauges_of(system), system.clock, most=MOST_MOMENTS)
-            limit_bytes = memory_limit_bytes(config.hardware)
-            ours = with_children if plan.computes_elsewhere else this_process
-            own = MemoryWatch(limit_bytes, ours) if limit_bytes is not None and not outside else None
-            with sampler, occupancy, own or nullcontext():
-                record = _replay(trial_id, system, workload, described, tracking, job, deadline)
-            others = neighbours.share()
-            counted = system.counters()
-            held = system.holdings() if isinstance(system, EngineSystem) else {}
-        finally:
-            system.close()
-    if timeline is not None:
-        trace = job.folder / TRACE_FILE
-        timeline.write(trace, record.turns, record.origin_s)
-        if tracking.kept:
-            say(f"Trace:    {trace}   (open it on ui.perfetto.dev)")
-    if trace is not None and trace.is_file():
-        tracking.store.add_artifact(trial_id, "trace", trace)
-    raise_if_interrupted()
-    if own is not None and own.exceeded:
-        raise MemoryError(
-            f"this process had {format_bytes(own.peak_bytes)} resident, and hardware.cpu_memory={config.hardware.cpu_memory}"
-        )
-    _refuse_empty(record.turns)
-    check_start(described, record.turns, system.can.starts_empty)
-    metrics = summarise(record.measurement, started)
-    start_s, end_s = record.measurement.measure_start_s, record.measurement.measure_end_s
-    output = next((metric.value for metric in metrics if metric.name == "throughput_output_tok_s"), None)
-    metrics += device_metrics(sampler, start_s, end_s, output)
-    metrics += _processes(counted if own is None else {"processes_peak_bytes": own.peak_bytes})
-    metrics.append(MetricValue("allocator_peak_bytes", allocator_peak_bytes(plan.device, plan.computes_elsewhere)))
-    prices = Prices(system.cost, system.chunk_tokens) if isinstance(system, EngineSystem) else None
-    metrics += bound_metrics(record.turns, _capacity(system), prices)
-    if isinstance(system, EngineSystem) and prices is not None:
-        holdings = ledger_of_holding(held, record.turns, system.block_bytes)
-        tracking.store.add_holdings(trial_id, holdings)
-        metrics += holding_metrics(holdings, prices, record.turns, system.chunk_tokens)
-    if isinstance(workload, VllmRun):
-        metrics += fidelity_metrics(workload.real, workload.seen, record.turns)
-    tracking.store.add_metrics(trial_id, metrics)
-    told: dict[str, object] = {
-        "others_cpu_share": None if plan.device.simulated else round(others, 3),
-        "contaminated": contamination(described, record.turns),
-        "cache_state_unverified": unverified(described, record.turns, system.can.starts_empty),
-        "profiled": config.trial.profile or None,
-        "extrapolated": (system.extrapolated() if isinstance(system, InlineSystem) else None) or None,
-        "fell_back": _fall_back(started.settings) if started.settings.get("fell_back") else None,
-        "reproduces": job.reproduces,
-        "thin_percentiles": thin_percentiles(metrics) or None,
-    }
-    flags = {**record.flags, "load": record.load, "drain_share": record.drain_share}
-    flags |= {name: value for name, value in told.items() if value is not None}
-    tracking.store.finish_trial(trial_id, "completed", flags=flags, measure_start_s=start_s, measure_end_s=end_s)
 
 
 def _is_outside(plan: TrialPlan) -> bool:
@@ -364,50 +395,6 @@ def _processes(counted: Mapping[str, float]) -> list[MetricValue]:
 def _fall_back(settings: Mapping[str, Any]) -> str:
     reasons = " ".join(filter(None, (settings["attention_note"], settings["forward_note"])))
     return f"attention_backend={settings['attention_backend']} and the {settings['forward']} forward served. {reasons}"
-
-
-def _replay(
-    trial_id: int,
-    system: System,
-    workload: Workload,
-    described: WorkloadPlan,
-    tracking: Tracking,
-    job: Job,
-    deadline: Deadline,
-) -> ReplayRecord:
-    """Replay the workload. Turns go to the database and their tokens to Parquet as they complete; memory holds neither.
-
-    Raises TrialTimeout past the deadline: when a turn progresses, and on a wall clock also when none does.
-    """
-    bar = TrialProgress(job.title, described.turns, shown=job.progress)
-
-    def on_batch(turns: Sequence[TurnRecord]) -> None:
-        tracking.store.add_turns(trial_id, turns)
-        for turn in turns:
-            tokens.add(turn)
-
-    def on_progress(now: Progress) -> None:
-        raise_if_interrupted()
-        deadline.check()
-        bar.update(now.turns_done, now.output_tokens)
-
-    try:
-        with TokenFile(job.folder / "tokens.parquet") as tokens:
-            record = replay(
-                system,
-                workload,
-                on_batch=on_batch,
-                batch_size=TURNS_A_BATCH,
-                progress=on_progress,
-                deadline_s=None if system.clock.virtual else deadline.left_s,
-                keep_tokens=False,
-            )
-            deadline.check()
-        if tokens.path.is_file():
-            tracking.store.add_artifact(trial_id, "tokens", tokens.path)
-    finally:
-        bar.close()
-    return record
 
 
 def _capacity(system: System) -> int:
