@@ -8,8 +8,8 @@ import pytest
 from pensieve.errors import ConfigError
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.agents import AgentsWorkload
+from pensieve.lab.workload.base import TURN_BYTES
 from pensieve.lab.workload.chat import ChatWorkload
-from pensieve.lab.workload.fields import TURN_BYTES
 from pensieve.lab.workload.hotness import HotnessWorkload
 from pensieve.lab.workload.sharegpt import sharegpt_workload
 from tests.scripted import ScriptedSystem, context

@@ -7,9 +7,18 @@ from collections.abc import Iterable
 
 from pensieve.core.hint import Hint
 from pensieve.core.request import Length
-from pensieve.lab.workload.base import Arrival, Asking, Following, WorkloadContext, WorkloadPlan
+from pensieve.lab.workload.base import (
+    Arrival,
+    Asking,
+    Count,
+    Following,
+    NotNegative,
+    Positive,
+    WorkloadContext,
+    WorkloadPlan,
+    within_memory,
+)
 from pensieve.lab.workload.chance import uniform
-from pensieve.lab.workload.fields import Count, NotNegative, Positive, within_memory
 from pensieve.lab.workload.prose import prose
 from pensieve.serve.record import TurnRecord
 

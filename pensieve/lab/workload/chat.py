@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Iterator
+from functools import cache, partial
+from itertools import chain, count, islice
 from typing import Any, Literal
 
-from pensieve.lab.workload.base import WorkloadContext
-from pensieve.lab.workload.chance import between, exponential
-from pensieve.lab.workload.fields import Count, NotNegative, Positive, in_order, refuse_untrained, within_memory
-from pensieve.lab.workload.playback import Dialogue, Playback, Poisson, Users
-from pensieve.lab.workload.script import ScriptWriter
+from pensieve.errors import ConfigError
+from pensieve.lab.workload.base import (
+    Count,
+    NotNegative,
+    Positive,
+    WorkloadContext,
+    in_order,
+    refuse_untrained,
+    within_memory,
+)
+from pensieve.lab.workload.chance import between, exponential, shuffled
+from pensieve.lab.workload.playback import Dialogue, Playback, Poisson, Step, Users
+from pensieve.lab.workload.prose import Turn, shipped
 
 FEWEST_CONVERSATIONS = 8
 LONGEST_THOUGHT = 2.5
@@ -17,6 +29,19 @@ LONGEST_THOUGHT = 2.5
 FILL = 1.2  # working set over both tiers, with pressure="auto": a sixth has to be dropped and recomputed
 WARMUP_SESSIONS = (
     2  # side by side, so that batches of more than one row are warm too (open load: nobody knows how many)
+)
+
+
+_OPENINGS = (
+    "",  # of the first time a text is used
+    "Hello there. ",
+    "Good morning! ",
+    "Hi, I hope you can help me. ",
+    "A friend of mine has the same question as I. ",
+    "Thanks for your time. ",
+    "Sorry to bother you again. ",
+    "I've asked this elsewhere without luck. ",
+    "Evening! ",
 )
 
 
@@ -89,11 +114,11 @@ class ChatWorkload(Playback):
         goal = FILL * both_tiers if pressure == "auto" else pressure * context.gpu_tokens
         fewest = max(conversations or FEWEST_CONVERSATIONS, users or 1)
         first = write(1, 0)[0]
-        for field, count in (
+        for field, many in (
             ("users" if fewest == users else "conversations", fewest),
             ("pressure", goal / first.longest),
         ):
-            within_memory(field, count, first.turns, first.longest, context.memory_bytes)
+            within_memory(field, many, first.turns, first.longest, context.memory_bytes)
         measured = write(fewest, goal)
         warmup = writer.warmup(max(warmup_turns, users or 1), users or WARMUP_SESSIONS)
         at_once = users or len(measured)
@@ -120,3 +145,66 @@ class ChatWorkload(Playback):
 
         arrivals = Users.dealt(measured, users) if users else Poisson(interval_s)
         super().__init__(context, warmup, measured, arrivals, pause_s, free=free, timeout_s=timeout_s, facts=facts)
+
+
+class ScriptWriter:
+    """Writes conversations from the shipped texts, in an order that the seed decides.
+
+    max_new_tokens: a reply has the words that the text suggests, one token a word, but at most this many; with `free`
+    it is always this many at most, since the model decides.
+    """
+
+    def __init__(self, context: WorkloadContext, max_new_tokens: int, free: bool) -> None:
+        self._context = context
+        self._max_new_tokens = max_new_tokens
+        self._free = free
+        self._encode = cache(context.message)  # texts repeat
+        self._order = shuffled(len(shipped()), context.seed, "corpus")
+
+    def session(self, number: int) -> str:
+        """The name of measured conversation `number`, from 0; beyond the shipped ones they repeat under another name."""
+        copy, place = divmod(number, len(self._order))
+        return shipped()[self._order[place]].id + (f".{copy + 1}" if copy else "")
+
+    def write(self, number: int, turns: int, label: str = "") -> Dialogue:
+        """Measured conversation `number`. One longer than its text goes on with the next topic.
+
+        Raises ConfigError where the model's context cannot hold its first turn.
+        """
+        copy, place = divmod(number, len(self._order))
+        opening = _OPENINGS[copy] if copy < len(_OPENINGS) else f"This is person number {copy + 1}. "
+        return self._script(self.session(number), "chat", place, turns, opening, label)
+
+    def warmup(self, turns: int, sessions: int) -> list[Dialogue]:
+        """`turns` turns in `sessions` conversations (fewer where turns are): the topics of the last places of the order,
+        under an opening of their own, so that no prefix is shared with a measured one.
+        """
+        sessions = min(sessions, turns)
+        shares = [turns // sessions + (index < turns % sessions) for index in range(sessions)]
+        return [
+            self._script(f"warmup-{index}", "warmup", -1 - index, share, "Before we begin: ")
+            for index, share in enumerate(shares)
+        ]
+
+    def _script(self, session: str, phase: str, place: int, turns: int, opening: str, label: str = "") -> Dialogue:
+        steps: list[Step] = []
+        said = 0
+        for turn in islice(self._lines(place), turns):
+            message = self._encode(turn.user if steps else f"{opening}{turn.user}", not steps)
+            reply = self._max_new_tokens if self._free else min(turn.reply_words, self._max_new_tokens)
+            if said + len(message) + reply > self._context.max_context:
+                break
+            # A copy for each request: texts that repeat share one encoding.
+            steps.append(Step(partial(array, "i", message), len(message), said + len(message), reply))
+            said += len(message) + reply
+        if not steps:
+            raise ConfigError(
+                f"The first message and its reply do not fit into the model's context of {self._context.max_context} "
+                "tokens. Lower workload.max_new_tokens or choose a model with a longer context."
+            )
+        return Dialogue(session, phase, tuple(steps), turns, label=label)
+
+    def _lines(self, place: int) -> Iterator[Turn]:
+        """The turns of the topic at `place` of the order, then of the topics that follow it, without end."""
+        topics = shipped()
+        return chain.from_iterable(topics[self._order[at % len(topics)]].turns for at in count(place))

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from pensieve.core.request import Length, tokens_of
 from pensieve.errors import ConfigError
-from pensieve.lab.workload.base import Arrival, Asking, WorkloadContext, WorkloadPlan
-from pensieve.lab.workload.fields import Count, Positive
+from pensieve.lab.workload.base import Arrival, Asking, Count, Positive, WorkloadContext, WorkloadPlan
 from pensieve.lab.workload.prose import prose
 from pensieve.serve.record import TurnRecord
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from itertools import chain, count
 
-from pensieve.lab.workload.base import WorkloadContext
+from pensieve.lab.workload.base import Count, NotNegative, Positive, WorkloadContext, refuse_untrained, within_memory
 from pensieve.lab.workload.chance import uniform
-from pensieve.lab.workload.fields import Count, NotNegative, Positive, refuse_untrained, within_memory
+from pensieve.lab.workload.chat import ScriptWriter
 from pensieve.lab.workload.playback import Dialogue, Playback, Users
-from pensieve.lab.workload.script import ScriptWriter
 
 INTERVALS = {"hot": 0.3, "warm": 1.0, "cold": 2.5}
 """Of each class, its request interval in multiples of `request_interval`."""

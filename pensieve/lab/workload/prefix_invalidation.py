@@ -10,9 +10,8 @@ from pydantic import Field
 
 from pensieve.core.request import History, Length
 from pensieve.errors import ConfigError
-from pensieve.lab.workload.base import Arrival, Asking, WorkloadContext, WorkloadPlan
+from pensieve.lab.workload.base import Arrival, Asking, Count, NotNegative, Positive, WorkloadContext, WorkloadPlan
 from pensieve.lab.workload.chance import shuffled
-from pensieve.lab.workload.fields import Count, NotNegative, Positive
 from pensieve.lab.workload.prose import prose
 from pensieve.serve.record import TurnRecord
 

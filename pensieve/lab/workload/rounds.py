@@ -7,9 +7,8 @@ from typing import Literal
 
 from pensieve.core.request import Length, TokenArray
 from pensieve.errors import ConfigError
-from pensieve.lab.workload.base import Arrival, Asking, WorkloadContext, WorkloadPlan
+from pensieve.lab.workload.base import Arrival, Asking, Count, NotNegative, Positive, WorkloadContext, WorkloadPlan
 from pensieve.lab.workload.chance import shuffled
-from pensieve.lab.workload.fields import Count, NotNegative, Positive
 from pensieve.lab.workload.prose import prose
 from pensieve.serve.record import TurnRecord
 from pensieve.units import ceil_div

@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pensieve.errors import ConfigError, EngineMissing, MalformedInput
-from pensieve.lab.workload.base import WorkloadContext
+from pensieve.lab.workload.base import (
+    Count,
+    NotNegative,
+    Positive,
+    WorkloadContext,
+    in_order,
+    refuse_untrained,
+    within_memory,
+)
 from pensieve.lab.workload.chance import shuffled, uniform
-from pensieve.lab.workload.fields import Count, NotNegative, Positive, in_order, refuse_untrained, within_memory
 from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.formats.reading import OnMalformed, Reader

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pensieve.errors import ConfigError, MalformedInput
-from pensieve.lab.workload.base import WorkloadContext
+from pensieve.lab.workload.base import Count, NotNegative, Positive, WorkloadContext, in_order
 from pensieve.lab.workload.chance import PART_RULE, part_of, shuffled
-from pensieve.lab.workload.fields import Count, NotNegative, Positive, in_order
 from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.formats.reading import OnMalformed

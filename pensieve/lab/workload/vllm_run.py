@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.errors import ConfigError
-from pensieve.lab.workload.base import WorkloadContext
-from pensieve.lab.workload.fields import Count
+from pensieve.lab.workload.base import Count, WorkloadContext
 from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.playback import Pauses, Playback, Recorded, lengths_of
 from pensieve.lab.workload.recording import Call, Content, Conversation, Parts
