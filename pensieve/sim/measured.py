@@ -49,9 +49,14 @@ class MeasuredCost(Machine):
         self._beyond: dict[str, list[float]] = {}  # term -> iterations beyond what was measured, and the furthest ratio
         self._table = nearest(hardware.terms["projections"], self._shape)
         self._kernels = _Kernels(self._table, self._shape, hardware, model)
-        self._attention = _attention_of(hardware, self._shape)
+        source = hardware.terms["attention"]
+        self._attention: _MeasuredAttention | _FittedAttention = (
+            _FittedAttention(self._shape, hardware)
+            if source == "fitted"
+            else _MeasuredAttention(nearest(source, self._shape), self._shape, hardware)
+        )
         self._windowed = model.windowed_layers
-        self._reduce = _reduce_of(hardware)
+        self._reduce, self._reduce_source = _reduce_of(hardware)
         self._reduced_bytes = model.hidden * model.dtype_bytes
         self._linear_s = cache(self._kernels.layers_s)  # iterations repeat their sizes
         self._head_s = cache(self._kernels.head_s)
@@ -141,7 +146,7 @@ class MeasuredCost(Machine):
                 },
                 "head": self._kernels.head_source,
                 "attention": self._attention.describe(),
-                "all_reduce": "none: one device" if self.hardware.gpus == 1 else _reduce_source(self.hardware),
+                "all_reduce": self._reduce_source,
                 "copies": self._copies(),
                 "overhead": f"{self.hardware.step_overhead_s:g} s an iteration",
                 "padded_to_graph_sizes": self.hardware.graph_sizes,
@@ -432,25 +437,13 @@ class _FittedAttention:
         }
 
 
-def _attention_of(hardware: HardwareSpec, shape: Shape) -> _MeasuredAttention | _FittedAttention:
-    source = hardware.terms["attention"]
-    if source == "fitted":
-        return _FittedAttention(shape, hardware)
-    return _MeasuredAttention(nearest(source, shape), shape, hardware)
-
-
-def _reduce_of(hardware: HardwareSpec) -> Callable[[int], float]:
-    """Seconds of one all-reduce over so many bytes."""
+def _reduce_of(hardware: HardwareSpec) -> tuple[Callable[[int], float], str]:
+    """Seconds of one all-reduce over so many bytes, and where they come from."""
     h = hardware
     if h.gpus == 1:
-        return lambda size: 0.0
-    if h.terms["all_reduce"] != "link":
-        return all_reduce(h.terms["all_reduce"], h.gpus).at
+        return lambda size: 0.0, "none: one device"
+    if (card := h.terms["all_reduce"]) != "link":
+        return all_reduce(card, h.gpus).at, f"{card}/all_reduce, {h.gpus} devices"
     share = 2 * (h.gpus - 1) / h.gpus
-    return lambda size: h.link_latency_s + share * size / h.link_bw
-
-
-def _reduce_source(hardware: HardwareSpec) -> str:
-    if hardware.terms["all_reduce"] == "link":
-        return f"{hardware.link_latency_s:g} s and a ring over {hardware.link_bw:g} bytes/s"
-    return f"{hardware.terms['all_reduce']}/all_reduce, {hardware.gpus} devices"
+    told = f"{h.link_latency_s:g} s and a ring over {h.link_bw:g} bytes/s"
+    return lambda size: h.link_latency_s + share * size / h.link_bw, told

@@ -14,7 +14,7 @@ import numpy as np
 
 from pensieve.core.block_runs import merge_moves
 from pensieve.core.clock import VirtualClock
-from pensieve.core.plan import CPU, GPU, Move, Moved, Repeats, Row, Sample, StartReport, StepPlan, StepResult
+from pensieve.core.plan import CPU, GPU, Move, Moved, Repeats, Row, StartReport, StepPlan, StepResult
 from pensieve.core.request import TokenArray
 from pensieve.core.worker import STAGING_BYTES
 from pensieve.sim.cost import simulated_cost
@@ -233,7 +233,8 @@ class SimulatedWorker:
             positions = sum(row.positions for row in plan.rows)
             self.timeline.add("compute", "iteration", start, ended, requests=len(plan.rows), positions=positions)
         repeats = self._repeat(plan, sampled, ended) if plan.repeat > 1 else None
-        tokens = {row.slot: self._token(row.sample) for row in sampled if row.sample is not None}
+        vocab, samples = self._model.vocab, [(row.slot, row.sample) for row in sampled if row.sample is not None]
+        tokens = {slot: drawn_token(sample.key, sample.position, vocab) for slot, sample in samples}
         return StepResult(
             step=plan.step,
             tokens=tokens,
@@ -279,7 +280,7 @@ class SimulatedWorker:
         for row in sampled:
             assert row.sample is not None
             position, key = row.sample.position, row.sample.key
-            tokens[row.slot] = self._draws(key, position + 1, position + 1 + len(ended))
+            tokens[row.slot] = drawn_tokens(key, position + 1, position + 1 + len(ended), self._model.vocab)
         return Repeats(tuple(ended), tuple(map(sub, ended, begins)), tokens)
 
     def _ended(self, rows: tuple[Row, ...], start: int, compute: int) -> int:
@@ -365,12 +366,6 @@ class SimulatedWorker:
             lane, name = ("CPU to GPU", "swap in") if way is self._link.inward else ("GPU to CPU", "swap out")
             self.timeline.add(lane, name, copies.begins_ns, copies.ends_ns, blocks=copies.count)
         return copies.tickets
-
-    def _token(self, sample: Sample) -> int:
-        return drawn_token(sample.key, sample.position, self._model.vocab)
-
-    def _draws(self, key: int, start: int, stop: int) -> TokenArray[int]:
-        return drawn_tokens(key, start, stop, self._model.vocab)
 
 
 def drawn_tokens(key: int, start: int, stop: int, vocab: int) -> TokenArray[int]:

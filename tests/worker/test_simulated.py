@@ -8,7 +8,7 @@ import pytest
 from pensieve.core.clock import VirtualClock
 from pensieve.core.plan import Moved, Row, Sample, StepPlan, swap_in, swap_out
 from pensieve.sim.roofline import Roofline
-from pensieve.sim.worker import SimulatedWorker
+from pensieve.sim.worker import SimulatedWorker, drawn_token, drawn_tokens
 from tests.simulated import MACHINE, MODEL
 
 
@@ -140,10 +140,9 @@ def test_products_beyond_64_bits_are_exact_too():
 
 
 def test_tokens_drawn_at_once_are_those_drawn_one_by_one():
-    worker, _ = started()
     for key in (0, 1, (1 << 63) - 1, 0x9E3779B97F4A7C15 >> 1):
-        one_by_one = [token for at in range(3, 203) for token in worker._draws(key, at, at + 1)]
-        assert list(worker._draws(key, 3, 203)) == one_by_one
+        one_by_one = [drawn_token(key, at, MODEL.vocab) for at in range(3, 203)]
+        assert list(drawn_tokens(key, 3, 203, MODEL.vocab)) == one_by_one
         assert len(set(one_by_one)) > 40
 
 
