@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from pensieve.core.hint import Hint, StopReason
-from pensieve.core.request import TokenArray
 from pensieve.lab.workload.formats.reading import Malformed, Reader, Row, hash_list, number, text, whole
 from pensieve.lab.workload.recording import Begun, Blocks, Call, Conversation, Recording, hashes_of
 
@@ -27,16 +26,10 @@ SESSION_IDS = 2**24
 """Block ids that one file may use."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Session:
-    conversations: tuple[Conversation, ...]
-    facts: Counter[str]
-
-
 @dataclass(slots=True)
 class _Open:
-    """A conversation that is being read. ended_s: when the last reply ended, by the clock of the conversation; None: nobody
-    knows. joining: sub-agents that ended since, and when the last of them did."""
+    """A conversation that is being read. ends_s: of each reply, by the clock of the conversation. timed: whether the last
+    one's is known. joining: sub-agents that ended since, and when the last of them did."""
 
     name: str
     calls: list[Call] = field(default_factory=list)
@@ -51,110 +44,114 @@ def read(reader: Reader) -> Recording:
     """The path is one file, or a folder of them."""
     sessions: dict[str, _Session] = {}
     facts: Counter[str] = Counter()
-    for session in reader.json_documents("*.json", _session):
-        name = session.conversations[0].id
-        if name in sessions:
-            reader.reject(str(reader.path), f"two files have the id of {name}")
+    for session in reader.json_documents("*.json", _Session):
+        if session.name in sessions:
+            reader.reject(str(reader.path), f"two files have the id of {session.name}")
             continue
-        sessions[name] = session
+        sessions[session.name] = session
         facts += session.facts
     return reader.recording(
         format="weka",
-        conversations=tuple(one for session in sessions.values() for one in session.conversations),
+        conversations=(one for session in sessions.values() for one in session.conversations),
         rule=RULE,
         facts={"sessions_in_file": len(sessions), **dict(sorted(facts.items()))},
         one_clock=False,
     )
 
 
-def _session(row: Row) -> _Session:
-    size, name = whole(row, "block_size", 1), f"weka-{text(row, 'id')}"
-    if row.get("hash_id_scope", "local") != "local":
-        raise Malformed(f"hash_id_scope={row['hash_id_scope']!r}: only files whose block ids are their own are known")
-    base = _digest("weka", "session", name) >> 24 << 24
-    facts: Counter[str] = Counter()
-    found: list[Conversation] = []
+class _Session:
+    """The conversations of a file: the session itself, and those of its sub-agents. Raises Malformed."""
 
-    def conversation(part: Row, name: str, begun: Begun | None, first_pause_s: float | None, depth: int) -> float:
-        """Read one conversation and what it began, into `found`; returns when its last reply ended, by its own clock."""
-        named = _namer(part, size, base)
-        this, place = _Open(name), len(found)
-        for index, request in enumerate(_requests(part)):
+    def __init__(self, row: Row) -> None:
+        self._size, self.name = whole(row, "block_size", 1), f"weka-{text(row, 'id')}"
+        if row.get("hash_id_scope", "local") != "local":
+            raise Malformed(
+                f"hash_id_scope={row['hash_id_scope']!r}: only files whose block ids are their own are known"
+            )
+        self._base = _digest("weka", "session", self.name) >> 24 << 24
+        self.facts: Counter[str] = Counter()
+        self.conversations: list[Conversation] = []
+        self._read(row, self.name)
+
+    def _read(self, part: Row, name: str, begun: Begun | None = None, pause_s: float | None = None) -> None:
+        """Read one conversation and what it began. pause_s: before its first request."""
+        requests, this, place = _requests(part), _Open(name), len(self.conversations)
+        shared = self._shared(part, requests)
+        for index, request in enumerate(requests):
             try:
                 if request.get("type") == SUB_AGENT:
-                    facts["sub_agents"] += 1
-                    _sub_agent(request, this, conversation, depth)
-                else:
-                    _call(request, this, named, size, first_pause_s, facts, depth)
+                    self.facts["sub_agents"] += 1
+                    self._sub_agent(request, this)
+                    continue
+                self._call(request, this, shared, pause_s)
+                stop = str(request.get("stop") or "")
+                self.facts["requests_of_sub_agents" if begun else f"requests_{text(request, 'type')}"] += 1
+                self.facts[f"stop_{stop or 'empty'}"] += begun is None
             except Malformed as error:
                 raise Malformed(f"request {index} of {name}: {error}") from error
         if not this.calls:
             raise Malformed(f"{name} has no request")
-        found.insert(place, Conversation(name, tuple(this.calls), begun))
-        return this.ends_s[-1]
+        self.conversations.insert(place, Conversation(name, tuple(this.calls), begun))
 
-    conversation(row, name, None, None, 0)
-    return _Session(tuple(found), facts)
+    def _sub_agent(self, row: Row, parent: _Open) -> None:
+        """It began after the last reply of its parent that had ended then, and the parent's next request waits for it."""
+        ended_s = number(row, "t")
+        duration_s = 0.0 if row.get("duration_ms") is None else number(row, "duration_ms") / 1e3
+        began_s = max(0.0, ended_s - duration_s)
+        if not parent.calls:
+            raise Malformed("a sub-agent comes before the first request")
+        turn = sum(end <= began_s for end in parent.ends_s) or 1
+        name = f"{parent.name}/{text(row, 'agent_id')}"
+        self._read(row, name, Begun(parent.name, turn), max(0.0, began_s - parent.ends_s[turn - 1]))
+        parent.joining.append(name)
+        parent.joined_s = max(parent.joined_s, ended_s)
 
-
-def _sub_agent(row: Row, parent: _Open, read: Callable[..., float], depth: int) -> None:
-    """It began after the last reply of its parent that had ended then, and the parent's next request waits for it."""
-    ended_s = number(row, "t")
-    duration_s = 0.0 if row.get("duration_ms") is None else number(row, "duration_ms") / 1e3
-    began_s = max(0.0, ended_s - duration_s)
-    if not parent.calls:
-        raise Malformed("a sub-agent comes before the first request")
-    turn = sum(end <= began_s for end in parent.ends_s) or 1
-    name = f"{parent.name}/{text(row, 'agent_id')}"
-    pause_s = max(0.0, began_s - parent.ends_s[turn - 1])
-    read(row, name, Begun(parent.name, turn), pause_s, depth + 1)
-    parent.joining.append(name)
-    parent.joined_s = max(parent.joined_s, ended_s)
-
-
-def _call(
-    row: Row,
-    this: _Open,
-    named: Callable[[Sequence[int]], TokenArray[int]],
-    size: int,
-    first_pause_s: float | None,
-    facts: Counter[str],
-    depth: int,
-) -> None:
-    at_s, tokens, hashes = number(row, "t"), whole(row, "in", 1), hash_list(row, "hash_ids")
-    if at_s < this.at_s:
-        raise Malformed(f"t={at_s} lies before the request above it ({this.at_s})")
-    if len(hashes) * size > tokens:
-        raise Malformed(f"in={tokens} has no room for {len(hashes)} blocks of {size} tokens")
-    if hashes and not (min(hashes) >= 0 and max(hashes) < SESSION_IDS):
-        raise Malformed(f"hash_ids are numbers below {SESSION_IDS}")
-    facts[f"requests_{text(row, 'type')}" if not depth else "requests_of_sub_agents"] += 1
-    stop = str(row.get("stop") or "")
-    facts[f"stop_{stop or 'empty'}"] += not depth
-    if not this.calls:
-        pause_s = first_pause_s
-    elif this.joining:
-        pause_s = max(0.0, at_s - max(this.joined_s, this.ends_s[-1]))
-    elif this.timed and "think_time" in row:
-        pause_s = max(0.0, number(row, "think_time"))
-    else:
-        pause_s = max(0.0, at_s - this.ends_s[-1])
-    reason: StopReason | None = next((one for one in get_args(StopReason) if one == stop), None)
-    this.calls.append(
-        Call(
-            Blocks(named(hashes), size, tokens),
-            whole(row, "out"),
-            at_s,
-            continues=False,
-            order=len(this.calls),
-            pause_s=pause_s,
-            waits_for=tuple(this.joining),
-            hint=Hint(reason) if reason else None,
+    def _call(self, row: Row, this: _Open, shared: Mapping[int, int], first_pause_s: float | None) -> None:
+        at_s, tokens, ids = number(row, "t"), whole(row, "in", 1), hash_list(row, "hash_ids")
+        if at_s < this.at_s:
+            raise Malformed(f"t={at_s} lies before the request above it ({this.at_s})")
+        if len(ids) * self._size > tokens:
+            raise Malformed(f"in={tokens} has no room for {len(ids)} blocks of {self._size} tokens")
+        if ids and not (min(ids) >= 0 and max(ids) < SESSION_IDS):
+            raise Malformed(f"hash_ids are numbers below {SESSION_IDS}")
+        if not this.calls:
+            pause_s = first_pause_s
+        elif this.joining:
+            pause_s = max(0.0, at_s - max(this.joined_s, this.ends_s[-1]))
+        elif this.timed and "think_time" in row:
+            pause_s = max(0.0, number(row, "think_time"))
+        else:
+            pause_s = max(0.0, at_s - this.ends_s[-1])
+        reason: StopReason | None = next((one for one in get_args(StopReason) if one == row.get("stop")), None)
+        this.calls.append(
+            Call(
+                Blocks(
+                    hashes_of([shared[one] if one in shared else self._base + one for one in ids]), self._size, tokens
+                ),
+                whole(row, "out"),
+                at_s,
+                continues=False,
+                order=len(this.calls),
+                pause_s=pause_s,
+                waits_for=tuple(this.joining),
+                hint=Hint(reason) if reason else None,
+            )
         )
-    )
-    this.joining = []
-    this.at_s, this.timed = at_s, "api_time" in row
-    this.ends_s.append(at_s + (max(0.0, number(row, "api_time")) if this.timed else 0.0))
+        this.joining = []
+        this.at_s, this.timed = at_s, "api_time" in row
+        this.ends_s.append(at_s + (max(0.0, number(row, "api_time")) if this.timed else 0.0))
+
+    def _shared(self, row: Row, requests: Sequence[Row]) -> dict[int, int]:
+        """Names for block ids that hold across files: of the tool definitions and the system prompt, their place and how long
+        they are. Any other block is named by its file and id."""
+        tools, system = whole(row, "tool_tokens"), whole(row, "system_tokens")
+        first = next((one for one in requests if one.get("type") != SUB_AGENT), {})
+        leading = hash_list(first, "hash_ids") if first else []
+        names = {}
+        for place, one in enumerate(leading[: (tools + system) // self._size]):
+            whose = ("tools", tools) if (place + 1) * self._size <= tools else ("system", tools, system)
+            names[one] = _digest("weka", *whose, place)
+        return names
 
 
 def _requests(row: Row) -> list[Mapping[str, Any]]:
@@ -162,19 +159,6 @@ def _requests(row: Row) -> list[Mapping[str, Any]]:
     if not isinstance(requests, list) or not all(isinstance(one, Mapping) for one in requests):
         raise Malformed("requests is not a list of objects")
     return requests
-
-
-def _namer(row: Row, size: int, base: int) -> Callable[[Sequence[int]], TokenArray[int]]:
-    """Names for block ids that hold across files: of the tool definitions and the system prompt, their place and how long
-    they are; of any other block, its file and id."""
-    tools, system = whole(row, "tool_tokens"), whole(row, "system_tokens")
-    first = next((one for one in _requests(row) if one.get("type") != SUB_AGENT), {})
-    leading = hash_list(first, "hash_ids") if first else []
-    shared: dict[int, int] = {}
-    for place, one in enumerate(leading[: (tools + system) // size]):
-        whose = ("tools", tools) if (place + 1) * size <= tools else ("system", tools, system)
-        shared[one] = _digest("weka", *whose, place)
-    return lambda ids: hashes_of([shared[one] if one in shared else base + one for one in ids])
 
 
 def _digest(*names: object) -> int:
