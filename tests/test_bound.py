@@ -109,25 +109,27 @@ TURNS = [
 ]
 
 
-@pytest.mark.parametrize(("capacity", "hits"), [(0, 0), (100, 100), (109, 109), (150, 150), (218, 218), (999, 218)])
-def test_two_conversations_idle_at_once(capacity: int, hits: int) -> None:
-    bound = offline_bound(TURNS, capacity)
+ONE_BY_ONE = [TURNS[0], turn("a", 2, 1.0, 150, 109), turn("b", 1, 2.0, 100, 0), turn("b", 2, 3.0, 150, 109)]
+PREPARED = [turn("a", 1, 0.0, 100, 0, phase="warmup"), turn("a", 2, 2.0, 150, 109)]
+REFUSED = TurnRecord("d", 1, status="refused")
+
+
+@pytest.mark.parametrize(
+    ("turns", "capacity", "hits", "history", "prompt"),
+    [
+        *(
+            (TURNS, capacity, hits, 218, 500)
+            for capacity, hits in ((0, 0), (100, 100), (109, 109), (150, 150), (999, 218))
+        ),
+        (ONE_BY_ONE, 109, 218, 218, 500),  # one after the other: room for one
+        (PREPARED, 50, 50, 109, 150),  # the warm-up's prompt does not count
+        ([*TURNS, REFUSED], 109, 109, 218, 500),  # it was never admitted
+    ],
+)
+def test_what_is_kept_hits(turns: list[TurnRecord], capacity: int, hits: int, history: int, prompt: int) -> None:
+    bound = offline_bound(turns, capacity)
     assert bound is not None
-    assert (bound.hit_tokens, bound.history_tokens, bound.prompt_tokens) == (hits, 218, 500)
-
-
-def test_one_after_the_other_needs_room_for_one() -> None:
-    one_by_one = [TURNS[0], turn("a", 2, 1.0, 150, 109), turn("b", 1, 2.0, 100, 0), turn("b", 2, 3.0, 150, 109)]
-    bound = offline_bound(one_by_one, 109)
-    assert bound is not None
-    assert bound.hit_tokens == 218
-
-
-def test_warm_up_turns_prepare_and_are_not_counted() -> None:
-    turns = [turn("a", 1, 0.0, 100, 0, phase="warmup"), turn("a", 2, 2.0, 150, 109)]
-    bound = offline_bound(turns, 50)
-    assert bound is not None
-    assert (bound.hit_tokens, bound.history_tokens, bound.prompt_tokens) == (50, 109, 150)
+    assert (bound.hit_tokens, bound.history_tokens, bound.prompt_tokens) == (hits, history, prompt)
 
 
 def test_what_another_conversation_has_had_may_be_found_there_at_any_time() -> None:
@@ -148,8 +150,3 @@ def test_metrics_have_the_denominators_of_the_rates_they_bound() -> None:
     assert (seconds.name, seconds.value) == ("bound_recomputed_s", None), "nothing prices a position"
     assert (rate.name, rate.value, rate.n) == ("bound_hit_rate", 109 / 218, 218)
     assert (of_prompts.name, of_prompts.value, of_prompts.n) == ("bound_prompt_hit_rate", 109 / 500, 500)
-
-
-def test_turns_that_were_never_admitted_do_not_count() -> None:
-    refused = TurnRecord("d", 1, status="refused")
-    assert offline_bound([*TURNS, refused], 109) == offline_bound(TURNS, 109)
