@@ -135,5 +135,9 @@ def test_outputs_have_the_suggested_length_up_to_the_limit():
     assert all(isinstance(output, Length) for output in lengths)
     assert max(output.tokens for output in lengths) == 36
     assert min(output.tokens for output in lengths) >= 20
-    free = drive(ChatWorkload(context(force_lengths=False), free=True, max_new_tokens=50))
-    assert all(a.request.output == Free(50) for a in free)
+    free = ChatWorkload(context(force_lengths=False), free=True, max_new_tokens=50)
+    assert (free.describe().facts["replies"], ChatWorkload(context()).describe().facts["replies"]) == (
+        "free",
+        "forced lengths",
+    )
+    assert all(a.request.output == Free(50) for a in drive(free))

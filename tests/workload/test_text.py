@@ -99,3 +99,4 @@ def test_ids_are_pairs_of_bytes_under_a_mask():
     pairs = hashlib.shake_256(b"0/a").digest(2 * 300)
     by_hand = [(pairs[2 * i] + 256 * pairs[2 * i + 1]) % 16_384 for i in range(300)]
     assert list(filler(300, 32_000, 0, "a")) == by_hand
+    assert list(filler(300, 97, 0, "a")) == [byte % 64 for byte in hashlib.shake_256(b"0/a").digest(300)]

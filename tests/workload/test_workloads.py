@@ -119,6 +119,7 @@ def test_a_third_of_the_users_is_hot_a_third_warm_a_third_cold(users, classes):
 def test_users_return_at_the_interval_of_their_class():
     arrivals = measured(drive(HotnessWorkload(context(), turns=8, request_interval=2.0)))
     at = {(a.request.session, a.request.turn): a for a in arrivals}
+    assert len({a.at_s for a in arrivals[:6]}) == 6, "also before their first message"
     gaps = {"hot": [], "warm": [], "cold": []}
     for (session, turn), arrival in at.items():
         if turn > 1:
