@@ -208,7 +208,8 @@ class _Planner:
         return 1 if self.failures else 0
 
 
-# -- several trials at a time -------------------------------------------------------------------------------------------
+# -- several at a time, each process running one after another --------------------------------------------------------
+
 
 Perform = Callable[[Sequence[Asked]], Iterator[tuple[Asked, Outcome]]]
 """Runs trials and gives the outcome of each when it is there, in any order."""
