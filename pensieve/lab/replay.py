@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from pensieve.core.event import Event
 from pensieve.core.request import Request, TokenArray, is_measured
 from pensieve.lab.metrics import Measurement, out_of_memory
 from pensieve.lab.statistics import nearest_rank
@@ -19,7 +20,7 @@ from pensieve.lab.turn_log import TurnLog, chosen
 from pensieve.lab.window import MeasuredStretches, find_window
 from pensieve.lab.workload.base import Arrival, Foresees, KnowsEnds, Workload, WorkloadPlan, out_of_work
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.systems.base import CountsTokens, Event, ExpectsReuse, ForgetsEnded, LooksAhead, System
+from pensieve.serve.systems.base import CountsTokens, ExpectsReuse, ForgetsEnded, LooksAhead, System
 from pensieve.serve.transcript import Transcripts
 
 CANCEL, ARRIVE = 0, 1  # at equal times a cancellation goes first: what it frees serves the arrival

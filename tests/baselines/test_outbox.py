@@ -10,7 +10,7 @@ import pytest
 from pensieve.core.clock import WallClock
 from pensieve.core.event import Event
 from pensieve.errors import WorkerError
-from pensieve.serve.systems.outbox import Outbox
+from pensieve.serve.systems.base import Outbox
 
 
 def token(request_id: int) -> Event:

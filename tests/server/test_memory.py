@@ -11,9 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
+pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
 from pensieve.errors import TooManySessions
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.server import memory
+from pensieve.serve.server import statistics
 from pensieve.serve.server.api import Server
 from pensieve.serve.server.conversations import Conversations, Mark
 from pensieve.serve.systems import threaded_system
@@ -22,14 +23,14 @@ from tests.baselines.systems import threaded
 
 
 def test_what_is_held_follows_what_is_kept() -> None:
-    before = memory.malloc_bytes()
+    before = statistics.malloc_bytes()
     if before is None:
         pytest.skip("the C library does not say")
     kept = bytearray(20_000_000)
-    held = memory.malloc_bytes()
+    held = statistics.malloc_bytes()
     assert held is not None and held - before > 19_000_000
     del kept
-    after = memory.malloc_bytes()
+    after = statistics.malloc_bytes()
     assert after is not None and after - before < 5_000_000
 
 
@@ -37,7 +38,7 @@ def test_pages_of_long_bodies_go_back_to_the_system() -> None:
     kept = [b"x" * (100_000 + at) for at in range(1_000)]
     del kept[::2]  # so that they are not the end of the heap, which is given back by itself
     before = psutil.Process().memory_info().rss
-    memory.give_back()
+    statistics.give_back()
     assert before - psutil.Process().memory_info().rss > 25_000_000 or not hasattr(psutil, "heap_trim")
     assert kept
 
@@ -46,7 +47,7 @@ def test_what_is_there_when_the_server_is_warm_is_left_to_itself() -> None:
     cycle: list[Any] = []
     cycle.append(cycle)
     try:
-        memory.settle()
+        statistics.settle()
         assert gc.get_freeze_count() > 10_000
         assert not any(one is cycle for one in gc.get_objects())
     finally:
@@ -60,7 +61,7 @@ def test_what_requests_leave_is_collected_however_much_is_here_to_stay() -> None
     try:
         gc.set_threshold(100, 5, 5)
         gc.unfreeze()
-        memory.settle()
+        statistics.settle()
         cycles = [_Cycle() for _ in range(100)]
         gc.collect(1)  # they have been there for a while
         gone = weakref.ref(cycles[0])

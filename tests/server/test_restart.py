@@ -23,7 +23,7 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve.errors import ConfigError
-from pensieve.serve.server import command, create_server, memory
+from pensieve.serve.server import command, create_server, statistics
 from pensieve.serve.server.app import App
 from pensieve.serve.server.command import open_state
 from pensieve.serve.server.conversations import Conversations
@@ -104,7 +104,7 @@ def test_all_is_taken_before_a_server_is_ready(state: str, tmp_path: Path, monke
 
     monkeypatch.setattr(command, "fastest_loops", lambda: taken.append("loops"))
     monkeypatch.setattr(StateFile, "restore", restore)
-    monkeypatch.setattr(memory, "settle", lambda: taken.append(app.server))
+    monkeypatch.setattr(statistics, "settle", lambda: taken.append(app.server))
     settings = ServeSettings(state="off" if state == "off" else str(tmp_path / "serve.db"))
     app = App(settings, Tenants(), "tiny")
     try:

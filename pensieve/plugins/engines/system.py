@@ -16,7 +16,7 @@ from pensieve.core.session import common_prefix
 from pensieve.errors import EngineFailed, RequestFailed, RequestRefused, WorkerError
 from pensieve.plugins.engines.base import OutsideEngine, Reply
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.systems.outbox import Outbox
+from pensieve.serve.systems.base import Outbox
 from pensieve.serve.transcript import Transcripts
 
 

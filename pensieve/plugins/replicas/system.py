@@ -28,9 +28,8 @@ from pensieve.plugins.replicas.call_routing import CallRouting
 from pensieve.plugins.replicas.deployment import Deployment, Scaling
 from pensieve.plugins.replicas.engine import Begun, Described, moved
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.systems.base import Capabilities, Listener
+from pensieve.serve.systems.base import Capabilities, Listener, Outbox
 from pensieve.serve.systems.engine_system import ENGINE_CLOSED, Answer
-from pensieve.serve.systems.outbox import Outbox
 from pensieve.serve.transcript import Transcripts
 
 ATTEMPTS = 3

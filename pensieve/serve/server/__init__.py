@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from pensieve.lazy import from_modules
 
-_PUBLIC = {
-    "create_server": "pensieve.serve.server.create",
-    "Server": "pensieve.serve.server.api",
-    "Stream": "pensieve.serve.server.api",
-    "Generation": "pensieve.serve.server.api",
-}
 __all__ = ["Generation", "Server", "Stream", "create_server"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'pensieve.serve.server' has no attribute {name!r}")
+__getattr__ = from_modules(
+    __name__,
+    {
+        "create_server": "pensieve.serve.server.create",
+        "Server": "pensieve.serve.server.api",
+        "Stream": "pensieve.serve.server.turn",
+        "Generation": "pensieve.serve.server.turn",
+    },
+)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any
@@ -22,12 +21,9 @@ from pensieve.lab.compose.explain import explain_crash
 from pensieve.serve.chat_template import ChatTemplate
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.conversations import Asked, Conversation, Conversations, Mark, message_keys, session_name
-from pensieve.serve.server.text import TextStream
-from pensieve.serve.server.turn import Generation, Turn, error_of
+from pensieve.serve.server.turn import Generation, Stream, Turn, error_of
 from pensieve.serve.systems.base import AnsweringSystem
 from pensieve.serve.tokenizer import Tokenizer
-
-__all__ = ["Generation", "Server", "Stream", "as_arguments"]
 
 _ARGUMENTS = {
     "cache.gpu": "gpu_cache",
@@ -37,46 +33,6 @@ _ARGUMENTS = {
     "model.weights": "weights",
 }
 """What a field of the configuration is called by the callers of create_server, whom a sentence about it must tell."""
-
-
-class Stream:
-    """The reply of one turn while it is generated: iterate over its text, piece by piece, once. `result` waits for the end,
-    `cancel` brings it about."""
-
-    def __init__(self, server: Server, stops: Sequence[str]) -> None:
-        self._server = server
-        self._text = TextStream(server.tokenizer.decode, stops)
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: the end
-        self.turn: Turn
-
-    def on_event(self, event: Event) -> None:
-        """Take an event of the turn; called in the engine's thread, as `on_end` is, once its future is done."""
-        self._events.put(event)
-
-    def on_end(self) -> None:
-        self._events.put(None)
-
-    def follow(self, turn: Turn) -> None:
-        """Become the reply of this turn, whose listeners are this stream's."""
-        self.turn = turn
-
-    def __iter__(self) -> Iterator[str]:
-        self._server.drive(self.turn.future)
-        while (event := self._events.get()) is not None:
-            if event.token is not None and (piece := self._text.push(event.token)):
-                yield piece
-        rest = self._text.finish()
-        if rest:
-            yield rest
-        self.turn.future.result()  # raises what ended it
-
-    def result(self) -> Generation:
-        """The finished turn; raises as Server.generate does."""
-        return self._server.wait(self.turn.future)
-
-    def cancel(self) -> None:
-        """End it now; what was generated so far stands."""
-        self._server.cancel_turn(self.turn)
 
 
 class Server:
@@ -236,17 +192,9 @@ class Server:
         """Have it called, in the engine's thread, with every turn that ended."""
         self._observers.append(observer)
 
-    def gauges(self) -> dict[str, tuple[float, str]]:
-        """What is held and who waits at this moment, with units."""
-        return self.system.gauges()
-
     def moment(self, clock_s: float) -> float:
         """A time of the engine's clock as seconds since 1970."""
         return time.time() - (self.system.clock.now_s() - clock_s)
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self.system.chunk_tokens
 
     def places(self, conversation: Conversation) -> str:
         """Where each chunk of its KV is, a letter each, see CacheManager.places."""
@@ -386,7 +334,7 @@ class Server:
         if error is None:
             text = self.tokenizer.decode(record.token_ids)
             text = before_stop(text, turn.stops) if record.finish_reason == "stop" else text
-            generation = turn.generation(record, text)
+            generation = Generation(list(record.token_ids), text, record)
             if record.stands:
                 self._keep(turn, generation)
         for observer in self._observers:
@@ -413,10 +361,6 @@ class Server:
         turn.mark = Mark(len(tokens) - ended, record, before, len(messages or ()), key)
         said = common_prefix(reply, record.token_ids[:-1])  # the last token of a turn has no KV
         self.conversations.settle(conversation, tokens, turn.mark, len(asked.prompt) + said, messages, replies)
-
-    def _failed(self, turn: Turn, error: PensieveError, cause: BaseException | None) -> None:
-        """Finish a turn with an error; called by whoever learned that the engine has ended."""
-        self._over(turn, error, cause)
 
     def _never_started(self, turn: Turn) -> None:
         record = TurnRecord(turn.conversation.engine_name, 0, status="cancelled", intended_s=turn.intended_s)

@@ -19,16 +19,21 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from pensieve import __version__
 from pensieve.core.request import Free, Sampling
 from pensieve.errors import ConfigError
-from pensieve.serve.server import memory
+from pensieve.serve.server import statistics
 from pensieve.serve.server.api import Server
-from pensieve.serve.server.body_route import SESSION_HEADER, BodyRoute, off_the_loop
-from pensieve.serve.server.completions import ChatShape, CompletionShape
 from pensieve.serve.server.conversations import LONGEST_NAME, session_name
 from pensieve.serve.server.dialogue import Dialogue, Tools, Wish
-from pensieve.serve.server.feed import Feed
-from pensieve.serve.server.gate import Gate
-from pensieve.serve.server.prometheus import Meters
-from pensieve.serve.server.refusals import NotFound, Overloaded, answer_errors, documented
+from pensieve.serve.server.feed import ChatShape, CompletionShape, Feed
+from pensieve.serve.server.gate import (
+    SESSION_HEADER,
+    BodyRoute,
+    Gate,
+    NotFound,
+    Overloaded,
+    answer_errors,
+    documented,
+    off_the_loop,
+)
 from pensieve.serve.server.responses import Responder, ResponseStore, Stored
 from pensieve.serve.server.schemas import (
     ChatBody,
@@ -41,7 +46,7 @@ from pensieve.serve.server.schemas import (
 )
 from pensieve.serve.server.settings import OPERATOR, ServeSettings, Tenants
 from pensieve.serve.server.state import StateFile
-from pensieve.serve.server.statistics import session_body, session_line
+from pensieve.serve.server.statistics import Meters, session_body, session_line
 from pensieve.serve.server.turn import Turn
 
 log = logging.getLogger(__name__)
@@ -132,7 +137,7 @@ async def _sweep(state: App) -> None:
                 await asyncio.to_thread(state.tidy)
             if time.monotonic() >= trim_at:
                 began = time.monotonic()
-                await asyncio.to_thread(memory.give_back)
+                await asyncio.to_thread(statistics.give_back)
                 trim_at = time.monotonic() + (time.monotonic() - began) / TRIM_SHARE
 
 

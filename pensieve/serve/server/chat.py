@@ -19,9 +19,10 @@ from pensieve.lab.compose.settings import check_node
 from pensieve.lab.compose.weights import check_weights, model_config
 from pensieve.lab.trial.terminal import console, say
 from pensieve.serve.record import Miss, TurnRecord
-from pensieve.serve.server.api import Server, Stream
+from pensieve.serve.server.api import Server
 from pensieve.serve.server.create import server_of
 from pensieve.serve.server.dialogue import Dialogue, Wish
+from pensieve.serve.server.turn import Stream
 from pensieve.specs import ROUNDS_APART, SIXTEEN_BITS
 from pensieve.units import ceil_div
 from pensieve.user_cache import user_cache
@@ -173,9 +174,9 @@ class Conversation:
         counters, settings, gauges = (
             self._server.system.counters(),
             self._server.system.settings(),
-            self._server.gauges(),
+            self._server.system.gauges(),
         )
-        block = settings["kv_bytes_per_token"] * self._server.chunk_tokens
+        block = settings["kv_bytes_per_token"] * self._server.system.chunk_tokens
         nothing = (0.0, "blocks")
         gpu, cpu, disk = (
             gauges.get(f"{tier}_blocks_used", nothing)[0] * block / 1e9 for tier in ("gpu", "cpu", "disk")
@@ -209,8 +210,11 @@ class Conversation:
         server = self._server
         if turn.without_ms is not None or server.system.settings()["shares"]:
             return
-        free = server.system.settings()["gpu_tokens"] // server.chunk_tokens - server.gauges()["gpu_blocks_used"][0]
-        if free < 2 * ceil_div(len(turn.prompt) + 1, server.chunk_tokens):
+        free = (
+            server.system.settings()["gpu_tokens"] // server.system.chunk_tokens
+            - server.system.gauges()["gpu_blocks_used"][0]
+        )
+        if free < 2 * ceil_div(len(turn.prompt) + 1, server.system.chunk_tokens):
             return
         turn.without_ms = server.generate(_PROBE, turn.prompt, max_new_tokens=1, ignore_eos=True).turn.ttft_ms
         server.forget(_PROBE)

@@ -24,7 +24,7 @@ from pensieve.lab.compose.settings import check_node
 from pensieve.lab.compose.weights import model_identity
 from pensieve.lab.results.digest import text_hash
 from pensieve.lab.trial.terminal import say
-from pensieve.serve.server import memory
+from pensieve.serve.server import statistics
 from pensieve.serve.server.app import App, create_app
 from pensieve.serve.server.create import replicated_server, server_of
 from pensieve.serve.server.recording import live_trial, start_recording
@@ -180,7 +180,7 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
             state.on_close.append(recording.close)
         fastest_loops()  # a later choice of victims would load them
         state.prepare(server, kept)
-        memory.settle()  # behind all that stays, the conversations of before too
+        statistics.settle()  # behind all that stays, the conversations of before too
         state.ready(server)
     except Exception as error:  # or nobody would learn why it never gets ready
         if server is not None:

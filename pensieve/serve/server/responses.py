@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from pensieve.core.request import Sampling
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.server.completions import sse_data
 from pensieve.serve.server.conversations import Conversation, Conversations, Mark, Message
 from pensieve.serve.server.dialogue import Dialogue, Tools, Wish
+from pensieve.serve.server.feed import sse_data
 from pensieve.serve.server.schemas import ResponseBody, text_of_parts, usage
 from pensieve.serve.server.turn import Turn
 

@@ -55,6 +55,12 @@ CREATE INDEX piece_of ON piece(conversation);
 CREATE INDEX response_of ON response(conversation);
 """
 
+_OWN = (
+    "model = ?, tenant = ?, name = ?, engine_name = ?, named = ?, created_at = ?, used_at = ?, keep_alive_s = ?, parent = ?, "
+    "asked = ?, has_messages = ?"
+)
+"""Of table `conversation`, in its order."""
+
 _Said = tuple[Message, list[int] | None]
 """A message, and the model's own tokens where it said it."""
 
@@ -133,14 +139,16 @@ class StateFile:
         by_id: dict[int, Conversation] = {}
         damaged = 0
         try:
-            for row in self._rows_of("SELECT * FROM conversation WHERE model = ? ORDER BY id", self._model):
+            for row_id, *fields, total in self._rows_of(
+                "SELECT * FROM conversation WHERE model = ? ORDER BY id", self._model
+            ):
                 try:
-                    conversation = self._conversation(*row)
+                    conversation = self._conversation(row_id, tuple(fields), total)
                 except _UNREADABLE:
                     damaged += 1
                     continue
                 conversations.restore(conversation)
-                by_id[row[0]] = conversation
+                by_id[row_id] = conversation
             for response_id, number, row_id, length, instructed, body, total in self._rows_of(
                 "SELECT * FROM response ORDER BY number"
             ):
@@ -164,23 +172,9 @@ class StateFile:
     def _rows_of(self, query: str, *values: object) -> list[Any]:
         return self._database.execute(query, values).fetchall()
 
-    def _conversation(
-        self,
-        row_id: int,
-        model: str,
-        tenant: str,
-        name: str,
-        engine_name: str,
-        named: int,
-        created_at: float,
-        used_at: float,
-        keep_alive_s: float | None,
-        parent: str | None,
-        asked: int,
-        has_messages: int,
-        total: int,
-    ) -> Conversation:
+    def _conversation(self, row_id: int, fields: tuple[Any, ...], total: int) -> Conversation:
         """Raises one of _UNREADABLE for a damaged one."""
+        _, tenant, name, engine_name, named, created_at, used_at, keep_alive_s, parent, asked, has_messages = fields
         pieces, marked, said = (
             list(self._of(row_id, what, order))
             for what, order in (
@@ -188,19 +182,6 @@ class StateFile:
                 ("length, asked, messages, key, turn FROM mark", "place"),
                 ("body, reply FROM message", "place"),
             )
-        )
-        fields = (
-            model,
-            tenant,
-            name,
-            engine_name,
-            named,
-            created_at,
-            used_at,
-            keep_alive_s,
-            parent,
-            asked,
-            has_messages,
         )
         row = _Row(row_id, name, fields)
         row.pieces = [(start, _sum(piece)) for start, piece in pieces]
@@ -272,7 +253,6 @@ class StateFile:
             said_sums.append(_sum(*told))
         row.pieces, row.mark_sums, row.said_sums = pieces, mark_sums, said_sums
         row.tokens, row.marks, row.said = len(c.tokens), list(c.marks), said
-        keep_s = None if c.keep_alive_s is None else float(c.keep_alive_s)
         named, keep_s = int(c.named), None if c.keep_alive_s is None else float(c.keep_alive_s)
         own = (self._model, c.tenant, c.id, c.engine_name, named, float(c.created_at), float(c.used_at), keep_s)
         self._describe(row, (*own, c.parent, c.asked, int(c.messages is not None)))
@@ -280,11 +260,7 @@ class StateFile:
     def _describe(self, row: _Row, fields: tuple[Any, ...]) -> None:
         """Write the conversation's own row."""
         row.name, row.fields = fields[2], fields
-        self._database.execute(
-            "UPDATE conversation SET model = ?, tenant = ?, name = ?, engine_name = ?, named = ?, created_at = ?, "
-            "used_at = ?, keep_alive_s = ?, parent = ?, asked = ?, has_messages = ?, sum = ? WHERE id = ?",
-            (*fields, row.sum, row.id),
-        )
+        self._database.execute(f"UPDATE conversation SET {_OWN}, sum = ? WHERE id = ?", (*fields, row.sum, row.id))
 
     def _rename(self, conversation: Conversation) -> None:
         row = self._rows.get(conversation)

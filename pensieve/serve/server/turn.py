@@ -1,9 +1,10 @@
-"""One turn on its way through a server: what it asks, what it got so far, and what became of it."""
+"""One turn on its way through a server: what it asks, its text while that grows, and what became of it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,12 +13,79 @@ from typing import TYPE_CHECKING
 from pensieve.core.event import Event
 from pensieve.core.hint import Hint
 from pensieve.core.request import Fork, Free, History, Length, Request, Sampling
+from pensieve.core.stop import before_stop
 from pensieve.errors import PensieveError, RequestFailed, WorkerError, refused
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.conversations import Asked, Conversation, Mark
 
 if TYPE_CHECKING:
     from pensieve.serve.server.api import Server
+
+_CUT_AT = 64  # tokens that are decoded together before their front is given up
+_KEPT = 8  # tokens behind that cut, decoded again with what follows: a tokenizer may join neighbours
+_UNDECIDED = "\ufffd"
+
+
+class TextStream:
+    """`push` gives the text that can no longer change, `finish` the rest.
+
+    A token may be half a character, whose text is then one replacement character at the end; and the text may end with the
+    beginning of a stop string. Both are held back until the next token decides.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
+        self._decode, self._stops = decode, tuple(stops)
+        self._ids: list[int] = []  # not given up yet
+        self._before = ""  # the text of what was given up
+        self._told = 0  # characters that were handed out
+        self._ended = False  # a stop string was found
+
+    @property
+    def text(self) -> str:
+        """The whole text so far, with the part that is held back."""
+        return before_stop(self._before + self._decode(self._ids), self._stops)
+
+    def push(self, token: int) -> str:
+        """The next token; returns what can be handed out now, possibly nothing."""
+        self._ids.append(token)
+        if self._ended:
+            return ""
+        whole = self._before + self._decode(self._ids)
+        text = before_stop(whole, self._stops)
+        if len(text) < len(whole):
+            self._ended = True
+            return self._hand_out(text)
+        decided = whole[:-1] if whole.endswith(_UNDECIDED) else whole
+        held = max((_overlap(decided, stop) for stop in self._stops), default=0)
+        piece = self._hand_out(decided[: len(decided) - held])
+        if len(self._ids) >= _CUT_AT:
+            self._cut(whole)
+        return piece
+
+    def finish(self) -> str:
+        """Return the text that was held back."""
+        return self._hand_out(self.text)
+
+    def _hand_out(self, text: str) -> str:
+        piece = text[self._told :]
+        self._told = max(self._told, len(text))
+        return piece
+
+    def _cut(self, whole: str) -> None:
+        """Give up the front, where the text of the rest is the end of the text of all."""
+        kept = self._ids[-_KEPT:]
+        end = self._decode(kept)
+        if end and not end.startswith(_UNDECIDED) and whole.endswith(end):
+            self._before, self._ids = whole[: len(whole) - len(end)], kept
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of the text that a stop string may begin with."""
+    for count in range(min(len(stop) - 1, len(text)), 0, -1):
+        if stop.startswith(text[-count:]):
+            return count
+    return 0
+
 
 log = logging.getLogger(__name__)
 
@@ -109,10 +177,7 @@ class Turn:
             self._call(partial(told, event))
 
     def failed(self, error: WorkerError) -> None:
-        self.server._failed(self, RequestFailed(str(error)), error)
-
-    def generation(self, record: TurnRecord, text: str) -> Generation:
-        return Generation(list(record.token_ids), text, record)
+        self.server._over(self, RequestFailed(str(error)), error)
 
     def _call(self, listener: Callable[[], None]) -> None:
         try:
@@ -132,6 +197,46 @@ class Turn:
         ended, self.on_end, self.on_event, self.ask = self.on_end, None, None, None
         if ended is not None:
             self._call(ended)
+
+
+class Stream:
+    """The reply of one turn while it is generated: iterate over its text, piece by piece, once. `result` waits for the end,
+    `cancel` brings it about."""
+
+    def __init__(self, server: Server, stops: Sequence[str]) -> None:
+        self._server = server
+        self._text = TextStream(server.tokenizer.decode, stops)
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: the end
+        self.turn: Turn
+
+    def on_event(self, event: Event) -> None:
+        """Take an event of the turn; called in the engine's thread, as `on_end` is, once its future is done."""
+        self._events.put(event)
+
+    def on_end(self) -> None:
+        self._events.put(None)
+
+    def follow(self, turn: Turn) -> None:
+        """Become the reply of this turn, whose listeners are this stream's."""
+        self.turn = turn
+
+    def __iter__(self) -> Iterator[str]:
+        self._server.drive(self.turn.future)
+        while (event := self._events.get()) is not None:
+            if event.token is not None and (piece := self._text.push(event.token)):
+                yield piece
+        rest = self._text.finish()
+        if rest:
+            yield rest
+        self.turn.future.result()  # raises what ended it
+
+    def result(self) -> Generation:
+        """The finished turn; raises as Server.generate does."""
+        return self._server.wait(self.turn.future)
+
+    def cancel(self) -> None:
+        """End it now; what was generated so far stands."""
+        self._server.cancel_turn(self.turn)
 
 
 def error_of(record: TurnRecord) -> PensieveError | None:

@@ -15,9 +15,8 @@ from pensieve.core.event import Event
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Request, TokenArray
 from pensieve.errors import WorkerError
-from pensieve.serve.systems.base import Listener
+from pensieve.serve.systems.base import Listener, Outbox
 from pensieve.serve.systems.engine_system import ENGINE_CLOSED, EngineSystem
-from pensieve.serve.systems.outbox import Outbox
 from pensieve.serve.systems.profiling import profile_of
 
 log = logging.getLogger(__name__)

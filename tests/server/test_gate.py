@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("fastapi")
 from fastapi.exceptions import RequestValidationError
 
-from pensieve.serve.server import body_route
+from pensieve.serve.server import gate
 from pensieve.serve.server.app import App, create_app
-from pensieve.serve.server.body_route import read_body
+from pensieve.serve.server.gate import read_body
 from pensieve.serve.server.schemas import ResponseBody
 from pensieve.serve.server.settings import ServeSettings, Tenants
 from tests.server.live import simulated
@@ -80,7 +80,7 @@ def test_a_long_body_is_read_off_the_loop_and_has_few_errors(
             read.append((threading.current_thread(), len(error.errors())))
             raise
 
-    monkeypatch.setattr(body_route, "read_body", watched)
+    monkeypatch.setattr(gate, "read_body", watched)
     with simulated() as (state, client):
         assert client.post(f"/{path}", json=body).status_code == 400
         [(thread, errors)] = read
