@@ -190,34 +190,34 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert store.turns_of(trial) == []
 
 
-@pytest.mark.slow
-def test_many_processes_create_and_write_at_once(tmp_path: Path) -> None:
-    def work(number: int) -> int:
-        store = open_store(tmp_path / "outputs")
-        for index in range(12):
-            trial = store.begin_trial(trial_fields(f"{number}/{index}"))
-            store.add_turns(trial, conversation_turns([1.0] * 4))
-            store.finish_trial(trial, "completed")
-        return index + 1
-
+def write_at_once(opened: Callable[[], ResultsStore], processes: int, trials: int) -> None:
+    """Processes that each open the store and write trials of 13 turns: none of them is lost."""
     failures = FORK.SimpleQueue()
 
-    def guarded(number: int) -> None:
+    def work(number: int) -> None:
         try:
-            work(number)
+            store = opened()
+            for index in range(trials):
+                trial = store.begin_trial(trial_fields(f"{number}/{index}"))
+                store.add_turns(trial, conversation_turns([1.0] * 4))
+                store.finish_trial(trial, "completed")
         except BaseException as error:
             failures.put(f"{type(error).__name__}: {error}")
 
-    processes = [FORK.Process(target=guarded, args=(number,)) for number in range(16)]
-    for process in processes:
+    started = [FORK.Process(target=work, args=(number,)) for number in range(processes)]
+    for process in started:
         process.start()
-    for process in processes:
+    for process in started:
         process.join()
     assert failures.empty(), failures.get()
-    store = open_store(tmp_path / "outputs")
-    with store.database.reading() as connection:
-        assert connection.scalar(text("SELECT count(*) FROM current_trial")) == 16 * 12
-        assert connection.scalar(text("SELECT count(*) FROM turn")) == 16 * 12 * 13
+    with opened().database.reading() as connection:
+        assert connection.scalar(text("SELECT count(*) FROM current_trial")) == processes * trials
+        assert connection.scalar(text("SELECT count(*) FROM turn")) == processes * trials * 13
+
+
+@pytest.mark.slow
+def test_many_processes_create_and_write_at_once(tmp_path: Path) -> None:
+    write_at_once(lambda: open_store(tmp_path / "outputs"), processes=16, trials=12)
 
 
 def test_urls_that_cannot_work_say_so_without_the_password() -> None:

@@ -141,7 +141,6 @@ def test_what_does_not_count_is_there() -> None:
 @pytest.mark.parametrize(
     ("name", "old", "new", "counts"),
     [
-        ("core/cache/lru.py", "# a comment", "# another", False),
         ("core/cache/lru.py", "Twice as much", "Two times", False),
         ("core/cache/lru.py", "What it is", "That", False),
         ("core/cache/lru.py", "2 * value", "(2\n        * value)", False),
@@ -223,15 +222,19 @@ print("missing", sorted(name for name in loaded - set(code_of(config)) if not na
     assert missing == "missing []"
 
 
-def test_a_users_own_module_counts_and_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "named", [{"list": [{"_target_": "my_policy_module.X"}]}, {"composition": "my_policy_module.X"}]
+)
+def test_a_users_own_module_counts_and_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: dict[str, Any]
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     module = tmp_path / "my_policy_module.py"
     module.write_text("raise RuntimeError('imported')")
-    config = {
-        "eviction": {"list": [{"_target_": "my_policy_module.MyPolicy"}], "_target_": "pensieve.core.policies.lru.Lru"}
-    }
+    policy = {"_target_": "pensieve.core.policies.lru.Lru"}
+    config = {"eviction": {**policy, **named}}
     before = code_hash(config)
-    assert before != code_hash({"eviction": {"_target_": "pensieve.core.policies.lru.Lru"}})
+    assert before != code_hash({"eviction": policy})
     module.write_text("class MyPolicy: ...")
     changed = code_hash(config)
     assert changed != before
@@ -239,22 +242,6 @@ def test_a_users_own_module_counts_and_is_not_imported(tmp_path: Path, monkeypat
     assert code_hash(config) == changed
     assert "my_policy_module" not in sys.modules
     assert code_hash({"_target_": "no_such_module.X"}) == code_hash()
-
-
-def test_a_users_own_composition_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named by its dotted path, without a _target_."""
-    monkeypatch.syspath_prepend(tmp_path)
-    module = tmp_path / "my_composition.py"
-    module.write_text("def compose(): return 1")
-    config = {"scheduler": {"composition": "my_composition.compose"}}
-    before = code_hash(config)
-    assert (
-        before
-        != code_hash({"scheduler": {"composition": "pensieve.core.scheduler.composition.unified"}})
-        == code_hash()
-    )
-    module.write_text("def compose(): return 2")
-    assert code_hash(config) != before
 
 
 @pytest.mark.parametrize("line", ["import my_parts.scores", "from my_parts import scores", "from .scores import best"])

@@ -83,7 +83,9 @@ def test_each_sweep_has_the_goodput_of_its_own_objective(tmp_path: Path) -> None
 def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     client = client_of(tmp_path)
     store = open_store(tmp_path)
-    sweep = open_sweep(store, seed="0,1", **{"workload.pressure": "1,2"})
+    open_sweep(store, seed="0,1", **{"workload.pressure": "1,2", "trial.timeout_s": "100"})
+    assert copy_sweep(tmp_path, store, 1) is not None  # it is taken up with another timeout, which is no parameter
+    sweep = open_sweep(store, seed="0,1", **{"workload.pressure": "1,2", "trial.timeout_s": "200"})
     figure = tmp_path / "figure.png"
     figure.write_bytes(b"png")
     config = {**trial_fields()["config"], "odd=key": "x" * 7000, **{f"k{i}": i for i in range(150)}}
@@ -100,7 +102,8 @@ def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.L
     store.set_trial(trial, mlflow_run_id=None)
     assert copy_sweep(tmp_path, store, sweep) == (parent, 1)
     assert (store.sweep(sweep).mlflow_run_id, store.trial(trial).mlflow_run_id) == (parent, run)
-    assert client.get_run(parent).info.status == "RUNNING"
+    of_sweep = client.get_run(parent)
+    assert of_sweep.info.status == "RUNNING" and of_sweep.data.params == {"seed": "0,1", "workload.pressure": "1,2"}
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
 
     run = children(tmp_path, store, sweep)[trial]
@@ -188,40 +191,6 @@ def test_a_store_whose_maker_died_is_made_by_the_next(tmp_path: Path, monkeypatc
     assert (left / "mlflow.db").exists()
     assert mlflow_store.client_of(tmp_path) is not None
     assert not list(tmp_path.glob(".mlflow-new-*"))
-
-
-@pytest.mark.slow
-def test_a_sweep_taken_up_with_another_timeout_keeps_its_parent(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    client, store = client_of(tmp_path), open_store(tmp_path)
-    parents = []
-    for timeout_s in ("100", "200"):
-        sweep = open_sweep(store, seed="0,1", **{"trial.timeout_s": timeout_s, "tracking.mlflow": "true"})
-        parents.append(copy_sweep(tmp_path, store, sweep))
-    parent = store.sweep(sweep).mlflow_run_id
-    assert parents == [(parent, 0)] * 2
-    assert caplog.records == []
-    run = client.get_run(parent)
-    assert run.data.params == {"seed": "0,1"}
-    assert run.data.tags["pensieve.command"] == "run.py -m"
-
-
-@pytest.mark.slow
-def test_a_server_of_your_own_gets_what_the_local_store_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere = f"sqlite:///{tmp_path / 'elsewhere.db'}"
-    monkeypatch.setenv(mlflow_store.URL_ENV, elsewhere)
-    outputs = tmp_path / "outputs"
-    store = open_store(outputs)
-    client, sweep = client_of(outputs), open_sweep(store, seed="0")
-    assert copy_sweep(outputs, store, sweep) is not None
-    experiment = client.get_run(store.sweep(sweep).mlflow_run_id).info.experiment_id
-    assert experiment == client.get_experiment_by_name("chat").experiment_id
-    assert not (outputs / mlflow_store.DATABASE_NAME).exists()
-    with pytest.raises(ResultsError, match=mlflow_store.URL_ENV):
-        mlflow_store.move_away(outputs)
-    monkeypatch.delenv(mlflow_store.URL_ENV)
-    assert mlflow_store.mlflow_url(outputs).endswith("outputs/mlflow.db?timeout=30")
 
 
 def test_an_experiment_that_another_machine_makes_first_is_used(
@@ -331,6 +300,8 @@ def test_sync_copies_what_a_server_lacks_and_says_what_failed(tmp_path: Path, mo
     assert client_of(tmp_path).get_run(store.trial(pressed).mlflow_run_id).info.status == "KILLED"
     assert sync_mlflow(tmp_path, store, str) == 1
     assert client_of(tmp_path).get_run(store.trial(refused).mlflow_run_id).info.status == "FINISHED"
+    with pytest.raises(ResultsError, match=mlflow_store.URL_ENV):
+        mlflow_store.move_away(tmp_path)
 
 
 # What MLflow shows
@@ -359,17 +330,15 @@ def shown_trial(**changed: object) -> Trial:
         (None, "pensieve seed=0"),
     ],
 )
-def test_a_trial_is_called_by_its_place_on_the_swept_axes(overrides: dict[str, str] | None, name: str) -> None:
+def test_a_trial_is_called_by_its_place_on_the_axes_and_a_sweep_by_them(
+    overrides: dict[str, str] | None, name: str
+) -> None:
     of = None if overrides is None else shown_sweep(**overrides)
     assert trial_name(shown_trial(eviction="lru"), of) == name
     assert trial_name(shown_trial(eviction="lru", repeat=2), of) == f"{name} repeat=2"
-
-
-def test_a_sweep_is_called_by_its_axes() -> None:
     at = f"{BEGAN.astimezone():%Y-%m-%d %H:%M}"
     axes = {"seed": "0,1", "eviction": "lru,fifo", "cache": "demo"}
     assert sweep_name(shown_sweep("ablation_eviction", **axes)) == f"ablation_eviction: eviction {at}"
-    assert sweep_name(shown_sweep(None, **axes)) == f"eviction {at}"
     assert sweep_name(shown_sweep(None, cache="demo", seed="0,1")) == f"pensieve {at}"
 
 

@@ -16,7 +16,7 @@ from pensieve.lab.results import database, migrations
 from pensieve.lab.results.schema import VERSION_TABLE
 from pensieve.lab.results.store import Reading, ResultsStore, open_store
 from tests.composed import SHORT, composed
-from tests.results.test_database import FORK, in_another_process
+from tests.results.test_database import in_another_process, write_at_once
 from tests.results.test_schema import CONTRACT
 from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
 
@@ -110,27 +110,7 @@ def test_the_schema_and_a_trial(url, tmp_path):
 
 
 def test_processes_that_begin_at_once(url):
-    failures = FORK.SimpleQueue()
-
-    def work(number):
-        try:
-            store = ResultsStore(url)
-            for index in range(5):
-                trial = store.begin_trial(trial_fields(f"{number}/{index}"))
-                store.add_turns(trial, conversation_turns([1.0] * 4))
-                store.finish_trial(trial, "completed")
-        except BaseException as error:
-            failures.put(f"{type(error).__name__}: {error}")
-
-    processes = [FORK.Process(target=work, args=(number,)) for number in range(8)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert failures.empty(), failures.get()
-    with ResultsStore(url).database.reading() as connection:
-        assert connection.scalar(text("SELECT count(*) FROM current_trial")) == 40
-        assert connection.scalar(text("SELECT count(*) FROM turn")) == 40 * 13
+    write_at_once(lambda: ResultsStore(url), processes=8, trials=5)
 
 
 def test_an_older_schema_is_upgraded(url, monkeypatch):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.dialects import postgresql
@@ -11,7 +9,6 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.schema import VERSION_TABLE, Base, Trial
 from pensieve.lab.results.store import ResultsStore
-from pensieve.serve.record import TurnRecord
 from tests.results.trials import MEMORY, trial_fields
 
 CONTRACT = {
@@ -50,26 +47,6 @@ def test_tables_and_columns_are_the_contract(store: ResultsStore) -> None:
         view = " ".join(c["name"] for c in inspector.get_columns("current_trial"))
     assert found == CONTRACT
     assert view == CONTRACT["trial"]
-
-
-def test_a_turn_record_is_a_turn_row() -> None:
-    elsewhere = (
-        "request_id",
-        "token_ids",
-        "margins",
-        "emitted_s",
-        "elsewhere_tokens",
-        "found",
-        "saved_s",
-        "anywhere_tokens",
-        "missed",
-        "misses",
-        "recomputed_s",
-        "stored",
-        "unexplained_tokens",
-    )
-    names = [f.name for f in fields(TurnRecord) if f.name not in elsewhere]
-    assert sorted(names) == sorted(CONTRACT["turn"].split()[2:])
 
 
 def test_primary_key_of_metric_and_default_label(store: ResultsStore) -> None:

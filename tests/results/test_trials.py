@@ -5,7 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from pensieve.lab.results.trials import listed_values, mixtures, swept_axes
+import pytest
+
+from pensieve.errors import ResultsError
+from pensieve.lab.results.compare_trials import select_trials
+from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.results.trials import differences, flat, listed_values, mixtures, swept_axes, text_of
+from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
 
 def trial(number: int, forward: str | None, baseline: str = "pensieve", **config: Any) -> Any:
@@ -59,3 +65,85 @@ def test_values_are_listed_outside_of_quotes_and_brackets() -> None:
         ["[1,2]", "[3]"],
         None,
     ]
+
+
+@pytest.fixture
+def store():
+    made = ResultsStore(MEMORY)
+    sweep = open_sweep(made)
+    job = 0
+    for seed in (0, 1):
+        for baseline in ("pensieve", "stateless"):
+            config = {"seed": seed, "baseline": {"name": baseline}, "workload": {"name": "chat", "users": 3 + seed}}
+            add_trial(made, sweep, job, baseline, conversation_turns([10.0]), seed=seed, config=config)
+            job += 1
+    return made
+
+
+def test_a_sweep_by_its_id_or_as_the_latest(store):
+    assert [t.baseline for t in select_trials(store, "1")] == ["pensieve", "stateless"] * 2
+    assert len(select_trials(store, "latest")) == 4
+    assert len(select_trials(store, "sweep=latest,seed=1")) == 2
+
+
+def test_conditions_are_columns_or_dotted_fields_and_all_hold(store):
+    (found,) = select_trials(store, "baseline=pensieve, workload.users=4")
+    assert (found.baseline, found.seed) == ("pensieve", 1)
+    assert len(select_trials(store, "simulated=false")) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("baseline=vllm", "baseline is pensieve, stateless"),
+        ("9", "no sweep 9"),
+        ("nonsense", "conditions such as sweep=latest,baseline=pensieve"),
+        ("workload.nothing=1", "workload.nothing is null|none"),
+    ],
+)
+def test_what_is_not_there_is_said(store, words, part):
+    with pytest.raises(ResultsError, match=part):
+        select_trials(store, words)
+
+
+def test_an_empty_database_has_nothing():
+    with pytest.raises(ResultsError, match="No sweep has a completed trial yet"):
+        select_trials(ResultsStore(MEMORY), "latest")
+    with pytest.raises(ResultsError, match="No completed trial"):
+        select_trials(ResultsStore(MEMORY), "")
+
+
+def test_what_varies_leaves_seeds_out(store):
+    assert differences(select_trials(store, "1")) == {"baseline.name", "workload.users"}
+    assert differences(select_trials(store, "seed=0")) == {"baseline.name"}
+
+
+def test_flat_leaves_out_where_a_trial_is_kept():
+    config = {"a": {"b": 1, "c": True}, "tracking": {"name": "local"}, "hydra": {}, "d": None}
+    assert flat(config) == [("a.b", "1"), ("a.c", "true"), ("d", "none")]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(312e12, "3.12e+14"), (25e9, "2.5e+10"), (2.0, "2"), (0.2, "0.2"), (1234567.0, "1234567"),
+     (0.1 + 0.2, "0.30000000000000004"), (float("nan"), "nan"), (21474836480, "21474836480"), (True, "true"), (None, "none")],
+)  # fmt: skip
+def test_a_number_is_written_as_it_would_be_typed(value, text):
+    assert text_of(value) == text
+    assert flat({"hardware": {"flops": value}}) == [("hardware.flops", text)]
+
+
+def test_a_number_is_found_however_it_is_typed():
+    store = ResultsStore(MEMORY)
+    sweep = open_sweep(store)
+    config = {"seed": 0, "hardware": {"flops": 312e12}, "workload": {"think_time_s": 2.0}}
+    add_trial(store, sweep, 0, "pensieve", conversation_turns([10.0]), config=config)
+    for words in (
+        "hardware.flops=3.12e+14",
+        "hardware.flops=312e12",
+        "workload.think_time_s=2",
+        "workload.think_time_s=2.0",
+    ):
+        assert len(select_trials(store, words)) == 1
+    with pytest.raises(ResultsError, match=r"workload\.think_time_s is 2\.$"):
+        select_trials(store, "workload.think_time_s=2.5")
