@@ -444,7 +444,7 @@ def _reproduce(store: ResultsStore, options: argparse.Namespace) -> int:
 
 
 def _prune(store: ResultsStore, options: argparse.Namespace) -> Iterator[str]:
-    from pensieve.lab.results.prune import prunable, prune
+    from pensieve.lab.results.listing import prunable, prune
     from pensieve.units import format_bytes
 
     chosen = prunable(store, options.failed)

@@ -6,8 +6,7 @@ from sqlalchemy import insert
 
 from pensieve import cli
 from pensieve.errors import ResultsError
-from pensieve.lab.results.listing import list_sweeps, list_trials, show_trial
-from pensieve.lab.results.prune import prunable, prune
+from pensieve.lab.results.listing import list_sweeps, list_trials, prunable, prune, show_trial
 from pensieve.lab.results.schema import MetricRow, Trial
 from pensieve.lab.results.store import open_store
 from tests.results.test_database import in_another_process

@@ -9,7 +9,7 @@ from pensieve.device.attention import TransformersForward
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose import read_option
-from pensieve.lab.results.served_by import sentence, served_of
+from pensieve.lab.results.trials import sentence, served_of
 from pensieve.plugins.device.shelf import take_model
 from pensieve.specs import ModelSpec
 

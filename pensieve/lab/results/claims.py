@@ -234,10 +234,6 @@ class Bounds:
     claimed: float
     shown: str
 
-    def __post_init__(self) -> None:
-        assert self.low is not None or self.high is not None, "a claim that nothing could contradict"
-        assert self.low is None or self.high is None or self.low <= self.high
-
     def contain(self, value: float) -> bool:
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
@@ -267,13 +263,12 @@ class Claimed(BaseModel):
         if self.between is not None:
             low, high = self.between
             return Bounds(low, high, low, f"{_text(low)} to {_text(high)}")
-        if self.about is not None and self.give_or_take is not None:
-            low, high = self.about - self.give_or_take, self.about + self.give_or_take
-            return Bounds(low, high, self.about, f"about {_text(self.about)} (± {_text(self.give_or_take)})")
-        if self.above is not None:
-            return Bounds(self.above, None, self.above, f"> {_text(self.above)}")
-        assert self.below is not None
-        return Bounds(None, self.below, self.below, f"< {_text(self.below)}")
+        if self.about is not None and (by := self.give_or_take) is not None:
+            return Bounds(self.about - by, self.about + by, self.about, f"about {_text(self.about)} (± {_text(by)})")
+        given = self.above if self.above is not None else self.below
+        assert given is not None
+        sign = ">" if self.below is None else "<"
+        return Bounds(self.above, self.below, given, f"{sign} {_text(given)}")
 
 
 Values = tuple[str | float | bool | None, ...]

@@ -16,10 +16,9 @@ from pensieve.lab.metric_registry import metric_of
 from pensieve.lab.metrics import Slo
 from pensieve.lab.results.frame import conversation_means, paired, turn_frame, values_of
 from pensieve.lab.results.schema import Sweep, Trial, current_trial
-from pensieve.lab.results.served_by import footer
 from pensieve.lab.results.slo import slo_of_sweep, slo_of_trial
 from pensieve.lab.results.store import LATEST, NO_SWEEP, ResultsStore
-from pensieve.lab.results.trials import differences, field_of, flat, mixtures, text_of
+from pensieve.lab.results.trials import differences, field_of, flat, footer, mixtures, text_of
 from pensieve.lab.statistics import has_interval, paired_ratio
 from pensieve.lab.tables import grid
 from pensieve.units import NONE
@@ -227,16 +226,16 @@ def _grouped(
 
 
 def _name(values: Mapping[str, str]) -> str:
-    """The fields that tell the group from the others; an option's name stands for all fields of its config group."""
-    options = {field.rpartition(".")[0] for field in values if field.endswith(".name")}
-    shown = []
-    for field, value in values.items():
-        group = field.partition(".")[0]
-        if field.endswith(".name"):
-            shown.append(f"{group}={value}")
-        elif group not in options:
-            shown.append(f"{field}={value}")
-    return ", ".join(shown)
+    """The fields that tell the group from the others."""
+    return ", ".join(f"{shown}={values[field]}" for field, shown in _telling(values).items())
+
+
+def _telling(fields: Iterable[str]) -> dict[str, str]:
+    """Of these fields those that tell, by what they are called: an option's name stands for all fields of its group."""
+    given = list(fields)
+    options = {field.partition(".")[0] for field in given if field.endswith(".name")}
+    told = (field for field in given if field.endswith(".name") or field.partition(".")[0] not in options)
+    return {field: field.removesuffix(".name") for field in told}
 
 
 def _differ(a: Sequence[Trial], b: Sequence[Trial], varying: Sequence[str]) -> str:
@@ -247,11 +246,8 @@ def _differ(a: Sequence[Trial], b: Sequence[Trial], varying: Sequence[str]) -> s
         for field in {**ones, **others}
         if ones.get(field) != others.get(field) and field not in (*varying, "seed", "repeat", "experiment_name")
     }
-    options = {field.partition(".")[0] for field in changed if field.endswith(".name")}
     parts = [
-        f"{field.removesuffix('.name')} ({one} in A, {other} in B)"
-        for field, (one, other) in changed.items()
-        if field.endswith(".name") or field.partition(".")[0] not in options
+        f"{shown} ({changed[field][0]} in A, {changed[field][1]} in B)" for field, shown in _telling(changed).items()
     ]
     return f"They differ in {', '.join(parts)}." if parts else "Their configurations are the same."
 

@@ -23,8 +23,8 @@ from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base, ver
 BUSY_TIMEOUT_S = 30
 SCHEMA_LOCK_TIMEOUT_S = 60
 CHECKED_BYTES = 64 * 2**20  # SQLite files up to this size are checked page by page when they are opened
+_HEADER_BYTES = 100  # SQLite takes a shorter file for an empty one
 _SCHEMA_LOCK_KEY = 0x70656E73  # a PostgreSQL advisory lock: any number will do, as long as all of us take the same
-_SQLITE_MAGIC = b"SQLite format 3\x00"
 
 _SENTENCES = (  # part of the driver's message -> what it means, and what to do
     ("not a database", "is damaged, or is no SQLite database; move it away and run again. It was left as it is."),
@@ -227,51 +227,29 @@ def _sqlite_path(url: URL) -> Path | None:
     return Path(url.database).absolute() if url.database and url.database != ":memory:" else None
 
 
-def _size_of(path: Path) -> int:
-    """The bytes of a file, 0 where it is gone: the last connection to close takes SQLite's log away at any moment."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
 def check_sqlite_file(path: Path, create: bool = True) -> None:
     """Refuse, without opening it for writing, a file that is no sound SQLite database.
 
     create: a missing (or empty) file is fine, since it will be made. Raises ResultsError.
     """
-    try:
-        if not path.parent.is_dir():
-            raise ResultsError(f"The folder {path.parent} of the results database does not exist; create it first.")
-        if not path.exists() or path.stat().st_size == 0:
-            if create:
-                return
-            raise ResultsError(f"There are no results at {path} yet; run `{typed('run')} -m` first.")
-        with path.open("rb") as file:
-            header = file.read(100)
-    except OSError as error:
-        raise ResultsError(f"The results database {path} cannot be read: {error.strerror}.") from None
-    damaged = ResultsError(
-        f"The results database {path} is damaged, or is no SQLite database; move it away and run again. "
-        "It was left as it is."
-    )
-    if len(header) < 100 or not header.startswith(_SQLITE_MAGIC):
-        raise damaged
-    page_bytes = int.from_bytes(header[16:18], "big")
-    page_bytes = 65536 if page_bytes == 1 else page_bytes
-    wal = path.with_name(path.name + "-wal")
-    # A file shorter than its own page count was cut off; with a log beside it, the missing pages may still be in there.
-    logged = _size_of(wal) > 0
-    if path.stat().st_size < page_bytes * int.from_bytes(header[28:32], "big") and not logged:
-        raise damaged
+    if not path.parent.is_dir():
+        raise ResultsError(f"The folder {path.parent} of the results database does not exist; create it first.")
+    if not path.exists() or path.stat().st_size == 0:
+        if create:
+            return
+        raise ResultsError(f"There are no results at {path} yet; run `{typed('run')} -m` first.")
     try:
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=BUSY_TIMEOUT_S)) as connection:
+            # SQLite refuses a file that is shorter than its own header and its log say: it was cut off.
             connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            sound = (
-                path.stat().st_size > CHECKED_BYTES or connection.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok"
-            )
+            size = path.stat().st_size
+            whole = size > CHECKED_BYTES or connection.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok"
+            sound = whole and size >= _HEADER_BYTES
     except sqlite3.DatabaseError as error:
         # Anything else (locked, no permission for the log file) is told better when the engine opens it.
         sound = "not a database" not in str(error) and "malformed" not in str(error)
     if not sound:
-        raise damaged
+        raise ResultsError(
+            f"The results database {path} is damaged, or is no SQLite database; move it away and run again. "
+            "It was left as it is."
+        )

@@ -54,32 +54,24 @@ class Finding:
     @property
     def verdict(self) -> Verdict:
         """Of `name`. Without an interval the value alone decides, unless it would be printed as no difference."""
-        found, level = self.found, 0.0 if self.in_points else 1.0
-        low = found.ratio if found.ci_low is None else found.ci_low
-        high = found.ratio if found.ci_high is None else found.ci_high
-        if found.ci_low is None and not self.in_points and abs(found.ratio - level) < _PRINTED_ALIKE:
+        ends = [end for end in (self.found.ci_low, self.found.ci_high) if end is not None]
+        gains = [-one if self.in_points else one - 1.0 for one in ends or [self.found.ratio]]
+        if not ends and not self.in_points and abs(gains[0]) < _PRINTED_ALIKE:
             return "not told apart"
-        above, below = low > level, high < level
-        if self.in_points:
-            above, below = below, above
-        return "lower" if above else "higher" if below else "not told apart"
+        return "lower" if min(gains) > 0 else "higher" if max(gains) < 0 else "not told apart"
 
     @property
     def text(self) -> str:
         """ "4.35× lower than stateless (95 % CI 2.21–5.65)", "not told apart from gpu_only (1.04×, 95 % CI 0.95–1.13)".
 
         Beside a verdict points have no sign, and a ratio is above 1."""
-        told = self.verdict != "not told apart"
-        numbers = [one for one in (self.found.ratio, self.found.ci_low, self.found.ci_high) if one is not None]
-        if self.verdict == "higher" and not self.in_points:
-            numbers = [1 / one for one in numbers]
-        elif told:
-            numbers = [abs(one) for one in numbers]
-        shown = [
-            f"{100 * one + 0.0:.1f}" if self.in_points else _times(one) for one in (numbers[0], *sorted(numbers[1:]))
-        ]
-        size = f"{shown[0]}{' points' if self.in_points else '×'}"
-        interval = f"95 % CI {(' to ' if self.in_points else '–').join(shown[1:])}" if len(shown) > 1 else ""
+        told, points = self.verdict != "not told apart", self.in_points
+        value, *ends = (one for one in (self.found.ratio, self.found.ci_low, self.found.ci_high) if one is not None)
+        if told:
+            value, *ends = (1 / one if self.verdict == "higher" and not points else abs(one) for one in (value, *ends))
+        value_text, *shown = (f"{100 * one + 0.0:.1f}" if points else _times(one) for one in (value, *sorted(ends)))
+        size = f"{value_text}{' points' if points else '×'}"
+        interval = f"95 % CI {(' to ' if points else '–').join(shown)}" if shown else ""
         if not told:
             return f"not told apart from {self.other} ({', '.join(filter(None, (size, interval)))})"
         return f"{size} {self.verdict} than {self.other}{f' ({interval})' if interval else ''}"

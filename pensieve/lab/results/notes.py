@@ -16,8 +16,7 @@ from pensieve.lab.results.findings import OURS, REFERENCE, mostly_lost
 from pensieve.lab.results.frame import CONVERSATION, Frame, TrialGroup, conversations_of, values_of
 from pensieve.lab.results.note_texts import ABOVE, TEXTS
 from pensieve.lab.results.schema import Trial, turn_table
-from pensieve.lab.results.served_by import footer
-from pensieve.lab.results.trials import field_of, mixtures
+from pensieve.lab.results.trials import field_of, footer, mixtures
 from pensieve.lab.statistics import FEWEST_GROUPS, enough_for
 from pensieve.lab.window import HALVES_MAY_DIFFER
 from pensieve.lab.workload.base import byte_notes, cut_by_context

@@ -1,4 +1,4 @@
-"""Trials beside each other: their fields by name, which of these vary, and why some must not be compared."""
+"""Trials beside each other: their fields by name, which of these vary, why some must not be compared, what served them."""
 
 from __future__ import annotations
 
@@ -115,22 +115,28 @@ class Mixture:
     trials: tuple[int, ...] = ()
 
 
+_SPOILT = (
+    ("profiled", "trials that a profiler slowed", "run them again without trial.profile=true"),
+    (
+        "contaminated",
+        "trials whose engine still held what an earlier run had asked",
+        "start it anew, or run them with cache_state=salted and another seed",
+    ),
+)
+"""A flag of a trial that no other is to be compared with, what such trials are called, and the remedy."""
+
+
 def mixtures(trials: Sequence[Trial]) -> list[Mixture]:
     """Why times of these trials must not be compared; empty where they may be."""
     found = []
     if len({trial.simulated for trial in trials}) > 1:
         found.append(Mixture("simulated and real trials", "keep to one kind of hardware"))
-    contended = tuple(sorted(trial.id for trial in trials if trial.contended))
-    if contended:
+    if contended := tuple(sorted(trial.id for trial in trials if trial.contended)):
         what = "trials that shared their device with others"
         found.append(Mixture(what, "run them again with trial.exclusive=true", contended))
-    profiled = tuple(sorted(trial.id for trial in trials if (trial.flags or {}).get("profiled")))
-    if profiled:
-        found.append(Mixture("trials that a profiler slowed", "run them again without trial.profile=true", profiled))
-    contaminated = tuple(sorted(trial.id for trial in trials if (trial.flags or {}).get("contaminated")))
-    if contaminated:
-        what = "trials whose engine still held what an earlier run had asked"
-        found.append(Mixture(what, "start it anew, or run them with cache_state=salted and another seed", contaminated))
+    for flag, what, remedy in _SPOILT:
+        if ids := tuple(sorted(trial.id for trial in trials if (trial.flags or {}).get(flag))):
+            found.append(Mixture(what, remedy, ids))
     if len({trial.weights == "random" for trial in trials if not trial.simulated}) > 1:
         found.append(Mixture("random and trained weights", "give all trials the same model.weights"))
     if any(len(digests) > 1 for digests in _code(trials).values()):
@@ -166,3 +172,54 @@ def _code(trials: Sequence[Trial]) -> Mapping[str, set[str]]:
         for name, digest in (files or {str(sorted(outside_names(trial.config or {}))): trial.code_hash}).items():
             found[name].add(digest)
     return found
+
+
+# Which attention and forward served, and how their self-check came out
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """attention, forward: their names. against: what the right logits were. note: why something better did not serve."""
+
+    attention: str
+    forward: str
+    against: str
+    note: str
+
+
+def footer(trials: Iterable[Trial]) -> list[str]:
+    """A sentence for each way in which trials were served, with the largest difference that its self-checks found; several
+    ways are told apart by their baselines. Simulated trials and engines of others have none."""
+    found: dict[Served, list[Mapping[str, Any]]] = {}
+    baselines: dict[Served, dict[str, None]] = {}
+    for trial in trials:
+        settings = trial.engine or {}
+        if trial.simulated or settings.get("self_check_difference") is None:
+            continue
+        served = served_of(settings)
+        found.setdefault(served, []).append(settings)
+        baselines.setdefault(served, {})[trial.baseline] = None
+    several = len(found) > 1
+    return [
+        sentence(served, settings, ", ".join(baselines[served]) if several else "")
+        for served, settings in found.items()
+    ]
+
+
+def served_of(settings: Mapping[str, Any]) -> Served:
+    """settings: as a torch worker reports them."""
+    notes = (settings.get(name) for name in ("attention_note", "forward_note")) if settings.get("fell_back") else ()
+    name = f"{settings['attention_backend']} {settings.get('attention_version') or ''}".strip()
+    return Served(name, settings["forward"], settings["self_check_against"], " ".join(filter(None, notes)))
+
+
+def sentence(served: Served, settings: Sequence[Mapping[str, Any]], baselines: str = "") -> str:
+    """Say how trials were served, and the self-check of the one among them that came nearest to its limit."""
+    worst = max(settings, key=lambda one: one["self_check_difference"] / one["self_check_limit"])
+    right = "the model's own" if served.against == "eager" else "those of the same weights in float32"
+    of = f" ({baselines})" if baselines else ""
+    fell_back = f" Something better did not serve. {served.note}" if served.note else ""
+    return (
+        f"Attention{of}: {served.attention}; forward: {served.forward}. Self-check passed: logits differ from {right} by "
+        f"{worst['self_check_difference']:.2g}, of {worst['self_check_limit']:.2g} allowed.{fell_back}"
+    )

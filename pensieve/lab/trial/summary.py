@@ -15,9 +15,8 @@ from pensieve.lab.results.frame import TrialGroup
 from pensieve.lab.results.mlflow_store import URL_ENV, remote_url
 from pensieve.lab.results.notes import MOSTLY, load_changed, offered_rate, starting
 from pensieve.lab.results.schema import Trial
-from pensieve.lab.results.served_by import footer
 from pensieve.lab.results.store import ResultsStore
-from pensieve.lab.results.trials import mixtures
+from pensieve.lab.results.trials import footer, mixtures
 from pensieve.lab.tables import grid
 from pensieve.lab.trial.tracking import Tracking
 from pensieve.units import NONE
