@@ -221,14 +221,6 @@ def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -
     return grid(lines, "  ".join(f"{axis}={value}" for axis, value in group.items()))
 
 
-def _closed(share: PairedRatio | None) -> str:
-    if share is None:
-        return NONE
-    if share.ci_low is None or share.ci_high is None:
-        return f"{100 * share.ratio:.0f}, n = {share.groups}"
-    return f"{100 * share.ratio:.0f} ({100 * share.ci_low:.0f} to {100 * share.ci_high:.0f})"
-
-
 def _outputs(check: OutputCheck | None) -> str:
     if check is None or check.problem:
         return NONE
@@ -260,18 +252,23 @@ def _notes_on_outputs(rows: Sequence[SweepRow]) -> list[Note]:
     return made
 
 
-def _ratio(row: SweepRow) -> str:
-    ratio = row.beside_ours
-    if ratio is None:
-        return _OWN if row.baseline == OURS else NONE
-    if ratio.ci_low is None or ratio.ci_high is None:
-        return f"{ratio.ratio:.2f}, n = {ratio.groups}"
-    digits = 2 if ratio.ci_high < 10 else 1
-    return f"{ratio.ratio:.{digits}f} ({ratio.ci_low:.{digits}f}–{ratio.ci_high:.{digits}f})"
-
-
 _OWN = "1"
 _BOUND = "bound\n%"
+
+
+def _ratio(row: SweepRow) -> str:
+    if row.beside_ours is None:
+        return _OWN if row.baseline == OURS else NONE
+    return _with_interval(row.beside_ours, 1.0, 2 if (row.beside_ours.ci_high or 0.0) < 10 else 1, "–")
+
+
+def _with_interval(found: PairedRatio | None, scale: float, digits: int, between: str) -> str:
+    if found is None:
+        return NONE
+    low, high = found.ci_low, found.ci_high
+    if low is None or high is None:
+        return f"{scale * found.ratio:.{digits}f}, n = {found.groups}"
+    return f"{scale * found.ratio:.{digits}f} ({scale * low:.{digits}f}{between}{scale * high:.{digits}f})"
 
 
 def _digits(name: str) -> Callable[[SweepRow], str]:
@@ -296,7 +293,7 @@ _COLUMNS: Mapping[str, Callable[[SweepRow], str]] = {
     "disk\nhit %": lambda row: percent(row.metrics["disk_hit_rate"] or None),
     "miss\n%": _percent("miss_rate"),
     _BOUND: _percent("bound_hit_rate"),
-    f"{START} to bound,\nclosed %": lambda row: _closed(row.gap_closed),
+    f"{START} to bound,\nclosed %": lambda row: _with_interval(row.gap_closed, 100.0, 0, " to "),
     "\noutputs": lambda row: _outputs(row.outputs),
 }
 """Head -> what a row has there."""
