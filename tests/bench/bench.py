@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from pensieve.lab.bench import Options
-from pensieve.lab.bench.record import Record
-from pensieve.lab.bench.session import Bench
+from pensieve.lab.bench.session import Bench, Record
 from pensieve.lab.compose.machine import Device
 from pensieve.lab.compose.schema import HardwareConfig
 from pensieve.lab.results.store import open_store

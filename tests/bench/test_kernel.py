@@ -16,7 +16,6 @@ from pensieve.lab.bench.kernel import (
     one_at_a_time,
     paged,
     pairs,
-    plain_cases,
     recovery_runs,
 )
 
@@ -53,15 +52,6 @@ def test_a_recoverys_one_run_has_as_many_pairs(context: int, runs: int, tokens: 
     assert one[1] - one[0] == runs * tokens and one[0] >= 0
     assert sum(pairs(*run) for run in several) == pytest.approx(pairs(*one), rel=1e-3)
     assert pairs(2, 5) == 3 + 4 + 5
-
-
-def test_on_a_gpu_the_cases_are_those_of_the_goals() -> None:
-    labels = [label for label, _, _ in plain_cases(on_gpu=True, full=False)]
-    assert [label for label in labels if label.startswith("decode 64")] == [
-        f"decode 64 over {n}" for n in (1024, 4096, 16384)
-    ]
-    mixed = next(rows for label, rows, _ in plain_cases(on_gpu=True, full=False) if label.startswith("mixed"))
-    assert len(mixed) == 57 and mixed[-1] == [(0, 512)]
 
 
 def test_on_a_cpu_the_compiled_one_serves_beside_the_reference() -> None:

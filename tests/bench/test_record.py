@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from pensieve.lab.bench.case import Case, Figure, Measured
-from pensieve.lab.bench.timer import interleaved
 from tests.bench.bench import make_bench
 
 
@@ -57,21 +56,3 @@ def test_another_case_is_another_trial(tmp_path: Path, change: dict[str, object]
     bench.record(Case(**{"label": "decode", "floor": 0.5, **change}), [Measured("ours", [1.0])])  # type: ignore[arg-type]
     first, second = bench.tracking.store.trials_of_sweep(bench.records.sweep_id)
     assert first.last.fingerprint != second.last.fingerprint
-
-
-def test_measured_times_and_failures_are_recorded_beside_each_other(tmp_path: Path) -> None:
-    bench = make_bench("kernel", tmp_path)
-
-    def broken() -> None:
-        raise RuntimeError("no kernel for this shape")
-
-    runs = {"ours": lambda: sum(range(1000)), "sdpa": broken}
-    times = interleaved(runs, bench.rounds(3), bench.device, at_least_ms=0.1)
-    measured = [Measured(name, t.values, error=t.error) for name, t in times.items()]
-    absent = Measured("flashinfer", error="flashinfer is not installed")
-    result = bench.record(Case("decode", 0.5), [*measured, absent])
-    assert [len(m.values) for m in result.measured] == [2, 0, 0]  # bench.repeats beats the target's own choice
-    assert bench.gaps == [
-        "kernel decode: no peer ran beside it (sdpa: RuntimeError: no kernel for this shape; "
-        "flashinfer: flashinfer is not installed)."
-    ]

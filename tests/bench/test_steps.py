@@ -8,8 +8,7 @@ import torch
 from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
 from pensieve.lab.bench import steps
-from pensieve.lab.bench.models import plain_module
-from pensieve.lab.bench.peers import Generate, batched_gaps_ms, continuous_batching, prompts
+from pensieve.lab.bench.models import Generate, batched_gaps_ms, continuous_batching, plain_module, prompts
 from pensieve.lab.bench.steps import Stepper, prompt
 from tests.bench.bench import make_bench
 from tests.worker.torch.driver import tiny_model, tiny_spec

@@ -42,7 +42,7 @@ def test_short_runs_are_repeated_and_divided(monkeypatch: pytest.MonkeyPatch) ->
 
     times = interleaved({"short": short}, 1, CPU, at_least_ms=10.0)["short"]
     assert calls[0] == 2 + 1 + 10, "two warm calls, one to size it, and as many as take 10 ms"
-    assert times.values == (pytest.approx(1.0),)
+    assert times.values == [pytest.approx(1.0)]
 
 
 def test_a_backend_that_raises_costs_only_itself() -> None:

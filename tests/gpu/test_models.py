@@ -14,8 +14,7 @@ from pensieve.core.clock import WallClock
 from pensieve.core.plan import Row, Sample, StepPlan
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
-from pensieve.lab.bench.models import plain_module
-from pensieve.lab.bench.peers import Generate, batched_gaps_ms, continuous_batching, prompts
+from pensieve.lab.bench.models import Generate, batched_gaps_ms, continuous_batching, plain_module, prompts
 from pensieve.lab.bench.steps import Stepper
 from pensieve.lab.bench.timer import idle_pct
 from pensieve.plugins.device.profiled import ProfiledWorker

@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 
 from pensieve.errors import ConfigError, HardwareMissing, PensieveError
-from pensieve.lab.bench import TARGETS, Options, table
-from pensieve.lab.bench.record import Record, command
-from pensieve.lab.bench.session import Bench
+from pensieve.lab.bench import TARGETS, Options
+from pensieve.lab.bench.case import WIDTH, append, markdown, table
+from pensieve.lab.bench.session import Bench, Record, command
 from pensieve.lab.bench.timer import explain
 from pensieve.lab.compose.machine import Device, cores, find_device
 from pensieve.lab.compose.schema import HardwareConfig, TrackingConfig
@@ -110,8 +110,8 @@ def _run(bench: Bench) -> str | None:
 def _show(bench: Bench) -> None:
     if bench.results:
         console = Console()
-        width = min(console.width, table.WIDTH) if console.is_terminal else table.WIDTH
-        Console(width=width).print(table.table(bench.target, bench.results))
+        width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+        Console(width=width).print(table(bench.target, bench.results))
     for sentence in bench.sentences:
         print(sentence, flush=True)
 
@@ -121,7 +121,7 @@ def _write(
 ) -> None:
     results = {bench.target: bench.results for bench in benches if bench.results}
     sentences = [sentence for bench in benches for sentence in bench.sentences]
-    table.append(path, table.markdown(command(), machine.label, limits, results, [*sentences, *failures]))
+    append(path, markdown(command(), machine.label, limits, results, [*sentences, *failures]))
 
 
 def _say_places(tracking: Tracking, records: Record, benches: Sequence[Bench]) -> None:

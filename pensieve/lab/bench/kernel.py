@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +25,6 @@ from pensieve.device.kernels.backends import BACKENDS, ON_CPU, candidates, load_
 from pensieve.device.kernels.base import AttentionBackend, Plan, Scores
 from pensieve.errors import PensieveError
 from pensieve.lab.bench.case import Case, Figure, Measured
-from pensieve.lab.bench.record import now
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.timer import interleaved
 from pensieve.lab.statistics import median
@@ -217,7 +216,6 @@ def _case(bench: Bench, inputs: Inputs, label: str, parameters: Mapping[str, Any
 
 def _record(bench: Bench, case: Case, ways: Ways, backends: Backends, over: tuple[str, str] | None = None) -> None:
     """Measure and record a case. over: a backend of the case, and the name of the figure for our time over its time."""
-    began = now()
     replays = {name: _captured(way.call, bench.device) for name, way in ways.items()}
     with torch.inference_mode():
         calls = {name: replays[name] or way.call for name, way in ways.items()}
@@ -228,10 +226,9 @@ def _record(bench: Bench, case: Case, ways: Ways, backends: Backends, over: tupl
     measured = []
     for name, way in ways.items():
         engine = {**way.engine, "captured": replays[name] is not None}
-        found = times[name]
-        measured.append(Measured(name, found.values, way.version, engine, figures.get(name, ()), found.error))
+        measured.append(replace(times[name], version=way.version, engine=engine, figures=figures.get(name, ())))
     measured += [Measured(name, error=reason) for name, reason in backends.absent.items()]
-    bench.record(case, measured, began)
+    bench.record(case, measured)
 
 
 def _captured(call: Call, device: torch.device) -> Call | None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 from pensieve.core.cache.restore import RestoreMode, Split
 from pensieve.core.cache.two_tier import TwoTierCache
@@ -25,7 +24,6 @@ from pensieve.device.worker import TorchWorker
 from pensieve.errors import WorkerError
 from pensieve.lab.bench.case import Case, Figure, Measured
 from pensieve.lab.bench.models import CHUNK
-from pensieve.lab.bench.record import now
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.timer import in_turn
 from pensieve.lab.statistics import median
@@ -51,7 +49,6 @@ def measure_restores(
     profile = returning.set_cost_model()
     returning.fill()
     for name, ratio in links.items():
-        began = now()
         if link is not None and ratio is not None:
             computed_s = profile.recompute_s(tokens // 2) / CHUNK
             link.throttle(model.spec.kv_bytes_per_token / (ratio * computed_s))
@@ -61,13 +58,13 @@ def measure_restores(
         for way in ways.values():
             way()
         values = in_turn(ways, bench.rounds(5))
-        _record_hit(bench, returning, profile.load_s(), values, name, began)
-        _record_hybrid(bench, returning, values, name, began)
+        _record_hit(bench, returning, profile.load_s(), values, name)
+        _record_hybrid(bench, returning, values, name)
     returning.close()
 
 
 def _record_hit(
-    bench: Bench, returning: Returning, load_s: float, values: Mapping[str, Sequence[float]], link: str, began: Any
+    bench: Bench, returning: Returning, load_s: float, values: Mapping[str, Sequence[float]], link: str
 ) -> None:
     transfer_ms = returning.tokens / CHUNK * load_s * 1e3
     case = Case(
@@ -78,12 +75,10 @@ def _record_hit(
         parameters={"context": returning.tokens, "new": returning.new, "link": link},
         ours="load",
     )
-    bench.record(case, [Measured(mode, values[mode]) for mode in ("load", "recompute")], began)
+    bench.record(case, [Measured(mode, values[mode]) for mode in ("load", "recompute")])
 
 
-def _record_hybrid(
-    bench: Bench, returning: Returning, values: Mapping[str, Sequence[float]], link: str, began: Any
-) -> None:
+def _record_hybrid(bench: Bench, returning: Returning, values: Mapping[str, Sequence[float]], link: str) -> None:
     split = returning.split()
     better = min(("load", "recompute"), key=lambda mode: median(values[mode]))
     saved = 100 * (1 - median(values["hybrid"]) / median(values[better]))
@@ -104,7 +99,7 @@ def _record_hybrid(
         ours="hybrid",
     )
     rows = [Measured("hybrid", values["hybrid"], figures=figures)]
-    bench.record(case, [*rows, *(Measured(mode, values[mode]) for mode in ("load", "recompute"))], began)
+    bench.record(case, [*rows, *(Measured(mode, values[mode]) for mode in ("load", "recompute"))])
     bench.note(
         f"{case.label}: saves {saved:.1f} % over the better of both ({better}); the profile predicts {predicted:.1f} %, "
         f"with {split.recomputed} of {returning.tokens // CHUNK} chunks computed again. Recomputing all took {drift:.2f} "
@@ -114,7 +109,7 @@ def _record_hybrid(
 
 def measure_unused_tier(bench: Bench, model: LoadedModel) -> None:
     """Decode steps of a batch that fits the GPU tier, with a CPU tier that stays unused, and without one."""
-    began, requests, context = now(), *((32, 1024) if bench.on_gpu else (8, 256))
+    requests, context = (32, 1024) if bench.on_gpu else (8, 256)
     tiers = {
         "tier_unused": UnusedTier(model, requests, context, with_tier=True),
         "no_tier": UnusedTier(model, requests, context, with_tier=False),
@@ -133,7 +128,7 @@ def measure_unused_tier(bench: Bench, model: LoadedModel) -> None:
     )
     figures = [Figure("slower_pct", slower, 1.0)]
     rows = [Measured("tier_unused", values["tier_unused"], figures=figures), Measured("no_tier", values["no_tier"])]
-    bench.record(case, rows, began)
+    bench.record(case, rows)
 
 
 class Returning:

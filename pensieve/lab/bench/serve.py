@@ -13,7 +13,6 @@ from pensieve.core.request import is_measured
 from pensieve.errors import ConfigError, PensieveError, RequestFailed
 from pensieve.lab.bench import Options
 from pensieve.lab.bench.case import Case, Figure, Measured
-from pensieve.lab.bench.record import now
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.timer import explain
 from pensieve.lab.compose import TrialPlan, build_tokenizer, build_workload, check, plan_trial
@@ -109,7 +108,6 @@ def run(bench: Bench) -> None:
 
 
 def _measure(bench: Bench, cell: Cell) -> None:
-    began = now()
     points: dict[str, list[Point]] = {name: [] for name in (*BASELINES, PEER)}
     errors: dict[str, str] = {}
     for load in cell.loads:
@@ -152,7 +150,7 @@ def _measure(bench: Bench, cell: Cell) -> None:
         }
         version = transformers.__version__ if name == PEER else None
         measured.append(Measured(name, (reached[name].throughput,), version, engine, figures))
-    bench.record(case, measured, began)
+    bench.record(case, measured)
     bench.note(
         f"{cell.label}: KV on {cell.gpu} of GPU and {cell.cpu} of CPU memory (gpu_only, stateless, prefix_cache, llama_slots "
         f"and {PEER}: GPU alone). Think time {cell.think_s:g} s, {cell.load_field} {', '.join(map(str, cell.loads))}. Equal "

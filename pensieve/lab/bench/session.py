@@ -1,28 +1,74 @@
-"""One bench command: the device it measures, the limits of that device, the trials it runs, and where its results go."""
+"""One bench command: the device it measures, the limits of that device, the trials it runs, and its record: one sweep, with
+one trial for each backend of each case."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
 from pensieve.lab.bench import Options
 from pensieve.lab.bench.case import Case, Measured, Result
-from pensieve.lab.bench.record import Record, Setting, now
 from pensieve.lab.bench.timer import interleaved
 from pensieve.lab.compose import check, resolved
 from pensieve.lab.compose.machine import Device
 from pensieve.lab.compose.schema import HardwareConfig
+from pensieve.lab.metrics import MetricValue
+from pensieve.lab.results.environment import environment, git_commit, gpus, host
+from pensieve.lab.results.identity import identify, sweep_key
+from pensieve.lab.results.schema import BENCH
+from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.trial.job import Job, Outcome
 from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.tracking import Tracking
 
+REPETITIONS = "repetitions"
 # Of what measures the limits.
 _COPY_BYTES = {"cuda": 2 * 2**30, "cpu": 64 * 2**20}  # beyond any cache, and short
 _SQUARE = {"cuda": 8192, "cpu": 1024}
 _ROUNDS = 7
+
+
+class Record:
+    """The sweep of a bench command. Trials are numbered in the order in which they are linked."""
+
+    def __init__(self, store: ResultsStore, name: str, overrides: Mapping[str, str], device: Device) -> None:
+        self.store = store
+        self.trials: list[int] = []
+        typed = [f"{key}={value}" for key, value in overrides.items() if key != "bench.markdown"]
+        self.sweep_id = store.open_sweep(
+            key=sweep_key(["bench", f"device={device.identity}", *typed], {}),
+            name=f"bench_{name}",
+            experiment=BENCH,
+            command=command(),
+            overrides=overrides,
+            n_expected=0,
+            host=host(),
+            git_commit=git_commit(),
+        )
+
+    def link(self, trial_id: int) -> None:
+        """Count a trial, also one that was recorded elsewhere, as part of this command."""
+        self.store.link(self.sweep_id, trial_id, len(self.trials), reused=False)
+        self.trials.append(trial_id)
+
+    def close(self, status: str) -> None:
+        """status: completed, failed or interrupted."""
+        self.store.set_sweep(self.sweep_id, status=status, n_expected=len(self.trials))
+
+
+def command() -> str:
+    """The command as it was typed in the checkout's folder."""
+    return shlex.join(["python", *sys.argv])
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
 
 
 @dataclass
@@ -31,7 +77,7 @@ class Bench:
     database.
 
     device: torch's. threads: for CPU operations; None on a GPU, for torch's own choice. limits: rates by name, shared by the
-    targets of a command.
+    targets of a command. model: "none" where the target has none. began: when measuring the next case did.
     """
 
     target: str
@@ -47,6 +93,7 @@ class Bench:
     results: list[Result] = field(default_factory=list)
     sentences: list[str] = field(default_factory=list)
     limits: dict[str, float] = field(default_factory=dict)
+    began: datetime = field(default_factory=_now)
 
     @property
     def on_gpu(self) -> bool:
@@ -87,22 +134,66 @@ class Bench:
         ):
             self.limits[name] = max(rate, self.limits.get(name, 0.0))
 
-    def record(self, case: Case, measured: Sequence[Measured], began: Any = None) -> Result:
-        """Record a case with what each backend made of it. began: when measuring it began."""
-        result = Result(self.target, case, tuple(measured))
-        setting = Setting(
-            target=self.target,
-            device=self.machine,
-            hardware=self.hardware.name,
-            model=self.model,
-            dtype=str(self.dtype).removeprefix("torch."),
-            threads=self.threads,
-            seed=self.options.seed,
-            contended=not self.options.exclusive,
-        )
-        self.records.add(setting, result, self.limits, began or now())
+    def record(self, case: Case, measured: Sequence[Measured]) -> Result:
+        """Every backend of a case becomes a trial; one that failed becomes a failed trial with its error."""
+        result, store = Result(self.target, case, tuple(measured)), self.records.store
+        known = {"limits": dict(self.limits), "runtime": _runtime()}
+        for one in measured:
+            trial_id = store.begin_trial(self._columns(case, one, known))
+            self.records.link(trial_id)
+            store.set_trial(trial_id, started_at=self.began)
+            store.add_metrics(trial_id, _metrics(case, one))
+            status = "completed" if one.values else "failed"
+            store.finish_trial(trial_id, status, error=one.error, flags={"bench": True, "floor_is": case.floor_is})
         self.results.append(result)
+        self.began = _now()
         return result
+
+    def _columns(self, case: Case, measured: Measured, known: Mapping[str, Any]) -> dict[str, Any]:
+        """A trial is identified by case and device, without repetitions and output paths: measured again, it is the same one.
+
+        known: the rates measured in this run that the case's floor was computed from, and what it ran on.
+        """
+        machine, workload, dtype = self.machine, f"bench_{self.target}", str(self.dtype).removeprefix("torch.")
+        config = {
+            "bench": {"target": self.target, "case": case.label, "metric": case.metric, **case.parameters},
+            "model": {"name": self.model, "dtype": dtype},
+            "hardware": {"name": self.hardware.name, "threads": self.threads},
+            "baseline": {"name": measured.backend},
+            "workload": {"name": workload},
+            "seed": self.options.seed,
+        }
+        device = {"name": machine.label, "count": machine.count, "threads": self.threads}
+        identity = identify(config, machine.simulated, device, entry="pensieve.lab.bench.command")
+        return {
+            "fingerprint": identity.fingerprint,
+            "config_hash": identity.config_hash,
+            "code_hash": identity.code_hash,
+            "platform": identity.platform,
+            "experiment": BENCH,
+            "model": self.model,
+            "baseline": measured.backend,
+            "workload": workload,
+            "hardware": self.hardware.name,
+            "seed": self.options.seed,
+            "weights": "none" if self.model == "none" else "random",
+            "dtype": dtype,
+            "device": machine.label,
+            "device_count": machine.count,
+            "simulated": machine.simulated,
+            "contended": not self.options.exclusive,
+            "git_commit": git_commit(),
+            "config": config,
+            "environment": {**environment(), "code": dict(identity.code)},
+            "engine": {
+                "backend": measured.backend,
+                "version": measured.version,
+                "threads": self.threads,
+                "values": list(measured.values),
+                **measured.engine,
+                **known,
+            },
+        }
 
     def run_trial(self, cfg: Any, title: str) -> Outcome:
         """Run a composed configuration, recorded like any trial and as part of the command; its error is in the outcome."""
@@ -145,3 +236,27 @@ def _best_s(run: Callable[[], object], device: torch.device) -> float:
         times = interleaved({"": run}, _ROUNDS, device, at_least_ms=20.0)[""]
     assert times.error is None, times.error
     return min(times.values) / 1e3
+
+
+def _metrics(case: Case, measured: Measured) -> list[MetricValue]:
+    found = [MetricValue(f.name, f.value, case.label, limit_value=f.limit) for f in measured.figures]
+    if not measured.values:
+        return found
+    low, high = measured.interval or (None, None)
+    n = len(measured.values)
+    main = MetricValue(case.metric, measured.value, case.label, n, REPETITIONS, low, high, limit_value=case.floor)
+    return [main, *found]
+
+
+def _runtime() -> dict[str, Any]:
+    """Return the versions that only loaded libraries know, and the present clocks of the devices."""
+    torch = sys.modules.get("torch")
+    found: dict[str, Any] = {"gpus": gpus()}
+    if torch is not None:
+        found |= {"torch": torch.__version__, "cuda": torch.version.cuda}
+        if torch.version.cuda is not None:
+            found["cudnn"] = torch.backends.cudnn.version()
+    triton = sys.modules.get("triton")
+    if triton is not None:
+        found["triton"] = triton.__version__
+    return found

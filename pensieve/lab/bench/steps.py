@@ -16,11 +16,17 @@ from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
 from pensieve.device.sampler import greedy
 from pensieve.device.worker import TorchWorker
-from pensieve.errors import WorkerError
 from pensieve.lab.bench.case import Case, Figure, Measured
-from pensieve.lab.bench.models import CHUNK, load, plain_module
-from pensieve.lab.bench.peers import Generate, batched_gaps_ms, continuous_batching, prompts
-from pensieve.lab.bench.record import now
+from pensieve.lab.bench.models import (
+    CHUNK,
+    Generate,
+    batched_gaps_ms,
+    continuous_batching,
+    load,
+    perform_ms,
+    plain_module,
+    prompts,
+)
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.timer import attempt, explain, idle_pct, in_turn, synchronize
 from pensieve.lab.compose.build import torch_options
@@ -65,7 +71,7 @@ def floor_ms(spec: ModelSpec, batch: int, context: int, copy_bytes_s: float, mat
 
 
 def _measure_decode(bench: Bench, model: LoadedModel, module: Any, batch: int, context: int) -> None:
-    began, spec, steps = now(), model.spec, _STEPS[bench.device.type]
+    spec, steps = model.spec, _STEPS[bench.device.type]
     bench.measure_limits()
     errors: dict[str, str] = {}
     if bench.on_gpu and not bench.full and batch * context > _MOST_BATCHED:
@@ -104,9 +110,7 @@ def _measure_decode(bench: Bench, model: LoadedModel, module: Any, batch: int, c
         parameters={"batch": batch, "context": context},
     )
     names = ("ours", *peers, "transformers_cb")
-    bench.record(
-        case, [_measured(name, values, errors, engine, figures if name == "ours" else ()) for name in names], began
-    )
+    bench.record(case, [_measured(name, values, errors, engine, figures if name == "ours" else ()) for name in names])
 
 
 def _batched_ms(module: Any, spec: ModelSpec, batch: int, context: int, steps: int) -> list[float]:
@@ -137,7 +141,7 @@ def operations(spec: ModelSpec, tokens: int) -> int:
 
 
 def _measure_prefill(bench: Bench, model: LoadedModel, module: Any, tokens: int) -> None:
-    began, spec = now(), model.spec
+    spec = model.spec
     bench.measure_limits()
     stepper = Stepper(model, 1, tokens, _options(bench, 1))
     ids = torch.tensor(prompts(1, tokens, spec.vocab), device=bench.device)
@@ -169,7 +173,7 @@ def _measure_prefill(bench: Bench, model: LoadedModel, module: Any, tokens: int)
     for name in runs:
         shares = [Figure("matrix_rate_pct", 100 * floor / min(values[name]))] if name not in errors else []
         measured.append(_measured(name, values, errors, engine, shares))
-    bench.record(case, measured, began)
+    bench.record(case, measured)
 
 
 def _measured(
@@ -248,21 +252,4 @@ class Stepper:
         return StepPlan(step=self._step, rows=tuple(rows), tables=tables)
 
     def _perform(self, plans: Sequence[StepPlan]) -> float:
-        """Milliseconds from the first launch until the last result is here."""
-        began, in_flight = perf_counter(), 0
-        for plan in plans:
-            if in_flight == self.worker.depth:
-                self._collect()
-                in_flight -= 1
-            self.worker.launch(plan)
-            in_flight += 1
-        for _ in range(in_flight):
-            self._collect()
-        return (perf_counter() - began) * 1e3
-
-    def _collect(self) -> None:
-        result = self.worker.collect(None)
-        assert result is not None
-        if result.error is not None:
-            raise WorkerError(result.error)
-        self.tokens.update(result.tokens)
+        return perform_ms(self.worker, plans, self.tokens)

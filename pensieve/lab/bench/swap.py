@@ -18,10 +18,8 @@ from pensieve.device.transfers.lanes import CudaLink
 from pensieve.device.transfers.link import Copier
 from pensieve.device.transfers.transfer import Transfer
 from pensieve.device.worker import TorchWorker
-from pensieve.errors import WorkerError
 from pensieve.lab.bench.case import OURS, Case, Figure, Measured
-from pensieve.lab.bench.models import CHUNK, load
-from pensieve.lab.bench.record import now
+from pensieve.lab.bench.models import CHUNK, load, perform_ms
 from pensieve.lab.bench.restore import measure_restores, measure_unused_tier
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.timer import in_turn, interleaved
@@ -79,7 +77,6 @@ def _fragments(bench: Bench, spec: ModelSpec) -> None:
     plain_source = torch.empty(size, dtype=torch.uint8, pin_memory=bench.on_gpu).fill_(1)
     plain_target = torch.empty(size, dtype=torch.uint8, device=bench.device)
     for together in (*_FRAGMENT_BLOCKS, moved):
-        began = now()
         ids = scattered(moved, together)
         move = swap_in(0, ids, ids[together:] + ids[:together])  # so that all runs lie elsewhere in the target
         runs: dict[str, Callable[[], object]] = {
@@ -106,9 +103,7 @@ def _fragments(bench: Bench, spec: ModelSpec) -> None:
             ours=ours,
         )
         figures = {name: [Figure("host_ms", ms)] for name, ms in held.items()}
-        bench.record(
-            case, [Measured(n, rates[n], figures=figures.get(n, ()), error=times[n].error) for n in runs], began
-        )
+        bench.record(case, [replace(one, values=rates[n], figures=figures.get(n, ())) for n, one in times.items()])
     for transfer in transfers.values():
         transfer.close()
 
@@ -161,7 +156,7 @@ def scattered(count: int, together: int) -> tuple[int, ...]:
 
 def _pipelined(bench: Bench, model: LoadedModel, tokens: int) -> None:
     """Restore `tokens` tokens and compute `new` over them: layer by layer, and one after the other."""
-    new, began = 512 if bench.on_gpu else 64, now()
+    new = 512 if bench.on_gpu else 64
     link = None if bench.on_gpu else ThreadLink()
     worker = TorchWorker(model, CHUNK, WallClock(), link=link)
     chunks = tokens // CHUNK
@@ -173,7 +168,7 @@ def _pipelined(bench: Bench, model: LoadedModel, tokens: int) -> None:
     copies = (swap_in(1, blocks, blocks),)
 
     def step(rows: tuple[Row, ...], moves: tuple[Move, ...]) -> float:
-        return _perform_ms(worker, StepPlan(1, rows, table, moves))
+        return perform_ms(worker, [StepPlan(1, rows, table, moves)])
 
     ways: Mapping[str, Callable[[], float]] = {
         "transfer": lambda: step((), copies),
@@ -205,13 +200,13 @@ def _pipelined(bench: Bench, model: LoadedModel, tokens: int) -> None:
         ours="pipelined",
     )
     rows = [Measured("pipelined", values["pipelined"], figures=figures), Measured("sequential", values["sequential"])]
-    bench.record(case, rows, began)
+    bench.record(case, rows)
 
 
 def _beside_compute(bench: Bench, model: LoadedModel, tokens: int) -> None:
     """The same with no two blocks adjacent, by each way of copying: what the copies take from the compute beside them counts
     too. Only on a GPU."""
-    new, began, chunks = 512, now(), tokens // CHUNK
+    new, chunks = 512, tokens // CHUNK
     link = CudaLink(bench.device)
     worker = TorchWorker(model, CHUNK, WallClock(), link=link)
     worker.start(2 * chunks + new // CHUNK, 2 * chunks)
@@ -224,7 +219,7 @@ def _beside_compute(bench: Bench, model: LoadedModel, tokens: int) -> None:
 
     def step(way: str, rows: tuple[Row, ...], moves: tuple[Move, ...]) -> float:
         link.inward.copier = copiers[way]
-        return _perform_ms(worker, StepPlan(1, rows, table, moves))
+        return perform_ms(worker, [StepPlan(1, rows, table, moves)])
 
     ways: dict[str, Callable[[], float]] = {way: partial(step, way, (row,), copies) for way in copiers}
     ways["transfer"], ways["compute"] = partial(step, OURS, (), copies), partial(step, OURS, (row,), ())
@@ -241,19 +236,4 @@ def _beside_compute(bench: Bench, model: LoadedModel, tokens: int) -> None:
         parameters={"context": tokens, "new": new, "fragment_bytes": fragment},
         ours=OURS,
     )
-    bench.record(case, [Measured(way, values[way]) for way in copiers], began)
-
-
-def _perform_ms(worker: TorchWorker, plan: StepPlan) -> float:
-    """Milliseconds until a plan and all its copies are done. Raises WorkerError."""
-    began = perf_counter()
-    worker.launch(plan)
-    waits_for, computed = {move.ticket for move in plan.moves}, False
-    while waits_for or not computed:
-        result = worker.collect(None)
-        assert result is not None
-        if result.error is not None or not all(one.ok for one in result.moved):
-            raise WorkerError(result.error or "A copy between the tiers failed.")
-        waits_for -= {one.ticket for one in result.moved}
-        computed = computed or result.step is not None
-    return (perf_counter() - began) * 1e3
+    bench.record(case, [Measured(way, values[way]) for way in copiers])

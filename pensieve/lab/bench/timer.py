@@ -5,24 +5,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
 import torch
 
+from pensieve.lab.bench.case import Measured
+
 os.environ.setdefault("TEARDOWN_CUPTI", "0")  # taken down and brought up again beside CUDA graphs, it crashes
 
 _WARM_CALLS = 2
 _MOST_CALLS = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """values: milliseconds a call, one a round. error: why there are none."""
-
-    values: tuple[float, ...] = ()
-    error: str | None = None
 
 
 def synchronize(device: torch.device) -> None:
@@ -65,7 +58,7 @@ def attempt(name: str, failed: dict[str, str], measure: Callable[[], list[float]
 
 def interleaved(
     runs: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, at_least_ms: float = 5.0
-) -> dict[str, Times]:
+) -> dict[str, Measured]:
     """Milliseconds a call of each run, once a round in turn.
 
     A run shorter than `at_least_ms` is called several times in a row, and the time is divided. On a GPU the time is the
@@ -78,7 +71,10 @@ def interleaved(
     calls = {name: round(at_least_ms / max(ms, 1e-4)) for name, found in once.items() for ms in found}
     ways = {name: partial(_timed, runs[name], max(1, min(_MOST_CALLS, n)), device) for name, n in calls.items()}
     values = in_turn(ways, rounds, failed)
-    return {name: Times((), failed[name]) if name in failed else Times(tuple(values[name])) for name in runs}
+    return {
+        name: Measured(name, values.get(name, ()) if name not in failed else (), error=failed.get(name))
+        for name in runs
+    }
 
 
 def _warmed(run: Callable[[], object], device: torch.device) -> float:
