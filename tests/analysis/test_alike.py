@@ -39,23 +39,6 @@ def check(source: Source) -> None:
     assert all(panel.provenance.mixed == () for panel in panels_of_engines(source))
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"gpu_tokens": 1024}, r"kv_tokens is 4096 for pensieve and 1024 for llama_cpp"),
-        ({"max_batch_tokens": 64}, "max_batch_tokens is 512 for pensieve and 64 for llama_cpp"),
-        ({"n_batch": 2048}, "n_batch is 512 for pensieve and 2048 for llama_cpp"),
-        ({"max_batch_requests": 1}, "max_batch_requests is 4 for pensieve and 1 for llama_cpp"),
-        ({"threads": 2}, "threads is 1 for pensieve and 2 for llama_cpp"),
-        ({"dtype": "gguf"}, "dtype is float32 for pensieve and gguf for llama_cpp"),
-    ],
-)
-def test_an_engine_of_unlike_settings_is_refused_by_name(changed, said):
-    with pytest.raises(MixedPanel, match=f"{said}.*scheduler.max_batch_tokens"):
-        check(swept(pensieve={}, llama_cpp=changed))
-    check(swept(pensieve=changed, gpu_only={}))
-
-
 def test_figures_that_compare_engines_ask(drawn, tmp_path):
     with pytest.raises(MixedPanel, match="threads"):
         FIGURES["invalidation_cost"].draw(swept(pensieve={}, llama_cpp={"threads": 2}), tmp_path)
@@ -114,7 +97,8 @@ TIERS = {"gpu_tokens": 4096, "cpu_tokens": 8192}
         (1, "total", TIERS, {}, r"kv_tokens is 4096 \+ 8192 for pensieve and 4096 for llama_cpp"),
         (1, "device", {}, {"max_batch_tokens": 64, "n_batch": 512}, "max_batch_tokens"),
         (1, "device", {}, {"n_batch": 64}, "n_batch is 512 for pensieve and 64 for llama_cpp"),
-        (1, "device", {}, {"threads": 2}, "threads"),
+        (1, "device", {}, {"threads": 2}, "threads is 1 for pensieve and 2 for llama_cpp"),
+        (1, "device", {}, {"dtype": "gguf"}, "dtype is float32 for pensieve and gguf for llama_cpp"),
         (8, "device", {"max_batch_requests": 64}, {}, "max_batch_requests is 64 for pensieve and 4 for llama_cpp"),
         (None, "device", {"max_batch_requests": 64}, {}, "max_batch_requests"),
     ],

@@ -7,11 +7,10 @@ import pytest
 
 from analysis import figures, registry
 from analysis.sweep import open_source
-from pensieve.errors import ConfigError
+from pensieve.errors import ConfigError, MissingSeries
 from pensieve.lab.compose.folder import conf_folder
 from pensieve.lab.results.store import open_store
 from tests.analysis.sweeps import answered, fill
-from tests.results.trials import add_trial, conversation_turns
 
 
 def chat(store, command="run.py -m", baselines=("pensieve", "stateless")):
@@ -48,17 +47,6 @@ def test_what_a_sweep_supports_is_drawn_and_the_rest_is_named_with_its_command(o
     assert capsys.readouterr().err == f"{count} figures need other experiments (--missing names them).\n"
 
 
-def test_all_draws_each_sweep_into_a_folder_of_its_own(outputs, drawn, capsys):
-    store = open_store(outputs)
-    chat(store)
-    chat(store, "run.py other -m")
-    assert figures.main(["--all"]) == 0
-    told = capsys.readouterr()
-    for sweep in (1, 2):
-        assert str(outputs / "figures" / f"sweep-{sweep}" / "ttft_by_turn.png") in told.out.splitlines()
-    assert not told.err
-
-
 def test_a_folder_a_sweep_and_latest_is_the_one_that_was_drawn_last(outputs, drawn, capsys):
     """Six sweeps left 29 pictures in one folder, those of one over those of another."""
     store = open_store(outputs)
@@ -87,39 +75,25 @@ def test_the_caption_is_a_file_and_in_the_pdf_and_one_line_is_in_the_picture(out
     assert b"/Title" in pdf and b"/Subject" in pdf
 
 
-def test_the_picture_says_in_one_line_what_must_not_be_missed(outputs, drawn, capsys):
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (MissingSeries("There is no patience."), "broken: There is no patience."),
+        (ValueError("none"), "broken: the figure has a fault, please report it: ValueError: none (test_figures.py"),
+    ],
+)
+def test_a_figure_that_cannot_be_drawn_is_named_and_does_not_take_the_others_with_it(
+    outputs, drawn, capsys, monkeypatch, fault, said
+):
+    def plots(source):
+        raise fault
+
     chat(open_store(outputs))
-    assert figures.main(["ttft_by_turn"]) == 0
-    [line] = [text for text in drawn["ttft_by_turn"].texts if "sweep 1" in text]
-    assert line == "measured, random weights; 4 conversations, 2 seeds: no intervals; sweep 1"
-    assert not any("code d" in text for text in drawn["ttft_by_turn"].texts)
-
-
-def test_one_figure_that_cannot_be_drawn_does_not_take_the_others_with_it(outputs, drawn, capsys, monkeypatch):
-    store = open_store(outputs)
-    source = chat(store)
-
-    def broken(source):
-        raise source.lacks("patience")
-
-    broken_figure = registry.Figure("broken", "Broken", "nothing", "none", lambda source: True, broken)
-    chosen = {"broken": broken_figure, "ttft_by_turn": registry.FIGURES["ttft_by_turn"]}
-    monkeypatch.setattr(registry, "FIGURES", chosen)
+    broken = registry.Figure("broken", "Broken", "nothing", "none", lambda source: True, plots)
+    monkeypatch.setattr(registry, "FIGURES", {"broken": broken, "ttft_by_turn": registry.FIGURES["ttft_by_turn"]})
     assert figures.main([]) == 1
-    assert (
-        capsys.readouterr().err.splitlines()[-1] == f"broken: Sweep {source.sweep.id} has no patience; run `run.py -m`."
-    )
-    assert list(drawn) == ["ttft_by_turn"]
-
-
-def test_a_figure_with_a_fault_is_named_and_does_not_take_the_others_with_it(outputs, drawn, capsys, monkeypatch):
-    chat(open_store(outputs))
-    faulty = registry.Figure("faulty", "Faulty", "nothing", "none", lambda source: True, lambda source: [int("None")])
-    monkeypatch.setattr(registry, "FIGURES", {"faulty": faulty, "ttft_by_turn": registry.FIGURES["ttft_by_turn"]})
-    assert figures.main([]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("faulty: the figure has a fault, please report it: ValueError:")
-    assert "test_figures.py" in said and len(said.splitlines()) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(said)
     assert list(drawn) == ["ttft_by_turn"]
 
 
@@ -136,16 +110,6 @@ def test_a_sweep_that_supports_nothing_says_how_it_is_completed(outputs, capsys)
     assert "No sweep of the results database has a completed trial" in capsys.readouterr().err
     assert figures.main(["--sweep", "1"]) == 0
     assert capsys.readouterr().err.splitlines()[-1] == "Sweep 1 supports no figure; run `run.py -m` to complete it."
-
-
-def test_a_complete_sweep_without_a_figure_is_not_sent_to_run_again(outputs, capsys):
-    store = open_store(outputs)
-    sweep = store.open_sweep("key", "chat", None, "run.py -m", {}, 1, "host", None)
-    none = dict.fromkeys(("gpu_hit_rate", "cpu_hit_rate", "miss_rate"))
-    add_trial(store, sweep, 0, "prefix_cache", conversation_turns([10.0]), none, workload="vllm_run")
-    store.set_sweep(sweep, status="completed")
-    assert figures.main([]) == 0
-    assert capsys.readouterr().err.splitlines()[-1] == "Sweep 1 is complete, and no figure is of what it ran."
 
 
 def test_every_file_of_conf_figure_names_a_command_whose_overlay_there_is():

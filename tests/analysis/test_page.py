@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from analysis.page.document import HERE, SYMBOLS, Page, Picture, Table, Verdicted, interval, leading_first, render
+from analysis.page.document import Page, Picture, Table, Verdicted, interval, leading_first, render
 from pensieve.lab.results.claims import VERDICTS, Bounds, Measured
 
 HOSTILE = "<script src='https://evil.example/x.js'>alert(1)</script>\"'&"
@@ -131,38 +131,6 @@ def test_hostile_names_stay_text_everywhere(tmp_path):
     assert read(html).text.count("alert(1)") > 20
 
 
-def test_the_check_itself_finds_what_it_looks_for():
-    for bad in (
-        '<img src="https://x">',
-        "<script></script>",
-        "<p>",
-        '<style>@import "x"</style>',
-        '<a href="#no"></a>',
-    ):
-        with pytest.raises(AssertionError):
-            assert_self_contained(bad)
-
-
-def test_a_verdict_is_a_symbol_and_a_word():
-    text = " ".join(read(render(page())).text.split())
-    assert len(set(SYMBOLS.values())) == len(VERDICTS)
-    for verdict in VERDICTS[:-1]:
-        assert f"1 {SYMBOLS[verdict]} {verdict}" in text  # the tally
-        assert text.count(f"{SYMBOLS[verdict]} {verdict}") == 2
-    assert "1 claim needs other experiments" in text
-    assert "not comparable" not in text
-
-
-def test_a_picture_is_inside_with_its_size_and_a_text_for_it(tmp_path):
-    html = render(
-        page(tmp_path, pictures=[Picture("TTFT", "cache=small", png(tmp_path / "w.png", 2100, 700), ["a.csv"])])
-    )
-    assert 'src="data:image/png;base64,iVBOR' in html
-    assert 'width="2100" height="700"' in html
-    assert 'alt="TTFT, cache=small; its numbers are in a.csv"' in html
-    assert 'class="wide"' in html
-
-
 def test_a_reader_in_the_dark_gets_the_dark_picture(tmp_path):
     light, dark = png(tmp_path / "w.png"), png(tmp_path / "w-dark.png", 991)
     html = render(page(pictures=[Picture("TTFT", "", light, ["a.csv"], dark=dark)]))
@@ -172,38 +140,6 @@ def test_a_reader_in_the_dark_gets_the_dark_picture(tmp_path):
     )
     assert base64.b64decode(loaded) == dark.read_bytes()
     assert "<source" not in render(page(pictures=[Picture("TTFT", "", light, ["a.csv"])]))
-
-
-def test_the_leading_figures_have_narrower_columns_than_the_others():
-    """So that three stand in a row: of two rules for one element the more special one counts, or the later one."""
-    css = (HERE / "page.css").read_text(encoding="utf-8")
-    special, plain = (css.index(f"\n{name} {{") for name in (".figures.leading", ".figures"))
-    assert special != plain
-    assert "minmax(min(100%, 20rem), 1fr)" in css[special:].partition("}")[0]
-    assert "minmax(min(100%, 24rem), 1fr)" in css[plain:].partition("}")[0]
-
-
-def test_the_answer_and_three_figures_stand_before_the_results(tmp_path):
-    pictures = [Picture(f"figure {n}", "", png(tmp_path / f"{n}.png"), ["a.csv"]) for n in range(5)]
-    text = read(render(page(answers=["It is faster.", "One seed."], pictures=pictures))).text
-    text = text[text.index("It is faster.") :]
-    order = [text.index(part) for part in ("One seed.", "figure 0", "figure 2", "Results", "figure 3", "figure 4")]
-    assert order == sorted(order)
-
-
-def test_a_figure_that_is_a_table_is_text_and_no_image(tmp_path):
-    cells = Table([{"baseline": "pensieve", "held": HOSTILE}], words=1)
-    html = render(page(pictures=[Picture("Kept", "cache=small", tmp_path / "no.png", ["a.csv"], "A caption", cells)]))
-    assert "<img" not in html
-    assert '<th scope="row">pensieve</th>' in html
-    assert all(text in html for text in ("Kept, cache=small", "A caption", "a.csv"))
-    assert HOSTILE not in html
-
-
-def test_the_page_follows_the_reader_s_light_width_and_printer():
-    html = render(page())
-    for query in ("prefers-color-scheme: dark", "max-width: 52rem", "@media print", 'name="viewport"'):
-        assert query in html
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from analysis.provenance import footnote, ranges
 from analysis.registry import FIGURES
 from analysis.sweep import open_source
 from pensieve.errors import MixedPanel
@@ -64,29 +63,3 @@ def test_classes_of_ones_own_may_have_code_of_their_own(store):
         if job.last.baseline == "stateless":
             store.set_trial(job.last.id, config={**job.last.config, **own, "seed": job.last.seed})
     assert len(open_source(store).panels()[0].provenance.code) == 2
-
-
-def test_the_sidecar_says_what_the_figure_stands_on(store, drawn, tmp_path):
-    source = chat(store, device="NVIDIA X", device_count=2, weights="hub", code_hash="abcdef0123456789")
-    store.set_trial(1, flags={"failures": "one timed out"})
-    [drawing] = FIGURES["ttft_by_turn"].draw(open_source(store), tmp_path)
-    told = json.loads(drawing.sidecar.read_text())
-    expected = {
-        "figure": "ttft_by_turn", "sweep": source.sweep.id, "command": "run.py -m", "trials": [1, 2, 3, 4],
-        "seeds": [0, 1], "conversations": 6, "devices": ["2 x NVIDIA X"], "code": ["abcdef0123456789"], "load": ["closed"],
-        "cache_state": ["cold"], "kind": ["real"], "weights": ["hub"], "allow_mixed": False, "with_failures": [1],
-    }  # fmt: skip
-    assert {key: told[key] for key in expected} == expected
-    assert told["series"] == [{"baseline": "pensieve", "trials": [1, 3]}, {"baseline": "stateless", "trials": [2, 4]}]
-    note = footnote(drawing.panel.provenance, "Median")
-    for part in ("2 x NVIDIA X", "trained weights", "code abcdef01", "trials 1 have turns that did not complete"):
-        assert part in note
-
-
-def test_simulated_trials_are_called_so(store):
-    [panel] = chat(store, simulated=True, device="sim_h100").panels()
-    assert "no weights: lengths only); SIMULATED by a cost model of sim_h100" in footnote(panel.provenance, "Median")
-
-
-def test_ids_are_written_as_ranges():
-    assert ranges([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"

@@ -3,14 +3,14 @@
 import pytest
 
 from analysis import registry, report
-from analysis.page import outcomes, particulars
+from analysis.page import particulars
 from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
 from pensieve.lab.results import mlflow_runs
 from pensieve.lab.results.claims import recorded_claims
-from pensieve.lab.results.store import ResultsStore, open_store
+from pensieve.lab.results.store import open_store
 from tests.analysis.test_page import assert_self_contained, read
-from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep, trial_fields
+from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
 
 FAST = [40.0, 42.0, 44.0, 44.0, 44.0]
 SLOW = [40.0, 80.0, 150.0, 200.0, 220.0]
@@ -169,60 +169,3 @@ def test_a_sweep_without_completed_trials_still_has_its_page(outputs, without_fi
     assert "The GPU caught fire" in text
     assert "None of the 3 trials completed" in text
     assert set(verdicts(store, sweep).values()) == {"not comparable"}
-
-
-def source_of(**changed):
-    store = ResultsStore(MEMORY)
-    return open_source(store, fill(store, **changed))
-
-
-def test_what_a_reader_has_to_know_comes_first():
-    said = " ".join(particulars.warnings(source_of(simulated=True, weights="none", hardware="sim_h100")))
-    assert "Simulated on sim_h100" in said and "Random weights" not in said
-    assert "shared their device" in " ".join(particulars.warnings(source_of(contended=True)))
-    assert not set(particulars.warnings(source_of())) & set(outcomes.notes(source_of()))
-
-
-def test_conversations_that_the_context_cuts_are_the_first_thing_on_the_page():
-    cut = {"conversations": 40, "conversations_cut_by_context": 5}
-    source = source_of(simulated=True, engine={"workload": cut})
-    assert particulars.warnings(source)[0].startswith("The model's context cuts the load: 15 of 120 conversations")
-
-
-@pytest.mark.parametrize(
-    ("values", "shown"),
-    [(["1GB", "2GB"], "cache.gpu of 1GB and 2GB"), ([str(n) for n in range(6)], "cache.gpu of 6 values")],
-)
-def test_a_swept_axis_is_named_with_its_values_or_their_number(values, shown):
-    assert particulars._swept("cache.gpu", values) == shown
-
-
-def test_alike_flags_are_said_once():
-    def flagged(seed_text):
-        return source_of(flags={"load": "closed", "window": seed_text, "thin_percentiles": ["a_p99", "b_p99[turn=1]"]})
-
-    table = particulars.flags(flagged("Only 2 turns finished."))
-    assert [list(line.values()) for line in table.lines] == [
-        ["window", "Only 2 turns finished.", "1-6"],
-        [
-            "thin_percentiles",
-            "Too few values to take these percentiles at their word: a_p99 and 1 of single turns or labels.",
-            "1-6",
-        ],
-    ]
-    assert particulars.flags(source_of()) is None
-
-
-@pytest.mark.parametrize(
-    ("numbers", "unit", "shown"),
-    [
-        ((2.254, 0.669, 10.43), "x", "2.25× [0.67, 10.43]"),
-        ((3.0, None, None), "ms", "3.00 ms"),
-        ((0.0, 0.0, 0.0), "%", "0 % [0, 0]"),
-        ((0.81, 0.607, 0.914), "R²", "0.810 R² [0.607, 0.914]"),
-        ((2882.772, 2478.6, 3155.8), "ms", "2,883 ms [2,479, 3,156]"),
-        ((111.66, 110.2, 112.9), "%", "111.7 % [110.2, 112.9]"),
-    ],
-)
-def test_a_value_has_as_many_digits_as_it_deserves(numbers, unit, shown):
-    assert outcomes.estimated(*numbers, unit) == shown
