@@ -57,19 +57,29 @@ def curves(source: Source, form: Form) -> Iterator[Data]:
     the order of the offered load. Where a rate was offered, a system parts from the dotted line where it is saturated."""
     axis = form.axis(source)
     assert axis is not None, "asked only where it applies"
-    for data in cells(source, form):
+    for data in _whole(source, form):
         said = f"; {axis.says.split(' (')[0]}: {', '.join(data.panel.values(axis.axis))}"
         offered = all(row["offered_req_s"] is not None for row in data.rows)
         yield replace(data, said=said + (f"; dotted: all that was offered{_starting(data.rows)}" if offered else ""))
 
 
 def kept(source: Source, form: Form) -> Iterator[Data]:
-    for data in cells(source, form):
+    for data in _whole(source, form):
         offered = all(row["offered_req_s"] is not None for row in data.rows)
-        fewest = min(row["goodput_req_s"].groups for row in data.rows if row["goodput_req_s"])
+        fewest = min(row["goodput_req_s"].groups for row in data.rows)
         said = f"; thin: the offered rate{_starting(data.rows)}" if offered else ""
         said += f", n = {fewest}, no interval" if fewest < FEWEST_GROUPS else ""
         yield replace(data, words={"kept": _objective(data.panel)}, said=said)
+
+
+def _whole(source: Source, form: Form) -> Iterator[Data]:
+    """Every cell with all of its quantities but the offered rate."""
+    for data in cells(source, form):
+        for row in data.rows:
+            if any(row[one.name] is None for one in form.needed if one.how):
+                at = ", ".join(f"{axis}={value}" for axis, value in row["_cell"].at.items())
+                raise source.lacks(f"{form.lacks} of {row['baseline']} with {at}")
+        yield data
 
 
 def _starting(rows: Sequence[Row]) -> str:

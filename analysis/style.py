@@ -154,11 +154,6 @@ def new_grid(height_in: float, rows: int = 1, columns: int = 1, **options: Any) 
     return figure, [list(row) for row in grid]
 
 
-def new_axes(height_in: float) -> tuple[Figure, Axes]:
-    figure, [[axes]] = new_grid(height_in)
-    return figure, axes
-
-
 def legend(figure: Figure, handles: Sequence[Artist] | None = None) -> None:
     """One above the axes, in as many columns as fit. handles: by default of all labelled marks, once a label."""
     if handles is None:

@@ -35,6 +35,8 @@ def test_what_a_sweep_supports_is_drawn_and_the_rest_is_named_with_its_command(o
     assert figures.main(["--missing"]) == 0
     assert set(drawn) == {"ttft_by_turn", "hit_rates"}  # and speedup, which is a table
     assert [one.clipped for one in drawn.values()] == [[]] * 2
+    shares = drawn["hit_rates"].bars
+    assert shares["pensieve/GPU hit"] == (0, 80) and shares["pensieve/recomputed"] == (80, 20)
     told = capsys.readouterr()
     assert str(outputs / "figures" / "sweep-1" / "hit_rates.png") in told.out.splitlines()
     lines = told.err.splitlines()

@@ -200,3 +200,34 @@ def test_a_hint_is_worth_the_share_of_the_gap_that_it_closes(drawn, store, tmp_p
     assert rows == {"lru": ("40.0", "0.0"), "noisy_hint_25": ("60.0", "40.0"), "oracle_hint": ("80.0", "80.0")}
     assert drawn["value_of_hint"].bars["“soon”, wrong 25 %/gap_closed_pct"] == (0, 40)
     assert not drawn["value_of_hint"].clipped
+
+
+def test_what_was_achieved_stands_over_what_was_offered_and_latency_over_that(drawn, store, tmp_path):
+    def turns(at, seed):
+        return [answered("a", 1, 10.0, tokens=2, latency_ms=20.0)]
+
+    def metrics(at, seed):
+        rate = float(at["workload.request_rate"])
+        return {"throughput_req_s": rate / 2, "goodput_req_s": rate / 4}
+
+    source = fill(
+        store,
+        {"workload.request_rate": ["4.0", "2.0"], "baseline": ["pensieve"]},
+        turns,
+        metrics,
+        flags={},
+        slo={"slo.ttft_ms": "200"},
+    )
+    for trial in source.trials:
+        plan = {"request_rate_per_s": float(trial.config["workload"]["request_rate"])}
+        store.set_trial(trial.id, engine={"workload": plan})
+    for name in ("throughput_latency", "goodput"):
+        FIGURES[name].draw(open_source(store), tmp_path)
+    mean, _, achieved = drawn["throughput_latency"].figure.axes
+    assert [flat(zip(*axes.get_lines()[0].get_data(), strict=True)) for axes in (mean, achieved)] == [
+        [1, 10, 2, 10], [2, 1, 4, 2]
+    ]  # fmt: skip
+    assert drawn["throughput_latency"].lines["all offered"] == [(0, 0), (4, 4)]
+    found = drawn["goodput"].lines
+    assert (found["pensieve"], found["pensieve/all turns"]) == ([(2, 0.5), (4, 1)], [(2, 1), (4, 2)])
+    assert found["offered"] == [(2, 2), (4, 4)]

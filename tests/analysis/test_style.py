@@ -38,7 +38,7 @@ def test_a_baseline_of_ones_own_keeps_its_colour():
 
 @pytest.mark.parametrize("names", [("a", "b"), tuple(style.COLOURS)])
 def test_the_texts_and_the_legend_stand_above_the_axes_and_the_small_print_below(names):
-    figure, axes = style.new_axes(1.5)
+    figure, [[axes]] = style.new_grid(1.5)
     for place, name in enumerate(names):
         axes.plot([0, 1], [place, place], label=name)
     style.legend(figure)
@@ -76,7 +76,7 @@ def test_in_the_dark_light_and_dark_change_places_and_a_colour_keeps_its_hue():
 
 
 def test_the_dark_picture_is_the_same_figure_on_a_dark_ground(tmp_path):
-    figure, axes = style.new_axes(1.5)
+    figure, [[axes]] = style.new_grid(1.5)
     axes.plot([0, 1], [0, 1], label="pensieve", color=style.colour("pensieve"))
     style.legend(figure)
     *light, dark = style.save(figure, tmp_path / "one", "title", "caption", dark=True)
