@@ -15,7 +15,7 @@ from pydantic import Field
 from analysis import style
 from analysis.bars import Bars, Side
 from analysis.forms import Data, Form, cells
-from analysis.quantities import Quantity, Shares, as_estimate, moved, over_seeds, seed_means, shares
+from analysis.quantities import Quantity, Shares, as_estimate, moved, over_seeds, shares
 from analysis.registry import Row
 from analysis.sweep import Cell, Panel, Source
 from pensieve.errors import MissingSeries
@@ -174,7 +174,7 @@ def _policy(source: Source, form: Form, cell: Cell, policies: Mapping[str, Cell]
     first = shares(source, start)
     if hits is None or first is None:
         raise source.lacks(f"turn with history under {name}")
-    bounds = _bounds(start)
+    bounds = source.by_seed(start, "bound_hit_rate")
     if not bounds:
         raise source.lacks(f"bound of {START}")
     bound = 100 * fmean(bounds.values())
@@ -200,14 +200,9 @@ def _policy(source: Source, form: Form, cell: Cell, policies: Mapping[str, Cell]
     }
 
 
-def _bounds(cell: Cell) -> dict[int, float]:
-    """Seed -> what its trials could have found at most, as a share of history."""
-    return seed_means(cell.metric("bound_hit_rate"))
-
-
 def _closed(source: Source, cell: Cell, start: Cell) -> Estimate | None:
     """See gap_closed: in percent, with the interval of the conversations or seeds that it is paired by."""
-    ratio = gap_closed(source.turns(cell), source.turns(start), _bounds(start))
+    ratio = gap_closed(source.turns(cell), source.turns(start), source.by_seed(start, "bound_hit_rate"))
     return None if ratio is None else _in_percent(ratio)
 
 

@@ -64,15 +64,10 @@ def percent(parts: pd.Series[Any], wholes: pd.Series[Any]) -> Estimate:
 
 def over_seeds(values: Mapping[tuple[int, int], float]) -> Estimate:
     """Mean of one value a trial, by (seed, repeat); seeds are the groups."""
-    return estimate_mean({str(seed): [value] for seed, value in sorted(seed_means(values).items())})
-
-
-def seed_means(values: Mapping[tuple[int, int], float]) -> dict[int, float]:
-    """Of one value a trial, by (seed, repeat), the mean of each seed."""
     by_seed: dict[int, list[float]] = defaultdict(list)
     for (seed, _), value in values.items():
         by_seed[seed].append(value)
-    return {seed: fmean(part) for seed, part in by_seed.items()}
+    return estimate_mean({str(seed): [fmean(by_seed[seed])] for seed in sorted(by_seed)})
 
 
 def moved(found: Estimate, to: Callable[[float], float]) -> Estimate:
