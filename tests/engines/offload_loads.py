@@ -1,7 +1,8 @@
 """Returning conversations for vLLM with a CPU tier and for `vllm_offload`: which tokens each finds, request by request.
 
-`python -m tests.engines.offload_loads` asks the real vLLM all loads, says where our engine differs, and records what vLLM
-found in offload_hits.json. One request at a time; each begins when the copies of the one before are done.
+`python -m tests.engines.offload_loads` asks the real vLLM those loads that are not recorded, or all, says where our engine
+differs, and records in offload_hits.json what vLLM found. One request at a time; each begins when the copies of the one
+before are done.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pensieve.core.facts import Admission
+from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request, tokens_of
+from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.core.session import Session, tokens_in
 from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.engines.vllm import Vllm
 from tests.engines.small import setup_of
-from tests.simulated import make_engine
+from tests.simulated import TalkingEngine, make_engine, policy_context
 
 RECORD = Path(__file__).with_name("offload_hits.json")
 REQUESTS, BLOCK, BATCH = 90, 32, 128
@@ -36,8 +39,8 @@ class Hits(NamedTuple):
 @dataclass(frozen=True)
 class Load:
     """strict: conversations come one after the other, else at random and some more often. shared: tokens that all of them
-    begin with. forks: of the turns, the share that goes on from a part of another conversation. device, host: blocks of the
-    first tier, chunks of the second."""
+    begin with. forks: of the conversations, the share that begins with a part of another one. whole: prompts end where a
+    block ends, and some are asked again. device, host: blocks of the first tier, chunks of the second."""
 
     seed: int
     strict: bool
@@ -49,11 +52,13 @@ class Load:
     shared: int = 0
     forks: float = 0.0
     conversations: int = 9
+    whole: bool = False
 
     @property
     def name(self) -> str:
         how = f"{'strict' if self.strict else 'random'}, {self.order}, {self.device} + {self.host} x {self.blocks_per_chunk}"
-        return f"{how}{', prompts' * self.prompt_only}, shared {self.shared}, forks {self.forks}"
+        which = f"{', prompts' * self.prompt_only}{', whole blocks' * self.whole}"
+        return f"{how}{which}, shared {self.shared}, forks {self.forks}"
 
     def turns(self) -> Iterator[tuple[str, Callable[[dict[str, list[int]]], list[int]], int]]:
         """Of each request: its conversation, its prompt (of all histories so far) and the length of its reply."""
@@ -61,6 +66,7 @@ class Load:
         opening = [11 + 7 * place % 200 for place in range(self.shared)]
         slots = {slot: f"{slot}.0" for slot in range(self.conversations)}
         length: dict[str, int] = {}
+        asked: dict[str, int] = {}
         often = [0, 0, 0, 1, 1, 2, *slots]
         for number in range(REQUESTS):
             slot = number % self.conversations if self.strict else rng.choice(often)
@@ -75,6 +81,11 @@ class Load:
                 new = opening + new
             reply = rng.choice((16, 16, 1, rng.randrange(1, 40)))
             before = length.get(name, 0) if parent is None else keep or 0
+            if self.whole and parent is None and name in asked and rng.random() < 0.3:
+                before, keep, new = asked[name], asked[name], []
+            elif self.whole:
+                new += [7] * (-(before + len(new)) % BLOCK)
+            asked[name] = before + len(new)
             length[name] = before + len(new) + reply
 
             def prompt(
@@ -98,6 +109,9 @@ LOADS = (
     Load(9, False, "arc", device=24, host=45, blocks_per_chunk=2, shared=64, forks=0.3),
     Load(10, False, "lru", host=22, shared=64, forks=0.3),
     Load(11, True, "arc", device=24, host=60, conversations=5),
+    Load(12, False, "lru", whole=True),
+    Load(13, True, "arc", device=24, host=60, conversations=5, whole=True, shared=32),
+    Load(14, False, "lru", device=24, host=30, blocks_per_chunk=2, prompt_only=True, whole=True),
 )
 
 
@@ -106,9 +120,36 @@ def ours(load: Load) -> list[Hits]:
     cache = partial(
         VllmOffload, order=load.order, blocks_per_chunk=load.blocks_per_chunk, offload_prompt_only=load.prompt_only
     )
-    engine = make_engine(
-        load.device, load.host * load.blocks_per_chunk, BLOCK, cache=cache, max_batch_tokens=BATCH, copy_ahead="paper"
+    host = load.host * load.blocks_per_chunk
+    return asked(load, make_engine(load.device, host, BLOCK, cache=cache, max_batch_tokens=BATCH))[0]
+
+
+def ours_real(load: Load) -> tuple[list[Hits], list[list[int]]]:
+    """What vllm_offload finds on the CPU, and the replies; each is held against plain transformers (see CheckedEngine)."""
+    from pensieve.device.asked import ModelAsked
+    from pensieve.device.model import load_model
+    from tests.exact import CheckedEngine
+
+    setup = setup_of("wide_llama")
+    model = load_model(ModelAsked(setup.model, setup.weights, None, None, setup.seed))
+    cache = VllmOffload(
+        policy=Lru(policy_context(BLOCK)),
+        chunk_tokens=BLOCK,
+        gpu_blocks=load.device,
+        cpu_blocks=load.host * load.blocks_per_chunk,
+        order=load.order,
+        blocks_per_chunk=load.blocks_per_chunk,
+        offload_prompt_only=load.prompt_only,
     )
+    engine = CheckedEngine(model, cache, SchedulerSettings(max_batch_tokens=BATCH), 1024)
+    try:
+        return asked(load, engine)
+    finally:
+        engine.torch_worker.close()
+
+
+def asked(load: Load, engine: TalkingEngine) -> tuple[list[Hits], list[list[int]]]:
+    """What an engine of ours finds, and its replies."""
     found: list[Hits] = []
     told = engine.facts.admitted
 
@@ -119,6 +160,7 @@ def ours(load: Load) -> list[Hits]:
 
     engine.facts.admitted = admitted  # type: ignore[method-assign]
     said: dict[str, list[int]] = {}
+    replies: list[list[int]] = []
     for number, (name, prompt, reply) in enumerate(load.turns()):
         tokens = prompt(said)
         engine.submit(Request(number, name, number, tokens_of(tokens), Length(reply)))
@@ -127,9 +169,10 @@ def ours(load: Load) -> list[Hits]:
             events += engine.step(None)
         [turn] = [event.turn for event in events if event.turn is not None]
         assert turn.status == "completed", turn.error
+        replies.append(list(turn.token_ids))
         said[name] = [*tokens, *turn.token_ids]
         engine.cache.check()
-    return found
+    return found, replies
 
 
 def theirs(load: Load) -> tuple[list[Hits], list[Sequence[int]], list[list[int]]]:
@@ -185,8 +228,8 @@ def recorded() -> dict[str, list[Hits]]:
 
 
 def main() -> None:
-    kept: dict[str, list[Hits]] = {}
-    for load in LOADS:
+    kept = recorded()
+    for load in [load for load in LOADS if load.name not in kept] or LOADS:
         found, _, _ = theirs(load)
         kept[load.name] = found
         differ = [

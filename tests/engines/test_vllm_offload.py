@@ -9,7 +9,7 @@ import pytest
 from pensieve.errors import ConfigError, EngineMissing
 from pensieve.plugins.engines.vllm import Vllm, VllmHttp
 from pensieve.plugins.engines.weights import plain_module
-from tests.engines.offload_loads import LOADS, Load, ours, recorded, theirs
+from tests.engines.offload_loads import LOADS, Load, ours, ours_real, recorded, theirs
 from tests.engines.small import greedy, setup_of
 
 
@@ -35,13 +35,16 @@ def test_the_simulation_finds_what_vllm_found(load: Load) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not there(), reason="no environment with vLLM: make vllm-env")
 @pytest.mark.parametrize("load", [LOADS[0], LOADS[9]], ids=lambda load: load.name)
-def test_vllm_finds_what_the_simulation_says_and_answers_as_without_a_cache(
+def test_three_bodies_find_the_same_and_answer_as_without_a_cache(
     load: Load, tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found, replies, prompts = theirs(load)
     equal = sum(real == own for real, own in zip(found, ours(load), strict=True))
     assert equal >= 0.99 * len(found)
+    own_found, own_replies = ours_real(load)
+    assert own_found == ours(load), "our engine is its own simulation"
+    assert own_replies == [list(reply) for reply in replies]
     module = plain_module(setup_of("wide_llama"))
     loaded = [number for number, one in enumerate(found) if one.host][:12]
     assert loaded
