@@ -7,6 +7,7 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -20,13 +21,9 @@ from pensieve.lab.compose.folder import BASES, conf_folder, ended, nearest, opti
 
 _KEY = re.compile(r"[Cc]ould not (?:override|append to config|delete from config)[^']*'\+?~?([^'=@]+)")
 
-_NOT_THE_USERS = tuple(
-    dict.fromkeys(
-        [
-            Path(__file__).resolve().parents[2],
-            *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
-        ]
-    )
+_NOT_THE_USERS = (
+    Path(__file__).resolve().parents[2],
+    *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
 )
 _SEVERAL = re.compile(r"Ambiguous value for argument '([^']*)'")
 
@@ -137,24 +134,12 @@ def _composition(error: BaseException, arguments: Sequence[str], config_name: st
 def _known_keys(key: str, arguments: Sequence[str], config_name: str) -> list[str]:
     """The fields next to `key` that exist with the options that the command line chose, and in groups those of its name."""
     chosen = [a for a in arguments if re.fullmatch(r"[a-z_]+=[\w-]+", a) and not a.startswith(key + "=")]
-    for overrides in (chosen, []):
-        try:
-            return list(_field_names(_compose(config_name, overrides), key))
-        except (HydraException, OmegaConfBaseException):
-            continue
+    begun = GlobalHydra().is_initialized()
+    with nullcontext() if begun else initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"):
+        for overrides in (chosen, []):
+            with suppress(HydraException, OmegaConfBaseException):
+                return list(_field_names(compose(config_name=config_name, overrides=overrides), key))
     return []
-
-
-def _compose(config_name: str, overrides: list[str]) -> DictConfig:
-    if GlobalHydra().is_initialized():
-        return _plain(compose(config_name=config_name, overrides=overrides))
-    with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"):
-        return _plain(compose(config_name=config_name, overrides=overrides))
-
-
-def _plain(cfg: object) -> DictConfig:
-    assert isinstance(cfg, DictConfig)
-    return cfg
 
 
 def _field_names(cfg: DictConfig, key: str) -> Iterator[str]:

@@ -108,10 +108,8 @@ def brief(store: ResultsStore, trial_id: int) -> str:
 def _turns(metrics: dict[tuple[str, str], MetricValue]) -> list[tuple[str, str]]:
     """The labels of the first and the last turn that were measured."""
     numbers = sorted(int(label[5:]) for name, label in metrics if name == "ttft_ms_p50" and label.startswith("turn="))
-    if not numbers:
-        return []
-    ends = [(numbers[0], "first"), (numbers[-1], "last")] if len(numbers) > 1 else [(numbers[0], "first")]
-    return [(f"turn={number}", name) for number, name in ends]
+    ends = dict.fromkeys((*numbers[:1], *numbers[-1:]))
+    return [(f"turn={number}", name) for number, name in zip(ends, ("first", "last"), strict=False)]
 
 
 def _text(metric: MetricValue, unit: str) -> str:
