@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache as remember
+from multiprocessing import Pipe
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -25,9 +27,9 @@ from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.device.asked import ModelAsked
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
-from pensieve.errors import UnsupportedModel, WorkerError
+from pensieve.errors import EngineFailed, UnsupportedModel, WorkerError
 from pensieve.plugins.device.sharding import refuse_unsharded
-from pensieve.plugins.engines.ranks import Setup, launch, launched
+from pensieve.plugins.engines.ranks import Failure, Setup, launch, launched
 from pensieve.plugins.engines.tensor_parallel import TensorParallelWorker, Together
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
@@ -206,6 +208,22 @@ def test_a_plan_that_gives_every_process_all_heads_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match=r"plan for phi3, .* gives every process all KV heads"):
         refuse_unsharded(spec, 2)
     refuse_unsharded(tiny_spec("llama"), 2)
+
+
+@pytest.mark.parametrize(("told", "blamed"), [({0: 5}, 1), ({0: 5, 1: 3}, 1), ({0: 2, 1: 3}, 0)])
+def test_the_rank_that_failed_first_is_blamed(told: dict[int, int], blamed: int) -> None:
+    """told: by rank, when it said that it failed; one that ended without a word was killed, and the others fail for it."""
+    worker: Any = TensorParallelWorker.__new__(TensorParallelWorker)
+    pipes = [Pipe(duplex=False) for _ in range(2)]
+    sends = SimpleNamespace(send_bytes=lambda _: None)
+    worker._answers, worker.pids = [hears for hears, _ in pipes], [11, 12]
+    worker._processes = [SimpleNamespace(sends=sends, wait=lambda _: 137, last_lines=lambda: "")] * 2
+    for number, (_, says) in enumerate(pipes):
+        if number in told:
+            says.send(Failure(EngineFailed(f"Rank {number} failed."), told[number]))
+        says.close()
+    with pytest.raises(EngineFailed, match=f"Rank {blamed} "):
+        worker.room()
 
 
 def test_a_copy_has_ended_when_it_has_on_all_ranks() -> None:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import TracebackType
 
 import psutil
 
@@ -49,9 +48,7 @@ class MemoryWatch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
