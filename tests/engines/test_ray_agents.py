@@ -18,8 +18,7 @@ from pensieve.device.asked import ModelAsked
 from pensieve.errors import CapacityError, EngineMissing, MemoryRanOut, RequestFailed
 from pensieve.plugins.engines.base import EngineSetup
 from pensieve.plugins.engines.memory_watch import resident_bytes
-from pensieve.plugins.engines.ray_agents import RayKeepalive, RayServerless
-from pensieve.plugins.engines.replica import Replica
+from pensieve.plugins.engines.ray_agents import RayKeepalive, RayServerless, Replica
 from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.plugins.engines.weights import plain_module
 from tests.engines.small import ask, greedy, prompt, served, setup_of
@@ -60,7 +59,7 @@ def test_a_replica_loads_its_model_within_its_memory(monkeypatch: pytest.MonkeyP
         seen.append(asked.memory_bytes)
         raise RuntimeError("not enough memory")
 
-    monkeypatch.setattr("pensieve.plugins.engines.replica.forbid_more", seen.append)
+    monkeypatch.setattr("pensieve.plugins.engines.ray_agents.forbid_more", seen.append)
     monkeypatch.setattr("pensieve.device.model.load_model", load)
     setup = setup_of()
     kv = 256 * setup.model.kv_bytes_per_token
