@@ -239,6 +239,8 @@ GROUND, INK = (
 
 
 def in_the_dark(pixels: Any) -> Any:
-    """Pixels [..., 3] from 0 to 1: light and dark change places, hue and saturation stay."""
-    turned = pixels + 1 - pixels.max(axis=-1, keepdims=True) - pixels.min(axis=-1, keepdims=True)
-    return (np.array(GROUND) + (np.array(INK) - GROUND) * turned) / 255
+    """Pixels [..., 3] from 0 to 1: light and dark change places; hues stay, and the fuller a colour, the lighter."""
+    most, least = pixels.max(axis=-1, keepdims=True), pixels.min(axis=-1, keepdims=True)
+    light, colour = (most + least) / 2, np.minimum(1.0, 2 * (most - least))
+    turned = pixels + 1 - 2 * light + colour * np.maximum(0.0, 2 * light - 1)
+    return (np.array(GROUND) + (np.array(INK) - GROUND) * turned.clip(0, 1)) / 255
