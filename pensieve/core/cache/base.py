@@ -130,6 +130,9 @@ class Room(ABC):
     shares = False
     """A session may use blocks that another one has written, also one that still runs."""
 
+    stores = False
+    """Full blocks are copied to another tier as they are computed: `storing` says when."""
+
     @property
     @abstractmethod
     def available(self) -> int:

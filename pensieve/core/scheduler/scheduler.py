@@ -432,7 +432,9 @@ class Scheduler:
         0 where the next one may in any case. A deferred head is admitted no sooner, unless what is computed meanwhile may
         shorten its prompt (shares), or the work under way decides (admit_beyond_budget)."""
         room, copying, head, lacking = self._room, self._copying, self.next_head, 0
-        if self._reading or (self._loads is not None and self._loads.expected) or room.storing(bool(prefills)):
+        if self._reading or (self._loads is not None and self._loads.expected):
+            return -1
+        if room.stores and room.storing(bool(prefills)):
             return -1
         if head is not None:
             if room.shares or not self.settings.admit_beyond_budget or head.arrival not in self._deferred:

@@ -51,6 +51,7 @@ class VllmOffload(PrefixCache):
     """
 
     spare_positions = 0
+    stores = True
 
     def __init__(
         self,
