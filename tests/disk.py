@@ -39,12 +39,11 @@ class Talk:
         load_s: float = 0.0,
         identity: bytes = OURS,
         below: LowerTier | None = None,
+        make: type[TwoTierCache] = TwoTierCache,
         **settings: Any,
     ) -> None:
         self.path = folder / "pool.kv"
-        cache = TwoTierCache(
-            policy=Lru(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu
-        )
+        cache = make(policy=Lru(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu)
         below = below or DiskTier(disk_blocks, transfer=DiskOptions(self.path, folder, identity, disk_blocks))
         assert below.transfer is not None
         options = TorchOptions(transfer=below.transfer)
@@ -72,9 +71,8 @@ class Talk:
         [record] = self.engine.run()
         hits = [record.gpu_hit_tokens, record.cpu_hit_tokens, record.disk_hit_tokens, record.recomputed_tokens]
         assert record.status == "completed" and sum(hit or 0 for hit in hits) == record.history_tokens
-        assert sum(miss.stop - miss.start for miss in record.missed) == (record.recomputed_tokens or 0) + (
-            record.new_tokens or 0
-        )
+        beyond = (record.new_tokens or 0) - (record.shared_hit_tokens or 0)
+        assert sum(miss.stop - miss.start for miss in record.missed) == (record.recomputed_tokens or 0) + beyond
         return record
 
     def tokens(self, name: str) -> TokenArray[int]:

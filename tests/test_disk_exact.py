@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pensieve.core.cache.shared import SharedCache
 from pensieve.core.plan import GPU, Move, Moved, StepPlan
 from pensieve.core.request import History
 from pensieve.device.worker import TorchWorker
@@ -40,6 +41,21 @@ def test_a_turn_on_gpu_cpu_disk_and_a_hole_gives_the_plain_models_tokens(tmp_pat
     turn = talk.ask("a", 5, 6)
     assert turn.disk_hit_tokens and turn.cpu_hit_tokens and turn.recomputed_tokens
     assert talk.engine.paths.hole
+    talk.close()
+
+
+def test_a_conversation_finds_on_disk_what_another_one_began_with(tmp_path: Path) -> None:
+    """Also when that one is forgotten, as long as another has it."""
+    talk, prompt = Talk(tmp_path, gpu=24, cpu=8, make=SharedCache), random_tokens(96, 8)
+    talk.ask("a", prompt=prompt + random_tokens(20, 101))
+    push_out(talk)
+    assert set(talk.cache.places(talk.cache.sessions["a"])) == {"D", "-"}
+    turn = talk.ask("b", prompt=prompt + random_tokens(20, 102))
+    assert turn.history_tokens == 0 and turn.shared_hit_tokens == 96
+    assert talk.cache.counters.extra["disk_loaded_chunks"] == 12
+    talk.engine.forget("a")
+    talk.ask("long", 150, 2)
+    assert talk.ask("c", prompt=prompt + random_tokens(20, 103)).shared_hit_tokens == 96, "b has it still"
     talk.close()
 
 

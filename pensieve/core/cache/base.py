@@ -58,9 +58,9 @@ class LowerTier:
         """Whether it has this chunk, as far as its name is known. Any thread may ask."""
         return False
 
-    def worth_reading(self, session: Session) -> list[ChunkRun]:
-        """Choose which chunks without KV are read, as runs: those with which the prompt is predicted to be done sooner than
-        if they were computed with the rest of it."""
+    def worth_reading(self, session: Session, length: int) -> list[ChunkRun]:
+        """Choose which chunks without KV are read, of those in its first `length` tokens, as runs: those with which the
+        prompt is predicted to be done sooner than if they were computed with the rest of it."""
         return []
 
     def store(self, node: Node, start: int, stop: int, source: Tier, ticket: int) -> Move | None:
@@ -75,8 +75,8 @@ class LowerTier:
     def finish(self, moved: Iterable[Moved]) -> None:
         """These moves are over, among them some that are none of its own."""
 
-    def forget(self, session: Session) -> None:
-        """Delete all chunks of the session from the store, also those that a fork has in common with it."""
+    def forget(self, session: Session, first: int = 0) -> None:
+        """Delete the chunks of the session from `first` on from the store, also those that a fork has in common with it."""
 
     def report_to(self, facts: Facts) -> None:
         """Tell from now on which session a block serves: the one that wrote or read it last."""

@@ -286,6 +286,9 @@ class SharedCache(TwoTierCache):
             self._pays(stem)
         return super()._start(session, found, now_s)
 
+    def _readable(self, session: Session) -> int:
+        return len(session.tokens) - 1 if self.tiers.shares else super()._readable(session)
+
     def release(self, session: Session, now_s: float, finished: bool = True) -> None:
         if not session.running:
             return
@@ -322,6 +325,12 @@ class SharedCache(TwoTierCache):
         if gone and known:
             self._leave(session, 0)
         return gone
+
+    def _give_up(self, session: Session) -> None:
+        """What is in a tier below, too, stays for those that have it in common with this session."""
+        common = max((stem.stop for stem in session.stems() if len(stem.holders) > 1), default=0)
+        self.below.forget(session, common)
+        self.truncate(session, 0)
 
     def _holds(self, session: Session) -> bool:
         """Beyond what others have too, which stays."""

@@ -319,11 +319,15 @@ class TwoTierCache(CacheManager):
 
     def _read_from_below(self, session: Session) -> tuple[int | None, tuple[Run, ...]]:
         """Start to read those chunks without KV for which reading is worth it; returns the ticket and the positions."""
-        runs = self.below.worth_reading(session)
+        runs = self.below.worth_reading(session, self._readable(session))
         if not runs:
             return None, ()
         ticket, size = self.tiers.read_in(session, runs), self.chunk_tokens
         return ticket, tuple((start * size, stop * size) for start, stop in runs)
+
+    def _readable(self, session: Session) -> int:
+        """How many leading tokens of a session a tier below may have; the last one is computed in any case."""
+        return min(session.computed, len(session.tokens) - 1)
 
     # -- progress -----------------------------------------------------------------------------------------------------
 

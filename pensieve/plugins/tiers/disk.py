@@ -62,10 +62,10 @@ class DiskTier(LowerTier):
     def holds(self, session: Session, index: int) -> bool:
         return session.name_known(index) in self._block_of
 
-    def worth_reading(self, session: Session) -> list[ChunkRun]:
-        """Reads under way come first. The last token is computed in any case."""
+    def worth_reading(self, session: Session, length: int) -> list[ChunkRun]:
+        """Reads under way come first."""
         size, layers = self._size, self._layers
-        names = session.named(min(session.computed, len(session.tokens) - 1), size)
+        names = session.named(length, size)
         there = map(max, session.chunks.gpu_len, session.chunks.cpu_len)
         wanted = [
             index
@@ -124,8 +124,8 @@ class DiskTier(LowerTier):
         return target
 
     def read(self, session: Session, runs: Iterable[ChunkRun], ticket: int) -> Move:
-        names = session.named(session.computed, self._size)
         indices = [index for start, stop in runs for index in range(start, stop)]
+        names = session.named((max(indices) + 1) * self._size, self._size)
         chosen = [names[index] for index in indices]
         gpu = tuple(session.chunks.gpu[index] for index in indices)
         for name in chosen:
@@ -152,8 +152,8 @@ class DiskTier(LowerTier):
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
-    def forget(self, session: Session) -> None:
-        self._remove(session.named(session.computed, self._size))
+    def forget(self, session: Session, first: int = 0) -> None:
+        self._remove(session.named(session.computed, self._size)[first:])
 
     def report_to(self, facts: Facts) -> None:
         self._facts = facts

@@ -95,6 +95,7 @@ class Residency:
     on_gpu: tuple[Run, ...]
     on_cpu: tuple[Run, ...]
     missed: tuple[Missed, ...]
+    shares: bool = False
     on_disk: tuple[Run, ...] = ()
 
     @property
@@ -107,11 +108,12 @@ class Residency:
 
     @property
     def shared_hit(self) -> int:
-        return tokens_in(self.on_gpu) + tokens_in(self.on_cpu) - self.gpu_hit - self.cpu_hit
+        found = tokens_in(self.on_gpu) + tokens_in(self.on_cpu) + tokens_in(self.on_disk)
+        return found - self.gpu_hit - self.cpu_hit - self.disk_hit
 
     @property
     def disk_hit(self) -> int:
-        return tokens_in(self.on_disk)
+        return tokens_in(_below(self.on_disk, self.history))
 
     @property
     def recomputed(self) -> int:
@@ -121,7 +123,7 @@ class Residency:
         """Return a copy that counts these positions as found on disk, and no longer as missed."""
         missed, found = list(self.missed), list(self.on_disk)
         for start, stop in read:
-            end = min(stop, self.history)
+            end = stop if self.shares else min(stop, self.history)
             if start < end:
                 found.append((start, end))
             left = [replace(one, stop=min(one.stop, start)) for one in missed]
@@ -142,6 +144,7 @@ class Residency:
         """Record, after `enter` or where what was read from disk was something else, what came from there, and why each
         prompt position without KV had none."""
         record.disk_hit_tokens, record.recomputed_tokens = self.disk_hit, self.recomputed
+        record.shared_hit_tokens = self.shared_hit
         record.found = (*record.found[:2], self.on_disk)
         record.missed = explained(self, request.history, keep)
 
@@ -184,7 +187,7 @@ class Asked:
                 start = end
         elsewhere = without(((own, self.history),), (*on_gpu, *on_cpu))  # known to the workload, at another place
         missed += (Missed(start, stop, "edited") for start, stop in elsewhere)
-        return Residency(self.prompt, self.history, on_gpu, on_cpu, (*joined(missed), *self.edited))
+        return Residency(self.prompt, self.history, on_gpu, on_cpu, (*joined(missed), *self.edited), found.shared)
 
 
 def _below(runs: tuple[Run, ...], position: int) -> tuple[Run, ...]:
@@ -203,7 +206,8 @@ def explained(residency: Residency, told: History | None, keep: int) -> tuple[Mi
     later = [one for one in residency.missed if one.stop > residency.history]
     if told is not None and told.lost == "kept" and not keep and not residency.history:
         later.append(Missed(0, min(told.tokens, residency.prompt), "expired"))
-    for place, end in without(((residency.history, residency.prompt),), (*residency.on_gpu, *residency.on_cpu)):
+    found = (*residency.on_gpu, *residency.on_cpu, *residency.on_disk)
+    for place, end in without(((residency.history, residency.prompt),), found):
         for one in later:
             start, stop = max(one.start, place), min(one.stop, end)
             if start < stop:
