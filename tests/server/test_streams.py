@@ -12,7 +12,7 @@ import pytest
 import pensieve.serve.server
 from pensieve.core.event import Event
 from pensieve.errors import CapacityError, ConfigError, RequestFailed
-from pensieve.serve.server.api import Stream
+from pensieve.serve.server.turn import Stream
 from tests.server.live import PATIENCE_S, Hold, held, until
 
 REAL = {"device": "cpu", "weights": "random", "gpu_cache": "1024 tokens", "cpu_cache": "1024 tokens"}
@@ -49,6 +49,7 @@ def test_a_stop_string_is_not_streamed_and_is_no_part_of_the_conversation(server
     assert text == whole.text[: whole.text.index(stop)]
     told = server.generate("b", text=" more", max_new_tokens=1).turn
     assert told.prompt_tokens == len(b"Tell me" + text.encode() + b" more")
+    assert told.recomputed_tokens == 0, "what is encoded in another way than it was said is new"
 
 
 def test_futures_are_served_together_and_in_the_order_of_a_conversation(server: Any) -> None:
