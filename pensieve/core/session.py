@@ -294,14 +294,22 @@ class Session:
             stem = stem.parent
         return found[::-1]
 
-    def in_nodes(self, runs: Iterable[ChunkRun]) -> Iterator[tuple[Node, int, int]]:
-        """These chunks as runs of its nodes' chunks."""
-        nodes = self.nodes()
+    def in_nodes(self, runs: Iterable[ChunkRun]) -> list[tuple[Node, int, int]]:
+        """These chunks, all of which it has, as runs of its nodes' chunks."""
+        leaf = self.leaf
+        if leaf.parent is None:
+            return [(leaf, start, stop) for start, stop in runs]
+        found: list[tuple[Node, int, int]] = []
+        stems = self.stems()
         for start, stop in runs:
-            for node in nodes:
-                first, last = max(start - node.start, 0), min(stop - node.start, len(node.chunks))
-                if first < last:
-                    yield node, first, last
+            found += [
+                (stem, max(start, stem.start) - stem.start, min(stop, stem.stop) - stem.start)
+                for stem in stems
+                if start < stem.stop and stem.start < stop
+            ]
+            if leaf.start < stop:
+                found.append((leaf, max(start, leaf.start) - leaf.start, stop - leaf.start))
+        return found
 
     def append(self, token: int) -> None:
         """Add a token that was generated."""

@@ -108,6 +108,8 @@ class Residency:
 
     @property
     def shared_hit(self) -> int:
+        if not self.shares:
+            return 0
         found = tokens_in(self.on_gpu) + tokens_in(self.on_cpu) + tokens_in(self.on_disk)
         return found - self.gpu_hit - self.cpu_hit - self.disk_hit
 
@@ -144,7 +146,8 @@ class Residency:
         """Record, after `enter` or where what was read from disk was something else, what came from there, and why each
         prompt position without KV had none."""
         record.disk_hit_tokens, record.recomputed_tokens = self.disk_hit, self.recomputed
-        record.shared_hit_tokens = self.shared_hit
+        if self.on_disk:
+            record.shared_hit_tokens = self.shared_hit
         record.found = (*record.found[:2], self.on_disk)
         record.missed = explained(self, request.history, keep)
 
