@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-fast test-slow check format ui figures report docs doctor vllm-env clean
+.PHONY: help install demo test test-fast test-slow mutants check format ui figures report docs doctor vllm-env clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,6 +47,10 @@ test-fast: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow
+
+mutants: $(STAMP)  ## break an expression at a time where pyproject.toml says, and list what no test notices (10 min)
+	-$(BIN)/mutmut run
+	$(BIN)/mutmut results
 
 check: $(STAMP)  ## ruff, ruff format, mypy --strict, import layers
 	$(BIN)/ruff check .

@@ -1,11 +1,12 @@
 import math
 from fractions import Fraction
-from statistics import NormalDist
+from statistics import NormalDist, fmean, stdev
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats as distributions
 
 from pensieve.errors import MissingSeries
 from pensieve.lab.metric_registry import NONNEGATIVE, PERCENT, REAL, SHARE
@@ -357,3 +358,94 @@ def test_an_interval_of_values_that_hardly_differ_loses_no_digits():
     large = {name: [1e9 + value for value in values] for name, values in small.items()}
     near, far = (estimate_mean(groups, REAL) for groups in (small, large))
     assert (far.ci_low - 1e9, far.ci_high - 1e9) == pytest.approx((near.ci_low, near.ci_high), abs=1e-6)
+
+
+def share_by_hand(have, of, trials=math.inf):
+    """What the page says of a share, group by group: ends of Jeffreys' interval of as many trials as the groups are worth."""
+    groups, p = len(have), sum(have) / sum(of)
+    off = sum((part - p * whole) ** 2 for part, whole in zip(have, of, strict=True))
+    worth = min(p * (1 - p) * sum(of) ** 2 * (groups - 1) / (off * groups), trials)
+    freedom = max(1, min(sum(part > 0 for part in have), sum(p < w for p, w in zip(have, of, strict=True)), groups - 1))
+    worth *= (distributions.norm.ppf(0.975) / distributions.t.ppf(0.975, freedom)) ** 2
+    rarer = [part if 2 * sum(have) <= sum(of) else whole - part for part, whole in zip(have, of, strict=True)]
+    stretch = 1 + (skew_by_hand([part for part in rarer if part > 0]) - 1) * max(0.0, 1 - worth / trials)
+    beta = distributions.beta(p * worth / stretch**2 + 0.5, (1 - p) * worth / stretch**2 + 0.5)
+    return p, min(beta.ppf(0.025), p), max(beta.ppf(0.975), p)
+
+
+def skew_by_hand(values):
+    if len(values) < 2:
+        return 1.0
+    variation = stdev(values) / fmean(values)
+    return 1 + min(0.75, variation) * min(1.0, math.sqrt(20 / len(values)))
+
+
+RATES = {
+    "clustered": ([9, 0, 1, 0, 0, 8, 0, 3, 0], [10, 20, 10, 10, 15, 10, 10, 30, 10]),
+    "nearly all": ([10, 19, 10, 9, 15, 4, 10, 30, 10, 3], [10, 20, 10, 10, 15, 10, 10, 30, 10, 5]),
+    "one that has it": ([0, 0, 0, 0, 4, 0], [10, 20, 10, 10, 15, 10]),
+    "two, each of one": ([1, 0, 0, 0, 1, 0], [10, 20, 10, 10, 15, 10]),
+    "half": ([5, 9, 6, 4, 8, 6], [10, 20, 10, 10, 15, 11]),
+    "of many groups": ([i % 7 for i in range(40)], [7 + i % 3 for i in range(40)]),
+    "alike, as single trials are not": ([5, 10, 5, 5, 8, 5], [10, 20, 10, 10, 15, 10]),
+}
+
+
+@pytest.mark.parametrize(("have", "of"), RATES.values(), ids=RATES)
+def test_the_interval_of_a_share_is_that_of_the_page(have, of):
+    found = estimate_rate({str(i): (float(a), float(b)) for i, (a, b) in enumerate(zip(have, of, strict=True))})
+    assert (found.value, found.ci_low, found.ci_high) == pytest.approx(share_by_hand(have, of, trials=sum(of)))
+    percent = estimate_mean({str(i): [100 * a / b] * b for i, (a, b) in enumerate(zip(have, of, strict=True))}, PERCENT)
+    ends = [100 * end for end in share_by_hand(have, of)]
+    assert (percent.value, percent.ci_low, percent.ci_high) == pytest.approx(ends)
+
+
+@pytest.mark.parametrize(
+    "values", [[3.0, 4.0, 9.0, 5.0, 4.5], [1.0] * 30 + [7.0], [100.0, 101.0, 102.0, 103.0, 2239.0]]
+)
+def test_the_interval_of_a_mean_is_that_of_the_page(values):
+    groups = {str(i): [value] for i, value in enumerate(values)}
+    reach = distributions.t.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    mean, real, times = fmean(values), estimate_mean(groups, REAL), estimate_mean(groups, NONNEGATIVE)
+    assert (real.ci_low, real.value, real.ci_high) == pytest.approx((mean - reach, mean, mean + reach))
+    long = reach * skew_by_hand(values)
+    assert (times.ci_low, times.ci_high) == pytest.approx(
+        (mean * math.exp(-reach / mean), mean * math.exp(long / mean))
+    )
+
+
+@pytest.mark.parametrize("p", [0.3, 0.5, 0.7])
+def test_the_interval_of_a_percentile_is_two_of_the_values(p):
+    rng = np.random.default_rng(5)
+    groups = {str(i): list(np.round(rng.lognormal(sigma=0.6), 1) + rng.integers(0, 3, size=6)) for i in range(40)}
+    (found,) = estimate_percentiles(groups, [p])
+    values = sorted(value for group in groups.values() for value in group)
+    have = [sum(value <= found.value for value in group) for group in groups.values()]
+    share = sum(have) / len(values)
+    off = sum((part - share * 6) ** 2 for part in have)
+    worth = min(p * (1 - p) * len(values) ** 2 * 39 / (off * 40), len(values))
+    freedom = min(sum(part > 0 for part in have), sum(part < 6 for part in have), 39)
+    worth *= (distributions.norm.ppf(0.975) / distributions.t.ppf(0.975, freedom)) ** 2
+    first = distributions.beta(p * worth, (1 - p) * worth + 1).ppf(0.025)
+    last = distributions.beta(p * worth + 1, (1 - p) * worth).ppf(0.975)
+    assert (found.ci_low, found.ci_high) == (
+        values[max(math.floor(first * len(values)), 1) - 1],
+        values[min(math.ceil(last * len(values)), len(values)) - 1],
+    )
+
+
+def test_several_seeds_are_the_groups_of_a_percentile_and_conversations_those_of_its_median():
+    few = {(seed, str(i)): float(seed + i) for seed in range(6) for i in range(10)}
+    assert estimate_percentile_by_seed(few, 0.5).ci_low is not None  # 60 conversations of 6 seeds
+    assert estimate_percentile_by_seed(few, 0.75).ci_low is None  # a quarter of 6 seeds is none
+
+
+def test_the_mean_of_a_long_series_counts_all_its_parts():
+    parts = [np.full(200_000, float(value)) for value in range(4)]
+    assert spread(lambda: parts, [0.5]) == (1.5, [1.0], 800_000)
+
+
+def test_what_is_no_share_or_empty_has_no_percentile():
+    for values, p in (([1.0], 0.0), ([1.0], 1.5), ([], 0.5)):
+        with pytest.raises(AssertionError):
+            nearest_rank(values, p)

@@ -237,7 +237,10 @@ class SharedCache(TwoTierCache):
     def _used(self, stem: Stem, session: Session) -> None:
         """It is for the sake of this session that the stem is kept now."""
         stem.holders.pop(session.number, None)
-        stem.holders[session.number] = stem.session = session
+        stem.holders[session.number] = session
+        if stem.session is not session:
+            stem.session = session
+            self._pays(stem)
 
     def _pays(self, stem: Stem) -> None:
         """Have its blocks be held by the session for whose sake they are kept."""
@@ -283,7 +286,6 @@ class SharedCache(TwoTierCache):
     def _start(self, session: Session, found: Found | None, now_s: float) -> Admission:
         for stem in session.stems():
             self._used(stem, session)
-            self._pays(stem)
         return super()._start(session, found, now_s)
 
     def _readable(self, session: Session) -> int:
