@@ -51,6 +51,7 @@ PARTS = {
 # also differ in lightness.
 COLOURS = {
     "pensieve": "#0072B2",
+    "pensieve_shared": "#003B6F",
     "gpu_only": "#E69F00",
     "stateless": "#4D4D4D",
     "prefix_cache": "#009E73",

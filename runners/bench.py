@@ -3,9 +3,8 @@
 import sys
 from pathlib import Path
 
-sys.path[0] = str(
-    Path(__file__).resolve().parents[1]
-)  # for this folder, whose profile.py is not the standard library's
+# This folder's profile.py is not the standard library's.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from pensieve.cli import bench  # noqa: E402
 
