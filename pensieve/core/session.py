@@ -274,6 +274,10 @@ class Session:
     def __post_init__(self) -> None:
         self.leaf = Node(self.number, self)
 
+    def close(self) -> None:
+        """Let go of its chunks. The two have each other: apart they need no collector."""
+        del self.leaf
+
     @property
     def chunks(self) -> Chunks:
         """The records of all its chunks; a copy of them where it has several nodes."""

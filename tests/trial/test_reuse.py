@@ -84,7 +84,7 @@ def test_a_failed_trial_leaves_no_model_to_the_next_one(store, tmp_path, monkeyp
         assert shelf.kept_host_bytes() > 0
         raise RuntimeError("it broke")
 
-    monkeypatch.setattr(run_module, "_replay", fails)
+    monkeypatch.setattr(run_module.Attempt, "_replay", fails)
     with shelf.open_shelf():
         with pytest.raises(AssertionError, match="it broke"):
             run(store, tmp_path, "first")

@@ -297,7 +297,12 @@ class CacheManager(Inspect):
             return False
         del self.sessions[session.name]
         self.facts.closed(session)
+        self._let_go(session)
         return True
+
+    def _let_go(self, session: Session) -> None:
+        """Nobody asks about it or its chunks any more."""
+        session.close()
 
     @abstractmethod
     def _give_up(self, session: Session) -> None:

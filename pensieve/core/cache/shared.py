@@ -321,18 +321,9 @@ class SharedCache(TwoTierCache):
         self._leave(session, length // self.chunk_tokens)
         self.tiers.cut(session.leaf, max(0, length - session.leaf.start * self.chunk_tokens))
 
-    def forget(self, session: Session, if_empty: bool = False) -> bool:
-        known = self.sessions.get(session.name) is session
-        gone = super().forget(session, if_empty)
-        if gone and known:
-            self._leave(session, 0)
-        return gone
-
-    def _give_up(self, session: Session) -> None:
-        """What is in a tier below, too, stays for those that have it in common with this session."""
-        common = max((stem.stop for stem in session.stems() if len(stem.holders) > 1), default=0)
-        self.below.forget(session, common)
-        self.truncate(session, 0)
+    def _let_go(self, session: Session) -> None:
+        self._leave(session, 0)
+        super()._let_go(session)
 
     def _holds(self, session: Session) -> bool:
         """Beyond what others have too, which stays."""

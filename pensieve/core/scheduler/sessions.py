@@ -115,6 +115,7 @@ class Sessions:
                 earlier = Session(one, NOBODY_NOW, 0.0, 0.0, tenant=tenant)
                 earlier.begin(left, len(left))
                 self._cache.below.forget(earlier)
+                earlier.close()
 
     def forget_surplus(self, now_ns: int) -> None:
         """Forget sessions that were idle for too long, or are too many."""
