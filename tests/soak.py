@@ -17,7 +17,6 @@ from itertools import chain
 from typing import Any, get_args
 
 from pensieve.core.cache.restore import RestoreMode
-from pensieve.core.cache.shared import SharedCache
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.base import PolicyContext
 from pensieve.core.policies.conversation_lru import ConversationLru
@@ -30,6 +29,7 @@ from pensieve.device.asked import ModelAsked
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.options import TorchOptions
 from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.core.cache.shared import SharedCache
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import VirtualClock
 from pensieve.core.engine import Engine
@@ -22,6 +21,7 @@ from pensieve.core.request import Forced, Fork, History, Request, is_measured, t
 from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.lab.bound import Prices, offline_bound
 from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from pensieve.core.cache.shared import SharedCache
 from pensieve.core.plan import GPU, Move, Moved, StepPlan
 from pensieve.core.request import History
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
+from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.tiers.pool_file import PoolFile
 from tests.disk import CHUNK, OTHERS, Talk
 from tests.worker.torch.driver import random_tokens

@@ -12,7 +12,6 @@ import pytest
 
 from pensieve.core.block_hash import HashChain
 from pensieve.core.cache.base import CacheManager
-from pensieve.core.cache.shared import SharedCache
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import VirtualClock
 from pensieve.core.cost import positions_s
@@ -21,6 +20,7 @@ from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Fork, tokens_of
 from pensieve.core.session import Session
 from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload

@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pensieve.core.cache.shared import SharedCache
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.conversation_lru import ConversationLru
 from pensieve.core.policies.fifo import Fifo
@@ -25,6 +24,7 @@ from pensieve.core.request import Fork, Length, Request, Sampling, tokens_of
 from pensieve.core.scheduler.composition import SchedulerSettings, split, unified
 from pensieve.device.options import TorchOptions
 from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from pensieve.core.cache.shared import SharedCache
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Forced, Fork, Length, Request
 from pensieve.errors import ConfigError
+from pensieve.plugins.caches.shared import SharedCache
 from pensieve.serve.record import TurnRecord
 from tests.simulated import TalkingEngine, make_engine, run
 
@@ -153,6 +153,30 @@ def test_off_is_pensieve() -> None:
     assert records[0] == records[1]
     with pytest.raises(ConfigError, match="within-tenant, not 'all'"):
         engine_of(cache=partial(SharedCache, share="all"))
+
+
+def test_where_nothing_is_alike_nothing_changes() -> None:
+    records = []
+    for cache in (TwoTierCache, SharedCache):
+        engine = engine_of(cache=cache, gpu_blocks=24, cpu_blocks=12)
+        for number in range(1, 13):
+            prompt = array("i", [90 + number % 4]) + SYSTEM[:20] + own(number % 4) * (number // 4 + 1)
+            engine.submit(asking(number, str(number % 4), prompt, 5))
+        records.append([(hits(record), record.ttft_ms, record.latency_ms) for record in run(engine).values()])
+    assert records[0] == records[1] and any(record[0][0] for record in records[0])
+
+
+def test_nobody_behind_a_prompt_that_waits_for_another_is_later() -> None:
+    """It waits for what the first computes; requests come first, first served, so those behind it wait too."""
+    late: list[dict[int, float]] = []
+    long = array("i", (1 + place * 7 % 250 for place in range(3000)))
+    for cache in (TwoTierCache, SharedCache):
+        engine = engine_of(cache=cache, gpu_blocks=2000, max_batch_tokens=256)
+        for number, prompt in enumerate([long + own(1), long + own(2), *(own(number) for number in range(3, 8))]):
+            engine.submit(asking(number, str(number), prompt))
+        late.append({number: record.ttft_ms or 0.0 for number, record in run(engine).items()})
+    assert all(late[1][number] <= late[0][number] for number in late[0])
+    assert late[1][6] < late[0][6] / 1.5
 
 
 @pytest.mark.parametrize("seed", range(40))

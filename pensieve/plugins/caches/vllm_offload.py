@@ -75,9 +75,7 @@ class VllmOffload(PrefixCache):
         self.cpu = CpuTier(slots, blocks_per_chunk, _order(order, slots, blocks_per_chunk, self._policy))
         self._prompt_only = offload_prompt_only
         self._uses: dict[int, Use] = {}  # session number -> of its request, from its admission to its end
-        self._twins: dict[
-            BlockHash, list[int]
-        ] = {}  # further blocks of a name, in the order in which they were computed
+        self._twins: dict[BlockHash, list[int]] = {}  # further blocks of a name, as they were computed
         self._copies: dict[int, _Copy] = {}  # by ticket
         self._busy: Counter[int] = Counter()  # blocks -> copies that are not over
         self._stuck: set[int] = set()  # nobody's, and free once their copies are over
