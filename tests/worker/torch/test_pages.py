@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import load_model
 from pensieve.device.pages import return_file_pages
 from pensieve.lab.compose import build_system, plan_trial
-from pensieve.plugins.engines.memory_watch import resident_bytes
 from pensieve.serve.systems import profiling
 from tests.composed import checked
 from tests.worker.torch.driver import plain_logits, tiny_spec
@@ -89,14 +87,21 @@ def test_only_pages_of_a_file_are_returned_and_read_again_from_it(tmp_path: Path
     assert first.equal(written) and other.equal(written + 1)
 
 
+def resident(tensor: torch.Tensor) -> float:
+    """The share of a tensor's whole pages that are in memory. What else the process takes or gives back is not in it."""
+    first, stop = -(-tensor.data_ptr() // mmap.PAGESIZE), (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE
+    with open("/proc/self/pagemap", "rb") as entries:
+        entries.seek(8 * first)
+        return float(np.mean(np.frombuffer(entries.read(8 * (stop - first)), np.uint64) >> np.uint64(63)))
+
+
 def test_pools_are_zeroed_by_returning_their_pages() -> None:
     tensors = KvTensors(tiny_spec("llama"), 16, 2000, 1000, torch.device("cpu"), torch.float32)
-    size, before = tensors.gpu_bytes + tensors.cpu_bytes, resident_bytes(os.getpid())
     for pool in (tensors.gpu, tensors.cpu):
         pool.fill_(7)
-    assert resident_bytes(os.getpid()) - before > 0.9 * size
+    assert resident(tensors.gpu) == resident(tensors.cpu) == 1
     tensors.forget()
-    assert resident_bytes(os.getpid()) - before < 0.5 * size, "what else this process took meanwhile is a small part"
+    assert max(resident(tensors.gpu), resident(tensors.cpu)) < 0.01, "but for those that it shares with others"
     assert not tensors.gpu.any() and not tensors.cpu.any()
 
 
