@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 
 from pensieve.core.cache.base import CacheManager
-from pensieve.core.clock import WallClock
 from pensieve.core.event import Event
 from pensieve.core.plan import StepPlan
 from pensieve.core.scheduler.active_request import ActiveRequest
@@ -24,6 +23,22 @@ from pensieve.serve.record import TurnRecord
 from tests.simulated import TalkingEngine
 
 TOLERANCE = 1e-4  # of the largest logit, at least of 1, in float32
+
+
+class Readings:
+    """A millisecond at every reading: which conversation is the oldest hangs on no machine's speed."""
+
+    virtual = False
+
+    def __init__(self) -> None:
+        self._readings = 0
+
+    def now_ns(self) -> int:
+        self._readings += 1
+        return self._readings * 1_000_000
+
+    def now_s(self) -> float:
+        return self.now_ns() / 1e9
 
 
 class Mismatch(Exception):
@@ -100,7 +115,7 @@ class CheckedEngine(TalkingEngine):
         link: Link | None = None,
         options: TorchOptions | None = None,
     ) -> None:
-        clock = WallClock()
+        clock = Readings()
         self.torch_worker = WatchedWorker(
             model, cache.chunk_tokens, clock, keep_logits=True, link=link, options=options
         )

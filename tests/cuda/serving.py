@@ -29,7 +29,7 @@ from pensieve.device.worker import TorchWorker
 from pensieve.serve.books.books import Books
 from pensieve.sim.profile import Profile
 from pensieve.specs import ModelSpec
-from tests.exact import CheckedEngine, Paths, WatchedWorker, plain_logits
+from tests.exact import CheckedEngine, Paths, Readings, WatchedWorker, plain_logits
 from tests.simulated import policy_context
 from tests.soak import Episode, perform
 
@@ -63,7 +63,7 @@ def tiny(name: str = "llama", fused: bool = True, dtype: str = "float32", attent
 def reference(name: str) -> LoadedModel:
     """The same weights on the CPU."""
     spec = ModelSpec.from_architecture(name, SIZES[name])
-    return load_model(ModelAsked(spec, threads=1, attention="reference"))
+    return load_model(ModelAsked(spec, threads=1, fused=False, attention="reference"))
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Serving(CheckedEngine):
     def __init__(
         self, model: LoadedModel, cache: TwoTierCache, settings: SchedulerSettings, options: TorchOptions
     ) -> None:
-        clock = WallClock()
+        clock = Readings()
         self.torch_worker = WatchedWorker(model, cache.chunk_tokens, clock, options=options)
         self.torch_worker.start(cache.gpu_blocks, cache.cpu_blocks)
         Engine.__init__(
