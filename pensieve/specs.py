@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,18 @@ GATED = {
     "mistral", "olmo", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
 }  # fmt: skip
 """Architectures whose MLP multiplies two projections."""
+ROUTED = {
+    "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
+}  # fmt: skip
+"""Those whose layers have several gated MLPs, of which each token passes a few."""
+_COMPRESSED = {"deepseek_v2", "deepseek_v3"}
 PLAIN = {"apertus", "arcee", "gpt2", "gpt_neox", "nemotron", "opt", "phi", "starcoder2"}
 """Those whose MLP has one. Of any other architecture the number of parameters is not known."""
 _TIED = {"cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "gpt2", "opt", "smollm3", "starcoder2"}
 """The head is the embedding unless tie_word_embeddings says otherwise."""
 _HEAD_DIM = {
-    "ernie4_5": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256, "glm": 128, "glm4": 128, "qwen3": 128, "seed_oss": 128,
+    "ernie4_5": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256, "glm": 128, "glm4": 128, "gpt_oss": 64,
+    "minimax_m2": 128, "qwen3": 128, "seed_oss": 128,
 }  # fmt: skip
 """Where head_dim is not given; of all others it is hidden_size over num_attention_heads."""
 _LEARNED_POSITIONS = {"gpt2", "opt"}
@@ -34,8 +40,46 @@ _WINDOW_ON_REQUEST = {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
 """No layer has a window unless use_sliding_window says so."""
 _FULL_FIRST = {"qwen2", "qwen3"}
 """The first max_window_layers (28) have no window."""
-_WINDOW_PATTERN = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+_WINDOW_PATTERN = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
 """Every n-th layer has no window, where neither layer_types nor sliding_window_pattern says which, as in transformers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The routed MLPs of a layer. layers: how many layers have them; the others have the dense MLP.
+
+    active: experts that a token passes. intermediate: of one expert. shared: of what every token passes beside them.
+    """
+
+    count: int
+    active: int
+    intermediate: int
+    shared: int
+    layers: int
+
+    def touched(self, tokens: int) -> float:
+        """Experts of a layer that a batch of so many tokens is expected to read, each token's choice independent and all
+        experts alike. Routers that favour some read fewer."""
+        return self.count * (1.0 - (1.0 - self.active / self.count) ** tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """K and V of a token compressed into `rank` numbers, and `rope` of its position, for all heads (multi-head latent
+    attention: DeepSeek-V2, section 2.1). nope, value: a head's widths once expanded. query_rank: None for plain queries."""
+
+    rank: int
+    rope: int
+    nope: int
+    value: int
+    query_rank: int | None
+
+    def parameters(self, hidden: int, heads: int) -> int:
+        """Of one layer's projections."""
+        queries = heads * (self.nope + self.rope)
+        query = hidden * queries if self.query_rank is None else self.query_rank * (hidden + queries)
+        expanded = self.rank * heads * (self.nope + self.value)
+        return query + hidden * (self.rank + self.rope) + expanded + heads * self.value * hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +89,7 @@ class ModelSpec:
     architecture: the fields of the transformers configuration, so that weights=random needs no download.
     sliding_window: tokens that a windowed layer attends to, its own among them; None for full attention everywhere.
     quantization: None, or int8 for weights that are rounded to it and multiplied in it where rows are few.
+    experts, latent: None for a dense MLP, and for K and V kept as they are.
     """
 
     name: str
@@ -61,6 +106,8 @@ class ModelSpec:
     tied_embeddings: bool = False
     sliding_window: int | None = None
     quantization: str | None = None
+    experts: Experts | None = None
+    latent: Latent | None = None
     architecture: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
@@ -106,11 +153,22 @@ class ModelSpec:
                     f"model.architecture.{field_name}={value} of model {name} is no multiple of {of}={parts}; change one of "
                     "the two."
                 )
+        latent = None
+        if model_type in _COMPRESSED:
+            latent = Latent(
+                rank=need("kv_lora_rank"),
+                rope=need("qk_rope_head_dim"),
+                nope=need("qk_nope_head_dim"),
+                value=need("v_head_dim"),
+                query_rank=size("q_lora_rank"),
+            )
+            head_dim = latent.nope + latent.rope
+        layers = need("num_hidden_layers", "n_layer")
         windowed = a.get("use_sliding_window", model_type not in _WINDOW_ON_REQUEST)
         return ModelSpec(
             name=name,
             model_type=model_type,
-            layers=need("num_hidden_layers", "n_layer"),
+            layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads,
@@ -121,6 +179,8 @@ class ModelSpec:
             dtype=dtype,
             tied_embeddings=bool(a.get("tie_word_embeddings", model_type in _TIED)),
             sliding_window=a.get("sliding_window") if windowed else None,
+            experts=_routed(a, layers, need) if model_type in ROUTED else None,
+            latent=latent,
             architecture=a,
         )
 
@@ -144,20 +204,22 @@ class ModelSpec:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """K and V of all layers."""
+        """K and V of all layers, or what they are compressed to."""
+        if self.latent is not None:
+            return self.layers * (self.latent.rank + self.latent.rope) * self.dtype_bytes
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
 
     @property
     def gated(self) -> bool:
         """The MLP multiplies two projections."""
-        return self.model_type in GATED
+        return self.model_type in GATED | ROUTED
 
     @property
     def uncounted(self) -> str | None:
         """Why `parameters` is not the number of this model's; None: it is."""
-        if experts := _experts(self.architecture):
-            return f"has experts ({experts}), which are not priced yet"
-        if self.model_type not in GATED | PLAIN:
+        if self.model_type not in ROUTED and (experts := _several(self.architecture)):
+            return f"has experts ({experts}), which are not priced for this architecture"
+        if self.model_type not in GATED | PLAIN | ROUTED:
             return f"is of an architecture ({self.model_type or 'no model_type'}) whose parameters are not known"
         return None
 
@@ -166,17 +228,41 @@ class ModelSpec:
         return self.model_type not in _LEARNED_POSITIONS
 
     @property
-    def layer_parameters(self) -> int:
-        """Matrix weights of one layer; norms and biases are below 0.1 %."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        mlp = self.hidden * self.intermediate * (3 if self.gated else 2)
-        return attention + mlp
+    def widest_mlp(self) -> int:
+        """What a token is at most spread to within a layer."""
+        e = self.experts
+        return self.intermediate if e is None else max(self.intermediate, e.active * e.intermediate + e.shared)
+
+    @property
+    def attention_parameters(self) -> int:
+        """Matrix weights of one layer's projections."""
+        if self.latent is not None:
+            return self.latent.parameters(self.hidden, self.heads)
+        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    def mlp_parameters(self, intermediate: int) -> int:
+        """Matrix weights of an MLP of that width."""
+        return self.hidden * intermediate * (3 if self.gated else 2)
+
+    def layers_parameters(self, experts: float) -> float:
+        """Matrix weights of all layers with so many experts in each that has any; norms and biases are below 0.1 %."""
+        e = self.experts
+        if e is None:
+            return self.layers * (self.attention_parameters + self.mlp_parameters(self.intermediate))
+        routed = self.hidden * e.count + self.mlp_parameters(e.shared) + experts * self.mlp_parameters(e.intermediate)
+        dense = (self.layers - e.layers) * self.mlp_parameters(self.intermediate)
+        return self.layers * self.attention_parameters + dense + e.layers * routed
 
     @property
     def parameters(self) -> int:
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
         positions = 0 if self.rotary else self.max_context * self.hidden
-        return self.layers * self.layer_parameters + embeddings + positions
+        everything = self.layers_parameters(self.experts.count if self.experts else 0)
+        return int(everything) + embeddings + positions
+
+    def read_parameters(self, tokens: int) -> float:
+        """Matrix weights of all layers that an iteration over so many tokens reads, of experts those that are sent any."""
+        return self.layers_parameters(self.experts.touched(tokens) if self.experts else 0)
 
     @property
     def weight_bytes(self) -> int:
@@ -185,7 +271,7 @@ class ModelSpec:
     @property
     def linear_flops_per_token(self) -> int:
         """Multiply-adds count twice; the head is counted where logits are computed, not here."""
-        return 2 * self.layers * self.layer_parameters
+        return 2 * int(self.layers_parameters(self.experts.active if self.experts else 0))
 
     @property
     def head_flops(self) -> int:
@@ -194,7 +280,7 @@ class ModelSpec:
     @property
     def attention_flops_per_pair(self) -> int:
         """The score and the weighted value of one query and one position that it attends to, all layers."""
-        return 4 * self.layers * self.heads * self.head_dim
+        return 2 * self.layers * self.heads * (self.head_dim + (self.latent.value if self.latent else self.head_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +341,22 @@ class HardwareSpec:
         return layers if self.pipelined_swap_in else 1
 
 
-def _experts(fields: Mapping[str, Any]) -> str | None:
+def _routed(a: Mapping[str, Any], layers: int, need: Callable[..., int]) -> Experts:
+    """As the families name it; an expert is as wide as the dense MLP where no width of its own is given."""
+    width = need("moe_intermediate_size", "intermediate_size")
+    shared = a.get("shared_expert_intermediate_size") or (a.get("n_shared_experts") or 0) * width
+    dense, step = set(a.get("mlp_only_layers") or ()), a.get("decoder_sparse_step") or 1
+    first = a.get("first_k_dense_replace") or 0
+    have = sum(index not in dense and (index + 1) % step == 0 for index in range(first, layers))
+    count = need("num_local_experts", "num_experts", "n_routed_experts")
+    return Experts(count, need("num_experts_per_tok"), width, shared, have)
+
+
+def _several(fields: Mapping[str, Any]) -> str | None:
     """The first field that gives an MLP several experts, as name=value, in a nested configuration too."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            found = _experts(value)
+            found = _several(value)
         else:
             counts = value if isinstance(value, list) else [value]
             several = any(isinstance(count, int) and count > 1 for count in counts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from pensieve.errors import UnsupportedModel
 from pensieve.lab.compose import plan_trial
-from pensieve.specs import GATED, PLAIN, ModelSpec
+from pensieve.specs import GATED, PLAIN, ROUTED, Experts, ModelSpec
 from tests.composed import checked
 from tests.hub_cache import fill, unreachable
 
@@ -29,10 +30,43 @@ OTHER_NAMES: dict[str, dict[str, Any]] = {
     },
     "gpt_neox": {**SIZES, "num_key_value_heads": None},
 }
+_LATENT = {
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 48,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 48,
+    "num_key_value_heads": 8,
+}
+_ROUTED = {
+    "deepseek_v2": {**_LATENT, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "q_lora_rank": None},
+    "deepseek_v3": {
+        **_LATENT, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 2, "q_lora_rank": 96, "n_group": 1,
+        "topk_group": 1,
+    },
+    "glm4_moe": {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 64},
+    "gpt_oss": {"num_local_experts": 8, "intermediate_size": 300},
+    "minimax_m2": {"num_local_experts": 8, "intermediate_size": 300, "head_dim": 64},
+    "mixtral": {"num_local_experts": 8},
+    "olmoe": {"num_experts": 8, "intermediate_size": 300},
+    "qwen2_moe": {"num_experts": 8, "shared_expert_intermediate_size": 700, "decoder_sparse_step": 2},
+    "qwen3_moe": {"num_experts": 8, "mlp_only_layers": [1], "head_dim": 64},
+}  # fmt: skip
+OTHER_NAMES |= {
+    name: {**SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 300, **fields}
+    for name, fields in _ROUTED.items()
+}
+for _name in ("gpt_oss", "minimax_m2", "mixtral", "olmoe"):
+    del OTHER_NAMES[_name]["moe_intermediate_size"]
+ROOFLINE = (
+    "hardware.terms.projections=roofline",
+    "hardware.terms.attention=roofline",
+    "hardware.compute_efficiency=0.7",
+    "hardware.memory_efficiency=0.8",
+)
 MIXTRAL = {**SIZES, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 
 
-@pytest.mark.parametrize("model_type", sorted(GATED | PLAIN))
+@pytest.mark.parametrize("model_type", sorted(GATED | PLAIN | ROUTED))
 def test_an_architecture_that_is_known_has_the_parameters_and_heads_of_transformers(model_type: str) -> None:
     import torch
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -40,22 +74,51 @@ def test_an_architecture_that_is_known_has_the_parameters_and_heads_of_transform
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
     given = OTHER_NAMES.get(model_type, SIZES)
-    config = AutoConfig.for_model(model_type, **{name: value for name, value in given.items() if value is not None})
+    config = AutoConfig.for_model(
+        model_type, **{name: value for name, value in given.items() if value is not None or name == "q_lora_rank"}
+    )
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
     spec = ModelSpec.from_architecture("x", {**given, "model_type": model_type})
     assert spec.uncounted is None
     counted = sum(weight.numel() for weight in module.parameters())
     assert spec.parameters == pytest.approx(counted, rel=0.005)
-    assert spec.head_dim == (getattr(config, "head_dim", None) or 64)
+    assert spec.head_dim == (64 if spec.latent else getattr(config, "head_dim", None) or 64)
+    if spec.experts:
+        routed = [name for name, _ in module.named_parameters() if name.endswith("experts.down_proj")]
+        assert len(routed) == spec.experts.layers
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active", "kv"),
+    [
+        ("mixtral_8x7b", 46.7, 12.9, 131_072),
+        ("qwen3_30b_a3b", 30.5, 3.3, 98_304),
+        ("gpt_oss_20b", 20.9, 3.6, 49_152),
+        ("deepseek_v2_lite", 15.7, 2.4, 31_104),
+    ],
+)
+def test_models_with_experts_have_their_published_sizes(name: str, billions: float, active: float, kv: int) -> None:
+    """Parameters, those that a token passes (with the head), and KV bytes a token in 16 bits, as their model cards say."""
+    spec = plan_trial(checked(f"model={name}", "hardware=sim_h100", *ROOFLINE, "cache.gpu=1000 tokens")).model
+    assert round(spec.parameters / 1e9, 1) == billions
+    assert (spec.linear_flops_per_token + spec.head_flops) / 2e9 == pytest.approx(active, rel=0.1)
+    assert spec.kv_bytes_per_token == kv
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_as_many_experts_are_read_as_independent_choices_touch(tokens: int) -> None:
+    chance, drawn = random.Random(7), 2000
+    touched = [len({e for _ in range(tokens) for e in chance.sample(range(16), 3)}) for _ in range(drawn)]
+    experts = Experts(count=16, active=3, intermediate=8, shared=0, layers=1)
+    assert experts.touched(tokens) == pytest.approx(sum(touched) / drawn, rel=0.02)
+    assert experts.touched(1) == pytest.approx(3) and Experts(4, 4, 8, 0, 1).touched(tokens) == 4
 
 
 @pytest.mark.parametrize(
     ("architecture", "says"),
     [
-        (MIXTRAL, r"has experts \(num_local_experts=8\)"),
-        ({**SIZES, "model_type": "qwen3_moe", "num_experts": 128}, r"has experts \(num_experts=128\)"),
-        ({**SIZES, "model_type": "deepseek_v3", "n_routed_experts": 256}, r"has experts \(n_routed_experts=256\)"),
+        ({**SIZES, "model_type": "jetmoe", "num_local_experts": 8}, r"has experts \(num_local_experts=8\)"),
         ({**SIZES, "model_type": "llama", "num_experts": 4}, r"has experts \(num_experts=4\)"),
         ({**SIZES, "model_type": "x", "ffn_config": {"moe_num_experts": 16}}, r"has experts \(moe_num_experts=16\)"),
         ({**SIZES, "model_type": "x", "text_config": {"moe_num_experts": [64, 64]}}, "has experts"),
@@ -79,6 +142,6 @@ def test_a_model_whose_parameters_are_not_known_is_not_simulated(
 def test_a_model_with_experts_is_still_run_for_real_and_one_expert_is_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
     plan = plan_trial(checked("model=hf", f"model.weights={tmp_path}", "hardware=cpu", "cache.gpu=256 tokens"))
-    assert plan.model.uncounted is not None
+    assert plan.model.uncounted is None and plan.model.experts is not None
     one = {**SIZES, "model_type": "llama", "num_local_experts": 1, "num_experts_per_tok": 1, "enable_moe_block": True}
     assert ModelSpec.from_architecture("x", one).uncounted is None

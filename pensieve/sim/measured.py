@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -26,7 +26,7 @@ from pensieve.core.cost import one_after_another
 from pensieve.errors import ConfigError
 from pensieve.sim.kernel_tables import AttentionGrid, Curve, KernelTable, Shape, all_reduce, nearest
 from pensieve.sim.roofline import Machine, Run, attended_pairs
-from pensieve.specs import HardwareSpec, ModelSpec
+from pensieve.specs import Experts, HardwareSpec, ModelSpec
 
 _TAIL = 512  # queries of the iteration whose attention tells what a marginal chunk costs
 _SAMPLER_CARD = "rtxpro6000"
@@ -42,6 +42,12 @@ class MeasuredCost(Machine):
                 f"hardware={hardware.name} was measured in 16 bits, and model.dtype={model.dtype} has "
                 f"{8 * model.dtype_bytes}; set model.dtype=bfloat16, or both hardware.terms.projections and "
                 "hardware.terms.attention to roofline."
+            )
+        if model.latent is not None:
+            raise ConfigError(
+                f"model={model.name} compresses its KV, and hardware={hardware.name} was not measured so; set "
+                "hardware.terms.projections and hardware.terms.attention to roofline, and hardware.compute_efficiency to the "
+                "share of the peak that your kernels reach."
             )
         super().__init__(model, hardware, chunk_tokens)
         self._shape = shape_of(model, hardware.gpus)
@@ -229,9 +235,10 @@ class _Kernels:
 
     def __init__(self, table: KernelTable, shape: Shape, hardware: HardwareSpec, model: ModelSpec) -> None:
         self._table, self._shape, self._hardware, self._layers = table, shape, hardware, model.layers
+        self._experts = model.experts
         self.most_tokens = next(iter(table.layers.values())).last
         absent = set() if model.rotary else {"rotary_emb"}
-        absent |= set() if model.model_type == "qwen3" else {"qk_norm"}
+        absent |= set() if model.model_type in ("qwen3", "qwen3_moe") else {"qk_norm"}
         once = {"embedding", "final_layernorm"}
         self._each_layer = [
             (name, curve, 2 if name == "layernorm" else 1)
@@ -248,8 +255,32 @@ class _Kernels:
             }
 
     def layers_s(self, tokens: int) -> float:
-        layer = sum(times * self._scaled(name, curve, tokens) for name, curve, times in self._each_layer)
-        return self._layers * layer + sum(self._scaled(name, curve, tokens) for name, curve in self._once)
+        each = {name: times * self._scaled(name, curve, tokens) for name, curve, times in self._each_layer}
+        layer, once = sum(each.values()), sum(self._scaled(name, curve, tokens) for name, curve in self._once)
+        if (e := self._experts) is None:
+            return self._layers * layer + once
+        dense = sum(each[name] for name in _MLP)
+        return self._layers * layer + e.layers * (self._routed_s(tokens, e) - dense) + once
+
+    def _routed_s(self, tokens: int, e: Experts) -> float:
+        """The experts of one layer, and what every token passes beside them. A grouped product is taken to be as near to its
+        roofline as the measured one of as many rows as an expert has."""
+        wanted = self._shape
+        touched, sent = e.touched(tokens), tokens * e.active
+        curves, rows = self._table.layers, max(1, round(sent / touched))
+        router = max(_LAUNCH_S, self._product_s((wanted.hidden, e.count), tokens))
+        seconds, gpus = router, self._hardware.gpus
+        for kernel in ("gate_up_proj", "down_proj"):
+            inner, outer = _MATRICES[kernel](replace(wanted, intermediate=max(1, e.intermediate // gpus)))
+            near = curves[kernel].at(rows) / self._product_s(_MATRICES[kernel](self._table.shape), rows)
+            seconds += max(near * self._product_s((inner, outer), sent, touched), _LAUNCH_S)
+            if e.shared:
+                shared = _MATRICES[kernel](replace(wanted, intermediate=max(1, e.shared // gpus)))
+                near = curves[kernel].at(tokens) / self._product_s(_MATRICES[kernel](self._table.shape), tokens)
+                seconds += max(near * self._product_s(shared, tokens), _LAUNCH_S)
+        width, measured = wanted.gate * (e.active * e.intermediate + e.shared) // gpus, self._table.shape
+        least, activation = curves["act_fn"].at(1), curves["act_fn"].at(tokens)
+        return seconds + least + (activation - least) * width / _WIDTHS["act_fn"](measured)
 
     def head_s(self, sampled: int) -> float:
         if not sampled:
@@ -270,13 +301,16 @@ class _Kernels:
         least = curve.at(1)
         return least + (seconds - least) * _WIDTHS[kernel](wanted) / _WIDTHS[kernel](measured)
 
-    def _product_s(self, sizes: tuple[int, int], rows: int) -> float:
+    def _product_s(self, sizes: tuple[int, int], rows: int, matrices: float = 1) -> float:
+        """The roofline of so many rows, each through one of so many matrices."""
         inner, outer = sizes
-        moved = 2 * (inner * outer + rows * (inner + outer))
+        moved = 2 * (matrices * inner * outer + rows * (inner + outer))
         return max(2 * rows * inner * outer / self._hardware.flops, moved / self._hardware.memory_bw)
 
 
 _LAUNCH_S = 2e-6  # no kernel of the tables takes less
+
+_MLP = ("gate_up_proj", "down_proj", "act_fn")
 
 _MATRICES: Mapping[str, Callable[[Shape], tuple[int, int]]] = {
     "qkv_proj": lambda s: (s.hidden, (s.heads + 2 * s.kv_heads) * s.head_dim),

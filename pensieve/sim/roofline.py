@@ -72,10 +72,15 @@ class Roofline(Machine):
 
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> None:
         super().__init__(model, hardware, chunk_tokens)
-        self._linear_flops = model.linear_flops_per_token
+        self._linear_flops = 2 * int(model.layers_parameters(0))
         self._head_flops = model.head_flops
         self._pair_flops = model.attention_flops_per_pair
-        self._layers_bytes = model.layers * model.layer_parameters * model.dtype_bytes
+        self._active_flops = model.linear_flops_per_token
+        self._least_bytes = model.read_parameters(1) * model.dtype_bytes
+        self._experts = model.experts
+        dense = model.layers_parameters(0)
+        self._expert_parameters = model.layers_parameters(1) - dense  # one expert of each layer that has any
+        self._layers_bytes = dense * model.dtype_bytes
         self._head_bytes = model.vocab * model.hidden * model.dtype_bytes
         self._kv_bytes = model.kv_bytes_per_token
         self._reduces = 2 * model.layers if hardware.gpus > 1 else 0
@@ -143,7 +148,14 @@ class Roofline(Machine):
 
     def _linear_s(self, tokens: int, sampled: int) -> float:
         weights = self._layers_bytes + (self._head_bytes if sampled else 0)
-        return self._bound(tokens * self._linear_flops + sampled * self._head_flops, weights)
+        routed = self._routed_s(tokens) if self._experts else 0.0
+        return routed + self._bound(tokens * self._linear_flops + sampled * self._head_flops, weights)
+
+    def _routed_s(self, tokens: int) -> float:
+        """The experts' products are kernels of their own: the others may be bound by arithmetic while these read weights."""
+        assert self._experts is not None
+        flops = 2 * tokens * self._experts.active * self._expert_parameters
+        return self._bound(flops, self._experts.touched(tokens) * self._expert_parameters * self.model.dtype_bytes)
 
     def _chunk_s(self, context_tokens: int) -> float:
         size, share = self.chunk_tokens, self._windowed
@@ -151,10 +163,11 @@ class Roofline(Machine):
         pairs: float = attended_pairs(stop - size, stop, None)
         if share:
             pairs += share * (attended_pairs(stop - size, stop, self.model.sliding_window) - pairs)
-        return self._bound(size * self._linear_flops, 0) + self._bound(pairs * self._pair_flops, 0)
+        linear = self._bound(size * self._active_flops, 0)
+        return linear + self._bound(pairs * self._pair_flops, 0)
 
     def weights_s(self) -> float:
-        return self._bound(0, self._layers_bytes + self._head_bytes)
+        return self._bound(0, self._least_bytes + self._head_bytes)
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -21,17 +21,17 @@ def model() -> LoadedModel:
 
 def test_the_floor_reads_all_weights_and_kv_once_or_does_all_operations() -> None:
     spec = tiny_spec("llama")
-    weights = 4 * (2 * spec.layer_parameters + 97 * 64)
+    weights = 4 * (spec.read_parameters(1) + 97 * 64)
     by_memory = steps.floor_ms(spec, 3, 40, copy_bytes_s=1e6, matrix_flops_s=1e15)
     assert by_memory == pytest.approx((weights + 3 * 41 * spec.kv_bytes_per_token) / 1e6 * 1e3)
-    operations = 3 * (2 * 2 * spec.layer_parameters + 2 * 97 * 64 + 41 * spec.attention_flops_per_pair)
+    operations = 3 * (2 * spec.read_parameters(1) + 2 * 97 * 64 + 41 * spec.attention_flops_per_pair)
     assert steps.floor_ms(spec, 3, 40, copy_bytes_s=1e15, matrix_flops_s=1e6) == pytest.approx(operations / 1e3)
 
 
 def test_a_prompts_operations_are_those_of_its_projections_and_its_causal_attention() -> None:
     spec = tiny_spec("llama")
     pairs = 10 * 11 // 2
-    expected = 10 * 2 * 2 * spec.layer_parameters + 4 * 2 * 4 * 16 * pairs + 2 * 97 * 64
+    expected = 10 * 2 * spec.read_parameters(1) + 4 * 2 * 4 * 16 * pairs + 2 * 97 * 64
     assert steps.operations(spec, 10) == expected
 
 

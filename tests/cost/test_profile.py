@@ -200,7 +200,7 @@ def test_the_record_shows_what_the_fit_does_not_meet() -> None:
 def test_roofline_is_bound_by_weights_at_decode_and_by_arithmetic_at_prefill() -> None:
     roofline = Roofline(MODEL, MACHINE, 4)
     decode = roofline.iteration_s([(100, 101)], 1) - MACHINE.step_overhead_s
-    weights = (MODEL.layers * MODEL.layer_parameters + MODEL.vocab * MODEL.hidden) * MODEL.dtype_bytes
+    weights = (MODEL.read_parameters(1) + MODEL.vocab * MODEL.hidden) * MODEL.dtype_bytes
     assert decode >= weights / MACHINE.memory_bw
     assert roofline.weights_s() == pytest.approx(weights / MACHINE.memory_bw)
     assert roofline.iteration_s([(100, 101)] * 8, 8) < 8 * roofline.iteration_s([(100, 101)], 1)

@@ -64,7 +64,7 @@ def run_decode(bench: Bench) -> None:
 
 def floor_ms(spec: ModelSpec, batch: int, context: int, copy_bytes_s: float, matrix_flops_s: float) -> float:
     """Least time of one decode step: every weight and all KV read once, or all operations done, whichever takes longer."""
-    read = spec.dtype_bytes * (spec.layers * spec.layer_parameters + spec.vocab * spec.hidden)
+    read = spec.dtype_bytes * (spec.read_parameters(batch) + spec.vocab * spec.hidden)
     read += batch * (context + 1) * spec.kv_bytes_per_token
     flops = batch * (spec.linear_flops_per_token + spec.head_flops + (context + 1) * spec.attention_flops_per_pair)
     return max(read / copy_bytes_s, flops / matrix_flops_s) * 1e3

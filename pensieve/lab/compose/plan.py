@@ -86,7 +86,7 @@ class TrialPlan:
     def activation_bytes(self) -> int:
         """The largest tensors of one iteration: hidden states, the MLP's, and the logits in float32."""
         m, s = self.model, self.config.scheduler
-        states = s.max_batch_tokens * (6 * m.hidden + 3 * m.intermediate + 4 * m.heads * m.head_dim) * m.dtype_bytes
+        states = s.max_batch_tokens * (6 * m.hidden + 3 * m.widest_mlp + 4 * m.heads * m.head_dim) * m.dtype_bytes
         return states + s.max_batch_requests * m.vocab * 4
 
     @property

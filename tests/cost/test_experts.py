@@ -1,0 +1,66 @@
+"""An iteration of a model with experts: its batch reads the experts it touches, and a token computes those it passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pensieve.lab.compose import plan_trial
+from pensieve.sim.measured import MeasuredCost
+from pensieve.sim.roofline import Roofline
+from pensieve.specs import Experts, HardwareSpec, ModelSpec
+from tests.composed import checked
+
+MACHINE = HardwareSpec(name="m", simulated=True, flops=1e15, memory_bw=3e12, h2d_bw=5e10, d2h_bw=5e10)
+DENSE = ModelSpec.from_architecture(
+    "x", plan_trial(checked("model=mixtral_8x7b", "hardware=sim_h100")).model.architecture, "bfloat16"
+)
+
+
+def seconds(model: ModelSpec, tokens: int) -> float:
+    """Of a prefill of so many tokens."""
+    return Roofline(model, MACHINE, 32).iteration_s([(0, tokens)], 1)
+
+
+def with_experts(count: int, active: int, width: int) -> ModelSpec:
+    return replace(DENSE, experts=Experts(count, active, width, 0, DENSE.layers))
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 4096])
+def test_experts_that_every_token_passes_cost_what_one_wide_one_does(tokens: int) -> None:
+    one, four = with_experts(1, 1, 14336), with_experts(4, 4, 3584)
+    assert seconds(four, tokens) == pytest.approx(seconds(one, tokens), rel=2e-3)  # but for the router
+
+
+def test_few_tokens_read_few_experts_and_many_read_all() -> None:
+    def read(model: ModelSpec, tokens: int) -> float:
+        return model.read_parameters(tokens) / model.read_parameters(10**6)
+
+    mixtral = with_experts(8, 2, 14336)
+    assert read(mixtral, 1) == pytest.approx(2 / 8, abs=0.03) and read(mixtral, 64) > 0.999
+    weights, alone = 2 * mixtral.read_parameters(1), 2 * mixtral.read_parameters(64)
+    decodes = [Roofline(mixtral, MACHINE, 32).iteration_s([(8, 9)] * rows, 0) for rows in (1, 64)]
+    assert decodes == pytest.approx([weights / 3e12, alone / 3e12], rel=0.01)
+
+
+def test_a_long_prefill_costs_the_arithmetic_of_the_active_experts() -> None:
+    mixtral, whole = with_experts(8, 2, 14336), with_experts(8, 8, 14336)
+    attention = 8192 * 8193 // 2 * mixtral.attention_flops_per_pair + mixtral.head_flops
+    flops = [8192 * model.linear_flops_per_token + attention for model in (mixtral, whole)]
+    assert seconds(mixtral, 8192) / seconds(whole, 8192) == pytest.approx(flops[0] / flops[1], rel=0.002)
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, 0.40), (256, 1.05)])
+def test_on_measured_kernels_a_decode_reads_what_its_batch_touches(rows: int, most: float) -> None:
+    """Against all experts for every token; and one expert that is the whole MLP costs what the dense model does."""
+    hardware = plan_trial(checked("model=mixtral_8x7b", "hardware=sim_h100")).hardware
+
+    def decode(model: ModelSpec) -> float:
+        return MeasuredCost(model, hardware, 32).iteration_s([(8, 9)] * rows, 0)
+
+    mixtral, whole = with_experts(8, 2, 14336), with_experts(8, 8, 14336)
+    assert decode(mixtral) < most * decode(whole)
+    assert rows == 1 or decode(mixtral) > 0.5 * decode(whole)
+    one, dense = decode(with_experts(1, 1, 14336)), decode(replace(DENSE, experts=None))
+    assert dense <= one <= dense + DENSE.layers * 4e-6
