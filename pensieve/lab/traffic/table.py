@@ -1,0 +1,216 @@
+"""The file of recorded traffic: Parquet with a row a request in order of arrival; its columns, its facts, reader and writer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pensieve.errors import MalformedInput
+
+VERSION = 1
+KEY = b"pensieve.traffic"
+"""Of the Parquet file's own metadata: the Facts, as JSON."""
+GROUP_ROWS = 4096
+"""Rows a row group: what a reader has in memory at once."""
+
+Status = Literal["completed", "failed", "cancelled", "unfinished"]
+
+_HASHES = pa.list_(pa.int64())
+COLUMNS: dict[str, tuple[pa.DataType, str]] = {
+    "request": (pa.int64(), "its number, unique in the file"),
+    "arrival_s": (pa.float64(), "when it came, in seconds of the file's clock; null: the source has no times"),
+    "first_token_s": (pa.float64(), "when the first token of its reply was there"),
+    "end_s": (pa.float64(), "when its reply ended"),
+    "status": (pa.string(), "completed, failed, cancelled, or unfinished: still open where the recording ends"),
+    "finish_reason": (pa.string(), "why its reply ended, in the server's word"),
+    "session": (pa.string(), "its conversation; null: nobody said, the prefix chain tells"),
+    "session_from": (pa.string(), "who said so: header, body, user, previous_response_id, prompt_cache_key, or the source"),
+    "parent": (pa.int64(), "the request that it goes on from, where that was said"),
+    "kept_tokens": (pa.int32(), "its first tokens that are its parent's prompt and reply, where the source says so without hashes"),
+    "pause_s": (pa.float64(), "from its parent's reply to this request, where the source says it itself"),
+    "waits_for": (pa.list_(pa.string()), "sessions that had to be over before it"),
+    "tenant": (pa.string(), "whose key it came with"),
+    "model": (pa.string(), "the model that was asked for"),
+    "replica": (pa.string(), "which server answered, where there are several"),
+    "prompt_tokens": (pa.int32(), "length of its prompt; null: the server did not say"),
+    "output_tokens": (pa.int32(), "length of its reply; null: the server did not say"),
+    "prompt_bytes": (pa.int32(), "length of its rendered prompt, where blocks are bytes"),
+    "output_bytes": (pa.int32(), "length of its rendered reply, where blocks are bytes"),
+    "cached_tokens": (pa.int32(), "prompt tokens that the server says it found in its cache; null: it does not say"),
+    "cached_gpu_tokens": (pa.int32(), "of these, on the GPU; null: not told apart"),
+    "cached_cpu_tokens": (pa.int32(), "of these, in CPU memory"),
+    "cached_disk_tokens": (pa.int32(), "of these, on disk or another machine"),
+    "blocks": (_HASHES, "a hash for each full block of its prompt, from its beginning; a source's own may have one more for the rest"),
+    "lengths": (pa.list_(pa.int32()), "tokens of each of these blocks, where they have no common length"),
+    "output_blocks": (_HASHES, "the same of prompt and reply together, from the block on that `blocks` ends before"),
+    "messages": (
+        pa.list_(pa.struct([("role", pa.string()), ("end", pa.int32())])),
+        "where each message of its prompt ends, in the unit of the blocks",
+    ),
+    "prompt": (pa.string(), "the body of the request; only where text was asked for"),
+    "reply": (pa.string(), "the text of the reply; only where text was asked for"),
+}  # fmt: skip
+"""Type and meaning of each. All but `request` and `status` may be null: not known."""
+
+SCHEMA = pa.schema([(name, kind) for name, (kind, _) in COLUMNS.items()])
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What holds for a whole file.
+
+    source: proxy, serve, or the format that was imported. unit, block: a block is so many tokens, or bytes of the rendered
+    prompt; block None: none are hashed, or each row says (`lengths`). hashes: content: of a block alone; prefix: of it and
+    all before it. tokens_per_byte, ratio_from: of the file, and what it was made of. engine: what is known of who served:
+    name, version, gpu_tokens, cpu_tokens, block_tokens, policy. started_unix_s: second 0; one_clock: every arrival is by
+    the file's clock, not by its session's own. lost: how many requests were not recorded, by reason. complete: the
+    recording ended, it was not killed. rule: which requests are a session, where the source does not say.
+    """
+
+    source: str
+    unit: Literal["tokens", "bytes"] = "tokens"
+    block: int | None = None
+    hashes: Literal["content", "prefix", "none"] = "content"
+    tokens_per_byte: float | None = None
+    ratio_from: str | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+    started_unix_s: float | None = None
+    one_clock: bool = True
+    lost: dict[str, int] = field(default_factory=dict)
+    complete: bool = True
+    rule: str = ""
+    version: int = VERSION
+
+    @property
+    def block_tokens(self) -> float | None:
+        """Tokens a block, a fraction where blocks are bytes. None: see `block`."""
+        if self.block is None:
+            return None
+        return float(self.block) if self.unit == "tokens" else self.block * (self.tokens_per_byte or 0.25)
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A request and what came of it: a row. COLUMNS says what each field means."""
+
+    request: int
+    arrival_s: float | None = None
+    first_token_s: float | None = None
+    end_s: float | None = None
+    status: Status = "unfinished"
+    finish_reason: str | None = None
+    session: str | None = None
+    session_from: str | None = None
+    parent: int | None = None
+    kept_tokens: int | None = None
+    pause_s: float | None = None
+    waits_for: Sequence[str] | None = None
+    tenant: str | None = None
+    model: str | None = None
+    replica: str | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    prompt_bytes: int | None = None
+    output_bytes: int | None = None
+    cached_tokens: int | None = None
+    cached_gpu_tokens: int | None = None
+    cached_cpu_tokens: int | None = None
+    cached_disk_tokens: int | None = None
+    blocks: Sequence[int] | None = None
+    lengths: Sequence[int] | None = None
+    output_blocks: Sequence[int] | None = None
+    messages: Sequence[dict[str, Any]] | None = None
+    prompt: str | None = None
+    reply: str | None = None
+
+
+assert tuple(one.name for one in dataclasses.fields(Exchange)) == tuple(COLUMNS)
+
+
+def edges(count: int, block_tokens: float) -> list[int]:
+    """Where `count` blocks begin, and where the last one ends, in tokens: of the place in a prompt alone, so that what two
+    prompts begin with is equally long in both."""
+    return [int(place * block_tokens) for place in range(count + 1)]
+
+
+def lengths_of(one: Exchange, facts: Facts) -> list[int]:
+    """Tokens of each of its prompt's blocks."""
+    if one.lengths is not None or not one.blocks:
+        return list(one.lengths or ())
+    assert facts.block_tokens is not None, "whoever hashes blocks says how long they are"
+    return [stop - start for start, stop in pairwise(edges(len(one.blocks), facts.block_tokens))]
+
+
+def write(path: Path, facts: Facts, exchanges: Iterable[Exchange]) -> None:
+    """Write the file under another name, then give it its own: nobody finds half of it. exchanges: in order of arrival, of
+    which GROUP_ROWS are in memory. Raises OSError."""
+    schema = SCHEMA.with_metadata({KEY: json.dumps(dataclasses.asdict(facts)).encode()})
+    unready = path.with_name(f"{path.name}.unready")
+    try:
+        with pq.ParquetWriter(unready, schema, compression="zstd") as writer:
+            rows = iter(exchanges)
+            while group := list(islice(rows, GROUP_ROWS)):
+                columns = [pa.array([getattr(one, name) for one in group], schema.field(name).type) for name in COLUMNS]
+                writer.write_batch(pa.record_batch(columns, schema=schema))
+        os.replace(unready, path)
+    finally:
+        unready.unlink(missing_ok=True)
+
+
+def is_traffic(path: Path) -> bool:
+    """Whether it begins as Parquet does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"PAR1"
+    except OSError:
+        return False
+
+
+def read_facts(path: Path) -> Facts:
+    """Raises MalformedInput for a file that is no recorded traffic, or of a version not known here."""
+    return _opened(path)[1]
+
+
+def read_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """The rows in order of arrival, at most GROUP_ROWS at once. Raises MalformedInput."""
+    file, _ = _opened(path)
+    try:
+        yield from file.iter_batches(GROUP_ROWS, columns=list(columns or COLUMNS))
+    except (pa.ArrowException, OSError) as error:
+        raise MalformedInput(
+            f"{path} ends early or is damaged ({error}); record it again, or copy it again."
+        ) from error
+
+
+def read(path: Path) -> Iterator[Exchange]:
+    """The rows in order of arrival. Raises MalformedInput."""
+    for batch in read_batches(path):
+        for row in batch.to_pylist():
+            yield Exchange(**row)
+
+
+def _opened(path: Path) -> tuple[pq.ParquetFile, Facts]:
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise MalformedInput(f"{path} cannot be read as Parquet ({error}); give a file of pensieve record.") from error
+    found = (file.schema_arrow.metadata or {}).get(KEY)
+    lacking = [name for name in COLUMNS if name not in file.schema_arrow.names]
+    if found is None or lacking:
+        what = f"the columns {', '.join(lacking)}" if lacking else f"the metadata {KEY.decode()}"
+        raise MalformedInput(f"{path} is Parquet and no recorded traffic: it lacks {what}.")
+    facts = json.loads(found)
+    if facts.get("version") != VERSION:
+        raise MalformedInput(
+            f"{path} is of version {facts.get('version')}, and version {VERSION} is known here; record it again."
+        )
+    return file, Facts(**facts)
