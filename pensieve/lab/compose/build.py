@@ -361,6 +361,7 @@ def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
         encode=lambda text: tokens_of(tokenizer.encode(text), plan.model.vocab),
         force_lengths=plan.device.simulated or plan.weights == "random",
         chat=ChatTemplate(tokenizer),
+        takes_replies=plan.config.baseline.engine is None,
         memory_bytes=free_host_memory_bytes(),
         byte_tokens=tokenizer.name == ByteTokenizer.name,
         stateless_capacity=_capacity(plan) if plan.device.simulated else None,

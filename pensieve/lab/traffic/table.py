@@ -1,10 +1,11 @@
-"""The file of recorded traffic: Parquet with a row a request in order of arrival; its columns, its facts, reader and writer."""
+"""The file of recorded traffic, Parquet with a row a request: its columns, its facts, reader and writer."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pensieve.core.request import TokenArray
 from pensieve.errors import MalformedInput
 
 VERSION = 1
@@ -35,7 +37,7 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "session": (pa.string(), "its conversation; null: nobody said, the prefix chain tells"),
     "session_from": (pa.string(), "who said so: header, body, user, previous_response_id, prompt_cache_key, or the source"),
     "parent": (pa.int64(), "the request that it goes on from, where that was said"),
-    "kept_tokens": (pa.int32(), "its first tokens that are its parent's prompt and reply, where the source says so without hashes"),
+    "kept_tokens": (pa.int32(), "leading tokens that are its parent's prompt and reply, as the source says"),
     "pause_s": (pa.float64(), "from its parent's reply to this request, where the source says it itself"),
     "waits_for": (pa.list_(pa.string()), "sessions that had to be over before it"),
     "tenant": (pa.string(), "whose key it came with"),
@@ -49,7 +51,7 @@ COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "cached_gpu_tokens": (pa.int32(), "of these, on the GPU; null: not told apart"),
     "cached_cpu_tokens": (pa.int32(), "of these, in CPU memory"),
     "cached_disk_tokens": (pa.int32(), "of these, on disk or another machine"),
-    "blocks": (_HASHES, "a hash for each full block of its prompt, from its beginning; a source's own may have one more for the rest"),
+    "blocks": (_HASHES, "a hash for each full block of its prompt; a source may have one more for the rest"),
     "lengths": (pa.list_(pa.int32()), "tokens of each of these blocks, where they have no common length"),
     "output_blocks": (_HASHES, "the same of prompt and reply together, from the block on that `blocks` ends before"),
     "messages": (
@@ -194,8 +196,20 @@ def read_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[p
 def read(path: Path) -> Iterator[Exchange]:
     """The rows in order of arrival. Raises MalformedInput."""
     for batch in read_batches(path):
-        for row in batch.to_pylist():
-            yield Exchange(**row)
+        blocks, output_blocks = (_arrays(batch.column(name)) for name in ("blocks", "output_blocks"))
+        for place, row in enumerate(batch.drop_columns(["blocks", "output_blocks"]).to_pylist()):
+            one = Exchange(**row)
+            one.blocks, one.output_blocks = blocks[place], output_blocks[place]
+            yield one
+
+
+def _arrays(column: pa.ListArray) -> list[TokenArray[int] | None]:
+    """Lists of numbers, eight bytes each."""
+    values, starts = column.values.to_numpy(), column.offsets.to_numpy()
+    return [
+        array("q", values[starts[place] : starts[place + 1]].tobytes()) if known else None
+        for place, known in enumerate(column.is_valid().to_pylist())
+    ]
 
 
 def _opened(path: Path) -> tuple[pq.ParquetFile, Facts]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import Field
 
-from pensieve.core.request import Output, Request, Sampling, TokenArray, tokens_of
+from pensieve.core.request import Forced, Output, Request, Sampling, TokenArray, tokens_of
 from pensieve.errors import ConfigError
 from pensieve.serve.chat_template import ChatTemplate, user_line
 from pensieve.serve.record import TurnRecord
@@ -35,7 +35,8 @@ class Arrival:
     """A request to submit at `at_s` (seconds since the replay began); cancelled as a timeout at deadline_s.
 
     continues: its prompt is the new message alone, which follows what stands of the conversation by then. prompt: builds
-    that of the request when it is sent. Traces use it: all of their prompts at once would fill the memory.
+    that of the request when it is sent. said: likewise the tokens of its reply, where the system is told them. Traces use
+    both: all of their tokens at once would fill the memory.
     """
 
     at_s: float
@@ -43,11 +44,13 @@ class Arrival:
     deadline_s: float | None = None
     prompt: Callable[[], TokenArray[int]] | None = None
     continues: bool = True
+    said: Callable[[], TokenArray[int]] | None = None
 
     def due(self, said: TokenArray[int] = _NOTHING) -> Request:
         """The request with its prompt. said: what stands of the conversation."""
         prompt = self.request.prompt if self.prompt is None else self.prompt()
-        return replace(self.request, prompt=said + prompt if self.continues else prompt)
+        output = self.request.output if self.said is None else Forced(self.said())
+        return replace(self.request, prompt=said + prompt if self.continues else prompt, output=output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,8 @@ class WorkloadContext:
     """How the model reads conversations; None: as plain lines."""
     memory_bytes: int | None = None
     """Free memory of this machine, beyond which no conversations are written; None: not known."""
+    takes_replies: bool = True
+    """The system can be told the tokens of a reply; an engine of others cannot."""
     byte_tokens: bool = False
     """Text is read as bytes: the model has no tokenizer on this machine."""
     stateless_capacity: Callable[[Sequence[tuple[int, int]]], float] | None = None
@@ -211,13 +216,16 @@ class Asking:
         phase: str,
         *,
         continues: bool = True,
+        said: Callable[[], TokenArray[int]] | None = None,
         **more: Any,
     ) -> Arrival:
-        """prompt: or what builds it when the request is sent. continues: as of an Arrival. more: fields of the request."""
+        """prompt: or what builds it when the request is sent. continues, said: as of an Arrival.
+        more: fields of the request."""
         build, held = (prompt, _NOTHING[:]) if callable(prompt) else (None, prompt)
         sampling = Sampling(seed=self._context.seed)
         request = Request(next(self._ids), session, turn, held, output, sampling, phase=phase, **more)
-        return Arrival(at_s, request, None if self._timeout_s is None else at_s + self._timeout_s, build, continues)
+        deadline_s = None if self._timeout_s is None else at_s + self._timeout_s
+        return Arrival(at_s, request, deadline_s, build, continues, said)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import ceil
 
 import numpy as np
 
@@ -34,16 +35,17 @@ class Fit:
     def dialogue(self, conversation: Conversation) -> Dialogue | None:
         """The calls of a conversation that fit the model; None where not even the first one does."""
         steps: list[Step] = []
-        said = 0
+        held = 0
         for index, call in enumerate(conversation.calls[: self.max_turns]):
             build, message = self._message(conversation.id, index, call)
-            prompt = said + message if call.continues else message
+            prompt = held + message if call.continues else message
             reply = self._reply(call)
             if prompt + reply > self.context.max_context:
                 break
             when = (call.at_s or 0.0, call.order, call.pause_s, call.waits_for)
-            steps.append(Step(build, message, prompt, reply, call.continues, *when, call.hint))
-            said = prompt + reply
+            said = self._said(conversation.id, index, call, reply)
+            steps.append(Step(build, message, prompt, reply, call.continues, *when, call.hint, said))
+            held = prompt + reply
         recorded = len(conversation.calls)
         return Dialogue(conversation.id, "chat", tuple(steps), recorded, conversation.begun) if steps else None
 
@@ -54,8 +56,19 @@ class Fit:
             if self.max_new_tokens is None:
                 raise ConfigError("The file has no replies; say with workload.max_new_tokens how long they are.")
             return self.max_new_tokens
-        recorded = call.reply if isinstance(call.reply, int) else len(self.context.encode(call.reply.text))
+        if isinstance(call.reply, Blocks):
+            assert not isinstance(call.content, Text), "a reply in blocks follows a prompt in blocks"
+            recorded = call.reply.tokens - call.content.tokens
+        else:
+            recorded = call.reply if isinstance(call.reply, int) else len(self.context.encode(call.reply.text))
         return max(1, recorded if self.max_new_tokens is None else min(recorded, self.max_new_tokens))
+
+    def _said(self, session: str, index: int, call: Call, reply: int) -> Callable[[], TokenArray[int]] | None:
+        whole, context = call.reply, self.context
+        if not isinstance(whole, Blocks) or isinstance(call.content, Text) or self.free or not context.takes_replies:
+            return None
+        start, own = call.content.tokens, (context.seed, "session", session, index)
+        return lambda: synthesised(whole, context.vocab, context.seed, own)[start : start + reply]
 
     def _message(self, session: str, index: int, call: Call) -> tuple[Callable[[], TokenArray[int]], int]:
         content, context = call.content, self.context
@@ -76,8 +89,10 @@ def synthesised(content: Blocks | Parts | Count, vocab: int, seed: int, own: tup
         for one, count in content.pieces:
             tokens += filler(count, vocab, seed, "part", one)
     if isinstance(content, Blocks):
-        for one in content.hashes:
-            tokens += _block(content.block_tokens, vocab, seed, one)
+        size = content.block_tokens
+        for place, one in enumerate(content.hashes):
+            block = _block(ceil(size), vocab, seed, one)
+            tokens += block if size == len(block) else block[: int((place + 1) * size) - int(place * size)]
         del tokens[content.tokens :]
     return tokens + filler(content.tokens - len(tokens), vocab, *own)
 

@@ -23,6 +23,7 @@ class Step:
     """One turn. message: tokens sent; prompt: tokens of the whole prompt, history included; reply: tokens asked for.
 
     build: makes the message's tokens, each time anew. at_s, order, pause_s, waits_for, hint: as of the recorded call.
+    said: makes the reply's tokens, where the system is to be told them.
     """
 
     build: Callable[[], TokenArray[int]]
@@ -35,6 +36,7 @@ class Step:
     pause_s: float | None = None
     waits_for: tuple[str, ...] = ()
     hint: Hint | None = None
+    said: Callable[[], TokenArray[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +245,7 @@ class Playback(Asking):
             Free(step.reply) if self._free else Length(step.reply),
             talk.phase,
             continues=step.continues,
+            said=step.said,
             label=talk.label,
             hint=step.hint if self._hints else None,
         )

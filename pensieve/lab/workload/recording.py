@@ -21,11 +21,12 @@ class Text:
 class Blocks:
     """`tokens` tokens in blocks of `block_tokens`, of which only hashes are known: equal hash, equal tokens.
 
-    hashes: signed 64-bit numbers. Tokens beyond the last of them occur nowhere else.
+    hashes: signed 64-bit numbers. Tokens beyond the last of them occur nowhere else. block_tokens: a fraction where a block
+    is so many bytes; block i then has the tokens from floor(i * block_tokens) up to floor((i + 1) * block_tokens).
     """
 
     hashes: TokenArray[int]
-    block_tokens: int
+    block_tokens: float
     tokens: int
 
 
@@ -56,14 +57,15 @@ class Call:
     the file's requests, which decides between equal times.
 
     continues: `content` is the new message only; otherwise it is the whole prompt. reply: the recorded answer, of which
-    only the length is used: a number of tokens, or a text; None: the format has none.
+    only the length is used: a number of tokens, or a text; None: the format has none. Blocks: of prompt and reply together,
+    so that later prompts find the reply: a system that can be told its tokens is told these.
     pause_s: where the format has it, seconds from the reply before it to this request; of the first call of a conversation
     that another one began, from that one's reply. waits_for: conversations that must be over before it, from whose last end
     the pause counts if that is later. hint: what a client knew at the end of this reply.
     """
 
     content: Content
-    reply: int | Text | None
+    reply: int | Text | Blocks | None
     at_s: float | None = None
     continues: bool = True
     order: int = 0
@@ -139,7 +141,7 @@ class Reuse:
     unique_blocks: different ones. hit_tokens: of `tokens`, those in blocks that came before.
     """
 
-    block_tokens: int
+    block_tokens: float
     blocks: int
     tokens: int
     unique_blocks: int
@@ -165,13 +167,13 @@ def block_reuse(recording: Recording) -> Reuse | None:
     seen: set[int] = set()
     blocks = tokens = missed_tokens = 0
     for _, _, prompt in sorted(found, key=lambda one: one[:2]):
-        filled = min(prompt.tokens, len(prompt.hashes) * size)
+        filled = min(prompt.tokens, int(len(prompt.hashes) * size))
         fresh = set(prompt.hashes) - seen
         seen |= fresh
         blocks += len(prompt.hashes)
         tokens += filled
-        missed_tokens += len(fresh) * size
-        unfilled = len(prompt.hashes) * size - filled
+        missed_tokens += int(len(fresh) * size)
+        unfilled = int(len(prompt.hashes) * size) - filled
         if unfilled and prompt.hashes[-1] in fresh and prompt.hashes.index(prompt.hashes[-1]) == len(prompt.hashes) - 1:
             missed_tokens -= unfilled
     return Reuse(size, blocks, tokens, len(seen), tokens - missed_tokens)

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from pensieve.errors import ConfigError
-from pensieve.lab.workload.formats import text, timed, weka
+from pensieve.lab.traffic.table import is_traffic
+from pensieve.lab.workload.formats import text, timed, traffic, weka
 from pensieve.lab.workload.formats.reading import OnMalformed, Reader
 from pensieve.lab.workload.recording import Recording
 
@@ -24,6 +25,7 @@ FORMATS: dict[str, Callable[[Reader], Recording]] = {
     "burstgpt": timed.burstgpt,
     "mt_bench": partial(text.read, "mt_bench"),
     "mt_bench_101": partial(text.read, "mt_bench_101"),
+    "traffic": traffic.read,
 }
 _FIELDS = {
     "openai_jsonl": {"messages"},
@@ -61,6 +63,8 @@ def load(path: str | Path, format: str | None = None, on_malformed: OnMalformed 
 
 
 def _format_of(reader: Reader) -> str:
+    if is_traffic(reader.path):
+        return "traffic"
     fields = reader.first_fields()
     for name, needed in _FIELDS.items():
         if needed <= fields:

@@ -1,0 +1,36 @@
+"""Salted hashes: of blocks of a prompt, of names. Whoever has no salt learns nothing of what was said."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+
+from pensieve.core.request import TokenArray
+
+TOKEN_BYTES = 4
+
+
+class Salt:
+    """A secret that is never written. key: for tests, and to give two files one salt."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._keyed = hashlib.blake2b(key=os.urandom(32) if key is None else key, digest_size=8)
+
+    def blocks(self, data: bytes, size: int, first: int = 0) -> TokenArray[int]:
+        """A signed number of 64 bits for each full block of `size` bytes, from block `first` on."""
+        digests = bytearray()
+        for start in range(first * size, len(data) - size + 1, size):
+            keyed = self._keyed.copy()
+            keyed.update(data[start : start + size])
+            digests += keyed.digest()
+        return array("q", bytes(digests))
+
+    def number(self, one: int) -> int:
+        """A number for a source's own hash."""
+        return self.blocks(one.to_bytes(8, "big", signed=True), 8)[0]
+
+    def name(self, text: str) -> str:
+        keyed = self._keyed.copy()
+        keyed.update(text.encode("utf-8", "replace"))
+        return keyed.hexdigest()

@@ -1,0 +1,210 @@
+"""Recorded traffic as a Recording to replay, and any Recording as recorded traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import get_args
+
+from pensieve.core.hint import Hint, StopReason
+from pensieve.lab.traffic import table
+from pensieve.lab.traffic.hashing import Salt
+from pensieve.lab.traffic.table import Exchange, Facts
+from pensieve.lab.workload.formats.reading import Reader
+from pensieve.lab.workload.formats.timed import continuations
+from pensieve.lab.workload.recording import (
+    Begun,
+    Blocks,
+    Call,
+    Content,
+    Conversation,
+    Count,
+    Parts,
+    Recording,
+    Text,
+    hashes_of,
+)  # fmt: skip
+
+RULE = (
+    "Requests with one session are a conversation. One without a session continues the earlier one that it shares most "
+    "leading blocks with, beyond what more than half of all share. Every request carries its whole prompt; equal blocks give "
+    "equal tokens. Where blocks of replies are known, later prompts find the replies. Requests that failed, or whose length "
+    "nobody said, are left out."
+)
+BLOCK_BYTES = 64
+BYTES_PER_TOKEN = 4
+PREFIX = ("mooncake", "qwen_bailian")
+"""Formats whose hashes stand for a block and all before it."""
+STOPS: dict[str | None, StopReason] = {"stop": "end_turn", "tool_calls": "tool_use"}
+STOPS |= {one: one for one in get_args(StopReason)}
+"""What a client learns from how a reply ended."""
+
+
+# -- from the file to a workload ----------------------------------------------------------------------------------------
+
+
+def read(reader: Reader) -> Recording:
+    facts = table.read_facts(reader.path)
+    found = list(table.read(reader.path))
+    asked = [
+        one
+        for one in found
+        if one.status != "failed" and _length(one.prompt_tokens, one.prompt_bytes, facts) is not None
+    ]
+    asked.sort(key=lambda one: one.arrival_s or 0.0)  # a clock may have jumped; stable, for those without times
+    sessions: dict[str, list[tuple[int, Exchange]]] = {}
+    for order, (name, one) in enumerate(zip(_sessions(asked), asked, strict=True)):
+        sessions.setdefault(name, []).append((order, one))
+    place = {one.request: (name, turn) for name, each in sessions.items() for turn, (_, one) in enumerate(each, 1)}
+    conversations = []
+    for name, each in sessions.items():
+        before = place.get(each[0][1].parent if each[0][1].parent is not None else -1)
+        begun = Begun(*before) if before is not None and before[0] != name else None
+        conversations.append(Conversation(name, tuple(_calls(each, facts)), begun))
+    left_out = {"requests_left_out": len(found) - len(asked)} if len(found) > len(asked) else {}
+    return reader.recording(
+        "traffic",
+        conversations,
+        f"{RULE} {facts.rule}".strip(),
+        {"recorded_by": facts.source, **left_out},
+        facts.one_clock,
+    )
+
+
+def _sessions(asked: Sequence[Exchange]) -> Iterator[str]:
+    """The session of each, by its prefix chain where nobody has said it."""
+    unnamed = [one for one in asked if one.session is None]
+    groups, _ = continuations([chain(one.blocks or ()) for one in unnamed])
+    of = {unnamed[index].request: group[0] for group in groups for index in group}
+    for one in asked:
+        yield one.session if one.session is not None else f"prefix-{unnamed[of[one.request]].request}"
+
+
+def chain(blocks: Iterable[int]) -> list[int]:
+    """Of each block, a number for it and all before it."""
+    found, before = [], 0
+    for one in blocks:
+        before = hash((before, one))
+        found.append(before)
+    return found
+
+
+def _calls(each: Sequence[tuple[int, Exchange]], facts: Facts) -> Iterator[Call]:
+    for (order, one), after in zip(each, [*(one for _, one in each[1:]), None], strict=True):
+        tokens = _length(one.prompt_tokens, one.prompt_bytes, facts) or 1
+        content: Content
+        said = _length(one.output_tokens, one.output_bytes, facts)
+        reply: int | Blocks | None = said
+        size, hashes = facts.block_tokens, list(one.blocks or ())
+        if one.kept_tokens is not None:
+            content = Count(tokens - one.kept_tokens)
+        elif one.lengths is not None:
+            rest = tokens - sum(one.lengths)
+            content = Parts(tuple(zip(hashes, one.lengths, strict=True)) + (((order, rest),) if rest > 0 else ()))
+        elif size is not None and one.blocks is not None:
+            whole = hashes + list(one.output_blocks or ())
+            if one.output_blocks is not None and after is not None and after.blocks is not None:
+                further = list(after.blocks[: len(whole) + 1])
+                whole = further if further[:-1] == whole else whole  # the rest of its last block is what comes next
+            content = Blocks(hashes_of(whole[: len(hashes) + 1]), size, tokens)
+            if one.output_blocks is not None and said:
+                reply = Blocks(hashes_of(whole), size, tokens + said)
+        else:
+            content = Count(tokens)
+        reason = STOPS.get(one.finish_reason)
+        yield Call(
+            content,
+            reply,
+            one.arrival_s,
+            continues=one.kept_tokens is not None,
+            order=order,
+            pause_s=one.pause_s,
+            waits_for=tuple(one.waits_for or ()),
+            hint=Hint(reason) if reason else None,
+        )
+
+
+def _length(tokens: int | None, size: int | None, facts: Facts) -> int | None:
+    """In tokens: as the server said, else by the file's ratio."""
+    if tokens is None and size is not None and facts.tokens_per_byte is not None:
+        return int(size * facts.tokens_per_byte)
+    return tokens
+
+
+# -- from a workload's file to recorded traffic -------------------------------------------------------------------------
+
+
+def convert(recording: Recording, path: Path, salt: Salt) -> None:
+    """Write it as recorded traffic. Raises OSError."""
+    calls = [(call, one, turn) for one in recording.conversations for turn, call in enumerate(one.calls)]
+    if recording.timed:
+        calls.sort(key=lambda each: (each[0].at_s, each[0].order))
+    number = {(one.id, turn): request for request, (_, one, turn) in enumerate(calls)}
+    sizes = {call.content.block_tokens for call, _, _ in calls if isinstance(call.content, Blocks)}
+    texts = any(isinstance(call.content, Text) for call, _, _ in calls)
+    common = int(sizes.pop()) if len(sizes) == 1 and not texts else None
+    facts = Facts(
+        source=recording.format,
+        unit="bytes" if texts else "tokens",
+        block=BLOCK_BYTES if texts else common,
+        hashes="prefix" if recording.format in PREFIX else "content",
+        tokens_per_byte=1 / BYTES_PER_TOKEN if texts else None,
+        ratio_from=f"assumed: {BYTES_PER_TOKEN} bytes a token" if texts else None,
+        one_clock=recording.one_clock,
+        rule=recording.rule,
+    )
+    said: dict[str, bytes] = {}
+    held: dict[str, int] = {}
+
+    def rows() -> Iterator[Exchange]:
+        for request, (call, one, turn) in enumerate(calls):
+            row = Exchange(request, call.at_s, session=one.id, session_from="source", status="completed")
+            row.parent = number.get((one.id, turn - 1))
+            if one.begun is not None and not turn:
+                row.parent = number.get((one.begun.conversation, one.begun.turn - 1))
+            row.pause_s, row.waits_for = call.pause_s, list(call.waits_for) or None
+            row.finish_reason = call.hint.stop_reason if call.hint is not None else None
+            if isinstance(call.content, Text):
+                said[one.id] = _spoken(row, call, said.get(one.id, b""), f"{one.id} {turn}", salt)
+                yield row
+                continue
+            before = held.get(one.id, 0) if call.continues else 0
+            row.kept_tokens = before if call.continues else None
+            row.prompt_tokens = before + call.content.tokens
+            row.output_tokens = call.reply if isinstance(call.reply, int) else None
+            held[one.id] = row.prompt_tokens + (row.output_tokens or 0)
+            if isinstance(call.content, Blocks):
+                row.blocks = [salt.number(one) for one in call.content.hashes]
+                if common is None:
+                    row.lengths = _cut(call.content)
+            elif isinstance(call.content, Parts):
+                row.blocks = [salt.number(one) for one, _ in call.content.pieces]
+                row.lengths = [tokens for _, tokens in call.content.pieces]
+            yield row
+
+    table.write(path, facts, rows())
+
+
+def _spoken(row: Exchange, call: Call, said: bytes, name: str, salt: Salt) -> bytes:
+    """Fill in what a text says; returns what has been said by then. A reply of which only the length is known is filled."""
+    assert isinstance(call.content, Text)
+    text = call.content.text.encode("utf-8", "replace")
+    prompt = said + b"\nuser\n" + text + b"\nassistant\n" if call.continues else text
+    reply = b""
+    if isinstance(call.reply, Text):
+        reply = call.reply.text.encode("utf-8", "replace")
+    elif isinstance(call.reply, int):
+        row.output_tokens = call.reply
+        reply = (name.encode() * call.reply)[: call.reply * BYTES_PER_TOKEN].ljust(call.reply * BYTES_PER_TOKEN)
+    whole = prompt + reply
+    row.prompt_bytes, row.blocks = len(prompt), salt.blocks(prompt, BLOCK_BYTES)
+    if call.reply is not None:
+        row.output_bytes, row.output_blocks = len(reply), salt.blocks(whole, BLOCK_BYTES, len(row.blocks))
+    return whole
+
+
+def _cut(content: Blocks) -> list[int]:
+    """Lengths of its blocks, the last one perhaps partly filled."""
+    ends = table.edges(len(content.hashes), content.block_tokens)
+    return [min(stop, content.tokens) - min(start, content.tokens) for start, stop in pairwise(ends)]
