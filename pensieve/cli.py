@@ -58,7 +58,8 @@ def _imports() -> Iterator[None]:
 def main() -> None:
     """The console script: pensieve VERB, with the arguments of runners/VERB.py."""
     verbs = {
-        verb.__name__: verb for verb in (demo, run, size, serve, chat, compare, results, mlflow, bench, profile, doctor)
+        verb.__name__: verb
+        for verb in (demo, run, size, serve, record, chat, compare, results, mlflow, bench, profile, doctor)
     }
     parser = argparse.ArgumentParser(
         prog="pensieve",
@@ -126,6 +127,18 @@ def bench() -> int:
 def serve() -> int:
     """A server with the API of OpenAI: [group=option] [serve.port=8000]."""
     return _live("serve", "pensieve.serve.server.command", "serve")
+
+
+def record() -> int:
+    """A proxy that records a server's traffic: --upstream http://host:8000 --out FILE; or --from FILE converts one."""
+    with _imports():
+        from pensieve.lab.commands.record.command import parser
+        from pensieve.lab.commands.record.command import record as body
+        from pensieve.lab.trial.terminal import in_a_sentence
+
+    arguments = parser(record.__doc__).parse_args()
+    with in_a_sentence():
+        return body(arguments)
 
 
 def chat() -> int:

@@ -142,6 +142,16 @@ def test_what_failed_is_left_out_and_unnamed_sessions_are_found_by_their_prefix(
     assert read.facts["requests_left_out"] == 1
 
 
+def test_a_request_without_a_session_continues_the_one_whose_reply_it_holds(tmp_path):
+    turns = [([1], [2]), ([1, 2, 3], [4]), ([1, 2, 3, 4, 5], [6]), ([1, 7], [8]), ([1, 2, 3, 9], [])]
+    path = written(tmp_path / "t.parquet", Facts("proxy", block=4), *(
+        Exchange(place, float(place), prompt_tokens=4 * len(asked), output_tokens=5, blocks=asked, output_blocks=said)
+        for place, (asked, said) in enumerate(turns)
+    ))  # fmt: skip
+    found = {one.id: [call.order for call in one.calls] for one in load(path).conversations}
+    assert found == {"prefix-0": [0, 1, 2, 4], "prefix-3": [3]}
+
+
 def test_other_files_are_refused_with_what_they_lack(tmp_path):
     path = tmp_path / "t.parquet"
     pq.write_table(pa.table({"request": [1]}), path)

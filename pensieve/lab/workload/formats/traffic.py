@@ -12,7 +12,7 @@ from pensieve.lab.traffic import table
 from pensieve.lab.traffic.hashing import Salt
 from pensieve.lab.traffic.table import Exchange, Facts
 from pensieve.lab.workload.formats.reading import Reader
-from pensieve.lab.workload.formats.timed import continuations
+from pensieve.lab.workload.formats.timed import shared_prefix
 from pensieve.lab.workload.recording import (
     Begun,
     Blocks,
@@ -27,10 +27,10 @@ from pensieve.lab.workload.recording import (
 )  # fmt: skip
 
 RULE = (
-    "Requests with one session are a conversation. One without a session continues the earlier one that it shares most "
-    "leading blocks with, beyond what more than half of all share. Every request carries its whole prompt; equal blocks give "
-    "equal tokens. Where blocks of replies are known, later prompts find the replies. Requests that failed, or whose length "
-    "nobody said, are left out."
+    "Requests with one session are a conversation. One without a session continues the earlier one whose prompt and reply it "
+    "begins with, else the one that it shares most leading blocks with, beyond what more than half of all share. Every "
+    "request carries its whole prompt; equal blocks give equal tokens. Where blocks of replies are known, later prompts find "
+    "the replies. Requests that failed, or whose length nobody said, are left out."
 )
 BLOCK_BYTES = 64
 BYTES_PER_TOKEN = 4
@@ -74,11 +74,20 @@ def read(reader: Reader) -> Recording:
 
 def _sessions(asked: Sequence[Exchange]) -> Iterator[str]:
     """The session of each, by its prefix chain where nobody has said it."""
-    unnamed = [one for one in asked if one.session is None]
-    groups, _ = continuations([chain(one.blocks or ()) for one in unnamed])
-    of = {unnamed[index].request: group[0] for group in groups for index in group}
+    shared = shared_prefix([chain(one.blocks or ()) for one in asked if one.session is None])
+    holder: dict[int, str] = {}  # the session whose request or reply held a block last, by its chain
+    ends: set[int] = set()  # of replies
     for one in asked:
-        yield one.session if one.session is not None else f"prefix-{unnamed[of[one.request]].request}"
+        if one.session is not None:
+            yield one.session
+            continue
+        prompt = len(one.blocks or ())
+        held = chain([*(one.blocks or ()), *(one.output_blocks or ())])
+        alike = (x for place, x in reversed(list(enumerate(held[:prompt]))) if x in ends or place >= shared)
+        name = next((holder[x] for x in alike if x in holder), f"prefix-{one.request}")
+        holder.update(dict.fromkeys(held, name))
+        ends.update(held[max(prompt, len(held) - 1) :])
+        yield name
 
 
 def chain(blocks: Iterable[int]) -> list[int]:
@@ -91,14 +100,17 @@ def chain(blocks: Iterable[int]) -> list[int]:
 
 
 def _calls(each: Sequence[tuple[int, Exchange]], facts: Facts) -> Iterator[Call]:
+    before: int | None = None
     for (order, one), after in zip(each, [*(one for _, one in each[1:]), None], strict=True):
         tokens = _length(one.prompt_tokens, one.prompt_bytes, facts) or 1
         content: Content
         said = _length(one.output_tokens, one.output_bytes, facts)
         reply: int | Blocks | None = said
         size, hashes = facts.block_tokens, list(one.blocks or ())
-        if one.kept_tokens is not None:
-            content = Count(tokens - one.kept_tokens)
+        continues = one.kept_tokens is not None and one.blocks is None and one.parent == before
+        before = one.request
+        if continues:
+            content = Count(tokens - (one.kept_tokens or 0))
         elif one.lengths is not None:
             rest = tokens - sum(one.lengths)
             content = Parts(tuple(zip(hashes, one.lengths, strict=True)) + (((order, rest),) if rest > 0 else ()))
@@ -117,7 +129,7 @@ def _calls(each: Sequence[tuple[int, Exchange]], facts: Facts) -> Iterator[Call]
             content,
             reply,
             one.arrival_s,
-            continues=one.kept_tokens is not None,
+            continues=continues,
             order=order,
             pause_s=one.pause_s,
             waits_for=tuple(one.waits_for or ()),

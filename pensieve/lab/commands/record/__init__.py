@@ -1,0 +1,1 @@
+"""pensieve record: a proxy that records what goes by, or a file of recorded requests made into recorded traffic."""

@@ -1,0 +1,78 @@
+"""pensieve record: from its arguments to a proxy that serves until it is told to stop, or to a file that was converted."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pensieve.errors import ConfigError
+from pensieve.lab.commands.record.proxy import Proxy
+from pensieve.lab.commands.record.writer import Writer
+from pensieve.lab.traffic.hashing import Salt
+from pensieve.lab.traffic.journal import finish
+from pensieve.lab.workload.formats import FORMATS, load
+from pensieve.lab.workload.formats.traffic import convert
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="pensieve record", description=description)
+    made.add_argument("--upstream", metavar="URL", help="the server to record, as http://host:8000")
+    made.add_argument("--from", dest="source", metavar="FILE", help="recorded requests to convert instead")
+    made.add_argument("--format", choices=FORMATS, help="of that file (default: as its first entry looks)")
+    made.add_argument("--out", type=Path, required=True, metavar="FILE", help="recorded traffic, Parquet")
+    made.add_argument("--host", default="127.0.0.1", help="where clients find the proxy (default: this machine only)")
+    made.add_argument("--port", type=int, default=8001, help="0: any free one (default: 8001)")
+    made.add_argument(
+        "--token-ids", action="store_true", help="ask the upstream for token ids (return_token_ids, vLLM): exact blocks"
+    )
+    made.add_argument(
+        "--text", action="store_true", help="record what was said too; without it hashes and lengths alone"
+    )
+    return made
+
+
+def record(asked: argparse.Namespace) -> int:
+    """Raises ConfigError for arguments that make no sense, MalformedInput for a file that cannot be converted."""
+    if asked.upstream is not None and asked.source is not None:
+        raise ConfigError("Give --upstream or --from, not both.")
+    if asked.source is not None:
+        convert(load(asked.source, asked.format), asked.out, Salt())
+        print(f"{asked.out} is written.")
+        return 0
+    if asked.upstream is None:
+        if finish(asked.out) is None:
+            raise ConfigError(
+                f"Give --upstream=http://host:8000; there is no killed recording of {asked.out} to complete."
+            )
+        print(f"{asked.out} is complete.")
+        return 0
+    up = urlsplit(asked.upstream.rstrip("/"))
+    if up.scheme not in ("http", "https") or not up.hostname or up.path:
+        raise ConfigError(
+            f"--upstream={asked.upstream} is no address of a server; give http://host:port without a path."
+        )
+    writer = Writer(asked.out, asked.upstream, asked.token_ids, asked.text)
+    try:
+        asyncio.run(_serve(Proxy(up, writer.tell, asked.token_ids), asked.host, asked.port))
+    except OSError as error:
+        raise ConfigError(f"--port={asked.port} cannot be served ({error}); give another.") from error
+    finally:
+        writer.close()
+    return 0
+
+
+async def _serve(proxy: Proxy, host: str, port: int) -> None:
+    """Until SIGINT or SIGTERM."""
+    server = await proxy.serve(host, port)
+    told = asyncio.Event()
+    for one in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(one, told.set)
+    print(
+        f"Clients find {proxy.upstream.geturl()} at http://{host}:{server.sockets[0].getsockname()[1]}; Ctrl-C stops.",
+        flush=True,
+    )
+    await told.wait()
+    server.close()

@@ -1,0 +1,149 @@
+"""The process that reads what went by and writes it: the proxy does neither, so that no reply waits for either."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import queue
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from pensieve.lab.traffic.hashing import Salt
+from pensieve.lab.traffic.journal import COMMIT_S, Journal
+from pensieve.lab.traffic.openai import Recorded, Reply
+from pensieve.lab.traffic.table import Exchange, Facts
+
+BLOCK_TOKENS, BLOCK_BYTES = 16, 64
+WAITING_BYTES, WAITING = 256 * 1024 * 1024, 20_000
+"""What may wait for the writer, in bytes and messages; what comes beyond is not recorded."""
+
+log = logging.getLogger(__name__)
+
+
+class Writer:
+    """The writing process, as the proxy sees it."""
+
+    def __init__(self, out: Path, upstream: str, token_ids: bool, text: bool) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.lost: Counter[str] = Counter()
+        self._messages = context.Queue(WAITING)
+        self._taken, self._told = context.RawValue("q", 0), 0
+        self._origin_s = time.monotonic()
+        unit, block = ("tokens", BLOCK_TOKENS) if token_ids else ("bytes", BLOCK_BYTES)
+        arguments = (self._messages, self._taken, out, upstream, unit, block, text, self._origin_s, time.time())
+        self.process = context.Process(target=_run, args=arguments, name="pensieve-record", daemon=True)
+        self.process.start()
+
+    def tell(self, kind: str, *what: Any) -> bool:
+        """See proxy.Tell."""
+        if kind == "lost":
+            self.lost[what[0]] += 1
+            return False
+        size = sum(len(one) for one in what if isinstance(one, bytes))
+        try:
+            if self._told + size - self._taken.value > WAITING_BYTES:
+                raise queue.Full
+            self._messages.put_nowait((kind, size, what))
+        except queue.Full:
+            self.lost["writer_behind"] += 1
+            return False
+        self._told += size
+        return True
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        if self.process.is_alive():
+            self._messages.put(("close", 0, (self.lost,)))
+        self.process.join()
+
+
+def _run(
+    messages: Any,
+    taken: Any,
+    out: Path,
+    upstream: str,
+    unit: Any,
+    block: int,
+    text: bool,
+    origin_s: float,
+    started_unix_s: float,
+) -> None:
+    for one in (signal.SIGINT, signal.SIGTERM):  # the proxy says when
+        signal.signal(one, signal.SIG_IGN)
+    facts = Facts("proxy", unit, block, engine=engine_of(upstream), started_unix_s=started_unix_s)
+    journal, parent = Journal(out, facts), os.getppid()
+    log.warning("recording to %s", journal.path)
+    recorded = Recorded(Salt(), unit, block, text)
+    replies: dict[int, Reply] = {}
+    due_s, going = time.monotonic() + COMMIT_S, True
+    while going and os.getppid() == parent:
+        try:
+            kind, size, what = messages.get(timeout=max(0.0, due_s - time.monotonic()))
+            taken.value += size
+            going = kind != "close"
+            if going:
+                _take(kind, what, recorded, replies, journal, origin_s)
+            else:
+                journal.lost.update(what[0])
+        except queue.Empty:
+            pass
+        except Exception:  # of one request; the others go on
+            log.exception("a request is not recorded")
+            journal.lost["not_read"] += 1
+        if time.monotonic() >= due_s or not going:
+            journal.commit()
+            due_s = time.monotonic() + COMMIT_S
+    journal.close(complete=not going)
+
+
+def _take(
+    kind: str, what: Any, recorded: Recorded, replies: dict[int, Reply], journal: Journal, origin_s: float
+) -> None:
+    number, *more = what
+    if kind == "ask":
+        at_s, headers, body = more
+        try:
+            replies[number] = recorded.asked(number, at_s - origin_s, headers, body)
+        except ValueError:
+            journal.put(Exchange(number, at_s - origin_s, status="failed", finish_reason="no JSON"))
+            return
+        journal.put(replies[number].row)
+    elif number in replies:
+        data, marks, streamed, status, now = more
+        reply = replies[number]
+        reply.part(data, [(at_s - origin_s, end) for at_s, end in marks], streamed)
+        if status is not None:
+            journal.put(reply.end(status, now - origin_s, streamed))
+            del replies[number]
+
+
+def engine_of(upstream: str) -> dict[str, Any]:
+    """What a server tells of itself: its version, and where it is vLLM its cache. Empty where it tells nothing."""
+    found: dict[str, Any] = {}
+    try:
+        with httpx.Client(base_url=upstream, timeout=2.0, trust_env=False) as client:
+            version, metrics = client.get("/version"), client.get("/metrics")
+    except httpx.HTTPError as error:
+        log.warning("%s says nothing of itself (%s).", upstream, error)
+        return found
+    try:
+        told = version.json()
+        found["version"] = told.get("version") if isinstance(told, Mapping) else None
+    except ValueError:
+        pass
+    config = re.search(r"^vllm:cache_config_info\{(.*)\}", metrics.text, re.M)
+    if config is not None:
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', config[1]))
+        block, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
+        found |= {"name": "vllm", "block_tokens": int(block) if block.isdecimal() else None}
+        found["gpu_tokens"] = int(block) * int(blocks) if block.isdecimal() and blocks.isdecimal() else None
+        found["cache_config"] = labels
+    return found
