@@ -9,6 +9,8 @@ from array import array
 from pensieve.core.request import TokenArray
 
 TOKEN_BYTES = 4
+BLOCK_TOKENS, BLOCK_BYTES = 16, 64
+"""A block of a recording, in tokens where these are known, else in bytes."""
 
 
 class Salt:

@@ -20,14 +20,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from pensieve.core.cache.loops import fastest_loops
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.lab.compose import ModelConfig, outputs_folder, resolved
-from pensieve.lab.compose.settings import check_node
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.settings import check, check_node
 from pensieve.lab.compose.weights import model_identity
 from pensieve.lab.results.digest import text_hash
+from pensieve.lab.trial.identity import identity_of
 from pensieve.lab.trial.terminal import say
 from pensieve.serve.server import statistics
 from pensieve.serve.server.app import App, create_app
-from pensieve.serve.server.create import replicated_server, server_of
-from pensieve.serve.server.recording import live_trial, start_recording
+from pensieve.serve.server.create import replicated_server, server_of, trial_fields
+from pensieve.serve.server.recording import Recording
 from pensieve.serve.server.settings import ServeSettings, tenants_of
 from pensieve.serve.server.state import StateFile, open_own
 
@@ -173,10 +175,11 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
         else:
             server = server_of(config, keeps_disk=kept is not None, say=say)
         served = state.settings.model_dump(exclude={"host", "port", "page", "record", "state"})
-        state.identity = text_hash(f"{live_trial(config)[1].fingerprint} {served}")
+        state.identity = text_hash(f"{_fingerprint(config)} {served}")
         if state.settings.record:
-            recording = start_recording(server, config)
-            say(f"Turns are recorded as trial {recording.trial_id}.")
+            named = outputs_folder() / "traffic.parquet" if state.settings.record is True else state.settings.record
+            recording = Recording(server, Path(named).expanduser(), config)
+            say(f"Turns are recorded to {recording.path}.")
             state.on_close.append(recording.close)
         fastest_loops()  # a later choice of victims would load them
         state.prepare(server, kept)
@@ -201,6 +204,13 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
     say(
         f"{state.model} is ready at http://{_address(http, state.settings)}/ (v1 API, /metrics, page). Ctrl-C stops it."
     )
+
+
+def _fingerprint(config: Mapping[str, Any]) -> str:
+    """Of a server of this configuration, as of a trial."""
+    live = {**resolved(trial_fields(config)), "workload": {"name": "live"}}
+    plan = plan_trial(check({**live, "trial": {"exclusive": False}}))
+    return identity_of(plan, live, entry="pensieve.serve.server.command").fingerprint
 
 
 def _take_sigterm_back() -> None:

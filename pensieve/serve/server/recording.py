@@ -1,106 +1,75 @@
-"""serve.record=true: live turns in the results database, as the turns of a trial whose workload is whoever asked."""
+"""serve.record=FILE: live turns as recorded traffic (pensieve/lab/traffic)."""
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import queue
 import threading
 import time
-from array import array
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from pensieve.errors import ConfigError, ResultsError
-from pensieve.lab.compose.plan import TrialPlan, plan_trial
-from pensieve.lab.compose.schema import TrackingConfig
-from pensieve.lab.compose.settings import check, resolved
-from pensieve.lab.results.identity import Identity
-from pensieve.lab.trial.identity import identity_of
-from pensieve.lab.trial.liveness import heartbeat
-from pensieve.lab.trial.run import trial_columns
-from pensieve.lab.trial.tracking import Tracking, open_named
+from pensieve import __version__
+from pensieve.lab.traffic.hashing import BLOCK_TOKENS, TOKEN_BYTES, Salt
+from pensieve.lab.traffic.journal import COMMIT_S, Journal
+from pensieve.lab.traffic.table import Exchange, Facts, Status
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.api import Server
-from pensieve.serve.server.create import trial_fields
 from pensieve.serve.server.turn import Turn
 
-LIVE = {"name": "live"}
-WRITE_EVERY_S = 1.0
-
-log = logging.getLogger(__name__)
+_STATUS: dict[str, Status] = {"completed": "completed", "cancelled": "cancelled", "timeout": "cancelled"}
 
 
 class Recording:
-    """Turns go to a thread of its own, which writes them: no client waits for the database. Texts and tokens are not kept."""
+    """Turns that ended go to a thread of its own, which hashes and writes them: no client waits for that. Neither texts nor
+    tokens are kept. Raises ConfigError where the file cannot be made."""
 
-    def __init__(self, server: Server, tracking: Tracking, trial_id: int) -> None:
-        self.trial_id = trial_id
-        self._server, self._store = server, tracking.store
-        self._origin_s = server.system.clock.now_s()
-        self._turns: queue.SimpleQueue[TurnRecord | None] = queue.SimpleQueue()  # None: the end
-        self._ordinal = 0
-        self._heartbeat = heartbeat(self._store, trial_id)
-        self._heartbeat.__enter__()
+    def __init__(self, server: Server, path: Path, config: Mapping[str, Any]) -> None:
+        """config: of the command, for the name of its policy."""
+        settings, clock = server.system.settings(), server.system.clock
+        known = {name: settings.get(name) for name in ("gpu_tokens", "cpu_tokens", "disk_tokens")}
+        names = {name: config[name]["name"] for name in ("baseline", "eviction", "model")}
+        engine = {"name": "pensieve", "version": __version__, "policy": names["eviction"], **names, **known}
+        engine["block_tokens"] = config["cache"]["chunk_tokens"]
+        self._origin_s = clock.now_s()
+        facts = Facts("serve", block=BLOCK_TOKENS, engine=engine, started_unix_s=server.moment(self._origin_s))
+        self._journal, self._salt = Journal(path, facts), Salt()
+        self.path = self._journal.path
+        self._turns: queue.SimpleQueue[tuple[Turn, TurnRecord] | None] = queue.SimpleQueue()  # None: the end
         self._thread = threading.Thread(target=self._write, name="pensieve-recording", daemon=True)
         self._thread.start()
-        server.observe(self._ended)
+        server.observe(lambda turn, record: self._turns.put((turn, record)))
 
     def close(self) -> None:
-        """Write the turns that have ended, and complete the trial."""
+        """Write the turns that have ended, and complete the file."""
         self._turns.put(None)
         self._thread.join()
-        self._heartbeat.__exit__(None, None, None)
-        try:
-            self._store.finish_trial(self.trial_id, "completed", measure_end_s=self._now_s())
-        except ResultsError as error:
-            log.error("the recording cannot be closed: %s", error)
-
-    def _now_s(self) -> float:
-        return self._server.system.clock.now_s() - self._origin_s
-
-    def _ended(self, _: Turn, turn: TurnRecord) -> None:
-        """Queue a turn for the writer; called in the engine's thread."""
-        self._turns.put(turn)
+        self._journal.close()
 
     def _write(self) -> None:
-        ended = False
-        while not ended:
-            batch = [self._turns.get()]
-            if batch[0] is not None:
-                time.sleep(WRITE_EVERY_S)
-            while not self._turns.empty():
-                batch.append(self._turns.get())
-            ended = None in batch
-            try:
-                self._store.add_turns(self.trial_id, [self._row(turn) for turn in batch if turn is not None])
-            except ResultsError as error:
-                log.error("%s turns are not recorded: %s", len(batch), error)
+        number = 0
+        while (ended := self._turns.get()) is not None:
+            self._journal.put(self._row(number, *ended))
+            number += 1
+            if self._turns.empty():
+                time.sleep(COMMIT_S / 2)
+                self._journal.commit()
 
-    def _row(self, turn: TurnRecord) -> TurnRecord:
-        """Copy a turn with its times in seconds since the recording began; the conversation keeps the turn as it is."""
-        row = dataclasses.replace(turn, ordinal=self._ordinal, token_ids=array("i"), margins=array("d"))
-        self._ordinal += 1
-        row.shift(self._origin_s)
+    def _row(self, number: int, turn: Turn, record: TurnRecord) -> Exchange:
+        prompt = turn.asked.prompt if turn.asked is not None else None
+        said = [record.gpu_hit_tokens, record.cpu_hit_tokens, record.disk_hit_tokens]
+        row = Exchange(number, record.intended_s - self._origin_s, status=_STATUS.get(record.status, "failed"))
+        row.first_token_s, row.end_s = self._time(record.first_token_s), self._time(record.finished_s)
+        row.session, row.session_from = self._salt.name(turn.conversation.id), "server"
+        row.tenant = self._salt.name(turn.conversation.tenant) if turn.conversation.tenant else None
+        row.finish_reason, row.output_tokens = record.finish_reason, record.output_tokens
+        row.cached_gpu_tokens, row.cached_cpu_tokens, row.cached_disk_tokens = said
+        row.cached_tokens = None if said[0] is None else sum(one or 0 for one in said)
+        if prompt is not None:
+            size = BLOCK_TOKENS * TOKEN_BYTES
+            row.prompt_tokens, row.blocks = len(prompt), self._salt.blocks(prompt.tobytes(), size)
+            row.output_blocks = self._salt.blocks((prompt + record.token_ids).tobytes(), size, len(row.blocks))
         return row
 
-
-def live_trial(config: Mapping[str, Any]) -> tuple[TrialPlan, Identity, dict[str, Any]]:
-    """A server of this configuration as a trial: its plan, its identity, and its fields as plain values."""
-    plain = resolved(trial_fields(config))
-    live = {**plain, "workload": LIVE}
-    plan = plan_trial(check({**live, "trial": {"exclusive": False}}))
-    return plan, identity_of(plan, live, entry="pensieve.serve.server.command"), live
-
-
-def start_recording(server: Server, config: Mapping[str, Any]) -> Recording:
-    """config: of the command, with `tracking`. Raises ConfigError for tracking=off, TrialRunning where a server of the same
-    configuration records already."""
-    if config["tracking"]["name"] == "off":
-        raise ConfigError("serve.record=true needs a database to write to; use tracking=local or tracking=postgres.")
-    tracking = open_named(TrackingConfig.model_validate(resolved({"tracking": config["tracking"]})["tracking"]))
-    columns = trial_columns(*live_trial(config))
-    settings = server.system.settings()
-    known = {name: settings[name] for name in ("gpu_tokens", "cpu_tokens", "gpu_bytes", "cpu_bytes")}
-    trial_id = tracking.store.begin_trial({**columns, **known, "engine": settings, "measure_start_s": 0.0})
-    return Recording(server, tracking, trial_id)
+    def _time(self, clock_s: float | None) -> float | None:
+        return None if clock_s is None else clock_s - self._origin_s

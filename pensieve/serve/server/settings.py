@@ -41,10 +41,11 @@ class ServeSettings(BaseModel):
     """keys_env: name of the environment variable with the clients' keys. temperature: see Server.sampling.
 
     max_*: limits of each tenant; max_queue and max_connections are of all together. receive_s: how long a client may take to
-    send a request. state: where conversations outlive the server: auto (in the outputs folder, if no other server keeps its
-    own there), off, or a file. replicas: one is in this process, several are actors of Ray Serve; router: which of them
-    serves a turn; replica_turns: turns under way a replica that autoscaling aims at; scale_up_s, scale_down_s: for how long
-    the load must have been above or below.
+    send a request. record: the file of recorded traffic; true: traffic.parquet in the outputs folder. state: where
+    conversations outlive the server: auto (in the outputs folder, if no other server keeps its own there), off, or a file.
+    replicas: one is in this process, several are actors of Ray Serve; router: which of them serves a turn; replica_turns:
+    turns under way a replica that autoscaling aims at; scale_up_s, scale_down_s: for how long the load must have been above
+    or below.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -63,7 +64,7 @@ class ServeSettings(BaseModel):
     keep_alive_s: Seconds | None = 86_400.0
     drain_s: Seconds = 30.0
     state: str | Literal[False] = "off"
-    record: bool = False
+    record: str | bool = False
     page: bool = True
     replicas: Annotated[Replicas, BeforeValidator(_replicas)] = Replicas(1, 1)
     router: Literal["affinity", "affinity_bounded", "least_loaded", "prefix_aware", "random"] = "affinity"

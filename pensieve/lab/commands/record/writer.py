@@ -16,12 +16,11 @@ from typing import Any
 
 import httpx
 
-from pensieve.lab.traffic.hashing import Salt
+from pensieve.lab.traffic.hashing import BLOCK_BYTES, BLOCK_TOKENS, Salt
 from pensieve.lab.traffic.journal import COMMIT_S, Journal
 from pensieve.lab.traffic.openai import Recorded, Reply
 from pensieve.lab.traffic.table import Exchange, Facts
 
-BLOCK_TOKENS, BLOCK_BYTES = 16, 64
 WAITING_BYTES, WAITING = 256 * 1024 * 1024, 20_000
 """What may wait for the writer, in bytes and messages; what comes beyond is not recorded."""
 

@@ -9,7 +9,7 @@ from typing import get_args
 
 from pensieve.core.hint import Hint, StopReason
 from pensieve.lab.traffic import table
-from pensieve.lab.traffic.hashing import Salt
+from pensieve.lab.traffic.hashing import BLOCK_BYTES, Salt
 from pensieve.lab.traffic.table import Exchange, Facts
 from pensieve.lab.workload.formats.reading import Reader
 from pensieve.lab.workload.formats.timed import shared_prefix
@@ -32,7 +32,6 @@ RULE = (
     "request carries its whole prompt; equal blocks give equal tokens. Where blocks of replies are known, later prompts find "
     "the replies. Requests that failed, or whose length nobody said, are left out."
 )
-BLOCK_BYTES = 64
 BYTES_PER_TOKEN = 4
 PREFIX = ("mooncake", "qwen_bailian")
 """Formats whose hashes stand for a block and all before it."""
