@@ -26,10 +26,6 @@ class CostModel(Protocol):
         """One chunk from CPU to GPU."""
         ...
 
-    def hidden_copies(self) -> float | None:
-        """The share of the time of copies to the CPU that passes beside an iteration; None: not measured."""
-        ...
-
     def describe(self) -> dict[str, Any]:
         """For the trial's record."""
         ...

@@ -68,9 +68,6 @@ class MistakenCost:
     def load_s(self) -> float:
         return self._cost.load_s()
 
-    def hidden_copies(self) -> float | None:
-        return self._cost.hidden_copies()
-
     def describe(self) -> dict[str, Any]:
         return {**self._cost.describe(), "mistaken": {"compute": self._compute, "context": self._context}}
 

@@ -128,7 +128,7 @@ def middle_of(found: Sequence[MachineProfile]) -> MachineProfile:
     them have. `measured` is the first one's, with `processes`, their number, `seconds` of them all, the share of others'
     programs in the busiest, and `one_decode_s` of each: how far they differ."""
     first = found[0]
-    priced = ("prefill_s", "tail_s", "load_chunk_s", "hidden_share")
+    priced = ("prefill_s", "tail_s", "load_chunk_s")
     costs = {name: _middle([getattr(one.costs, name) for one in found]) for name in priced}
     timed = ("prefill", "decode", "reply", "h2d_block_s", "d2h_block_s", "overhead_s")
     measured = {
@@ -236,10 +236,6 @@ class ProfiledCost:
 
     def load_s(self) -> float:
         return self._profile.costs.load_s()
-
-    def hidden_copies(self) -> float | None:
-        """Of the machine, so that scheduler.copy_ahead=auto comes to what it does there."""
-        return self._profile.costs.hidden_copies()
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -54,7 +54,7 @@ class Profile:
     to GPU, 0 where there is no CPU tier.
 
     where: device, threads, dtype and versions. tail_s: context length -> seconds of an iteration over its last
-    `tail_tokens`. left_out: context lengths that were not measured, and why. hidden_share: see CostModel.hidden_copies.
+    `tail_tokens`. left_out: context lengths that were not measured, and why.
     """
 
     chunk_tokens: int
@@ -64,7 +64,6 @@ class Profile:
     tail_s: Mapping[int, float] = field(default_factory=dict)
     tail_tokens: int = TAIL
     left_out: Mapping[int, str] = field(default_factory=dict)
-    hidden_share: float | None = None
 
     @cached_property
     def terms(self) -> Terms:
@@ -83,9 +82,6 @@ class Profile:
 
     def load_s(self) -> float:
         return self.load_chunk_s
-
-    def hidden_copies(self) -> float | None:
-        return self.hidden_share
 
     def largest_error_pct(self) -> float | None:
         """Of the fitted times against the measured ones; None where there are as many terms as measurements, which any fit

@@ -53,9 +53,6 @@ class Machine(ABC):
     def load_s(self) -> float:
         return self.transfer_s(1, to_gpu=True)
 
-    def hidden_copies(self) -> float | None:
-        return None  # a simulated link is beside the compute by definition; nobody asks
-
     def _copies(self) -> str:
         """For the record: what copies between the tiers are taken to take, and what of it is assumed."""
         h = self.hardware

@@ -38,9 +38,6 @@ class Cost:
     def weights_s(self) -> float:
         return 0.0
 
-    def hidden_copies(self) -> float | None:
-        return None
-
     def load_s(self) -> float:
         return self.load
 

@@ -242,14 +242,11 @@ def test_a_machine_and_its_profile_serve_the_same_trial_alike(h100, tmp_path):
     assert system.settings()["cost"]["kind"] == "machine profile"
 
 
-@pytest.mark.parametrize(
-    ("overlaps", "hidden", "mode"), [(False, 0.2, "never"), (False, 0.9, "paper"), (True, 0.2, "paper")]
-)
-def test_copies_ahead_are_made_as_on_the_machine(h100, tmp_path, overlaps, hidden, mode):
-    """A CPU whose copies hold up its compute makes none ahead of time: a simulation that does keeps other chunks."""
+@pytest.mark.parametrize(("overlaps", "mode"), [(False, "never"), (True, "paper")])
+def test_copies_ahead_are_made_as_on_the_machine(h100, tmp_path, overlaps, mode):
+    """A CPU makes none ahead of time: a simulation that does keeps other chunks."""
     file = tmp_path / "machine.json"
-    costs = replace(h100.costs, hidden_share=hidden)
-    h100.model_copy(update={"overlaps": overlaps, "costs": costs}).write(file)
+    h100.model_copy(update={"overlaps": overlaps}).write(file)
     rounds = ("workload=rounds", "workload.rounds=2", "workload.pressure=0.5")
     _, system = replayed(*TIERS, *rounds, "hardware=sim_profile", f"hardware.profile={file}")
     assert system.engine.scheduler.settings.copy_ahead == mode

@@ -5,30 +5,26 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pensieve.core.cache.exchange import Exchange
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.clock import VirtualClock
-from pensieve.core.plan import CPU, GPU, Move, Moved, StepPlan, StepResult
+from pensieve.core.plan import GPU, Move, Moved
 from pensieve.core.policies.conversation_lru import ConversationLru
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import is_measured
 from pensieve.core.scheduler.composition import SchedulerSettings
-from pensieve.core.scheduler.copy_ahead import WORTH_HIDING, choose_copy_ahead
+from pensieve.core.scheduler.copy_ahead import choose_copy_ahead
 from pensieve.errors import ConfigError
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.systems.profiling import hidden_share
-from pensieve.sim.worker import SimulatedWorker
 from pensieve.specs import HardwareSpec
 from tests.baselines.systems import threaded
 from tests.composed import replayed
-from tests.simulated import MACHINE, MODEL, make_engine, policy_context, request, run
+from tests.simulated import MACHINE, make_engine, policy_context, request, run
 from tests.test_bound_of_managers import measured, trace
 
 
@@ -222,49 +218,23 @@ def test_random_traces_keep_every_invariant(mode: str) -> None:
 # -- auto -------------------------------------------------------------------------------------------------------------
 
 
-class NoLink(SimulatedWorker):
-    """As on a CPU: a copy is done when the call returns, and the forward begins after it."""
-
-    def _perform(self, plan: StepPlan) -> StepResult:
-        for target in (GPU, CPU):
-            blocks, to_gpu = sum(len(move.src) for move in plan.moves if move.target == target), target == GPU
-            self._clock.advance_to(self._clock.now_ns() + round(1e9 * self.cost.transfer_s(blocks, to_gpu)))
-        moved = tuple(Moved(move.ticket) for move in plan.moves)
-        result = super()._perform(StepPlan(plan.step, plan.rows, plan.tables))
-        return StepResult(plan.step, result.tokens, ended_ns=result.ended_ns, moved=moved)
-
-
-@pytest.mark.parametrize(("kind", "hidden"), [(SimulatedWorker, 1.0), (NoLink, 0.0)])
-def test_the_profile_tells_whether_copies_pass_beside_the_compute(kind: Any, hidden: float) -> None:
-    clock = VirtualClock()
-    worker = kind(MODEL, replace(MACHINE, step_overhead_s=0.0), clock, 4)
-    worker.start(64, 64)
-    assert hidden_share(worker, clock, 4, 64) == pytest.approx(hidden, abs=0.01)
-
-
-def test_auto_copies_nothing_ahead_only_where_that_holds_up_one_memory() -> None:
-    assert choose_copy_ahead("auto", 10, one_memory=True, hidden=0.1).mode == "never"
-    assert choose_copy_ahead("auto", 10, one_memory=True, hidden=WORTH_HIDING).mode == "paper"
-    assert choose_copy_ahead("auto", 10, one_memory=False, hidden=0.0).mode == "paper"
-    assert choose_copy_ahead("auto", 0, one_memory=True, hidden=0.0).mode == "paper"
-    assert choose_copy_ahead("auto", 10, one_memory=True, hidden=None).mode == "paper"
-    assert choose_copy_ahead("spare", 10, one_memory=True, hidden=0.0) == choose_copy_ahead("spare", 0, False, None)
-    assert choose_copy_ahead("auto", 10, False, None, kept_clean=10).mode == "paper"
-    small = choose_copy_ahead("auto", 9, False, None, kept_clean=10)
+def test_auto_goes_by_what_the_tiers_are_and_by_their_sizes() -> None:
+    assert choose_copy_ahead("auto", 10, one_memory=True).mode == "never"
+    assert choose_copy_ahead("auto", 10, one_memory=False).mode == "paper"
+    assert choose_copy_ahead("auto", 0, one_memory=True).mode == "paper"
+    assert choose_copy_ahead("spare", 10, one_memory=True) == choose_copy_ahead("spare", 0, False)
+    assert choose_copy_ahead("auto", 10, False, kept_clean=10).mode == "paper"
+    small = choose_copy_ahead("auto", 9, False, kept_clean=10)
     assert small.mode == "spare" and "9 blocks, fewer than the 10" in small.note
-    assert choose_copy_ahead("auto", 9, True, 0.1, kept_clean=10).mode == "never"
-    assert choose_copy_ahead("paper", 9, False, None, kept_clean=10).mode == "paper"
-    assert "12% of the time" in choose_copy_ahead("auto", 10, one_memory=True, hidden=0.12).note
+    assert choose_copy_ahead("auto", 9, True, kept_clean=10).mode == "never"
+    assert choose_copy_ahead("paper", 9, False, kept_clean=10).mode == "paper"
     with pytest.raises(ConfigError, match=r"scheduler\.copy_ahead is one of auto, paper, spare, never, not 'always'"):
         SchedulerSettings(copy_ahead="always")  # type: ignore[arg-type]
 
 
-def test_a_trial_records_what_auto_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.baselines import systems
-
+def test_a_trial_records_what_auto_chose() -> None:
     cpu = HardwareSpec(name="cpu", simulated=False, device="cpu", flops=1e10, memory_bw=1e9, h2d_bw=1e8, d2h_bw=1e8)
     assert cpu.one_memory and not MACHINE.one_memory
-    monkeypatch.setattr(systems.Roofline, "hidden_copies", lambda self: 0.1)
     for hardware, mode in ((cpu, "never"), (MACHINE, "paper")):
         system, _ = threaded(hardware=hardware, scheduler=SchedulerSettings(copy_ahead="auto"))
         system.start()

@@ -27,7 +27,7 @@ REAL = (
     "tracking.mlflow=false",
 )  # fmt: skip
 COUNTED = ("session", "turn", "prompt_tokens", "history_tokens", "new_tokens", "output_tokens", "output_sha256")
-MEASURED = ("model_reused", "model_load_s", "cost", "copy_ahead", "copy_ahead_note")  # at each start
+MEASURED = ("model_reused", "model_load_s", "cost")  # at each start
 
 
 @pytest.fixture

@@ -17,10 +17,6 @@ the CPU changes places with what leaves the GPU."""
 
 AskedCopyAhead = Literal["auto", "paper", "spare", "never"]
 
-WORTH_HIDING = 0.5
-"""Of the time of the copies. Where less passes beside the compute, an iteration loses more by copies that are made ahead of
-time than a request would wait for those that it needs: not all that are made are needed."""
-
 
 @dataclass(frozen=True, slots=True)
 class CopyChoice:
@@ -30,33 +26,24 @@ class CopyChoice:
     note: str = ""
 
 
-def choose_copy_ahead(
-    asked: AskedCopyAhead, cpu_blocks: int, one_memory: bool, hidden: float | None, kept_clean: int = 0
-) -> CopyChoice:
-    """one_memory: both tiers are the same memory. hidden: the share of the copies' time that passes beside an iteration, as
-    measured; None: not measured. kept_clean: GPU blocks that the paper's mode keeps free or clean.
+def choose_copy_ahead(asked: AskedCopyAhead, cpu_blocks: int, one_memory: bool, kept_clean: int = 0) -> CopyChoice:
+    """one_memory: both tiers are the same memory. kept_clean: GPU blocks that the paper's mode keeps free or clean.
 
-    A CPU tier of fewer blocks than those cannot hold their copies: the paper's mode then drops chunks from the GPU ahead of
-    time to keep the others free, and both tiers together hold less than the GPU alone (G - kept_clean + C blocks of G).
+    No measurement decides: trials of one command must evict alike, however busy the machine is. Where both tiers are one
+    memory, no copy passes beside the compute, and copies ahead of time fill that memory with duplicates. A CPU tier of fewer
+    blocks than are kept clean cannot hold their copies: the paper's mode then drops chunks from the GPU ahead of time to keep
+    the others free, and both tiers together hold less than the GPU alone (G - kept_clean + C blocks of G).
     """
     if asked != "auto":
         return CopyChoice(asked)
     if not cpu_blocks:
         return CopyChoice("paper", "there is no CPU tier to copy to")
-    choice = _by_link(one_memory, hidden)
-    if choice.mode == "paper" and cpu_blocks < kept_clean:
+    if one_memory:
+        return CopyChoice("never", "both tiers are one memory")
+    if cpu_blocks < kept_clean:
         held = f"the CPU tier holds {cpu_blocks} blocks, fewer than the {kept_clean} of the GPU tier that would be kept clean"
         return CopyChoice("spare", held)
-    return choice
-
-
-def _by_link(one_memory: bool, hidden: float | None) -> CopyChoice:
-    if not one_memory:
-        return CopyChoice("paper", "the CPU tier is another memory")
-    if hidden is None:
-        return CopyChoice("paper", "both tiers are one memory, and what copies cost there was not measured")
-    share = f"both tiers are one memory, and {hidden:.0%} of the time of copies passes beside an iteration"
-    return CopyChoice("paper" if hidden >= WORTH_HIDING else "never", share)
+    return CopyChoice("paper", "the CPU tier is another memory")
 
 
 class Paper:

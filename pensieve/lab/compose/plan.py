@@ -91,13 +91,12 @@ class TrialPlan:
 
     @property
     def copy_ahead(self) -> str:
-        """What scheduler.copy_ahead comes to as far as sizes decide it; "none" without a CPU tier. Where both tiers are one
-        memory auto may still come to `never` for all sizes, by what copies are measured to cost there."""
+        """What scheduler.copy_ahead comes to; "none" without a CPU tier."""
         s = self.config.scheduler
         if not self.cpu_blocks:
             return "none"
         kept_clean = high_watermark(s.swap_out_stop, self.gpu_blocks)
-        return choose_copy_ahead(s.copy_ahead, self.cpu_blocks, self.hardware.one_memory, None, kept_clean).mode
+        return choose_copy_ahead(s.copy_ahead, self.cpu_blocks, self.hardware.one_memory, kept_clean).mode
 
     def budget(self) -> str:
         """The budgets in tokens, as a line for people."""

@@ -46,9 +46,9 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
     """The device and how it will be used, for results.identity.platform_of.
 
     attention: the backend expected to serve; the self-check at the start may fall back to another one, which the trial's
-    column `engine` then names. copy_ahead: none without a CPU tier; auto is measured at the start where both tiers are one
-    memory. compiler: the C compiler of the native kernels. wait_policy: of OpenMP's threads on a
-    CPU, as the environment says it.
+    column `engine` then names. copy_ahead: none without a CPU tier; what auto comes to follows from the device and the
+    sizes. compiler: the C compiler of the native kernels. wait_policy: of OpenMP's threads on a CPU, as the environment
+    says it.
     """
     device: dict[str, Any] = {"name": plan.device.label, "count": plan.device.count}
     if plan.device.simulated:

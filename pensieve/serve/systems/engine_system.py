@@ -132,7 +132,6 @@ class EngineSystem(ABC):
             settings.copy_ahead,
             cache.cpu_blocks,
             self._hardware.one_memory,
-            believed.hidden_copies(),
             high_watermark(settings.swap_out_stop, cache.gpu_blocks),
         )
         if self._copy_choice.note:

@@ -17,7 +17,6 @@ from pensieve.units import ceil_div
 
 _TRANSFER_BLOCKS = 64
 _TRANSFER_ROUNDS = 4
-_HIDING_ROUNDS = 5
 DECODES = 12
 _known: dict[str, Profile] = {}
 
@@ -50,8 +49,7 @@ def profile_of(
 
         profile = measure(iteration_s, chunk_tokens, longest, same, max_context, batch_tokens)
     if transfer_blocks and not profile.load_chunk_s:
-        hidden = hidden_share(worker, clock, chunk_tokens, transfer_blocks)
-        profile = replace(profile, load_chunk_s=load_s(worker, clock, transfer_blocks), hidden_share=hidden)
+        profile = replace(profile, load_chunk_s=load_s(worker, clock, transfer_blocks))
     _known[key] = profile
     return profile
 
@@ -104,26 +102,6 @@ def load_s(worker: Worker, clock: Clock, blocks: int, inward: bool = True) -> fl
         fastest[count] = min(took, fastest.get(count, took))
     added = (fastest[blocks] - fastest[few]) / (blocks - few)
     return added if added > 0 else fastest[blocks] / blocks
-
-
-def hidden_share(worker: Worker, clock: Clock, chunk_tokens: int, blocks: int) -> float:
-    """Of the time of copies to the CPU, how much passes beside an iteration: 0 where one waits for the other, 1 where they
-    run side by side. The shorter of the two can be hidden at most.
-
-    blocks: how many both tiers have. Raises WorkerError when a step or a copy fails.
-    """
-    some = tuple(range(min(blocks, _TRANSFER_BLOCKS)))
-    tokens = tuple(i % 250 for i in range(chunk_tokens))
-    row = Row(slot=0, runs=((0, chunk_tokens),), tokens=tokens, sample=Sample(chunk_tokens))
-    compute = StepPlan(step=-1, rows=(row,), tables=((0, 0, (0,)),))
-    copy = StepPlan(step=-1, moves=(swap_out(-1, some, some, urgent=True),))
-    both = replace(compute, moves=copy.moves)
-    fastest: dict[str, float] = {}
-    for name, plan in (("compute", compute), ("copy", copy), ("both", both)) * _HIDING_ROUNDS:
-        took = _seconds(worker, clock, plan)
-        fastest[name] = min(took, fastest.get(name, took))
-    hidden = fastest["compute"] + fastest["copy"] - fastest["both"]
-    return min(1.0, max(0.0, hidden / min(fastest["compute"], fastest["copy"])))
 
 
 def _seconds(worker: Worker, clock: Clock, plan: StepPlan) -> float:

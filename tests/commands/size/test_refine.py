@@ -114,7 +114,7 @@ def by_blocks(rng):
 
     def mode(place):
         gpu, cpu = gpus[place[0]], cpus[place[1]]
-        return choose_copy_ahead("auto", cpu, False, None, math.ceil(0.3 * gpu)).mode if cpu else "none"
+        return choose_copy_ahead("auto", cpu, False, math.ceil(0.3 * gpu)).mode if cpu else "none"
 
     def found(place):
         gpu, cpu = gpus[place[0]], cpus[place[1]]
