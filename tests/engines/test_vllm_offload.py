@@ -58,9 +58,14 @@ def test_a_cpu_tier_is_made_of_whole_chunks_of_the_budget() -> None:
     extra = fields["kv_connector_extra_config"]
     assert extra["cpu_bytes_to_use"] == 15 * 64 * setup.model.kv_bytes_per_token
     assert (extra["eviction_policy"], extra["blocks_per_chunk"], extra["offload_prompt_only"]) == ("arc", 2, False)
-    assert extra["spec_name"] == "HostSpec"
-    on_cuda = Vllm(replace(setup, device="cuda:0"), policy="lru")._fields["kv_transfer_config"]
-    assert "spec_name" not in on_cuda["kv_connector_extra_config"], "there vLLM has its own"
+    assert fields["kv_connector"] == "PensieveConnector", "it has copies for a CPU"
+    on_cuda = replace(setup, device="cuda:0")
+    theirs = Vllm(on_cuda, policy="lru")._fields["kv_transfer_config"]
+    assert theirs["kv_connector"] == "OffloadingConnector", "there vLLM has its own"
+    ours = Vllm(on_cuda, policy="ttl", policy_fields={"slack": 3})._fields["kv_transfer_config"]
+    assert ours["kv_connector"] == "PensieveConnector"
+    changed = {"eviction_policy": "ttl", "policy_fields": {"slack": 3}, "profile": None, "seed": setup.seed}
+    assert ours["kv_connector_extra_config"] == theirs["kv_connector_extra_config"] | changed
     assert "kv_transfer_config" not in Vllm(setup)._fields
     assert Vllm(setup, policy="lru")._settings({})["cpu_tokens"] == 31 * 32
 
@@ -68,7 +73,7 @@ def test_a_cpu_tier_is_made_of_whole_chunks_of_the_budget() -> None:
 def test_a_cpu_tier_that_cannot_be_is_refused() -> None:
     setup = setup_of("wide_llama", host_tokens=64)
     for refused, said in (
-        (lambda: Vllm(setup, policy="fifo"), "lru, arc or null"),  # type: ignore[arg-type]
+        (lambda: VllmHttp(setup, policy="fifo"), "takes the policies lru and arc"),
         (lambda: Vllm(setup, policy="lru", blocks_per_chunk=3), r"raise cache\.cpu"),
         (lambda: VllmHttp(setup, policy="lru"), "baseline=vllm_offloading"),
     ):

@@ -10,13 +10,21 @@ import re
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Request
-from pensieve.errors import ConfigError, ContextLengthError, EngineMissing, RequestFailed, UnsupportedModel
+from pensieve.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineFailed,
+    EngineMissing,
+    RequestFailed,
+    UnsupportedModel,
+)
 from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply, kv_settings
 from pensieve.plugins.engines.completions import CompletionsClient
 from pensieve.plugins.engines.openai_http import completion_body, read_completion
@@ -36,6 +44,7 @@ _LOGGED = {
     "max_batch_tokens": re.compile(r"with max_num_batched_tokens=(\d+)"),
 }
 PAGE_BYTES = 4096  # vllm 0.32, BLOCK_SIZE_ALIGNMENT of v1/kv_offload/cpu/shared_offload_region.py
+THEIRS = ("lru", "arc")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -45,14 +54,15 @@ class _Vllm(OutsideEngine):
     environment: the folder of a Python environment with vLLM; null: what PENSIEVE_VLLM_ENV names, else .venv-vllm of the
     checkout. prefix_caching: keep full blocks and share them by content. block_tokens: of a block; null: cache.chunk_tokens.
     dtype: of weights and KV; null: the model's here. start_timeout_s: until it must be ready; imports alone may take minutes
-    on a busy machine. policy: of a CPU tier of cache.cpu behind the device (OffloadingConnector): lru or arc; null: there is
-    none. blocks_per_chunk, offload_prompt_only: the connector's. On a CPU our copies stand for vLLM's, which refuse
-    (vllm_host.py). The KV budget and the batch are those of cache= and scheduler=; one block more than fits the budget is
-    asked for, since vLLM never uses its first.
+    on a busy machine. policy: of a CPU tier of cache.cpu behind the device (OffloadingConnector): vLLM's lru or arc, or one
+    of ours by name (plugins/vllm), with policy_fields, and with costs from `profile`; null: there is no such tier.
+    names_sessions: that policy hears which conversation a request is of. blocks_per_chunk, offload_prompt_only: the
+    connector's. On a CPU our copies stand for vLLM's, which refuse (plugins/vllm/host.py). The KV budget and the batch are
+    those of cache= and scheduler=; one block more than fits the budget is asked for, since vLLM never uses its first.
     """
 
-    runs_host_spec = False
-    """It loads vllm_host.py."""
+    loads_ours = False
+    """vLLM finds this package."""
 
     def __init__(
         self,
@@ -63,7 +73,10 @@ class _Vllm(OutsideEngine):
         block_tokens: int | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         start_timeout_s: float = 600.0,
-        policy: Literal["lru", "arc"] | None = None,
+        policy: str | None = None,
+        policy_fields: Mapping[str, Any] | None = None,
+        profile: str | None = None,
+        names_sessions: bool = True,
         blocks_per_chunk: int = 1,
         offload_prompt_only: bool = True,
     ) -> None:
@@ -88,16 +101,22 @@ class _Vllm(OutsideEngine):
             "enable_prefix_caching": prefix_caching,
         }
         self._host_tokens = 0
+        self._policy, self._names_sessions = policy, names_sessions
         if policy is not None:
             self._offload(policy, blocks_per_chunk, offload_prompt_only)
+            if policy not in THEIRS:
+                fields = {"policy_fields": dict(policy_fields or {}), "profile": profile, "seed": setup.seed}
+                self._fields["kv_transfer_config"]["kv_connector_extra_config"] |= fields
         self._process: EngineProcess | None = None
 
     def _offload(self, policy: str, blocks_per_chunk: int, prompt_only: bool) -> None:
         setup, chunk_tokens = self._setup, blocks_per_chunk * self._fields["block_size"]
         on_cpu, chunks = setup.device == "cpu", setup.host_tokens // max(chunk_tokens, 1)
-        if policy not in ("lru", "arc"):
-            raise ConfigError(f"baseline.engine.policy is lru, arc or null, not {policy!r}.")
-        if on_cpu and not self.runs_host_spec:
+        if policy not in THEIRS and not self.loads_ours:
+            raise ConfigError(
+                f"vLLM's server takes the policies lru and arc; for {policy} use baseline=vllm_offloading."
+            )
+        if on_cpu and not self.loads_ours:
             raise ConfigError("vLLM's server has no CPU tier where it runs on a CPU; use baseline=vllm_offloading.")
         if chunk_tokens < 1 or not chunks:
             raise ConfigError(
@@ -111,10 +130,10 @@ class _Vllm(OutsideEngine):
             "eviction_policy": policy,
             "blocks_per_chunk": blocks_per_chunk,
             "offload_prompt_only": prompt_only,
-            **({"spec_name": "HostSpec", "spec_module_path": "vllm_host"} if on_cpu else {}),
         }
+        ours = {"kv_connector": "PensieveConnector", "kv_connector_module_path": "pensieve.plugins.vllm"}
         self._fields["kv_transfer_config"] = {
-            "kv_connector": "OffloadingConnector",
+            **(ours if on_cpu or policy not in THEIRS else {"kv_connector": "OffloadingConnector"}),
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,
         }
@@ -190,7 +209,7 @@ class _Vllm(OutsideEngine):
 class Vllm(_Vllm):
     """vLLM's LLM class in a process of its own, step by step: no HTTP, and times as the engine's own loop sees them."""
 
-    runs_host_spec = True
+    loads_ours = True
 
     _mail: dict[str, queue.SimpleQueue[dict[str, Any] | None]]  # from `start` on: what came for each request
     _sending: threading.Lock
@@ -212,8 +231,9 @@ class Vllm(_Vllm):
         name = str(request.id)
         mail = self._mail[name] = queue.SimpleQueue()
         tokens = request.output.max_new_tokens
+        ends = sorted(self._setup.ends(request))
         self._send(
-            {"add": name, "prompt": list(request.prompt), "tokens": tokens, "eos": sorted(self._setup.ends(request))}
+            {"add": name, "prompt": list(request.prompt), "tokens": tokens, "eos": ends, "said": self._of(request)}
         )
         while True:
             said = mail.get()
@@ -231,6 +251,10 @@ class Vllm(_Vllm):
                 self._send({"abort": name})  # what was under way may come once more: nobody waits for it
                 break
         del self._mail[name]
+        if failure := said.get("policy_failure"):
+            raise EngineFailed(
+                f"The policy {self._policy} failed inside vLLM, which went on with lru: {failure}; choose another."
+            )
         admitted, cached, on_host = said.get("admitted"), said.get("cached"), said.get("cached_on_host")
         if on_host and cached == len(request.prompt):
             cached, on_host = cached - 1, on_host - 1  # the last token is loaded, and computed all the same
@@ -242,6 +266,12 @@ class Vllm(_Vllm):
             admitted_s=admitted or None,
             compute_ms=compute,
         )
+
+    def _of(self, request: Request) -> dict[str, Any] | None:
+        """What the policy of the CPU tier hears of the conversation."""
+        if self._policy in (None, *THEIRS) or not self._names_sessions:
+            return None
+        return {"session": request.session, **(asdict(request.hint) if request.hint else {})}
 
     def _send(self, command: Mapping[str, Any]) -> None:
         assert self._process is not None

@@ -1,10 +1,10 @@
 """vLLM's LLM class, driven over standard input and output: python vllm_worker.py JSON, in vLLM's own environment.
 
-The argument: the fields of LLM(...). Dictionaries come in ({"add": id, "prompt": [...], "tokens": n, "eos": [...]},
-{"abort": id}) and go out: first {"settings": ...}, then for each step of a request {"id", "tokens", "at", "finished",
-"reason", "cached", "cached_on_host", "admitted"}, or
-{"id", "error", "refused"}. Times are of time.perf_counter, which all processes share.
-This file runs by its path, without the package.
+The argument: the fields of LLM(...). Dictionaries come in ({"add": id, "prompt": [...], "tokens": n, "eos": [...], "said":
+{...} of its conversation}, {"abort": id}) and go out: first {"settings": ...}, then for each step of a request {"id",
+"tokens", "at", "finished", "reason", "cached", "cached_on_host", "admitted", "policy_failure"}, or {"id", "error",
+"refused"}. Times are of time.perf_counter, which all processes share.
+This file runs by its path: of the package around it only what vLLM's configuration names is imported.
 """
 
 import importlib.util
@@ -25,11 +25,12 @@ def main(fields: dict) -> None:  # type: ignore[type-arg]
 
     offloads = "kv_transfer_config" in fields
     if offloads:
-        load_host_spec()
+        load_package()
     began = time.perf_counter()
     engine = LLM(**fields, disable_log_stats=False).llm_engine
     out.send({"settings": settings_of(engine), "load_s": time.perf_counter() - began})
     scheduler = engine.engine_core.engine_core.scheduler
+    policy = scheduler.connector.connector_scheduler.manager._policy if offloads else None
     on_host = watch_host(engine.engine_core)
 
     def add(asked: dict) -> None:  # type: ignore[type-arg]
@@ -40,6 +41,7 @@ def main(fields: dict) -> None:  # type: ignore[type-arg]
             stop_token_ids=asked["eos"],
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            extra_args={"kv_transfer_params": asked["said"]} if asked["said"] else None,
         )
         try:
             engine.add_request(asked["add"], {"prompt_token_ids": asked["prompt"]}, sampling)
@@ -69,18 +71,19 @@ def main(fields: dict) -> None:  # type: ignore[type-arg]
                     "cached": output.num_cached_tokens,
                     "cached_on_host": on_host.pop(output.request_id, None) if offloads else None,
                     "admitted": scheduled,
+                    "policy_failure": repr(failure) if (failure := getattr(policy, "failure", None)) else None,
                 }
             out.send(said)
 
 
-def load_host_spec() -> None:
-    """Make the file beside this one a module that vLLM finds by its name, and nothing else that lies here."""
-    name = "vllm_host"
+def load_package() -> None:
+    """Make the package around this file one that vLLM finds by its name, and nothing that is installed beside it."""
+    folder = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
     spec = importlib.util.spec_from_file_location(
-        name, os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+        "pensieve", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
     )
     assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    module = sys.modules["pensieve"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
 

@@ -1,6 +1,6 @@
 """A CPU tier for vLLM 0.32 on a CPU, where its own copies refuse to work: OffloadingConnector's `spec_name=HostSpec`.
 
-Everything above the copies is vLLM's. vllm_worker.py loads this file, in vLLM's environment and without the package.
+Everything above the copies is vLLM's.
 """
 
 import time
@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
-class HostWorker(OffloadingWorker):  # type: ignore[misc]
+class HostWorker(OffloadingWorker):
     """Copies whole blocks at once: both tiers are the same memory."""
 
     def __init__(self, kv_caches, blocks_per_chunk, chunks):  # type: ignore[no-untyped-def]
@@ -48,7 +48,7 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
 
-class HostSpec(CPUOffloadingSpec):  # type: ignore[misc]
+class HostSpec(CPUOffloadingSpec):
     BLOCK_SIZE_ALIGNMENT = 1  # no pages are pinned, so none need be whole
 
     def get_worker(self, kv_caches):  # type: ignore[no-untyped-def]

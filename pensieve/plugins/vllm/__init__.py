@@ -1,0 +1,14 @@
+"""Eviction policies of ours in vLLM's CPU tier. `chunks` and `options` need no vLLM; `connector` and `host` run inside it.
+
+vLLM's kv_connector_module_path names this package.
+"""
+
+from pensieve.lazy import from_modules
+
+__getattr__ = from_modules(
+    __name__,
+    {
+        "PensieveConnector": "pensieve.plugins.vllm.connector",
+        "HostSpec": "pensieve.plugins.vllm.host",
+    },
+)

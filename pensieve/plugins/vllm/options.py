@@ -1,0 +1,131 @@
+"""What the connector's configuration says to a policy: its name and fields, and what recomputing a chunk costs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from pensieve.core.policies.base import EvictionPolicy, PolicyContext, as_policy, needs_future
+from pensieve.errors import ConfigError, UnsupportedModel
+from pensieve.lab.compose.folder import conf_folder, options
+from pensieve.specs import HardwareSpec, ModelSpec
+
+log = logging.getLogger("vllm.pensieve")
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """As vLLM reports them. architecture: of the model's configuration. device: the card's name. kv_bytes_per_token: of all
+    devices."""
+
+    architecture: Mapping[str, Any]
+    dtype: str
+    device: str
+    devices: int
+    block_tokens: int
+    blocks_per_chunk: int
+    device_blocks: int
+    chunks: int
+    kv_bytes_per_token: int
+
+
+def policy_maker(name: str, extra: Mapping[str, Any], tiers: Tiers) -> Callable[[], EvictionPolicy]:
+    """What makes the policy `name`: of conf/eviction, or module.Class of somebody's own.
+
+    extra: kv_connector_extra_config; of that policy_fields (its parameters), profile (a file of `pensieve profile`), seed.
+    Raises ConfigError for a name, a field or a file that cannot be.
+    """
+    fields: dict[str, Any] = {}
+    target = name
+    if "." not in name:
+        if name not in options("eviction"):
+            raise ConfigError(
+                f"eviction_policy={name!r} is none of {', '.join(options('eviction'))}, and no module.Class."
+            )
+        fields = _read("eviction", name)
+        target = fields.pop("_target_")
+    module, _, kind_name = target.rpartition(".")
+    kind: Any = getattr(import_module(module), kind_name)
+    if needs_future(kind):
+        raise ConfigError(f"eviction_policy={name} reads the future, which only a replay knows; choose another.")
+    fields = {key: value for key, value in fields.items() if not key.startswith("_") and key != "name"}
+    fields |= extra.get("policy_fields") or {}
+    recompute_s, load_s = _costs(extra.get("profile"), tiers)
+    context = PolicyContext(
+        chunk_tokens=tiers.block_tokens,
+        gpu_blocks=tiers.device_blocks,
+        cpu_blocks=tiers.chunks * tiers.blocks_per_chunk,
+        recompute_s=recompute_s,
+        load_s=load_s,
+        seed=int(extra.get("seed", 0)),
+    )
+    make = partial(_made, kind, context, fields)
+    make()  # what it refuses, it refuses now
+    return make
+
+
+def _made(kind: Any, context: PolicyContext, fields: Mapping[str, Any]) -> EvictionPolicy:
+    try:
+        return as_policy(kind(context, **fields))
+    except TypeError as error:
+        raise ConfigError(f"policy_fields={dict(fields)} do not fit {kind.__name__}: {error}.") from None
+
+
+def _costs(profile: str | None, tiers: Tiers) -> tuple[Callable[[int], float], float]:
+    """Seconds to recompute the block that ends at a context, and to load a block."""
+    if profile is not None:
+        return _measured(profile, tiers)
+    from pensieve.sim.roofline import Roofline
+
+    card = next((one for one in options("hardware") if _card(one) and _card(one) in _plain(tiers.device)), None)
+    rates = _read("hardware", card or "sim_a100_80g")
+    if card is None:
+        log.info("No rates are known of %s: costs keep their proportions, by those of an A100.", tiers.device)
+    names = ("flops", "memory_bw", "h2d_bw", "compute_efficiency")
+    known: dict[str, Any] = {name: float(rates[name]) for name in names}
+    hardware = HardwareSpec(tiers.device, True, gpus=tiers.devices, **known)
+    try:
+        model = ModelSpec.from_architecture("of vLLM", tiers.architecture, tiers.dtype)
+        roofline = Roofline(model, hardware, tiers.block_tokens)
+    except (UnsupportedModel, KeyError) as error:  # a field that is not there, or a dtype
+        log.warning("Each chunk is taken to cost the same to recompute, since the model has no roofline: %s", error)
+        return lambda context_tokens: 1.0, tiers.block_tokens * tiers.kv_bytes_per_token / hardware.h2d_bw
+    return roofline.recompute_s, roofline.load_s()
+
+
+def _measured(path: str, tiers: Tiers) -> tuple[Callable[[int], float], float]:
+    from pensieve.sim.machine_profile import read_profile
+
+    profile = read_profile(path)
+    measured = profile.costs.chunk_tokens
+    if profile.block_bytes != measured * tiers.kv_bytes_per_token:
+        raise ConfigError(
+            f"profile={path} was measured with {profile.where.get('model')} in {profile.where.get('dtype')}: KV has "
+            f"{profile.block_bytes // measured} bytes a token there, and {tiers.kv_bytes_per_token} here; measure one for it."
+        )
+    share = tiers.block_tokens / measured
+    return lambda context_tokens: share * profile.costs.recompute_s(context_tokens), share * profile.costs.load_s()
+
+
+def _card(option: str) -> str:
+    """A simulated card's name as it stands in a device's: sim_a100_80g is "a100"."""
+    return option.removeprefix("sim_").split("_")[0] if option.startswith("sim_") else ""
+
+
+def _plain(device: str) -> str:
+    return device.lower().replace(" ", "").replace("-", "")
+
+
+def _read(group: str, name: str) -> dict[str, Any]:
+    """An option's fields over those that it builds on. Not by read_option: vLLM's environment has no OmegaConf."""
+    import yaml
+
+    own: dict[str, Any] = yaml.safe_load((conf_folder() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    found: dict[str, Any] = {}
+    for below in own.pop("defaults", ()):
+        found |= {} if below == "_self_" else _read(group, below)
+    return found | own
