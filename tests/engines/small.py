@@ -6,9 +6,13 @@ from array import array
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from pensieve.core.request import Length, Request
+from pensieve.errors import EngineMissing
 from pensieve.plugins.engines.base import EngineSetup, OutsideEngine
 from pensieve.plugins.engines.system import OutsideSystem
+from pensieve.plugins.engines.vllm import Vllm
 from pensieve.serve.record import TurnRecord
 from pensieve.specs import ModelSpec
 
@@ -60,6 +64,17 @@ def setup_of(family: str = "llama", **changes: Any) -> EngineSetup:
         "batch_requests": 8, "longest_tokens": 200,
     }  # fmt: skip
     return EngineSetup(**{**given, **changes})
+
+
+def _vllm_is_there() -> bool:
+    try:
+        Vllm(setup_of("wide_llama")).check()
+    except EngineMissing:
+        return False
+    return True
+
+
+NEEDS_VLLM = pytest.mark.skipif(not _vllm_is_there(), reason="no environment with vLLM: make vllm-env")
 
 
 def prompt(length: int, vocab: int = 290, start: int = 5) -> array[int]:

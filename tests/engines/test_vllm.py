@@ -13,15 +13,7 @@ from pensieve.plugins.engines.process import QUIET
 from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.plugins.engines.vllm import ENVIRONMENT_ENV, Vllm, VllmHttp, reported
 from pensieve.plugins.engines.weights import plain_module
-from tests.engines.small import ask, greedy, prompt, served, setup_of
-
-
-def there() -> bool:
-    try:
-        Vllm(setup_of("wide_llama")).check()
-    except EngineMissing:
-        return False
-    return True
+from tests.engines.small import NEEDS_VLLM, ask, greedy, prompt, served, setup_of
 
 
 def environment(folder: Path) -> Path:
@@ -115,7 +107,7 @@ def test_the_server_s_own_words_are_recorded_over_what_was_configured() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not there(), reason="no environment with vLLM: make vllm-env")
+@NEEDS_VLLM
 @pytest.mark.parametrize(("kind", "caching"), [(Vllm, True), (VllmHttp, True), (Vllm, False)])
 def test_vllm_gives_our_tokens_and_reports_what_it_had_cached(
     kind: type[Any], caching: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

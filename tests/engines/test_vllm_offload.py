@@ -6,19 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.errors import ConfigError, EngineMissing
+from pensieve.errors import ConfigError
 from pensieve.plugins.engines.vllm import Vllm, VllmHttp
 from pensieve.plugins.engines.weights import plain_module
 from tests.engines.offload_loads import LOADS, Load, ours, ours_real, recorded, theirs
-from tests.engines.small import greedy, setup_of
-
-
-def there() -> bool:
-    try:
-        Vllm(setup_of("wide_llama")).check()
-    except EngineMissing:
-        return False
-    return True
+from tests.engines.small import NEEDS_VLLM, greedy, setup_of
 
 
 @pytest.mark.parametrize("load", LOADS, ids=lambda load: load.name)
@@ -33,7 +25,7 @@ def test_the_simulation_finds_what_vllm_found(load: Load) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not there(), reason="no environment with vLLM: make vllm-env")
+@NEEDS_VLLM
 @pytest.mark.parametrize("load", [LOADS[0], LOADS[9]], ids=lambda load: load.name)
 def test_three_bodies_find_the_same_and_answer_as_without_a_cache(
     load: Load, tmp_path: object, monkeypatch: pytest.MonkeyPatch

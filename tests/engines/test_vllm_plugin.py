@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import random
+import subprocess
 import time
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
+from pensieve.core.policies.fifo import Fifo
+from pensieve.core.request import Length, tokens_of
+from pensieve.core.request import Request as Asked
 from pensieve.core.session import Session
 from pensieve.errors import ConfigError
 from pensieve.lab.compose.folder import options
+from pensieve.plugins.caches.vllm_offload import VllmOffload
+from pensieve.plugins.engines.process import QUIET
+from pensieve.plugins.engines.vllm import Vllm
 from pensieve.plugins.vllm.chunks import ACTION, TailPolicy
-from pensieve.plugins.vllm.options import Tiers, policy_maker
-from tests.engines.small import ARCHITECTURES
+from pensieve.plugins.vllm.options import Tiers, policy_maker, refuse_untested
+from pensieve.sim.machine_profile import Grid, MachineProfile
+from pensieve.sim.profile import Profile
+from tests.engines.offload_loads import BATCH, Hits, Load, _Heard, asked, ours
+from tests.engines.small import ARCHITECTURES, NEEDS_VLLM, setup_of
+from tests.simulated import make_engine
 
-TIERS = Tiers(ARCHITECTURES["llama"], "float32", "NVIDIA H100 80GB HBM3", 1, 32, 1, 100, 400, 256)
+H100, BLOCK, LLAMA = "NVIDIA H100 80GB HBM3", 32, ARCHITECTURES["llama"]
+TIERS = Tiers(LLAMA, "float32", H100, 1, BLOCK, 1, 100, 400, 256)
 
 
 @dataclass
@@ -30,10 +47,12 @@ class Request:
     keys: list[bytes]
     kv_transfer_params: dict[str, Any] | None = None
     kv_hints: Any = None
-    chunk_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        self.ends = {key: end for end, key in enumerate(self.keys, 1)}
 
     def get_offload_key_position(self, key: bytes) -> int:
-        return self.chunk_tokens * (self.keys.index(key) + 1)
+        return BLOCK * self.ends[key]
 
 
 class Tier:
@@ -42,7 +61,7 @@ class Tier:
     def __init__(self, name: str = "conversation_lru", chunks: int = 400, **extra: Any) -> None:
         self.now_s, self.chunks = 0.0, chunks
         make = policy_maker(name, extra, replace(TIERS, chunks=chunks))
-        self.policy = TailPolicy(make, chunks, 32, 1, clock=lambda: self.now_s)
+        self.policy = TailPolicy(make, chunks, BLOCK, clock=lambda: self.now_s)
         self.there: set[bytes] = set()
         self.number = 0
 
@@ -67,7 +86,7 @@ class Tier:
             self.there.add(key)
         self.now_s += 1
         self.policy.on_request_finished((tuple(keys),), set(missed), reused, request)
-        assert all(self.policy.get(key) is not None for key in self.there)
+        assert self.chunks > 1000 or all(self.policy.get(key) is not None for key in self.there)
         return found
 
     def left(self, said: bytes) -> int:
@@ -191,21 +210,44 @@ def test_what_cannot_be_is_refused_before_a_request_comes(name: str, extra: dict
         policy_maker(name, extra, TIERS)
 
 
+def test_a_version_of_vllm_that_is_not_tested_is_refused_with_the_command_that_tests_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refuse_untested("0.32.1")
+    with pytest.raises(ConfigError, match=r"make vllm-compat VLLM=vllm==0\.33\.0"):
+        refuse_untested("0.33.0")
+    monkeypatch.setenv("PENSIEVE_VLLM_UNTESTED", "1")
+    refuse_untested("0.33.0")
+
+
+def test_a_profile_of_this_model_says_what_chunks_cost(tmp_path: Path) -> None:
+    """Of a block of vLLM, its share of the chunk that was measured; another model's profile is refused."""
+    grid = Grid(rows=(1,), columns=(1,), seconds=((1.0,),))
+    times = dict.fromkeys(("h2d_block_s", "d2h_block_s", "overhead_s"), 0.001)
+    costs = Profile(64, {64: 0.1, 128: 0.25, 256: 0.7}, 0.004, {})
+    made = {"prefill": grid, "decode": grid, "reply": grid, "overlaps": False, "where": {}, "measured": {}}
+    MachineProfile(costs=costs, block_bytes=64 * 256, **times, **made).write(tmp_path / "p.json")
+    extra = {"profile": str(tmp_path / "p.json")}
+    context = policy_maker("lru", extra, TIERS)().context
+    assert context.recompute_s(256) == pytest.approx(costs.recompute_s(256) / 2) and context.load_s == 0.002
+    with pytest.raises(ConfigError, match="has 256 bytes a token there, and 512 here"):
+        policy_maker("lru", extra, replace(TIERS, kv_bytes_per_token=512))
+
+
 def test_costs_are_the_roofline_s_of_the_card_that_vllm_reports() -> None:
     """A later chunk costs more, by the ratio of its arithmetic; a card of another rate changes the scale alone."""
     seconds = {
         device: policy_maker("lru", {}, replace(TIERS, device=device))().context.recompute_s
-        for device in ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "cpu")
+        for device in (H100, "NVIDIA A100-SXM4-80GB", "cpu")
     }
-    model = ARCHITECTURES["llama"]
-    layer = model["hidden_size"] * (2 * 32 + 2 * 16) + 3 * model["hidden_size"] * model["intermediate_size"]
-    linear = 32 * 2 * model["num_hidden_layers"] * layer
-    pair = 4 * model["num_hidden_layers"] * model["hidden_size"]
+    layer = LLAMA["hidden_size"] * (2 * 32 + 2 * 16) + 3 * LLAMA["hidden_size"] * LLAMA["intermediate_size"]
+    linear = BLOCK * 2 * LLAMA["num_hidden_layers"] * layer
+    pair = 4 * LLAMA["num_hidden_layers"] * LLAMA["hidden_size"]
     work = {end: linear + pair * sum(range(end - 31, end + 1)) for end in (32, 4096)}
     for cost in seconds.values():
         assert cost(4096) / cost(32) == pytest.approx(work[4096] / work[32])
-    assert seconds["NVIDIA H100 80GB HBM3"](32) == pytest.approx(work[32] / 989.4e12)
-    assert seconds["NVIDIA H100 80GB HBM3"](32) < seconds["NVIDIA A100-SXM4-80GB"](32) == seconds["cpu"](32)
+    assert seconds[H100](32) == pytest.approx(work[32] / 989.4e12)
+    assert seconds[H100](32) < seconds["NVIDIA A100-SXM4-80GB"](32) == seconds["cpu"](32)
 
 
 def test_a_thousand_of_a_hundred_thousand_chunks_leave_in_ten_milliseconds() -> None:
@@ -222,3 +264,53 @@ def test_a_thousand_of_a_hundred_thousand_chunks_leave_in_ten_milliseconds() -> 
         taken.append(time.process_time() - began)
         assert gone is not None and len(gone) == 1000
     assert min(taken) < 0.030
+
+
+CONTRACT = Path(__file__).with_name("vllm_contract.py")
+
+
+@NEEDS_VLLM
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_policy_keeps_the_contract_of_vllm_s_own_manager() -> None:
+    """And what stands for one that has failed is vLLM's own lru, chunk for chunk."""
+    engine = Vllm(setup_of("wide_llama"))
+    command = [str(engine.python), str(CONTRACT), "lru", "vllm_contract.Broken", *NAMES]
+    variables = {**os.environ, **QUIET, **engine._variables()}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    lru = found["lru True"]["gone"]
+    assert len(lru) > 1000
+    for named in (True, False):
+        broken = found.pop(f"vllm_contract.Broken {named}")
+        assert (broken["failure"], broken["gone"]) == ("RuntimeError('broken')", lru)
+    assert {name: one["failure"] for name, one in found.items() if one["failure"]} == {}
+    assert found["fifo True"]["gone"] != lru != found["retention_value True"]["gone"]
+
+
+@NEEDS_VLLM
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_vllm_with_a_policy_of_ours_finds_what_our_simulation_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load = Load(2, False, "lru", device=24, host=60)
+    kv = {"kv_tokens": load.device * BLOCK, "host_tokens": load.host * BLOCK}
+    found: list[Hits] = []
+    said: dict[str, list[int]] = {}
+    with closing(
+        Vllm(setup_of("wide_llama", batch_tokens=BATCH, **kv), policy="fifo", offload_prompt_only=False)
+    ) as vllm:
+        settings = vllm.start().settings
+        assert (settings["host_chunks"], settings["num_blocks"]) == (load.host, load.device + 1), "our budget"
+        for number, (name, prompt, reply) in enumerate(load.turns()):
+            tokens, heard = prompt(said), _Heard()
+            answer = vllm.answer(Asked(number, name, number, tokens_of(tokens), Length(reply)), heard)
+            assert answer.cached_tokens is not None and answer.cached_on_host is not None
+            found.append(Hits(answer.cached_tokens - answer.cached_on_host, answer.cached_on_host))
+            said[name] = [*tokens, *heard.tokens]
+    cache = partial(VllmOffload, order="eviction", offload_prompt_only=False)
+    engine = make_engine(load.device, load.host, BLOCK, cache=cache, policy=Fifo, max_batch_tokens=BATCH)
+    assert found == asked(load, engine)[0] != ours(load)

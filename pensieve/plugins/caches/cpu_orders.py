@@ -178,6 +178,8 @@ class Arc(CpuOrder):
         return self.once.keys() | self.again.keys()
 
 
+_ROUNDING_S = 1e-6
+"""So much earlier an age is asked for, since the sum of two times is rounded."""
 _Bucket = tuple[Hashable, int]
 """The policy's, and how many of its ages the session has passed."""
 
@@ -206,8 +208,8 @@ class FromTail(CpuOrder):
 
     blocks_per_chunk: a policy's chunk is a block, and it is asked for the last one of each.
 
-    A choice looks at one candidate a bucket (see EvictionPolicy). Where the policy has `ages`, or its version has changed,
-    all sessions are sorted anew.
+    A choice looks at one candidate a bucket (see EvictionPolicy). Sessions that have passed one of the policy's `ages` are
+    sorted anew; where its version has changed, all are.
     """
 
     def __init__(self, policy: EvictionPolicy, blocks_per_chunk: int = 1) -> None:
@@ -219,6 +221,7 @@ class FromTail(CpuOrder):
         self._heads: dict[_Bucket, list[_Head]] = {}  # heaps
         self._entries = 0
         self._stamps: dict[int, int] = {}
+        self._due: list[tuple[float, int, int]] = []  # a heap: when a session passes an age, its number, its stamp
         self._unsorted: dict[int, Session] = {}  # whose place among the candidates has changed since the last choice
         self._next = count()
         self._now_s = 0.0
@@ -245,10 +248,15 @@ class FromTail(CpuOrder):
 
     def choose(self, chunks: int, evictable: Evictable, now_s: float) -> list[BlockHash] | None:
         policy, self._now_s = self._policy, now_s
-        if policy.ages or policy.version != self._version or self._entries > 64 + 4 * len(self._chunks):
+        if policy.version != self._version or self._entries > 64 + 4 * len(self._chunks):
             self._version, self._entries = policy.version, 0
             self._heads.clear()
+            self._due.clear()
             self._unsorted |= self._sessions
+        while self._due and self._due[0][0] <= now_s:
+            _, number, stamp = heappop(self._due)
+            if self._stamps.get(number) == stamp:
+                self.changed(self._sessions[number])
         self._sort()
         chosen: list[tuple[BlockHash, Session, int]] = []
         passed: list[Session] = []  # nothing of theirs is evictable now
@@ -309,7 +317,10 @@ class FromTail(CpuOrder):
         self._sessions[number] = session
         stamp = self._stamps[number] = next(self._next)
         tail = (own[-1].place + 1) * self._per - 1
-        passed = bisect_right(self._policy.ages, self._now_s - session.last_active_s)
+        ages = self._policy.ages
+        passed = bisect_right(ages, self._now_s - session.last_active_s)
+        if passed < len(ages):
+            heappush(self._due, (session.last_active_s + ages[passed] - _ROUNDING_S, number, stamp))
         bucket = self._policy.bucket(session, tail), passed
         head = _Head(self._policy.order(session, tail), session.last_active_s, number, stamp)
         heappush(self._heads.setdefault(bucket, []), head)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar, cast
 
@@ -13,6 +13,7 @@ from pensieve.core.hint import Hint
 from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.request import TokenArray
 from pensieve.core.session import Session
+from pensieve.errors import PensieveError
 from pensieve.plugins.caches.cpu_orders import FromTail, Lru, Use
 
 log = logging.getLogger("vllm.pensieve")
@@ -22,12 +23,6 @@ ACTION = "pensieve"
 REMEMBERED = 4096  # conversations, or as many as there are chunks
 _HINTS = tuple(one.name for one in fields(Hint))
 _T = TypeVar("_T")
-
-
-class Chunk(Protocol):
-    """vLLM's ChunkStatus. ref_cnt: loads that read it; -1 while it is being stored."""
-
-    ref_cnt: int
 
 
 class RequestContext(Protocol):
@@ -44,13 +39,13 @@ class RequestContext(Protocol):
 
 @dataclass(slots=True)
 class _Asked:
-    """A request. known: its conversation has been found, not only begun."""
+    """A request. known: its conversation has been found, not only begun. missed: chunks that it wanted to store."""
 
     session: Session
     said: Mapping[str, Any]
     known: bool
     began_s: float
-    missed: list[bytes]
+    missed: set[bytes]
 
 
 class TailPolicy:
@@ -58,11 +53,11 @@ class TailPolicy:
 
     make: the eviction policy, anew. chunk_tokens: of a chunk of vLLM, which is `blocks_per_chunk` chunks of the policy.
 
-    A request names its conversation in kv_transfer_params["session"], or in the payload of a KV hint of type "pensieve";
-    the fields of core.hint.Hint stand beside it. Where it names none, it goes on with the conversation whose last full
-    chunk its prompt has, which is known when the request ends.
+    A request names its conversation in kv_transfer_params["session"], or in the payload of a KV hint of type "pensieve"; the
+    fields of core.hint.Hint may stand beside it. Where it names none, it goes on with the conversation whose last full chunk
+    its prompt has, which may be known only when the request ends.
 
-    What the eviction policy raises is logged once; least recently used goes first from then on. failure: that exception.
+    What the eviction policy raises is logged once, and least recently used goes first from then on. failure: that exception.
     by_lru: choices that were made so.
     """
 
@@ -75,32 +70,29 @@ class TailPolicy:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make, self._per, self._clock = make, blocks_per_chunk, clock
-        self._chunk_tokens = chunk_tokens
-        self._remembered = max(REMEMBERED, capacity)
+        self._chunk_tokens, self._remembered = chunk_tokens, max(REMEMBERED, capacity)
         self.failure: Exception | None = None
-        self.by_lru = 0
-        self._told_chain = False
-        self._sessions = 0
+        self.by_lru = self._sessions = 0
+        self._told = False
         self.clear()
 
     # -- vLLM's methods -----------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        self._chunks: dict[bytes, Any] = {}
+        self._chunks: dict[bytes, Any] = {}  # ChunkStatus: its ref_cnt counts loads, and is -1 while it is being stored
         self._lru = Lru()
         self._named: OrderedDict[str, Session] = OrderedDict()
         self._ends: OrderedDict[bytes, Session] = OrderedDict()  # last full chunk -> conversation without a name
-        self._end_of: dict[int, bytes] = {}
         self._asked: dict[str, _Asked] = {}
         self._expected: dict[bytes, tuple[Session, int]] = {}  # missed and not inserted yet
         self._nobody = self._new("")
         self._policy = self._make()
-        self._tail: FromTail | None = None if self.failure else FromTail(self._policy, self._per)
+        self._tail = None if self.failure else FromTail(self._policy, self._per)
 
     def get(self, key: bytes) -> Any:
         return self._chunks.get(key)
 
-    def insert(self, key: bytes, chunk: Chunk) -> None:
+    def insert(self, key: bytes, chunk: Any) -> None:
         self._chunks[key] = chunk
         session, index = self._expected.pop(key, (self._nobody, 0))
         self._lru.insert(key, session, index)
@@ -112,14 +104,14 @@ class TailPolicy:
         self._try(lambda tail: tail.remove(key))
 
     def touch(self, keys: Iterable[bytes], req_context: RequestContext) -> None:
-        places = dict(self._places(keys, req_context))
-        self._used(self._ask(req_context, ()).session, Use(0, offered=places))
+        places = self._places(keys, req_context)
+        self._used(self._ask(req_context, places).session, Use(0, places))
 
     def on_store_miss(self, keys: Iterable[bytes], req_context: RequestContext) -> None:
-        places = dict(self._places(keys, req_context))
+        places = self._places(keys, req_context)
         asked = self._ask(req_context, places)
-        asked.missed += places
-        self._expected.update({key: (asked.session, index) for key, index in places.items()})
+        asked.missed.update(places)
+        self._expected |= {key: (asked.session, index) for key, index in places.items()}
 
     def on_request_finished(
         self,
@@ -128,23 +120,21 @@ class TailPolicy:
         reused_keys: set[bytes],
         req_context: RequestContext,
     ) -> None:
-        keys = [key for group in key_groups for key in group]
-        places = dict(self._places(keys, req_context))
+        places = self._places((key for group in key_groups for key in group), req_context)
         asked = self._ask(req_context, places)
         del self._asked[req_context.req_id]
         for key in asked.missed:
             self._expected.pop(key, None)
-        now_s = self._clock()
         session = asked.session
         if not asked.known:
             session = self._continued(places) or session
             self._begin(session, places, asked.began_s)
-        if "session" not in asked.said and key_groups and key_groups[0]:
-            self._remember_end(session, key_groups[0][-1])
+        if "session" not in asked.said and places:
+            self._keep(self._ends, key_groups[0][-1], session)
         self._lengthen(session, places)
-        session.last_active_s, session.hint = now_s, _hint(asked.said)
-        if self._policy.rest is not None:
-            self._try(lambda _: cast(Any, self._policy.rest)(session, now_s))
+        session.last_active_s, session.hint = self._clock(), _hint(asked.said)
+        if (rest := self._policy.rest) is not None:
+            self._try(lambda _: rest(session, session.last_active_s))
         self._used(session, Use(len(session.tokens), places, set(reused_keys), set(insertion_only_keys)))
 
     def evict(self, n: int, protected: Collection[bytes]) -> list[tuple[bytes, Any]] | None:
@@ -156,48 +146,42 @@ class TailPolicy:
         if n == 0:
             return []
         chosen = self._try(lambda tail: tail.choose(n, evictable, now_s))
-        if self._tail is not None and chosen is not None:
-            for key in chosen:
-                self._lru.remove(key)
-        elif self._tail is None:
+        if self._tail is None:
             self.by_lru += 1
             chosen = self._lru.choose(n, evictable, now_s)
+        elif chosen is not None:
+            for key in chosen:
+                self._lru.remove(key)
         return None if chosen is None else [(key, chunks.pop(key)) for key in chosen]
-
-    def mark_evictable(self, key: bytes) -> None:
-        return None
-
-    def mark_non_evictable(self, key: bytes) -> None:
-        return None
 
     # -- conversations ------------------------------------------------------------------------------------------------
 
-    def _ask(self, context: RequestContext, places: Collection[bytes]) -> _Asked:
+    def _ask(self, context: RequestContext, places: Mapping[bytes, int]) -> _Asked:
         """The request, which has just begun where it is not known."""
         asked = self._asked.get(context.req_id)
         if asked is None:
-            said = _said(context)
+            said, now_s = _said(context), self._clock()
             name = said.get("session")
-            if name is None and not self._told_chain:
-                self._told_chain = True
+            if name is None and not self._told:
+                self._told = True
                 log.info(
                     "A request names no session (kv_transfer_params.session): each prompt goes on with the conversation "
                     "whose last full chunk it has."
                 )
-            session = self._continued(places) if name is None else self._of_name(str(name))
-            now_s = self._clock()
-            asked = _Asked(session or self._new(context.req_id), said, session is not None, now_s, [])
+            found = self._continued(places) if name is None else self._named.pop(str(name), None) or self._new(name)
+            if found is not None:
+                self._begin(found, places, now_s)
+            if name is not None and found is not None:
+                self._keep(self._named, str(name), found)
+            asked = _Asked(found or self._new(context.req_id), said, found is not None, now_s, set())
             self._asked[context.req_id] = asked
-            if session is not None:
-                self._begin(session, places, now_s)
         return asked
 
-    def _begin(self, session: Session, places: Mapping[bytes, int] | Collection[bytes], now_s: float) -> None:
+    def _begin(self, session: Session, places: Mapping[bytes, int], now_s: float) -> None:
         """A turn of it."""
-        if isinstance(places, Mapping):
-            self._lengthen(session, places)
-        if self._policy.observe is not None:
-            self._try(lambda _: cast(Any, self._policy.observe)(session, now_s))
+        self._lengthen(session, places)
+        if (observe := self._policy.observe) is not None:
+            self._try(lambda _: observe(session, now_s))
         session.turns += 1
         session.last_active_s = now_s
         self._try(lambda tail: tail.changed(session))
@@ -207,40 +191,27 @@ class TailPolicy:
         tokens = (max(places.values(), default=-1) + 1) * self._chunk_tokens
         session.tokens = cast("TokenArray[int]", range(max(tokens, len(session.tokens))))
 
-    def _of_name(self, name: str) -> Session:
-        session = self._named.pop(name, None) or self._new(name)
-        self._named[name] = session
-        if len(self._named) > self._remembered:
-            self._named.popitem(last=False)
-        return session
-
-    def _new(self, name: str) -> Session:
+    def _new(self, name: object) -> Session:
         self._sessions += 1
         now_s = self._clock()
-        return Session(name, self._sessions, now_s, now_s)
+        return Session(str(name), self._sessions, now_s, now_s)
 
-    def _continued(self, keys: Collection[bytes]) -> Session | None:
-        """The conversation whose last full chunk is the last one known of these."""
-        return next((self._ends[key] for key in reversed(list(keys)) if key in self._ends), None)
+    def _continued(self, places: Mapping[bytes, int]) -> Session | None:
+        """The conversation whose last full chunk is among these, the last one of them; it has none until it is kept again."""
+        return next((self._ends.pop(key) for key in reversed(list(places)) if key in self._ends), None)
 
-    def _remember_end(self, session: Session, key: bytes) -> None:
-        before = self._end_of.pop(session.number, None)
-        if before is not None:
-            self._ends.pop(before, None)
-        other = self._ends.pop(key, None)
-        if other is not None:
-            self._end_of.pop(other.number, None)
-        self._ends[key] = session
-        self._end_of[session.number] = key
-        if len(self._ends) > self._remembered:
-            _, oldest = self._ends.popitem(last=False)
-            self._end_of.pop(oldest.number, None)
+    def _keep(self, known: OrderedDict[Any, Session], name: Any, session: Session) -> None:
+        known[name] = session
+        known.move_to_end(name)
+        if len(known) > self._remembered:
+            known.popitem(last=False)
 
     # -- how ----------------------------------------------------------------------------------------------------------
 
-    def _places(self, keys: Iterable[bytes], context: RequestContext) -> Iterator[tuple[bytes, int]]:
-        for key in keys:
-            yield key, max(0, (context.get_offload_key_position(key) or 0) // self._chunk_tokens - 1)
+    def _places(self, keys: Iterable[bytes], context: RequestContext) -> dict[bytes, int]:
+        """The index of each chunk in its prompt."""
+        size, end = self._chunk_tokens, context.get_offload_key_position
+        return {key: max(0, (end(key) or 0) // size - 1) for key in keys}
 
     def _used(self, session: Session, use: Use) -> None:
         self._lru.used(session, use)
@@ -259,28 +230,22 @@ class TailPolicy:
             return act(self._tail)
         except Exception as error:  # whatever it is, no request shall end by it
             self.failure, self._tail = error, None
-            log.exception(
-                "The eviction policy %s failed; least recently used goes first from now on.",
-                type(self._policy).__name__,
-            )
+            name = type(self._policy).__name__
+            log.exception("The eviction policy %s failed; least recently used goes first from now on.", name)
             return None
 
 
 def _said(context: RequestContext) -> Mapping[str, Any]:
     """What the client said of the conversation."""
-    said: dict[str, Any] = {}
-    for action in getattr(context.kv_hints, "actions", ()):
-        if action.action_type == ACTION:
-            said |= action.payload
-    return said | (context.kv_transfer_params or {})
+    actions = getattr(context.kv_hints, "actions", ())
+    hinted = [action.payload for action in actions if action.action_type == ACTION]
+    return {name: value for said in (*hinted, context.kv_transfer_params or {}) for name, value in said.items()}
 
 
 def _hint(said: Mapping[str, Any]) -> Hint | None:
     given = {name: said[name] for name in _HINTS if said.get(name) is not None}
-    if not given:
-        return None
     try:
-        return Hint(**given)
-    except Exception as error:
+        return Hint(**given) if given else None
+    except PensieveError as error:
         log.warning("A request's hint is not understood: %s", error)
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import vllm
@@ -11,12 +10,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
-from pensieve.errors import ConfigError
 from pensieve.plugins.vllm.chunks import TailPolicy
-from pensieve.plugins.vllm.options import Tiers, policy_maker
+from pensieve.plugins.vllm.options import Tiers, policy_maker, refuse_untested
 
-TESTED = "0.32."
-UNTESTED_ENV = "PENSIEVE_VLLM_UNTESTED"
 THEIRS = ("lru", "arc")
 
 
@@ -35,46 +31,33 @@ class PensieveConnector(OffloadingConnector):
             super().__init__(vllm_config, role, kv_cache_config)
 
 
-def refuse_untested(version: str) -> None:
-    """Raises ConfigError: the contract of policies changes from version to version of vLLM."""
-    if not version.startswith(TESTED) and not os.environ.get(UNTESTED_ENV):
-        raise ConfigError(
-            f"This vLLM is {version}, and the plug-in is tested with {TESTED}*; test it in a checkout of Pensieve with "
-            f"`make vllm-compat VLLM=vllm=={version}`, and set {UNTESTED_ENV}=1 if that passes."
-        )
-
-
 class _Policy(TailPolicy, CachePolicy):
     policy = ""
 
     def __init__(self, cache_capacity: int) -> None:
         config = get_current_vllm_config()
-        extra = config.kv_transfer_config.kv_connector_extra_config
         tiers = tiers_of(config, cache_capacity)
-        make = policy_maker(self.policy, extra, tiers)
-        chunk_tokens = tiers.block_tokens * tiers.blocks_per_chunk
-        TailPolicy.__init__(self, make, cache_capacity, chunk_tokens, tiers.blocks_per_chunk)
+        make = policy_maker(self.policy, config.kv_transfer_config.kv_connector_extra_config, tiers)
+        per = tiers.blocks_per_chunk
+        TailPolicy.__init__(self, make, cache_capacity, per * tiers.block_tokens, per)
         self.cache_capacity = cache_capacity
 
 
 def tiers_of(config: Any, chunks: int) -> Tiers:
     """config: vLLM's whole configuration."""
-    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    model, block = config.model_config, config.cache_config.block_size
     extra = config.kv_transfer_config.kv_connector_extra_config
-    per = int(extra.get("blocks_per_chunk") or int(extra.get("block_size") or cache.block_size) // cache.block_size)
-    heads = model.get_total_num_kv_heads()
-    dtype = str(model.dtype).removeprefix("torch.")
-    layers = model.get_total_num_hidden_layers()
+    elements = model.get_total_num_hidden_layers() * model.get_total_num_kv_heads() * model.get_head_size()
     return Tiers(
         architecture=model.hf_text_config.to_dict(),
-        dtype=dtype,
+        dtype=str(model.dtype).removeprefix("torch."),
         device=str(current_platform.get_device_name()),
-        devices=parallel.world_size,
-        block_tokens=cache.block_size,
-        blocks_per_chunk=per,
-        device_blocks=(cache.num_gpu_blocks or 1) - 1,  # the first is vLLM's own
+        devices=config.parallel_config.world_size,
+        block_tokens=block,
+        blocks_per_chunk=int(extra.get("blocks_per_chunk") or int(extra.get("block_size") or block) // block),
+        device_blocks=(config.cache_config.num_gpu_blocks or 1) - 1,  # the first is vLLM's own
         chunks=chunks,
-        kv_bytes_per_token=2 * layers * heads * model.get_head_size() * model.dtype.itemsize,
+        kv_bytes_per_token=2 * elements * model.dtype.itemsize,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +17,23 @@ from pensieve.specs import HardwareSpec, ModelSpec
 
 log = logging.getLogger("vllm.pensieve")
 
+TESTED = "0.32."
+UNTESTED_ENV = "PENSIEVE_VLLM_UNTESTED"
+
+
+def refuse_untested(version: str) -> None:
+    """Raises ConfigError: the contract of policies changes from version to version of vLLM."""
+    if not version.startswith(TESTED) and not os.environ.get(UNTESTED_ENV):
+        raise ConfigError(
+            f"This vLLM is {version}, and the plug-in is tested with {TESTED}*; test it in a checkout of Pensieve with "
+            f"`make vllm-compat VLLM=vllm=={version}`, and set {UNTESTED_ENV}=1 if that passes."
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
     """As vLLM reports them. architecture: of the model's configuration. device: the card's name. kv_bytes_per_token: of all
-    devices."""
+    devices together. block_tokens: of a block, of which a chunk of the CPU tier has blocks_per_chunk."""
 
     architecture: Mapping[str, Any]
     dtype: str
@@ -39,15 +52,13 @@ def policy_maker(name: str, extra: Mapping[str, Any], tiers: Tiers) -> Callable[
     extra: kv_connector_extra_config; of that policy_fields (its parameters), profile (a file of `pensieve profile`), seed.
     Raises ConfigError for a name, a field or a file that cannot be.
     """
-    fields: dict[str, Any] = {}
-    target = name
+    fields, target = {}, name
     if "." not in name:
         if name not in options("eviction"):
-            raise ConfigError(
-                f"eviction_policy={name!r} is none of {', '.join(options('eviction'))}, and no module.Class."
-            )
+            known = ", ".join(options("eviction"))
+            raise ConfigError(f"eviction_policy={name!r} is none of {known}, and no module.Class.")
         fields = _read("eviction", name)
-        target = fields.pop("_target_")
+        target = fields["_target_"]
     module, _, kind_name = target.rpartition(".")
     kind: Any = getattr(import_module(module), kind_name)
     if needs_future(kind):
@@ -75,49 +86,40 @@ def _made(kind: Any, context: PolicyContext, fields: Mapping[str, Any]) -> Evict
         raise ConfigError(f"policy_fields={dict(fields)} do not fit {kind.__name__}: {error}.") from None
 
 
-def _costs(profile: str | None, tiers: Tiers) -> tuple[Callable[[int], float], float]:
-    """Seconds to recompute the block that ends at a context, and to load a block."""
-    if profile is not None:
-        return _measured(profile, tiers)
+def _costs(path: str | None, tiers: Tiers) -> tuple[Callable[[int], float], float]:
+    """Seconds to recompute the block that ends at a context, and to load a block. Imports what only one of both needs."""
+    block, per_token = tiers.block_tokens, tiers.kv_bytes_per_token
+    if path is not None:
+        from pensieve.sim.machine_profile import read_profile
+
+        profile = read_profile(path)
+        costs, measured = profile.costs, profile.block_bytes // profile.costs.chunk_tokens
+        if measured != per_token:
+            raise ConfigError(
+                f"profile={path} was measured with {profile.where.get('model')} in {profile.where.get('dtype')}: KV has "
+                f"{measured} bytes a token there, and {per_token} here; measure one for it."
+            )
+        share = block / costs.chunk_tokens
+        return lambda context_tokens: share * costs.recompute_s(context_tokens), share * costs.load_s()
     from pensieve.sim.roofline import Roofline
 
-    card = next((one for one in options("hardware") if _card(one) and _card(one) in _plain(tiers.device)), None)
-    rates = _read("hardware", card or "sim_a100_80g")
+    plain = tiers.device.lower().replace(" ", "").replace("-", "")
+    cards = {one.removeprefix("sim_").split("_")[0]: one for one in options("hardware")[::-1] if one.startswith("sim_")}
+    card = next((option for name, option in cards.items() if name in plain), None)
     if card is None:
         log.info("No rates are known of %s: costs keep their proportions, by those of an A100.", tiers.device)
-    names = ("flops", "memory_bw", "h2d_bw", "compute_efficiency")
-    known: dict[str, Any] = {name: float(rates[name]) for name in names}
+    rates = _read("hardware", card or cards["a100"])
+    known: dict[str, Any] = {
+        name: float(rates[name]) for name in ("flops", "memory_bw", "h2d_bw", "compute_efficiency")
+    }
     hardware = HardwareSpec(tiers.device, True, gpus=tiers.devices, **known)
     try:
         model = ModelSpec.from_architecture("of vLLM", tiers.architecture, tiers.dtype)
-        roofline = Roofline(model, hardware, tiers.block_tokens)
+        roofline = Roofline(model, hardware, block)
     except (UnsupportedModel, KeyError) as error:  # a field that is not there, or a dtype
         log.warning("Each chunk is taken to cost the same to recompute, since the model has no roofline: %s", error)
-        return lambda context_tokens: 1.0, tiers.block_tokens * tiers.kv_bytes_per_token / hardware.h2d_bw
+        return lambda context_tokens: 1.0, block * per_token / hardware.h2d_bw
     return roofline.recompute_s, roofline.load_s()
-
-
-def _measured(path: str, tiers: Tiers) -> tuple[Callable[[int], float], float]:
-    from pensieve.sim.machine_profile import read_profile
-
-    profile = read_profile(path)
-    measured = profile.costs.chunk_tokens
-    if profile.block_bytes != measured * tiers.kv_bytes_per_token:
-        raise ConfigError(
-            f"profile={path} was measured with {profile.where.get('model')} in {profile.where.get('dtype')}: KV has "
-            f"{profile.block_bytes // measured} bytes a token there, and {tiers.kv_bytes_per_token} here; measure one for it."
-        )
-    share = tiers.block_tokens / measured
-    return lambda context_tokens: share * profile.costs.recompute_s(context_tokens), share * profile.costs.load_s()
-
-
-def _card(option: str) -> str:
-    """A simulated card's name as it stands in a device's: sim_a100_80g is "a100"."""
-    return option.removeprefix("sim_").split("_")[0] if option.startswith("sim_") else ""
-
-
-def _plain(device: str) -> str:
-    return device.lower().replace(" ", "").replace("-", "")
 
 
 def _read(group: str, name: str) -> dict[str, Any]:
