@@ -222,6 +222,8 @@ class Vllm(_Vllm):
         command = [str(self.python), "-P", str(Path(__file__).with_name("vllm_worker.py")), fields]
         self._process = EngineProcess(self._setup.baseline, command, self._variables(), talk=True)
         said = self._process.first_word(self._timeout_s)
+        if "refused" in said:
+            raise ConfigError(said["refused"])
         self._mail, self._sending = {}, threading.Lock()
         threading.Thread(target=self._read, name="vllm-outputs", daemon=True).start()
         load_s = float(said["load_s"])

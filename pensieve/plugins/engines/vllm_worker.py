@@ -1,9 +1,9 @@
 """vLLM's LLM class, driven over standard input and output: python vllm_worker.py JSON, in vLLM's own environment.
 
 The argument: the fields of LLM(...). Dictionaries come in ({"add": id, "prompt": [...], "tokens": n, "eos": [...], "said":
-{...} of its conversation}, {"abort": id}) and go out: first {"settings": ...}, then for each step of a request {"id",
-"tokens", "at", "finished", "reason", "cached", "cached_on_host", "admitted", "policy_failure"}, or {"id", "error",
-"refused"}. Times are of time.perf_counter, which all processes share.
+{...} of its conversation}, {"abort": id}) and go out: first {"settings": ...}, or {"refused": ...} by our own code there,
+then for each step of a request {"id", "tokens", "at", "finished", "reason", "cached", "cached_on_host", "admitted",
+"policy_failure"}, or {"id", "error", "refused"}. Times are of time.perf_counter, which all processes share.
 This file runs by its path: of the package around it only what vLLM's configuration names is imported.
 """
 
@@ -27,7 +27,13 @@ def main(fields: dict) -> None:  # type: ignore[type-arg]
     if offloads:
         load_package()
     began = time.perf_counter()
-    engine = LLM(**fields, disable_log_stats=False).llm_engine
+    try:
+        engine = LLM(**fields, disable_log_stats=False).llm_engine
+    except Exception as error:
+        if not type(error).__module__.startswith("pensieve"):
+            raise
+        out.send({"refused": str(error)})
+        return
     out.send({"settings": settings_of(engine), "load_s": time.perf_counter() - began})
     scheduler = engine.engine_core.engine_core.scheduler
     policy = scheduler.connector.connector_scheduler.manager._policy if offloads else None
