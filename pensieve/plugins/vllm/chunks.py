@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from pensieve.core.hint import Hint
 from pensieve.core.policies.base import EvictionPolicy
@@ -25,18 +25,6 @@ _HINTS = tuple(one.name for one in fields(Hint))
 _T = TypeVar("_T")
 
 
-class RequestContext(Protocol):
-    """vLLM's ReqContext."""
-
-    req_id: str
-    kv_transfer_params: dict[str, Any] | None
-    kv_hints: Any
-
-    def get_offload_key_position(self, key: bytes, /) -> int | None:
-        """The end of the chunk, in tokens of the prompt."""
-        ...
-
-
 @dataclass(slots=True)
 class _Asked:
     """A request. known: its conversation has been found, not only begun. missed: chunks that it wanted to store."""
@@ -51,7 +39,8 @@ class _Asked:
 class TailPolicy:
     """The methods of vLLM 0.32's CachePolicy (v1/kv_offload/cpu/policies/base.py), which its scheduler calls from one thread.
 
-    make: the eviction policy, anew. chunk_tokens: of a chunk of vLLM, which is `blocks_per_chunk` chunks of the policy.
+    Chunks are its ChunkStatus, contexts its ReqContext. make: the eviction policy, anew. chunk_tokens: of a chunk of vLLM,
+    which is `blocks_per_chunk` chunks of the policy.
 
     A request names its conversation in kv_transfer_params["session"], or in the payload of a KV hint of type "pensieve"; the
     fields of core.hint.Hint may stand beside it. Where it names none, it goes on with the conversation whose last full chunk
@@ -79,7 +68,7 @@ class TailPolicy:
     # -- vLLM's methods -----------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        self._chunks: dict[bytes, Any] = {}  # ChunkStatus: its ref_cnt counts loads, and is -1 while it is being stored
+        self._chunks: dict[bytes, Any] = {}
         self._lru = Lru()
         self._named: OrderedDict[str, Session] = OrderedDict()
         self._ends: OrderedDict[bytes, Session] = OrderedDict()  # last full chunk -> conversation without a name
@@ -103,11 +92,11 @@ class TailPolicy:
         self._lru.remove(key)
         self._try(lambda tail: tail.remove(key))
 
-    def touch(self, keys: Iterable[bytes], req_context: RequestContext) -> None:
+    def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
         places = self._places(keys, req_context)
         self._used(self._ask(req_context, places).session, Use(0, places))
 
-    def on_store_miss(self, keys: Iterable[bytes], req_context: RequestContext) -> None:
+    def on_store_miss(self, keys: Iterable[bytes], req_context: Any) -> None:
         places = self._places(keys, req_context)
         asked = self._ask(req_context, places)
         asked.missed.update(places)
@@ -118,7 +107,7 @@ class TailPolicy:
         key_groups: Sequence[Sequence[bytes]],
         insertion_only_keys: set[bytes],
         reused_keys: set[bytes],
-        req_context: RequestContext,
+        req_context: Any,
     ) -> None:
         places = self._places((key for group in key_groups for key in group), req_context)
         asked = self._ask(req_context, places)
@@ -156,7 +145,7 @@ class TailPolicy:
 
     # -- conversations ------------------------------------------------------------------------------------------------
 
-    def _ask(self, context: RequestContext, places: Mapping[bytes, int]) -> _Asked:
+    def _ask(self, context: Any, places: Mapping[bytes, int]) -> _Asked:
         """The request, which has just begun where it is not known."""
         asked = self._asked.get(context.req_id)
         if asked is None:
@@ -208,19 +197,15 @@ class TailPolicy:
 
     # -- how ----------------------------------------------------------------------------------------------------------
 
-    def _places(self, keys: Iterable[bytes], context: RequestContext) -> dict[bytes, int]:
+    def _places(self, keys: Iterable[bytes], context: Any) -> dict[bytes, int]:
         """The index of each chunk in its prompt."""
         size, end = self._chunk_tokens, context.get_offload_key_position
         return {key: max(0, (end(key) or 0) // size - 1) for key in keys}
 
     def _used(self, session: Session, use: Use) -> None:
         self._lru.used(session, use)
-
-        def told(tail: FromTail) -> None:
-            tail.used(session, use)
-            tail.changed(session)
-
-        self._try(told)
+        self._try(lambda tail: tail.used(session, use))
+        self._try(lambda tail: tail.changed(session))
 
     def _try(self, act: Callable[[FromTail], _T]) -> _T | None:
         """What the order says; None, and never asked again, where the policy raises."""
@@ -235,7 +220,7 @@ class TailPolicy:
             return None
 
 
-def _said(context: RequestContext) -> Mapping[str, Any]:
+def _said(context: Any) -> Mapping[str, Any]:
     """What the client said of the conversation."""
     actions = getattr(context.kv_hints, "actions", ())
     hinted = [action.payload for action in actions if action.action_type == ACTION]
