@@ -28,11 +28,14 @@ class Salt:
             digests += keyed.digest()
         return array("q", bytes(digests))
 
-    def number(self, one: int) -> int:
+    def number(self, one: object) -> int:
         """A number for a source's own hash."""
-        return self.blocks(one.to_bytes(8, "big", signed=True), 8)[0]
+        return int.from_bytes(self._of(str(one)).digest(), "big", signed=True)
 
     def name(self, text: str) -> str:
+        return self._of(text).hexdigest()
+
+    def _of(self, text: str) -> hashlib.blake2b:
         keyed = self._keyed.copy()
         keyed.update(text.encode("utf-8", "replace"))
-        return keyed.hexdigest()
+        return keyed

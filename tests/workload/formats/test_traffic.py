@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
 from array import array
 from dataclasses import replace
 
@@ -9,12 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pensieve.errors import MalformedInput
+from pensieve.errors import ConfigError, MalformedInput
 from pensieve.lab.traffic import table
 from pensieve.lab.traffic.hashing import Salt
 from pensieve.lab.traffic.table import Exchange, Facts
 from pensieve.lab.workload.base import WorkloadContext
 from pensieve.lab.workload.fit import Fit
+from pensieve.lab.workload.formats import convert as convert_file
 from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.formats.traffic import convert
 from pensieve.lab.workload.recording import Blocks, Parts, Text
@@ -163,3 +167,102 @@ def test_other_files_are_refused_with_what_they_lack(tmp_path):
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(MalformedInput, match="cannot be read as Parquet"):
         load(path)
+
+
+class GenerateReqInput:  # as SGLang's: an object with fields
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+
+class Runs:
+    """What a pickle must not get run."""
+
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def sglang(path):
+    ids, said = list(range(40)), list(range(40, 50))
+    meta = {"prompt_tokens": 40, "completion_tokens": 10, "cached_tokens": 0, "finish_reason": {"type": "stop"}}
+    more = {**meta, "prompt_tokens": 60, "cached_tokens": 48}
+    requests = [
+        (GenerateReqInput(input_ids=ids + said + ids[:10], rid="b"), {"meta_info": more}, 13.5, 15.0),
+        (GenerateReqInput(input_ids=ids, rid="a"), {"meta_info": meta, "output_ids": said}, 10.0, 12.0),
+    ]
+    path.write_bytes(pickle.dumps({"server_args": Runs(), "requests": requests}))
+
+
+def lookups(path):
+    def one(at_s, name, tokens, *hashes):
+        return {"timestamp": at_s, "request_id": name, "model_name": "m", "chunk_size": 16, "seq_len": tokens,
+                "dtypes": [], "shapes": [], "chunk_hashes": list(hashes)}  # fmt: skip
+
+    lines(
+        path,
+        one(10.0, "a", 40, "0xa", "0xb"),
+        one(10.1, "a", 40, "0xa", "0xb"),
+        one(13.5, "b", 60, "0xa", "0xb", "0xc"),
+    )
+
+
+def lifecycle(path):
+    def one(at_s, tokens, *said):
+        body = {"messages": [{"role": "user", "content": one} for one in said]}
+        info = {"input_tokens": tokens, "output_tokens": 10, "output_token_times": [at_s + 0.5]}
+        return {
+            "start_time": at_s,
+            "end_time": at_s + 2,
+            "request": json.dumps(body),
+            "response": "",
+            "info": info,
+            "error": None,
+        }
+
+    path.write_text(json.dumps([one(13.5, 60, "hello " * 30, "and " * 20), one(10.0, 40, "hello " * 30)]))
+
+
+def profiled(path):
+    def one(at_s, tokens):
+        metrics = {"input_sequence_length": tokens, "output_sequence_length": 10, "time_to_first_token": 500.0}
+        about = {
+            "request_start_ns": int(at_s * 1e9),
+            "request_end_ns": int(at_s * 1e9) + 2 * 10**9,
+            "x_correlation_id": "s",
+        }
+        return {
+            "metadata": about,
+            "metrics": {name: {"value": value} for name, value in metrics.items()},
+            "error": None,
+        }
+
+    lines(path, one(10.0, 40), one(13.5, 60))
+
+
+SOURCES = {"lmcache_lookup": lookups, "sglang_dump": sglang, "inference_perf": lifecycle, "aiperf": profiled}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_others_wrote_of_served_requests_becomes_rows(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = tmp_path / ("source.pkl" if name == "sglang_dump" else "source.json")
+    SOURCES[name](source)
+    convert_file(str(source), None, tmp_path / "t.parquet", SALT)
+    rows = list(table.read(tmp_path / "t.parquet"))
+    assert [(row.request, row.arrival_s, row.prompt_tokens, row.status) for row in rows] == [
+        (0, 0.0, 40, "completed"), (1, 3.5, 60, "completed"),
+    ]  # fmt: skip
+    if name != "aiperf":
+        assert rows[1].blocks[:2] == rows[0].blocks[:2] and 2 <= len(rows[0].blocks) < len(rows[1].blocks)
+    if name in ("inference_perf", "aiperf"):
+        assert rows[1].first_token_s == 4.0 and rows[1].end_s == 5.5
+    if name == "sglang_dump":
+        assert [row.cached_tokens for row in rows] == [0, 48] and rows[1].blocks[2] == rows[0].output_blocks[0]
+    assert not (tmp_path / "ran").exists()
+    direct, converted = load(source), load(tmp_path / "t.parquet")
+    assert direct.format == name and direct.requests == converted.requests == 2
+    assert [one.calls[-1].content.tokens for one in converted.conversations][-1] == 60
+
+
+def test_an_unknown_format_is_refused_with_what_it_lacks(tmp_path):
+    with pytest.raises(ConfigError, match="nearest to mooncake, and lacks hash_ids"):
+        load(lines(tmp_path / "x.jsonl", {"input_length": 3, "when": 0}))

@@ -13,8 +13,7 @@ from pensieve.lab.commands.record.proxy import Proxy
 from pensieve.lab.commands.record.writer import Writer
 from pensieve.lab.traffic.hashing import Salt
 from pensieve.lab.traffic.journal import finish
-from pensieve.lab.workload.formats import FORMATS, load
-from pensieve.lab.workload.formats.traffic import convert
+from pensieve.lab.workload.formats import FORMATS, convert
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -39,7 +38,7 @@ def record(asked: argparse.Namespace) -> int:
     if asked.upstream is not None and asked.source is not None:
         raise ConfigError("Give --upstream or --from, not both.")
     if asked.source is not None:
-        convert(load(asked.source, asked.format), asked.out, Salt())
+        convert(asked.source, asked.format, asked.out, Salt())
         print(f"{asked.out} is written.")
         return 0
     if asked.upstream is None:

@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from pensieve.errors import ConfigError
-from pensieve.lab.traffic.table import is_traffic
-from pensieve.lab.workload.formats import text, timed, traffic, weka
+from pensieve.lab.traffic import table
+from pensieve.lab.traffic.hashing import Salt
+from pensieve.lab.workload.formats import benchmarks, lmcache, text, timed, traffic, weka
 from pensieve.lab.workload.formats.reading import OnMalformed, Reader
 from pensieve.lab.workload.recording import Recording
 
@@ -26,6 +27,7 @@ FORMATS: dict[str, Callable[[Reader], Recording]] = {
     "mt_bench": partial(text.read, "mt_bench"),
     "mt_bench_101": partial(text.read, "mt_bench_101"),
     "traffic": traffic.read,
+    **{name: partial(traffic.read_served, name) for name in traffic.SERVED},
 }
 _FIELDS = {
     "openai_jsonl": {"messages"},
@@ -39,6 +41,9 @@ _FIELDS = {
     "burstgpt": set(timed.BURSTGPT),
     "mt_bench": {"question_id", "turns"},
     "mt_bench_101": {"history"},
+    "lmcache_lookup": lmcache.FIELDS,
+    "inference_perf": benchmarks.INFERENCE_PERF,
+    "aiperf": benchmarks.AIPERF,
 }
 """What the first entry of a file has, by format, the first match first. ShareGPT's has one of several."""
 
@@ -53,7 +58,7 @@ def load(path: str | Path, format: str | None = None, on_malformed: OnMalformed 
     found = Path(path).expanduser()
     if not found.exists():
         raise ConfigError(f"workload.path={path} does not exist; give the file (or folder) of the recorded requests.")
-    format = format or _format_of(Reader(found, on_malformed))
+    format = format or _format_of(found)
     recording = FORMATS[format](Reader(found, on_malformed))
     if not recording.conversations:
         raise ConfigError(
@@ -62,16 +67,31 @@ def load(path: str | Path, format: str | None = None, on_malformed: OnMalformed 
     return recording
 
 
-def _format_of(reader: Reader) -> str:
-    if is_traffic(reader.path):
+def convert(path: str, format: str | None, out: Path, salt: Salt) -> None:
+    """Write requests of any format as recorded traffic. Raises as load does, and OSError."""
+    found = Path(path).expanduser()
+    named = format or (_format_of(found) if found.exists() else "")
+    if found.exists() and named in traffic.SERVED:
+        table.write(out, *traffic.served(named, Reader(found, "fail"), salt))
+    else:
+        traffic.convert(load(path, named or None), out, salt)
+
+
+def _format_of(path: Path) -> str:
+    if table.is_traffic(path):
         return "traffic"
-    fields = reader.first_fields()
+    if path.suffix == ".pkl" or (path.is_dir() and any(path.glob("*.pkl"))):
+        return "sglang_dump"
+    fields = Reader(path, "fail").first_fields()
     for name, needed in _FIELDS.items():
         if needed <= fields:
             return name
     if fields & {"conversations", "data"}:
         return "sharegpt"
+    near = max(_FIELDS, key=lambda name: len(_FIELDS[name] & fields) / len(_FIELDS[name]))
+    lacking = ", ".join(sorted(_FIELDS[near] - fields))
+    lacking = f" It is nearest to {near}, and lacks {lacking}." if fields & _FIELDS[near] else ""
     raise ConfigError(
-        f"The format of workload.path={reader.path} cannot be told from its first entry; say which it is with "
-        f"workload.format={'|'.join(FORMATS)}."
+        f"The format of workload.path={path} cannot be told from its first entry; say which it is with "
+        f"workload.format={'|'.join(FORMATS)}.{lacking}"
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import get_args
@@ -11,6 +12,7 @@ from pensieve.core.hint import Hint, StopReason
 from pensieve.lab.traffic import table
 from pensieve.lab.traffic.hashing import BLOCK_BYTES, Salt
 from pensieve.lab.traffic.table import Exchange, Facts
+from pensieve.lab.workload.formats import benchmarks, lmcache, sglang
 from pensieve.lab.workload.formats.reading import Reader
 from pensieve.lab.workload.formats.timed import shared_prefix
 from pensieve.lab.workload.recording import (
@@ -43,9 +45,37 @@ STOPS |= {one: one for one in get_args(StopReason)}
 # -- from the file to a workload ----------------------------------------------------------------------------------------
 
 
+SERVED: dict[str, Callable[[Reader, Salt], tuple[Facts, list[Exchange]]]] = {
+    "lmcache_lookup": lmcache.rows,
+    "sglang_dump": sglang.rows,
+    "inference_perf": benchmarks.inference_perf,
+    "aiperf": benchmarks.aiperf,
+}
+"""What engines and load generators wrote of requests that were served: rows of recorded traffic."""
+
+
+def served(format: str, reader: Reader, salt: Salt) -> tuple[Facts, list[Exchange]]:
+    """The rows in order of arrival, which begin at second 0. Raises MalformedInput."""
+    facts, rows = SERVED[format](reader, salt)
+    rows.sort(key=lambda one: one.arrival_s or 0.0)
+    start_s = rows[0].arrival_s or 0.0 if rows else 0.0
+    for number, one in enumerate(rows):
+        one.request = number
+        for name in ("arrival_s", "first_token_s", "end_s"):
+            if getattr(one, name) is not None:
+                setattr(one, name, getattr(one, name) - start_s)
+    return replace(facts, started_unix_s=start_s), rows
+
+
+def read_served(format: str, reader: Reader) -> Recording:
+    return _recording(format, reader, *served(format, reader, Salt(b"of a replay")))
+
+
 def read(reader: Reader) -> Recording:
-    facts = table.read_facts(reader.path)
-    found = list(table.read(reader.path))
+    return _recording("traffic", reader, table.read_facts(reader.path), list(table.read(reader.path)))
+
+
+def _recording(format: str, reader: Reader, facts: Facts, found: Sequence[Exchange]) -> Recording:
     asked = [
         one
         for one in found
@@ -63,7 +93,7 @@ def read(reader: Reader) -> Recording:
         conversations.append(Conversation(name, tuple(_calls(each, facts)), begun))
     left_out = {"requests_left_out": len(found) - len(asked)} if len(found) > len(asked) else {}
     return reader.recording(
-        "traffic",
+        format,
         conversations,
         f"{RULE} {facts.rule}".strip(),
         {"recorded_by": facts.source, **left_out},
