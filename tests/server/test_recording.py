@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from itertools import pairwise
 from typing import Any
@@ -16,6 +17,7 @@ from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.recording import Blocks
 from pensieve.serve.server.create import server_of
 from pensieve.serve.server.recording import Recording
+from tests.composed import replayed
 from tests.server.test_chat import composed
 
 
@@ -52,3 +54,24 @@ def test_live_turns_are_recorded_traffic(config: dict[str, Any], tmp_path: Any) 
 def test_a_file_that_cannot_be_made_is_refused(config: dict[str, Any], tmp_path: Any) -> None:
     with server_of(config) as server, pytest.raises(ConfigError, match="cannot be recorded"):
         Recording(server, tmp_path / "no folder" / "traffic.parquet", config)
+
+
+@pytest.mark.parametrize("baseline", ["pensieve", "prefix_cache"])
+def test_a_replay_finds_what_the_server_found_token_for_token(baseline: str, tmp_path: Any) -> None:
+    typed = ("model=tiny", f"baseline={baseline}", "cache.gpu=4096 tokens", "cache.cpu=4096 tokens")
+    fields = composed("hardware=sim_h100", *typed)
+    del fields["chat"]
+    draw = random.Random(1)
+    with server_of(fields) as server:
+        recording = Recording(server, tmp_path / "traffic.parquet", fields)
+        for _ in range(60):
+            text = "word " * draw.randrange(5, 60)
+            server.generate(f"s{draw.randrange(12)}", text=text, max_new_tokens=draw.randrange(5, 60), ignore_eos=True)
+        recording.close()
+    rows = list(read(recording.path))
+    record, _ = replayed("workload=trace", f"workload.path={recording.path}", *typed)
+    turns = sorted((turn for turn in record.turns if turn.phase != "warmup"), key=lambda turn: turn.intended_s)
+    assert [(turn.prompt_tokens, turn.gpu_hit_tokens, turn.cpu_hit_tokens) for turn in turns] == [
+        (row.prompt_tokens, row.cached_gpu_tokens, row.cached_cpu_tokens) for row in rows
+    ]
+    assert 0 < sum(row.cached_tokens for row in rows) < sum(row.prompt_tokens for row in rows) * 0.7
