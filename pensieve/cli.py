@@ -59,7 +59,7 @@ def main() -> None:
     """The console script: pensieve VERB, with the arguments of runners/VERB.py."""
     verbs = {
         verb.__name__: verb
-        for verb in (demo, run, size, serve, record, chat, compare, results, mlflow, bench, profile, doctor)
+        for verb in (demo, run, size, advise, serve, record, chat, compare, results, mlflow, bench, profile, doctor)
     }
     parser = argparse.ArgumentParser(
         prog="pensieve",
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("verb", choices=verbs, help="pensieve VERB --help lists the verb's arguments")
     if sys.argv[1:2] == ["-sc"]:  # Hydra's shell completion calls the command without its verb
         _, *words = os.environ.get("COMP_LINE", "pensieve").split(" ")
-        if words[:1] not in (["run"], ["size"], ["bench"], ["results"]):
+        if words[:1] not in (["run"], ["size"], ["advise"], ["bench"], ["results"]):
             print(" ".join(verbs))
             return
         os.environ["COMP_LINE"] = " ".join(["pensieve", *words[1:]])
@@ -117,6 +117,31 @@ def size() -> int:
         return run_map(cfg, list(hydra.overrides.task), Path(hydra.runtime.output_dir))
 
     return _composed("size", body)
+
+
+def advise() -> int:
+    """What recorded traffic lost in the cache, and what would help: FILE [group=option] [engine=vllm blocks=N]."""
+    given = [
+        [text] if "=" in text or text[:1] == "-" else ["workload=trace", f"workload.path={text}"]
+        for text in sys.argv[1:]
+    ]
+    sys.argv[1:] = [text for texts in given for text in texts]
+
+    def body(cfg: DictConfig) -> int:
+        with _imports():
+            from pensieve.lab.commands.advise.advice import advise as advice_of
+            from pensieve.lab.commands.advise.page import page_of, render, show
+            from pensieve.lab.trial.terminal import console
+
+        advice = advice_of(cfg, _say)
+        page = page_of(advice)
+        show(page, console())
+        to = Path(advice.settings.to or advice.path.with_suffix(".advice.html")).expanduser()
+        to.write_text(render(page), encoding="utf-8")
+        print(f"Page:     {to}   ({advice.took_s:.0f} s)")
+        return 0
+
+    return _composed("advise", body)
 
 
 def bench() -> int:

@@ -352,7 +352,12 @@ def torch_options(
 
 def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
     """The workload, without asking whether it fits this baseline."""
-    context = WorkloadContext(
+    return in_state(plan.config.cache_state, find_parts(plan.config).workload, workload_context(plan, tokenizer))
+
+
+def workload_context(plan: TrialPlan, tokenizer: Tokenizer) -> WorkloadContext:
+    """What a workload may know of the planned system."""
+    return WorkloadContext(
         seed=plan.config.seed,
         gpu_tokens=plan.budget_gpu_blocks * plan.chunk_tokens,
         cpu_tokens=plan.budget_cpu_blocks * plan.chunk_tokens,
@@ -366,7 +371,6 @@ def make_workload(plan: TrialPlan, tokenizer: Tokenizer) -> Workload:
         byte_tokens=tokenizer.name == ByteTokenizer.name,
         stateless_capacity=_capacity(plan) if plan.device.simulated else None,
     )
-    return in_state(plan.config.cache_state, find_parts(plan.config).workload, context)
 
 
 def _capacity(plan: TrialPlan) -> Callable[[Lengths], float]:

@@ -196,11 +196,16 @@ def read_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[p
 def read(path: Path) -> Iterator[Exchange]:
     """The rows in order of arrival. Raises MalformedInput."""
     for batch in read_batches(path):
-        blocks, output_blocks = (_arrays(batch.column(name)) for name in ("blocks", "output_blocks"))
-        for place, row in enumerate(batch.drop_columns(["blocks", "output_blocks"]).to_pylist()):
-            one = Exchange(**row)
-            one.blocks, one.output_blocks = blocks[place], output_blocks[place]
-            yield one
+        yield from exchanges(batch)
+
+
+def exchanges(batch: pa.RecordBatch) -> Iterator[Exchange]:
+    """The rows of a batch with all columns."""
+    blocks, output_blocks = (_arrays(batch.column(name)) for name in ("blocks", "output_blocks"))
+    for place, row in enumerate(batch.drop_columns(["blocks", "output_blocks"]).to_pylist()):
+        one = Exchange(**row)
+        one.blocks, one.output_blocks = blocks[place], output_blocks[place]
+        yield one
 
 
 def _arrays(column: pa.ListArray) -> list[TokenArray[int] | None]:

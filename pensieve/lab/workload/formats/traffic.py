@@ -76,12 +76,25 @@ def read(reader: Reader) -> Recording:
 
 
 def _recording(format: str, reader: Reader, facts: Facts, found: Sequence[Exchange]) -> Recording:
-    asked = [
-        one
-        for one in found
-        if one.status != "failed" and _length(one.prompt_tokens, one.prompt_bytes, facts) is not None
-    ]
-    asked.sort(key=lambda one: one.arrival_s or 0.0)  # a clock may have jumped; stable, for those without times
+    asked = asked_in(found, facts)
+    left_out = {"requests_left_out": len(found) - len(asked)} if len(found) > len(asked) else {}
+    return reader.recording(
+        format,
+        conversations_of(asked, facts),
+        f"{RULE} {facts.rule}".strip(),
+        {"recorded_by": facts.source, **left_out},
+        facts.one_clock,
+    )
+
+
+def asked_in(found: Iterable[Exchange], facts: Facts) -> list[Exchange]:
+    """Those that can be replayed, in order of arrival: a clock may have jumped."""
+    asked = (one for one in found if one.status != "failed" and prompt_tokens(one, facts) is not None)
+    return sorted(asked, key=lambda one: one.arrival_s or 0.0)  # stable, for those without times
+
+
+def conversations_of(asked: Sequence[Exchange], facts: Facts) -> list[Conversation]:
+    """asked: in order of arrival. The order of a call is its place there."""
     sessions: dict[str, list[tuple[int, Exchange]]] = {}
     for order, (name, one) in enumerate(zip(_sessions(asked), asked, strict=True)):
         sessions.setdefault(name, []).append((order, one))
@@ -91,14 +104,12 @@ def _recording(format: str, reader: Reader, facts: Facts, found: Sequence[Exchan
         before = place.get(each[0][1].parent if each[0][1].parent is not None else -1)
         begun = Begun(*before) if before is not None and before[0] != name else None
         conversations.append(Conversation(name, tuple(_calls(each, facts)), begun))
-    left_out = {"requests_left_out": len(found) - len(asked)} if len(found) > len(asked) else {}
-    return reader.recording(
-        format,
-        conversations,
-        f"{RULE} {facts.rule}".strip(),
-        {"recorded_by": facts.source, **left_out},
-        facts.one_clock,
-    )
+    return conversations
+
+
+def prompt_tokens(one: Exchange, facts: Facts) -> int | None:
+    """As the server said, else by the file's ratio."""
+    return _length(one.prompt_tokens, one.prompt_bytes, facts)
 
 
 def _sessions(asked: Sequence[Exchange]) -> Iterator[str]:
@@ -106,14 +117,17 @@ def _sessions(asked: Sequence[Exchange]) -> Iterator[str]:
     shared = shared_prefix([chain(one.blocks or ()) for one in asked if one.session is None])
     holder: dict[int, str] = {}  # the session whose request or reply held a block last, by its chain
     ends: set[int] = set()  # of replies
-    for one in asked:
+    numbers: set[int] = set()
+    for order, one in enumerate(asked):
         if one.session is not None:
             yield one.session
             continue
         prompt = len(one.blocks or ())
         held = chain([*(one.blocks or ()), *(one.output_blocks or ())])
         alike = (x for place, x in reversed(list(enumerate(held[:prompt]))) if x in ends or place >= shared)
-        name = next((holder[x] for x in alike if x in holder), f"prefix-{one.request}")
+        fresh = f"prefix-{one.request}" if one.request not in numbers else f"prefix-{one.request}-{order}"
+        numbers.add(one.request)
+        name = next((holder[x] for x in alike if x in holder), fresh)
         holder.update(dict.fromkeys(held, name))
         ends.update(held[max(prompt, len(held) - 1) :])
         yield name
@@ -131,7 +145,7 @@ def chain(blocks: Iterable[int]) -> list[int]:
 def _calls(each: Sequence[tuple[int, Exchange]], facts: Facts) -> Iterator[Call]:
     before: int | None = None
     for (order, one), after in zip(each, [*(one for _, one in each[1:]), None], strict=True):
-        tokens = _length(one.prompt_tokens, one.prompt_bytes, facts) or 1
+        tokens = prompt_tokens(one, facts) or 1
         content: Content
         said = _length(one.output_tokens, one.output_bytes, facts)
         reply: int | Blocks | None = said

@@ -1,0 +1,294 @@
+"""pensieve advise: read the recording, replay it as its engine was, and then in every way that might help."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from pydantic import BaseModel, ConfigDict, Field
+
+from pensieve.core.cost import PositionPrices
+from pensieve.errors import ConfigError
+from pensieve.lab.commands.advise.causes import Reading, Split, read_causes, split
+from pensieve.lab.commands.advise.replays import Replayed, Task, gain, moved, replay_all, sample
+from pensieve.lab.commands.advise.source import Source, open_source
+from pensieve.lab.compose import TrialPlan, check, plan_trial, read_option, resolved
+from pensieve.lab.compose.settings import check_node
+from pensieve.lab.results.prices import Prices
+from pensieve.lab.statistics import PairedRatio
+from pensieve.lab.traffic.table import Facts
+from pensieve.sim.cost import simulated_cost
+from pensieve.units import format_bytes, parse_capacity
+
+COMMON_EDGE = 0.1
+"""Of the returning conversations: so many differ at one position before that is taken for the template's doing."""
+WORTH = 0.005
+"""Of the prompt tokens: what helps finds so much more, with its whole interval above nothing."""
+
+
+class Settings(BaseModel):
+    """The fields of conf/advise.yaml that no trial has."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    engine: Literal["vllm"] | None = None
+    blocks: int | None = Field(None, ge=1)
+    block_tokens: int | None = Field(None, ge=1)
+    cpu_bytes: float | None = Field(None, ge=0)
+    policy: Literal["lru", "arc"] | None = None
+    replay_s: float = Field(4.0, gt=0)
+    to: str | None = None
+    prices: Prices = Prices()
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the requests were served by: a configuration, and its sizes in tokens. told: by the recording or the user; if not,
+    they are those of the configuration, an assumption."""
+
+    config: Mapping[str, Any]
+    gpu_tokens: int
+    cpu_tokens: int
+    block_tokens: int
+    told: bool
+
+    def changed(self, share: float, gpu: int | None = None, cpu: int | None = None, **fields: Any) -> dict[str, Any]:
+        """The configuration of a replay. share: of the tiers, as of the conversations. fields: whole nodes."""
+        size = self.block_tokens
+
+        def tokens(count: int) -> str:
+            return f"{max(4, round(count * share / size)) * size if count else 0} tokens"
+
+        cache = {
+            **self.config["cache"],
+            "gpu": tokens(gpu or self.gpu_tokens),
+            "cpu": tokens(self.cpu_tokens if cpu is None else cpu),
+            "chunk_tokens": size,
+            "disk": tokens(fields.pop("disk", 0)),
+        }
+        return {**self.config, "cache": cache, **fields}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What might help. added: bytes, by tier. lines: for vLLM's command, none where vLLM cannot do it."""
+
+    name: str
+    why: str
+    config: Mapping[str, Any]
+    added: Mapping[str, int] = field(default_factory=dict)
+    lines: Sequence[str] = ()
+    moved: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    option: Option
+    replayed: Replayed
+    more: PairedRatio
+    faster: PairedRatio
+
+    @property
+    def helps(self) -> bool:
+        return self.more.ratio >= WORTH and (self.more.ci_low or 0.0) >= 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """All that the pages show. share: of the recording's different tokens that the sample has. engine_found: what the engine
+    says it found in the sample; None: it does not say."""
+
+    path: Path
+    source: Source
+    plan: TrialPlan
+    settings: Settings
+    served: Served
+    reading: Reading
+    split: Split
+    split_of: str
+    conversations: int
+    requests: int
+    share: float
+    base: Replayed
+    engine_found: float | None
+    largest_difference: int | None
+    outcomes: Sequence[Outcome]
+    took_s: float
+
+
+def advise(cfg: DictConfig, say: Callable[[str], None]) -> Advice:
+    """Raises ConfigError and MalformedInput for what cannot be advised on."""
+    began = time.monotonic()
+    settings, config = _settings(cfg)
+    path = Path(str(config["workload"].get("path") or "")).expanduser()
+    if not config["workload"].get("path"):
+        raise ConfigError("advise needs the recorded traffic: pensieve advise traffic.parquet, from pensieve record.")
+    source = open_source(path, config["workload"].get("format"))
+    served = _served(config, settings, source.facts)
+    plan = plan_trial(check(served.changed(1.0)))
+    prices = PositionPrices(simulated_cost(plan.model, plan.hardware, served.block_tokens), served.block_tokens)
+    reading = read_causes(source.facts, source.rows, source.named)
+    if reading.replicas > 1:
+        served = replace(served, config={**served.config, "hardware": _routed(served, "random", reading.replicas)})
+    chosen = sample(source.conversations, settings.replay_s, served.block_tokens)
+    part = reading
+    if len(chosen) < len(source.conversations):
+        own = source.only(chosen)
+        part = read_causes(own.facts, own.rows, own.named)
+    share = 1.0 if part is reading else part.unique_tokens / reading.unique_tokens
+    say(f"Read {len(reading.sent):,} requests; replaying {len(part.sent):,} of {part.sessions:,} conversations.")
+    options = _options(served, plan, reading, share)
+    tasks = [Task(served.changed(share), chosen)]
+    tasks += [Task(one.config, chosen if one.moved is None else moved(chosen, one.moved)) for one in options]
+    base, *others = replay_all(tasks)
+    outcomes = [Outcome(one, found, *gain(base, found)) for one, found in zip(options, others, strict=True)]
+    capacity = max(1, reading.replicas) * (served.gpu_tokens + served.cpu_tokens)
+    turns = _turns(part)
+    pairs = [(own, base.found[key], base.prompts[key]) for key, own in turns if own is not None and key in base.found]
+    if all(one.found is not None for one in reading.sent):
+        causes, of = split(reading, [one.found or 0 for one in reading.sent], capacity, prices), "as the engine said"
+    else:
+        found = [base.found.get(key, 0) for key, _ in turns]
+        causes, of = split(part, found, round(capacity * share), prices), "as the replay of the engine found"
+    return Advice(
+        path, source, plan, settings, served, reading, causes, of, part.sessions, len(part.sent), share, base,
+        sum(own for own, _, _ in pairs) / sum(whole for _, _, whole in pairs) if pairs else None,
+        max(abs(own - other) for own, other, _ in pairs) if pairs else None,
+        sorted(outcomes, key=lambda one: (-round(one.more.ratio, 3), sum(one.option.added.values()))),
+        time.monotonic() - began,
+    )  # fmt: skip
+
+
+def _settings(cfg: DictConfig) -> tuple[Settings, dict[str, Any]]:
+    base = cfg.copy()
+    with open_dict(base):
+        given = {name: base.pop(name) for name in Settings.model_fields}
+        base.pop("hydra", None)
+    plain = {name: OmegaConf.to_container(one) if OmegaConf.is_config(one) else one for name, one in given.items()}
+    return check_node(Settings, {"advise": plain}, "advise"), resolved(base)
+
+
+def _served(config: dict[str, Any], settings: Settings, facts: Facts) -> Served:
+    """What served, by the user, else by the recording, else by the configuration."""
+    told = facts.engine
+    block = (
+        settings.block_tokens
+        or told.get("block_tokens")
+        or (int(facts.block_tokens or 0) if facts.unit == "tokens" else 0)
+    )
+    block = int(block or 16)
+    gpu = settings.blocks * block if settings.blocks else told.get("gpu_tokens")
+    plan = plan_trial(check({**config, "cache": {**config["cache"], "chunk_tokens": block}}))
+    token_bytes = plan.model.kv_bytes_per_token
+    cpu = int(settings.cpu_bytes / token_bytes) if settings.cpu_bytes is not None else told.get("cpu_tokens")
+    known = (settings.engine or told.get("name")) == "vllm" and gpu is not None
+    if settings.engine and not known:
+        raise ConfigError(
+            f"engine={settings.engine} needs blocks=, the KV blocks on its device; vLLM's log says how many."
+        )
+    if not known:
+        return Served(config, plan.gpu_blocks * block, plan.cpu_blocks * block, block, told=False)
+    baseline = read_option("baseline", "vllm_offload" if cpu else "prefix_cache")
+    if cpu:
+        baseline["cache"]["order"] = settings.policy or told.get("policy") or "lru"
+    return Served({**config, "baseline": baseline}, int(gpu or 0), int(cpu or 0), block, told=True)
+
+
+def _routed(served: Served, router: str, replicas: int) -> dict[str, Any]:
+    return {**served.config["hardware"], "router": router, "replicas": replicas}
+
+
+def _options(served: Served, plan: TrialPlan, reading: Reading, share: float) -> list[Option]:
+    """What might help these requests, each as one change of what served."""
+    token_bytes = plan.model.kv_bytes_per_token
+    gpu, cpu = served.gpu_tokens, served.cpu_tokens
+    host = int(parse_capacity(plan.config.hardware.cpu_memory or "0 tokens").bytes or 0) // token_bytes
+
+    def offload(tokens: int, **cache: Any) -> dict[str, Any]:
+        baseline = read_option("baseline", "vllm_offload")
+        baseline["cache"].update(cache)
+        return served.changed(share, cpu=tokens, baseline=baseline)
+
+    def lines(tokens: int, policy: str = "lru", **more: Any) -> list[str]:
+        extra = {"cpu_bytes_to_use": tokens * token_bytes, "eviction_policy": policy, **more}
+        connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        if policy not in ("lru", "arc"):  # the plug-in
+            connector |= {"kv_connector": "PensieveConnector", "kv_connector_module_path": "pensieve.plugins.vllm"}
+        return [f"--kv-transfer-config '{json.dumps(connector)}'"]
+
+    sizes = sorted({min(size, host) for size in (gpu, 2 * gpu, 4 * gpu) if min(size, host) > 1.1 * cpu})
+    found = [
+        Option(
+            f"CPU tier of {format_bytes(size * token_bytes)}",
+            "vLLM's OffloadingConnector, least recently used first",
+            offload(size),
+            {"cpu": (size - cpu) * token_bytes},
+            lines(size),
+        )
+        for size in sizes
+    ]
+    tier = cpu or (sizes[0] if sizes else 0)
+    added = {} if cpu else {"cpu": tier * token_bytes}
+    if tier:
+        size = f"in a CPU tier of {format_bytes(tier * token_bytes)}"
+        found += [
+            Option(f"ARC {size}", "vLLM's other order of it", offload(tier, order="arc"), added, lines(tier, "arc")),
+            Option(f"Retention value {size}", "the order of this project's policy, in vLLM as a plug-in",
+                   offload(tier, order="eviction"), added, lines(tier, str(served.config["eviction"]["name"]))),
+            Option(f"Replies stored too, {size}", "vLLM stores prompts alone unless it is told",
+                   offload(tier, offload_prompt_only=False), added, lines(tier, offload_prompt_only=False)),
+            Option(f"Disk of {format_bytes(10 * gpu * token_bytes)} behind {format_bytes(tier * token_bytes)} of CPU memory",
+                   "by this project's engine: baseline=pensieve_shared",
+                   served.changed(share, cpu=tier, disk=10 * gpu, baseline=read_option("baseline", "pensieve_shared")),
+                   {**added, "disk": 10 * gpu * token_bytes}),
+        ]  # fmt: skip
+    returning = len({one.session for one in reading.sent if one.pause_s is not None})
+    for edge, sessions in reading.edges.most_common(1):
+        if sessions >= COMMON_EDGE * returning:
+            found.append(
+                Option(
+                    f"Move what changes at token {edge:,} to the end of the prompt",
+                    f"{sessions:,} of {returning:,} returning conversations differ there first",
+                    served.changed(share),
+                    moved=edge,
+                )
+            )
+    if reading.replicas > 1:
+        found.append(
+            Option(
+                "Sticky routing",
+                "each conversation on one replica; beside it, any replica at random",
+                served.changed(share, hardware=_routed(served, "affinity", reading.replicas)),
+            )
+        )
+    if served.config["baseline"]["name"] not in ("prefix_cache", "vllm_offload", "pensieve_shared"):
+        found.append(
+            Option(
+                "Sharing equal beginnings of conversations",
+                "baseline=pensieve_shared",
+                served.changed(share, baseline=read_option("baseline", "pensieve_shared")),
+            )
+        )
+    return found
+
+
+def _turns(reading: Reading) -> list[tuple[tuple[str, int], int | None]]:
+    """Conversation and number of each request, and what the engine found of it."""
+    numbers: Counter[str] = Counter()
+    found = []
+    for one in reading.sent:
+        numbers[one.session] += 1
+        found.append(((one.session, numbers[one.session]), one.found))
+    return found
+
+
+def pauses(reading: Reading) -> float | None:
+    known = [one.pause_s for one in reading.sent if one.pause_s is not None]
+    return median(known) if known else None

@@ -1,0 +1,338 @@
+"""Why prompt tokens of recorded traffic were not found: each missed position of each prompt has one cause.
+
+The lengths that a cache could have found of a prompt are nested: what the engine found, what was written in time on this
+replica, what was ever sent to this replica, what was ever sent at all. A prompt's missed positions are divided at these
+lengths, so that the causes of a prompt add up to what it missed, position by position.
+
+Blocks are nodes of a prefix tree, so that two prompts share a node only where all before it is equal too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pensieve.core.cost import PositionPrices
+from pensieve.lab.bound import Idle, most_kept
+from pensieve.lab.traffic.table import Exchange, Facts, lengths_of
+from pensieve.lab.workload.formats.traffic import prompt_tokens
+
+Cause = Literal["never", "edited", "answer", "routed", "late", "capacity", "order"]
+CAUSES: dict[Cause, tuple[str, str]] = {
+    "never": ("never seen", "positions behind all that was ever sent before"),
+    "edited": (
+        "edited prompt or template",
+        "a returning conversation sends other tokens where it had sent some before; they are missed from there to the end of "
+        "what it had sent",
+    ),
+    "answer": (
+        "answer sent back",
+        "positions of the reply before, where replies have no hashes: nobody knows whether they are the same tokens",
+    ),
+    "routed": ("routed to another replica", "sent before, and only to other replicas"),
+    "late": (
+        "written too late or not at all",
+        "sent before by a request whose first token (of a reply: whose end) came after this arrival; and less than a block, "
+        "which no cache of blocks finds",
+    ),
+    "capacity": ("capacity", "written in time, and beyond what the offline bound finds with this much memory"),
+    "order": ("order of eviction", "what the offline bound finds with this much memory and the engine did not"),
+}
+Ids = NDArray[np.int64]
+Times = NDArray[np.float64]
+
+
+ROOT = -1
+
+
+class Nodes:
+    """A prefix tree of blocks: a number for each, in the order in which they were first sent."""
+
+    def __init__(self) -> None:
+        self._children: dict[tuple[int, int], int] = {}
+        self.last_user = np.full(1024, -1, dtype=np.int64)
+        self.prompts = np.zeros(1024, dtype=np.int64)  # conversations whose first prompt has it
+        self.written_s: dict[str, Times] = {}  # by replica: when its KV was there, inf: never
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def walk(self, root: int, hashes: Iterable[int]) -> Ids:
+        """The nodes of a chain that goes on from `root`."""
+        children, found, at = self._children, [], root
+        for one in hashes:
+            at = children.setdefault((at, one), len(children))
+            found.append(at)
+        while len(children) > len(self.last_user):
+            self.last_user = np.concatenate([self.last_user, np.full(len(self.last_user), -1, dtype=np.int64)])
+            self.prompts = np.concatenate([self.prompts, np.zeros(len(self.prompts), dtype=np.int64)])
+        return np.array(found, dtype=np.int64)
+
+    def written(self, replica: str) -> Times:
+        known = self.written_s.get(replica, np.empty(0))
+        if len(known) < len(self.last_user):
+            known = np.concatenate([known, np.full(len(self.last_user) - len(known), np.inf)])
+            self.written_s[replica] = known
+        return known
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request as it was recorded, and where its prompt could have been found. found: by the engine; None: it does not say.
+
+    in_time, here, ever: leading tokens that had been written on its replica by then, sent there, sent anywhere. edge: where
+    it differs from what its conversation had sent before; None: nowhere. before: how much that was, its reply with it where
+    replies are hashed. answered: that prompt and its reply. pause_s: since that reply; None: a first request. uses: the
+    leading tokens by the request that used them last: (its place, start, stop).
+    """
+
+    session: str
+    at_s: float
+    end_s: float
+    prompt: int
+    reply: int
+    found: int | None
+    in_time: int = 0
+    here: int = 0
+    ever: int = 0
+    edge: int | None = None
+    before: int = 0
+    answered: int = 0
+    pause_s: float | None = None
+    uses: Sequence[tuple[int, int, int]] = ()
+
+
+@dataclass(slots=True)
+class Reading:
+    """All requests, in order of arrival, and what is known of them. unique_tokens: of all different blocks. shared_tokens:
+    leading ones that more than half of the conversations have. edges: how many conversations differ first at that position
+    from what they had sent. shortened: requests that came back with less than their conversation's prompt and reply."""
+
+    facts: Facts
+    sent: list[Sent] = field(default_factory=list)
+    unique_tokens: int = 0
+    shared_tokens: int = 0
+    unknown: Counter[str] = field(default_factory=Counter)
+    edges: Counter[int] = field(default_factory=Counter)
+    edited: set[str] = field(default_factory=set)
+    shortened: int = 0
+    tenants: int = 0
+    replicas: int = 0
+    named: bool = True
+
+    @property
+    def sessions(self) -> int:
+        return len({one.session for one in self.sent})
+
+
+class _Reader:
+    def __init__(self, facts: Facts) -> None:
+        self.reading, self._nodes = Reading(facts), Nodes()
+        self._replicas: set[str] = set()
+        self._tenants: set[str | None] = set()
+        self._latest: dict[str, tuple[Ids, Ids, Ids, Sent]] = {}  # hashes of full blocks, nodes, ends, the request
+
+    def add(self, one: Exchange, name: str) -> None:
+        reading, nodes = self.reading, self._nodes
+        unknown = reading.unknown
+        prompt = prompt_tokens(one, reading.facts)
+        if one.arrival_s is None or one.blocks is None or not prompt:
+            unknown["a time, a length or hashes, and are left out"] += 1
+            return
+        unknown["an end"] += one.end_s is None
+        unknown["a first token"] += one.first_token_s is None
+        unknown["what the engine found"] += one.cached_tokens is None
+        replica, place, at_s = one.replica or "", len(reading.sent), one.arrival_s
+        self._replicas.add(replica)
+        self._tenants.add(one.tenant)
+        hashes = np.array(one.blocks, dtype=np.int64)
+        path, ends = self._path(hashes, name), self._ends(one)
+        full = int(np.searchsorted(ends, prompt, side="right"))
+        usable = int(np.searchsorted(ends, prompt - 1, side="right"))  # every engine computes the last token
+        first_s = at_s if one.first_token_s is None else max(at_s, one.first_token_s)
+        end_s = first_s if one.end_s is None else max(first_s, one.end_s)
+        found = None if one.cached_tokens is None else min(max(one.cached_tokens, 0), prompt)
+        sent = Sent(name, at_s, end_s, prompt, one.output_tokens or 0, found)
+        written, users = nodes.written(replica), nodes.last_user[path]
+        reading.unique_tokens += int(np.diff(ends, prepend=0)[users < 0].sum())
+        known = path[:usable]
+        ever = int((users[:usable] >= 0).sum())
+        counts = int((written[known] <= at_s).sum()), int((written[known] < np.inf).sum()), ever
+        sent.in_time, sent.here, sent.ever = (int(ends[count - 1]) if count else 0 for count in counts)
+        cuts = [0, *(np.flatnonzero(np.diff(users[:ever])) + 1).tolist(), ever] if ever else []
+        sent.uses = [(int(users[i]), int(ends[i - 1]) if i else 0, int(ends[j - 1])) for i, j in pairwise(cuts)]
+        own, own_ends, hashes = path[:full], ends[:full], hashes[:full]
+        if name in self._latest:
+            self._compare(sent, own, *self._latest[name][1:])
+        self._write(path, replica, first_s, place)
+        if one.output_blocks:
+            out = nodes.walk(int(own[-1]) if full else ROOT, one.output_blocks)
+            size = reading.facts.block_tokens or 0.0
+            reading.unique_tokens += int(size * (nodes.last_user[out] < 0).sum())
+            self._write(out, replica, end_s, place)
+            own, hashes = (
+                np.concatenate([own, out]),
+                np.concatenate([hashes, np.array(one.output_blocks, dtype=np.int64)]),
+            )
+            own_ends = np.concatenate([own_ends, (size * np.arange(full + 1, len(own) + 1)).astype(np.int64)])
+        elif one.output_tokens:
+            unknown["hashes of the reply"] += 1
+        nodes.prompts[path] += name not in self._latest
+        self._latest[name] = (hashes, own, own_ends, sent)
+        reading.sent.append(sent)
+
+    def _ends(self, one: Exchange) -> Ids:
+        """Where its blocks end, as table.edges says."""
+        size = self.reading.facts.block_tokens
+        if one.lengths is not None or size is None:
+            return np.cumsum(np.array(lengths_of(one, self.reading.facts), dtype=np.int64))
+        return (size * np.arange(1, len(one.blocks or ()) + 1)).astype(np.int64)
+
+    def _path(self, hashes: Ids, name: str) -> Ids:
+        """What it begins with as its conversation did before is known, and need not be walked."""
+        if name not in self._latest:
+            return self._nodes.walk(ROOT, hashes.tolist())
+        old, known, _, _ = self._latest[name]
+        both = min(len(old), len(hashes))
+        differs = np.flatnonzero(old[:both] != hashes[:both])
+        same = int(differs[0]) if len(differs) else both
+        return np.concatenate(
+            [known[:same], self._nodes.walk(int(known[same - 1]) if same else ROOT, hashes[same:].tolist())]
+        )
+
+    def _write(self, path: Ids, replica: str, at_s: float, place: int) -> None:
+        written = self._nodes.written(replica)
+        written[path] = np.minimum(written[path], at_s)
+        self._nodes.last_user[path] = place
+
+    def _compare(self, sent: Sent, own: Ids, old: Ids, old_ends: Ids, last: Sent) -> None:
+        """Where a returning prompt leaves what its conversation had sent."""
+        reading = self.reading
+        sent.answered = last.prompt + last.reply
+        hashed = len(old_ends) and int(old_ends[-1]) > last.prompt
+        sent.before, sent.pause_s = sent.answered if hashed else last.prompt, max(0.0, sent.at_s - last.end_s)
+        both = min(len(old), len(own))
+        differs = np.flatnonzero(old[:both] != own[:both])
+        if len(differs):
+            sent.edge = int(old_ends[differs[0] - 1]) if differs[0] else 0
+            if sent.edge + 1 >= last.prompt:
+                reading.shortened += sent.prompt < sent.answered
+            elif sent.session not in reading.edited:
+                reading.edited.add(sent.session)
+                reading.edges[sent.edge] += 1
+        elif last.prompt <= sent.prompt < sent.answered:
+            sent.edge = last.prompt
+            reading.shortened += 1
+
+    def end(self) -> Reading:
+        reading, nodes = self.reading, self._nodes
+        reading.tenants, reading.replicas = len(self._tenants), len(self._replicas - {""})
+        for _, path, ends, _ in self._latest.values():
+            common = int((nodes.prompts[path] * 2 > len(self._latest)).sum())
+            reading.shared_tokens = max(reading.shared_tokens, int(ends[common - 1]) if common else 0)
+        return reading
+
+
+def read_causes(facts: Facts, exchanges: Iterable[tuple[Exchange, str]], named: bool = True) -> Reading:
+    """Where each prompt could have been found. exchanges: in order of arrival, each with the name of its conversation. named:
+    the source says which requests are one; if not, an edited prompt looks like another conversation. What lacks a time, a
+    length or hashes is left out and counted."""
+    reader = _Reader(facts)
+    for one, name in exchanges:
+        reader.add(one, name)
+    reader.reading.named = named
+    return reader.end()
+
+
+def parts(sent: Sent, found: int) -> Iterator[tuple[Cause, int, int]]:
+    """The missed positions [found, prompt) in runs, each with its cause; `capacity` stands for order, too."""
+    in_time = max(found, sent.in_time)
+    here, ever = max(in_time, sent.here), max(in_time, sent.here, sent.ever)
+    yield "capacity", found, in_time
+    yield "late", in_time, here
+    yield "routed", here, ever
+    at = ever
+    if sent.pause_s is not None:
+        ends: list[tuple[Cause, int]] = [("late", sent.before), ("answer", sent.answered)]
+        if sent.edge is not None:
+            ends[0] = ("edited", sent.answered if sent.edge >= sent.before else sent.before)
+        for cause, end in ends:
+            stop = min(sent.prompt, max(at, end))
+            yield cause, at, stop
+            at = stop
+    yield "never", at, sent.prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """tokens, seconds: None: the recording cannot tell, and the cause is contained in those that are told."""
+
+    cause: Cause
+    tokens: int | None
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Causes of all misses: tokens and seconds of the known ones add up to missed_tokens and missed_s."""
+
+    lines: Sequence[Line]
+    prompt_tokens: int
+    missed_tokens: int
+    missed_s: float
+    bound_tokens: int
+    unlimited_tokens: int
+    """What a cache without limit would have found."""
+
+
+def split(reading: Reading, found: Sequence[int], capacity_tokens: int, prices: PositionPrices) -> Split:
+    """Divide all misses among their causes. found: of each request. capacity_tokens: of all tiers together.
+
+    Capacity and order of eviction are told apart in sum: the order lost what the offline bound finds beyond the engine; the
+    rest is capacity, and their seconds are divided as their tokens. The bound is a relaxation (pensieve/lab/bound.py): it may
+    give the order too much, never too little.
+    """
+    tokens: dict[Cause, int] = dict.fromkeys(CAUSES, 0)
+    seconds: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
+    for sent, own in zip(reading.sent, found, strict=True):
+        for cause, start, stop in parts(sent, own):
+            if start < stop:
+                tokens[cause] += stop - start
+                seconds[cause] += prices.seconds(start, stop)
+    idle = idle_runs(reading)
+    bound_tokens = most_kept(idle, [one.tokens for one in idle], capacity_tokens)
+    both, both_s = tokens["capacity"], seconds["capacity"]
+    engine = sum(min(own, sent.in_time) for sent, own in zip(reading.sent, found, strict=True))
+    tokens["order"] = min(max(bound_tokens - engine, 0), both)
+    seconds["order"] = both_s * tokens["order"] / both if both else 0.0
+    tokens["capacity"], seconds["capacity"] = both - tokens["order"], both_s - seconds["order"]
+    hidden: set[Cause] = set()
+    if not reading.replicas:
+        hidden.add("routed")
+    if not reading.named and not tokens["edited"]:  # an edited prompt looks like that of another conversation
+        hidden.add("edited")
+    return Split(
+        [Line(one, None, None) if one in hidden else Line(one, tokens[one], seconds[one]) for one in CAUSES],
+        sum(sent.prompt for sent in reading.sent),
+        sum(sent.prompt - own for sent, own in zip(reading.sent, found, strict=True)),
+        sum(prices.seconds(own, sent.prompt) for sent, own in zip(reading.sent, found, strict=True)),
+        bound_tokens,
+        sum(sent.ever for sent in reading.sent),
+    )
+
+
+def idle_runs(reading: Reading) -> list[Idle]:
+    """What was written in time, in runs of one last use: kept from the end of that request to this arrival, it hits."""
+    runs = [
+        Idle(min(reading.sent[user].end_s, sent.at_s), sent.at_s, min(stop, sent.in_time) - start, start)
+        for sent in reading.sent
+        for user, start, stop in sent.uses
+        if start < min(stop, sent.in_time)
+    ]
+    return sorted(runs, key=lambda one: one.start_s)
