@@ -22,6 +22,7 @@ FOLDERS = {
     "agents": "agents, and recorded loads",
     "cluster": "replicas",
     "machine": "the machine, and simulations of it",
+    "public": "what others published",
 }
 """Folders of conf/experiment and their headings, in the order of the page."""
 _WIDTH = 120
