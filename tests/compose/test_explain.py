@@ -22,7 +22,7 @@ def session():
     ("overrides", "parts"),
     [
         (["model=lama3_8b"], ["There is no model 'lama3_8b'", "did you mean llama3_8b?"]),
-        (["model=zzz"], ["There is no model 'zzz'", "there are: gemma2_27b_it", "tiny."]),
+        (["model=zzz"], ["There is no model 'zzz'", "there are: deepseek_v2_lite", "tiny."]),
         (["model=meta/lama"], ["There is no option 'meta/lama' of model", "model=hf model.hub_id=meta/lama."]),
         (["model=/no/folder"], ["model=hf model.hub_id=/no/folder."]),
         (["modle=tiny"], ["'modle'", "did you mean model?"]),

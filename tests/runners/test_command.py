@@ -18,7 +18,7 @@ from tests.test_recipes import UNFINISHED
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
-RUNNERS = ("bench", "chat", "compare", "doctor", "profile", "results", "run", "serve", "size")
+RUNNERS = ("advise", "bench", "chat", "compare", "doctor", "profile", "record", "results", "run", "serve", "size")
 VERBS = (*RUNNERS, "demo", "mlflow")
 SCRIPT = "import sys\nfrom pensieve.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 
