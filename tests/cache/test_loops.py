@@ -25,6 +25,7 @@ CONVERSATIONS = st.lists(
         st.integers(0, 1),  # level
         st.sampled_from([0.0, 1.0]),  # last active
         st.lists(st.tuples(st.integers(1, 3), st.lists(SCORES, min_size=1, max_size=5)), min_size=1, max_size=4),
+        st.sampled_from([0.0, 0.0, 2.25]),  # how far its entry in the bucket is below its first score
     ),
     max_size=8,
 )  # with stretches of scores, each so many chunks behind the one before
@@ -41,16 +42,16 @@ def native() -> NativeLoops:
 class Buckets:
     """Conversations in buckets, each in the order of their first chunks."""
 
-    def __init__(self, drawn: list[Any]) -> None:
+    def __init__(self, drawn: list[Any], exact: bool = False) -> None:
         self.stretches: dict[int, list[Stretch]] = {}
         self.buckets: dict[tuple[int, int], list[Victim]] = {}
-        for number, (bucket, level, active, runs) in enumerate(drawn):
+        for number, (bucket, level, active, runs, below) in enumerate(drawn):
             first, own = 0, []
             for gap, scores in runs:
                 own.append((level, active, first + gap, scores))
                 first += gap + len(scores)
             self.stretches[number] = own
-            victim = (level, own[0][3][0], active, number, own[0][2])
+            victim = (level, own[0][3][0] - (0.0 if exact else below), active, number, own[0][2])
             self.buckets.setdefault((level, bucket), []).append(victim)
 
     def heads(self) -> list[Head]:
@@ -75,6 +76,8 @@ def test_both_choose_the_same(native: NativeLoops, drawn: list[Any], most: int, 
     plain = PLAIN.choose(buckets.heads(), most, whole, buckets.stretch_of)
     chosen = native.choose(buckets.heads(), most, whole, buckets.stretch_of)
     assert chosen == plain
+    if not whole:
+        assert plain == PLAIN.choose(Buckets(drawn, exact=True).heads(), most, whole, buckets.stretch_of)
     everything = sum(len(scores) for own in buckets.stretches.values() for *_, scores in own)
     assert len(plain) >= min(most, everything)
     assert native.spans(plain) == PLAIN.spans(plain)

@@ -3,19 +3,21 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Hashable
+from statistics import median
 
 import pytest
 
+from pensieve.core.cache import loops
 from pensieve.core.cache.victims import VictimIndex
 from pensieve.core.hint import Hint
-from pensieve.core.policies.base import EvictionPolicy, tells_scores
+from pensieve.core.policies.base import EvictionPolicy, PolicyContext, tells_scores
 from pensieve.core.policies.belady import Belady
 from pensieve.core.policies.conversation_lru import ConversationLru
 from pensieve.core.policies.fifo import Fifo
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import tokens_of
-from pensieve.core.session import Session, View
+from pensieve.core.session import Chunks, Node, Session, Stem, View
 from pensieve.errors import PolicyError
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.hinted import Hinted
@@ -144,6 +146,45 @@ def test_a_choice_is_what_taking_one_chunk_after_the_other_gives(make: type[Evic
         assert chosen == single
 
 
+@pytest.mark.parametrize("make", [RetentionValue, AdaptiveRetention, Lru])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_several_conversations_have_goes_by_what_it_is_worth_to_all(make: type[EvictionPolicy], seed: int) -> None:
+    """Chosen by taking the lowest of all first chunks, one after the other; retention value: Cost times the sum of 1 / T."""
+    rng = random.Random(seed)
+    policy = make(policy_context())  # type: ignore[call-arg]
+    policy.keeps = seed == 3  # of AdaptiveRetention  # type: ignore[attr-defined]
+    index = VictimIndex(policy, View.DIRTY)
+    sessions = [with_chunks(Session(str(i), i, 0.0, float(rng.randrange(9))), 90) for i in range(9)]
+    nodes = [session.leaf for session in sessions]
+    for number in range(-6, 0):
+        holders = sorted(rng.sample(sessions, rng.randint(1, 9)), key=lambda session: session.last_active_s)
+        stem = Stem(number, holders[-1], [])
+        stem.chunks.add(30)
+        stem.holders = {session.number: session for session in holders}
+        nodes.append(stem)
+    for node in nodes:
+        node.chunks.view = bytearray(rng.choices((View.NONE, View.DIRTY), (1, 5), k=len(node.chunks)))
+        index.changed(node, node.chunks.view.count(View.DIRTY))
+    left = {node.number: [i for i, view in enumerate(node.chunks.view) if view == View.DIRTY] for node in nodes}
+    for count in (1, 1, 7, 100, 300):
+        chosen = index.choose(count, 9.5)
+        expected = []
+        for _ in range(count):
+            first = min(index.as_victim(node, left[node.number][0], 9.5) for node in nodes if left[node.number])
+            expected.append(first)
+            left[first[3]].pop(0)
+        assert chosen == expected
+        known = index.nodes_of(chosen)
+        for *_, number, chunk in chosen:
+            known[number].chunks.view[chunk] = View.NONE
+            index.changed(known[number], -1)
+    if make is RetentionValue:
+        stem = next(node for node in nodes if isinstance(node, Stem) and len(node.holders) > 1)
+        (_, score, *_) = index.as_victim(stem, 3, 9.5)
+        cost = policy.context.recompute_s(4 * 4)
+        assert -1 / score == pytest.approx(cost * sum(1 / (9.5 - one.last_active_s) for one in stem.holders.values()))
+
+
 @pytest.mark.parametrize("make", TELLING)
 def test_scores_are_what_score_says(make: type[EvictionPolicy]) -> None:
     policy = make(policy_context())  # type: ignore[call-arg]
@@ -189,6 +230,36 @@ def test_choosing_does_not_scan() -> None:
             take(index, index.nodes_of([victim])[victim[3]].session, victim[4])
         times[conversations] = time.process_time() - began
     assert times[50_000] < 10 * times[1_000], times
+
+
+def test_a_thousand_of_a_million_chunks_a_tenth_of_them_shared(capsys: pytest.CaptureFixture[str]) -> None:
+    """28,125 conversations and 3,125 beginnings of theirs, of 32 chunks each. Printed: milliseconds of a choice."""
+    context = PolicyContext(32, 10**6, 10**6, lambda tokens: 1.0 + tokens / 2000, 0.1, 0)
+    rng, index = random.Random(0), VictimIndex(RetentionValue(context), View.DIRTY)
+    sessions = [Session(str(number), number, 0.0, rng.uniform(0, 3600)) for number in range(28_125)]
+    nodes: list[Node] = [session.leaf for session in sessions]
+    for node in nodes:
+        node.start = 32
+    for number in range(-3125, 0):
+        holders = sorted(rng.sample(sessions, rng.choice((2, 4, 8, 40))), key=lambda session: session.last_active_s)
+        stem = Stem(number, holders[-1], [])
+        stem.holders = {session.number: session for session in holders}
+        nodes.append(stem)
+    for node in nodes:
+        node.chunks = Chunks(32)
+        node.chunks.view = bytearray([View.DIRTY]) * 32
+        index.changed(node, 32)
+    loops.fastest_loops()
+    took = []
+    for turn in range(15):  # the loops are those in C from the fifth on
+        began = time.process_time()
+        index.spans(index.choose(1000, 3700.0 + turn, whole=True))
+        took.append(1000 * (time.process_time() - began))
+    with capsys.disabled():
+        print(
+            f"1,000 of {index.chunks:,} chunks in {median(took[5:]):.1f} ms ({min(took[5:]):.1f} to {max(took[5:]):.1f})"
+        )
+    assert index.chunks == 10**6 and min(took[5:]) < 20
 
 
 def test_whole_conversations_go_together() -> None:

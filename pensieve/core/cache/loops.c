@@ -188,6 +188,14 @@ static int run(merge *m, PyObject *chosen, PyObject *heads, Py_ssize_t most, int
                 if (!filled) PyErr_SetString(PyExc_AssertionError, "a candidate has a chunk");
                 return -1;
             }
+            entry first = {0};
+            first.source = ~which;
+            key_of(m, &m->rests[which], &first);
+            if (m->foreign) return -1;
+            if (m->size && before(&m->heap[0], &first)) { /* the head had a lower score */
+                push(m, first);
+                continue;
+            }
         }
         rest *r = &m->rests[which];
         entry next = {0};

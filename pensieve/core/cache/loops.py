@@ -39,9 +39,9 @@ _SOURCE = Path(__file__).with_name("loops.c")
 
 class Loops(Protocol):
     def choose(self, heads: list[Head], most: int, whole: bool, stretch_of: StretchOf) -> list[Victim] | None:
-        """The first `most` victims, or as many as there are. The heads and, of each node that has given up a chunk,
-        the next one compete. whole: as many more as the last node has. None: some score or time is no float, which
-        these loops cannot compare; the heads are used up."""
+        """The first `most` victims, or as many as there are. The heads and, of each node that has given up a chunk, the
+        next one compete. A head may have a lower score than its stretch, which counts. whole: as many more as the last node
+        has. None: some score or time is no float, which these loops cannot compare; the heads are used up."""
         ...
 
     def spans(self, victims: list[Victim]) -> list[Span]:
@@ -67,6 +67,9 @@ class PlainLoops:
                 else:
                     heapq.heapreplace(heap, (*following, source))
                 rest = _Rest(stretch_of, number, chunk)
+                if heap and rest.key is not None and rest.key > heap[0]:
+                    heapq.heappush(heap, (*rest.key, rest))
+                    continue
             rest.take(chosen, heap[0] if heap else None, None if whole else most)
             exhausted = rest.key is None
             if rest.key is not None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, islice
+from typing import TypeGuard
 
 from pensieve.core.cache.loops import PLAIN, Head, Loops, Span, Stretch, Victim, loops_when_ready
 from pensieve.core.policies.base import EvictionPolicy, refuse_key, tells_scores
-from pensieve.core.session import Node, View
+from pensieve.core.session import Node, Stem, View
 
 _Key = tuple[int, Hashable, int]  # level, policy bucket, how many of the policy's ages have passed
 _Entry = tuple[float, float, int, int, int]  # policy order, last active, node, chunk, stamp
 _Head = tuple[int, float, float, int, int, int, _Key]  # level, score, last active, node, chunk, stamp, key
 _COMPACT_BELOW = 64
 _STRETCH = 64  # chunks of a node whose scores are asked at once
+_FIRST_STRETCH = 8  # fewer to begin with: of most nodes a choice takes one or two
+_HOLDERS = 64  # sessions that say what a stem is worth: those before them add next to nothing
 _MANY = 5000  # chunks chosen, which justify a compiler
 _INFINITE = float("inf")
 _NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
@@ -53,7 +56,7 @@ class VictimIndex:
 
     def __init__(self, policy: EvictionPolicy, view: View) -> None:
         self._policy = policy
-        self._view = view
+        self._view, self._one = view, bytes((view,))
         self._leads: dict[int, _Lead] = {}
         self._heaps: dict[_Key, list[_Entry]] = {}
         self._valid: dict[_Key, int] = {}
@@ -61,6 +64,7 @@ class VictimIndex:
         self._stamp = 0
         self._whole = policy.whole_conversations
         self._merges = tells_scores(policy)
+        self._together = policy.together if self._merges else None
         self._version = policy.version
         self._ages = policy.ages
         # A heap: when a session passes its next age, a tie-break, the session, since when it was idle then.
@@ -110,7 +114,12 @@ class VictimIndex:
             self._reorder()
         if count == 1 and self._merges and not whole:
             self._grow_older(now_s)
-            return [min(heads)[:5]] if (heads := self._heads(now_s)) else []
+            heads = self._heads(now_s)
+            if not heads:
+                return []
+            first = min(heads)
+            if not self._of_several(self._leads[first[3]].node):
+                return [first[:5]]
         return (self._merge if self._merges else self._one_by_one)(count, now_s, whole)
 
     def nodes_of(self, victims: Iterable[Victim]) -> dict[int, Node]:
@@ -205,20 +214,30 @@ class VictimIndex:
 
     def as_victim(self, node: Node, chunk: int, now_s: float) -> Victim:
         """A chunk as it stands in the order of eviction now, also one that is in no index."""
-        session, index = node.session, node.start + chunk
-        key, order = self._policy.bucket(session, index), self._policy.order(session, index)
-        score = self._policy.score(key, order, now_s)
-        return (_level(node), score, session.last_active_s, node.number, chunk)
+        (score,) = self._scores(node, chunk, chunk + 1, now_s)
+        return (_level(node), score, node.session.last_active_s, node.number, chunk)
+
+    def _of_several(self, node: Node) -> TypeGuard[Stem]:
+        """Several sessions say what its chunks are worth: no less than its entry in a heap, which stands for the last one."""
+        return self._together is not None and isinstance(node, Stem) and len(node.holders) > 1
+
+    def _scores(self, node: Node, start: int, stop: int, now_s: float) -> Sequence[float]:
+        """Of its chunks [start, stop)."""
+        first, last = node.start + start, node.start + stop
+        if self._together is not None and self._of_several(node):
+            return self._together(tuple(islice(reversed(node.holders.values()), _HOLDERS)), first, last, now_s)
+        return self._policy.scores(node.session, first, last, now_s)
 
     def _stretch(self, now_s: float, number: int, chunk: int) -> Stretch | None:
         """Of the first run of its chunks from this one on, of its beginning if it is long; None: there is none."""
-        node = self._leads[number].node
-        start, stop = next(node.chunks.runs(self._view, chunk, len(node.chunks)), (0, 0))
-        if start == stop:
+        lead = self._leads[number]
+        column = lead.node.chunks.view
+        start = column.find(self._view, chunk)
+        if start < 0:
             return None
-        session, first, stop = node.session, node.start + start, node.start + min(stop, start + _STRETCH)
-        scores = self._policy.scores(session, first, stop, now_s)
-        return _level(node), session.last_active_s, start, scores
+        run = column[start : start + (_FIRST_STRETCH if start == lead.chunk else _STRETCH)]
+        scores = self._scores(lead.node, start, start + len(run) - len(run.lstrip(self._one)), now_s)
+        return _level(lead.node), lead.node.session.last_active_s, start, scores
 
     def leads(self) -> dict[int, tuple[int, int]]:
         """For check(): node number -> (leading chunk, count)."""

@@ -64,6 +64,10 @@ class EvictionPolicy(ABC):
     """A turn of the session is over, at this time, and its chunks are about to become candidates; tokens and hint are those
     of that turn. None: it is not told."""
 
+    together: Callable[[Sequence[Session], int, int, float], Sequence[float]] | None = None
+    """`scores` of chunks that all these sessions have, the one active last at the front; none is lower than for that one
+    alone. None: they are those of that one. Asked only of a policy that tells scores."""
+
     def __init__(self, context: PolicyContext) -> None:
         self.context = context
 

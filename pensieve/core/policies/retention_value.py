@@ -13,7 +13,7 @@ class RetentionValue(EvictionPolicy):
 
     A chunk late in a context costs more to recompute, so the leading chunks of an old session go first. Chunks of
     equal index cost the same: they are one bucket, ordered by last active. Compared as T / Cost, so that T = 0 divides
-    nothing.
+    nothing. What several sessions have is worth the sum of what it is worth to each: Cost * (1 / T1 + 1 / T2 ...).
     """
 
     def __init__(self, context: PolicyContext) -> None:
@@ -31,7 +31,13 @@ class RetentionValue(EvictionPolicy):
         return (order - now_s) / self._costs(bucket + 1)[bucket]
 
     def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:
-        age = session.last_active_s - now_s
+        return self._scores(session.last_active_s - now_s, start, stop)
+
+    def together(self, sessions: Sequence[Session], start: int, stop: int, now_s: float) -> Sequence[float]:
+        ages = [session.last_active_s - now_s for session in sessions]
+        return self._scores(0.0 if 0.0 in ages else 1.0 / sum([1.0 / age for age in ages]), start, stop)
+
+    def _scores(self, age: float, start: int, stop: int) -> Sequence[float]:
         return [age / cost for cost in self._costs(stop)[start:stop]]
 
     def _costs(self, chunks: int) -> Sequence[float]:

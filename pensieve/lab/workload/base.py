@@ -21,6 +21,7 @@ _NOTHING: TokenArray[int] = array("i")
 # What the fields of a workload may be: checked where a configuration is read.
 
 Count = Annotated[int, Field(strict=True, ge=1)]
+NoneOrMore = Annotated[int, Field(strict=True, ge=0)]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 

@@ -14,6 +14,7 @@ import numpy as np
 from pensieve.core.request import TokenArray, tokens_of
 from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import WorkloadContext
+from pensieve.lab.workload.chance import uniform
 from pensieve.lab.workload.playback import Dialogue, Step
 from pensieve.lab.workload.recording import Blocks, Call, Conversation, Count, Parts, Text
 
@@ -25,12 +26,16 @@ class Fit:
     """How calls are fitted to a model: replies capped, conversations cut before the call that its context cannot hold.
 
     max_new_tokens: None: as recorded. free: replies may be shorter than asked for, so the cap is what is asked for.
+    system_tokens, systems: each conversation begins with one of so many system prompts of this length, with the k-th in about
+    1/k as many cases as with the first.
     """
 
     context: WorkloadContext
     max_turns: int | None = None
     max_new_tokens: int | None = None
     free: bool = False
+    system_tokens: int = 0
+    systems: int = 1
 
     def dialogue(self, conversation: Conversation) -> Dialogue | None:
         """The calls of a conversation that fit the model; None where not even the first one does."""
@@ -38,6 +43,8 @@ class Fit:
         held = 0
         for index, call in enumerate(conversation.calls[: self.max_turns]):
             build, message = self._message(conversation.id, index, call)
+            if self.system_tokens and not index:
+                build, message = partial(_behind, self._system(conversation.id), build), self.system_tokens + message
             prompt = held + message if call.continues else message
             reply = self._reply(call)
             if prompt + reply > self.context.max_context:
@@ -48,6 +55,11 @@ class Fit:
             held = prompt + reply
         recorded = len(conversation.calls)
         return Dialogue(conversation.id, "chat", tuple(steps), recorded, conversation.begun) if steps else None
+
+    def _system(self, session: str) -> Callable[[], TokenArray[int]]:
+        seed, vocab = self.context.seed, self.context.vocab
+        which = int((self.systems + 1) ** uniform(seed, session, "system"))
+        return partial(filler, self.system_tokens, vocab, seed, "system", which)
 
     def _reply(self, call: Call) -> int:
         if self.free and self.max_new_tokens is not None:
@@ -80,6 +92,10 @@ class Fit:
         else:
             tokens = tokens_of(list(context.encode(content.text)))
         return partial(array, "i", tokens), len(tokens)
+
+
+def _behind(system: Callable[[], TokenArray[int]], message: Callable[[], TokenArray[int]]) -> TokenArray[int]:
+    return system() + message()
 
 
 def synthesised(content: Blocks | Parts | Count, vocab: int, seed: int, own: tuple[object, ...]) -> TokenArray[int]:

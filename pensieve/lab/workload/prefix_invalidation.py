@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from pensieve.core.request import History, Length
 from pensieve.errors import ConfigError
-from pensieve.lab.workload.base import Arrival, Asking, Count, NotNegative, Positive, WorkloadContext, WorkloadPlan
+from pensieve.lab.workload.base import (
+    Arrival,
+    Asking,
+    Count,
+    NoneOrMore,
+    NotNegative,
+    Positive,
+    WorkloadContext,
+    WorkloadPlan,
+)
 from pensieve.lab.workload.chance import shuffled
 from pensieve.lab.workload.prose import prose
 from pensieve.serve.record import TurnRecord
@@ -59,7 +66,7 @@ class PrefixInvalidationWorkload(Asking):
         rounds: Count = 10,
         stream: Stream = "both",
         settle_s: NotNegative = 0.5,
-        discard: Annotated[int, Field(strict=True, ge=0)] = 1,
+        discard: NoneOrMore = 1,
         timeout_s: Positive | None = None,
     ) -> None:
         self._a_tokens, self._b_tokens = _lengths(blocks)

@@ -7,7 +7,16 @@ from typing import Literal
 
 from pensieve.core.request import Length, TokenArray
 from pensieve.errors import ConfigError
-from pensieve.lab.workload.base import Arrival, Asking, Count, NotNegative, Positive, WorkloadContext, WorkloadPlan
+from pensieve.lab.workload.base import (
+    Arrival,
+    Asking,
+    Count,
+    NoneOrMore,
+    NotNegative,
+    Positive,
+    WorkloadContext,
+    WorkloadPlan,
+)
 from pensieve.lab.workload.chance import shuffled
 from pensieve.lab.workload.prose import prose
 from pensieve.serve.record import TurnRecord
@@ -21,7 +30,8 @@ class RoundsWorkload(Asking):
     conversations: how many; None: as many as make the live set `pressure` times both tiers (cache.gpu + cache.cpu), whoever
         has which. rounds: turns of each. order: strict (the same in every round, which is the worst there is for least
         recently used) or random (another in every round, drawn under the seed).
-    message_tokens, reply_tokens: of a turn. warmup_turns: of one conversation of its own before the first round.
+    message_tokens, reply_tokens: of a turn. system_tokens: of a system prompt, with which each conversation begins; the
+        live set counts it for each. warmup_turns: of one conversation of its own before the first round.
     timeout_s: a turn is cancelled this long after it was due; None: never.
 
     A conversation whose turn did not complete is asked no more. Raises ConfigError for a field that is out of range.
@@ -37,24 +47,27 @@ class RoundsWorkload(Asking):
         order: Literal["strict", "random"] = "strict",
         message_tokens: Count = 96,
         reply_tokens: Count = 16,
+        system_tokens: NoneOrMore = 0,
         at_once: Count = 1,
         warmup_turns: Count = 2,
         timeout_s: Positive | None = None,
     ) -> None:
         super().__init__(context, timeout_s)
-        self._longest = max(rounds, warmup_turns) * (message_tokens + reply_tokens)
+        turn = message_tokens + reply_tokens
+        self._longest = max(system_tokens + rounds * turn, warmup_turns * turn)
         if self._longest > context.max_context:
             raise ConfigError(
-                f"workload.rounds={rounds} of {message_tokens} + {reply_tokens} tokens make {self._longest}, and the model's "
+                f"workload.rounds={rounds} of {message_tokens} + {reply_tokens} tokens, and workload.system_tokens="
+                f"{system_tokens} before them, make {self._longest}, and the model's "
                 f"context is {context.max_context}; use fewer or shorter turns."
             )
-        each = rounds * (message_tokens + reply_tokens) - 1  # the last token has no KV
+        each = system_tokens + rounds * turn - 1  # the last token has no KV
         there = context.gpu_tokens + context.cpu_tokens
         self._conversations = conversations or max(1, ceil_div(round(pressure * there), each))
         self._each, self._there = each, there
         self._rounds, self._order = rounds, order
         self._message, self._reply, self._at_once = message_tokens, reply_tokens, at_once
-        self._warmup = warmup_turns
+        self._warmup, self._system = warmup_turns, system_tokens
         self._waiting: list[tuple[int, int]] = []  # (round, conversation) that are still to be asked, the next one last
         self._prompts: dict[tuple[str, int], TokenArray[int]] = {}
         self._under_way: set[int] = set()
@@ -75,6 +88,7 @@ class RoundsWorkload(Asking):
                 "live_set_over_both_tiers": round(live / self._there, 3) if self._there else None,
                 "message_tokens": self._message,
                 "reply_tokens": self._reply,
+                **({"system_tokens": self._system} if self._system else {}),
                 "requests_at_once": self._at_once,
                 "longest_conversation_tokens": self._longest,
             },
@@ -87,6 +101,11 @@ class RoundsWorkload(Asking):
         ]
         # Now: who writes text between two turns is measured with them.
         self._prompts = {(name, turn): prose(self._context, self._message, name, turn) for name, turn in turns}
+        if self._system:
+            system = prose(self._context, self._system, "system")
+            for one in range(self._conversations):
+                first = f"conversation-{one}", 1
+                self._prompts[first] = system + self._prompts[first]
         return [self._arrival("warmup", 1, 0.0)]
 
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pensieve.errors import ConfigError, EngineMissing, MalformedInput
 from pensieve.lab.workload.base import (
     Count,
+    NoneOrMore,
     NotNegative,
     Positive,
     WorkloadContext,
@@ -64,6 +65,8 @@ def sharegpt_workload(
     request_rate: Positive = 1.0,
     relative_rate: Positive | None = None,
     think_time_s: NotNegative = 60.0,
+    system_tokens: NoneOrMore = 0,
+    systems: Count = 1,
     min_turns: Count = 1,
     max_turns: Count | None = None,
     max_new_tokens: Count | None = None,
@@ -85,6 +88,7 @@ def sharegpt_workload(
     conversations: how many are taken. arrivals_s: instead, so many seconds they go on arriving: as many are taken as then
         come on average, at this rate.
     think_time_s: mean of the exponential time between a reply and the next message.
+    system_tokens, systems: as of a Fit.
     min_turns, max_turns: shorter conversations are left out, longer ones cut. max_new_tokens: cap on a reply; None: as
         recorded. free: replies end where the model ends them (trained weights), at most max_new_tokens, or as long as
         recorded; otherwise they have the recorded length and end of sequence is ignored.
@@ -99,7 +103,7 @@ def sharegpt_workload(
         raise ConfigError(
             "workload.users sets the load; leave workload.arrivals_s and workload.relative_rate at null, or users."
         )
-    fit = Fit(context, max_turns, max_new_tokens, free)
+    fit = Fit(context, max_turns, max_new_tokens, free, system_tokens, systems)
 
     def taken(count: int) -> tuple[Recording, str, list[Dialogue], dict[str, int]]:
         recording, source = _source(dataset, path, split, on_malformed, count, min_turns, context.seed)
@@ -133,6 +137,7 @@ def sharegpt_workload(
         **rates,
         **relative,
         "think_time_s": think_time_s,
+        **({"system_tokens": system_tokens, "system_prompts": systems} if system_tokens else {}),
         **lengths_of(measured),
     }
     side_by_side = users or WARMUP_SIDE_BY_SIDE

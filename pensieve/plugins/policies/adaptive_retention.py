@@ -82,6 +82,11 @@ class AdaptiveRetention(RetentionValue):
             return [-session.last_active_s] * (stop - start)
         return super().scores(session, start, stop, now_s)
 
+    def together(self, sessions: Sequence[Session], start: int, stop: int, now_s: float) -> Sequence[float]:
+        if self.keeps:
+            return self.scores(sessions[0], start, stop, now_s)
+        return super().together(sessions, start, stop, now_s)
+
     def _decide(self) -> None:
         now, other = (self._keeping, self._recency) if self.keeps else (self._recency, self._keeping)
         if other.hits > _SWITCH_RATIO * now.hits:
