@@ -39,7 +39,7 @@ MANAGERS: dict[str, tuple[Callable[..., Any], int, int]] = {  # with GPU and CPU
 }
 LIMIT_S = 60.0
 TRACES = int(os.environ.get("PENSIEVE_BOUND_TRACES", "250"))
-"""Of each manager, in the slow test against brute force."""
+"""Of each manager, in the slow tests."""
 
 
 class Dear:
@@ -148,8 +148,32 @@ def measured(said: Sequence[Said]) -> list[TurnRecord]:
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**9))
 def test_no_manager_beats_its_bound(manager: str, chance: int) -> None:
+    within_its_bound(manager, chance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("manager", ["pensieve_shared", "prefix_cache", "vllm_offload"])
+def test_no_manager_that_shares_beats_its_bound_on_many_traces(
+    manager: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Longer ones, and tiers of several sizes. PENSIEVE_BOUND_TRACES=1000 for more."""
+    shared = 0
+    for chance in range(TRACES):
+        rng = random.Random(f"size {chance}")
+        sizes = {
+            "gpu_blocks": rng.randint(11, 24),
+            "cpu_blocks": 0 if manager == "prefix_cache" else rng.randint(0, 16),
+        }
+        shared += within_its_bound(manager, chance, 40, **sizes)
+    with capsys.disabled():
+        print(f"{manager}: {TRACES} traces within their bound, {shared} tokens found that another conversation had")
+    assert shared > TRACES
+
+
+def within_its_bound(manager: str, chance: int, most_turns: int = 14, **sizes: int) -> int:
+    """Returns the tokens that were found because another conversation had them."""
     rng = random.Random(chance)
-    said, capacity = run(manager, rng, turns=rng.randint(2, 14))
+    said, capacity = run(manager, rng, rng.randint(2, most_turns), **sizes)
     bound = offline_bound([one.record for one in said], capacity, Prices(Dear(), 2))  # type: ignore[arg-type]
     assert bound is not None
     turns = measured(said)
@@ -158,9 +182,9 @@ def test_no_manager_beats_its_bound(manager: str, chance: int) -> None:
     assert bound.recompute_s - 1e-9 <= again_s <= bound.history_s + 1e-9
     history = sum((turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) for turn in turns)
     assert history <= bound.hit_tokens <= bound.history_tokens
-    assert (
-        history + sum(turn.shared_hit_tokens or 0 for turn in turns) <= bound.prompt_hit_tokens <= bound.prompt_tokens
-    )
+    shared = sum(turn.shared_hit_tokens or 0 for turn in turns)
+    assert history + shared <= bound.prompt_hit_tokens <= bound.prompt_tokens
+    return shared
 
 
 def test_two_conversations_with_equal_openings_that_arrive_together() -> None:

@@ -6,18 +6,22 @@ import random
 from array import array
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.clock import WallClock
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Forced, Fork, Length, Request
+from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.errors import ConfigError
 from pensieve.plugins.caches.shared import SharedCache
+from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
-from tests.simulated import TalkingEngine, make_engine, run
+from tests.simulated import TalkingEngine, make_engine, policy_context, run
 
 SYSTEM = array("i", range(1, 41))  # ten chunks of four
 
@@ -104,22 +108,25 @@ def test_a_fork_and_its_fork_share_for_free() -> None:
 
 
 def test_tenants_find_nothing_of_each_other() -> None:
-    """Every number of a tenant's turn is what it is where the other one has asked something else."""
+    """Every number of a tenant's turn is what it is where the other one has asked something else, or nothing: not found by
+    hits, by blocks, or by the time to first token, to the last digit."""
     seen = []
-    for theirs in (SYSTEM, array("i", range(40, 80))):
+    for theirs in (SYSTEM + own(1), array("i", range(40, 86)), None):
         engine = engine_of()
-        turn(engine, asking(1, "a", theirs + own(1), tenant="one"))
-        record = turn(engine, asking(2, "b", SYSTEM + own(2), tenant="two"))
-        assert hits(record) == (0, 0, 0, 0)
+        if theirs is not None:
+            turn(engine, asking(1, "a", theirs, tenant="one"))
+        used = engine.cache.gpu_blocks_used
+        record = turn(engine, asking(2, "b", SYSTEM + own(2), tenant="two", intended_s=engine.clock.now_s()))
+        assert hits(record) == (0, 0, 0, 0) and record.ttft_ms is not None and record.latency_ms is not None
         seen.append(
             (
-                record.ttft_ms,
-                record.latency_ms,
-                engine.cache.gpu_blocks_used,
+                round(record.ttft_ms, 6),  # nanoseconds
+                round(record.latency_ms, 6),
+                engine.cache.gpu_blocks_used - used,
                 engine.cache.places(engine.cache.sessions["b"]),
             )
         )
-    assert seen[0] == seen[1]
+    assert seen[0] == seen[1] == seen[2]
 
 
 def test_what_one_forgets_stays_for_the_others() -> None:
@@ -177,6 +184,51 @@ def test_nobody_behind_a_prompt_that_waits_for_another_is_later() -> None:
         late.append({number: record.ttft_ms or 0.0 for number, record in run(engine).items()})
     assert all(late[1][number] <= late[0][number] for number in late[0])
     assert late[1][6] < late[0][6] / 1.5
+
+
+@pytest.mark.slow
+def test_a_tenants_first_token_tells_nothing_of_what_another_one_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the real worker, in random order: what the other one holds, what nobody holds, what it holds itself."""
+    from pensieve.device.worker import TorchWorker
+    from tests.worker.torch.driver import random_tokens, tiny_model
+
+    cache = SharedCache(policy=Lru(policy_context(16)), chunk_tokens=16, gpu_blocks=4000, cpu_blocks=0)
+    clock, settings = WallClock(), SchedulerSettings(max_batch_tokens=512)
+    worker = TorchWorker(tiny_model("llama"), 16, clock)
+    worker.start(4000, 0)
+    engine = TalkingEngine(
+        cache=cache, settings=settings, worker=worker, clock=clock, max_context=512, facts=Books(cache.chunk_tokens)
+    )
+
+    def first_token_ms(tokens: array[int], tenant: str) -> float:
+        number = len(cache.sessions)
+        engine.submit(Request(number, str(number), 1, tokens, Length(1), tenant=tenant))
+        while engine.busy:
+            for event in engine.step(None):
+                if event.turn is not None:
+                    assert event.turn.first_token_s is not None and event.turn.arrived_s is not None
+                    return 1000 * (event.turn.first_token_s - event.turn.arrived_s)
+        raise AssertionError("no turn ended")
+
+    rng = random.Random(0)
+    took: dict[str, list[float]] = {"theirs": [], "nobodys": [], "own": []}
+    for number in range(60):
+        held, other = random_tokens(480, 2 * number), random_tokens(480, 2 * number + 1)
+        first_token_ms(held, "one")
+        asked = [("theirs", held, "two"), ("nobodys", other, "two"), ("own", held, "one")]
+        for name, tokens, tenant in rng.sample(asked, 3):
+            took[name].append(first_token_ms(tokens, tenant))
+    worker.close()
+    apart = [(100 * (a / b - 1)) for a, b in zip(took["theirs"], took["nobodys"], strict=True)]
+    low, high = sorted(apart)[20], sorted(apart)[39]  # of the median, at 99 %
+    with capsys.disabled():
+        print(
+            f"first token, median of 60: {median(took['theirs']):.2f} ms with content of another tenant, "
+            f"{median(took['nobodys']):.2f} with nobody's ({median(apart):+.1f} %, 99 % interval {low:+.1f} to "
+            f"{high:+.1f}), {median(took['own']):.2f} with its own"
+        )
+    assert low < 5 and high > -5, "no first token says that the other one holds it"
+    assert median(took["own"]) < 0.8 * median(took["nobodys"]), "as it would if they shared"
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -224,17 +224,19 @@ def test_tenants_see_nothing_of_each_other() -> None:
         assert "alice" not in told and "hers" not in told
 
 
-def test_prefixes_are_not_shared_between_tenants_where_blocks_are() -> None:
+@pytest.mark.parametrize("baseline", ["prefix_cache", "pensieve_shared", "vllm_offload"])
+def test_prefixes_are_not_shared_between_tenants_where_blocks_are(baseline: str) -> None:
     from pensieve.serve.server import create_server
     from tests.server.live import SIMULATED, serving
 
     text = "a prompt that both of them send, long enough for two chunks of thirty-two tokens"
-    with create_server("prefix_cache", **SIMULATED) as server, serving(server, KEYS) as (_, url):
+    with create_server(baseline, **SIMULATED) as server, serving(server, KEYS) as (_, url):
         with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
             found = [
                 ask(client, text, headers, session_id=name).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
                 for headers, name in ((ALICE, "a"), (BOB, "b"), (BOB, "c"))
             ]
+            assert client.get("/metrics", headers=BOB).status_code == 404, "nor does anybody see what all have found"
         server.system.engine.cache.check()
     assert found[:2] == [0, 0]
     assert found[2] >= 64, "and within one they are"
