@@ -114,8 +114,8 @@ def test_a_conversation_with_a_request_under_way_is_not_forgotten():
     system = system_of("stateless")
     engine = system.engine
     engine.submit(request(1, "a", 30, 5))
-    engine.ended("a")
+    engine.sessions.ended("a")
     assert engine.cache.sessions.get("a") is not None
     system.poll(None)
-    engine.ended("b")  # not known: the others are looked at all the same
+    engine.sessions.ended("b")  # not known: the others are looked at all the same
     assert engine.cache.sessions.get("a") is None

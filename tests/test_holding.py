@@ -14,7 +14,7 @@ from pensieve.core.block_hash import HashChain
 from pensieve.core.cache.base import CacheManager
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import VirtualClock
-from pensieve.core.cost import positions_s
+from pensieve.core.cost import CostModel
 from pensieve.core.plan import Moved, StartReport
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Fork, tokens_of
@@ -31,6 +31,13 @@ from pensieve.serve.record import TurnRecord
 from tests.simulated import TalkingEngine, make_engine, request
 from tests.test_bound_of_managers import Dear, trace
 from tests.test_windows import CASES, drive
+
+
+def positions_s(cost: CostModel, start: int, stop: int, chunk_tokens: int) -> float:
+    """What PositionPrices says, chunk by chunk."""
+    ends = range((start // chunk_tokens + 1) * chunk_tokens, stop + chunk_tokens, chunk_tokens)
+    return sum(cost.recompute_s(end) * (min(stop, end) - max(start, end - chunk_tokens)) / chunk_tokens for end in ends)
+
 
 MANAGERS: dict[str, dict[str, Any]] = {
     "pensieve": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 8},

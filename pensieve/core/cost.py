@@ -41,17 +41,6 @@ def marginal_s(cost: CostModel, start: int, stop: int, chunk_tokens: int) -> flo
     return seconds
 
 
-def positions_s(cost: CostModel, start: int, stop: int, chunk_tokens: int) -> float:
-    """As marginal_s, with a price for each position that does not depend on which others are computed: a part of a chunk at
-    the price of the whole one. So what several runs take adds up."""
-    seconds = 0.0
-    while start < stop:
-        end = (start // chunk_tokens + 1) * chunk_tokens
-        seconds += cost.recompute_s(end) * (min(stop, end) - start) / chunk_tokens
-        start = end
-    return seconds
-
-
 def one_after_another(
     iteration_s: Callable[[Sequence[tuple[int, int]], int], float], runs: Sequence[tuple[int, int]], sampled: int
 ) -> Iterator[float]:
@@ -74,8 +63,9 @@ def predicted_s(cost: CostModel, runs: Iterable[tuple[int, int]], chunk_tokens: 
 
 
 class PositionPrices:
-    """Seconds to compute positions as part of a longer prefill: those of positions_s, kept as sums of leading chunks, so that
-    any interval is priced at once."""
+    """Seconds to compute positions as part of a longer prefill, with a price for each that does not depend on which others
+    are computed: a part of a chunk at the price of the whole one. So what several runs take adds up. Sums of leading chunks
+    are kept, so that any interval is priced at once."""
 
     def __init__(self, cost: CostModel, chunk_tokens: int) -> None:
         self._cost = cost
@@ -88,7 +78,10 @@ class PositionPrices:
 
     def of(self, runs: Iterable[tuple[int, int]]) -> float:
         """Seconds of several intervals."""
-        return sum([self._below(stop) - self._below(start) for start, stop in runs])
+        seconds = 0.0
+        for start, stop in runs:
+            seconds += self._below(stop) - self._below(start)
+        return seconds
 
     def _below(self, position: int) -> float:
         self._price(position)

@@ -64,6 +64,8 @@ class Engine:
         self._arrived = 0  # requests, ever
         self.progressed = False
         """The last step performed a plan or finished copies; else only an arrival or time can change anything."""
+        self.ended_requests = 0
+        """Ever, as events that are taken or still to be taken say."""
         self.counts_windows = False
         """Whoever takes the events wants to know how many tokens a window gave a request before its last, not which."""
         self._events: list[Event] = []
@@ -113,8 +115,7 @@ class Engine:
         now_s = self.clock.now_s()
         message = f"The engine cannot take the request ({type(error).__name__}: {error})."
         self.facts.arrived(request, request.turn, now_s)
-        told = self.facts.ended(request, "failed", None, now_s, message)
-        self._events.append(Event("finished", request.id, now_s, turn=told))
+        self._tell_ended(request, "failed", None, now_s, message)
 
     def cancel(self, request_id: int, status: str) -> None:
         """End a request early. What it generated so far stays in the session, of its last token no KV that counts
@@ -126,20 +127,12 @@ class Engine:
         self._close(active, status, None, self.clock.now_s())
         self._release(active)
 
-    def expect(self, session: str, next_use_s: float | None) -> None:
-        """See Sessions.expect."""
-        self.sessions.expect(session, next_use_s)
-
     def forget(self, session: str | None, tenant: str = "", left: TokenArray[int] | None = None) -> None:
         """Free sessions that have no request under way; what is in flight is collected first. left: see Sessions.forget."""
         while self.scheduler.in_flight:
             self._collect(None)
         self.facts.at(self.clock.now_ns())
         self.sessions.forget(session, tenant, left)
-
-    def ended(self, session: str) -> None:
-        """See Sessions.ended."""
-        self.sessions.ended(session)
 
     def receive(self, session: str, tenant: str, tokens: TokenArray[int], lengths: Sequence[int]) -> int:
         """See Sessions.receive."""
@@ -168,12 +161,10 @@ class Engine:
         """Plan the next iteration."""
         began = time.perf_counter_ns()
         now_ns = self.clock.now_ns()
-        now_s = now_ns / 1e9
         self.facts.at(now_ns)
-        self.sessions.forget_surplus(now_ns)
-        expiry_ns = self.sessions.next_expiry_ns
+        expiry_ns = self.sessions.forget_surplus(now_ns)
         horizon_ns = until_ns if expiry_ns is None or (until_ns is not None and until_ns < expiry_ns) else expiry_ns
-        step = self.scheduler.plan(now_s, horizon_ns)
+        step = self.scheduler.plan(now_ns / 1e9, horizon_ns)
         self.facts.scheduled(time.perf_counter_ns() - began)
         return step
 
@@ -191,8 +182,7 @@ class Engine:
         """Apply what the worker has done to the cache and to the requests."""
         ended_ns = self.clock.now_ns() if result.ended_ns is None else result.ended_ns
         self.facts.at(ended_ns)
-        repeats = result.repeats if result.repeats is not None and result.repeats.ended_ns else None
-        scheduler = self.scheduler
+        repeats, scheduler = result.repeats, self.scheduler
         failed = [one for one in result.moved if not one.ok]
         misread = self._fail_moves(failed) if failed else ()
         if result.step is None:
@@ -297,16 +287,16 @@ class Engine:
     ) -> None:
         """End the request for whoever asked, and emit `finished`."""
         active.close(status, now_s)
-        told = self.facts.ended(active.request, status, reason, now_s, error)
-        self._events.append(Event("finished", active.request.id, now_s, turn=told))
+        self._tell_ended(active.request, status, reason, now_s, error)
+
+    def _tell_ended(self, request: Request, status: str, reason: str | None, now_s: float, error: str | None) -> None:
+        told = self.facts.ended(request, status, reason, now_s, error)
+        self._events.append(Event("finished", request.id, now_s, turn=told))
+        self.ended_requests += 1
 
     def _release(self, active: ActiveRequest) -> None:
         """Give back slot and blocks of a closed request once nothing of it is in flight."""
         if not active.in_flight and self._active.get(active.request.id) is active:
             self.scheduler.remove(active)
-            self._remove(active)
-
-    def _remove(self, active: ActiveRequest) -> None:
-        """Stop counting the request as under way."""
-        if self._active.pop(active.request.id, None) is not None:
+            del self._active[active.request.id]
             self.sessions.end(active.session, self.clock.now_ns())

@@ -54,8 +54,7 @@ def swap_out(ticket: int, src: tuple[int, ...], dst: tuple[int, ...], urgent: bo
     return Move(ticket, GPU, CPU, src, dst, urgent=urgent)
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """How to draw the token at `position`; `key`: of the noise, the same for a whole turn. temperature 0 is greedy."""
 
     position: int
@@ -65,9 +64,8 @@ class Sample:
     top_k: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The positions of one request that are computed in this iteration.
+class Row(NamedTuple):
+    """The positions of one request that are computed in this iteration; a tuple, since a plan has one for each.
 
     runs: half-open, ascending, disjoint. Each run [a, b) is one attention row: b - a queries over kv_len b, causal from
         the bottom right. All K and V of the iteration are written before any row attends.

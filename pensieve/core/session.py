@@ -399,8 +399,12 @@ def without(runs: Iterable[Run], gone: Iterable[Run]) -> tuple[Run, ...]:
     """Return what is left of `runs` once the intervals `gone` are cut out of them."""
     left = list(runs)
     for first, last in gone:
-        parts = [((start, min(stop, first)), (max(start, last), stop)) for start, stop in left]
-        left = [part for both in parts for part in both if part[0] < part[1]]
+        whole, left = left, []
+        for start, stop in whole:
+            if start < first:
+                left.append((start, min(stop, first)))
+            if last < stop:
+                left.append((max(start, last), stop))
     return tuple(left)
 
 

@@ -188,14 +188,9 @@ class Roofline(Machine):
         return moving + self._reduces * h.link_latency_s
 
 
-def causal_pairs(query_tokens: int, kv_tokens: int) -> int:
-    """Pairs of a query and a position it attends to, of a causal row of so many queries that ends at `kv_tokens`."""
-    return query_tokens * kv_tokens - query_tokens * (query_tokens - 1) // 2
-
-
-def attended_pairs(start: int, stop: int, window: int | None) -> int:
+def attended_pairs(start: int, stop: int, window: int | None = None) -> int:
     """Pairs of the queries [start, stop) and what each attends to: all up to itself, or a window's last positions of it."""
     if window is None or stop <= window:
-        return causal_pairs(stop - start, stop)
+        return (start + stop + 1) * (stop - start) // 2
     filled = max(start, window)  # from here on each has a whole window
-    return causal_pairs(filled - start, filled) + (stop - filled) * window
+    return (start + filled + 1) * (filled - start) // 2 + (stop - filled) * window

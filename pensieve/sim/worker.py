@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, repeat
 from operator import sub
 
 import numpy as np
 
 from pensieve.core.block_runs import merge_moves
 from pensieve.core.clock import VirtualClock
-from pensieve.core.plan import CPU, GPU, Move, Moved, Repeats, Row, StartReport, StepPlan, StepResult
+from pensieve.core.plan import CPU, GPU, Move, Moved, Repeats, Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.core.request import TokenArray
 from pensieve.core.worker import STAGING_BYTES
 from pensieve.sim.cost import simulated_cost
@@ -220,8 +220,8 @@ class SimulatedWorker:
         for slot, first_chunk, blocks in plan.tables:
             self._tables.setdefault(slot, [])[first_chunk : first_chunk + len(blocks)] = blocks
         blocks_in, blocks_out = self._start_moves(plan.moves, start) if plan.moves else (0, 0)
-        sampled = [row for row in plan.rows if row.sample is not None]
-        compute_s = self.cost.iteration_s([run for row in plan.rows for run in row.runs], len(sampled))
+        samples = {row.slot: row.sample for row in plan.rows if row.sample is not None}
+        compute_s = self.cost.iteration_s([run for row in plan.rows for run in row.runs], len(samples))
         compute = round(compute_s * 1e9)
         if plan.rows:  # of the overhead, what is still to come
             compute += max(0, self._prepared_ns - start) - round(self._hardware.step_overhead_s * 1e9)
@@ -232,27 +232,27 @@ class SimulatedWorker:
         if self.timeline is not None and plan.rows:
             positions = sum(row.positions for row in plan.rows)
             self.timeline.add("compute", "iteration", start, ended, requests=len(plan.rows), positions=positions)
-        repeats = self._repeat(plan, sampled, ended) if plan.repeat > 1 else None
-        vocab, samples = self._model.vocab, [(row.slot, row.sample) for row in sampled if row.sample is not None]
-        tokens = {slot: drawn_token(sample.key, sample.position, vocab) for slot, sample in samples}
+        ends, took = self._repeat(plan, len(samples), ended) if plan.repeat > 1 else ((), ())
+        drawn = dict(zip(samples, drawn_tokens(samples.values(), 1 + len(ends), self._model.vocab), strict=True))
         return StepResult(
             step=plan.step,
-            tokens=tokens,
+            tokens={slot: tokens[0] for slot, tokens in drawn.items()},
             ended_ns=ended,
             moved=self._moved(),
             compute_ns=compute,
             stall_ns=ended - start - compute,
             h2d_bytes=blocks_in * self._block_bytes,
             d2h_bytes=blocks_out * self._block_bytes,
-            repeats=repeats,
+            repeats=Repeats(ends, took, {slot: tokens[1:] for slot, tokens in drawn.items()}) if ends else None,
         )
 
-    def _repeat(self, plan: StepPlan, sampled: list[Row], now_ns: int) -> Repeats:
-        """Perform the further iterations of the plan, in the time that a plan for each would take."""
+    def _repeat(self, plan: StepPlan, sampled: int, now_ns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Perform the further iterations of the plan, in the time that a plan for each would take. Returns when each
+        ended, and how long it took."""
         overhead = round(self._hardware.step_overhead_s * 1e9)
         steps = [1 if row.sample is not None else row.positions for row in plan.rows]
         runs = [(row.runs[-1][1] - step, row.runs[-1][1]) for row, step in zip(plan.rows, steps, strict=True)]
-        seconds = self.cost.following_s(runs, len(sampled))
+        seconds = self.cost.following_s(runs, sampled)
         until_ns = [plan.horizon_ns] if plan.horizon_ns is not None else []
         until_ns += [self._link.outward[0].ends_ns] if self._link.outward else []
         further = 0 if self._link.inward or self._reading else plan.repeat - 1
@@ -276,12 +276,7 @@ class SimulatedWorker:
             for start, end in zip(begins, ended, strict=True):
                 self.timeline.add("compute", "iteration", start, end, requests=count, positions=positions)
         self._clock.advance_to(now_ns)
-        tokens = {}
-        for row in sampled:
-            assert row.sample is not None
-            position, key = row.sample.position, row.sample.key
-            tokens[row.slot] = drawn_tokens(key, position + 1, position + 1 + len(ended), self._model.vocab)
-        return Repeats(tuple(ended), tuple(map(sub, ended, begins)), tokens)
+        return tuple(ended), tuple(map(sub, ended, begins))
 
     def _ended(self, rows: tuple[Row, ...], start: int, compute: int) -> int:
         """When the plan's compute is done: no layer begins before its own loads have come."""
@@ -302,20 +297,26 @@ class SimulatedWorker:
 
     def _start_moves(self, moves: tuple[Move, ...], now_ns: int) -> tuple[int, int]:
         """Swap-ins all together, a layer at a time; swap-outs one after the other. Returns the blocks of both."""
-        inward = [move for move in moves if move.source == CPU and move.target == GPU]
-        outward = [move for move in moves if move.source == GPU and move.target == CPU]
-        if inward:
-            blocks = frozenset([block for move in inward for block in move.dst])
-            seconds = self.cost.transfer_s(len(blocks), to_gpu=True, runs=self._runs(inward))
-            self._link.copy_in(tuple([move.ticket for move in inward]), blocks, round(seconds * 1e9), now_ns)
-        for move in outward:
-            count = len(move.src)
-            seconds = self.cost.transfer_s(count, to_gpu=False, runs=self._runs([move]))
-            self._link.copy_out((move.ticket,), count, round(seconds * 1e9), now_ns, after_loads=not move.urgent)
+        inward: list[Move] = []
+        into: list[int] = []
+        out = 0
         for move in moves:
             if move.keys:
                 (self._read if move.target == GPU else self._store)(move, now_ns)
-        return sum([len(move.src) for move in inward]), sum([len(move.src) for move in outward])
+            elif move.target == GPU:
+                inward.append(move)
+                into += move.dst
+        if inward:
+            seconds = self.cost.transfer_s(len(into), to_gpu=True, runs=self._runs(inward))
+            tickets = tuple([move.ticket for move in inward])
+            self._link.copy_in(tickets, frozenset(into), round(seconds * 1e9), now_ns)
+        for move in moves:
+            if move.target == CPU:
+                count = len(move.src)
+                seconds = self.cost.transfer_s(count, to_gpu=False, runs=self._runs([move]))
+                self._link.copy_out((move.ticket,), count, round(seconds * 1e9), now_ns, after_loads=not move.urgent)
+                out += count
+        return len(into), out
 
     def _runs(self, moves: list[Move]) -> int:
         """Runs of neighbouring blocks; 1, without counting, where a run costs nothing of its own."""
@@ -368,14 +369,20 @@ class SimulatedWorker:
         return copies.tickets
 
 
-def drawn_tokens(key: int, start: int, stop: int, vocab: int) -> TokenArray[int]:
-    """The tokens at positions [start, stop) of whoever computes nothing: drawn_token, many at once where they are many."""
-    if stop - start > _FEW:
-        many = np.arange(start, stop, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
-        many = (many ^ (many >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        many = (many ^ (many >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return array("i", ((many ^ (many >> np.uint64(31))) % np.uint64(vocab)).astype("i").tobytes())
-    return array("i", [drawn_token(key, position, vocab) for position in range(start, stop)])
+def drawn_tokens(samples: Collection[Sample], count: int, vocab: int) -> list[TokenArray[int]]:
+    """The tokens at `count` positions from each sample's on, of whoever computes nothing: drawn_token, many at once where
+    they are many."""
+    if len(samples) * count <= _FEW:
+        return [
+            array("i", map(drawn_token, repeat(one.key), range(one.position, one.position + count), repeat(vocab)))
+            for one in samples
+        ]
+    keys, firsts = np.array([(one.key, one.position) for one in samples], dtype=np.uint64).T[:, :, np.newaxis]
+    many = (firsts + np.arange(count, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15) + keys
+    many = (many ^ (many >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    many = (many ^ (many >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    tokens = ((many ^ (many >> np.uint64(31))) % np.uint64(vocab)).astype("i")
+    return [array("i", row.tobytes()) for row in tokens]
 
 
 def drawn_token(key: int, position: int, vocab: int) -> int:

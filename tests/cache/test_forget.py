@@ -99,7 +99,7 @@ def test_what_was_let_go_and_then_forgotten_makes_no_other_be_forgotten(cache: s
     for number in (2, 3, 4):
         engine.say(request(number, f"other{number}", tokens=13, output=2))
         run(engine)
-    engine.ended("a")
+    engine.sessions.ended("a")
     assert engine.cache.sessions.get("a") is None, "let go: nothing of it is in the cache"
     engine.forget(which)
     for number in (5, 6) if which else (5, 6, 7, 8, 9):

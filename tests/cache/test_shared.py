@@ -145,7 +145,7 @@ def test_conversations_that_are_over_do_not_pile_up_behind_a_prompt_that_lives()
     engine = engine_of(gpu_blocks=24)
     for number in range(1, 30):
         turn(engine, asking(number, str(number), SYSTEM + own(number)))
-        engine.ended(str(number))
+        engine.sessions.ended(str(number))
     assert len(engine.cache.sessions) < 14
     assert engine.cache.sessions["29"].stems()[0].stop >= 10
 
@@ -270,7 +270,7 @@ def test_conversations_at_random_keep_every_invariant(seed: int) -> None:
         elif action < 0.45:
             engine.forget(name)
         elif action < 0.5:
-            engine.ended(name)
+            engine.sessions.ended(name)
         elif action < 0.55:
             engine.cancel(asked - rng.randint(0, 3), "cancelled")
         else:

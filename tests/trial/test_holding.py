@@ -5,10 +5,10 @@ from collections import defaultdict
 import pytest
 from sqlalchemy import text
 
-from pensieve.core.cost import positions_s
 from pensieve.lab.compose import plan_trial
 from pensieve.sim.cost import simulated_cost
 from tests.composed import checked
+from tests.test_holding import positions_s
 from tests.trial.running import run
 
 BUSY = (

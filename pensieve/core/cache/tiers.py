@@ -36,7 +36,7 @@ the CPU block is the first that is given up when others need one.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from operator import lt
 
 from pensieve.core.cache.base import NO_LOWER_TIER, Broken, CacheCounters, LowerTier
@@ -296,8 +296,8 @@ class Tiers:
             moves.append(CopyRun(nodes[number], start, True, *columns))
         if not moves:
             return
-        gpu, cpu = chain.from_iterable(m.gpu for m in moves), chain.from_iterable(m.cpu for m in moves)
         ticket = self.copies.open(moves, chosen)
+        gpu, cpu = [block for one in moves for block in one.gpu], [block for one in moves for block in one.cpu]
         move = Move(ticket, GPU, CPU, tuple(gpu), tuple(cpu), urgent=waiting is not None)
         self.counters.swapped_out_blocks += len(move.src)
         self._plan(move, waiting)
@@ -314,7 +314,7 @@ class Tiers:
             chunks.gpu_len[start:stop] = lengths
         if not moves:
             return 0
-        gpu, cpu = chain.from_iterable(m.gpu for m in moves), chain.from_iterable(m.cpu for m in moves)
+        gpu, cpu = [block for one in moves for block in one.gpu], [block for one in moves for block in one.cpu]
         move = Move(self.copies.open(moves), CPU, GPU, tuple(cpu), tuple(gpu), urgent=True)
         self.counters.swapped_in_blocks += len(move.src)
         self._plan(move, session)
@@ -355,6 +355,8 @@ class Tiers:
                         self.update(moved.node, start, stop)
             if running:
                 self._update_duplicates(running, moves, order)
+        if not copied and not read:
+            return Broken()
         return Broken(*(tuple(user for node in nodes.values() for user in node.users) for nodes in (copied, read)))
 
     def _record_end(self, moved: CopyRun, valid: bool) -> bool:

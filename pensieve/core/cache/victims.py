@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
+from operator import itemgetter
 from typing import TypeGuard
 
 from pensieve.core.cache.loops import PLAIN, Head, Loops, Span, Stretch, Victim, loops_when_ready
@@ -60,7 +61,7 @@ class VictimIndex:
         self._leads: dict[int, _Lead] = {}
         self._heaps: dict[_Key, list[_Entry]] = {}
         self._valid: dict[_Key, int] = {}
-        self._touched: list[_Key] | None = None  # buckets changed while a choice is under way
+        self._touched: set[_Key] = set()  # buckets that have changed since a choice began, or was looked at last
         self._stamp = 0
         self._whole = policy.whole_conversations
         self._merges = tells_scores(policy)
@@ -124,7 +125,7 @@ class VictimIndex:
 
     def nodes_of(self, victims: Iterable[Victim]) -> dict[int, Node]:
         """Return the nodes of these chunks by number, as long as they are in this index."""
-        return {number: self._leads[number].node for number in {number for _, _, _, number, _ in victims}}
+        return {number: self._leads[number].node for number in set(map(_number, victims))}
 
     def spans(self, victims: list[Victim]) -> list[Span]:
         """Return the chunks of a choice as runs, those of one node together."""
@@ -140,21 +141,19 @@ class VictimIndex:
         self._grow_older(now_s)
         heads = self._heads(now_s)
         heapq.heapify(heads)
-        touched = self._touched = []
-        try:
-            while heads:
-                _, _, _, number, chunk, stamp, _ = heapq.heappop(heads)
-                lead = self._leads.get(number)
-                if lead is None or lead.stamp != stamp:
-                    continue
-                yield lead.node, chunk
-                for key in touched:
-                    fresh = self._head(key, now_s)
-                    if fresh is not None:
-                        heapq.heappush(heads, fresh)
-                touched.clear()
-        finally:
-            self._touched = None
+        touched = self._touched
+        touched.clear()
+        while heads:
+            _, _, _, number, chunk, stamp, _ = heapq.heappop(heads)
+            lead = self._leads.get(number)
+            if lead is None or lead.stamp != stamp:
+                continue
+            yield lead.node, chunk
+            for key in touched:
+                fresh = self._head(key, now_s)
+                if fresh is not None:
+                    heapq.heappush(heads, fresh)
+            touched.clear()
 
     def _one_by_one(self, count: int, now_s: float, whole: bool) -> list[Victim]:
         """For any policy: each chunk leaves its heap when it is chosen, and all are put back in the end."""
@@ -246,7 +245,7 @@ class VictimIndex:
     def _leave(self, lead: _Lead) -> None:
         """Make the node's entry in its heap invalid."""
         self._valid[lead.key] -= 1
-        self._touch(lead.key)
+        self._touched.add(lead.key)
         lead.stamp = _NOT_ENTERED
 
     def _enter(self, lead: _Lead, chunk: int) -> None:
@@ -258,8 +257,7 @@ class VictimIndex:
         key = (_level(node), self._policy.bucket(session, index), lead.passed)
         if lead.stamp != _NOT_ENTERED:
             self._valid[lead.key] -= 1
-            if lead.key != key:
-                self._touch(lead.key)
+            self._touched.add(lead.key)
         self._stamp += 1
         lead.chunk, lead.stamp, lead.key = chunk, self._stamp, key
         order = self._policy.order(session, index)
@@ -276,7 +274,7 @@ class VictimIndex:
             if len(heap) > _COMPACT_BELOW and len(heap) > 2 * self._valid[key]:
                 heap[:] = [e for e in heap if self._is_valid(e)]
                 heapq.heapify(heap)
-        self._touch(key)
+        self._touched.add(key)
 
     def _grow_older(self, now_s: float) -> None:
         """Move the nodes that have passed an age since the last choice to the heap of that age."""
@@ -314,10 +312,6 @@ class VictimIndex:
             lead.stamp = _NOT_ENTERED
             self._enter(lead, lead.chunk)
 
-    def _touch(self, key: _Key) -> None:
-        if self._touched is not None:
-            self._touched.append(key)
-
     def _is_valid(self, entry: _Entry) -> bool:
         _, _, number, _, stamp = entry
         lead = self._leads.get(number)
@@ -337,6 +331,9 @@ class VictimIndex:
         if heap is not None:
             del self._heaps[key], self._valid[key]
         return None
+
+
+_number = itemgetter(3)  # of the node, in a Victim
 
 
 def _level(node: Node) -> int:

@@ -29,7 +29,8 @@ class ActiveRequest:
     arrival: its place in the order of arrival, kept when it is preempted. work: positions without KV, ascending; the last
     one ends at the last known token, so a decode is work of one position. slot: the worker's, while it runs. in_flight:
     launched plans that have a part of it; its blocks and its slot stay its own until there are none, also when it is
-    closed, which is to say over for whoever asked. awaited: tokens that those plans sample.
+    closed, which is to say over for whoever asked. awaited: tokens that those plans sample. reserved: positions that its
+    blocks have room for.
     length_before, computed_before: of the session at the admission, of tokens that it keeps; a turn that does not stand
     returns to them. misread: what it read from disk was something else. eos, stop: what ends it early. generated: tokens of
     its output so far. admitted: it has run. status, closed_s: how and when it was closed.
@@ -53,6 +54,7 @@ class ActiveRequest:
     preempted: bool = False
     in_flight: int = 0
     awaited: int = 0
+    reserved: int = 0
     closed: bool = False
     status: str = ""
     closed_s: float = 0.0

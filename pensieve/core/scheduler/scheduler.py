@@ -153,7 +153,8 @@ class Scheduler:
         if self._must_drain:
             return None
         draft, self._unsent = self._unsent, _Draft()
-        draft.admitted = [active for active in draft.admitted if active.slot is not None and not active.closed]
+        if draft.admitted:
+            draft.admitted = [active for active in draft.admitted if active.slot is not None and not active.closed]
         lacking = self._admit(draft, now_s)
         rows = self._compose(draft, now_s)
         head = self.queue.head() if lacking else None
@@ -277,23 +278,24 @@ class Scheduler:
         self, draft: _Draft, rows: list[tuple[ActiveRequest, Row]], moves: tuple[Move, ...], horizon_ns: int | None
     ) -> Step:
         """Make a plan of the draft, to be launched next."""
-        plan = StepPlan(
-            step=self.counters.steps,
-            rows=tuple([row for _, row in rows]),
-            tables=tuple(draft.tables),
-            moves=moves,
-            repeat=1 if self.forward is None else self.forward.iterations(rows),
-            horizon_ns=horizon_ns,
-        )
-        computed, tokens, sampled = [], 0, 0
+        planned, computed, tokens, sampled = [], [], 0, 0
         members: dict[ActiveRequest, None] = {}
         for active, row in rows:
+            planned.append(row)
             computed.append((active, row.runs))
             members[active] = None
             sampled += row.sample is not None
             for start, stop in row.runs:
                 tokens += stop - start
         members.update(dict.fromkeys(draft.admitted))
+        plan = StepPlan(
+            step=self.counters.steps,
+            rows=tuple(planned),
+            tables=tuple(draft.tables),
+            moves=moves,
+            repeat=1 if self.forward is None else self.forward.iterations(rows),
+            horizon_ns=horizon_ns,
+        )
         for active in members:
             active.in_flight += 1
         self.counters.steps += 1
@@ -347,6 +349,7 @@ class Scheduler:
             facts.admitted(request, session, admission, now_s)
         self._waits_no_more(active)
         active.start(admission, self._slots.pop())
+        active.reserved = len(admission.table) * cache.chunk_tokens
         position = len(self.running)
         while position and self.running[position - 1].arrival > active.arrival:
             position -= 1
@@ -378,15 +381,21 @@ class Scheduler:
         self, running: Sequence[ActiveRequest], draft: _Draft, now_s: float
     ) -> list[tuple[ActiveRequest, Row]]:
         rows: list[tuple[ActiveRequest, Row]] = []
+        decoded, stores = None, self._room.stores
         for active, count in self.settings.composition(running, self.settings.max_batch_tokens):
             if active.slot is None:
                 continue  # preempted a moment ago, to make room for an earlier one
-            if active.decoding and not self._extend(active, draft, rows, now_s):
-                continue
+            if active.decoding:
+                decoded = active
+                needs = stores or active.work[0][1] > active.reserved  # who stores what is computed is asked each time
+                if needs and not self._extend(active, draft, rows, now_s):
+                    continue
             row = active.next_row(count, self._ahead, self._computes)
             if row.runs[-1][1] <= len(active.session.tokens):
                 self.cache.advance(active.session, row.runs)
             rows.append((active, row))
+        if decoded is not None:
+            self.facts.room_for(decoded.session, now_s)  # as though each of them had asked in its turn
         return rows
 
     def _extend(
@@ -400,9 +409,7 @@ class Scheduler:
         while True:
             added = cache.extend(session, length, now_s)
             if added is not None:
-                if added[1]:
-                    assert active.slot is not None
-                    draft.tables.append((active.slot, *added))
+                self._take_table(active, added, draft)
                 return True
             if room.outgoing:
                 return False  # blocks are on their way
@@ -455,9 +462,16 @@ class Scheduler:
         """Take the block of a decode that no plan of its own asks for, if it needs one; there is one."""
         self.facts.room_for(active.session, now_s)
         added = self.cache.extend(active.session, length, now_s)
-        assert added is not None and active.slot is not None, "a plan is repeated for as long as there are blocks"
-        if added[1]:
-            self._unsent.tables.append((active.slot, *added))
+        assert added is not None, "a plan is repeated for as long as there are blocks"
+        self._take_table(active, added, self._unsent)
+
+    def _take_table(self, active: ActiveRequest, added: tuple[int, tuple[int, ...]], draft: _Draft) -> None:
+        """Blocks were added to those of the request, from that chunk on."""
+        first, blocks = added
+        if blocks:
+            assert active.slot is not None
+            active.reserved = (first + len(blocks)) * self.cache.chunk_tokens
+            draft.tables.append((active.slot, first, blocks))
 
     def _must_preempt(self) -> bool:
         """The next decodes need more blocks than there are, and only a preemption makes some free, for which nothing may be

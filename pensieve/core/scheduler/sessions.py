@@ -117,13 +117,14 @@ class Sessions:
                 self._cache.below.forget(earlier)
                 earlier.close()
 
-    def forget_surplus(self, now_ns: int) -> None:
-        """Forget sessions that were idle for too long, or are too many."""
-        while self._idle:
+    def forget_surplus(self, now_ns: int) -> int | None:
+        """Forget sessions that were idle for too long, or are too many; returns next_expiry_ns."""
+        while True:
             expiry_ns = self.next_expiry_ns
             expired = expiry_ns is not None and expiry_ns <= now_ns
-            if not expired and (self._most_tokens is None or self._idle_tokens <= self._most_tokens):
-                return
+            surplus = self._most_tokens is not None and self._idle_tokens > self._most_tokens
+            if not self._idle or not (expired or surplus):
+                return expiry_ns
             _, oldest = self._idle.popitem(last=False)
             self._idle_tokens -= oldest.tokens
             self._facts.expired()

@@ -30,7 +30,7 @@ from pensieve.lab.bench.models import (
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.timer import attempt, explain, idle_pct, in_turn, synchronize
 from pensieve.lab.compose.build import torch_options
-from pensieve.sim.roofline import causal_pairs
+from pensieve.sim.roofline import attended_pairs
 from pensieve.specs import ModelSpec
 from pensieve.units import ceil_div
 
@@ -136,7 +136,7 @@ def run_prefill(bench: Bench) -> None:
 
 def operations(spec: ModelSpec, tokens: int) -> int:
     """Floating-point operations of a prompt: every projection, causal attention, and the head for one position."""
-    attention = causal_pairs(tokens, tokens) * spec.attention_flops_per_pair
+    attention = attended_pairs(0, tokens) * spec.attention_flops_per_pair
     return tokens * spec.linear_flops_per_token + attention + spec.head_flops
 
 

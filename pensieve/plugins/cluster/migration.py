@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pensieve.core.cost import CostModel, positions_s
+from pensieve.core.cost import CostModel
 from pensieve.core.request import TokenArray
 from pensieve.core.session import Session, common_prefix
 
@@ -52,8 +52,8 @@ def lacking(held: Session, there: Session | None, tokens: TokenArray[int], chunk
 
 def computing_s(cost: CostModel, lengths: tuple[int, ...], chunk_tokens: int) -> float:
     """What it takes to compute the KV of these chunks again, as parts of a longer prefill."""
-    runs = ((index * chunk_tokens, index * chunk_tokens + length) for index, length in enumerate(lengths) if length)
-    return sum(positions_s(cost, start, stop, chunk_tokens) for start, stop in runs)
+    chunks = ((index * chunk_tokens, length) for index, length in enumerate(lengths, start=1) if length)
+    return sum(cost.recompute_s(end) * length / chunk_tokens for end, length in chunks)
 
 
 class Migration:

@@ -117,10 +117,6 @@ class Residency:
     def disk_hit(self) -> int:
         return tokens_in(_below(self.on_disk, self.history))
 
-    @property
-    def recomputed(self) -> int:
-        return self.history - self.gpu_hit - self.cpu_hit - self.disk_hit
-
     def with_disk(self, read: Iterable[Run]) -> Residency:
         """Return a copy that counts these positions as found on disk, and no longer as missed."""
         missed, found = list(self.missed), list(self.on_disk)
@@ -145,7 +141,9 @@ class Residency:
     def enter_disk(self, record: TurnRecord, request: Request, keep: int) -> None:
         """Record, after `enter` or where what was read from disk was something else, what came from there, and why each
         prompt position without KV had none."""
-        record.disk_hit_tokens, record.recomputed_tokens = self.disk_hit, self.recomputed
+        assert record.gpu_hit_tokens is not None and record.cpu_hit_tokens is not None
+        disk = record.disk_hit_tokens = self.disk_hit
+        record.recomputed_tokens = self.history - record.gpu_hit_tokens - record.cpu_hit_tokens - disk
         if self.on_disk:
             record.shared_hit_tokens = self.shared_hit
         record.found = (*record.found[:2], self.on_disk)
@@ -182,15 +180,21 @@ class Asked:
         loss_of = losses.of(session, found)
         missed: list[Missed] = []
         for start, stop in without(((0, own),), (*on_gpu, *on_cpu)):
-            while start < stop:
-                index = start // chunk_tokens
-                end = min(stop, (index + 1) * chunk_tokens)
-                loss = loss_of(index, (index + 1) * chunk_tokens <= own)
-                missed.append(Missed(start, end, "evicted" if loss else "never_stored", loss))
-                start = end
+            index = start // chunk_tokens
+            loss = loss_of(index, (index + 1) * chunk_tokens <= own)
+            for end in range((index + 1) * chunk_tokens, stop, chunk_tokens):
+                following = loss_of(end // chunk_tokens, end + chunk_tokens <= own)
+                if following is not loss:
+                    missed.append(_lost(start, end, loss))
+                    start, loss = end, following
+            missed.append(_lost(start, stop, loss))
         elsewhere = without(((own, self.history),), (*on_gpu, *on_cpu))  # known to the workload, at another place
         missed += (Missed(start, stop, "edited") for start, stop in elsewhere)
         return Residency(self.prompt, self.history, on_gpu, on_cpu, (*joined(missed), *self.edited), found.shared)
+
+
+def _lost(start: int, stop: int, loss: Loss | None) -> Missed:
+    return Missed(start, stop, "evicted" if loss else "never_stored", loss)
 
 
 def _below(runs: tuple[Run, ...], position: int) -> tuple[Run, ...]:

@@ -38,6 +38,7 @@ class InlineSystem(EngineSystem):
         self._untold: list[Event] = []  # happened while somebody asked, for the next poll
         self._ended: str | None = None  # why nobody can ask any more
         self._counts_windows = False
+        self._told_ends = 0  # requests whose end the events have said that were taken from the engine
 
     def submit(self, request: Request) -> None:
         with self._lock:
@@ -71,12 +72,12 @@ class InlineSystem(EngineSystem):
     def expect(self, session: str, next_use_s: float | None) -> None:
         """When the schedule will ask this conversation again; only an offline policy reads it."""
         with self._lock:
-            self.engine.expect(session, next_use_s)
+            self.engine.sessions.expect(session, next_use_s)
 
     def ended(self, session: str) -> None:
         """Let go of a conversation that nobody will ask again: it is forgotten once nothing of it is in the cache."""
         with self._lock:
-            self.engine.ended(session)
+            self.engine.sessions.ended(session)
 
     def count_windows(self) -> None:
         """Tell whoever polls of most tokens only how many they are, from now on (Event.tokens)."""
@@ -90,7 +91,7 @@ class InlineSystem(EngineSystem):
     def poll(self, until_s: float | None) -> list[Event]:
         with self._lock:
             untold, self._untold = self._untold, []
-            if _any_finished(untold):
+            if any(event.turn is not None for event in untold):
                 return untold
             events = self._run(None if until_s is None else round(until_s * 1e9))
             return untold + (self._tell(events) if self._listeners else events)
@@ -153,24 +154,17 @@ class InlineSystem(EngineSystem):
         engine, clock = self.engine, self.clock
         assert isinstance(clock, VirtualClock)
         events = engine.take_events()
-        finished = _any_finished(events)
         engine.counts_windows = self._counts_windows and not self._listeners
-        while not finished:
+        while engine.ended_requests == self._told_ends:
             if until_ns is not None and clock.now_ns() >= until_ns:
                 break
             if until_ns is None and not engine.busy:
                 break
-            before = clock.now_ns()
-            stepped = engine.step(until_ns)
-            events += stepped
-            finished = _any_finished(stepped)
-            if not stepped and clock.now_ns() == before and not engine.progressed:
+            events += engine.step(until_ns)
+            if not engine.progressed:
                 # Nothing to compute and no copy ends by then.
                 assert until_ns is not None, "requests wait, and nothing runs that could let them in"
                 expiry_ns = engine.next_expiry_ns
                 clock.advance_to(until_ns if expiry_ns is None else min(until_ns, expiry_ns))
+        self._told_ends = engine.ended_requests
         return events
-
-
-def _any_finished(events: list[Event]) -> bool:
-    return "finished" in [event.kind for event in events]

@@ -82,7 +82,7 @@ class ThreadedSystem(EngineSystem):
 
     def expect(self, session: str, next_use_s: float | None) -> None:
         """When the schedule will ask this conversation again; only an offline policy reads it."""
-        self._send(lambda: self.engine.expect(session, next_use_s))
+        self._send(lambda: self.engine.sessions.expect(session, next_use_s))
 
     def forget(self, session: str | None) -> None:
         """Returns when it is done, so that a cold cache is cold; a closed engine has forgotten everything."""
