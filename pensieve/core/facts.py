@@ -65,11 +65,11 @@ class Facts:
     def tier(self, tier: Tier, blocks: int, earlier: Iterable[int] = ()) -> None:
         """There is a tier of so many blocks. earlier: those that have KV of an earlier run."""
 
-    def held(self, tier: Tier, first: int, count: int, session: int) -> None:
-        """A session (its number) has taken free blocks, from `first` on."""
+    def held(self, tier: Tier, blocks: Sequence[int], session: int) -> None:
+        """A session (its number) has taken free blocks."""
 
-    def freed(self, tier: Tier, first: int, count: int) -> None:
-        """Blocks from `first` on are free again."""
+    def freed(self, tier: Tier, blocks: Sequence[int]) -> None:
+        """Blocks are free again."""
 
     def passed_on(self, tier: Tier, blocks: Sequence[int], session: int) -> None:
         """Blocks that are not free serve this session (its number) from now on."""

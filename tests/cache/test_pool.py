@@ -29,8 +29,8 @@ def test_freed_neighbours_merge_and_are_handed_out_as_one_run() -> None:
     pool.release(taken[10:13])
     pool.release(taken[40:48])
     pool.release(taken[13:16])
-    assert pool.allocate(8) == tuple(range(40, 48))
-    assert pool.allocate(6) == tuple(range(10, 16))
+    assert pool.allocate(8) == list(range(40, 48))
+    assert pool.allocate(6) == list(range(10, 16))
 
 
 def test_blocks_that_come_one_by_one_lie_behind_each_other() -> None:
@@ -54,7 +54,7 @@ def test_where_the_next_block_is_taken_any_other_will_do_and_none_is_lost() -> N
         taken += pool.allocate_after(taken[-1], min(2, pool.free))
     assert sorted(taken) == list(range(7))
     pool.release(taken)
-    assert pool.allocate(7) == tuple(range(7))
+    assert pool.allocate(7) == list(range(7))
 
 
 def test_a_run_goes_on_behind_its_last_block_and_then_elsewhere() -> None:

@@ -213,7 +213,7 @@ class OpenCopies:
         pool = self._gpu if on_gpu else self._cpu
         waits = discarded and self.in_flight
         if not waits and not any(node.chunks.copying[first : first + len(blocks)]):
-            pool.release(blocks if NO_BLOCK not in blocks else (block for block in blocks if block != NO_BLOCK))
+            pool.release(blocks if NO_BLOCK not in blocks else [block for block in blocks if block != NO_BLOCK])
             return
         for index, block in enumerate(blocks, first):
             if block == NO_BLOCK:

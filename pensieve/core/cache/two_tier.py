@@ -197,9 +197,8 @@ class TwoTierRoom(Room):
         if taken < lacking:
             assert not self.cpu_blocks, "admission took more blocks than are available"
             self.drop(lacking - taken, now_s)
-        if behind is None:
-            return pool.allocate(count, session.number)
-        return tuple(pool.allocate_after(behind, count, session.number))
+        number = session.number
+        return tuple(pool.allocate(count, number) if behind is None else pool.allocate_after(behind, count, number))
 
 
 class TwoTierCache(CacheManager):
@@ -348,11 +347,13 @@ class TwoTierCache(CacheManager):
         first, last = start // size, (stop - 1) // size
         assert chunks.gpu[last] != NO_BLOCK
         assert chunks.gpu_len[first] == start - first * size, "KV is computed in ascending order"
-        chunks.gpu_len[first:last] = repeated(size, last - first)
         chunks.gpu_len[last] = stop - last * size
-        on_cpu = chunks.cpu[first : last + 1]
-        if on_cpu.count(NO_BLOCK) < len(on_cpu):
-            held = [index for index, block in enumerate(on_cpu, first) if block != NO_BLOCK]
+        if first == last:
+            held = [last] if chunks.cpu[last] != NO_BLOCK else []
+        else:
+            chunks.gpu_len[first:last] = repeated(size, last - first)
+            held = [index for index, block in enumerate(chunks.cpu[first : last + 1], first) if block != NO_BLOCK]
+        if held:
             self.tiers.update_duplicates(node, held)
 
     def plans(self, oldest: int, following: int) -> None:

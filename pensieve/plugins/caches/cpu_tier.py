@@ -110,7 +110,7 @@ class CpuTier:
             self._blocks.update(own)
             self.order.insert(chunk.key, session, index)
             use.stored.add(chunk.key)
-            self.facts.held(CPU, self.blocks(chunk)[0], self.blocks_per_chunk, session.number)
+            self.facts.held(CPU, self.blocks(chunk), session.number)
             storing.append((index, chunk))
         return storing, evicted
 
@@ -171,4 +171,4 @@ class CpuTier:
             self._evictable += 1
             return
         self._free.append(chunk.slot)
-        self.facts.freed(CPU, self.blocks(chunk)[0], self.blocks_per_chunk)
+        self.facts.freed(CPU, self.blocks(chunk))

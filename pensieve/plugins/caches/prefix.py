@@ -171,7 +171,7 @@ class PrefixCache(OneTier):
         stranded = frozenset(index for index in behind if names[index] in self._block_of)
         return super()._found(session, tokens)._replace(names=names, stranded=stranded)
 
-    def _take(self, session: Session, count: int) -> tuple[int, ...]:
+    def _take(self, session: Session, count: int) -> list[int]:
         for _ in range(count - self.gpu.free):
             block = self._victim()
             self._evict(block)

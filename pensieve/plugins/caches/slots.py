@@ -131,7 +131,7 @@ class SlotCache(OneTier):
         for slot in self.slots:
             if slot.last is session:
                 slot.clear()
-                self.facts.freed("gpu", slot.blocks[0], len(slot.blocks))
+                self.facts.freed("gpu", slot.blocks)
         super()._give_up(session)
 
     def _holds(self, session: Session) -> bool:
@@ -158,7 +158,7 @@ class SlotCache(OneTier):
             self.counters.dropped_chunks += overwritten
             self.facts.lost(slot.last, 0, chunks_of(len(slot.last.tokens), size))
         if slot.last is None:
-            self.facts.held("gpu", slot.blocks[0], len(slot.blocks), session.number)
+            self.facts.held("gpu", slot.blocks, session.number)
         else:
             self.facts.passed_on("gpu", slot.blocks, session.number)
         slot.session = slot.last = session

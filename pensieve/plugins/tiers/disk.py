@@ -116,7 +116,7 @@ class DiskTier(LowerTier):
             return None
         if self._free:
             target = self._free.pop()
-            self._facts.held(self.name, target, 1, holder)
+            self._facts.held(self.name, (target,), holder)
         else:
             target = self._block_of.popitem(last=False)[1]
             self._facts.passed_on(self.name, (target,), holder)
@@ -148,7 +148,7 @@ class DiskTier(LowerTier):
             block = self._block_of.pop(name, None)
             if block is not None:
                 self._free.append(block)
-                self._facts.freed(self.name, block, 1)
+                self._facts.freed(self.name, (block,))
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 

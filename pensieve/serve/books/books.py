@@ -73,8 +73,7 @@ class Books(Facts):
         self._holding = Holding()
         for tier, blocks in self._blocks.items():
             column = self._holders[tier] = self._holding.column(tier, blocks)
-            for block in self._earlier.get(tier, ()):
-                column.give(block, 1, NOBODY_NOW)
+            column.give(self._earlier[tier], NOBODY_NOW)
 
     def holdings(self) -> dict[tuple[str, Tier], Held]:
         """Return what each session has held of each tier, up to the time told last; empty without `count_holding`."""
@@ -90,13 +89,13 @@ class Books(Facts):
     def tier(self, tier: Tier, blocks: int, earlier: Iterable[int] = ()) -> None:
         self._blocks[tier], self._earlier[tier] = blocks, list(earlier)
 
-    def held(self, tier: Tier, first: int, count: int, session: int) -> None:
+    def held(self, tier: Tier, blocks: Sequence[int], session: int) -> None:
         if self._holding is not None:
-            self._holders[tier].give(first, count, session)
+            self._holders[tier].give(blocks, session)
 
-    def freed(self, tier: Tier, first: int, count: int) -> None:
+    def freed(self, tier: Tier, blocks: Sequence[int]) -> None:
         if self._holding is not None:
-            self._holders[tier].take(first, count)
+            self._holders[tier].take(blocks)
 
     def passed_on(self, tier: Tier, blocks: Sequence[int], session: int) -> None:
         if self._holding is not None:
@@ -211,6 +210,7 @@ class Books(Facts):
             CPU,
         }:  # a block there may serve all sessions that begin alike: nobody counts that
             return None, None
+        self._content = None  # no admission here asks for it
         own = min(asked.history, asked.keep)
         return min(own, self._inherited.get(session.number, 0)), asked.history
 

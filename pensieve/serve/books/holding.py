@@ -14,7 +14,7 @@ and added when it goes.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -150,38 +150,35 @@ class Holders:
         self._accounts, self._tier = accounts, tier
         self._of = array("i", (_FREE,)) * blocks
 
-    def give(self, first: int, count: int, number: int) -> None:
-        """Charge free blocks from `first` on to this session."""
-        self._of[first : first + count] = array("i", (number,)) * count
-        self._accounts[number].change(self._tier, count)
+    def give(self, blocks: Sequence[int], number: int) -> None:
+        """Charge free blocks to this session."""
+        for block in blocks:
+            self._of[block] = number
+        self._accounts[number].change(self._tier, len(blocks))
 
-    def take(self, first: int, count: int) -> None:
-        """Mark blocks from `first` on as free again."""
-        if count == 1:  # prefix_cache evicts block by block
-            self._accounts[self._of[first]].change(self._tier, -1)
-            self._of[first] = _FREE
-            return
-        self._leave(self._of[first : first + count])
-        self._of[first : first + count] = array("i", (_FREE,)) * count
+    def take(self, blocks: Sequence[int]) -> None:
+        """Mark blocks as free again."""
+        self._leave(blocks, _FREE)
 
     def pass_on(self, blocks: Sequence[int], number: int) -> None:
         """Charge blocks that are not free to this session from now on."""
-        before = array("i", map(self._of.__getitem__, blocks))
-        if before.count(number) < len(before):
-            self._leave(before)
-            for block in blocks:
-                self._of[block] = number
-            self._accounts[number].change(self._tier, len(before))
+        self._leave(blocks, number)
+        self._accounts[number].change(self._tier, len(blocks))
 
     def of(self, block: int) -> int | None:
         """Return who pays for the block; None: it is free."""
         number = self._of[block]
         return None if number == _FREE else number
 
-    def _leave(self, owners: array[int]) -> None:
-        number, count = owners[0], len(owners)
-        if owners.count(number) == count:
-            self._accounts[number].change(self._tier, -count)
-            return
-        for number, count in Counter(owners).items():
-            self._accounts[number].change(self._tier, -count)
+    def _leave(self, blocks: Sequence[int], following: int) -> None:
+        """Charge blocks to their sessions no longer. following: whose they are from now on."""
+        of, owner, count = self._of, _FREE, 0
+        for block in blocks:
+            if of[block] != owner:
+                if count:
+                    self._accounts[owner].change(self._tier, -count)
+                owner, count = of[block], 0
+            of[block] = following
+            count += 1
+        if count:
+            self._accounts[owner].change(self._tier, -count)
