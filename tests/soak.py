@@ -57,6 +57,7 @@ _CACHES: tuple[Any, ...] = (
     *_RESTORING,
     *_RESTORING,
     TwoTierCache,
+    *(partial(make, reuse="prefix") for make in _RESTORING),
     StatelessCache,
     PrefixCache,
     SlotCache,

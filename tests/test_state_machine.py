@@ -65,6 +65,7 @@ class Serving(RuleBasedStateMachine):
         budget=st.sampled_from([3, 10, 64]),
         requests=st.sampled_from([1, 3, 8]),
         restore=st.sampled_from(["load", "hybrid", "recompute"]),
+        reuse=st.sampled_from(["any", "any", "prefix"]),
         load=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
         late=st.booleans(),
         depth=st.sampled_from([1, 2]),
@@ -81,13 +82,16 @@ class Serving(RuleBasedStateMachine):
         budget: int,
         requests: int,
         restore: str,
+        reuse: str,
         load: float,
         late: bool,
         depth: int,
         disk_blocks: int,
         ahead: Any,
     ) -> None:
-        make = partial(make, restore=restore) if make in (TwoTierCache, SharedCache) else make
+        prefix = reuse == "prefix" and make in (TwoTierCache, SharedCache)
+        if make in (TwoTierCache, SharedCache):
+            make = partial(make, reuse=reuse) if prefix else partial(make, restore=restore)
         cache = make(policy=policy(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu)
         costs = {"cost": Profile(CHUNK, {128: 0.128, 256: 0.256}, load * CHUNK / 1000, {}), "layers": 2}
         if isinstance(cache, TwoTierCache):
@@ -97,7 +101,7 @@ class Serving(RuleBasedStateMachine):
         )
         link = ThreadLink(2e6) if late else None
         self.file = Path(mkdtemp()) / "pool.kv"
-        on_disk = bool(disk_blocks) and depth == 1 and not isinstance(cache, VllmOffload)
+        on_disk = bool(disk_blocks) and depth == 1 and not (prefix or isinstance(cache, VllmOffload))
         store = DiskOptions(self.file, self.file.parent, bytes(32), disk_blocks)
         options = TorchOptions(depth=depth, transfer=store) if on_disk else TorchOptions(depth=depth)
         self.engine = CheckedEngine(model_of("llama"), cache, limits, 512, link, options)

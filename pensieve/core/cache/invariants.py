@@ -55,7 +55,7 @@ def check_tiers(tiers: Tiers, sessions: Collection[Session]) -> None:
         leads: dict[int, tuple[int, int]] = {}
         for number, index in sorted(of_view):
             first, count = leads.get(number, (index, 0))
-            leads[number] = (first, count + 1)
+            leads[number] = (~index if tiers.from_tail else first, count + 1)
         assert index_of_view.leads() == leads
 
 

@@ -43,7 +43,7 @@ from pensieve.core.cache.base import NO_LOWER_TIER, Broken, CacheCounters, Lower
 from pensieve.core.cache.copies import CopyRun, OpenCopies
 from pensieve.core.cache.loops import Victim, node_and_chunk
 from pensieve.core.cache.pool import BlockPool
-from pensieve.core.cache.victims import VictimIndex
+from pensieve.core.cache.victims import TailIndex, VictimIndex
 from pensieve.core.facts import SILENT, Facts, Found
 from pensieve.core.plan import CPU, GPU, Move, Moved, Tier
 from pensieve.core.policies.base import EvictionPolicy
@@ -58,17 +58,26 @@ class Tiers:
     """
 
     def __init__(
-        self, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int, counters: CacheCounters
+        self,
+        policy: EvictionPolicy,
+        chunk_tokens: int,
+        gpu_blocks: int,
+        cpu_blocks: int,
+        counters: CacheCounters,
+        from_tail: bool = False,
     ) -> None:
+        """from_tail: what is left of a conversation is a prefix, as far as chunks are chosen by these indices."""
         self.chunk_tokens = chunk_tokens
         self.counters = counters
         self.facts: Facts = SILENT
         self.gpu = BlockPool(gpu_blocks)
         self.cpu = BlockPool(cpu_blocks, "cpu")
         self.copies = OpenCopies(self.gpu, self.cpu)
-        self.dirty = VictimIndex(policy, View.DIRTY)
-        self.clean = VictimIndex(policy, View.CLEAN)
-        self.cpu_only = VictimIndex(policy, View.CPU_ONLY)
+        self.from_tail = from_tail
+        index = TailIndex if from_tail else VictimIndex
+        self.dirty = index(policy, View.DIRTY)
+        self.clean = index(policy, View.CLEAN)
+        self.cpu_only = index(policy, View.CPU_ONLY)
         self.duplicates: dict[tuple[int, int], Node] = {}  # by node and chunk
         self.below: LowerTier = NO_LOWER_TIER
         """Is offered each run of chunks that is about to give up its last blocks to others."""
@@ -197,6 +206,12 @@ class Tiers:
             self.duplicates.pop((node.number, index), None)
         self._not_lost(node, start, stop)  # nobody took it: its step failed
 
+    def strand(self, node: Node, start: int, stop: int) -> None:
+        """Mark all KV of these chunks of a node that is about to run as not valid; they keep their GPU blocks."""
+        self.copies.abandon(node, start, stop)
+        self.free_cpu(node, start, stop)
+        self.invalidate(node, start, stop)
+
     def cut(self, node: Node, length: int) -> None:
         """Give up the KV beyond the node's first `length` tokens."""
         size, chunks = self.chunk_tokens, node.chunks
@@ -237,6 +252,8 @@ class Tiers:
         self.copies.retire(on_gpu, node, start, blocks, discarded)
         column[start:stop] = repeated(NO_BLOCK, len(blocks))
         lengths[start:stop] = repeated(0, len(blocks))
+        if self.from_tail and not start and node.parent is not None:
+            self.reorder(node.parent)
 
     def move(self, source: Node, target: Node, count: int) -> None:
         """Move the first `count` chunks of an idle node to a new one, except those that a copy reads or writes."""
@@ -406,6 +423,9 @@ class Tiers:
         return [index for index, block in enumerate(blocks) if block != NO_BLOCK]
 
     def _lose(self, node: Node, start: int, stop: int) -> None:
+        """The last copies of these chunks are gone; where a prefix alone is of use, those behind them go too."""
+        if self.from_tail:
+            start, stop = self._free_behind(node, start, stop)
         if self.shares:
             for name in node.named(stop, self.chunk_tokens)[start:]:
                 self.facts.lost_content(name)
@@ -413,6 +433,18 @@ class Tiers:
             self.facts.lost(node.session, node.start + start, node.start + stop)
         self.counters.dropped_chunks += stop - start
         self.update(node, start, stop)
+
+    def _free_behind(self, node: Node, start: int, stop: int) -> ChunkRun:
+        gpu, cpu, first = node.chunks.gpu, node.chunks.cpu, stop
+        stop = next(
+            (i + 1 for i in range(len(gpu) - 1, first - 1, -1) if gpu[i] != NO_BLOCK or cpu[i] != NO_BLOCK), first
+        )
+        if stop > first:
+            self.copies.abandon(node, first, stop)
+            self.counters.evicted_chunks += stop - first - gpu[first:stop].count(NO_BLOCK)
+            self.free_gpu(node, first, stop)
+            self.free_cpu(node, first, stop)
+        return start, stop
 
     def _cut(self, node: Node, first: int) -> None:
         """Delete the records from chunk `first` on."""
@@ -435,6 +467,8 @@ class Tiers:
             now, was = views.count(view), before.count(view)
             if now or was:
                 victims.changed(node, now - was)
+        if self.from_tail:
+            self.reorder(node)  # another chunk may be its last
 
 
 _, _DIRTY, _CLEAN, _CPU_ONLY = map(int, View)

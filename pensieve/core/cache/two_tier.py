@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from pensieve.core.cache.base import Broken, CacheManager, Room
 from pensieve.core.cache.invariants import check_tiers
@@ -29,6 +29,11 @@ from pensieve.core.session import (
     runs_of,
     tokens_in,
 )
+from pensieve.errors import ConfigError
+
+Reuse = Literal["any", "prefix"]
+"""Of a conversation that returns: any: all that is there, with holes, as in the paper. prefix: what is there up to the first
+hole; chunks are given up from the tail."""
 
 
 class TwoTierRoom(Room):
@@ -155,14 +160,35 @@ class TwoTierRoom(Room):
         tiers = self.tiers
         lacking = []
         for victim in leaving:
-            number, chunk = node_and_chunk(victim)
-            if nodes[number].chunks.cpu[chunk] == NO_BLOCK:
+            number, place = node_and_chunk(victim)
+            if nodes[number].chunks.cpu[place if place >= 0 else ~place] == NO_BLOCK:
                 lacking.append(victim)
         if tiers.cpu.free < len(lacking) and tiers.duplicates:
             tiers.free_duplicates(len(lacking) - tiers.cpu.free)
         while tiers.cpu.free < len(lacking) and giving:
             tiers.free_copy(*giving.pop())
-        rest = lacking[tiers.cpu.free :]
+        if tiers.from_tail:
+            lost, instead = self._least(lacking, nodes, now_s)
+        else:
+            lost, instead = self._less_than_others(lacking[tiers.cpu.free :], now_s)
+        self.give_up(tiers.cpu_only, instead, tiers.drop_cpu)
+        without = set(lost)
+        kept = [victim for victim in leaving if victim not in without] if lost else list(leaving)
+        if tiers.from_tail:
+            for number, start, stop in tiers.dirty.spans(self._still_dirty(lost, nodes)):
+                tiers.drop_gpu(nodes[number], start, stop)
+            kept, lost = self._still_dirty(kept, nodes), []
+        for number, start, stop in tiers.dirty.spans(kept):
+            self._take_cpu(nodes[number], start, stop)
+        return kept, lost
+
+    def _still_dirty(self, victims: Iterable[Victim], nodes: Mapping[int, Node]) -> list[Victim]:
+        """Those that did not go with a chunk before them."""
+        return [one for one in victims if nodes[one[3]].chunks.view[~one[4]] == View.DIRTY]
+
+    def _less_than_others(self, rest: Sequence[Victim], now_s: float) -> tuple[list[Victim], list[Victim]]:
+        """Those of the rest that are lost, and those on CPU that are lost in place of the others."""
+        tiers = self.tiers
         there = iter(tiers.cpu_only.choose(len(rest), now_s) if rest else ())
         least = next(there, None)
         lost: list[Victim] = []
@@ -173,12 +199,21 @@ class TwoTierRoom(Room):
             else:
                 instead.append(least)
                 least = next(there, None)
-        self.give_up(tiers.cpu_only, instead, tiers.drop_cpu)
-        without = set(lost)
-        kept = [victim for victim in leaving if victim not in without] if lost else list(leaving)
-        for number, start, stop in tiers.dirty.spans(kept):
-            self._take_cpu(nodes[number], start, stop)
-        return kept, lost
+        return lost, instead
+
+    def _least(
+        self, lacking: Sequence[Victim], nodes: Mapping[int, Node], now_s: float
+    ) -> tuple[list[Victim], list[Victim]]:
+        """The same from the tail: the least of both together are lost, so that no chunk goes before those behind it."""
+        cpu_only, short = self.tiers.cpu_only, len(lacking) - self.tiers.cpu.free
+        if short <= 0:
+            return [], []
+        ours = {
+            cpu_only.as_victim(nodes[number], ~place, now_s): (level, score, active, number, place)
+            for level, score, active, number, place in lacking
+        }
+        going = sorted([*ours, *cpu_only.choose(short, now_s)])[:short]
+        return [ours[one] for one in going if one in ours], [one for one in going if one not in ours]
 
     def _take_cpu(self, node: Node, start: int, stop: int) -> None:
         """Take CPU blocks for those of the chunks that have none, behind the block of the chunk before as far as that is
@@ -219,16 +254,26 @@ class TwoTierCache(CacheManager):
         gpu_blocks: int,
         cpu_blocks: int,
         restore: RestoreMode = "load",
+        reuse: Reuse = "any",
     ) -> None:
+        """Raises ConfigError for what there is not, and for a prefix in which something is computed again."""
         super().__init__(chunk_tokens, gpu_blocks, cpu_blocks)
+        if reuse not in get_args(Reuse):
+            raise ConfigError(f"baseline.cache.reuse is one of {', '.join(get_args(Reuse))}, not {reuse!r}.")
+        if reuse == "prefix" and restore != "load":
+            raise ConfigError("baseline.cache.reuse=prefix loads what is on CPU; set baseline.cache.restore=load.")
         self.policy = as_policy(policy)
-        self.tiers = Tiers(self.policy, chunk_tokens, gpu_blocks, cpu_blocks, self.counters)
+        self.tiers = Tiers(self.policy, chunk_tokens, gpu_blocks, cpu_blocks, self.counters, reuse == "prefix")
         self.restorer = Restorer(restore, chunk_tokens, self.counters)
         self.room = TwoTierRoom(self.tiers)
         self._running = 0
 
     def begin(self, **parts: Any) -> None:
         super().begin(**parts)
+        if self.tiers.from_tail and self.below.blocks:
+            raise ConfigError(
+                "baseline.cache.reuse=prefix has no tier below the CPU's; set cache.disk=0, or reuse=any."
+            )
         self.tiers.below = self.below
         self.tiers.report_to(self.facts)
 
@@ -259,6 +304,7 @@ class TwoTierCache(CacheManager):
     def admit(self, session: Session, keep: int, suffix: TokenArray[int] | None, now_s: float) -> Admission:
         if suffix is None:
             self._meet(session, len(session.tokens) - 1)
+            self._strand(session)
             return self._start(session, None, now_s)
         if keep < len(session.tokens):
             self.truncate(session, keep)
@@ -266,7 +312,23 @@ class TwoTierCache(CacheManager):
         if self.policy.observe is not None:
             self.policy.observe(session, now_s)
         self._meet(session, len(session.tokens) - 1)
-        return self._start(session, self._found(session, keep), now_s)
+        stranded = self._strand(session)
+        found = self._found(session, keep)
+        return self._start(session, found._replace(stranded=stranded) if stranded else found, now_s)
+
+    def _strand(self, session: Session) -> frozenset[int]:
+        """Where a prefix alone is reused, have an idle session that is about to run compute again all that it has behind the
+        first hole. Returns those chunks."""
+        if not self.tiers.from_tail:
+            return frozenset()
+        chunks, size = session.chunks, self.chunk_tokens
+        there = list(map(max, chunks.gpu_len, chunks.cpu_len))
+        hole = next((index for index, length in enumerate(there) if length < size), len(there))
+        stranded = frozenset(index for index in range(hole + 1, len(there)) if there[index])
+        for node, start, stop in session.in_nodes(runs_of(sorted(stranded))):
+            if not node.running:  # else what is missing before it is being computed
+                self.tiers.strand(node, start, stop)
+        return stranded
 
     def _meet(self, session: Session, length: int) -> None:
         """Join what other sessions have of the full chunks in [0, length) of an idle one; here, none have anything."""

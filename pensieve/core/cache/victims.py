@@ -12,11 +12,11 @@ from typing import TypeGuard
 
 from pensieve.core.cache.loops import PLAIN, Head, Loops, Span, Stretch, Victim, loops_when_ready
 from pensieve.core.policies.base import EvictionPolicy, refuse_key, tells_scores
-from pensieve.core.session import Node, Stem, View
+from pensieve.core.session import NO_BLOCK, Node, Stem, View
 
 _Key = tuple[int, Hashable, int]  # level, policy bucket, how many of the policy's ages have passed
-_Entry = tuple[float, float, int, int, int]  # policy order, last active, node, chunk, stamp
-_Head = tuple[int, float, float, int, int, int, _Key]  # level, score, last active, node, chunk, stamp, key
+_Entry = tuple[float, float, int, int, int]  # policy order, last active, node, place, stamp
+_Head = tuple[int, float, float, int, int, int, _Key]  # level, score, last active, node, place, stamp, key
 _COMPACT_BELOW = 64
 _STRETCH = 64  # chunks of a node whose scores are asked at once
 _FIRST_STRETCH = 8  # fewer to begin with: of most nodes a choice takes one or two
@@ -29,12 +29,12 @@ _NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
 class _Lead:
     """The chunks of one node in an index: how many, and the first of them."""
 
-    __slots__ = ("chunk", "count", "key", "node", "passed", "since_s", "stamp")
+    __slots__ = ("count", "key", "node", "passed", "place", "since_s", "stamp")
 
     def __init__(self, node: Node) -> None:
         self.node = node
         self.count = 0
-        self.chunk = 0
+        self.place = 0  # of the first of them
         self.stamp = _NOT_ENTERED
         self.key: _Key = (0, None, 0)
         self.since_s: float | None = None  # last active, as of the ages that have passed
@@ -90,8 +90,8 @@ class VictimIndex:
             self._leave(lead)
             del self._leads[node.number]
             return
-        first = node.chunks.view.find(self._view)
-        if first != lead.chunk or lead.stamp == _NOT_ENTERED:
+        first = self._first(node)
+        if first != lead.place or lead.stamp == _NOT_ENTERED:
             self._enter(lead, first)
 
     def remove(self, node: Node) -> None:
@@ -105,7 +105,7 @@ class VictimIndex:
         """Sort a node in anew: the last active, next use or level of its session has changed."""
         lead = self._leads.get(node.number)
         if lead is not None:
-            self._enter(lead, lead.chunk)
+            self._enter(lead, lead.place)
 
     def choose(self, count: int, now_s: float, whole: bool = False) -> list[Victim]:
         """The first `count` chunks in the order of eviction, or as many as there are; none leaves the index yet. whole: where
@@ -135,7 +135,8 @@ class VictimIndex:
         return self._loops.spans(victims)
 
     def victims(self, now_s: float) -> Iterator[tuple[Node, int]]:
-        """Chunks in the order of eviction. After each one the caller must have removed it from this index (or stop)."""
+        """Chunks, by node and place, in the order of eviction. After each one the caller must have removed it from this index
+        (or stop)."""
         if self._policy.version != self._version:
             self._reorder()
         self._grow_older(now_s)
@@ -144,11 +145,11 @@ class VictimIndex:
         touched = self._touched
         touched.clear()
         while heads:
-            _, _, _, number, chunk, stamp, _ = heapq.heappop(heads)
+            _, _, _, number, place, stamp, _ = heapq.heappop(heads)
             lead = self._leads.get(number)
             if lead is None or lead.stamp != stamp:
                 continue
-            yield lead.node, chunk
+            yield lead.node, place
             for key in touched:
                 fresh = self._head(key, now_s)
                 if fresh is not None:
@@ -159,19 +160,19 @@ class VictimIndex:
         """For any policy: each chunk leaves its heap when it is chosen, and all are put back in the end."""
         chosen: list[Victim] = []
         left: dict[int, int] = {}
-        for node, chunk in self.victims(now_s):
+        for node, place in self.victims(now_s):
             lead = self._leads[node.number]
-            chosen.append(self.as_victim(node, chunk, now_s))
+            chosen.append(self._as_victim(node, place, now_s))
             left[node.number] = left.get(node.number, lead.count) - 1
             if left[node.number]:
-                self._enter(lead, node.chunks.view.find(self._view, chunk + 1))
+                self._enter(lead, self._following_in(node, place))
             else:
                 self._leave(lead)
             if len(chosen) >= count and not (whole and left[node.number]):
                 break
         for number in left:
             lead = self._leads[number]
-            self._enter(lead, lead.node.chunks.view.find(self._view))
+            self._enter(lead, self._first(lead.node))
         return chosen
 
     def _merge(self, count: int, now_s: float, whole: bool) -> list[Victim]:
@@ -190,8 +191,8 @@ class VictimIndex:
     def _first_of_each(self, now_s: float) -> list[Head]:
         """Of each bucket that has an entry, and those behind it."""
         return [
-            (level, score, last_active, number, chunk, self._following(key, now_s))
-            for level, score, last_active, number, chunk, _, key in self._heads(now_s)
+            (level, score, last_active, number, place, self._following(key, now_s))
+            for level, score, last_active, number, place, _, key in self._heads(now_s)
         ]
 
     def _heads(self, now_s: float) -> list[_Head]:
@@ -208,39 +209,59 @@ class VictimIndex:
                 if below < len(heap):
                     heapq.heappush(nodes, (heap[below], below))
             if self._is_valid(entry):
-                order, last_active, number, chunk, _ = entry
-                yield key[0], self._policy.score(key[1], order, now_s), last_active, number, chunk
+                order, last_active, number, place, _ = entry
+                yield key[0], self._policy.score(key[1], order, now_s), last_active, number, place
 
     def as_victim(self, node: Node, chunk: int, now_s: float) -> Victim:
         """A chunk as it stands in the order of eviction now, also one that is in no index."""
-        (score,) = self._scores(node, chunk, chunk + 1, now_s)
-        return (_level(node), score, node.session.last_active_s, node.number, chunk)
+        return self._as_victim(node, chunk, now_s)
+
+    def _as_victim(self, node: Node, place: int, now_s: float) -> Victim:
+        index = self._asked(node, place)
+        (score,) = self._scores(node, index, index + 1, now_s)
+        return (self._level(node), score, node.session.last_active_s, node.number, place)
 
     def _of_several(self, node: Node) -> TypeGuard[Stem]:
         """Several sessions say what its chunks are worth: no less than its entry in a heap, which stands for the last one."""
         return self._together is not None and isinstance(node, Stem) and len(node.holders) > 1
 
-    def _scores(self, node: Node, start: int, stop: int, now_s: float) -> Sequence[float]:
-        """Of its chunks [start, stop)."""
-        first, last = node.start + start, node.start + stop
+    def _scores(self, node: Node, first: int, last: int, now_s: float) -> Sequence[float]:
+        """Of its chunks that are [first, last) of their session."""
         if self._together is not None and self._of_several(node):
             return self._together(tuple(islice(reversed(node.holders.values()), _HOLDERS)), first, last, now_s)
         return self._policy.scores(node.session, first, last, now_s)
 
-    def _stretch(self, now_s: float, number: int, chunk: int) -> Stretch | None:
-        """Of the first run of its chunks from this one on, of its beginning if it is long; None: there is none."""
+    def _stretch(self, now_s: float, number: int, place: int) -> Stretch | None:
+        """Of the first run of its chunks from this place on, of its beginning if it is long; None: there is none."""
         lead = self._leads[number]
-        column = lead.node.chunks.view
-        start = column.find(self._view, chunk)
+        node, column = lead.node, lead.node.chunks.view
+        start = column.find(self._view, place)
         if start < 0:
             return None
-        run = column[start : start + (_FIRST_STRETCH if start == lead.chunk else _STRETCH)]
-        scores = self._scores(lead.node, start, start + len(run) - len(run.lstrip(self._one)), now_s)
-        return _level(lead.node), lead.node.session.last_active_s, start, scores
+        run = column[start : start + (_FIRST_STRETCH if start == lead.place else _STRETCH)]
+        first, count = node.start + start, len(run) - len(run.lstrip(self._one))
+        return self._level(node), node.session.last_active_s, start, self._scores(node, first, first + count, now_s)
+
+    # -- from the head; TailIndex has its own ---------------------------------------------------------------------------
+
+    def _first(self, node: Node) -> int:
+        """The place of the node's chunk that goes first."""
+        return node.chunks.view.find(self._view)
+
+    def _following_in(self, node: Node, place: int) -> int:
+        """That of the next one."""
+        return node.chunks.view.find(self._view, place + 1)
+
+    def _asked(self, node: Node, place: int) -> int:
+        """The chunk of its session by which the policy values it."""
+        return node.start + place
+
+    def _level(self, node: Node) -> int:
+        return 1 if node.session.waiting or node.waiting else 0
 
     def leads(self) -> dict[int, tuple[int, int]]:
-        """For check(): node number -> (leading chunk, count)."""
-        return {number: (lead.chunk, lead.count) for number, lead in self._leads.items()}
+        """For check(): node number -> (place of the leading chunk, count)."""
+        return {number: (lead.place, lead.count) for number, lead in self._leads.items()}
 
     def _leave(self, lead: _Lead) -> None:
         """Make the node's entry in its heap invalid."""
@@ -248,22 +269,22 @@ class VictimIndex:
         self._touched.add(lead.key)
         lead.stamp = _NOT_ENTERED
 
-    def _enter(self, lead: _Lead, chunk: int) -> None:
+    def _enter(self, lead: _Lead, place: int) -> None:
         node, session = lead.node, lead.node.session
-        index = node.start + chunk
+        index = self._asked(node, place)
         if self._ages and lead.since_s != session.last_active_s:
             lead.since_s, lead.passed = session.last_active_s, 0
             self._await_age(lead)
-        key = (_level(node), self._policy.bucket(session, index), lead.passed)
+        key = (self._level(node), self._policy.bucket(session, index), lead.passed)
         if lead.stamp != _NOT_ENTERED:
             self._valid[lead.key] -= 1
             self._touched.add(lead.key)
         self._stamp += 1
-        lead.chunk, lead.stamp, lead.key = chunk, self._stamp, key
+        lead.place, lead.stamp, lead.key = place, self._stamp, key
         order = self._policy.order(session, index)
         if not _is_key(order):
             refuse_key(self._policy, "order", order, session.name)
-        entry = (order, session.last_active_s, node.number, chunk, self._stamp)
+        entry = (order, session.last_active_s, node.number, place, self._stamp)
         heap = self._heaps.get(key)
         if heap is None:
             self._heaps[key] = [entry]
@@ -283,7 +304,7 @@ class VictimIndex:
             _, _, lead, since_s = heapq.heappop(aging)
             if self._ages_still(lead, since_s):
                 lead.passed = bisect_right(self._ages, now_s - since_s)
-                self._enter(lead, lead.chunk)
+                self._enter(lead, lead.place)
                 moved.append(lead)
         for lead in moved:
             self._await_age(lead)
@@ -310,7 +331,7 @@ class VictimIndex:
         self._valid.clear()
         for lead in self._leads.values():
             lead.stamp = _NOT_ENTERED
-            self._enter(lead, lead.chunk)
+            self._enter(lead, lead.place)
 
     def _is_valid(self, entry: _Entry) -> bool:
         _, _, number, _, stamp = entry
@@ -322,11 +343,11 @@ class VictimIndex:
         while heap:
             entry = heap[0]
             if self._is_valid(entry):
-                order, last_active, number, chunk, stamp = entry
+                order, last_active, number, place, stamp = entry
                 score = self._policy.score(key[1], order, now_s)
                 if not _is_key(score):
                     refuse_key(self._policy, "score", score, self._leads[number].node.session.name)
-                return (key[0], score, last_active, number, chunk, stamp, key)
+                return (key[0], score, last_active, number, place, stamp, key)
             heapq.heappop(heap)
         if heap is not None:
             del self._heaps[key], self._valid[key]
@@ -336,8 +357,51 @@ class VictimIndex:
 _number = itemgetter(3)  # of the node, in a Victim
 
 
-def _level(node: Node) -> int:
-    return 1 if node.session.waiting or node.waiting else 0
+class TailIndex(VictimIndex):
+    """From the tail: the last chunk of a node goes first, and what follows a node before it, so that what is left of a
+    conversation is a prefix. The place of a chunk is ~chunk.
+
+    The policy says which conversation: each of its chunks has the score of the last one that it still has in any view.
+    """
+
+    def spans(self, victims: list[Victim]) -> list[Span]:
+        return [(number, -stop, -start) for number, start, stop in super().spans(sorted(victims))]
+
+    def as_victim(self, node: Node, chunk: int, now_s: float) -> Victim:
+        return self._as_victim(node, ~chunk, now_s)
+
+    def _stretch(self, now_s: float, number: int, place: int) -> Stretch | None:
+        node = self._leads[number].node
+        column = node.chunks.view
+        last = column.rfind(self._view, 0, -place)
+        if last < 0:
+            return None
+        asked = self._asked(node, place)
+        count = last + 1 - len(column[: last + 1].rstrip(self._one))
+        (score,) = self._scores(node, asked, asked + 1, now_s)
+        return self._level(node), node.session.last_active_s, ~last, [score] * min(count, _STRETCH)
+
+    def _first(self, node: Node) -> int:
+        return ~node.chunks.view.rfind(self._view)
+
+    def _following_in(self, node: Node, place: int) -> int:
+        return ~node.chunks.view.rfind(self._view, 0, ~place)
+
+    def _asked(self, node: Node, place: int) -> int:
+        return node.start + max(len(node.chunks.view.rstrip(b"\0")) - 1, ~place)
+
+    def _level(self, node: Node) -> int:
+        return 2 * super()._level(node) + self._precedes(node)
+
+    def _precedes(self, node: Node) -> bool:
+        """A node that follows it has KV: on GPU, or where this index gives up what is on CPU, anywhere."""
+        lower = self._view is View.CPU_ONLY
+        following = reversed(node.children.values()) if isinstance(node, Stem) else ()
+        return any(
+            child.chunks.gpu[0] != NO_BLOCK or (lower and child.chunks.cpu[0] != NO_BLOCK)
+            for child in following
+            if len(child.chunks)
+        )
 
 
 def _is_key(value: object) -> bool:

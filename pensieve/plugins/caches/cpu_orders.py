@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from itertools import count
-from typing import NamedTuple
 
 from pensieve.core.block_hash import BlockHash
+from pensieve.core.cache.victims import TailIndex
 from pensieve.core.policies.base import EvictionPolicy
-from pensieve.core.session import Session
+from pensieve.core.session import Node, Session, View
 
 Evictable = Callable[[BlockHash], bool]
 
@@ -178,117 +175,69 @@ class Arc(CpuOrder):
         return self.once.keys() | self.again.keys()
 
 
-_ROUNDING_S = 1e-6
-"""So much earlier an age is asked for, since the sum of two times is rounded."""
-_Bucket = tuple[Hashable, int]
-"""The policy's, and how many of its ages the session has passed."""
-
-
-class _Held(NamedTuple):
-    """A chunk of a session. Of two with one index, the one that came first stands behind: the tail is the last."""
-
-    place: int
-    age: int
-    key: BlockHash
-
-
-class _Head(NamedTuple):
-    """The candidate of a session, by the policy's order; valid while `stamp` is the session's last."""
-
-    order: float
-    last_active_s: float
-    number: int
-    stamp: int
-
-
 class FromTail(CpuOrder):
     """An eviction policy over chunks that are of use only behind all those before them: the candidate of a session is the
     last chunk that it has, or where that is in use the last one that is not. A chunk is the session's that stored or found
-    it last.
+    it last. Core's index from the tail, over nodes of its own: a row a block, and of what is not evictable in another view.
 
     blocks_per_chunk: a policy's chunk is a block, and it is asked for the last one of each.
-
-    A choice looks at one candidate a bucket (see EvictionPolicy). Sessions that have passed one of the policy's `ages` are
-    sorted anew; where its version has changed, all are.
     """
 
     def __init__(self, policy: EvictionPolicy, blocks_per_chunk: int = 1) -> None:
-        self._policy, self._per = policy, blocks_per_chunk
-        self._version = policy.version
-        self._where: dict[BlockHash, tuple[Session, _Held]] = {}
-        self._chunks: dict[int, list[_Held]] = {}  # by session number, ascending
-        self._sessions: dict[int, Session] = {}
-        self._heads: dict[_Bucket, list[_Head]] = {}  # heaps
-        self._entries = 0
-        self._stamps: dict[int, int] = {}
-        self._due: list[tuple[float, int, int]] = []  # a heap: when a session passes an age, its number, its stamp
-        self._unsorted: dict[int, Session] = {}  # whose place among the candidates has changed since the last choice
-        self._next = count()
-        self._now_s = 0.0
+        self._per = blocks_per_chunk
+        self._index = TailIndex(policy, View.CPU_ONLY)
+        self._where: dict[BlockHash, tuple[Node, int]] = {}
+        self._nodes: dict[int, Node] = {}  # by session number
+        self._keys: dict[
+            tuple[int, int], list[BlockHash]
+        ] = {}  # by session number and row, the one that came first in front
 
     def insert(self, key: BlockHash, session: Session, index: int) -> None:
-        held = _Held(index, -next(self._next), key)
-        self._where[key] = session, held
-        insort(self._chunks.setdefault(session.number, []), held)
-        self.changed(session)
+        node = self._nodes.get(session.number)
+        if node is None:
+            node = self._nodes[session.number] = Node(session.number, session)
+        row = (index + 1) * self._per - 1
+        node.chunks.add(max(0, row + 1 - len(node.chunks)))
+        self._where[key] = node, row
+        self._keys.setdefault((node.number, row), []).append(key)
+        self._see(node, row, View.CPU_ONLY)
 
     def remove(self, key: BlockHash) -> None:
-        self.changed(self._take(key))
+        node, row = self._where.pop(key)
+        keys = self._keys[node.number, row]
+        keys.remove(key)
+        self._see(node, row, View.CPU_ONLY if keys else View.NONE)
+        if not keys:
+            del self._keys[node.number, row]
+            if not any(node.chunks.view):
+                del self._nodes[node.number]
 
     def used(self, session: Session, use: Use) -> None:
         for key, index in use.offered.items():
             known = self._where.get(key)
-            if known is not None and known[0] is not session:
+            if known is not None and known[0].session is not session:
                 self.remove(key)
                 self.insert(key, session, index)
 
     def changed(self, session: Session) -> None:
-        if session.number in self._chunks:
-            self._unsorted[session.number] = session
+        if session.number in self._nodes:
+            self._index.refresh(self._nodes[session.number])
 
     def choose(self, chunks: int, evictable: Evictable, now_s: float) -> list[BlockHash] | None:
-        policy, self._now_s = self._policy, now_s
-        if policy.version != self._version or self._entries > 64 + 4 * len(self._chunks):
-            self._version, self._entries = policy.version, 0
-            self._heads.clear()
-            self._due.clear()
-            self._unsorted |= self._sessions
-        while self._due and self._due[0][0] <= now_s:
-            _, number, stamp = heappop(self._due)
-            if self._stamps.get(number) == stamp:
-                self.changed(self._sessions[number])
-        self._sort()
         chosen: list[tuple[BlockHash, Session, int]] = []
-        passed: list[Session] = []  # nothing of theirs is evictable now
-        heap: list[tuple[float, float, int, int, _Bucket]] = []
-
-        def offer(bucket: _Bucket) -> None:
-            """The first candidate of a bucket among those of all of them."""
-            head = self._first(bucket)
-            if head is not None:
-                score = policy.score(bucket[0], head.order, now_s)
-                heappush(heap, (score, head.last_active_s, head.number, head.stamp, bucket))
-
-        for bucket in list(self._heads):
-            offer(bucket)
-        while heap and len(chosen) < chunks:
-            _, _, number, stamp, bucket = heappop(heap)
-            if self._stamps.get(number) != stamp:
-                continue
-            session = self._sessions[number]
-            held = next((one for one in reversed(self._chunks[number]) if evictable(one.key)), None)
-            if held is None:
-                self._stamps[number] = next(self._next)
-                passed.append(session)
+        passed: list[tuple[Node, int]] = []  # nothing there is evictable now
+        for node, place in self._index.victims(now_s) if chunks else ():
+            key = next(filter(evictable, self._keys[node.number, ~place]), None)
+            if key is None:
+                passed.append((node, ~place))
+                self._see(node, ~place, View.DIRTY)
             else:
-                self._take(held.key)
-                chosen.append((held.key, session, held.place))
-                following = self._push(session)
-                if following is not None and following != bucket:
-                    offer(following)
-            offer(bucket)
-        for session in passed:
-            self.changed(session)
+                self.remove(key)
+                chosen.append((key, node.session, ~place // self._per))
+            if len(chosen) == chunks:
+                break
+        for node, row in passed:
+            self._see(node, row, View.CPU_ONLY)
         if len(chosen) < chunks:
             for key, session, index in reversed(chosen):
                 self.insert(key, session, index)
@@ -296,48 +245,12 @@ class FromTail(CpuOrder):
         return [key for key, _, _ in chosen]
 
     def keys(self) -> Collection[BlockHash]:
-        assert sorted(held.key for own in self._chunks.values() for held in own) == sorted(self._where)
+        assert sorted(key for own in self._keys.values() for key in own) == sorted(self._where)
         return self._where.keys()
 
-    def _take(self, key: BlockHash) -> Session:
-        """Remove a chunk; returns whose it was."""
-        session, held = self._where.pop(key)
-        own = self._chunks[session.number]
-        del own[bisect_left(own, held)]
-        return session
-
-    def _push(self, session: Session) -> _Bucket | None:
-        """Sort the session's last chunk among the candidates; returns its bucket, if there is one."""
-        number = session.number
-        own = self._chunks.get(number)
-        if not own:
-            for known in (self._chunks, self._sessions, self._stamps):
-                known.pop(number, None)
-            return None
-        self._sessions[number] = session
-        stamp = self._stamps[number] = next(self._next)
-        tail = (own[-1].place + 1) * self._per - 1
-        ages = self._policy.ages
-        passed = bisect_right(ages, self._now_s - session.last_active_s)
-        if passed < len(ages):
-            heappush(self._due, (session.last_active_s + ages[passed] - _ROUNDING_S, number, stamp))
-        bucket = self._policy.bucket(session, tail), passed
-        head = _Head(self._policy.order(session, tail), session.last_active_s, number, stamp)
-        heappush(self._heads.setdefault(bucket, []), head)
-        self._entries += 1
-        return bucket
-
-    def _first(self, bucket: _Bucket) -> _Head | None:
-        heap = self._heads.get(bucket, [])
-        while heap and self._stamps.get(heap[0].number) != heap[0].stamp:
-            heappop(heap)
-            self._entries -= 1
-        if heap:
-            return heap[0]
-        self._heads.pop(bucket, None)
-        return None
-
-    def _sort(self) -> None:
-        for session in self._unsorted.values():
-            self._push(session)
-        self._unsorted.clear()
+    def _see(self, node: Node, row: int, view: View) -> None:
+        column = node.chunks.view
+        more = (view is View.CPU_ONLY) - (column[row] == View.CPU_ONLY)
+        column[row] = view
+        self._index.changed(node, more)
+        self._index.refresh(node)

@@ -58,23 +58,20 @@ class Losses:
 
     def of(self, session: Session, found: Found) -> Callable[[int, bool], Loss | None]:
         """Return what tells the loss of a chunk. The second argument: the prompt has all of the chunk."""
-        if found.names is None:
-            own = self._chunks.get(session.number, {})
-            return lambda index, full: own.get(index)
-        names, first = found.names, None
+        own, names, first = self._chunks.get(session.number, {}), found.names, None
 
-        def by_content(index: int, full: bool) -> Loss | None:
-            """A block that is still there is of no use without those before it: the first of them to go took it too."""
+        def loss_of(index: int, full: bool) -> Loss | None:
+            """A chunk that is still there is of no use without those before it: the first of them to go took it too."""
             nonlocal first
-            if not full:
+            if names is not None and not full:
                 return None
-            loss = self._content.get(names[index])
+            loss = own.get(index) if names is None else self._content.get(names[index])
             if loss is None and index in found.stranded:
                 loss = first
             first = first or loss
             return loss
 
-        return by_content
+        return loss_of
 
     def _loss(self) -> Loss:
         self._taker = self._taker or Loss(*self._for)

@@ -1,0 +1,164 @@
+"""reuse=prefix: what is behind the first hole is computed again, and chunks go from the tail."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+import pytest
+
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.policies.lru import Lru
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.request import Length, Request
+from pensieve.errors import ConfigError
+from pensieve.plugins.caches.shared import SharedCache
+from pensieve.serve.record import TurnRecord
+from tests.simulated import TalkingEngine, make_engine, run
+
+CHUNK = 4
+MANAGERS = [TwoTierCache, SharedCache]
+
+
+class Dear:
+    """A second a position, and nothing else takes any time."""
+
+    def step_s(self) -> float:
+        return 0.0
+
+    def recompute_s(self, context: int) -> float:
+        return float(CHUNK)
+
+    def load_s(self) -> float:
+        return 0.0
+
+
+Row = tuple[str, int, int]  # conversation, new tokens, output
+
+
+def rows_of(seed: int, turns: int = 60) -> list[Row]:
+    rng = random.Random(seed)
+    return [(rng.choice("abcdefgh"), rng.randint(1, 24), rng.randint(2, 9)) for _ in range(turns)]
+
+
+def ask(engine: TalkingEngine, number: int, name: str, new: int, output: int, keep: float = 1.0) -> TurnRecord:
+    session = engine.cache.sessions.get(name)
+    said = session.tokens if session else array("i")
+    tokens = array("i", ((7 * number + 11 * i) % 90 for i in range(new)))
+    engine.submit(Request(number, name, number, said[: int(keep * len(said))] + tokens, Length(output)))
+    return run(engine)[number]
+
+
+def replay(rows: list[Row], keep: float = 1.0, **fields: Any) -> list[TurnRecord]:
+    engine = make_engine(**fields)
+    return [ask(engine, number, *row, keep) for number, row in enumerate(rows, 1)]
+
+
+def found(records: list[TurnRecord]) -> list[int]:
+    return [(one.gpu_hit_tokens or 0) + (one.cpu_hit_tokens or 0) for one in records]
+
+
+@pytest.mark.parametrize("make", MANAGERS)
+@pytest.mark.parametrize("seed", range(4))
+def test_history_found_is_that_of_a_list_of_conversations(make: Any, seed: int) -> None:
+    """From the rows alone: the conversation unused longest gives up its last block, whole conversations before the next."""
+    rows, blocks = rows_of(seed), 80
+    held: OrderedDict[str, int] = OrderedDict()  # tokens with KV, a prefix; unused longest first
+    lengths: dict[str, int] = {}
+    expected = []
+    for name, new, output in rows:
+        prompt = lengths.get(name, 0) + new
+        expected.append(held.pop(name, 0))
+        lengths[name] = prompt + output
+        free = blocks - -(-(prompt + output - 1) // CHUNK) - sum(-(-one // CHUNK) for one in held.values())
+        while free < 0:
+            oldest = next(iter(held))
+            held[oldest] = (held[oldest] - 1) // CHUNK * CHUNK
+            free += 1
+            if not held[oldest]:
+                del held[oldest]
+        held[name] = prompt + output - 1
+    fields = {"gpu_blocks": blocks, "cpu_blocks": 0, "policy": Lru}
+    records = replay(rows, cache=partial(make, reuse="prefix"), **fields)
+    assert found(records) == expected and min(expected) == 0 < max(expected)
+
+
+@pytest.mark.parametrize("make", MANAGERS)
+@pytest.mark.parametrize("policy", [Lru, RetentionValue])
+@pytest.mark.parametrize("ahead", ["paper", "spare", "never"])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_left_of_a_conversation_is_a_prefix(make: Any, policy: Any, ahead: Any, seed: int) -> None:
+    """After each turn, on both tiers together; where holes may be, there are some."""
+    holes = {"any": 0, "prefix": 0}
+    for reuse in holes:
+        engine = make_engine(64, 40, cache=partial(make, reuse=reuse), policy=policy, copy_ahead=ahead)
+        for number, row in enumerate(rows_of(seed), 1):
+            ask(engine, number, *row)
+            for session in engine.cache.sessions.values():
+                places = engine.cache.places(session).rstrip("-")
+                holes[reuse] += "-" in places
+    assert holes["any"] > holes["prefix"] == 0
+
+
+@pytest.mark.parametrize("make", MANAGERS)
+@pytest.mark.parametrize("policy", [Lru, RetentionValue])
+def test_where_there_is_room_for_everything_nothing_changes(make: Any, policy: Any) -> None:
+    seen = [
+        [(one.ttft_ms, one.latency_ms, *found([one])) for one in replay(rows_of(5), cache=cache, policy=policy, **ROOM)]
+        for cache in (make, partial(make, reuse="prefix"))
+    ]
+    assert seen[0] == seen[1]
+
+
+ROOM = {"gpu_blocks": 500, "cpu_blocks": 500}
+
+
+def test_holes_are_of_no_use_to_prompts_that_keep_half_of_the_conversation() -> None:
+    """An edit discards the tail, which the rule has given up, and asks for the head, which holes have lost."""
+    by_reuse = [
+        sum(found(replay(rows_of(7, 120), 0.5, cache=partial(TwoTierCache, reuse=reuse), policy=Lru, **SMALL)))
+        for reuse in ("any", "prefix")
+    ]
+    assert by_reuse[0] < by_reuse[1]
+
+
+SMALL = {"gpu_blocks": 30, "cpu_blocks": 0}
+
+
+@pytest.mark.parametrize("make", MANAGERS)
+def test_what_is_behind_a_hole_is_computed_again_and_counts_as_lost_with_it(make: Any) -> None:
+    engine = make_engine(60, 60, cache=partial(make, reuse="prefix"), cost=Dear())
+    ask(engine, 1, "a", 40, 5)
+    tiers, node = engine.cache.tiers, engine.cache.sessions["a"].leaf
+    engine.cache.facts.room_for(engine.cache.open("b", 0.0), 0.0)
+    tiers.from_tail = False  # as a copy that fails, which makes a hole where nobody chose one
+    tiers.drop_gpu(node, 3, 4)
+    tiers.from_tail = True
+    record = ask(engine, 2, "a", 5, 3)
+    assert (record.gpu_hit_tokens, record.cpu_hit_tokens, record.recomputed_tokens) == (12, 0, 44 - 12)
+    assert {(one.cause, one.evicted_by) for one in record.misses} == {("evicted", "b"), ("new", None)}
+    assert found([ask(engine, 3, "a", 5, 3)]) == [44 + 1 + 5 + 2]
+
+
+def test_a_hole_in_a_stem_is_filled_for_all_and_what_others_have_behind_it_counts_again() -> None:
+    engine = make_engine(64, 0, cache=partial(SharedCache, reuse="prefix"))
+    system = array("i", ((5 + 7 * i) % 89 for i in range(40)))
+    for number, name in enumerate("abc", 1):
+        engine.submit(Request(number, name, 1, system + array("i", [60 + number] * 6), Length(3)))
+        run(engine)
+    stem = engine.cache.sessions["a"].stems()[0]
+    engine.cache.tiers.drop_gpu(stem, 2, 5)
+    assert engine.cache.places(engine.cache.sessions["a"]) == "GG--------GG-", (
+        "what was behind in the stem went with them"
+    )
+    assert found([ask(engine, 4, "b", 6, 3)]) == [8]
+    assert found([ask(engine, 5, "a", 6, 3)]) == [48]
+
+
+def test_what_the_rule_cannot_be_with_is_refused() -> None:
+    for field in ({"reuse": "suffix"}, {"reuse": "prefix", "restore": "hybrid"}):
+        with pytest.raises(ConfigError, match="reuse"):
+            make_engine(cache=partial(TwoTierCache, **field))
