@@ -60,6 +60,8 @@ COLOURS = {
     "vllm": "#D55E00",
     "vllm_http": "#882255",
     "vllm_offloading": "#EE7733",
+    "vllm_offloading_arc": "#EE9988",
+    "vllm_offloading_own": "#0077BB",
     "llama_cpp": "#56B4E9",
     "llama_cpp_http": "#332288",
     "transformers_cb": "#117733",

@@ -33,7 +33,7 @@ class Admission(NamedTuple):
     found: None for a request that is resumed. loaded_tokens: those on the way to the GPU. again_tokens: on CPU, and computed
     again while others load. A load may still be under way when a later plan of the request is launched; a plan with a
     position above a loaded chunk waits for it. loading: blocks that come from the CPU. read: positions that come from a tier
-    below it, with the ticket read_ticket.
+    below it. read_ticket: of a move before whose end nothing is computed, unless there is nothing else to compute.
     """
 
     work: tuple[Run, ...]

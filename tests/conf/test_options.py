@@ -19,7 +19,7 @@ CONTRACT = {
     "scheduler": "unified split",
     "baseline": "pensieve pensieve_shared gpu_only stateless prefix_cache vllm_offload llama_slots native_pytorch "
     "transformers_cb llama_cpp llama_cpp_http vllm vllm_http vllm_offloading openai_http ray_keepalive ray_serverless "
-    "semantic_blind partially_aware fully_aware",
+    "vllm_offloading_arc vllm_offloading_own semantic_blind partially_aware fully_aware",
     "workload": "chat hotness sharegpt ultrachat trace prefix_invalidation decode agents rounds",
     "hardware": "local cpu cuda sim_a100_80g sim_a100_80g_pcie sim_h100 sim_h200 sim_gtx1650",
     "tracking": "local postgres off",

@@ -1,32 +1,51 @@
 """Returning conversations for vLLM with a CPU tier and for `vllm_offload`: which tokens each finds, request by request.
 
-`python -m tests.engines.offload_loads` asks the real vLLM those loads that are not recorded, or all, says where our engine
-differs, and records in offload_hits.json what vLLM found. One request at a time; each begins when the copies of the one
-before are done.
+`python -m tests.engines.offload_loads [PART ...]` asks the real vLLM the loads whose names contain a PART, or those that are
+not recorded. It records in offload_hits.json what vLLM found, and prints the tables of docs/three_bodies.md. One request at
+a time begins when the copies of the one before are done; of several at once, the next begins an iteration after one has
+ended.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from scipy.stats import kendalltau
+
+from pensieve.core.clock import VirtualClock
 from pensieve.core.facts import Admission
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request, tokens_of
 from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.core.session import Session, tokens_in
 from pensieve.plugins.caches.vllm_offload import VllmOffload
+from pensieve.plugins.engines.base import EngineSetup, Reply
 from pensieve.plugins.engines.vllm import Vllm
+from pensieve.plugins.vllm.options import Tiers, policy_maker
+from tests.engines.offload_shapes import SHAPES
 from tests.engines.small import setup_of
-from tests.simulated import TalkingEngine, make_engine, policy_context
+from tests.simulated import MACHINE, TalkingEngine, make_engine, policy_context
 
 RECORD = Path(__file__).with_name("offload_hits.json")
-REQUESTS, BLOCK, BATCH = 90, 32, 128
+BLOCK, BATCH = 32, 128
+OWN = ("lru", "arc")
+"""vLLM's orders; any other one is an eviction policy of conf/eviction."""
+ORDERS = (*OWN, "retention_value", "conversation_lru", "learned_return")
+
+
+NO_TIME = replace(MACHINE, flops=1e18, memory_bw=1e18, h2d_bw=1e18, d2h_bw=1e18, step_overhead_s=1e-9)
+"""So that policies read the seconds that they are told in vLLM: one request differed by a few milliseconds."""
 
 
 class Hits(NamedTuple):
@@ -40,11 +59,12 @@ class Hits(NamedTuple):
 class Load:
     """strict: conversations come one after the other, else at random and some more often. shared: tokens that all of them
     begin with. forks: of the conversations, the share that begins with a part of another one. whole: prompts end where a
-    block ends, and some are asked again. device, host: blocks of the first tier, chunks of the second."""
+    block ends, and some are asked again. device, host: blocks of the first tier, chunks of the second. shape: of
+    offload_shapes.json, in place of all that. A policy's clock says the number of the request, in seconds."""
 
     seed: int
     strict: bool
-    order: Literal["lru", "arc"]
+    order: str
     device: int = 32
     host: int = 40
     blocks_per_chunk: int = 1
@@ -53,22 +73,67 @@ class Load:
     forks: float = 0.0
     conversations: int = 9
     whole: bool = False
+    shape: str = ""
+    requests: int = 90
+    replies: int = 16
+    at_once: int = 1
 
     @property
     def name(self) -> str:
-        how = f"{'strict' if self.strict else 'random'}, {self.order}, {self.device} + {self.host} x {self.blocks_per_chunk}"
-        which = f"{', prompts' * self.prompt_only}{', whole blocks' * self.whole}"
+        size = f"{self.device} + {self.host} x {self.blocks_per_chunk}"
+        if self.shape:
+            return f"{self.shape}, {self.order}, {size}"
+        if self.at_once > 1:
+            prompts = ", prompts" * self.prompt_only
+            return f"{self.at_once} at once, {self._turn}, {self.order}, {size}{prompts}, shared {self.shared}"
+        how = f"{self._turn}, {self.order}, {size}"
+        which = (
+            f"{', prompts' * self.prompt_only}{', whole blocks' * self.whole}{', short replies' * (self.replies < 16)}"
+        )
         return f"{how}{which}, shared {self.shared}, forks {self.forks}"
+
+    @property
+    def _turn(self) -> str:
+        return "strict" if self.strict else "random"
+
+    @property
+    def cache(self) -> dict[str, Any]:
+        """Fields of VllmOffload."""
+        order = self.order if self.order in OWN else "eviction"
+        return {"order": order, "blocks_per_chunk": self.blocks_per_chunk, "offload_prompt_only": self.prompt_only}
+
+    @property
+    def policy(self) -> Callable[..., Any]:
+        """What makes the eviction policy."""
+        if self.order in OWN:
+            return Lru
+        setup = self.setup
+        bytes_per_token = setup.model.kv_bytes_per_token
+        tiers = (BLOCK, self.blocks_per_chunk, self.device, self.host, bytes_per_token)
+        make = policy_maker(
+            self.order, {"seed": setup.seed}, Tiers(setup.model.architecture or {}, "float32", "cpu", 1, *tiers)
+        )
+        return lambda context: make()
+
+    @property
+    def setup(self) -> EngineSetup:
+        host_tokens = self.host * self.blocks_per_chunk * BLOCK
+        return setup_of("wide_llama", kv_tokens=self.device * BLOCK, host_tokens=host_tokens, batch_tokens=BATCH)
 
     def turns(self) -> Iterator[tuple[str, Callable[[dict[str, list[int]]], list[int]], int]]:
         """Of each request: its conversation, its prompt (of all histories so far) and the length of its reply."""
         rng = random.Random(self.seed)
+        if self.shape:
+            for row in json.loads(SHAPES.read_text())[self.shape]["rows"]:
+                new = [rng.randrange(10, 250) for _ in range(row[3])]
+                yield f"{row[0]}", partial(_continued, f"#{row[1]}", row[2], new), row[4]
+            return
         opening = [11 + 7 * place % 200 for place in range(self.shared)]
         slots = {slot: f"{slot}.0" for slot in range(self.conversations)}
         length: dict[str, int] = {}
         asked: dict[str, int] = {}
         often = [0, 0, 0, 1, 1, 2, *slots]
-        for number in range(REQUESTS):
+        for number in range(self.requests):
             slot = number % self.conversations if self.strict else rng.choice(often)
             name, keep, parent = slots[slot], None, None
             if length.get(name, 0) > rng.choice((300, 420)):
@@ -79,7 +144,7 @@ class Load:
             new = [rng.randrange(10, 250) for _ in range(rng.choice((64, 64, 33, rng.randrange(1, 90))))]
             if name not in length and parent is None:
                 new = opening + new
-            reply = rng.choice((16, 16, 1, rng.randrange(1, 40)))
+            reply = rng.choice((self.replies, self.replies, 1, rng.randrange(1, 5 * self.replies // 2)))
             before = length.get(name, 0) if parent is None else keep or 0
             if self.whole and parent is None and name in asked and rng.random() < 0.3:
                 before, keep, new = asked[name], asked[name], []
@@ -87,13 +152,11 @@ class Load:
                 new += [7] * (-(before + len(new)) % BLOCK)
             asked[name] = before + len(new)
             length[name] = before + len(new) + reply
+            yield name, partial(_continued, parent or name, keep, new), reply
 
-            def prompt(
-                said: dict[str, list[int]], source: str = parent or name, keep: int | None = keep, new: list[int] = new
-            ) -> list[int]:
-                return said.get(source, [])[:keep] + new
 
-            yield name, prompt, reply
+def _continued(source: str, keep: int | None, new: list[int], said: Mapping[str, list[int]]) -> list[int]:
+    return said.get(source, [])[:keep] + new
 
 
 LOADS = (
@@ -114,14 +177,35 @@ LOADS = (
     Load(14, False, "lru", device=24, host=30, blocks_per_chunk=2, prompt_only=True, whole=True),
 )
 
+FOUR = partial(Load, conversations=16, requests=160, at_once=4)
+AT_ONCE = (
+    FOUR(30, True, "lru", 64, 60),
+    FOUR(31, False, "arc", 64, 60, shared=64),
+    FOUR(32, False, "lru", 48, 30, 2, prompt_only=True, shared=64),
+    FOUR(33, False, "lru", 32, 40),
+)
+SHORT = partial(Load, order="lru", device=32, replies=4)
+RANKED = (
+    *(SHORT(20, True, host=host, conversations=9) for host in (40, 60, 90)),
+    *(SHORT(21, False, host=host, conversations=16) for host in (40, 60, 90)),
+    SHORT(22, False, host=60, shared=128),
+    SHORT(23, False, host=60, forks=0.5),
+    *(SHORT(24, False, host=60, shape=shape) for shape in ("weka", "agents")),
+    SHORT(24, False, host=40, shape="dialogues"),
+)
+"""Asked with each of ORDERS."""
+
+
+def with_orders(load: Load) -> list[Load]:
+    return [replace(load, order=order) for order in ORDERS]
+
 
 def ours(load: Load) -> list[Hits]:
     """What vllm_offload finds, simulated."""
-    cache = partial(
-        VllmOffload, order=load.order, blocks_per_chunk=load.blocks_per_chunk, offload_prompt_only=load.prompt_only
-    )
-    host = load.host * load.blocks_per_chunk
-    return asked(load, make_engine(load.device, host, BLOCK, cache=cache, max_batch_tokens=BATCH))[0]
+    cache, host = partial(VllmOffload, **load.cache), load.host * load.blocks_per_chunk
+    hardware = NO_TIME if load.at_once == 1 else MACHINE
+    engine = make_engine(load.device, host, BLOCK, cache, hardware, load.policy, max_batch_tokens=BATCH)
+    return asked(load, engine)[0]
 
 
 def ours_real(load: Load) -> tuple[list[Hits], list[list[int]]]:
@@ -133,13 +217,11 @@ def ours_real(load: Load) -> tuple[list[Hits], list[list[int]]]:
     setup = setup_of("wide_llama")
     model = load_model(ModelAsked(setup.model, setup.weights, None, None, setup.seed))
     cache = VllmOffload(
-        policy=Lru(policy_context(BLOCK)),
+        policy=load.policy(policy_context(BLOCK)),
         chunk_tokens=BLOCK,
         gpu_blocks=load.device,
         cpu_blocks=load.host * load.blocks_per_chunk,
-        order=load.order,
-        blocks_per_chunk=load.blocks_per_chunk,
-        offload_prompt_only=load.prompt_only,
+        **load.cache,
     )
     engine = CheckedEngine(model, cache, SchedulerSettings(max_batch_tokens=BATCH), 1024)
     try:
@@ -150,63 +232,108 @@ def ours_real(load: Load) -> tuple[list[Hits], list[list[int]]]:
 
 def asked(load: Load, engine: TalkingEngine) -> tuple[list[Hits], list[list[int]]]:
     """What an engine of ours finds, and its replies."""
-    found: list[Hits] = []
+    found: dict[int, Hits] = {}
     told = engine.facts.admitted
 
     def admitted(request: Request, session: Session, admission: Admission, now_s: float) -> None:
-        assert admission.found is not None
-        found.append(Hits(tokens_in(admission.found.gpu), tokens_in(admission.found.cpu)))
+        if request.id not in found:  # preempted
+            assert admission.found is not None
+            found[request.id] = Hits(tokens_in(admission.found.gpu), tokens_in(admission.found.cpu))
         told(request, session, admission, now_s)
 
     engine.facts.admitted = admitted  # type: ignore[method-assign]
     said: dict[str, list[int]] = {}
-    replies: list[list[int]] = []
-    for number, (name, prompt, reply) in enumerate(load.turns()):
-        tokens = prompt(said)
-        engine.submit(Request(number, name, number, tokens_of(tokens), Length(reply)))
-        events = engine.step(None)
-        while engine.progressed:
-            events += engine.step(None)
-        [turn] = [event.turn for event in events if event.turn is not None]
-        assert turn.status == "completed", turn.error
-        replies.append(list(turn.token_ids))
-        said[name] = [*tokens, *turn.token_ids]
+    replies: dict[int, list[int]] = {}
+    running: dict[int, str] = {}
+    ended: list[int] = []
+
+    def step() -> bool:
+        for number in ended:
+            del running[number]
+        ended.clear()
+        for event in engine.step(None):
+            if event.turn is not None:
+                assert event.turn.status == "completed", event.turn.error
+                number, reply = event.request_id, list(event.turn.token_ids)
+                replies[number] = reply
+                said[running[number]] = said[f"#{number}"] = said[f"#{number}"] + reply
+                ended.append(number)
         engine.cache.check()
-    return found, replies
+        return engine.progressed
+
+    for number, (name, prompt, reply) in enumerate(load.turns()):
+        if number == 1 < load.at_once:
+            step()  # the others come while the first one is computed
+        while len(running) == load.at_once or name in running.values():
+            step()
+        if isinstance(engine.clock, VirtualClock):
+            engine.clock.advance_to(number * 10**9)
+        tokens = said[f"#{number}"] = prompt(said)
+        running[number] = name
+        engine.submit(Request(number, name, number, tokens_of(tokens), Length(reply)))
+        while load.at_once == 1 and (step() or running):
+            pass
+    while running:
+        step()
+    return [found[number] for number in sorted(found)], [replies[number] for number in sorted(replies)]
 
 
-def theirs(load: Load) -> tuple[list[Hits], list[Sequence[int]], list[list[int]]]:
-    """What the real vLLM finds; the replies, and the prompts."""
-    setup = setup_of(
-        "wide_llama",
-        kv_tokens=load.device * BLOCK,
-        host_tokens=load.host * load.blocks_per_chunk * BLOCK,
-        batch_tokens=BATCH,
-    )
-    engine = Vllm(
-        setup,
-        policy=load.order,
-        blocks_per_chunk=load.blocks_per_chunk,
-        offload_prompt_only=load.prompt_only,
-    )
-    settings = engine.start().settings
-    found: list[Hits] = []
-    replies: list[Sequence[int]] = []
+def theirs(load: Load, engine: Asked | None = None) -> tuple[list[Hits], list[Sequence[int]], list[list[int]]]:
+    """What the real vLLM finds; the replies, and the prompts. engine: one that runs, and begins anew."""
+    if engine is None:
+        with closing(Asked.of(load)) as own:
+            return theirs(load, own)
+    engine.anew(load)
     prompts: list[list[int]] = []
     said: dict[str, list[int]] = {}
-    try:
-        assert (settings["host_chunks"], settings["num_blocks"]) == (load.host, load.device + 1)
-        for number, (name, prompt, reply) in enumerate(load.turns()):
-            prompts.append(prompt(said))
-            heard = _Heard()
-            answer = engine.answer(Request(number, name, number, tokens_of(prompts[-1]), Length(reply)), heard)
+    heard: list[_Heard] = []
+    running: dict[Future[Reply], tuple[int, str]] = {}
+    found: dict[int, Hits] = {}
+
+    def take() -> None:
+        for one in wait(running, return_when=FIRST_COMPLETED).done:
+            answer, (number, name) = one.result(), running.pop(one)
             assert answer.cached_tokens is not None and answer.cached_on_host is not None
-            found.append(Hits(answer.cached_tokens - answer.cached_on_host, answer.cached_on_host))
-            replies.append(heard.tokens)
-            said[name] = [*prompts[-1], *heard.tokens]
-    finally:
-        engine.close()
-    return found, replies, prompts
+            found[number] = Hits(answer.cached_tokens - answer.cached_on_host, answer.cached_on_host)
+            said[name] = said[f"#{number}"] = [*prompts[number], *heard[number].tokens]
+
+    with ThreadPoolExecutor(load.at_once) as pool:
+        for number, (name, prompt, reply) in enumerate(load.turns()):
+            while len(running) == load.at_once or name in {other for _, other in running.values()}:
+                take()
+            prompts.append(prompt(said))
+            heard.append(_Heard())
+            request = Request(number, name, number, tokens_of(prompts[-1]), Length(reply))
+            engine.sent.clear()
+            running[pool.submit(engine.answer, request, heard[-1])] = number, name
+            engine.sent.wait()
+        while running:
+            take()
+    return [found[number] for number in sorted(found)], [one.tokens for one in heard], prompts
+
+
+class Asked(Vllm):
+    """sent: the last request is on its way, so the next one comes behind it."""
+
+    @classmethod
+    def of(cls, load: Load) -> Asked:
+        fields = {"blocks_per_chunk": load.blocks_per_chunk, "offload_prompt_only": load.prompt_only}
+        engine = cls(load.setup, policy=load.order, **fields)  # type: ignore[arg-type]
+        engine.sent = threading.Event()
+        settings = engine.start().settings
+        assert (settings["host_chunks"], settings["num_blocks"]) == (load.host, load.device + 1)
+        return engine
+
+    sent: threading.Event
+
+    def anew(self, load: Load) -> None:
+        """Begin with nothing, and with that load's order and CPU tier."""
+        self._policy = load.order
+        super()._send({"anew": (load.order, load.host)})
+
+    def _send(self, command: Mapping[str, Any]) -> None:
+        super()._send({**command, "now_s": int(command["add"])})
+        self.sent.set()
 
 
 class _Heard:
@@ -227,18 +354,62 @@ def recorded() -> dict[str, list[Hits]]:
     return {name: [Hits(*one) for one in found] for name, found in kept.items()}
 
 
-def main() -> None:
+def found_in(hits: Sequence[Hits]) -> int:
+    """Tokens, on both tiers."""
+    return sum(map(sum, hits))
+
+
+def compared(load: Load, real: Sequence[Hits]) -> str:
+    """A row: tokens that vLLM found by tier, requests that differ, and history found, ours less vLLM's, in points of all
+    prompts."""
+    own = ours(load)
+    device, host = (sum(one) for one in zip(*real, strict=True))
+    differ = [number for number, (a, b) in enumerate(zip(real, own, strict=True)) if a != b]
+    points = 100 * (found_in(own) - found_in(real)) / asked_tokens(load)
+    return f"| {load.name} | {device} | {host} | {len(differ)} of {len(real)} | {points:+.2f} | {differ[:8]} |"
+
+
+def asked_tokens(load: Load) -> int:
+    """Tokens of all prompts."""
+    said: dict[str, list[int]] = {}
+    total = 0
+    for number, (name, prompt, reply) in enumerate(load.turns()):
+        tokens = prompt(said)
+        total += len(tokens)
+        said[name] = said[f"#{number}"] = [*tokens, *[0] * reply]
+    return total
+
+
+def agreement(real: Sequence[Sequence[Hits]], own: Sequence[Sequence[Hits]]) -> float:
+    """Kendall's tau-b between two bodies' rankings of the orders by tokens found. A tie in one alone lowers it."""
+    return float(kendalltau(*([found_in(hits) for hits in body] for body in (real, own))).statistic)
+
+
+def _engine(load: Load) -> tuple[Any, ...]:
+    """Loads that one vLLM can be asked."""
+    return load.device, load.blocks_per_chunk, load.prompt_only
+
+
+def main(parts: Sequence[str]) -> None:
     kept = recorded()
-    for load in [load for load in LOADS if load.name not in kept] or LOADS:
-        found, _, _ = theirs(load)
-        kept[load.name] = found
-        differ = [
-            (number, real, own) for number, (real, own) in enumerate(zip(found, ours(load), strict=True)) if real != own
-        ]
-        device, host = (sum(one) for one in zip(*found, strict=True))
-        print(f"| {load.name} | {device} | {host} | {len(differ)} of {len(found)} | {differ[:3]} |", flush=True)
-    RECORD.write_text(json.dumps(kept, separators=(",", ":")) + "\n")
+    every = (*LOADS, *AT_ONCE, *(one for load in RANKED for one in with_orders(load)))
+    wanted = [
+        load for load in every if any(part in load.name for part in parts) or (not parts and load.name not in kept)
+    ]
+    for _, alike in groupby(sorted(wanted, key=_engine), _engine):
+        loads = list(alike)
+        with closing(Asked.of(replace(max(loads, key=lambda load: load.host), order=ORDERS[-1]))) as engine:
+            for load in loads:
+                kept[load.name] = theirs(load, engine)[0]
+                RECORD.write_text(json.dumps(kept, separators=(",", ":")) + "\n")
+    for load in every:
+        if load.name in kept:
+            print(compared(load, kept[load.name]), flush=True)
+    for load in RANKED:
+        if all(one.name in kept for one in with_orders(load)):
+            real, own = [kept[one.name] for one in with_orders(load)], [ours(one) for one in with_orders(load)]
+            print(f"| {load.name} | {' | '.join(str(found_in(hits)) for hits in real)} | {agreement(real, own):.2f} |")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

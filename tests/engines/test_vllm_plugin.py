@@ -19,7 +19,7 @@ import pytest
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
 from pensieve.core.policies.fifo import Fifo
 from pensieve.core.session import Session
-from pensieve.errors import ConfigError
+from pensieve.errors import ConfigError, PolicyError
 from pensieve.lab.compose.folder import options
 from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.engines.process import QUIET
@@ -168,7 +168,7 @@ def test_what_a_policy_raises_reaches_no_request_and_lru_goes_on(where: str, cap
         said = bytes([rng.randrange(9), 1, 2, 3][: rng.randrange(1, 5)])
         faulty.ask(said, str(said[0]))
         plain.ask(said, str(said[0]))
-    assert isinstance(faulty.policy.failure, RuntimeError | TypeError) and plain.policy.failure is None
+    assert isinstance(faulty.policy.failure, RuntimeError | PolicyError) and plain.policy.failure is None
     assert sum("failed" in line for line in caplog.messages) == 1
     assert faulty.policy.by_lru > 0
     faulty.ask(b"\xffabcdefghijklmnopqrs", "last")

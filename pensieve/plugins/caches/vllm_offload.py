@@ -160,6 +160,7 @@ class VllmOffload(PrefixCache):
             found,
             loading=(stop - on_gpu) // self.chunk_tokens,
             loaded_tokens=computed - on_gpu if stop > on_gpu else 0,
+            read_ticket=self._loading.get(session.number),
         )
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
@@ -285,7 +286,8 @@ class VllmOffload(PrefixCache):
 
     def _stop_loading(self, session: Session) -> None:
         """vLLM computes nothing of a request before its load is done, and then the chunks may be evicted, for its own stores
-        too. Here the load is of the same plan; what is stored in their place is of a later one, after the load."""
+        too. Where nothing else is to be computed, the load is of the same plan here; what is stored in their place is of a
+        later one, after the load."""
         copy = self._copies.get(self._loading.pop(session.number, 0))
         if copy is not None:
             for chunk in copy.chunks:

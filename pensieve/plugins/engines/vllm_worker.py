@@ -12,7 +12,9 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 REFUSED = "maximum"  # vLLM's words for a prompt beyond max_model_len
 
@@ -36,7 +38,7 @@ def main(fields: dict) -> None:  # type: ignore[type-arg]
         return
     out.send({"settings": settings_of(engine), "load_s": time.perf_counter() - began})
     scheduler = engine.engine_core.engine_core.scheduler
-    policy = scheduler.connector.connector_scheduler.manager._policy if offloads else None
+    tier: Any = scheduler.connector.connector_scheduler if offloads else None
     on_host = watch_host(engine.engine_core)
 
     def add(asked: dict) -> None:  # type: ignore[type-arg]
@@ -62,8 +64,15 @@ def main(fields: dict) -> None:  # type: ignore[type-arg]
                 command = commands.recv()
             except EOFError:
                 return
+            if "now_s" in command:  # a replay: nothing depends on how soon the request comes
+                while scheduler.has_requests() and not engine.has_unfinished_requests():
+                    engine.step()
+                tier.manager._policy._clock = partial(float, command["now_s"])
             if "add" in command:
                 add(command)
+            elif "anew" in command:
+                assert engine.reset_prefix_cache(reset_connector=True)
+                tier.manager = manager_of(engine.vllm_config, *command["anew"])
             else:
                 engine.abort_request([command["abort"]])
         for output in engine.step():
@@ -77,9 +86,24 @@ def main(fields: dict) -> None:  # type: ignore[type-arg]
                     "cached": output.num_cached_tokens,
                     "cached_on_host": on_host.pop(output.request_id, None) if offloads else None,
                     "admitted": scheduled,
-                    "policy_failure": repr(failure) if (failure := getattr(policy, "failure", None)) else None,
+                    "policy_failure": failure_of(tier),
                 }
             out.send(said)
+
+
+def manager_of(config, policy: str, chunks: int):  # type: ignore[no-untyped-def]
+    """A CPU tier of so many of the chunks that there are."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+    ours = None if policy in ("lru", "arc") else "pensieve.plugins.vllm.connector"
+    with set_current_vllm_config(config):
+        return CPUOffloadingManager(chunks, policy, ours)
+
+
+def failure_of(tier) -> str | None:  # type: ignore[no-untyped-def]
+    failure = getattr(tier.manager._policy, "failure", None) if tier is not None else None
+    return repr(failure) if failure else None
 
 
 def load_package() -> None:
