@@ -137,6 +137,7 @@ def test_windows_change_nothing_where_the_lead_changes(monkeypatch: pytest.Monke
     """A guard that looks at every turn and is quick to follow, in a run of 24 turns."""
     monkeypatch.setattr(duel, "_LOOK_EVERY", 1)
     monkeypatch.setattr(duel, "_LEADS_ABOVE", 0.5)
+    monkeypatch.setattr(duel, "_STAYS_ABOVE", 0.5)
     policies: list[LearnedReturn] = []
 
     def kept(context: Any) -> LearnedReturn:

@@ -14,7 +14,7 @@ MOST = 256
 _HALF_LIFE = 2_000.0  # turns of the sample, after which one counts half
 _FADES = 0.5 ** (1.0 / _HALF_LIFE)
 _LOOK_EVERY = 64  # turns of the sample: each look is a chance to err, and a switch reorders every idle session
-_LEADS_ABOVE, _STAYS_ABOVE = 3.0, 1.0  # roots of the sum of squares
+_LEADS_ABOVE, _STAYS_ABOVE = 1.0, -1.0  # roots of the sum of squares
 _SPREAD, _SPACE = 2_654_435_761, 2**32  # neighbouring numbers fall far apart (Knuth, multiplicative hashing)
 
 
@@ -81,12 +81,13 @@ class Duel:
 
     Both see the turns of the same sample of sessions, each with its share of the capacity, as large as `MOST` allows
     (a sample of fixed size: Waldspurger et al., SHARDS, FAST 2015). At every 64th turn of the sample the challenger takes
-    the lead if the sum of what it found more, turn by turn, is above three times the root of the sum of squares, and gives
-    it up if below once. Old turns fade in both sums, with a half-life of 2,000.
+    the lead if the sum of what it found more, turn by turn, is above the root of the sum of squares, and gives it up if
+    below minus that. Old turns fade in both sums, with a half-life of 2,000.
 
-    Where each turn favours one as often as the other, whatever the turns before, the challenger leads at any time in fewer
-    than one of twenty runs of 20,000 turns; measured: one of 200. The two are shadows: one tier, no queue, and what runs is
-    never preempted. Where a cache is so small that this matters, the challenger may lead and find less than they say.
+    So a challenger that is better leads after few turns, and one that differs by chance leads half of the time, which costs
+    nothing on average. One that is worse leads by chance until that shows: tests/eviction/test_duel.py has what it costs. The
+    two are shadows: one tier, no queue, and what runs is never preempted. Where a cache is so small that this matters, the
+    challenger may lead and find less than they say.
     worth(start, stop): of what was found.
     """
 

@@ -44,8 +44,8 @@ class LearnedReturn(EvictionPolicy):
     wider one. Nothing is trained ahead, and what is old is forgotten. Evicted sessions count as well, so what it learns
     does not depend on what it keeps.
 
-    The least recently used goes first until a Duel has told this order's gain from chance, and again once it no longer can:
-    so at the start, nearly always where nothing can be learned, and for thousands of turns where the gain is small.
+    The least recently used goes first until a Duel says that this order would have found more, and again once it says less:
+    so at the start, and where nothing can be learned.
 
     weight: what a hit saves: "tokens", all alike, for the highest hit rate; or "seconds", to recompute the chunk instead of
     loading it, for the least work. half_life: sessions after which what was seen counts half. strength: of how many
