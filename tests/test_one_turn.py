@@ -15,7 +15,7 @@ import pytest
 from tests.crossings import Crossed, generated_turn, restored_turn
 
 
-@pytest.mark.parametrize(("turn", "files", "calls"), [(restored_turn, 24, 476), (generated_turn, 34, 1101)])
+@pytest.mark.parametrize(("turn", "files", "calls"), [(restored_turn, 24, 482), (generated_turn, 34, 1109)])
 def test_a_turn_whose_history_comes_back_from_cpu_crosses_few_files(
     turn: Callable[[], Crossed], files: int, calls: int
 ) -> None:

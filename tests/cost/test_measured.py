@@ -135,6 +135,23 @@ def test_more_decodes_than_were_measured_beside_a_chunk_go_on_as_the_last_ones(t
     assert not any(hidden.covers(*cell) for cell in known)
 
 
+@pytest.mark.parametrize("table", MEASURED, ids=lambda table: table.name)
+def test_a_cell_that_nobody_measured_is_held_by_the_roofline_on_both_sides(table):
+    """No faster than the card's peaks allow; and from the batch before it, time grows at most 1.3 times as much as decodes do
+    (between measured cells up to 2.4 times)."""
+    assert table.attention is not None
+    grid, decodes = table.attention, table.attention._axes[2]
+    priced = _MeasuredAttention(table, table.shape, cost_of(f"sim_{table.name.partition('/')[0]}").hardware)
+    beside = itertools.product(*(range(1 if axis != 1 else 0, len(grid._axes[axis])) for axis in AXES))
+    seconds = {key: math.exp(grid._log(key)) for key in beside}
+    assert len(grid._filled) == 1056
+    for c, k, n, d in grid._filled:
+        roofline = priced._work(table.shape, *(grid._axes[axis][at] for axis, at in enumerate((c, k, n, d))))
+        assert seconds[c, k, n, d] > roofline, (c, k, n, d)
+        growth = seconds[c, k, n, d] / seconds[c, k, n - 1, d]
+        assert growth < 1.3 * decodes[n] / decodes[n - 1], (c, k, n, d)
+
+
 def test_a_shape_that_was_measured_is_not_scaled_and_another_one_is():
     cost = cost_of("sim_rtx4090")
     assert cost.describe()["terms"]["projections"]["scaled_from"] is None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from pensieve.core.block_hash import BlockHash, HashChain
 from pensieve.core.cache.base import Broken
@@ -143,8 +143,8 @@ class VllmOffload(PrefixCache):
                 self.truncate(session, keep)
             session.extend(suffix)
             self._uses[session.number] = Use(len(session.tokens))
-            if self._policy is not None and self._policy.observe is not None:
-                self._policy.observe(session, now_s)
+            if self._policy is not None:
+                self._tell(self._policy.observe, session, now_s)
         length = len(session.tokens)
         on_gpu = self._occupy(session, now_s)
         self.cpu.order.changed(session)
@@ -180,10 +180,21 @@ class VllmOffload(PrefixCache):
         super().release(session, now_s, finished)
         use = self._uses.pop(session.number, None) if finished else None
         if use is not None:
-            if self._policy is not None and self._policy.rest is not None:
-                self._policy.rest(session, now_s)
+            if self._policy is not None:
+                self._tell(self._policy.rest, session, now_s)
             self.cpu.order.used(session, use)
         self.cpu.order.changed(session)
+
+    def _tell(self, hear: Callable[[Session, float], None] | None, session: Session, now_s: float) -> None:
+        """Have the policy hear of a turn. To a policy inside vLLM a conversation is as long as its full chunks."""
+        if hear is None:
+            return
+        tokens, size = session.tokens, self.chunk_tokens * self.cpu.blocks_per_chunk
+        session.tokens = cast("TokenArray[int]", range(len(tokens) // size * size))
+        try:
+            hear(session, now_s)
+        finally:
+            session.tokens = tokens
 
     def reorder(self, session: Session) -> None:
         self.cpu.order.changed(session)
