@@ -293,12 +293,12 @@ class HardwareSpec:
     flops: dense matrix rate in the model's dtype, FLOP/s. memory_bw: device memory, bytes/s. h2d_bw, d2h_bw: bytes/s.
     *_efficiency: share of the peak that real kernels reach. step_overhead_s: launch and host time of an iteration.
     link_latency_s: of one all-reduce over the link. network_gbps, network_latency_s: between a client and the model of a
-    disaggregated baseline, in 10^9 bit/s each way, and one way. multiprocessors: of a device. graph_sizes: batches are
-    padded to the sizes that CUDA graphs were captured at. duplex_penalty: share of the rate each direction loses while both
-    run (the paper measured 18-20 %, section 5). fragment_s: of each contiguous piece that a copy between the tiers consists
-    of, beside its bytes. pipelined_swap_in: a layer's compute waits for its own part of a swap-in, not for all of it (section
-    4.3.3). profile: the file of a machine that was measured whole (cost.machine_profile), in place of all rates. overlaps:
-    copies run beside compute, and not before it.
+    disaggregated baseline, in 10^9 bit/s each way, and one way. multiprocessors: of a device. graph_sizes: batches are padded
+    to the sizes that CUDA graphs were captured at, and a prompt's graphs come in pieces, as in vLLM. duplex_penalty: share of
+    the rate each direction loses while both run (the paper measured 18-20 %, section 5). fragment_s: of each contiguous piece
+    that a copy between the tiers consists of, beside its bytes. pipelined_swap_in: a layer's compute waits for its own part
+    of a swap-in, not for all of it (section 4.3.3). profile: the file of a machine that was measured whole
+    (cost.machine_profile), in place of all rates. overlaps: copies run beside compute, and not before it.
     """
 
     name: str

@@ -28,6 +28,9 @@ from pensieve.sim.kernel_tables import AttentionGrid, Curve, KernelTable, Shape,
 from pensieve.sim.roofline import Machine, Run, attended_pairs
 from pensieve.specs import Experts, HardwareSpec, ModelSpec
 
+_PIECES_S = 2e-3
+"""What vLLM's host adds to an iteration with a prompt, whose graphs were captured in pieces between the attentions. Fitted to
+the mean TTFT of one run (RTX PRO 6000, Llama 3.1 8B); docs/results/fidelity.md holds it against two others."""
 _TAIL = 512  # queries of the iteration whose attention tells what a marginal chunk costs
 _SAMPLER_CARD = "rtxpro6000"
 
@@ -105,12 +108,14 @@ class MeasuredCost(Machine):
         if batch.tokens > self._kernels.most_tokens:
             self._note("projections", batch.tokens / self._kernels.most_tokens)
         layers = self.model.layers
+        pieces = _PIECES_S if batch.chunk and self.hardware.graph_sizes else 0.0
         return (
             self._linear_s(tokens)
             + attention
             + self._head_s(sampled)
             + (2 * layers + 1) * self._reduce(tokens * self._reduced_bytes)
             + self.hardware.step_overhead_s
+            + pieces
         )
 
     def _layers_attention_s(self, runs: Iterable[Run], batch: Batch) -> tuple[float, float]:
@@ -156,6 +161,7 @@ class MeasuredCost(Machine):
                 "copies": self._copies(),
                 "overhead": f"{self.hardware.step_overhead_s:g} s an iteration",
                 "padded_to_graph_sizes": self.hardware.graph_sizes,
+                "pieces": f"{_PIECES_S if self.hardware.graph_sizes else 0:g} s an iteration with a prompt",
             },
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -64,3 +65,37 @@ def test_on_measured_kernels_a_decode_reads_what_its_batch_touches(rows: int, mo
     assert rows == 1 or decode(mixtral) > 0.5 * decode(whole)
     one, dense = decode(with_experts(1, 1, 14336)), decode(replace(DENSE, experts=None))
     assert dense <= one <= dense + DENSE.layers * 4e-6
+
+
+# Microseconds of one layer's experts of Qwen3-30B-A3B on an RTX PRO 6000, by tokens and by experts that they touch. Source:
+# moe.csv of LLMServingSim 2.0 (MIT, 2026-08-21), vLLM 0.19. No cost model read it.
+MEASURED = {
+    1: {8: 50.2},
+    2: {8: 56.2, 16: 135.0},
+    4: {16: 135.2, 32: 234.3},
+    8: {32: 225.6, 64: 423.1},
+    16: {64: 424.1, 128: 817.6},
+    32: {64: 429.3, 128: 822.1},
+    64: {64: 432.7, 128: 827.8},
+    128: {64: 456.7, 128: 849.3},
+    256: {128: 874.6},
+    512: {128: 912.0},
+    1024: {128: 970.4},
+    2048: {128: 1066.6},
+}
+
+
+def test_experts_take_what_was_measured_on_a_card() -> None:
+    cost = plan_trial(checked("model=qwen3_30b_a3b", "hardware=sim_rtxpro6000"))
+    priced = MeasuredCost(cost.model, cost.hardware, 32)
+    experts = cost.model.experts
+    assert experts is not None
+    errors = {}
+    for tokens, cells in MEASURED.items():
+        touched = round(experts.touched(tokens), 1)
+        fewer, more = max(a for a in cells if a <= touched), min((a for a in cells if a >= touched), default=max(cells))
+        share = math.log(touched / fewer) / math.log(more / fewer) if more > fewer else 0.0
+        measured = cells[fewer] ** (1 - share) * cells[more] ** share
+        errors[tokens] = 1e6 * priced._kernels._routed_s(tokens, experts) / measured - 1
+    assert max(map(abs, errors.values())) < 0.18, errors
+    assert sorted(map(abs, errors.values()))[len(errors) // 2] < 0.06, errors

@@ -326,3 +326,12 @@ def test_the_iterations_that_follow_take_to_the_bit_what_each_alone_does(hardwar
             later = [(start + further * (stop - start), stop + further * (stop - start)) for start, stop in runs]
             assert next(following) == alone.iteration_s(later, len(runs))
     assert cost.extrapolated() == alone.extrapolated() != {}, "who counts iterations counts these too"
+
+
+def test_an_iteration_with_a_prompt_has_graphs_in_pieces_and_decodes_have_one():
+    plain = cost_of("sim_rtxpro6000")
+    captured = MeasuredCost(plain.model, replace(plain.hardware, graph_sizes=True), 32)
+    decodes = [(100, 101)] * 8
+    assert captured.iteration_s(decodes, 8) == plain.iteration_s(decodes, 8)  # 8 is a size that was captured
+    prompt = [*decodes, (0, 1016)]  # and 1,024 is none
+    assert captured.iteration_s(prompt, 9) == pytest.approx(plain.iteration_s(prompt, 9) + 2e-3)
