@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +11,6 @@ from pensieve.core.event import Event
 from pensieve.core.plan import StepPlan
 from pensieve.core.scheduler.active_request import ActiveRequest
 from pensieve.core.scheduler.composition import SchedulerSettings
-from pensieve.device.attention import IMPLEMENTATION
 from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
 from pensieve.device.sampler import greedy
@@ -21,6 +19,7 @@ from pensieve.device.worker import TorchWorker
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
 from tests.simulated import TalkingEngine
+from tests.worker.torch.driver import plain_logits
 
 TOLERANCE = 1e-4  # of the largest logit, at least of 1, in float32
 
@@ -68,17 +67,6 @@ class Paths:
         for name in self.__slots__:
             mine, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, max(mine, theirs) if name == "worst" else mine + theirs)
-
-
-def plain_logits(model: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
-    """[tokens, vocab], float32: one forward of transformers' own eager attention over the whole history."""
-    model.module.set_attn_implementation("eager")
-    try:
-        with torch.inference_mode():
-            ids = torch.tensor([list(tokens)], device=model.device)
-            return model.module(input_ids=ids, use_cache=False).logits[0].float().cpu()
-    finally:
-        model.module.set_attn_implementation(IMPLEMENTATION)
 
 
 class WatchedWorker(TorchWorker):

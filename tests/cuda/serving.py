@@ -29,9 +29,10 @@ from pensieve.device.worker import TorchWorker
 from pensieve.serve.books.books import Books
 from pensieve.sim.profile import Profile
 from pensieve.specs import ModelSpec
-from tests.exact import CheckedEngine, Paths, Readings, WatchedWorker, plain_logits
+from tests.exact import CheckedEngine, Paths, Readings, WatchedWorker
 from tests.simulated import policy_context
 from tests.soak import Episode, perform
+from tests.worker.torch.driver import plain_logits
 
 from .standin.findings import Finding, listed
 from .standin.machine import Machine

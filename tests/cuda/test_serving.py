@@ -91,7 +91,7 @@ def test_without_graphs(device: Machine, attention: str) -> None:
 
 
 def check_token(tokens: list[int], token: int) -> None:
-    from tests.exact import plain_logits
+    from tests.worker.torch.driver import plain_logits
 
     assert int(plain_logits(reference("llama"), tokens)[-1].argmax()) == token
 
@@ -127,7 +127,7 @@ def test_models_are_captured_and_wait_for_nothing(device: Machine, name: str, fu
 
 
 def plain(name: str, tokens: list[int]) -> torch.Tensor:
-    from tests.exact import plain_logits
+    from tests.worker.torch.driver import plain_logits
 
     return plain_logits(reference(name), tokens)
 

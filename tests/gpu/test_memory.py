@@ -11,7 +11,7 @@ from pensieve.core.clock import WallClock
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
-from tests.exact import plain_logits
+from tests.worker.torch.driver import plain_logits
 
 from .shortage import fail_and_go_on
 from .small import small_model

@@ -69,11 +69,12 @@ def random_tokens(count: int, seed: int, vocab: int = 97) -> array[int]:
 
 
 def plain_logits(model: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
-    """[tokens, vocab] of one forward of transformers alone over the whole history."""
+    """[tokens, vocab], float32: one forward of transformers' own eager attention over the whole history."""
     model.module.set_attn_implementation("eager")
     try:
         with torch.inference_mode():
-            return model.module(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
+            ids = torch.tensor([list(tokens)], device=model.device)
+            return model.module(input_ids=ids, use_cache=False).logits[0].float().cpu()
     finally:
         model.module.set_attn_implementation(IMPLEMENTATION)
 

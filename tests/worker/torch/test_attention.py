@@ -7,48 +7,24 @@ import torch
 
 from pensieve.core.plan import Row, Sample
 from pensieve.device.attention import Iteration, attending, paged_attention
-from pensieve.device.batch import Batch, BlockTables, build_batch
+from pensieve.device.batch import BlockTables, build_batch
 from pensieve.device.kernels import reference
 from pensieve.errors import UnsupportedModel
 
+from .kernels.cases import Case, Heads, make_case
+
 CHUNK, HEADS, KV_HEADS, DIM = 4, 4, 2, 8
+SMALL = Heads(HEADS, KV_HEADS, DIM)
 CPU = torch.device("cpu")
 
 
-def _batch(contexts: list[tuple[int, int]], blocks: int = 400) -> tuple[Batch, BlockTables]:
-    """One row a (start, stop), with scattered tables."""
-    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist()
-    tables, rows = BlockTables(), []
-    for slot, (start, stop) in enumerate(contexts):
-        tables.overwrite(slot, 0, [order.pop() for _ in range(-(-stop // CHUNK))])
-        rows.append(Row(slot, ((start, stop),), (1,) * (stop - start), Sample(stop)))
-    return build_batch(rows, tables, {}, CHUNK, CPU), tables
-
-
-def _attend(
-    batch: Batch, pool: torch.Tensor, window: int | None, softcap: float | None
-) -> tuple[Iteration, torch.Tensor, torch.Tensor]:
-    source = torch.Generator().manual_seed(2)
-    count = len(batch.token_ids)
-    q = torch.randn(1, HEADS, count, DIM, generator=source)
-    k, v = (torch.randn(1, KV_HEADS, count, DIM, generator=source) for _ in range(2))
-    iteration = Iteration(batch, pool, CHUNK)
-    module = SimpleNamespace(layer_idx=1)
+def _attend(case: Case, window: int | None, softcap: float | None) -> tuple[Iteration, torch.Tensor]:
+    q, k, v = (x.transpose(0, 1)[None] for x in (case.queries, case.keys, case.values))
+    iteration = Iteration(case.batch, case.pool, case.chunk)
     with attending(iteration):
-        output, _ = paged_attention(module, q, k, v, None, scaling=0.3, sliding_window=window, softcap=softcap)
-    return iteration, q, output
-
-
-def _one_query(q: torch.Tensor, kv: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """[heads, head_dim] by the definition; q [heads, head_dim], kv [tokens, 2, kv_heads, head_dim]."""
-    result = torch.empty(HEADS, DIM)
-    for head in range(HEADS):
-        keys, values = kv[:, 0, head // 2], kv[:, 1, head // 2]
-        scores = keys @ q[head] * 0.3
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        result[head] = torch.softmax(scores, 0) @ values
-    return result
+        layer = SimpleNamespace(layer_idx=1)
+        output, _ = paged_attention(layer, q, k, v, None, scaling=0.3, sliding_window=window, softcap=softcap)
+    return iteration, output[0]
 
 
 @pytest.mark.parametrize("window", [None, 5, 64])
@@ -66,30 +42,14 @@ def _one_query(q: torch.Tensor, kv: torch.Tensor, softcap: float | None) -> torc
 )
 def test_equals_the_definition(contexts: list[tuple[int, int]], softcap: float | None, window: int | None) -> None:
     """Unwritten places hold NaN: only keys inside the context and the window may be read."""
-    batch, tables = _batch(contexts)
-    pool = torch.full((2, 400 * CHUNK, 2, KV_HEADS, DIM), float("nan"))
-    places = []
-    for slot, (_, stop) in enumerate(contexts):
-        blocks = torch.from_numpy(tables.blocks(slot, -(-stop // CHUNK)).copy())
-        places.append((blocks[:, None] * CHUNK + torch.arange(CHUNK)).view(-1)[:stop])
-        pool[1, places[-1]] = torch.randn(stop, 2, KV_HEADS, DIM, generator=torch.Generator().manual_seed(slot))
-    iteration, q, output = _attend(batch, pool, window, softcap)
+    case = make_case([[run] for run in contexts], SMALL, chunk=CHUNK)
+    iteration, output = _attend(case, window, softcap)
     assert iteration.layers == [1]
-    assert torch.isnan(pool[0]).all(), "the other layer is not touched"
-    assert sum(span.queries for span in batch.spans) == output.shape[1]
-    by_stop = {(span.start, span.stop): span for span in batch.spans}
-    for slot, (start, stop) in enumerate(contexts):
-        span = by_stop[(start, stop)]
-        for offset in range(stop - start):
-            position = start + offset
-            low = 0 if window is None else max(0, position - window + 1)
-            kv = pool[1, places[slot][low : position + 1]]
-            expected = _one_query(q[0, :, span.first + offset], kv, softcap)
-            assert torch.allclose(output[0, span.first + offset], expected, atol=2e-5)
+    case.check(output, case.expected(0.3, window, softcap))
 
 
 def test_a_failed_forward_leaves_no_iteration_behind() -> None:
-    batch, _ = _batch([(0, 3)])
+    batch = make_case([[(0, 3)]], SMALL, chunk=CHUNK).batch
     with pytest.raises(RuntimeError), attending(Iteration(batch, torch.zeros(1), CHUNK)):
         raise RuntimeError("x")
     with pytest.raises(LookupError):
@@ -103,7 +63,7 @@ def test_sinks_are_refused() -> None:
 
 
 def test_every_layer_waits_before_its_kv_is_touched() -> None:
-    batch, _ = _batch([(0, 3)])
+    batch = make_case([[(0, 3)]], SMALL, chunk=CHUNK).batch
     pool = torch.zeros(2, 400 * CHUNK, 2, KV_HEADS, DIM)
     waited: list[int] = []
 
@@ -158,25 +118,15 @@ def test_a_position_without_a_block_is_our_own_bug() -> None:
 def test_long_contexts_attend_by_themselves(window: int | None, softcap: float | None) -> None:
     """Blocks in order, in two runs, scattered, and two short contexts, in one batch; NaN everywhere else."""
     lengths, firsts = [150, 199, 71, 12, 9], [(0,), (50, 200), tuple(range(300, 390, 5)), (393,), (396,)]
-    tables, rows = BlockTables(), []
-    pool = torch.full((2, 400 * CHUNK, 2, KV_HEADS, DIM), float("nan"))
-    places = []
-    for slot, (stop, runs) in enumerate(zip(lengths, firsts, strict=True)):
+    tables = []
+    for stop, runs in zip(lengths, firsts, strict=True):
         chunks = -(-stop // CHUNK)
         each = -(-chunks // len(runs))
-        blocks = [first + i for first in runs for i in range(each)][:chunks]
-        tables.overwrite(slot, 0, blocks)
-        rows.append(Row(slot, ((stop - 1, stop),), (1,), Sample(stop)))
-        places.append((torch.tensor(blocks)[:, None] * CHUNK + torch.arange(CHUNK)).view(-1)[:stop])
-        pool[1, places[-1]] = torch.randn(stop, 2, KV_HEADS, DIM, generator=torch.Generator().manual_seed(slot))
-    batch = build_batch(rows, tables, {}, CHUNK, CPU)
-    iteration, q, output = _attend(batch, pool, window, softcap)
+        tables.append([first + i for first in runs for i in range(each)][:chunks])
+    case = make_case([[(stop - 1, stop)] for stop in lengths], SMALL, chunk=CHUNK, tables_of=tables)
+    iteration, output = _attend(case, window, softcap)
     assert isinstance(iteration.plan, reference.ReferencePlan)
     pieces = iteration.plan.work(window, softcap is not None)
     told = [(piece.rows, isinstance(piece.places, slice)) for piece in pieces]  # type: ignore[union-attr]
     assert told == [(1, False), (1, True), (1, False), (2, False)]
-    for span in batch.spans:
-        slot = lengths.index(span.stop)
-        low = 0 if window is None else max(0, span.stop - window)
-        expected = _one_query(q[0, :, span.first], pool[1, places[slot][low : span.stop]], softcap)
-        assert torch.allclose(output[0, span.first], expected, atol=2e-5)
+    case.check(output, case.expected(0.3, window, softcap))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pensieve.core.clock import WallClock
-from pensieve.core.plan import Moved, Row, Sample, swap_out
+from pensieve.core.plan import Moved, swap_out
 from pensieve.device.model import LoadedModel
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
@@ -105,31 +105,6 @@ def test_a_row_whose_logits_are_not_finite_leaves_the_others_exact(attention: st
     driver.step(driver.decode_row(4), driver.decode_row(1))
     driver.check_logits(4)
     driver.check_logits(1)
-
-
-def test_sampled_tokens_do_not_depend_on_the_batch(llama: LoadedModel) -> None:
-    """The same two conversations alone, together, and with the prompt in pieces: the same tokens."""
-
-    def sampled(row: Row) -> Row:
-        position = row.runs[-1][1]
-        return Row(row.slot, row.runs, row.tokens, Sample(position, key=1000 + row.slot, temperature=0.9, top_p=0.95))
-
-    def run(slots: tuple[int, ...], pieces: int) -> dict[int, list[int]]:
-        driver = Driver(llama)
-        for slot in slots:
-            whole = driver.prompt_row(slot, random_tokens(30 + slot, slot))
-            cut = 30 // pieces
-            for piece in range(pieces - 1):
-                driver.step(driver.row(slot, ((piece * cut, (piece + 1) * cut),), sample=False))
-            driver.step(sampled(driver.row(slot, (((pieces - 1) * cut, whole.runs[0][1]),))))
-        for _ in range(12):
-            driver.step(*[sampled(driver.decode_row(slot)) for slot in slots])
-        return {slot: driver.tokens[slot][30 + slot :].tolist() for slot in slots}
-
-    together = run((0, 1), 1)
-    assert together == {**run((0,), 1), **run((1,), 3)}
-    assert together == run((1, 0), 2)
-    assert len(set(together[0])) > 5
 
 
 def test_close_frees_the_pools(llama: LoadedModel) -> None:

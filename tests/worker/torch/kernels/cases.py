@@ -82,20 +82,22 @@ def make_case(
     chunk: int = 16,
     device: str = "cpu",
     seed: int = 0,
+    tables_of: Sequence[Sequence[int]] = (),
 ) -> Case:
-    """A row for each sequence of runs, over scattered blocks; positions below its last run's end hold keys already."""
+    """A row for each sequence of runs, over scattered blocks (or those of tables_of); positions below its last run's end hold
+    keys already."""
     source = torch.Generator().manual_seed(seed)
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=source).to(dtype).to(device)
 
-    blocks = sum(-(-runs[-1][1] // chunk) for runs in rows) + 5
+    blocks = max(sum(-(-runs[-1][1] // chunk) for runs in rows) + 5, *(1 + max(one) for one in tables_of), 0)
     order = torch.randperm(blocks, generator=source).tolist()
     pool = torch.full((2, blocks * chunk, 2, heads.kv_heads, heads.dim), float("nan"), dtype=dtype, device=device)
     tables, plan_rows = BlockTables(), []
     for slot, runs in enumerate(rows):
         stop = runs[-1][1]
-        own = [order.pop() for _ in range(-(-stop // chunk))]
+        own = tables_of[slot] if tables_of else [order.pop() for _ in range(-(-stop // chunk))]
         tables.overwrite(slot, 0, own)
         places = (torch.tensor(own)[:, None] * chunk + torch.arange(chunk)).view(-1)[:stop].to(device)
         pool[1, places] = noise(stop, 2, heads.kv_heads, heads.dim)
