@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -11,21 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.plan import StepPlan, StepResult
-from pensieve.core.policies.belady import Belady
-from pensieve.core.policies.conversation_lru import ConversationLru
-from pensieve.core.policies.fifo import Fifo
-from pensieve.core.policies.lru import Lru
-from pensieve.core.policies.retention_value import RetentionValue
-from pensieve.core.request import Forced, Free, Length, Request, tokens_of
-from pensieve.core.scheduler.composition import split, unified
+from pensieve.core.request import Free, Length, Request, tokens_of
 from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
-from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
-from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.serve.record import TurnRecord
 from tests.simulated import MACHINE, make_engine, request, run
 
@@ -88,23 +78,6 @@ def test_same_prompt_again_computes_only_its_last_token() -> None:
     assert turn.token_ids == tokens
 
 
-def test_pressure_swaps_out_restores_and_drops() -> None:
-    engine = make_engine(gpu_blocks=16, cpu_blocks=8)
-    number, hits = 0, {"gpu": 0, "cpu": 0, "again": 0}
-    for turn in (1, 2, 3):
-        for session in "abcdef":
-            number += 1
-            engine.say(request(number, session, tokens=9, output=4, turn=turn))
-            record = run(engine)[number]
-            hits["gpu"] += record.gpu_hit_tokens or 0
-            hits["cpu"] += record.cpu_hit_tokens or 0
-            hits["again"] += record.recomputed_tokens or 0
-            assert record.prompt_tokens == (record.history_tokens or 0) + (record.new_tokens or 0)
-    assert min(hits["cpu"], hits["again"]) > 0
-    assert engine.cache.counters.dropped_chunks > 0
-    assert engine.cache.counters.swapped_in_blocks > 0
-
-
 def test_swap_out_starts_ahead_of_time_and_keeps_the_gpu_copy() -> None:
     engine = make_engine(gpu_blocks=16, cpu_blocks=16)
     engine.say(request(1, "a", tokens=46, output=6))  # 13 of 16 blocks: fewer than 25 % are available
@@ -163,118 +136,6 @@ def test_turns_of_one_conversation_are_served_in_order_and_nobody_overtakes_a_de
     assert turns[3].admitted_s >= turns[2].admitted_s  # type: ignore[operator]
     assert finished.index(4) > finished.index(1)
     assert engine.scheduler.counters.deferred >= 1
-
-
-def test_cancelled_requests_free_their_place() -> None:
-    engine = make_engine()
-    for number, session in ((1, "a"), (2, "b"), (3, "a")):
-        engine.say(request(number, session, tokens=6, output=30))
-    engine.cancel(3, "cancelled")  # parked behind 1
-    for _ in range(4):
-        engine.step(None)
-    engine.cancel(1, "timeout")  # running
-    engine.cancel(99, "timeout")
-    events = engine.take_events()
-    statuses = {event.request_id: event.turn.status for event in events if event.turn}
-    assert statuses[1] == "timeout"
-    turns = run(engine)
-    assert turns[2].status == "completed"
-    session = engine.cache.sessions.get("a")
-    assert session is not None
-    assert len(session.tokens) > 6, "what was generated stays"
-    engine.say(request(4, "a", tokens=2, output=2, turn=2))
-    assert run(engine)[4].status == "completed"
-
-
-def test_forced_output_is_appended_whatever_was_sampled() -> None:
-    engine = make_engine()
-    engine.submit(Request(1, "a", 1, tokens_of([1, 2, 3]), Forced(tokens_of([5, 6, 7]))))
-    assert list(run(engine)[1].token_ids) == [5, 6, 7]
-
-
-def test_unified_and_split_give_the_same_tokens() -> None:
-    outputs = []
-    for composition in (unified, split):
-        engine = make_engine(gpu_blocks=64, composition=composition, max_batch_tokens=8)
-        for number in range(1, 6):
-            engine.say(request(number, f"s{number}", tokens=5 * number, output=6))
-        turns = run(engine)
-        outputs.append([list(turns[number].token_ids) for number in sorted(turns)])
-    assert outputs[0] == outputs[1]
-
-
-def test_a_failed_step_fails_its_requests_only_and_their_turns_are_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(gpu_blocks=16, cpu_blocks=16)
-    engine.say(request(1, "a", tokens=9, output=4))
-    run(engine)
-    before = list(engine.cache.sessions.get("a").tokens)  # type: ignore[union-attr]
-    good = engine.worker._perform  # type: ignore[attr-defined]
-
-    def bad(plan: StepPlan) -> StepResult:
-        return replace(good(plan), tokens={}, error="The device stumbled.") if plan.rows else good(plan)
-
-    monkeypatch.setattr(engine.worker, "_perform", bad)
-    engine.say(request(2, "a", tokens=4, output=4, turn=2))
-    turn = run(engine)[2]
-    assert (turn.status, turn.error) == ("failed", "The device stumbled.")
-    assert list(engine.cache.sessions.get("a").tokens) == before  # type: ignore[union-attr]
-    monkeypatch.setattr(engine.worker, "_perform", good)
-    engine.say(request(3, "a", tokens=4, output=4, turn=2))
-    assert run(engine)[3].status == "completed"
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_random_traffic_never_jams_and_keeps_its_tokens(seed: int) -> None:
-    """Random sizes, capacities, policies, managers, slow links and late copies; outputs equal those of a roomy engine."""
-    rng = random.Random(seed)
-    hardware = replace(MACHINE, d2h_bw=rng.choice((1e5, 1e8)), h2d_bw=rng.choice((1e6, 1e9)))
-    gpu, cpu = rng.randint(8, 24), rng.choice((0, 2, 8, 24))
-    engine = make_engine(
-        gpu_blocks=gpu,
-        cpu_blocks=cpu,
-        hardware=hardware,
-        cache=(TwoTierCache, TwoTierCache, PrefixCache, SlotCache, StatelessCache, VllmOffload)[seed % 6],
-        policy=rng.choice((RetentionValue, Lru, Fifo, ConversationLru, Belady, AdaptiveRetention, LearnedReturn)),
-        composition=rng.choice((unified, split)),
-        max_batch_tokens=rng.choice((3, 16, 64)),
-        max_batch_requests=rng.choice((2, 8)),
-        late=rng if seed % 2 else None,
-    )
-    roomy = make_engine(gpu_blocks=4096, cpu_blocks=0)
-    asked: list[Request] = []
-    turns_of: dict[str, int] = {}
-    number = 0
-    done: dict[int, TurnRecord] = {}
-    for _ in range(60):
-        for _ in range(rng.randint(0, 2)):
-            number += 1
-            session = rng.choice("abcdefgh")
-            turns_of[session] = turns_of.get(session, 0) + 1
-            asked.append(request(number, session, rng.randint(1, 12), rng.randint(1, 8), turn=turns_of[session]))
-            engine.submit(asked[-1])
-        for event in engine.step(None):
-            if event.turn:
-                done[event.request_id] = event.turn
-        engine.cache.check()
-    done.update(run(engine))
-    assert len(done) == number
-    for again in asked:
-        turn = done[again.id]
-        if turn.status != "completed":
-            assert turn.status == "refused"
-            continue
-        if len(roomy.cache.open(again.session, 0.0).tokens) != turn.prompt_tokens - len(again.prompt):
-            continue  # an earlier turn of it was refused in the smaller engine only
-        roomy.submit(again)
-        assert run(roomy)[again.id].token_ids == turn.token_ids
-        assert turn.gpu_hit_tokens + turn.cpu_hit_tokens + turn.recomputed_tokens == turn.history_tokens
-        assert turn.history_tokens + turn.new_tokens == turn.prompt_tokens
-        assert turn.new_tokens >= 1
-    for name in list(engine.cache.sessions):
-        engine.forget(name)
-    while engine.step(None) or engine.progressed:
-        engine.cache.check()
-    assert engine.cache.room.available == engine.cache.gpu_blocks
 
 
 def test_idle_conversations_are_forgotten_after_their_time_and_beyond_the_bound() -> None:
