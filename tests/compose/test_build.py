@@ -2,29 +2,8 @@ import pytest
 
 from pensieve.errors import ConfigError, EngineMissing
 from pensieve.lab.compose import build_system, build_tokenizer, build_workload, check, plan_trial, resolved
-from pensieve.lab.replay import replay
 from pensieve.lab.results.identity import config_hash
-from tests.composed import SHORT, checked, composed
-
-
-@pytest.mark.parametrize("baseline", ["pensieve", "gpu_only", "stateless"])
-def test_a_simulated_baseline_serves_the_workload(baseline):
-    plan = plan_trial(checked(f"baseline={baseline}", *SHORT))
-    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=True)
-    workload, described = build_workload(plan, tokenizer)
-    system = build_system(plan, tokenizer)
-    report = system.start()
-    record = replay(system, workload)
-    settings = system.settings()
-    system.close()
-    assert report.load_s > 0
-    assert len(record.turns) == described.turns
-    assert {turn.status for turn in record.turns} == {"completed"}
-    assert settings["baseline"] == baseline
-    assert settings["weights"] == "none"
-    assert settings["tokenizer"] == "bytes"
-    assert settings["cpu_tokens"] == (4224 if baseline == "pensieve" else 0)
-    assert settings["gpu_tokens"] == 1408
+from tests.composed import checked, composed
 
 
 def test_baselines_are_asked_the_same():

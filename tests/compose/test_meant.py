@@ -68,28 +68,22 @@ def test_an_experiment_that_was_removed_is_asked_by_another_command(name):
         assert len([check(job) for job in compose_jobs(config, jobs)]) > 1
 
 
-def test_a_small_version_is_a_scale():
-    assert as_meant(["-m", "experiment=hotness_small", "seed=1"])[0] == [
-        "-m", "experiment=users/hotness", "scale=small", "seed=1",
-    ]  # fmt: skip
-    assert as_meant(["experiment=peers_multiturn_small"])[0] == ["experiment=peers_multiturn", "scale=small"]
-
-
 @pytest.mark.parametrize("name", ["demo", "paper/eviction", "mine"])
 def test_what_has_not_moved_stays_as_typed(name):
     assert as_meant([f"experiment={name}"]) == ([f"experiment={name}"], [])
 
 
-def test_two_former_names_on_one_line_are_both_replaced_where_they_stand():
-    typed = ["experiment=hotness_small", "seed=1", "eviction=noisy_hint_20", "-m"]
-    meant, notes = as_meant(typed)
-    expected = [
-        "experiment=users/hotness",
-        "scale=small",
-        "seed=1",
-        "eviction=noisy_hint",
-        "eviction.error_pct=20",
-        "-m",
-    ]
-    assert meant == expected
-    assert len(notes) == 2
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("experiment=peers_multiturn_small", "experiment=peers_multiturn scale=small"),
+        ("-m experiment=hotness_small seed=1", "-m experiment=users/hotness scale=small seed=1"),
+        (
+            "experiment=hotness_small seed=1 eviction=noisy_hint_20 -m",
+            "experiment=users/hotness scale=small seed=1 eviction=noisy_hint eviction.error_pct=20 -m",
+        ),
+    ],
+)
+def test_former_names_are_replaced_where_they_stand_and_a_small_version_is_a_scale(typed, meant):
+    found, notes = as_meant(typed.split())
+    assert found == meant.split() and len(notes) == typed.count("_small") + typed.count("_20")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import product
 
 import numpy as np
 import pytest
@@ -133,12 +132,3 @@ def test_a_load_that_fits_an_iteration_is_left_alone() -> None:
 def test_where_nobody_decodes_a_load_is_not_put_off() -> None:
     together, apart = (serve(how, 7900, decoders=0, returning=2) for how in (False, True))
     assert apart.first_ms == together.first_ms
-
-
-if __name__ == "__main__":  # the experiment: python -m tests.scheduler.test_loads
-    for name, depth, history, apart in product(("sim_a100_80g", "sim_h100"), (1, 2), (2000, 4000, 7900), (False, True)):
-        t = serve(apart, history, name=name, depth=depth)
-        print(
-            f"{name}, depth {depth}, history {history}, load_apart {apart}: ITL p50 {t.p(50):.1f} p99 {t.p(99):.1f} max "
-            f"{max(t.gaps_ms):.1f} ms, TTFT of those who return {np.mean(t.first_ms):.1f} mean {max(t.first_ms):.1f} max"
-        )

@@ -97,3 +97,10 @@ def until(condition: Any, seconds: float = PATIENCE_S) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False

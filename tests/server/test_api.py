@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,19 +58,6 @@ def test_modes_and_threads_give_the_same_tokens() -> None:
     assert all(output == outputs["stateless"] for output in outputs.values())
 
 
-def test_sampling_is_reproducible_and_seeded() -> None:
-    with server() as s:
-        ids = [5, 6, 7, 8]
-        drawn = [
-            s.generate(f"s{i}", prompt_ids=ids, max_new_tokens=8, temperature=1.0, seed=seed, ignore_eos=True).token_ids
-            for i, seed in enumerate((1, 1, 2))
-        ]
-        s.forget("s0")
-        again = s.generate("s0", prompt_ids=ids, max_new_tokens=8, temperature=1.0, seed=1, ignore_eos=True).token_ids
-        assert again == drawn[0]
-        assert drawn[0] != drawn[2]
-
-
 def test_a_reply_ends_with_any_token_that_the_model_says_ends_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chat models name several, and their tokenizer one."""
     from pensieve.device.model import LoadedModel
@@ -93,20 +79,11 @@ SIMULATED = {"device": "sim_h100", "gpu_cache": "1024 tokens", "cpu_cache": "204
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
+        ({"prompt_ids": [320]}, r"\[0, 320\), the model's vocabulary"),
         *(
-            ({"prompt_ids": ids}, r"\[0, 320\), the model's vocabulary")
-            for ids in ([2**31], [-1], [320], [True], [1.0], 5)
+            ({"prompt_ids": [1], name: "x"}, name)  # which values make no sense: tests/test_request.py
+            for name in ("temperature", "top_p", "top_k", "seed", "max_new_tokens")
         ),
-        *(
-            ({"prompt_ids": [1], name: value}, name)
-            for name in ("temperature", "top_p")
-            for value in (math.nan, math.inf)
-        ),
-        ({"prompt_ids": [1], "temperature": -1.0}, "temperature"),
-        ({"prompt_ids": [1], "top_p": 0.0}, "top_p"),
-        ({"prompt_ids": [1], "top_k": -1}, "top_k"),
-        ({"prompt_ids": [1], "seed": "x"}, "seed"),
-        *(({"prompt_ids": [1], "max_new_tokens": value}, "max_new_tokens") for value in (0, -1, 2.0, None)),
         ({"prompt_ids": [1], "session_id": 7}, "session_id"),
         ({"prompt_ids": [1], "session_id": "a "}, "session_id"),
         ({"prompt_ids": [1], "stop": ""}, "stop string is empty"),

@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 from pensieve.plugins.engines.process import EngineProcess, free_port
-from tests.server.live import PATIENCE_S
+from tests.server.live import PATIENCE_S, healthy
 
 pytestmark = pytest.mark.slow
 
@@ -47,13 +47,6 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield address
     finally:
         process.close()
-
-
-def healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def test_http_adds_little_to_the_first_token(url: str) -> None:

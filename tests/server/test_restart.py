@@ -6,7 +6,6 @@ import contextlib
 import logging
 import random
 import shutil
-import socket
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve.errors import ConfigError
+from pensieve.plugins.engines.process import free_port
 from pensieve.serve.server import command, create_server, statistics
 from pensieve.serve.server.app import App
 from pensieve.serve.server.command import open_state
@@ -30,7 +30,7 @@ from pensieve.serve.server.conversations import Conversations
 from pensieve.serve.server.responses import ResponseStore
 from pensieve.serve.server.settings import ServeSettings, Tenants
 from pensieve.serve.server.state import StateFile
-from tests.server.live import PATIENCE_S, REAL, SIMULATED, serving, until
+from tests.server.live import PATIENCE_S, REAL, SIMULATED, healthy, serving, until
 from tests.server.test_chat import composed
 from tests.server.test_http import ALICE, BOB, KEYS, OPERATOR, ask
 from tests.typed import typed_process
@@ -431,22 +431,9 @@ def process(outputs: Path, port: int) -> Iterator[tuple[ForkProcess, httpx.Clien
         )
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=START_S) as client:
-                assert until(lambda: running.exitcode is not None or healthy(client), START_S)
+                assert until(lambda: running.exitcode is not None or healthy(str(client.base_url)), START_S)
                 assert running.exitcode is None, (outputs / "said.txt").read_text()
                 yield running, client
         finally:
             running.kill()
             running.join()
-
-
-def healthy(client: httpx.Client) -> bool:
-    try:
-        return client.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -7,7 +7,6 @@ import pytest
 
 from pensieve.core.request import is_measured
 from pensieve.errors import MeasurementInvalid
-from pensieve.lab.replay import replay
 from pensieve.lab.workload.base import WorkloadPlan
 from pensieve.lab.workload.cache_state import (
     BEFORE,
@@ -20,7 +19,7 @@ from pensieve.lab.workload.cache_state import (
 )
 from pensieve.serve.record import TurnRecord
 from tests.composed import SHORT, replayed
-from tests.scripted import ScriptedSystem, context
+from tests.scripted import context
 from tests.workload.dry import MAKERS, drive
 
 CHOSEN = pytest.mark.parametrize("name", ["rounds", "agents", "chat", "prefix"])
@@ -73,12 +72,6 @@ def test_warm_holds_everything_once_before_and_then_measures_the_same(name):
     plan, was = in_state("warm", MAKERS[name], context()).describe(), MAKERS[name](context()).describe()
     assert plan.turns == 2 * was.turns == len(warm)
     assert plan.warmup_turns == sum(not is_measured(a.request.phase) for a in warm)
-
-
-def test_a_warm_replay_measures_what_a_cold_one_does():
-    cold, warm = (replay(ScriptedSystem(), in_state(state, MAKERS["rounds"], context())) for state in ("cold", "warm"))
-    both = [{(t.session, t.turn): t.ttft_ms for t in one.turns if is_measured(t.phase)} for one in (cold, warm)]
-    assert both[0] == pytest.approx(both[1])
 
 
 def test_only_a_cache_by_content_is_warm_and_none_is_where_texts_are_salted():

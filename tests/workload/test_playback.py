@@ -4,7 +4,6 @@ from array import array
 
 import pytest
 
-from pensieve.core.request import Free, Length
 from pensieve.errors import ConfigError
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.fit import Fit, fitted, synthesised, warmups
@@ -33,18 +32,6 @@ def keys(arrivals):
     return [(arrival.request.session, arrival.request.turn) for arrival in arrivals]
 
 
-@pytest.mark.parametrize("arrivals", [Recorded(), Poisson(2.0), 2])
-def test_every_planned_turn_is_sent_once(arrivals):
-    conversations = TIMED if isinstance(arrivals, Recorded) else TALKS
-    workload = playback(conversations, arrivals)
-    plan, seen = workload.describe(), drive(workload)
-    assert len(seen) == plan.turns == plan.warmup_turns + sum(len(one.calls) for one in conversations)
-    assert plan.warmup_turns == 4
-    assert len(set(keys(seen))) == len({arrival.request.id for arrival in seen}) == plan.turns
-    assert plan.sessions == len(conversations)
-    assert plan.load == ("closed" if arrivals == 2 else arrivals.load)
-
-
 def test_recorded_times_are_kept_whatever_the_system_does():
     for service_s in (0.01, 100.0):
         for scale in (1.0, 0.5):
@@ -68,13 +55,6 @@ def test_conversations_arrive_by_a_poisson_process_and_wait_inside():
     thoughts = [one.at_s - first[one.request.session] - 1.0 for one in seen if one.request.turn == 2]
     assert min(thoughts) > 0
     assert sum(thoughts) / len(thoughts) == pytest.approx(3.0, rel=0.08)
-
-
-def test_outputs_and_deadlines():
-    assert {type(one.request.output) for one in drive(playback(TIMED, Recorded()))} == {Length}
-    assert {type(one.request.output) for one in drive(playback(TIMED, Recorded(), free=True))} == {Free}
-    late = drive(playback(TIMED, Recorded(), timeout_s=2.5))
-    assert all(one.deadline_s == one.at_s + 2.5 for one in late)
 
 
 def test_prompts_are_built_when_they_are_due():

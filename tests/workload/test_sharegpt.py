@@ -45,18 +45,6 @@ def test_a_real_file_is_what_is_said(real):
     assert second.continues
 
 
-def test_the_seed_decides_which_conversations_are_taken(real):
-    def taken(seed):
-        return {
-            a.request.session
-            for a in measured(drive(sharegpt_workload(context(seed), path=str(real), conversations=4)))
-        }
-
-    assert len(taken(0)) == 4
-    assert taken(0) == taken(0)
-    assert len({frozenset(taken(seed)) for seed in range(4)}) > 1
-
-
 def test_synthetic_conversations_are_called_so():
     for dataset, name in (("sharegpt", "ShareGPT"), ("ultrachat", "UltraChat")):
         facts = sharegpt_workload(context(), dataset=dataset, conversations=20).describe().facts
