@@ -158,3 +158,13 @@ def test_conversations_without_names_are_told_by_their_prefixes_though_they_are_
     found = {call.order: one.id for one in conversations_of(rows, FACTS) for call in one.calls}
     found = dict(sorted(found.items()))
     assert len(set(zip(names, found.values(), strict=True))) == len(set(found.values())) == 3
+
+
+def test_a_request_of_which_nobody_knows_what_was_found_does_not_count():
+    rows = [asked([1, 2]), asked([1, 2, 3], at_s=10.0), asked([1, 9], "b", 20.0)]
+    reading = read_causes(FACTS, [(one, f"{one.tenant}/{one.session}") for one in rows])
+    every, without = (split(reading, found, 10**6, PRICES) for found in ([0, 8, 4], [0, 8, None]))
+    left = reading.sent[2]
+    assert every.prompt_tokens - without.prompt_tokens == left.prompt
+    assert every.missed_tokens - without.missed_tokens == left.prompt - 4
+    assert sum(line.tokens or 0 for line in without.lines) == without.missed_tokens

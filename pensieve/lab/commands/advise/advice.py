@@ -135,6 +135,12 @@ def advise(cfg: DictConfig, say: Callable[[str], None]) -> Advice:
     plan = plan_trial(check(served.changed(1.0)))
     prices = PositionPrices(simulated_cost(plan.model, plan.hardware, served.block_tokens), served.block_tokens)
     reading = read_causes(source.facts, source.rows, source.named)
+    limit = plan.model.max_context
+    if longer := sum(one.prompt + one.reply > limit for one in reading.sent):
+        raise ConfigError(
+            f"{longer:,} of {len(reading.sent):,} requests are longer than the {limit:,} tokens of model={plan.model.name}; "
+            "choose the model that served them, or raise model.architecture.max_position_embeddings."
+        )
     if reading.replicas > 1:
         served = replace(served, config={**served.config, "hardware": _routed(served, "random", reading.replicas)})
     chosen = sample(source.conversations, settings.replay_s, served.block_tokens)
@@ -155,7 +161,7 @@ def advise(cfg: DictConfig, say: Callable[[str], None]) -> Advice:
     if all(one.found is not None for one in reading.sent):
         causes, of = split(reading, [one.found or 0 for one in reading.sent], capacity, prices), "as the engine said"
     else:
-        found = [base.found.get(key, 0) for key, _ in turns]
+        found = [base.found.get(key) for key, _ in turns]
         causes, of = split(part, found, round(capacity * share), prices), "as the replay of the engine found"
     return Advice(
         path, source, plan, settings, served, reading, causes, of, part.sessions, len(part.sent), share, base,

@@ -291,8 +291,9 @@ class Split:
     """What a cache without limit would have found."""
 
 
-def split(reading: Reading, found: Sequence[int], capacity_tokens: int, prices: PositionPrices) -> Split:
-    """Divide all misses among their causes. found: of each request. capacity_tokens: of all tiers together.
+def split(reading: Reading, found: Sequence[int | None], capacity_tokens: int, prices: PositionPrices) -> Split:
+    """Divide all misses among their causes. found: of each request; None: nobody knows, and it does not count.
+    capacity_tokens: of all tiers together.
 
     Capacity and order of eviction are told apart in sum: the order lost what the offline bound finds beyond the engine; the
     rest is capacity, and their seconds are divided as their tokens. The bound is a relaxation (pensieve/lab/bound.py): it may
@@ -300,7 +301,8 @@ def split(reading: Reading, found: Sequence[int], capacity_tokens: int, prices: 
     """
     tokens: dict[Cause, int] = dict.fromkeys(CAUSES, 0)
     seconds: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
-    for sent, own in zip(reading.sent, found, strict=True):
+    asked = [(sent, own) for sent, own in zip(reading.sent, found, strict=True) if own is not None]
+    for sent, own in asked:
         for cause, start, stop in parts(sent, own):
             if start < stop:
                 tokens[cause] += stop - start
@@ -308,7 +310,7 @@ def split(reading: Reading, found: Sequence[int], capacity_tokens: int, prices: 
     idle = idle_runs(reading)
     bound_tokens = most_kept(idle, [one.tokens for one in idle], capacity_tokens)
     both, both_s = tokens["capacity"], seconds["capacity"]
-    engine = sum(min(own, sent.in_time) for sent, own in zip(reading.sent, found, strict=True))
+    engine = sum(min(own, sent.in_time) for sent, own in asked)
     tokens["order"] = min(max(bound_tokens - engine, 0), both)
     seconds["order"] = both_s * tokens["order"] / both if both else 0.0
     tokens["capacity"], seconds["capacity"] = both - tokens["order"], both_s - seconds["order"]
@@ -319,11 +321,11 @@ def split(reading: Reading, found: Sequence[int], capacity_tokens: int, prices: 
         hidden.add("edited")
     return Split(
         [Line(one, None, None) if one in hidden else Line(one, tokens[one], seconds[one]) for one in CAUSES],
-        sum(sent.prompt for sent in reading.sent),
-        sum(sent.prompt - own for sent, own in zip(reading.sent, found, strict=True)),
-        sum(prices.seconds(own, sent.prompt) for sent, own in zip(reading.sent, found, strict=True)),
+        sum(sent.prompt for sent, _ in asked),
+        sum(sent.prompt - own for sent, own in asked),
+        sum(prices.seconds(own, sent.prompt) for sent, own in asked),
         bound_tokens,
-        sum(sent.ever for sent in reading.sent),
+        sum(sent.ever for sent, _ in asked),
     )
 
 
