@@ -9,8 +9,6 @@ import platform
 import shlex
 import shutil
 import subprocess
-import sys
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,9 +21,6 @@ from pensieve.user_cache import user_cache
 _FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 # Never -ffast-math: linking with it makes the whole process flush denormal numbers to zero.
 _ATTEMPTS = (("-march=native", "-fopenmp"), ("-march=native", "-fopenmp-simd"), ("-fopenmp-simd",))
-_WITH_PYTHON = (
-    (f"-I{sysconfig.get_paths()['include']}", *(["-Wl,-undefined,dynamic_lookup"] * (sys.platform == "darwin"))),
-)
 _LIMIT_S = 120
 
 
@@ -39,13 +34,12 @@ class Library:
 
 
 @cache
-def load_library(source: Path, definitions: tuple[str, ...], python: bool = False) -> Library:
-    """Compile `source` with -D`definitions`, or take what was compiled before. python: it calls the interpreter, whose lock
-    is held during a call. Raises EngineMissing without a compiler."""
+def load_library(source: Path, definitions: tuple[str, ...]) -> Library:
+    """Compile `source` with -D`definitions`, or take what was compiled before. Raises EngineMissing without a compiler."""
     compiler = find_compiler()
     version = compiler_version(compiler)
     said = ""
-    for attempt in _WITH_PYTHON if python else _ATTEMPTS:
+    for attempt in _ATTEMPTS:
         parallel = attempt[-1] == "-fopenmp"
         runtime = openmp_runtime() if parallel else None
         if parallel and runtime is None:
@@ -53,7 +47,7 @@ def load_library(source: Path, definitions: tuple[str, ...], python: bool = Fals
         command = [*compiler, *_FLAGS, *attempt, *(f"-D{text}" for text in definitions), str(source)]
         command += [*([runtime] if runtime else []), "-lm"]
         try:
-            return Library(_compiled(command, source, version, python), version, parallel)
+            return Library(_compiled(command, source, version), version, parallel)
         except (OSError, subprocess.SubprocessError) as error:  # OSError: what it made does not load
             said = _complaint(error)
     raise EngineMissing(
@@ -98,9 +92,8 @@ def cache_folder() -> Path:
     return user_cache() / "kernels"
 
 
-def _compiled(command: Sequence[str], source: Path, version: str, python: bool) -> ctypes.CDLL:
+def _compiled(command: Sequence[str], source: Path, version: str) -> ctypes.CDLL:
     """Raises OSError and SubprocessError. Processes that compile at the same time each put a whole file in place."""
-    library = ctypes.PyDLL if python else ctypes.CDLL
     parts = (source.read_text(), shlex.join(command), version, platform.machine(), processor())
     name = f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}.so"
     try:
@@ -111,8 +104,8 @@ def _compiled(command: Sequence[str], source: Path, version: str, python: bool) 
                 _compile(command, Path(scratch) / name).rename(folder / name)
     except (OSError, RuntimeError):  # no home, or it cannot be written to
         with TemporaryDirectory(prefix="pensieve-") as scratch:
-            return library(str(_compile(command, Path(scratch) / name)))
-    return library(str(folder / name))
+            return ctypes.CDLL(str(_compile(command, Path(scratch) / name)))
+    return ctypes.CDLL(str(folder / name))
 
 
 def _compile(command: Sequence[str], target: Path) -> Path:

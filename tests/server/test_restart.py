@@ -102,7 +102,6 @@ def test_all_is_taken_before_a_server_is_ready(state: str, tmp_path: Path, monke
         taken.append("conversations")
         return 3
 
-    monkeypatch.setattr(command, "fastest_loops", lambda: taken.append("loops"))
     monkeypatch.setattr(StateFile, "restore", restore)
     monkeypatch.setattr(statistics, "settle", lambda: taken.append(app.server))
     settings = ServeSettings(state="off" if state == "off" else str(tmp_path / "serve.db"))
@@ -110,7 +109,7 @@ def test_all_is_taken_before_a_server_is_ready(state: str, tmp_path: Path, monke
     try:
         command._load(app, composed("hardware=sim_h100"), uvicorn.Server(command.uvicorn_config(app)))
         assert app.failure is None and app.server is not None
-        before = ["loops"] if state == "off" else ["loops", "conversations"]
+        before = [] if state == "off" else ["conversations"]
         assert taken == [*before, None]
     finally:
         for close in app.on_close:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pensieve.core.cache.loops import Victim
 from pensieve.core.cache.pool import BlockPool
 from pensieve.core.request import TokenArray
 from pensieve.core.session import NO_BLOCK, ChunkRun, Node, runs_of
@@ -88,7 +87,7 @@ class OpenCopies:
 
     def __init__(self, gpu: BlockPool, cpu: BlockPool) -> None:
         self._gpu, self._cpu = gpu, cpu
-        self._open: dict[int, tuple[list[CopyRun], Sequence[Victim]]] = {}
+        self._open: dict[int, list[CopyRun]] = {}
         self._of: dict[int, list[CopyRun]] = {}  # those that are open, by node
         # Quarantine: what each block waits for, the copies that use it and the plan, and which plan that is, ascending.
         self._holds: dict[_Place, int] = {}
@@ -100,11 +99,10 @@ class OpenCopies:
         """Chunks that are being copied from the CPU to the GPU."""
         self._oldest = self._following = 0  # plans in flight: [oldest, following)
 
-    def open(self, moves: list[CopyRun], order: Sequence[Victim] = ()) -> int:
-        """Issue a ticket for these copies, and mark their chunks as copying until it is closed. order: in which they were
-        chosen."""
+    def open(self, moves: list[CopyRun]) -> int:
+        """Issue a ticket for these copies, and mark their chunks as copying until it is closed."""
         ticket = self.ticket()
-        self._open[ticket] = moves, order
+        self._open[ticket] = moves
         for moved in moves:
             moved.ticket = ticket
             self._count_copies(moved, 1)
@@ -117,10 +115,10 @@ class OpenCopies:
         self._last_ticket += 1
         return self._last_ticket
 
-    def close(self, ticket: int) -> tuple[list[CopyRun], Sequence[Victim]]:
-        """Close the ticket of copies that are done or failed; returns these, and the order in which their chunks were
-        chosen. Nothing where it is not open: of a move to a tier below."""
-        moves, order = self._open.pop(ticket, ([], ()))
+    def close(self, ticket: int) -> list[CopyRun]:
+        """Close the ticket of copies that are done or failed; returns these. Nothing where it is not open: of a move to a
+        tier below."""
+        moves = self._open.pop(ticket, [])
         for moved in moves:
             own = self._of[moved.node.number]
             own.remove(moved)
@@ -134,12 +132,12 @@ class OpenCopies:
                     if fate != _ALIVE:
                         self._let_go((True, gpu))
                         self._let_go((False, cpu))
-        return moves, order
+        return moves
 
     def split(self, node: Node, upper: Node, count: int) -> None:
         """The first `count` chunks of a node have become those of another one."""
         for moved in self._of.pop(node.number, ()):
-            moves, _ = self._open[moved.ticket]
+            moves = self._open[moved.ticket]
             parts = moved.split(node, upper, count)
             place = moves.index(moved)
             moves[place : place + 1] = parts
@@ -156,7 +154,7 @@ class OpenCopies:
 
     def under_way(self) -> Iterator[CopyRun]:
         """Yield all open copies; for check()."""
-        for moves, _ in self._open.values():
+        for moves in self._open.values():
             yield from moves
 
     def pin(self, node: Node) -> None:

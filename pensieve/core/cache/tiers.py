@@ -35,15 +35,14 @@ the CPU block is the first that is given up when others need one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from operator import lt
 
 from pensieve.core.cache.base import NO_LOWER_TIER, Broken, CacheCounters, LowerTier
 from pensieve.core.cache.copies import CopyRun, OpenCopies
-from pensieve.core.cache.loops import Victim, node_and_chunk
 from pensieve.core.cache.pool import BlockPool
-from pensieve.core.cache.victims import TailIndex, VictimIndex
+from pensieve.core.cache.victims import TailIndex, Victim, VictimIndex
 from pensieve.core.facts import SILENT, Facts, Found
 from pensieve.core.plan import CPU, GPU, Move, Moved, Tier
 from pensieve.core.policies.base import EvictionPolicy
@@ -301,19 +300,19 @@ class Tiers:
 
     # -- copies -----------------------------------------------------------------------------------------------------
 
-    def copy_out(self, chosen: list[Victim], nodes: Mapping[int, Node], waiting: Session | None) -> None:
+    def copy_out(self, chosen: list[Victim], waiting: Session | None) -> None:
         """Start the copies of dirty chunks to their CPU blocks, under one ticket; they leave their index. waiting: who needs
         their GPU blocks."""
         moves = []
-        for number, start, stop in self.dirty.spans(chosen):
-            chunks = nodes[number].chunks
+        for node, start, stop in self.dirty.spans(chosen):
+            chunks = node.chunks
             columns = chunks.gpu[start:stop], chunks.cpu[start:stop], chunks.gpu_len[start:stop]
-            self._set_views(nodes[number], start, bytes(stop - start))
+            self._set_views(node, start, bytes(stop - start))
             # A block that held an older, shorter copy is overwritten with the same values, so that copy stays valid.
-            moves.append(CopyRun(nodes[number], start, True, *columns))
+            moves.append(CopyRun(node, start, True, *columns))
         if not moves:
             return
-        ticket = self.copies.open(moves, chosen)
+        ticket = self.copies.open(moves)
         gpu, cpu = [block for one in moves for block in one.gpu], [block for one in moves for block in one.cpu]
         move = Move(ticket, GPU, CPU, tuple(gpu), tuple(cpu), urgent=waiting is not None)
         self.counters.swapped_out_blocks += len(move.src)
@@ -360,18 +359,11 @@ class Tiers:
         copied: dict[int, Node] = {}
         read: dict[int, Node] = {}
         for ticket, ok, _ in over:
-            moves, order = self.copies.close(ticket)
-            running: dict[int, Node] = {}
-            for moved in moves:
+            for moved in self.copies.close(ticket):
                 if self._record_end(moved, ok) and moved.node.running:
                     (read if moved.from_below else copied)[moved.node.number] = moved.node
-                if moved.node.running:
-                    running[moved.node.number] = moved.node
-                else:
-                    for start, stop in moved.existing():
-                        self.update(moved.node, start, stop)
-            if running:
-                self._update_duplicates(running, moves, order)
+                for start, stop in moved.existing():
+                    self.update(moved.node, start, stop)
         if not copied and not read:
             return Broken()
         return Broken(*(tuple(user for node in nodes.values() for user in node.users) for nodes in (copied, read)))
@@ -393,25 +385,6 @@ class Tiers:
                 if not chunks.cpu_len[index] and not chunks.copying[index] and chunks.cpu[index] != NO_BLOCK:
                     self.free_cpu(node, index, index + 1)  # its copy failed
         return lost
-
-    def _update_duplicates(self, running: dict[int, Node], moves: list[CopyRun], order: Sequence[Victim]) -> None:
-        """Register duplicates in the order in which the chunks were chosen, since the oldest one is given up first."""
-        existing = {
-            (moved.node.number, index): moved.node
-            for moved in moves
-            if moved.node.number in running
-            for start, stop in moved.existing()
-            for index in range(start, stop)
-        }
-        if len(running) == 1:
-            (node,) = running.values()
-            self.update_duplicates(node, [index for _, index in existing])
-            return
-        for key in map(node_and_chunk, order):
-            if key in existing:
-                self.update_duplicates(existing.pop(key), key[1:])
-        for (_, index), node in existing.items():  # of nodes that were split meanwhile
-            self.update_duplicates(node, (index,))
 
     # -- how --------------------------------------------------------------------------------------------------------
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 from pensieve.core.cache.base import Broken, CacheManager, Room
 from pensieve.core.cache.invariants import check_tiers
-from pensieve.core.cache.loops import Victim, node_and_chunk
 from pensieve.core.cache.restore import RestoreMode, Restorer
 from pensieve.core.cache.tiers import Tiers, found_in, missing_runs
-from pensieve.core.cache.victims import VictimIndex
+from pensieve.core.cache.victims import Victim, VictimIndex
 from pensieve.core.cost import CostModel
 from pensieve.core.facts import Admission, Found
 from pensieve.core.plan import Move, Moved
@@ -117,9 +116,8 @@ class TwoTierRoom(Room):
 
     def give_up(self, victims: VictimIndex, chosen: list[Victim], take: Callable[[Node, int, int], None]) -> None:
         """Have `take` do what it does with the runs of the chosen chunks: reclaim them, or drop them."""
-        nodes = victims.nodes_of(chosen)
-        for number, start, stop in victims.spans(chosen):
-            take(nodes[number], start, stop)
+        for span in victims.spans(chosen):
+            take(*span)
 
     def victims_of_others(
         self, victims: VictimIndex, session: Session, view: View, count: int, now_s: float
@@ -127,7 +125,7 @@ class TwoTierRoom(Room):
         """Choose at most `count` victims among the other sessions, whatever its own chunks are worth to the policy."""
         own = {node.number: node.chunks.view.count(view) for node in session.nodes()}
         chosen = victims.choose(count + sum(own.values()), now_s)
-        return [victim for victim in chosen if node_and_chunk(victim)[0] not in own][:count]
+        return [victim for victim in chosen if victim[3] not in own][:count]
 
     def copy_out(
         self,
@@ -141,16 +139,13 @@ class TwoTierRoom(Room):
         if not chosen:
             return
         tiers = self.tiers
-        nodes = tiers.dirty.nodes_of(chosen)
-        kept, lost = self._find_cpu_room(chosen, nodes, now_s, giving or [])
-        for number, start, stop in tiers.dirty.spans(lost):
-            tiers.drop_gpu(nodes[number], start, stop)
-        tiers.copy_out(kept, nodes, waiting)
+        kept, lost = self._find_cpu_room(chosen, now_s, giving or [])
+        self.give_up(tiers.dirty, lost, tiers.drop_gpu)
+        tiers.copy_out(kept, waiting)
 
     def _find_cpu_room(
         self,
         leaving: Sequence[Victim],
-        nodes: Mapping[int, Node],
         now_s: float,
         giving: list[tuple[Node, int]],
     ) -> tuple[list[Victim], list[Victim]]:
@@ -160,31 +155,25 @@ class TwoTierRoom(Room):
         tiers = self.tiers
         lacking = []
         for victim in leaving:
-            number, place = node_and_chunk(victim)
-            if nodes[number].chunks.cpu[place if place >= 0 else ~place] == NO_BLOCK:
+            *_, place, node = victim
+            if node.chunks.cpu[place if place >= 0 else ~place] == NO_BLOCK:
                 lacking.append(victim)
         if tiers.cpu.free < len(lacking) and tiers.duplicates:
             tiers.free_duplicates(len(lacking) - tiers.cpu.free)
         while tiers.cpu.free < len(lacking) and giving:
             tiers.free_copy(*giving.pop())
         if tiers.from_tail:
-            lost, instead = self._least(lacking, nodes, now_s)
+            lost, instead = self._least(lacking, now_s)
         else:
             lost, instead = self._less_than_others(lacking[tiers.cpu.free :], now_s)
         self.give_up(tiers.cpu_only, instead, tiers.drop_cpu)
         without = set(lost)
         kept = [victim for victim in leaving if victim not in without] if lost else list(leaving)
         if tiers.from_tail:
-            for number, start, stop in tiers.dirty.spans(self._still_dirty(lost, nodes)):
-                tiers.drop_gpu(nodes[number], start, stop)
-            kept, lost = self._still_dirty(kept, nodes), []
-        for number, start, stop in tiers.dirty.spans(kept):
-            self._take_cpu(nodes[number], start, stop)
+            self.give_up(tiers.dirty, _still_dirty(lost), tiers.drop_gpu)
+            kept, lost = _still_dirty(kept), []
+        self.give_up(tiers.dirty, kept, self._take_cpu)
         return kept, lost
-
-    def _still_dirty(self, victims: Iterable[Victim], nodes: Mapping[int, Node]) -> list[Victim]:
-        """Those that did not go with a chunk before them."""
-        return [one for one in victims if nodes[one[3]].chunks.view[~one[4]] == View.DIRTY]
 
     def _less_than_others(self, rest: Sequence[Victim], now_s: float) -> tuple[list[Victim], list[Victim]]:
         """Those of the rest that are lost, and those on CPU that are lost in place of the others."""
@@ -201,17 +190,12 @@ class TwoTierRoom(Room):
                 least = next(there, None)
         return lost, instead
 
-    def _least(
-        self, lacking: Sequence[Victim], nodes: Mapping[int, Node], now_s: float
-    ) -> tuple[list[Victim], list[Victim]]:
+    def _least(self, lacking: Sequence[Victim], now_s: float) -> tuple[list[Victim], list[Victim]]:
         """The same from the tail: the least of both together are lost, so that no chunk goes before those behind it."""
         cpu_only, short = self.tiers.cpu_only, len(lacking) - self.tiers.cpu.free
         if short <= 0:
             return [], []
-        ours = {
-            cpu_only.as_victim(nodes[number], ~place, now_s): (level, score, active, number, place)
-            for level, score, active, number, place in lacking
-        }
+        ours = {cpu_only.as_victim(victim[5], ~victim[4], now_s): victim for victim in lacking}
         going = sorted([*ours, *cpu_only.choose(short, now_s)])[:short]
         return [ours[one] for one in going if one in ours], [one for one in going if one not in ours]
 
@@ -511,6 +495,11 @@ class TwoTierCache(CacheManager):
         assert self._running == sum(session.running for session in self.sessions.values())
         check_tiers(self.tiers, self.sessions.values())
         self.below.check()
+
+
+def _still_dirty(victims: Iterable[Victim]) -> list[Victim]:
+    """Those that did not go with a chunk before them."""
+    return [victim for victim in victims if victim[5].chunks.view[~victim[4]] == View.DIRTY]
 
 
 def _letter(gpu_len: int, cpu_len: int) -> str:

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from functools import partial
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import count, islice
-from operator import itemgetter
 from typing import TypeGuard
 
-from pensieve.core.cache.loops import PLAIN, Head, Loops, Span, Stretch, Victim, loops_when_ready
 from pensieve.core.policies.base import EvictionPolicy, refuse_key, tells_scores
-from pensieve.core.session import NO_BLOCK, Node, Stem, View
+from pensieve.core.session import NO_BLOCK, Node, Stem, View, runs_of
+
+_Place = tuple[int, float, float, int, int]  # level, score, last active, number of the node, chunk
+
+Victim = tuple[int, float, float, int, int, Node]
+"""A chunk as it stands in the order of eviction, lowest first: level, score, last active, number of the node, chunk; and the
+node, which decides nothing."""
+
+Span = tuple[Node, int, int]
+"""A run of chunks of a node: first chunk, stop."""
 
 _Key = tuple[int, Hashable, int]  # level, policy bucket, how many of the policy's ages have passed
 _Entry = tuple[float, float, int, int, int]  # policy order, last active, node, place, stamp
 _Head = tuple[int, float, float, int, int, int, _Key]  # level, score, last active, node, place, stamp, key
 _COMPACT_BELOW = 64
 _STRETCH = 64  # chunks of a node whose scores are asked at once
-_FIRST_STRETCH = 8  # fewer to begin with: of most nodes a choice takes one or two
+_FIRST_STRETCH = 4  # fewer to begin with: of most nodes a choice takes one or two
 _HOLDERS = 64  # sessions that say what a stem is worth: those before them add next to nothing
-_MANY = 5000  # chunks chosen, which justify a compiler
 _INFINITE = float("inf")
 _NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
 
@@ -71,9 +77,6 @@ class VictimIndex:
         # A heap: when a session passes its next age, a tie-break, the session, since when it was idle then.
         self._aging: list[tuple[float, int, _Lead, float]] = []
         self._order_of_aging = count()
-        self._loops: Loops = PLAIN
-        self._chosen = 0  # chunks, in all choices
-        self._floats = True  # are all scores, as far as is known
         self.chunks = 0
 
     def changed(self, node: Node, more: int) -> None:
@@ -119,20 +122,20 @@ class VictimIndex:
             if not heads:
                 return []
             first = min(heads)
-            if not self._of_several(self._leads[first[3]].node):
-                return [first[:5]]
+            node = self._leads[first[3]].node
+            if not self._of_several(node):
+                return [(*first[:5], node)]
         return (self._merge if self._merges else self._one_by_one)(count, now_s, whole)
-
-    def nodes_of(self, victims: Iterable[Victim]) -> dict[int, Node]:
-        """Return the nodes of these chunks by number, as long as they are in this index."""
-        return {number: self._leads[number].node for number in set(map(_number, victims))}
 
     def spans(self, victims: list[Victim]) -> list[Span]:
         """Return the chunks of a choice as runs, those of one node together."""
         if len(victims) == 1:
-            ((_, _, _, number, chunk),) = victims
-            return [(number, chunk, chunk + 1)]
-        return self._loops.spans(victims)
+            ((*_, chunk, node),) = victims
+            return [(node, chunk, chunk + 1)]
+        chunks: dict[Node, list[int]] = defaultdict(list)
+        for *_, chunk, node in victims:
+            chunks[node].append(chunk)
+        return [(node, start, stop) for node, own in chunks.items() for start, stop in runs_of(own)]
 
     def victims(self, now_s: float) -> Iterator[tuple[Node, int]]:
         """Chunks, by node and place, in the order of eviction. After each one the caller must have removed it from this index
@@ -177,18 +180,32 @@ class VictimIndex:
 
     def _merge(self, count: int, now_s: float, whole: bool) -> list[Victim]:
         """For a policy that tells the scores of a run: the first entries of the buckets and, of each node that has
-        given up a chunk, the next one compete. Nothing moves in the heaps."""
+        given up a chunk, the next one compete. Nothing moves in the heaps of the buckets. The entry of a node may have a
+        lower score than its first chunk, which counts."""
         self._grow_older(now_s)
-        if self._chosen >= _MANY and self._loops is PLAIN and self._floats:
-            self._loops = loops_when_ready()
-        chosen = self._loops.choose(self._first_of_each(now_s), count, whole, partial(self._stretch, now_s))
-        if chosen is None:  # somebody's own policy tells scores that are no floats
-            self._loops, self._floats = PLAIN, False
-            chosen = PLAIN.choose(self._first_of_each(now_s), count, whole, partial(self._stretch, now_s))
-        self._chosen += len(chosen)
+        heap = self._first_of_each(now_s)
+        heapq.heapify(heap)
+        chosen: list[Victim] = []
+        begun: dict[int, Node] = {}  # nodes whose chunks compete in place of their entry
+        exhausted = True
+        while heap and (len(chosen) < count or (whole and not exhausted)):
+            head = heap[0]
+            number, behind = head[3], head[5]
+            following = next(behind, None)
+            if following is None:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (*following, behind))
+            if number in begun:
+                chosen.append((*head[:5], begun[number]))
+                exhausted = following is None
+            else:
+                node = begun[number] = self._leads[number].node
+                own = self._chunks_from(node, head[4], now_s)
+                heapq.heappush(heap, (*next(own), own))
         return chosen
 
-    def _first_of_each(self, now_s: float) -> list[Head]:
+    def _first_of_each(self, now_s: float) -> list[tuple[int, float, float, int, int, Iterator[_Place]]]:
         """Of each bucket that has an entry, and those behind it."""
         return [
             (level, score, last_active, number, place, self._following(key, now_s))
@@ -198,7 +215,7 @@ class VictimIndex:
     def _heads(self, now_s: float) -> list[_Head]:
         return [head for key in list(self._heaps) if (head := self._head(key, now_s)) is not None]
 
-    def _following(self, key: _Key, now_s: float) -> Iterator[Victim]:
+    def _following(self, key: _Key, now_s: float) -> Iterator[_Place]:
         """Behind the first entry of a bucket, in order."""
         heap = self._heaps[key]
         nodes = [(entry, node) for node, entry in enumerate(heap[1:3], start=1)]
@@ -219,7 +236,7 @@ class VictimIndex:
     def _as_victim(self, node: Node, place: int, now_s: float) -> Victim:
         index = self._asked(node, place)
         (score,) = self._scores(node, index, index + 1, now_s)
-        return (self._level(node), score, node.session.last_active_s, node.number, place)
+        return (self._level(node), score, node.session.last_active_s, node.number, place, node)
 
     def _of_several(self, node: Node) -> TypeGuard[Stem]:
         """Several sessions say what its chunks are worth: no less than its entry in a heap, which stands for the last one."""
@@ -231,18 +248,27 @@ class VictimIndex:
             return self._together(tuple(islice(reversed(node.holders.values()), _HOLDERS)), first, last, now_s)
         return self._policy.scores(node.session, first, last, now_s)
 
-    def _stretch(self, now_s: float, number: int, place: int) -> Stretch | None:
-        """Of the first run of its chunks from this place on, of its beginning if it is long; None: there is none."""
-        lead = self._leads[number]
-        node, column = lead.node, lead.node.chunks.view
+    def _chunks_from(self, node: Node, place: int, now_s: float) -> Iterator[_Place]:
+        """The chunks of a node from this place on, in order."""
+        most, number = _FIRST_STRETCH, node.number
+        level, active = self._level(node), node.session.last_active_s
+        while (stretch := self._stretch(node, place, most, now_s)) is not None:
+            for place, score in enumerate(stretch[1], stretch[0]):
+                yield level, score, active, number, place
+            place, most = place + 1, _STRETCH
+
+    # -- from the head; TailIndex has its own ---------------------------------------------------------------------------
+
+    def _stretch(self, node: Node, place: int, most: int, now_s: float) -> tuple[int, Sequence[float]] | None:
+        """The first run of its chunks from this place on, its first `most` if it is longer: where it begins, and the scores.
+        None: there is none."""
+        column = node.chunks.view
         start = column.find(self._view, place)
         if start < 0:
             return None
-        run = column[start : start + (_FIRST_STRETCH if start == lead.place else _STRETCH)]
-        first, count = node.start + start, len(run) - len(run.lstrip(self._one))
-        return self._level(node), node.session.last_active_s, start, self._scores(node, first, first + count, now_s)
-
-    # -- from the head; TailIndex has its own ---------------------------------------------------------------------------
+        run = column[start : start + most]
+        first = node.start + start
+        return start, self._scores(node, first, first + len(run) - len(run.lstrip(self._one)), now_s)
 
     def _first(self, node: Node) -> int:
         """The place of the node's chunk that goes first."""
@@ -354,9 +380,6 @@ class VictimIndex:
         return None
 
 
-_number = itemgetter(3)  # of the node, in a Victim
-
-
 class TailIndex(VictimIndex):
     """From the tail: the last chunk of a node goes first, and what follows a node before it, so that what is left of a
     conversation is a prefix. The place of a chunk is ~chunk.
@@ -365,21 +388,19 @@ class TailIndex(VictimIndex):
     """
 
     def spans(self, victims: list[Victim]) -> list[Span]:
-        return [(number, -stop, -start) for number, start, stop in super().spans(sorted(victims))]
+        return [(node, -stop, -start) for node, start, stop in super().spans(sorted(victims))]
 
     def as_victim(self, node: Node, chunk: int, now_s: float) -> Victim:
         return self._as_victim(node, ~chunk, now_s)
 
-    def _stretch(self, now_s: float, number: int, place: int) -> Stretch | None:
-        node = self._leads[number].node
+    def _stretch(self, node: Node, place: int, most: int, now_s: float) -> tuple[int, Sequence[float]] | None:
         column = node.chunks.view
         last = column.rfind(self._view, 0, -place)
         if last < 0:
             return None
         asked = self._asked(node, place)
         count = last + 1 - len(column[: last + 1].rstrip(self._one))
-        (score,) = self._scores(node, asked, asked + 1, now_s)
-        return self._level(node), node.session.last_active_s, ~last, [score] * min(count, _STRETCH)
+        return ~last, [*self._scores(node, asked, asked + 1, now_s)] * min(count, most)
 
     def _first(self, node: Node) -> int:
         return ~node.chunks.view.rfind(self._view)

@@ -17,7 +17,6 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pensieve.core.cache.loops import fastest_loops
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.lab.compose import ModelConfig, outputs_folder, resolved
 from pensieve.lab.compose.plan import plan_trial
@@ -181,7 +180,6 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
             recording = Recording(server, Path(named).expanduser(), config)
             say(f"Turns are recorded to {recording.path}.")
             state.on_close.append(recording.close)
-        fastest_loops()  # a later choice of victims would load them
         state.prepare(server, kept)
         statistics.settle()  # behind all that stays, the conversations of before too
         state.ready(server)
