@@ -303,11 +303,13 @@ class Changes(Bars):
     else is swept: one in which the choice matters, one in which it must not.
 
     varied: an axis; reference: its value that the others are held against, as a trial's configuration has it. names: what
-    values are called, if not as they are; reads: as str.format has them, numbers as such.
+    values are called, if not as they are; reads: as str.format has them, numbers as such. within: another axis, whose values
+    are the bars of a section, where it was swept; the reference has no bar then.
     """
 
     varied: str
     reference: str
+    within: str = ""
     names: dict[str, str] = Field({})
     reads: str = "{}"
     rows: str = "analysis.policies.changes"
@@ -325,7 +327,8 @@ def changes(source: Source, form: Changes) -> Iterator[Data]:
     axis, reference = form.varied, form.reference
     typed = varying_axes(source.sweep.overrides, source.trials)
     others = [other for other in typed if other != axis]
-    for baseline in source.baselines():
+    baselines = source.baselines()
+    for baseline in baselines:
         [panel] = source.of_baselines([baseline]).panels(axis, *others)
         places: dict[tuple[str, ...], dict[str, Cell]] = {}
         for cell in panel.cells:
@@ -333,8 +336,15 @@ def changes(source: Source, form: Changes) -> Iterator[Data]:
         rows, found = list[Row](), []
         for place, at in places.items():
             section = _section(source, form, dict(zip(others, place, strict=True)), at, panel.values(axis))
-            rows += section
             found.append(_finding(form, section))
+            if form.within in others:
+                section = [row for row in section if row[form.varied] != form.reference]
+                at_it = place[others.index(form.within)]
+                rest = {other: value for other, value in zip(others, place, strict=True) if other != form.within}
+                section = [{**row, "_section": _place_name(form, rest), "_name": form.said(at_it)} for row in section]
+            rows += section
+        if len(baselines) > 1:
+            panel = replace(panel, group={"baseline": baseline, **panel.group})
         yield Data(panel, rows, words={"found": "; ".join(found), "reference": form.said(reference)})
 
 
@@ -348,9 +358,7 @@ def _section(
         raise source.lacks(f"turn with history under {form.reference}")
     base, found = source.turns(start), hits.hit.value
     own = [*(float(values_of(base, name).mean()) for name in TIMES), found]
-    name = ", ".join(
-        f"{value} requests/s" if axis == RATE else f"{axis.rpartition('.')[2]} = {value}" for axis, value in at.items()
-    )
+    name = _place_name(form, at)
     rows: list[Row] = []
     for value in (value for value in order if value in cells):
         cell = cells[value]
@@ -378,6 +386,14 @@ def _section(
             }
         )
     return rows
+
+
+def _place_name(form: Changes, at: Mapping[str, str]) -> str:
+    values = {axis: form.names.get(value, value) for axis, value in at.items()}
+    return ", ".join(
+        f"{value} requests/s" if axis == RATE else f"{axis.rpartition('.')[2]} = {value}"
+        for axis, value in values.items()
+    )
 
 
 def _moved(source: Source, cell: Cell, base: pd.DataFrame) -> tuple[dict[str, Estimate], bool]:

@@ -150,10 +150,12 @@ def _fields(at: Mapping[str, str], seed: int, columns: Mapping[str, Any]) -> dic
     config: dict[str, Any] = {"seed": seed, "workload": {"name": "chat"}, "cache": {"name": "demo"}}
     chosen: dict[str, Any] = {}
     for axis, value in at.items():
-        group, _, field = axis.partition(".")
-        node = config.setdefault(group, {})
-        node[field or "name"] = value
-        if not field:
+        group, *fields = axis.split(".")
+        node = config
+        for part in (group, *fields[:-1]):
+            node = node.setdefault(part, {})
+        node[fields[-1] if fields else "name"] = value
+        if not fields:
             chosen[group] = value
     base = trial_fields(f"{sorted(at.items())} {seed}", seed=seed)
     engine = {"workload": {"load": "closed", "cache_state": "cold"}}

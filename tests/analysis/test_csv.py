@@ -130,3 +130,31 @@ def test_hits_and_misses_of_a_changing_prefix(store, written):
     assert [(row["baseline"], row["query"]) for row in rows] == [
         ("pensieve", "hit"), ("pensieve", "miss"), ("stateless", "hit"), ("stateless", "miss"),
     ]  # fmt: skip
+
+
+def test_the_price_of_the_prefix_rule_of_each_baseline_and_link(store, drawn, tmp_path):
+    links = {"12000000000.0": "PCIe 3, 12 GB/s", "450000000000.0": "NVLink-C2C, 450 GB/s"}
+    axes = {"hardware.h2d_bw": [*links], "baseline.cache.reuse": ["any", "prefix"], "baseline": NAMES[:2]}
+    drawings = registry.FIGURES["prefix_rule"].draw(chat(store, axes), tmp_path)
+    assert len({drawing.csv for drawing in drawings}) == 2, "a file a baseline"
+    for baseline, drawing in zip(NAMES, drawings, strict=False):
+        with drawing.csv.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [(row["hardware.h2d_bw"], row["baseline.cache.reuse"]) for row in rows] == [
+            (one, "prefix") for one in links
+        ]
+        for row in rows:
+            sums = {}
+            for reuse in ("any", "prefix"):
+                own = [
+                    one for one in rows_of(store, baseline=baseline)
+                    if f'"{reuse}"' in one["config"] and row["hardware.h2d_bw"] in one["config"]
+                ]  # fmt: skip
+                found = sum(one["gpu_hit_tokens"] + one["cpu_hit_tokens"] for one in own)
+                sums[reuse] = fmean(one["ttft_ms"] for one in own), found, sum(one["history_tokens"] for one in own)
+            assert float(row["ttft_ratio"]) == pytest.approx(sums["prefix"][0] / sums["any"][0])
+            points = 100 * (sums["prefix"][1] - sums["any"][1]) / sums["any"][2]
+            assert float(row["found_points"]) == pytest.approx(points)
+        assert {name.split("/")[0] for name in drawn[drawing.csv.stem].bars} == {
+            one.split("/")[0] for one in links.values()
+        }
