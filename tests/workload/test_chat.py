@@ -43,14 +43,6 @@ def test_users_take_their_conversations_one_after_another_and_warm_up_as_many_at
     assert len({a.request.session for a in drive(ChatWorkload(context())) if a.request.phase == "warmup"}) == 2
 
 
-def test_pressure_adds_conversations_until_the_working_set_is_that_multiple():
-    for gpu_tokens in (20_000, 60_000):
-        plan = ChatWorkload(context(gpu_tokens=gpu_tokens), pressure=2.0).describe()
-        longest = plan.facts["longest_conversation_tokens"]
-        assert 2 * gpu_tokens <= plan.working_set_tokens < 2 * gpu_tokens + longest
-    assert ChatWorkload(context(gpu_tokens=60_000), pressure=0.0).describe().sessions == 8
-
-
 def test_the_automatic_pressure_follows_both_tiers():
     """A cache of more CPU memory gets more conversations, so that something is always dropped."""
     for gpu_tokens, cpu_tokens in ((2_000, 8_000), (20_000, 200_000)):

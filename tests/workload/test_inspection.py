@@ -5,8 +5,6 @@ import pytest
 from pensieve.core.request import Length, Request
 from pensieve.lab.workload.base import Arrival, WorkloadPlan
 from pensieve.lab.workload.inspection import inspect
-from pensieve.lab.workload.prefix_invalidation import PrefixInvalidationWorkload
-from tests.scripted import context
 
 
 class Written:
@@ -45,9 +43,3 @@ def test_lengths_reuse_and_rates_are_those_of_the_arrivals():
     assert [(turn.prompt, turn.new, turn.reply) for turn in found.turns] == [(4, 4, 2), (8, 2, 2), (5, 5, 1), (6, 3, 1)]
     assert found.reuse == pytest.approx(9 / 23)
     assert found.span_s == 10.0
-
-
-def test_reuse_of_a_prefix_workload_counts_what_was_warmed():
-    found = inspect(PrefixInvalidationWorkload(context(), blocks="16/8", query_tokens=4, rounds=1, stream="no"))
-    assert sorted(turn.phase for turn in found.turns) == ["hit", "miss", "throughput", "throughput"]
-    assert [turn.new for turn in found.turns] == [4] * 4  # Q each time

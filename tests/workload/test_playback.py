@@ -45,18 +45,6 @@ def test_a_recorded_request_is_sent_though_the_one_before_failed():
     assert len(measured(drive(playback(TALKS, Poisson(1.0)), fail={("c2", 1)}))) == sum(len(c.calls) for c in TALKS) - 2
 
 
-def test_conversations_arrive_by_a_poisson_process_and_wait_inside():
-    talks = [Conversation(f"c{n}", (Call(Count(5), 2), Call(Count(5), 2))) for n in range(1_500)]
-    workload = playback(talks, Poisson(0.5), pause_s=3.0)
-    seen = measured(drive(workload))
-    starts = sorted(one.at_s for one in seen if one.request.turn == 1)
-    assert (starts[-1] - starts[0]) / (len(starts) - 1) == pytest.approx(0.5, rel=0.08)
-    first = {one.request.session: one.at_s for one in seen if one.request.turn == 1}
-    thoughts = [one.at_s - first[one.request.session] - 1.0 for one in seen if one.request.turn == 2]
-    assert min(thoughts) > 0
-    assert sum(thoughts) / len(thoughts) == pytest.approx(3.0, rel=0.08)
-
-
 def test_prompts_are_built_when_they_are_due():
     system, workload = ScriptedSystem(), playback(TIMED, Recorded())
     assert all(arrival.request.prompt == array("i") for arrival in drive(playback(TIMED, Recorded())))

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from pensieve.core.request import Free
 from pensieve.errors import ConfigError, EngineMissing, MalformedInput
 from pensieve.lab.compose import build_tokenizer, make_workload, plan_trial
 from pensieve.lab.results.identity import config_hash
@@ -62,24 +61,10 @@ def test_in_steady_state_requests_come_at_the_request_rate():
     assert len(middle) / 300.0 == pytest.approx(5.0, rel=0.12)
 
 
-def test_every_user_has_a_conversation():
-    workload = sharegpt_workload(context(), conversations=5, users=12, max_turns=2)
-    plan, seen = workload.describe(), measured(drive(workload))
-    assert (plan.load, plan.sessions, plan.facts["users"], plan.warmup_turns) == ("closed", 12, 12, 12)
-    assert len({one.request.session for one in seen}) == 12
-
-
 def test_more_users_than_a_file_has_conversations_are_refused(real):
     with pytest.raises(ConfigError, match=r"workload.users=10 people need a conversation each, and there are 9.*Lower"):
         sharegpt_workload(context(), path=str(real), min_turns=2, users=10)
     assert sharegpt_workload(context(), path=str(real), min_turns=2, users=9).describe().facts["users"] == 9
-
-
-def test_lengths_are_forced_capped_or_free(real):
-    capped = sharegpt_workload(context(), path=str(real), max_new_tokens=4)
-    assert {one.request.output.max_new_tokens for one in measured(drive(capped))} == {4}
-    free = sharegpt_workload(context(force_lengths=False), path=str(real), max_new_tokens=40, free=True)
-    assert {one.request.output for one in measured(drive(free))} == {Free(40)}
 
 
 def test_a_hub_name_needs_the_package_and_a_path_a_file(monkeypatch, tmp_path):

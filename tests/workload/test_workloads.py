@@ -13,7 +13,7 @@ from pensieve.lab.workload.decode import DecodeWorkload
 from pensieve.lab.workload.hotness import HotnessWorkload, class_of
 from pensieve.lab.workload.rounds import RoundsWorkload
 from tests.scripted import context
-from tests.workload.dry import drive, measured, most_at_once
+from tests.workload.dry import drive, measured
 
 
 def test_one_prompt_of_72_tokens_thirty_times_one_at_a_time():
@@ -127,13 +127,6 @@ def test_users_return_at_the_interval_of_their_class():
     for label, mean in (("hot", 0.6), ("warm", 2.0), ("cold", 5.0)):
         assert sum(gaps[label]) / len(gaps[label]) == pytest.approx(mean, rel=0.2)
         assert 0.5 * mean <= min(gaps[label]) < max(gaps[label]) <= 1.5 * mean
-
-
-def test_no_more_requests_are_in_flight_than_there_are_users_who_warm_up_at_once():
-    arrivals = drive(HotnessWorkload(context(), users=5, turns=3, request_interval=0.0, warmup_turns=2))
-    assert most_at_once(measured(arrivals)) == 5
-    warm = [a for a in arrivals if a.request.phase == "warmup"]
-    assert {a.at_s for a in warm} == {0.0} and {a.request.label for a in warm} == {""}
 
 
 def test_each_agent_reasons_acts_and_reflects():

@@ -1,7 +1,6 @@
 """Azure, BurstGPT, Mooncake, Qwen-Bailian and RAGPulse, from a few lines each; and how often their blocks repeat."""
 
 import json
-from array import array
 
 import pytest
 
@@ -155,25 +154,6 @@ def write(path, *rows):
     names = ("timestamp", "input_length", "hash_ids", "output_length")
     path.write_text("\n".join(json.dumps(dict(zip(names, (*row, 4), strict=True))) for row in rows))
     return load(path, "mooncake")
-
-
-def test_lines_are_put_in_order_of_time_and_counted_from_the_first(tmp_path):
-    rows = [(3000, 600, [1, 2]), (1000, 512, [1]), (1000, 100, [5]), (4000, 100, [6])]
-    recording = write(tmp_path / "trace.jsonl", *rows)
-    assert recording.timed
-    first = recording.conversations[0]
-    assert [call.at_s for call in first.calls] == [0.0, 2.0]
-    assert first.calls[1].content.hashes == array("q", [1, 2])
-    assert first.calls[1].content.tokens == 600
-    assert not first.calls[0].continues
-    assert [call.order for one in recording.conversations for call in one.calls] == [0, 2, 1, 3]
-    assert "more than half of all requests share (0 blocks)" in recording.rule
-
-
-@pytest.mark.parametrize("tokens", [1, 511, 512, 513, 1024])
-def test_a_prompt_has_a_hash_for_each_begun_block(tmp_path, tokens):
-    recording = write(tmp_path / "trace.jsonl", (0, tokens, list(range((tokens + 511) // 512))))
-    assert recording.conversations[0].calls[0].content.tokens == tokens
 
 
 def recording(*prompts):

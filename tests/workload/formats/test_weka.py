@@ -57,18 +57,6 @@ def times(workload, service_s=1.0, fail=()):
     return {(one.request.session, one.request.turn): round(one.at_s - start, 6) for one in sent}
 
 
-def test_think_time_counts_from_the_reply_and_where_its_end_is_unknown_from_the_request(folder):
-    recording = load(folder, "weka")
-    assert [one.pause_s for one in recording.conversations[0].calls] == [None, 7.0, 6.0, 83.0], (
-        "13 s of thought before the third call would reach back beyond the second, whose end nobody knows"
-    )
-    assert [one.hint for one in recording.conversations[0].calls] == [
-        Hint("tool_use"), None, Hint("end_turn"), Hint("tool_use"),
-    ]  # fmt: skip
-    assert not recording.timed
-    assert recording.facts["requests_n"] == 6 and recording.facts["stop_empty"] == 1
-
-
 def test_tools_and_system_prompts_of_equal_length_are_shared_and_nothing_else(tmp_path):
     for name, tools, system in (("a", 8, 4), ("b", 8, 4), ("c", 8, 8), ("d", 4, 8)):
         session(tmp_path, name, call(0.0, [1, 2, 3, 4]), call(9.0, [4, 1]), tools=tools, system=system)
@@ -78,13 +66,6 @@ def test_tools_and_system_prompts_of_equal_length_are_shared_and_nothing_else(tm
     assert not set(d) & {*a, *b, *c}
     again = load(tmp_path, "weka").conversations[0].calls[1].content.hashes
     assert list(again) == [a[3], a[0]], "an id of the file is the same block wherever it stands"
-
-
-def test_tokens_are_equal_where_blocks_are_and_only_there(folder):
-    requests = {(one.request.session, one.request.turn): one.due().prompt for one in measured(drive(build(folder)))}
-    one, two, other = requests["weka-a", 1], requests["weka-a", 2], requests["weka-b", 1]
-    assert len(one) == 17 and one[:16] == two[:16] and one[16] != two[16]
-    assert one[:12] == other[:12] and one[12:16] != other[12:16]
 
 
 def test_closed_loop_the_next_request_comes_a_pause_after_the_reply(folder):
