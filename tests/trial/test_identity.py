@@ -72,11 +72,7 @@ def test_a_backend_asked_for_by_name_is_not_looked_for_twice(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "triton", "wanted"),
     [
-        (
-            (),
-            True,
-            {"attention": "triton", "graphs": "on", "copy_ahead": "auto", "dtype": "bfloat16"},
-        ),
+        ((), True, {"attention": "triton", "graphs": "on", "copy_ahead": "auto", "dtype": "bfloat16"}),
         ((), False, {"attention": "varlen", "graphs": "off"}),
         (("model.dtype=float32",), False, {"attention": "reference", "dtype": "float32"}),
         (("cache.chunk_tokens=24",), True, {"attention": "varlen"}),

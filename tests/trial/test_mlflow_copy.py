@@ -5,38 +5,19 @@ import signal
 import sqlite3
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 
 from pensieve import cli
 from pensieve.lab.results import mlflow_runs, mlflow_store
 from pensieve.lab.results.store import open_store
-from pensieve.lab.trial import terminal
 
 SHORT = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")
 SWEEP = ("-m", "seed=0", "baseline=pensieve,stateless")
 
 
 @pytest.fixture
-def typed(tmp_path, monkeypatch, capsys):
-    """Runs a command in this process: its exit status (0 where it does not exit), and what it printed."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setattr("pensieve.lab.trial.sweep.draw_figures", lambda *_: [])
-
-    def run(*arguments):
-        GlobalHydra.instance().clear()
-        monkeypatch.setattr("sys.argv", ["run.py", *SHORT, *arguments])
-        try:
-            status = cli.run()
-        except SystemExit as left:
-            status = left.code
-        return status, capsys.readouterr()
-
-    yield run
-    signal.signal(signal.SIGINT, before)
-    terminal._interrupted = False
-    terminal._close_sweep = None
+def said_by(typed, capsys):
+    """The exit status of a command, and what it printed."""
+    return lambda *arguments: (typed(*SHORT, *arguments), capsys.readouterr())
 
 
 def runs(folder):
@@ -50,39 +31,41 @@ def runs(folder):
     return sorted(rows, key=lambda row: row[0] or "")
 
 
-def test_a_trial_is_copied_after_its_results_and_one_that_failed_too(typed, tmp_path, monkeypatch):
-    status, said = typed("cache.gpu='256 tokens'")  # a mistake in the configuration is no run; the next one is trial 1
+def test_a_trial_is_copied_after_its_results_and_one_that_failed_too(said_by, tmp_path, monkeypatch):
+    status, said = said_by(
+        "cache.gpu='256 tokens'"
+    )  # a mistake in the configuration is no run; the next one is trial 1
     assert "longest conversation" in (status if isinstance(status, str) else said.err)
-    assert typed("trial.timeout_s=0")[0] == 1
+    assert said_by("trial.timeout_s=0")[0] == 1
     with monkeypatch.context() as buggy:
         buggy.setattr("pensieve.lab.trial.sweep.summary", None)  # a bug while printing, raised in our own file
         with pytest.raises(TypeError):
-            typed()
-    assert typed("trial.isolate=true", "seed=1")[0] == 0
+            said_by()
+    assert said_by("trial.isolate=true", "seed=1")[0] == 0
     done = [("1", "FAILED", None), ("2", "FINISHED", None), ("3", "FINISHED", None)]
     assert runs(tmp_path) == done
     open_store(tmp_path).set_trial(3, mlflow_run_id=None)  # as if the process had been killed before the copy
-    status, said = typed("trial.isolate=true", "seed=1")
+    status, said = said_by("trial.isolate=true", "seed=1")
     assert (status, runs(tmp_path)) == (0, done)
     assert "Trial 3 is this one" in said.err
 
 
 @pytest.mark.parametrize("each", [False, True])
-def test_a_sweep_is_copied_after_its_table_and_a_real_one_also_after_each_trial(typed, tmp_path, monkeypatch, each):
+def test_a_sweep_is_copied_after_its_table_and_a_real_one_also_after_each_trial(said_by, tmp_path, monkeypatch, each):
     shown = []
     monkeypatch.setattr("pensieve.lab.trial.sweep.places", lambda tracking: shown.append(runs(tmp_path)) or [])
     if each:  # what is real is slow: the sweep is told that its trials are
         monkeypatch.setattr("pensieve.lab.trial.sweep.copied_at_once", lambda *_: True)
-    assert typed(*SWEEP)[0] == 0
+    assert said_by(*SWEEP)[0] == 0
     parent = open_store(tmp_path).sweep(1).mlflow_run_id
     trials = [("1", "FINISHED", parent), ("2", "FINISHED", parent)]
     assert shown == [[(None, "RUNNING", None), *trials] if each else []]
     assert runs(tmp_path) == [(None, "FINISHED", None), *trials]
-    assert typed(*SWEEP)[0] == 0  # the same command is the same sweep
+    assert said_by(*SWEEP)[0] == 0  # the same command is the same sweep
     assert runs(tmp_path) == [(None, "FINISHED", None), *trials]
 
 
-def test_ctrl_c_while_mlflow_is_written_leaves_no_half_run_and_sync_writes_the_rest(typed, tmp_path, monkeypatch):
+def test_ctrl_c_while_mlflow_is_written_leaves_no_half_run_and_sync_writes_the_rest(said_by, tmp_path, monkeypatch):
     fill = mlflow_runs._fill_run
 
     def pressed(*given):
@@ -91,7 +74,7 @@ def test_ctrl_c_while_mlflow_is_written_leaves_no_half_run_and_sync_writes_the_r
 
     with monkeypatch.context() as pressing:
         pressing.setattr(mlflow_runs, "_fill_run", pressed)
-        status, said = typed(*SWEEP)
+        status, said = said_by(*SWEEP)
     assert status == 130
     assert "Interrupted" in said.err
     parent = open_store(tmp_path).sweep(1).mlflow_run_id

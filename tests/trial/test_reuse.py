@@ -118,10 +118,7 @@ def test_who_shares_a_process(overrides, keeps, shares, tmp_path):
 
 @pytest.mark.parametrize(
     ("launcher", "keeps"),
-    [
-        (BASIC_LAUNCHER, True),
-        ("hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher", False),
-    ],
+    [(BASIC_LAUNCHER, True), ("hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher", False)],
 )
 def test_a_process_is_kept_only_where_the_process_of_the_sweep_runs_its_trials(
     store, tmp_path, monkeypatch, launcher, keeps

@@ -18,14 +18,7 @@ from pensieve.lab.compose.machine import Device
 from pensieve.lab.results import environment
 from pensieve.lab.results.store import open_store
 from pensieve.lab.trial import samples
-from pensieve.lab.trial.samples import (
-    MOST_MOMENTS,
-    Quantity,
-    Sampler,
-    device_metrics,
-    gauges_of,
-    meter_of,
-)
+from pensieve.lab.trial.samples import MOST_MOMENTS, Quantity, Sampler, device_metrics, gauges_of, meter_of
 from tests.results.trials import trial_fields
 from tests.trial.running import run
 

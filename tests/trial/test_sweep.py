@@ -1,17 +1,9 @@
-import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 
-from pensieve import cli
-from pensieve.lab.compose import TrialConfig
-from pensieve.lab.results.store import ResultsStore, open_store
+from pensieve.lab.results.store import open_store
 from pensieve.lab.trial import sweep as sweep_module
-from pensieve.lab.trial import terminal
-from pensieve.lab.trial.job import Outcome
 from pensieve.lab.trial.sweep import figure_lines
 
 FOLDER = Path("/outputs/figures/sweep-3")
@@ -19,62 +11,43 @@ ONE_TRIAL = (
     "hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2", "tracking.mlflow=false",
     "-m", "seed=0", "baseline=pensieve",
 )  # fmt: skip
-Typed = Callable[..., object]
 
 
 @pytest.fixture
-def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Typed]:
-    """Runs a sweep in this process; its exit status."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    monkeypatch.setattr("pensieve.lab.trial.sweep.draw_figures", lambda *_: [])
-
-    def run(*arguments: str) -> object:
-        GlobalHydra.instance().clear()
-        monkeypatch.setattr("sys.argv", ["run.py", *ONE_TRIAL, *arguments])
-        try:
-            return cli.run()
-        except SystemExit as left:
-            return left.code
-
-    yield run
-    signal.signal(signal.SIGINT, before)
-    terminal._close_sweep = None
+def one_trial(typed):
+    return lambda *arguments: typed(*ONE_TRIAL, *arguments)
 
 
-def shown(store: ResultsStore, sweep: int) -> list[int | None]:
+def shown(store, sweep):
     return [job.trial and job.trial.id for job in store.trials_of_sweep(sweep)]
 
 
 @pytest.mark.slow
-def test_an_interrupted_forced_sweep_is_finished_by_the_same_command(
-    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_forced_sweep_is_finished_by_the_same_command(one_trial, tmp_path, monkeypatch, capsys):
     three, real, begun = "seed=0,1,2", sweep_module.run_trial, []
 
-    def third_is_interrupted(config: TrialConfig, *rest: Any) -> Outcome:
+    def third_is_interrupted(config, *rest):
         begun.append(config.seed)
         if len(begun) == 3:
             raise KeyboardInterrupt
         return real(config, *rest)
 
-    assert typed(three) == 0
+    assert one_trial(three) == 0
     store = open_store(tmp_path)
     monkeypatch.setattr(sweep_module, "run_trial", third_is_interrupted)
-    assert typed(three, "force=true") == 130
+    assert one_trial(three, "force=true") == 130
     assert store.sweep(2).status == "interrupted"
     capsys.readouterr()
-    assert typed(three, "force=true") == 0
+    assert one_trial(three, "force=true") == 0
     assert [shown(store, one) for one in (1, 2)] == [[1, 2, 3], [4, 5, 6]]
     assert store.sweep(2).status == "completed"
     said = capsys.readouterr().err
     assert said.count("is completed (this sweep ran it before)") == 2 and "force=true runs" not in said
-    assert typed(three, "force=true") == 0  # it is complete: another one
+    assert one_trial(three, "force=true") == 0  # it is complete: another one
     assert [shown(store, one) for one in (1, 2, 3)] == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
-def test_pictures_and_tables_are_named_and_those_of_many_settings_counted() -> None:
+def test_pictures_and_tables_are_named_and_those_of_many_settings_counted():
     few = [FOLDER / "speedup.md", *(FOLDER / f"holding-eviction-{name}.png" for name in ("lru", "fifo"))]
     assert figure_lines(few) == [
         "Table:    /outputs/figures/sweep-3/speedup.md",
@@ -90,19 +63,17 @@ def test_pictures_and_tables_are_named_and_those_of_many_settings_counted() -> N
 
 
 def test_an_mlflow_server_without_a_scheme_is_refused_before_anything_is_opened(
-    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    one_trial, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("PENSIEVE_MLFLOW_URL", "localhost:5000")
-    assert typed("tracking.mlflow=true") == 1
+    assert one_trial("tracking.mlflow=true") == 1
     assert "PENSIEVE_MLFLOW_URL=http://localhost:5000" in capsys.readouterr().err
     assert not (tmp_path / "results.db").exists()
 
 
 @pytest.mark.parametrize("plugin", ["launcher", "sweeper"])
-def test_a_plugin_of_hydra_that_is_not_installed_is_told_before_the_sweep_begins(
-    typed: Typed, tmp_path: Path, plugin: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert typed(f"hydra.{plugin}._target_=hydra_plugins.hydra_none_{plugin}.it.It") == 1
+def test_a_plugin_of_hydra_that_is_not_installed_is_told_before_the_sweep_begins(one_trial, tmp_path, plugin, capsys):
+    assert one_trial(f"hydra.{plugin}._target_=hydra_plugins.hydra_none_{plugin}.it.It") == 1
     [said] = capsys.readouterr().err.splitlines()
     assert f"pip install hydra-none-{plugin}" in said
     assert not (tmp_path / "results.db").exists()
@@ -121,13 +92,11 @@ class Notes(Callback):
 """
 
 
-def test_what_hydra_does_for_each_job_it_does_where_they_run_in_turn(
-    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_hydra_does_for_each_job_it_does_where_they_run_in_turn(one_trial, tmp_path, monkeypatch, capsys):
     (tmp_path / "own_callback.py").write_text(CALLBACK)
     monkeypatch.syspath_prepend(tmp_path)
     callback = "+hydra.callbacks.notes._target_=own_callback.Notes"
-    assert typed("baseline=pensieve,stateless", callback, "hydra.sweep.subdir=job-${hydra.job.num}") in (0, None)
+    assert one_trial("baseline=pensieve,stateless", callback, "hydra.sweep.subdir=job-${hydra.job.num}") in (0, None)
     said = capsys.readouterr().out
     assert said.count("JOB ENDS COMPLETED") == 2 and "JOB STARTS 1" in said
     assert [folder.name for folder in sorted(tmp_path.rglob("job-*"))] == ["job-0", "job-1"]
