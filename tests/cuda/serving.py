@@ -16,7 +16,7 @@ from pensieve.core.cache.restore import RestoreMode
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import WallClock
 from pensieve.core.engine import Engine
-from pensieve.core.plan import Row, Sample, StepPlan, StepResult, swap_in, swap_out
+from pensieve.core.plan import Row, Sample, StepPlan, StepResult
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Sampling
 from pensieve.core.scheduler.active_request import ActiveRequest
@@ -251,17 +251,3 @@ class Hand:
         while self.worker._flights:
             self.worker.collect(None)
         self.worker.close()
-
-
-__all__ = [
-    "Hand",
-    "Served",
-    "Serving",
-    "converse",
-    "plain_token",
-    "reference",
-    "swap_in",
-    "swap_out",
-    "tiny",
-    "wrong_tokens",
-]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,7 +12,7 @@ from pensieve.device.attention import register
 from pensieve.specs import ModelSpec
 
 from .standin import operations
-from .standin.machine import CUDA, Machine
+from .standin.machine import CUDA
 from .standin.tensors import tensors_in
 
 _SIZES = {
@@ -27,7 +23,7 @@ _LARGEST = 1024 * 256 * 4  # bytes of the largest tensor as the files hold it
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     """The same float32 weights in one file, and in several with an index."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -42,18 +38,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"one": at / "one", "several": at / "several"}
 
 
-def _load(folder: Path, dtype: str, device: torch.device) -> Any:
+def _load(folder, dtype, device):
     return loading.load_module(ModelAsked(ModelSpec.from_architecture("mine", _SIZES, dtype), str(folder)), device)
 
 
-def _watch_host(device: Machine, patch: pytest.MonkeyPatch) -> Callable[[], int]:
+def _watch_host(device, patch):
     """The most bytes that tensors made on the host held together, as they were at each allocation on the device. Views of a
     mapped file are none of them: its pages are the system's, which takes them back when it likes."""
-    made: dict[int, tuple[StorageWeakRef, int]] = {}
+    made = {}
     most = [0]
     of_the_host, allocate = operations._of_the_host, device.allocate
 
-    def seen(func: Any, *rest: Any) -> Any:
+    def seen(func, *rest):
         result = of_the_host(func, *rest)
         if not operations._gives_view(func):
             for tensor in tensors_in(result):
@@ -62,7 +58,7 @@ def _watch_host(device: Machine, patch: pytest.MonkeyPatch) -> Callable[[], int]
                     made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return result
 
-    def watched(inner: torch.Tensor) -> Any:
+    def watched(inner):
         own = inner.untyped_storage()._cdata
         held = (size for at, (storage, size) in list(made.items()) if at != own and not storage.expired())
         most[0] = max(most[0], sum(held))
@@ -74,9 +70,7 @@ def _watch_host(device: Machine, patch: pytest.MonkeyPatch) -> Callable[[], int]
 
 
 @pytest.mark.parametrize("files", ["one", "several"])
-def test_weights_go_to_the_device_tensor_by_tensor(
-    device: Machine, folders: dict[str, Path], files: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_go_to_the_device_tensor_by_tensor(device, folders, files, monkeypatch):
     """Files in float32, a model in bfloat16: what is converted is memory of the host's own."""
     pytest.importorskip("accelerate")
     most_held = _watch_host(device, monkeypatch)
@@ -90,9 +84,7 @@ def test_weights_go_to_the_device_tensor_by_tensor(
         assert torch.equal(there.cpu(), own.state_dict()[name]), name
 
 
-def test_without_accelerate_the_host_holds_all_of_it(
-    device: Machine, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_accelerate_the_host_holds_all_of_it(device, folders, monkeypatch):
     """The other way round, so that the measure above can fail."""
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
     most_held = _watch_host(device, monkeypatch)
@@ -102,9 +94,7 @@ def test_without_accelerate_the_host_holds_all_of_it(
     assert most_held() > 0.8 * weights
 
 
-def test_the_allocator_takes_no_segment_for_the_whole_model(
-    device: Machine, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_allocator_takes_no_segment_for_the_whole_model(device, folders, monkeypatch):
     pytest.importorskip("accelerate")
     from transformers import modeling_utils
 

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
+from pensieve.core.plan import Row, Sample, swap_in, swap_out
 from pensieve.device import batch, flight, graphs
 from pensieve.device.options import TorchOptions
 from pensieve.device.transfers import lanes, pinned
 
 from .conftest import needs_triton
-from .serving import Hand, swap_in, swap_out, tiny
+from .serving import Hand, tiny
 from .standin.findings import listed
-from .standin.machine import Machine
 
 pytestmark = needs_triton
 Patch = pytest.MonkeyPatch
 
 
-def scenario(device: Machine) -> None:
+def scenario(device):
     """Two plans in flight all along: a prompt, blocks that leave while it is computed and come back elsewhere, decodes."""
     hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=2))
     device.forget()
@@ -43,29 +39,27 @@ def scenario(device: Machine) -> None:
     hand.close()
 
 
-def hand_prompt(tokens: tuple[int, ...]) -> Any:
-    from pensieve.core.plan import Row, Sample
-
+def hand_prompt(tokens):
     return Row(0, ((0, len(tokens)),), tokens, Sample(len(tokens)))
 
 
-def no_hold_before_compute(patch: Patch) -> None:
+def no_hold_before_compute(patch):
     patch.setattr(lanes.CudaLink, "hold_compute", lambda self, mark: None)
 
 
-def no_wait_of_swap_outs_for_compute(patch: Patch) -> None:
+def no_wait_of_swap_outs_for_compute(patch):
     enqueue = lanes._CudaLane.enqueue
     patch.setattr(lanes._CudaLane, "enqueue", lambda self, haul, after: enqueue(self, haul, ()))
 
 
-def tokens_read_early(patch: Patch) -> None:
+def tokens_read_early(patch):
     patch.setattr(flight.Flight, "wait", lambda self: None)
 
 
-def one_upload_buffer_for_all(patch: Patch) -> None:
+def one_upload_buffer_for_all(patch):
     buffer = torch.empty(8192, dtype=torch.int64, pin_memory=True)
 
-    def upload(arrays: Sequence[NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:
+    def upload(arrays, device):
         starts = np.cumsum([0, *(len(array) + len(array) % 2 for array in arrays)]).tolist()
         for start, array in zip(starts[:-1], arrays, strict=True):
             buffer[start : start + len(array)].copy_(torch.from_numpy(array))
@@ -75,8 +69,8 @@ def one_upload_buffer_for_all(patch: Patch) -> None:
     patch.setattr(batch, "_upload", upload)
 
 
-def lists_sent_from_pageable_memory(patch: Patch) -> None:
-    def send(values: Any, target: torch.Tensor) -> None:
+def lists_sent_from_pageable_memory(patch):
+    def send(values, target):
         target.copy_(torch.from_numpy(values), non_blocking=True)
 
     from pensieve.device.kernels import triton_backend
@@ -85,24 +79,24 @@ def lists_sent_from_pageable_memory(patch: Patch) -> None:
     patch.setattr(triton_backend, "send", send)
 
 
-def item_in_a_capture(patch: Patch) -> None:
+def item_in_a_capture(patch):
     compute = graphs.DecodeGraphs._compute
 
-    def waiting(self: Any, bucket: Any) -> torch.Tensor:
+    def waiting(self, bucket):
         bucket.batch.token_ids[0].item()
         return compute(self, bucket)
 
     patch.setattr(graphs.DecodeGraphs, "_compute", waiting)
 
 
-def test_nothing_is_found_without_them(device: Machine) -> None:
+def test_nothing_is_found_without_them(device):
     scenario(device)
     waits = [sync for sync in device.syncs if "flight.py" not in sync.where and "test_mutations" not in sync.where]
     assert not device.findings, listed(device.findings)
     assert all("lanes.py" in wait.where for wait in waits), listed(waits)
 
 
-MUTATIONS: list[tuple[Callable[[Patch], None], str, str]] = [
+MUTATIONS = [
     (no_hold_before_compute, "race", "graphs.py"),
     (no_wait_of_swap_outs_for_compute, "race", "driver|copies.py"),
     (tokens_read_early, "race", "flight.py"),
@@ -112,16 +106,14 @@ MUTATIONS: list[tuple[Callable[[Patch], None], str, str]] = [
 
 
 @pytest.mark.parametrize(("mutate", "kind", "places"), MUTATIONS, ids=lambda x: getattr(x, "__name__", ""))
-def test_each_is_found(
-    device: Machine, monkeypatch: Patch, mutate: Callable[[Patch], None], kind: str, places: str
-) -> None:
+def test_each_is_found(device, monkeypatch, mutate, kind, places):
     mutate(monkeypatch)
     scenario(device)
     found = [finding for finding in device.findings if finding.kind == kind]
     assert any(place in finding.where for finding in found for place in places.split("|")), listed(device.findings)
 
 
-def test_what_waits_in_a_capture_is_found(device: Machine, monkeypatch: Patch) -> None:
+def test_what_waits_in_a_capture_is_found(device, monkeypatch):
     item_in_a_capture(monkeypatch)
     hand = Hand(tiny(), TorchOptions(max_batch_requests=1))
     assert hand.settings["graphs"].startswith("not recorded: RuntimeError: CUDA error")
@@ -130,7 +122,7 @@ def test_what_waits_in_a_capture_is_found(device: Machine, monkeypatch: Patch) -
 
 
 @pytest.mark.parametrize("quarantine", [True, False])
-def test_a_block_given_to_a_load_while_a_plan_still_writes_it(device: Machine, quarantine: bool) -> None:
+def test_a_block_given_to_a_load_while_a_plan_still_writes_it(device, quarantine):
     """What the cache's quarantine prevents. (The engine guards it a second time: it gives up the blocks of a request only
     once every plan that computes it is collected, so that conversations alone do not show the fault.)"""
     hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=2))

@@ -5,35 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.core.cache.restore import RestoreMode
-from pensieve.core.plan import Moved
+from pensieve.core.plan import Moved, Row, Sample, swap_in, swap_out
 from pensieve.device.options import TorchOptions
 from pensieve.device.transfers import lanes
 from pensieve.errors import HardwareMissing
 from tests.gpu.shortage import fail_and_go_on
 
 from .conftest import needs_triton
-from .serving import (
-    CHUNK,
-    REQUESTS,
-    Hand,
-    Row,
-    Sample,
-    Served,
-    converse,
-    reference,
-    swap_in,
-    swap_out,
-    tiny,
-    wrong_tokens,
-)
+from .serving import CHUNK, REQUESTS, Hand, converse, plain_token, tiny, wrong_tokens
 from .standin.findings import listed
-from .standin.machine import Machine
 
 DEEP = TorchOptions(depth=2, max_batch_requests=REQUESTS)
 
 
-def check(served: Served, name: str) -> None:
+def check(served, name):
     served.assert_clean()
     wrong, total = wrong_tokens(served.engine.turns, name)
     assert total > 150 and wrong == 0, f"{wrong} of {total} tokens are wrong"
@@ -43,13 +28,9 @@ def check(served: Served, name: str) -> None:
 @needs_triton
 @pytest.mark.parametrize(
     ("name", "fused", "mode", "depth", "seed"),
-    [
-        ("llama", True, "load", 2, 4),
-        ("gemma2", True, "hybrid", 2, 5),
-        ("llama", False, "hybrid", 1, 4),
-    ],
+    [("llama", True, "load", 2, 4), ("gemma2", True, "hybrid", 2, 5), ("llama", False, "hybrid", 1, 4)],
 )
-def test_conversations(device: Machine, name: str, fused: bool, mode: RestoreMode, depth: int, seed: int) -> None:
+def test_conversations(device, name, fused, mode, depth, seed):
     """More than both tiers hold: swaps both ways, drops, recomputation with holes, suspension."""
     options = TorchOptions(depth=depth, max_batch_requests=REQUESTS)
     model = tiny(name, fused)
@@ -64,7 +45,7 @@ def test_conversations(device: Machine, name: str, fused: bool, mode: RestoreMod
 
 
 @needs_triton
-def test_replays_and_copies_of_a_short_conversation(device: Machine) -> None:
+def test_replays_and_copies_of_a_short_conversation(device):
     """What the slow ones do at length."""
     served = converse(device, tiny(), "load", DEEP, 5, 4)
     served.assert_clean()
@@ -73,7 +54,7 @@ def test_replays_and_copies_of_a_short_conversation(device: Machine) -> None:
 
 
 @pytest.mark.parametrize("attention", ["reference", pytest.param("triton", marks=needs_triton)])
-def test_without_graphs(device: Machine, attention: str) -> None:
+def test_without_graphs(device, attention):
     """Swap-ins wait layer by layer. The reference needs nothing but torch, and looks at block tables on the host."""
     hand = Hand(tiny(attention=attention), TorchOptions(depth=1, max_batch_requests=2, graphs=False))
     assert hand.settings["graphs"] == "off" and hand.settings["attention_backend"] == attention
@@ -85,15 +66,9 @@ def test_without_graphs(device: Machine, attention: str) -> None:
     device.lag = 50
     row = Row(0, ((40, 43),), (known[40], 5, 6), Sample(43))
     result = hand.step(row, tables=((0, 0, (20, 21)),), moves=(swap_in(2, (0, 1), (20, 21)),))
-    check_token([*known[:41], 5, 6], result.tokens[0])
+    assert plain_token([*known[:41], 5, 6]) == result.tokens[0]
     assert not device.findings, listed(device.findings)
     hand.close()
-
-
-def check_token(tokens: list[int], token: int) -> None:
-    from tests.worker.torch.driver import plain_logits
-
-    assert int(plain_logits(reference("llama"), tokens)[-1].argmax()) == token
 
 
 @needs_triton
@@ -106,7 +81,7 @@ def check_token(tokens: list[int], token: int) -> None:
         *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("mistral", "olmo2")),
     ],
 )
-def test_models_are_captured_and_wait_for_nothing(device: Machine, name: str, fused: bool) -> None:
+def test_models_are_captured_and_wait_for_nothing(device, name, fused):
     """On the forwards written here and on transformers' own: prefill and decode, greedy and by chance."""
     hand = Hand(tiny(name, fused), TorchOptions(depth=2, max_batch_requests=1))
     assert hand.settings["graphs"] == "on"
@@ -121,47 +96,39 @@ def test_models_are_captured_and_wait_for_nothing(device: Machine, name: str, fu
     assert device.counts["replays"] == replays + 2
     waits = [sync for sync in device.syncs if "flight.py" not in sync.where]
     assert not device.findings and not waits, listed([*device.findings, *waits])
-    wrong = [token for at, token in enumerate(known[40:42]) if token != int(plain(name, known[: 40 + at])[-1].argmax())]
+    wrong = [token for at, token in enumerate(known[40:42]) if token != plain_token(known[: 40 + at], name)]
     assert not wrong
     hand.close()
 
 
-def plain(name: str, tokens: list[int]) -> torch.Tensor:
-    from tests.worker.torch.driver import plain_logits
-
-    return plain_logits(reference(name), tokens)
-
-
 @needs_triton
-def test_a_capture_that_fails_leaves_the_eager_forward(device: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_fails_leaves_the_eager_forward(device, monkeypatch):
     """On the stream it had, and with the same tokens; whatever waits in a capture is refused by CUDA."""
     from dataclasses import replace
 
     model = tiny()
 
-    def waiting(iteration: object, wanted: torch.Tensor) -> torch.Tensor:
-        logits = model.forward(iteration, wanted)  # type: ignore[arg-type]
+    def waiting(iteration, wanted):
+        logits = model.forward(iteration, wanted)
         if torch.cuda.is_current_stream_capturing():
             logits[0, 0].item()
         return logits
 
-    waiting.name = "waiting"  # type: ignore[attr-defined]
-    hand = Hand(replace(model, forward=waiting), TorchOptions(depth=2, max_batch_requests=2))  # type: ignore[arg-type]
+    waiting.name = "waiting"
+    hand = Hand(replace(model, forward=waiting), TorchOptions(depth=2, max_batch_requests=2))
     assert hand.settings["graphs"].startswith("not recorded: RuntimeError")
     assert torch.cuda.current_stream() is torch.cuda.default_stream()
     device.forget()
     known = hand.prompt()
     token = hand.step(hand.decode(40)).tokens[0]
-    check_token(known, token)
+    assert plain_token(known) == token
     assert not device.findings
     hand.close()
 
 
 @needs_triton
 @pytest.mark.parametrize(("graphs", "waits"), [(True, 1), (False, 2)])
-def test_a_replay_waits_once_for_a_load(
-    device: Machine, monkeypatch: pytest.MonkeyPatch, graphs: bool, waits: int
-) -> None:
+def test_a_replay_waits_once_for_a_load(device, monkeypatch, graphs, waits):
     """For its last layer, which comes last; the eager forward waits for each of its two layers."""
     hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=1, graphs=graphs))
     known = hand.prompt()
@@ -174,26 +141,26 @@ def test_a_replay_waits_once_for_a_load(
     monkeypatch.setattr(lanes.CudaLink, "hold_compute", lambda self, mark: (held.append(mark), hold(self, mark)))
     result = hand.step(hand.decode(40), tables=((0, 0, (20, 21)),), moves=(swap_in(2, (0, 1), (20, 21)),))
     assert len(held) == waits and not device.findings, listed(device.findings)
-    check_token(known, result.tokens[0])
+    assert plain_token(known) == result.tokens[0]
     hand.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_shortage_fails_its_step_alone(device: Machine, depth: int) -> None:
+def test_a_shortage_fails_its_step_alone(device, depth):
     failed, served, prompt = fail_and_go_on(tiny(attention="reference"), depth, 2**20)
     assert "ran out of memory" in (failed.error or "")
     assert served.status == "completed"
-    check_token(prompt, served.token_ids[0])
+    assert plain_token(prompt) == served.token_ids[0]
 
 
-def test_a_pool_beyond_the_device_is_a_sentence(device: Machine) -> None:
+def test_a_pool_beyond_the_device_is_a_sentence(device):
     with pytest.raises(HardwareMissing, match=r"A KV pool of .* does not fit in CUDA memory"):
         Hand(tiny(attention="reference"), DEEP, blocks=2 * device.card.memory // (CHUNK * 2 * 2 * 2 * 16 * 4))
 
 
 @needs_triton
-def test_a_block_is_appended_to_while_its_beginning_is_copied(device: Machine) -> None:
+def test_a_block_is_appended_to_while_its_beginning_is_copied(device):
     """A conversation returns during its swap-out: the copy's tail is torn, and nobody uses it."""
     hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=1))
     device.forget()

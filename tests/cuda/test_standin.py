@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 import torch
 
 from .standin.findings import listed
-from .standin.machine import Machine
 
 SIDE = "cuda"
 
 
-def pinned(size: int = 8) -> torch.Tensor:
+def pinned(size=8):
     return torch.zeros(size, pin_memory=True)
 
 
-def kinds(device: Machine) -> set[str]:
+def kinds(device):
     return {finding.kind for finding in device.findings}
 
 
-def test_values_are_those_of_the_cpu(device: Machine) -> None:
+def test_values_are_those_of_the_cpu(device):
     x = torch.arange(6.0).view(2, 3)
     on = x.to(SIDE)
     assert (on.device, on.is_cuda) == (torch.device("cuda", 0), True)
@@ -32,7 +30,7 @@ def test_values_are_those_of_the_cpu(device: Machine) -> None:
     assert not device.findings
 
 
-def test_both_devices_in_one_operation_raise(device: Machine) -> None:
+def test_both_devices_in_one_operation_raise(device):
     x = torch.ones(3, device=SIDE)
     with pytest.raises(RuntimeError, match="same device"):
         x + torch.ones(3)
@@ -41,7 +39,7 @@ def test_both_devices_in_one_operation_raise(device: Machine) -> None:
         x.numpy()
 
 
-WAITS: dict[str, Callable[[torch.Tensor], object]] = {
+WAITS = {
     "item": lambda x: x[0].item(),
     "tolist": lambda x: x.tolist(),
     "cpu": lambda x: x.cpu(),
@@ -59,7 +57,7 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_what_waits_is_listed(device: Machine, name: str) -> None:
+def test_what_waits_is_listed(device, name):
     x = torch.ones(8, device=SIDE)
     device.forget()
     WAITS[name](x)
@@ -67,7 +65,7 @@ def test_what_waits_is_listed(device: Machine, name: str) -> None:
     assert not device.findings
 
 
-def test_what_does_not_wait_is_not_listed(device: Machine) -> None:
+def test_what_does_not_wait_is_not_listed(device):
     x = torch.ones(8, device=SIDE)
     device.forget()
     x.copy_(pinned(), non_blocking=True)
@@ -76,18 +74,18 @@ def test_what_does_not_wait_is_not_listed(device: Machine) -> None:
     assert not device.syncs and not device.findings
 
 
-def test_a_copy_that_was_not_to_wait_from_pageable_memory(device: Machine) -> None:
+def test_a_copy_that_was_not_to_wait_from_pageable_memory(device):
     torch.ones(8, device=SIDE).copy_(torch.ones(8), non_blocking=True)
     torch.empty(8).copy_(torch.ones(8, device=SIDE), non_blocking=True)
     assert [finding.kind for finding in device.findings] == ["pageable", "pageable"]
 
 
-def test_a_strided_copy_between_host_and_device(device: Machine) -> None:
+def test_a_strided_copy_between_host_and_device(device):
     torch.ones(4, 4, device=SIDE)[:, 0].copy_(pinned(4), non_blocking=True)
     assert kinds(device) == {"strided"}
 
 
-def test_pinned_memory_reused_under_a_copy(device: Machine) -> None:
+def test_pinned_memory_reused_under_a_copy(device):
     device.lag = 100
     buffer, x = pinned(), torch.ones(8, device=SIDE)
     x.copy_(buffer, non_blocking=True)
@@ -100,14 +98,14 @@ def test_pinned_memory_reused_under_a_copy(device: Machine) -> None:
     assert not device.findings, "the copy was over"
 
 
-def test_pinned_memory_read_before_the_copy_is_over(device: Machine) -> None:
+def test_pinned_memory_read_before_the_copy_is_over(device):
     buffer = pinned()
     buffer.copy_(torch.ones(8, device=SIDE), non_blocking=True)
     buffer.tolist()
     assert kinds(device) == {"race"} and "copy from the device" in listed(device.findings)
 
 
-def test_an_event_is_reached_after_some_queries(device: Machine) -> None:
+def test_an_event_is_reached_after_some_queries(device):
     device.lag = 2
     torch.ones(8, device=SIDE)
     event = torch.cuda.current_stream().record_event()
@@ -115,7 +113,7 @@ def test_an_event_is_reached_after_some_queries(device: Machine) -> None:
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_two_streams(device: Machine, ordered: bool) -> None:
+def test_two_streams(device, ordered):
     x, side = torch.ones(8, device=SIDE), torch.cuda.Stream()
     if ordered:
         side.wait_stream(torch.cuda.current_stream())
@@ -127,7 +125,7 @@ def test_two_streams(device: Machine, ordered: bool) -> None:
     assert (kinds(device) == set()) == ordered, listed(device.findings)
 
 
-def test_a_write_behind_a_read_of_another_stream(device: Machine) -> None:
+def test_a_write_behind_a_read_of_another_stream(device):
     x, side = torch.ones(8, device=SIDE), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -137,7 +135,7 @@ def test_a_write_behind_a_read_of_another_stream(device: Machine) -> None:
 
 
 @pytest.mark.parametrize("tail", [False, True])
-def test_a_block_is_overwritten_while_it_is_copied(device: Machine, tail: bool) -> None:
+def test_a_block_is_overwritten_while_it_is_copied(device, tail):
     """Its second half may be, where nobody reads that half from the copy."""
     device.lag = 100
     pool, kept = torch.zeros(8, device=SIDE), pinned()
@@ -157,7 +155,7 @@ def test_a_block_is_overwritten_while_it_is_copied(device: Machine, tail: bool) 
     assert kinds(device) == (set() if tail else {"torn"})
 
 
-BREAKS: dict[str, Callable[[torch.Tensor], object]] = {
+BREAKS = {
     "item": lambda x: x[0].item(),
     "from the host": lambda x: x.copy_(pinned(), non_blocking=True),
     "pinned memory": lambda x: torch.ones(8).pin_memory(),
@@ -167,7 +165,7 @@ BREAKS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_what_a_capture_forbids(device: Machine, name: str) -> None:
+def test_what_a_capture_forbids(device, name):
     x, graph = torch.ones(8, device=SIDE), torch.cuda.CUDAGraph()
     with suppress(RuntimeError), torch.cuda.graph(graph):
         x.add_(1)
@@ -176,7 +174,7 @@ def test_what_a_capture_forbids(device: Machine, name: str) -> None:
     assert "capture" in kinds(device), listed(device.findings)
 
 
-def test_a_graph_repeats_on_the_same_memory(device: Machine) -> None:
+def test_a_graph_repeats_on_the_same_memory(device):
     x, graph = torch.ones(3, device=SIDE), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = x * 2 + 1
@@ -189,7 +187,7 @@ def test_a_graph_repeats_on_the_same_memory(device: Machine) -> None:
     assert y.cpu().tolist() == [11.0] * 3 and not device.findings
 
 
-def test_a_replay_over_freed_memory(device: Machine) -> None:
+def test_a_replay_over_freed_memory(device):
     x, graph = torch.ones(3, device=SIDE), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = x * 2
@@ -198,7 +196,7 @@ def test_a_replay_over_freed_memory(device: Machine) -> None:
     assert kinds(device) == {"freed"} and len(y) == 3
 
 
-def test_memory_ends(device: Machine) -> None:
+def test_memory_ends(device):
     before = torch.cuda.memory_allocated()
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(2**40, dtype=torch.uint8, device=SIDE)

@@ -17,12 +17,9 @@ from pensieve.specs import ModelSpec
 
 from .conftest import needs_triton
 from .serving import CHUNK, SIZES, Hand, tiny
-from .standin.machine import Machine
 
 
-def test_kept_pinned_memory_holds_nothing_of_the_worker_before(
-    device: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_pinned_memory_holds_nothing_of_the_worker_before(device, monkeypatch):
     """Blocks that one conversation left in the CPU tier are zero for the next worker, which swaps out and in as ever."""
     monkeypatch.setattr(kept, "keeps", lambda: True)
     hand = Hand(tiny(), TorchOptions(max_batch_requests=2))
@@ -43,7 +40,7 @@ def test_kept_pinned_memory_holds_nothing_of_the_worker_before(
 
 
 @pytest.mark.parametrize("graphs", [pytest.param(True, marks=needs_triton), False], ids=["graphs", "eager"])
-def test_what_auto_reserves_is_what_is_taken(device: Machine, graphs: bool) -> None:
+def test_what_auto_reserves_is_what_is_taken(device, graphs):
     """Counted on the device while a worker of that size starts, and while it samples from a limited set. The vocabulary is
     large, so that the sampler takes more than the forward."""
     options = TorchOptions(max_batch_tokens=8, max_batch_requests=4, memory_share=0.02, graphs=graphs)

@@ -6,22 +6,15 @@ import pytest
 import torch
 
 from pensieve.device.kernels.backends import BACKENDS, load_backend
-from pensieve.device.kernels.base import AttentionBackend, CapturingBackend, Scores
+from pensieve.device.kernels.base import CapturingBackend, Scores
 from pensieve.errors import EngineMissing, UnsupportedModel
 
-from ..worker.torch.kernels.cases import MIXED, Heads, Runs, make_case
+from ..worker.torch.kernels.cases import MIXED, Heads, make_case
 
-LONG: list[Runs] = [
-    [(9000, 9001)],
-    [(3000, 3001)],
-    [(17, 18)],
-    [(0, 700)],
-    [(2000, 2033)],
-    [(0, 64), (500, 700), (1400, 1500)],
-]
+LONG = [[(9000, 9001)], [(3000, 3001)], [(17, 18)], [(0, 700)], [(2000, 2033)], [(0, 64), (500, 700), (1400, 1500)]]
 
 
-def _backend(name: str, dtype: torch.dtype, dim: int, chunk: int) -> AttentionBackend:
+def _backend(name, dtype, dim, chunk):
     try:
         return load_backend(name, torch.device("cuda", 0), dtype, dim, chunk)
     except EngineMissing as error:
@@ -30,7 +23,7 @@ def _backend(name: str, dtype: torch.dtype, dim: int, chunk: int) -> AttentionBa
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, None), (None, 2.0)])
-def test_mixed_rows(name: str, window: int | None, softcap: float | None) -> None:
+def test_mixed_rows(name, window, softcap):
     backend = _backend(name, torch.bfloat16, 128, 32)
     for rows in (MIXED, LONG):
         case = make_case(rows, Heads(8, 2, 128), torch.bfloat16, 32, "cuda")
@@ -48,9 +41,9 @@ KINDS = [*((heads, dtype, 32) for heads in SHAPES for dtype in TYPES), *((SHAPES
 
 
 @pytest.mark.parametrize(("heads", "dtype", "chunk"), KINDS, ids=str)
-def test_the_kernel_on_all_shapes(heads: Heads, dtype: torch.dtype, chunk: int) -> None:
+def test_the_kernel_on_all_shapes(heads, dtype, chunk):
     backend = _backend("triton", dtype, heads.dim, chunk)
-    batches: list[list[Runs]] = [[[(2100, 2101)], [(4, 5)]], [[(0, 300)]], MIXED]
+    batches = [[[(2100, 2101)], [(4, 5)]], [[(0, 300)]], MIXED]
     for rows in batches:
         case = make_case(rows, heads, dtype, chunk, "cuda")
         case.check(
@@ -58,7 +51,7 @@ def test_the_kernel_on_all_shapes(heads: Heads, dtype: torch.dtype, chunk: int) 
         )
 
 
-def test_offsets_beyond_two_to_the_31() -> None:
+def test_offsets_beyond_two_to_the_31():
     """A layer of 2^31 elements and more: the last block is past what 32 bits can address."""
     backend = _backend("triton", torch.bfloat16, 128, 32)
     tokens = 2**31 // (2 * 8 * 128) + 64
@@ -78,16 +71,12 @@ def test_offsets_beyond_two_to_the_31() -> None:
     assert float((got.cpu().double() - expected).abs().max()) < 0.05
 
 
-def test_a_captured_graph_serves_batch_after_batch() -> None:
+def test_a_captured_graph_serves_batch_after_batch():
     """Static inputs, a standing plan that is updated between replays, and rows that no span covers."""
     backend = _backend("triton", torch.bfloat16, 128, 32)
     assert isinstance(backend, CapturingBackend)
     rows, heads = 8, Heads(32, 8, 128)
-    batches: list[list[Runs]] = [
-        [[(30, 31)]],
-        [[(6000, 6001)], [(0, 1)], [(999, 1000)]],
-        [[(64 * i, 64 * i + 1)] for i in range(1, 9)],
-    ]
+    batches = [[[(30, 31)]], [[(6000, 6001)], [(0, 1)], [(999, 1000)]], [[(64 * i, 64 * i + 1)] for i in range(1, 9)]]
     cases = [make_case(b, heads, torch.bfloat16, 32, "cuda", seed=i) for i, b in enumerate(batches)]
     pool = torch.zeros(
         2, max(case.pool.shape[1] for case in cases) + 32, 2, 8, 128, dtype=torch.bfloat16, device="cuda"
@@ -98,11 +87,11 @@ def test_a_captured_graph_serves_batch_after_batch() -> None:
     places = torch.full((rows,), scratch, dtype=torch.int64, device="cuda")
     plan = backend.standing(pool, 32, rows, 200)
 
-    def step() -> list[torch.Tensor]:
+    def step():
         plan.write(pool[1], places, keys, values)
         return [plan.attend(pool[1], queries, keys, values, Scores(window=window)) for window in (None, 100)]
 
-    def load(index: int) -> int:
+    def load(index):
         case = cases[index]
         real = len(case.queries)
         pool.zero_()

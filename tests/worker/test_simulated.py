@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -12,14 +11,14 @@ from pensieve.sim.worker import SimulatedWorker, drawn_token, drawn_tokens
 from tests.simulated import MACHINE, MODEL
 
 
-def started(**changes: Any) -> tuple[SimulatedWorker, VirtualClock]:
+def started(**changes):
     clock = VirtualClock()
     worker = SimulatedWorker(MODEL, replace(MACHINE, **changes), clock, 4)
     worker.start(16, 16)
     return worker, clock
 
 
-def perform(worker: SimulatedWorker, plan: StepPlan):  # type: ignore[no-untyped-def]
+def perform(worker, plan):
     worker.launch(plan)
     result = worker.collect(None)
     assert result is not None
@@ -30,7 +29,7 @@ ROW = Row(0, ((0, 40),), tuple(range(40)), Sample(40, key=9))
 TABLE = ((0, 0, tuple(range(10))),)
 
 
-def test_swap_in_is_pipelined_by_layer_with_compute() -> None:
+def test_swap_in_is_pipelined_by_layer_with_compute():
     worker, clock = started(h2d_bw=1e6)
     compute = worker.cost.iteration_s([(0, 40)], 1)
     transfer = worker.cost.transfer_s(4, to_gpu=True)
@@ -42,37 +41,21 @@ def test_swap_in_is_pipelined_by_layer_with_compute() -> None:
     assert result.stall_ns == pytest.approx((expected - compute) * 1e9, rel=1e-6)
 
 
-def test_a_machine_that_cannot_overlap_copies_first() -> None:
+def test_a_machine_that_cannot_overlap_copies_first():
     worker, clock = started(h2d_bw=1e6, d2h_bw=5e5, overlaps=False)
     compute = worker.cost.iteration_s([(0, 40)], 1)
     copies = worker.cost.transfer_s(4, to_gpu=True) + worker.cost.transfer_s(1, to_gpu=False)
-    plan = StepPlan(
-        0,
-        (ROW,),
-        TABLE,
-        moves=(
-            swap_in(1, (0, 1, 2, 3), (4, 5, 6, 7)),
-            swap_out(2, (9,), (9,)),
-        ),
-    )
+    plan = StepPlan(0, (ROW,), TABLE, moves=(swap_in(1, (0, 1, 2, 3), (4, 5, 6, 7)), swap_out(2, (9,), (9,))))
     result = perform(worker, plan)
     assert clock.now_s() == pytest.approx(copies + compute, rel=1e-6)
     assert (result.moved, result.stall_ns) == ((Moved(1), Moved(2)), pytest.approx(copies * 1e9, rel=1e-6))
 
 
-def test_swap_out_waits_for_swap_in_unless_urgent_and_is_reported_when_it_ends() -> None:
+def test_swap_out_waits_for_swap_in_unless_urgent_and_is_reported_when_it_ends():
     ends = {}
     for urgent in (False, True):
         worker, clock = started(h2d_bw=1e6, d2h_bw=1e5)
-        plan = StepPlan(
-            0,
-            (ROW,),
-            TABLE,
-            moves=(
-                swap_in(1, (0,), (9,)),
-                swap_out(2, (2,), (3,), urgent),
-            ),
-        )
+        plan = StepPlan(0, (ROW,), TABLE, moves=(swap_in(1, (0,), (9,)), swap_out(2, (2,), (3,), urgent)))
         assert Moved(2) not in perform(worker, plan).moved
         assert worker.collect(clock.now_ns()) is None, "not before its time"
         late = worker.collect(None)
@@ -82,7 +65,7 @@ def test_swap_out_waits_for_swap_in_unless_urgent_and_is_reported_when_it_ends()
     assert ends[True] < ends[False]
 
 
-def test_tokens_depend_on_key_and_position_only() -> None:
+def test_tokens_depend_on_key_and_position_only():
     worker, _ = started()
     alone = perform(worker, StepPlan(0, rows=(ROW,))).tokens[0]
     other = Row(3, ((0, 2),), (1, 2), Sample(2, key=5))
@@ -91,7 +74,7 @@ def test_tokens_depend_on_key_and_position_only() -> None:
     assert 0 <= both[3] < MODEL.vocab
 
 
-def test_a_row_waits_only_for_the_loads_below_its_positions() -> None:
+def test_a_row_waits_only_for_the_loads_below_its_positions():
     """A restore: chunks 0 to 3 are computed again while chunks 4 to 7 load; the plan above them waits."""
     worker, clock = started(h2d_bw=3e5)
     leading, rest = Row(0, ((0, 16),), tuple(range(16))), Row(0, ((32, 40),), tuple(range(8)), Sample(40))
@@ -107,7 +90,7 @@ def test_a_row_waits_only_for_the_loads_below_its_positions() -> None:
     assert perform(worker, StepPlan(2, (rest,))).stall_ns == 0
 
 
-def test_loads_of_successive_plans_share_the_link_one_after_the_other() -> None:
+def test_loads_of_successive_plans_share_the_link_one_after_the_other():
     worker, clock = started(h2d_bw=3e5)
     transfer = worker.cost.transfer_s(2, to_gpu=True)
     for step, blocks in ((0, (0, 1)), (1, (2, 3))):
@@ -121,7 +104,7 @@ def test_loads_of_successive_plans_share_the_link_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("gpus", [1, 4])
-def test_the_iterations_that_follow_cost_what_each_alone_would(window: int | None, gpus: int):
+def test_the_iterations_that_follow_cost_what_each_alone_would(window, gpus):
     model = replace(MODEL, sliding_window=window)
     cost = Roofline(model, replace(MACHINE, gpus=gpus, link_bw=1e9), 4)
     rows = [(10, 11), (47, 48), (300, 301), (20, 33)]
@@ -146,7 +129,7 @@ def test_tokens_drawn_at_once_are_those_drawn_one_by_one():
         assert len(set(one_by_one)) > 40
 
 
-def test_a_swap_in_that_is_not_pipelined_comes_before_the_compute() -> None:
+def test_a_swap_in_that_is_not_pipelined_comes_before_the_compute():
     worker, clock = started(h2d_bw=1e6, pipelined_swap_in=False)
     compute = worker.cost.iteration_s([(0, 40)], 1)
     transfer = worker.cost.transfer_s(4, to_gpu=True)
@@ -155,7 +138,7 @@ def test_a_swap_in_that_is_not_pipelined_comes_before_the_compute() -> None:
     assert result.stall_ns == pytest.approx(transfer * 1e9, rel=1e-6)
 
 
-def test_pipelining_changes_nothing_where_nothing_is_loaded() -> None:
+def test_pipelining_changes_nothing_where_nothing_is_loaded():
     ends = []
     for pipelined in (True, False):
         worker, clock = started(pipelined_swap_in=pipelined)

@@ -1,24 +1,21 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
 
 from pensieve.device import choice
 from pensieve.device.asked import ModelAsked
-from pensieve.device.choice import Choice, attention_here, choose
-from pensieve.device.kernels.base import AttentionBackend
+from pensieve.device.choice import attention_here, choose
 from pensieve.device.kernels.reference import ReferenceBackend, ReferencePlan
-from pensieve.device.model import LoadedModel
 from pensieve.errors import EngineMissing, UnsupportedModel
 
 CPU = torch.device("cpu")
 
 
 class _WrongPlan(ReferencePlan):
-    def attend(self, *arguments: Any) -> torch.Tensor:
+    def attend(self, *arguments):
         return super().attend(*arguments) + 1.0
 
 
@@ -26,41 +23,39 @@ class _WrongBackend(ReferenceBackend):
     name = "wrong"
     chunks: list[int]
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.chunks = []
 
-    def plan(self, batch: object, pool: torch.Tensor, chunk_tokens: int) -> ReferencePlan:
+    def plan(self, batch, pool, chunk_tokens):
         self.chunks.append(chunk_tokens)
-        return _WrongPlan(batch, pool, chunk_tokens)  # type: ignore[arg-type]
+        return _WrongPlan(batch, pool, chunk_tokens)
 
 
-def _needs_native() -> None:
+def _needs_native():
     try:
         choice.load_backend("native", CPU, torch.float32, 16, 16)
     except EngineMissing as missing:
         pytest.skip(str(missing))
 
 
-def _choose(model: LoadedModel, *backends: str) -> Choice:
+def _choose(model, *backends):
     return choose(model.module, ModelAsked(model.spec, chunk_tokens=16), CPU, backends)
 
 
 @pytest.fixture
-def wrong(monkeypatch: pytest.MonkeyPatch) -> _WrongBackend:
+def wrong(monkeypatch):
     backend, load = _WrongBackend(), choice.load_backend
 
-    def load_backend(name: str, *where: object) -> AttentionBackend:
+    def load_backend(name, *where):
         if name == "absent":
             raise EngineMissing("It is not installed.")
-        return backend if name == "wrong" else load(name, *where)  # type: ignore[arg-type]
+        return backend if name == "wrong" else load(name, *where)
 
     monkeypatch.setattr(choice, "load_backend", load_backend)
     return backend
 
 
-def test_the_first_backend_that_loads_and_passes_serves_and_the_others_are_noted(
-    llama: LoadedModel, wrong: _WrongBackend
-) -> None:
+def test_the_first_backend_that_loads_and_passes_serves_and_the_others_are_noted(llama, wrong):
     chosen = _choose(llama, "absent", "wrong", "reference")
     assert (chosen.attention.name, chosen.forward.name) == ("reference", llama.forward.name)
     assert chosen.attention_note.startswith("Not absent: It is not installed. Not wrong: ")
@@ -78,13 +73,7 @@ def test_the_first_backend_that_loads_and_passes_serves_and_the_others_are_noted
         (("wrong", "native"), "attention_backend=native .* Not wrong: .* fails its self-check"),
     ],
 )
-def test_a_fall_back_is_warned_of(
-    llama: LoadedModel,
-    wrong: _WrongBackend,
-    caplog: pytest.LogCaptureFixture,
-    backends: tuple[str, ...],
-    loud: str | None,
-) -> None:
+def test_a_fall_back_is_warned_of(llama, wrong, caplog, backends, loud):
     if "native" in backends:
         _needs_native()
     chosen = _choose(llama, *backends)
@@ -94,12 +83,10 @@ def test_a_fall_back_is_warned_of(
     assert loud is None or re.search(loud, warned[0])
 
 
-def test_a_refused_fused_forward_is_warned_of(
-    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refused_fused_forward_is_warned_of(llama, monkeypatch, caplog):
     check = choice.check_against_eager
 
-    def refuse(module: object, forward: Any, *rest: Any) -> Any:
+    def refuse(module, forward, *rest):
         if forward.name != "transformers":
             raise UnsupportedModel("It fails its self-check.")
         return check(module, forward, *rest)
@@ -110,8 +97,8 @@ def test_a_refused_fused_forward_is_warned_of(
     assert "the transformers forward" in caplog.text and "the fused forward was refused: It fails" in caplog.text
 
 
-def test_what_serves_here_is_told_without_a_model(wrong: _WrongBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    def here(*names: str) -> tuple[str, str, bool]:
+def test_what_serves_here_is_told_without_a_model(wrong, monkeypatch):
+    def here(*names):
         monkeypatch.setattr(choice, "candidates", lambda asked, kind: names)
         return attention_here("auto", CPU, torch.float32, 16, 16)
 
@@ -122,7 +109,7 @@ def test_what_serves_here_is_told_without_a_model(wrong: _WrongBackend, monkeypa
         here("absent")
 
 
-def test_the_one_that_was_asked_for_raises(llama: LoadedModel, wrong: _WrongBackend) -> None:
+def test_the_one_that_was_asked_for_raises(llama, wrong):
     with pytest.raises(EngineMissing, match="not installed"):
         _choose(llama, "absent")
     with pytest.raises(UnsupportedModel, match="fails its self-check"):

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import pytest
 import torch
 
 from pensieve.core.clock import WallClock
 from pensieve.core.plan import Moved, Row, Sample, StepPlan, swap_out
-from pensieve.device.model import LoadedModel
 from pensieve.device.transfers import lanes
 from pensieve.device.transfers.lanes import CudaLink
-from pensieve.device.transfers.link import Haul, Mark
 from pensieve.device.worker import TorchWorker
 
 from .driver import Driver, random_tokens
@@ -27,51 +22,49 @@ class Device:
 
     error = None
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.fails = False
         self.inward = self.outward = self
 
-    def _ask(self) -> None:
+    def _ask(self):
         if self.fails:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
 
-    def enqueue(self, haul: Haul, after: Sequence[Mark]) -> list[Mark]:
+    def enqueue(self, haul, after):
         self._ask()
         return [self] * haul.layers
 
-    def reached(self) -> bool:
+    def reached(self):
         self._ask()
         return False
 
-    def computed(self) -> Mark:
+    def computed(self):
         self._ask()
         return self
 
-    def hold_compute(self, mark: Mark) -> None:
+    def hold_compute(self, mark):
         self._ask()
 
-    def stalled_ns(self) -> int:
+    def stalled_ns(self):
         return 0
 
-    def wait(self) -> None:
+    def wait(self):
         self._ask()
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self._ask()
 
-    def close(self) -> None:
+    def close(self):
         self._ask()
 
 
-def test_steps_fail_with_a_sentence_and_copies_under_way_fail_once(
-    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_fail_with_a_sentence_and_copies_under_way_fail_once(llama, monkeypatch):
     device = Device()
     driver = Driver(llama, link=device)
     row, deltas = driver.prompt_row(0, random_tokens(12, 0)), driver.allocate(0, 12)
     assert driver.perform([row], deltas, moves=[swap_out(5, (90,), (1,))]).error is None
 
-    def breaks(batch: object) -> torch.Tensor:
+    def breaks(batch):
         device.fails = True
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -85,9 +78,9 @@ def test_steps_fail_with_a_sentence_and_copies_under_way_fail_once(
     driver.worker.close()
 
 
-def test_waits_of_a_device_in_error_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_of_a_device_in_error_are_forgotten(monkeypatch):
     class Event:
-        def query(self) -> bool:
+        def query(self):
             raise RuntimeError("CUDA error: unspecified launch failure")
 
     monkeypatch.setattr(lanes, "_CudaLane", lambda *_: None)
@@ -96,15 +89,15 @@ def test_waits_of_a_device_in_error_are_forgotten(monkeypatch: pytest.MonkeyPatc
     assert link.stalled_ns() == 0 and not link._waits
 
 
-def test_a_failed_step_keeps_no_activations(llama: LoadedModel) -> None:
+def test_a_failed_step_keeps_no_activations(llama):
     """Else the memory that was too little stays taken until the garbage collector comes by, and the next steps fail too."""
-    held: list[weakref.ref[torch.Tensor]] = []
+    held = []
 
     class Greedy:
         name = "greedy"
         fails = False
 
-        def __call__(self, iteration: Any, wanted: torch.Tensor) -> torch.Tensor:
+        def __call__(self, iteration, wanted):
             activations = torch.zeros(1000)
             if self.fails:
                 held.append(weakref.ref(activations))

@@ -5,12 +5,10 @@ Every block holds NaN until it is written, so a single key too many turns the lo
 
 from __future__ import annotations
 
-from pensieve.device.model import LoadedModel
-
 from .driver import Driver, plain_generate, plain_logits, random_tokens
 
 
-def test_ragged_batch(model: LoadedModel) -> None:
+def test_ragged_batch(model):
     """Prefill, append and decode of six conversations in the same forwards; contexts from 1 to over 200 tokens."""
     driver = Driver(model, gpu_blocks=160)
     lengths = [3, 45, 1, 190, 101, 44]
@@ -31,7 +29,7 @@ def test_ragged_batch(model: LoadedModel) -> None:
         assert expected[-1] == driver.tokens[slot][-1]
 
 
-def test_chunked_prefill_inside_a_chunk(model: LoadedModel) -> None:
+def test_chunked_prefill_inside_a_chunk(model):
     """Pieces that start and end inside chunks, one of a single token."""
     driver = Driver(model)
     driver.tokens[0] = random_tokens(61, 4)
@@ -41,7 +39,7 @@ def test_chunked_prefill_inside_a_chunk(model: LoadedModel) -> None:
     assert driver.tokens[0][-1:].tolist() == plain_generate(model, driver.tokens[0][:-1], 1)
 
 
-def test_a_window_reads_nothing_below_it(model_of) -> None:  # type: ignore[no-untyped-def]
+def test_a_window_reads_nothing_below_it(model_of):
     """Mistral's layers are all windowed (20): chunks wholly below the window may be gone."""
     model = model_of("mistral")
     driver = Driver(model)

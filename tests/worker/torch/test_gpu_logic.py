@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.core.cache.restore import RestoreMode
 from pensieve.device.kv_tensors import KvTensors
-from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
 from pensieve.device.transfers.transfer import Transfer
 from pensieve.plugins.device.thread_link import ThreadLink
@@ -19,23 +17,23 @@ from .driver import plain_generate, tiny_spec
 
 
 @pytest.mark.parametrize(("mode", "depth"), [("load", 2), ("hybrid", 2), ("recompute", 1)])
-def test_conversations(llama: LoadedModel, mode: RestoreMode, depth: int) -> None:
+def test_conversations(llama, mode, depth):
     options = TorchOptions(depth=depth, max_batch_requests=REQUESTS)
     check_paths(converse(llama, mode, options, ThreadLink(5e7), turns=TURNS), mode)
 
 
-def test_blocks_survive() -> None:
+def test_blocks_survive():
     tensors = KvTensors(tiny_spec("llama"), 4, 24, 24, torch.device("cpu"), torch.float32)
     transfer = Transfer(tensors, ThreadLink(2e8))
     shuttle(tensors, transfer, lambda: None, rounds=3)
     transfer.close()
 
 
-def test_a_copy_that_overtakes_is_found() -> None:
+def test_a_copy_that_overtakes_is_found():
     """A link whose marks are reached too early."""
 
     class Hasty(ThreadLink):
-        def hold_compute(self, mark: object) -> None:
+        def hold_compute(self, mark):
             return
 
     tensors = KvTensors(tiny_spec("llama"), 4, 24, 24, torch.device("cpu"), torch.float32)
@@ -46,7 +44,7 @@ def test_a_copy_that_overtakes_is_found() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_shortage(llama: LoadedModel, depth: int) -> None:
+def test_a_shortage(llama, depth):
     failed, served, prompt = fail_and_go_on(llama, depth, 1000)
     assert failed.error and "\n" not in failed.error
     assert list(served.token_ids) == plain_generate(llama, prompt, 6)

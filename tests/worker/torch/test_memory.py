@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 import torch
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import WallClock
-from pensieve.core.plan import Row
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request
 from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.device import kv_tensors
 from pensieve.device.memory import blocks_in, find_room, largest_rows, rounded
-from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
 from pensieve.serve.books.books import Books
-from pensieve.serve.record import TurnRecord
 from tests.simulated import TalkingEngine, policy_context
 
 from .driver import plain_generate, random_tokens
@@ -35,11 +31,11 @@ class Stumbling:
 
     name = "stumbling"
 
-    def __init__(self, model: LoadedModel, failing: set[int], error: type[Exception] = torch.OutOfMemoryError) -> None:
+    def __init__(self, model, failing, error=torch.OutOfMemoryError):
         self._forward, self._error = model.forward, error
         self.failing, self.calls = failing, 0
 
-    def __call__(self, iteration: Any, wanted: torch.Tensor) -> torch.Tensor:
+    def __call__(self, iteration, wanted):
         self.calls += 1
         logits = self._forward(iteration, wanted)  # K and V are written by then
         if self.calls in self.failing:
@@ -48,7 +44,7 @@ class Stumbling:
 
 
 @pytest.mark.parametrize("call", [1, 2])
-def test_out_of_memory_at_start_is_a_sentence_and_frees_everything(llama: LoadedModel, call: int) -> None:
+def test_out_of_memory_at_start_is_a_sentence_and_frees_everything(llama, call):
     forward = Stumbling(llama, {call})
     worker = TorchWorker(replace(llama, forward=forward), 8, WallClock())
     with pytest.raises(HardwareMissing, match="16 GPU blocks of 8 tokens") as error:
@@ -60,8 +56,8 @@ def test_out_of_memory_at_start_is_a_sentence_and_frees_everything(llama: Loaded
     assert worker.start(16, 4).settings["gpu_pool_bytes"] > 0
 
 
-def test_a_pool_that_cannot_be_allocated_is_a_sentence(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(*_: Any, **__: Any) -> None:
+def test_a_pool_that_cannot_be_allocated_is_a_sentence(llama, monkeypatch):
+    def none_left(*_, **__):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(kv_tensors.mmap, "mmap", none_left)
@@ -74,7 +70,7 @@ def test_a_pool_that_cannot_be_allocated_is_a_sentence(llama: LoadedModel, monke
     assert worker.start(16, 4).settings["gpu_pool_bytes"] > 0
 
 
-def engine_on(model: LoadedModel, forward: Any, depth: int) -> TalkingEngine:
+def engine_on(model, forward, depth):
     worker = TorchWorker(replace(model, forward=forward), 8, WallClock(), options=TorchOptions(depth=depth))
     cache = TwoTierCache(policy=Lru(policy_context(8, 40, 40)), chunk_tokens=8, gpu_blocks=40, cpu_blocks=40)
     worker.start(40, 40)
@@ -84,10 +80,10 @@ def engine_on(model: LoadedModel, forward: Any, depth: int) -> TalkingEngine:
     )
 
 
-def served(engine: TalkingEngine, *requests: Request) -> dict[int, TurnRecord]:
+def served(engine, *requests):
     for request in requests:
         engine.say(request)
-    turns: dict[int, TurnRecord] = {}
+    turns = {}
     while engine.busy:
         for event in engine.step(None):
             if event.turn is not None:
@@ -99,9 +95,7 @@ def served(engine: TalkingEngine, *requests: Request) -> dict[int, TurnRecord]:
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("after", [1, 3])
-def test_in_flight_it_fails_the_step_and_the_next_requests_are_exact(
-    llama: LoadedModel, depth: int, after: int, error: type[Exception]
-) -> None:
+def test_in_flight_it_fails_the_step_and_the_next_requests_are_exact(llama, depth, after, error):
     """In the prefill, and in the middle of decoding (at depth 2 with a plan launched behind it)."""
     forward = Stumbling(llama, set(), error)
     engine = engine_on(llama, forward, depth)
@@ -122,12 +116,12 @@ def test_in_flight_it_fails_the_step_and_the_next_requests_are_exact(
     assert turns[4].history_tokens == 24
 
 
-def test_copies_that_fail_fail_their_step(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_fail_fail_their_step(llama, monkeypatch):
     engine = engine_on(llama, llama.forward, 2)
-    worker: Any = engine.worker
+    worker = engine.worker
     with monkeypatch.context() as patch:
 
-        def none_left(copies: Any) -> int:
+        def none_left(copies):
             raise torch.OutOfMemoryError("no staging buffer")
 
         patch.setattr(worker.transfer, "swap_in", none_left)
@@ -140,12 +134,12 @@ def test_copies_that_fail_fail_their_step(llama: LoadedModel, monkeypatch: pytes
 # -- how much fits ------------------------------------------------------------------------------------------------------
 
 
-def test_sizes_are_rounded_down_to_six_digits() -> None:
+def test_sizes_are_rounded_down_to_six_digits():
     assert [rounded(n) for n in (0, 5, 63, 64, 65, 1000, 12345)] == [0, 5, 63, 64, 64, 992, 12288]
     assert all(rounded(n) > n * 31 / 32 for n in range(1, 5000, 7))
 
 
-def test_the_largest_iterations_reach_every_bound() -> None:
+def test_the_largest_iterations_reach_every_bound():
     long, many = largest_rows(1000, 64, 400)
     assert [row.positions for row in long] == [400, 400, 200]
     assert len(many) == 64
@@ -165,7 +159,7 @@ class Device:
     pool: int = 0
     standing: int = 0
 
-    def install(self, patch: pytest.MonkeyPatch) -> None:
+    def install(self, patch):
         for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
             patch.setattr(torch.cuda, name, lambda *_: None)
         patch.setattr(torch.cuda, "mem_get_info", lambda *_: (self.free - self.pool - self.standing, self.total))
@@ -183,22 +177,20 @@ class Scripted:
     error: Exception | None = None
     seen: list[tuple[int, int]] = field(default_factory=list)
 
-    def stand(self, blocks: int) -> None:
+    def stand(self, blocks):
         self.device.pool = blocks * self.block_bytes
 
-    def iterate(self, blocks: int, rows: list[Row]) -> None:
+    def iterate(self, blocks, rows):
         if self.error is not None:
             raise self.error
         self.seen.append((blocks, sum(row.positions for row in rows)))
 
-    def record(self) -> None:
+    def record(self):
         self.device.standing = self.graphs
 
 
 @pytest.mark.parametrize("graphs", [0, 3 * GIB])
-def test_what_is_measured_decides_how_much_fits(
-    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch, graphs: int
-) -> None:
+def test_what_is_measured_decides_how_much_fits(llama, monkeypatch, graphs):
     model, options = replace(llama, device=torch.device("cuda")), TorchOptions(max_batch_tokens=100, memory_share=0.9)
     block = 8 * llama.spec.kv_bytes_per_token
     device = Device(free=60 * GIB, total=80 * GIB, peak=2 * GIB)
@@ -215,7 +207,7 @@ def test_what_is_measured_decides_how_much_fits(
         find_room(model, options, block, Scripted(device, block, graphs))
 
 
-def test_an_iteration_that_does_not_fit_is_a_sentence(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_iteration_that_does_not_fit_is_a_sentence(llama, monkeypatch):
     device = Device(free=GIB, total=80 * GIB, peak=0)
     device.install(monkeypatch)
     model = replace(llama, device=torch.device("cuda"))
@@ -224,6 +216,6 @@ def test_an_iteration_that_does_not_fit_is_a_sentence(llama: LoadedModel, monkey
         find_room(model, TorchOptions(), 4096, failing)
 
 
-def test_a_share_of_nothing_is_refused(llama: LoadedModel) -> None:
+def test_a_share_of_nothing_is_refused(llama):
     with pytest.raises(HardwareMissing, match=r"hardware.memory_share=0.5"):
         blocks_in(llama, TorchOptions(memory_share=0.5), free=30 * GIB, total=80 * GIB, working=0, block_bytes=4096)

@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ from transformers import AttentionInterface
 
 from pensieve.device.asked import ModelAsked
 from pensieve.device.attention import IMPLEMENTATION, paged_attention
-from pensieve.device.model import LoadedModel, load_model, resolve_device
+from pensieve.device.model import load_model, resolve_device
 from pensieve.errors import HardwareMissing, UnsupportedModel, WeightsMissing
 from pensieve.lab.compose.weights import folder_architecture
 from pensieve.specs import ModelSpec
@@ -21,13 +18,11 @@ from pensieve.specs import ModelSpec
 from .driver import ARCHITECTURES, Driver, plain_logits, random_tokens, tiny_model, tiny_spec
 
 
-def _load(
-    spec: ModelSpec, weights: str = "random", hub_id: str | None = None, seed: int = 0, fused: bool = True
-) -> LoadedModel:
+def _load(spec, weights="random", hub_id=None, seed=0, fused=True):
     return load_model(ModelAsked(spec, weights=weights, hub_id=hub_id, seed=seed, threads=1, fused=fused))
 
 
-def test_random_weights_are_a_function_of_the_seed(llama: LoadedModel) -> None:
+def test_random_weights_are_a_function_of_the_seed(llama):
     state = torch.random.get_rng_state()
     again, other = tiny_model("llama"), tiny_model("llama", seed=1)
     assert torch.equal(torch.random.get_rng_state(), state), "the caller's random numbers are left alone"
@@ -37,7 +32,7 @@ def test_random_weights_are_a_function_of_the_seed(llama: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_random_weights_write_varied_text(name: str, model_of: Callable[..., LoadedModel]) -> None:
+def test_random_weights_write_varied_text(name, model_of):
     """Of every architecture: where greedy tokens are one id for ever, a comparison of tokens says little."""
     for seed in range(4):
         driver = Driver(model_of(name))
@@ -49,7 +44,7 @@ def test_random_weights_write_varied_text(name: str, model_of: Callable[..., Loa
         assert max(said.values()) <= 20, (seed, said)
 
 
-def test_what_was_loaded(llama: LoadedModel) -> None:
+def test_what_was_loaded(llama):
     assert (llama.weights, llama.revision, llama.threads) == ("random", None, 1)
     assert (llama.device.type, llama.dtype) == ("cpu", torch.float32)
     assert llama.load_s > 0
@@ -58,22 +53,20 @@ def test_what_was_loaded(llama: LoadedModel) -> None:
     assert not any(p.requires_grad for p in llama.module.parameters())
 
 
-def test_a_turn_ends_with_every_token_that_the_generation_settings_name(
-    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_ends_with_every_token_that_the_generation_settings_name(llama, monkeypatch):
     monkeypatch.setattr(llama.module.generation_config, "eos_token_id", [2, 9])
     assert llama.eos_token_ids == {2, 9}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_cpu_runs_16_bits_where_it_is_asked_to(dtype: str) -> None:
+def test_a_cpu_runs_16_bits_where_it_is_asked_to(dtype):
     model = _load(ModelSpec.from_architecture("llama", ARCHITECTURES["llama"], dtype))
     assert (model.spec.dtype, model.dtype, model.module.dtype) == (dtype, getattr(torch, dtype), getattr(torch, dtype))
     assert model.self_check.against == "float32"
     assert 0 < model.self_check.difference <= model.self_check.limit
 
 
-def test_a_folder_is_read_back(llama: LoadedModel, tmp_path: Path) -> None:
+def test_a_folder_is_read_back(llama, tmp_path):
     llama.module.save_pretrained(tmp_path / "mine")
     spec = ModelSpec.from_architecture("mine", folder_architecture(str(tmp_path / "mine")), "float32")
     assert (spec.layers, spec.kv_heads, spec.head_dim, spec.vocab) == (2, 2, 16, 97)
@@ -82,20 +75,20 @@ def test_a_folder_is_read_back(llama: LoadedModel, tmp_path: Path) -> None:
     assert torch.equal(plain_logits(loaded, tokens), plain_logits(llama, tokens))
 
 
-def test_a_folder_with_other_sizes_than_configured_is_refused(llama: LoadedModel, tmp_path: Path) -> None:
+def test_a_folder_with_other_sizes_than_configured_is_refused(llama, tmp_path):
     llama.module.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="kv_heads=4, but its weights have 2"):
         _load(tiny_spec("llama", num_key_value_heads=4), str(tmp_path))
 
 
-def test_weights_that_are_not_safetensors_are_not_read(llama: LoadedModel, tmp_path: Path) -> None:
+def test_weights_that_are_not_safetensors_are_not_read(llama, tmp_path):
     llama.module.config.save_pretrained(tmp_path)
     torch.save(llama.module.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(WeightsMissing, match=r"model\.weights=random"):
         _load(tiny_spec("llama"), str(tmp_path))
 
 
-def _saved(model: LoadedModel, folder: Path, files: str, changed: Callable[[dict[str, torch.Tensor]], None]) -> str:
+def _saved(model, folder, files, changed):
     """A folder of the model whose weights were `changed`: in one file, or in two with an index."""
     model.module.config.save_pretrained(folder)
     tensors = {name: tensor.clone().contiguous() for name, tensor in model.module.state_dict().items()}
@@ -130,10 +123,10 @@ _V = "model.layers.1.self_attn.v_proj.weight"
     ],
 )
 def test_weights_that_lack_a_tensor_are_not_served(
-    name: str, kept: Callable[[str], bool], words: str, files: str, fused: bool, tmp_path: Path,
-    model_of: Callable[..., LoadedModel],
-) -> None:  # fmt: skip
-    def drop(tensors: dict[str, torch.Tensor]) -> None:
+    name, kept, words, files, fused, tmp_path,
+    model_of,
+):  # fmt: skip
+    def drop(tensors):
         for one in [one for one in tensors if not kept(one)]:
             del tensors[one]
 
@@ -141,8 +134,8 @@ def test_weights_that_lack_a_tensor_are_not_served(
         _load(tiny_spec(name), _saved(model_of(name), tmp_path, files, drop), fused=fused)
 
 
-def test_a_tensor_of_another_shape_is_named(llama: LoadedModel, tmp_path: Path) -> None:
-    def cut(tensors: dict[str, torch.Tensor]) -> None:
+def test_a_tensor_of_another_shape_is_named(llama, tmp_path):
+    def cut(tensors):
         tensors[_V] = tensors[_V][:16].clone()
 
     with pytest.raises(WeightsMissing, match=rf"lack {_V} \(shape \[16, 64\] for \[32, 64\]\)"):
@@ -158,12 +151,10 @@ def test_a_tensor_of_another_shape_is_named(llama: LoadedModel, tmp_path: Path) 
         ("gemma2", {}),
     ],
 )
-def test_tied_heads_and_buffers_that_are_no_weights_load(
-    name: str, more: dict[str, tuple[int, ...] | None], tmp_path: Path, model_of: Callable[..., LoadedModel]
-) -> None:
+def test_tied_heads_and_buffers_that_are_no_weights_load(name, more, tmp_path, model_of):
     model = model_of(name)
 
-    def add(tensors: dict[str, torch.Tensor]) -> None:
+    def add(tensors):
         for one, shape in more.items():
             tensors[one] = (
                 torch.zeros(shape) if shape is not None else model.module.get_output_embeddings().weight.clone()
@@ -174,18 +165,18 @@ def test_tied_heads_and_buffers_that_are_no_weights_load(
     assert torch.equal(plain_logits(loaded, tokens), plain_logits(model, tokens))
 
 
-def test_no_such_folder(tmp_path: Path) -> None:
+def test_no_such_folder(tmp_path):
     with pytest.raises(WeightsMissing, match=r"no config\.json.*model\.weights=random"):
         _load(tiny_spec("llama"), str(tmp_path / "none"))
 
 
-def test_a_folder_that_is_not_a_known_model(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_known_model(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "not_a_model"}')
     with pytest.raises(UnsupportedModel, match="not_a_model"):
         _load(tiny_spec("llama"), str(tmp_path))
 
 
-def test_a_model_without_published_weights() -> None:
+def test_a_model_without_published_weights():
     with pytest.raises(WeightsMissing, match=r"no published weights; set model\.weights=random"):
         _load(tiny_spec("llama"), "hub")
 
@@ -194,15 +185,13 @@ def test_a_model_without_published_weights() -> None:
     ("failure", "words"),
     [("OfflineModeIsEnabled", "HF_HUB_OFFLINE is set"), ("ConnectionError", "the hub cannot be reached")],
 )
-def test_no_network_is_one_sentence_at_once(
-    failure: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_network_is_one_sentence_at_once(failure, words, monkeypatch, tmp_path, capfd):
     import huggingface_hub
     from huggingface_hub import errors
 
-    asked: list[str] = []
+    asked = []
 
-    def unreachable(self: object, hub_id: str, **kwargs: object) -> None:
+    def unreachable(self, hub_id, **kwargs):
         asked.append(hub_id)
         raise getattr(errors, failure, ConnectionError)("down")
 
@@ -216,7 +205,7 @@ def test_no_network_is_one_sentence_at_once(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_device_that_is_not_there() -> None:
+def test_a_device_that_is_not_there():
     with pytest.raises(HardwareMissing, match=r"hardware\.device=tpu"):
         resolve_device("tpu")
     if not torch.cuda.is_available():
@@ -247,26 +236,24 @@ _REFUSED = {
 
 
 @pytest.mark.parametrize("model_type", sorted(_REFUSED))
-def test_architectures_that_would_be_wrong_are_refused(model_type: str) -> None:
+def test_architectures_that_would_be_wrong_are_refused(model_type):
     architecture, words = _REFUSED[model_type]
     spec = ModelSpec.from_architecture("x", {"model_type": model_type, "max_position_embeddings": 64, **architecture})
     with pytest.raises(UnsupportedModel, match=words):
         _load(spec)
 
 
-def test_rotary_angles_that_depend_on_the_batch_are_refused() -> None:
+def test_rotary_angles_that_depend_on_the_batch_are_refused():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(UnsupportedModel, match="dynamic rotary scaling"):
         _load(tiny_spec("llama", rope_parameters=rope))
 
 
-def _unscaled(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _unscaled(module, query, *args, **kwargs):
     return paged_attention(module, query * 1.05, *args, **kwargs)
 
 
-def _reads_too_much(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
-) -> Any:
+def _reads_too_much(module, query, key, value, mask, **kwargs):
     """Attends to the batch's own keys only: right for a whole prompt, wrong for the second piece of one."""
     heads = query.shape[1] // key.shape[1]
     k, v = (x.repeat_interleave(heads, 1) for x in (key, value))
@@ -275,7 +262,7 @@ def _reads_too_much(
     return output.transpose(1, 2), None
 
 
-def _twice(module: Any, *args: Any, **kwargs: Any) -> Any:
+def _twice(module, *args, **kwargs):
     paged_attention(module, *args, **kwargs)
     return paged_attention(module, *args, **kwargs)
 
@@ -284,7 +271,7 @@ def _twice(module: Any, *args: Any, **kwargs: Any) -> Any:
     ("wrong", "words"),
     [(_unscaled, "fails its self-check"), (_reads_too_much, "fails its self-check"), (_twice, "called 4 times")],
 )
-def test_the_self_check_rejects_a_wrong_attention(wrong: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_rejects_a_wrong_attention(wrong, words, monkeypatch):
     for place in ("model", "weights"):
         monkeypatch.setattr(f"pensieve.device.{place}.register", lambda: None)
     monkeypatch.setitem(AttentionInterface._global_mapping, IMPLEMENTATION, wrong)
@@ -292,7 +279,7 @@ def test_the_self_check_rejects_a_wrong_attention(wrong: Any, words: str, monkey
         _load(tiny_spec("llama"), fused=False)
 
 
-def test_a_model_larger_than_the_machine_is_refused_before_it_is_allocated() -> None:
+def test_a_model_larger_than_the_machine_is_refused_before_it_is_allocated():
     huge = tiny_spec("llama", hidden_size=2**20, intermediate_size=2**22, num_hidden_layers=100)
     with pytest.raises(HardwareMissing, match=r"TiB for its weights in float32, and cpu has .*sim_a100_80g"):
         _load(huge)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of a file
 READ_AROUND = 64 * 1024  # bytes that a page fault may map on either side
 
 
-def mapped(file: Path) -> tuple[int, int]:
+def mapped(file):
     """Bytes of a file that this process has mapped, and of them those in memory."""
     size = resident = 0
     inside = False
@@ -47,9 +46,7 @@ COPIED = {"llama": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "gpt2
 
 
 @pytest.mark.parametrize(("name", "large"), [("llama", LLAMA), ("gpt2", GPT2)])
-def test_weights_that_were_laid_out_anew_do_not_stay_in_memory_as_they_were(
-    name: str, large: dict[str, int], tmp_path: Path
-) -> None:
+def test_weights_that_were_laid_out_anew_do_not_stay_in_memory_as_they_were(name, large, tmp_path):
     spec = tiny_spec(name, **large)
     saved = load_model(ModelAsked(spec, threads=1))
     saved.module.save_pretrained(tmp_path)
@@ -70,7 +67,7 @@ def test_weights_that_were_laid_out_anew_do_not_stay_in_memory_as_they_were(
     assert all(weight.equal(stored[path]) for path, weight in weights.items())
 
 
-def test_only_pages_of_a_file_are_returned_and_read_again_from_it(tmp_path: Path) -> None:
+def test_only_pages_of_a_file_are_returned_and_read_again_from_it(tmp_path):
     file = tmp_path / "weights.safetensors"
     written = torch.arange(2**18, dtype=torch.float32)
     save_file({"a": written, "b": written + 1}, file)
@@ -87,7 +84,7 @@ def test_only_pages_of_a_file_are_returned_and_read_again_from_it(tmp_path: Path
     assert first.equal(written) and other.equal(written + 1)
 
 
-def resident(tensor: torch.Tensor) -> float:
+def resident(tensor):
     """The share of a tensor's whole pages that are in memory. What else the process takes or gives back is not in it."""
     first, stop = -(-tensor.data_ptr() // mmap.PAGESIZE), (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE
     with open("/proc/self/pagemap", "rb") as entries:
@@ -95,7 +92,7 @@ def resident(tensor: torch.Tensor) -> float:
         return float(np.mean(np.frombuffer(entries.read(8 * (stop - first)), np.uint64) >> np.uint64(63)))
 
 
-def test_pools_are_zeroed_by_returning_their_pages() -> None:
+def test_pools_are_zeroed_by_returning_their_pages():
     tensors = KvTensors(tiny_spec("llama"), 16, 2000, 1000, torch.device("cpu"), torch.float32)
     for pool in (tensors.gpu, tensors.cpu):
         pool.fill_(7)
@@ -105,9 +102,7 @@ def test_pools_are_zeroed_by_returning_their_pages() -> None:
     assert not tensors.gpu.any() and not tensors.cpu.any()
 
 
-def test_nothing_is_returned_where_the_system_does_not_say_what_is_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_returned_where_the_system_does_not_say_what_is_a_file(tmp_path, monkeypatch):
     file = tmp_path / "weights.safetensors"
     save_file({"a": torch.arange(2**18, dtype=torch.float32)}, file)
     stored = load_file(file)["a"]
@@ -117,13 +112,13 @@ def test_nothing_is_returned_where_the_system_does_not_say_what_is_a_file(
     assert bool((own == 7).all()) and stored.equal(torch.arange(2**18, dtype=torch.float32))
 
 
-def test_what_measures_the_machine_leaves_both_tiers_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_measures_the_machine_leaves_both_tiers_empty(monkeypatch):
     """Else the first trial of a process, and a server, has memory for both that no conversation has asked for."""
     monkeypatch.setattr(profiling, "_known", {})
     options = ("hardware=cpu", "hardware.threads=1", "cache.gpu=512 tokens", "cache.cpu=512 tokens")
     system = build_system(plan_trial(checked(*options, "model.architecture.num_hidden_layers=2")))
-    launched: list[int] = []
-    worker: Any = system._worker  # type: ignore[attr-defined]
+    launched = []
+    worker = system._worker
     launch = worker.launch
     monkeypatch.setattr(worker, "launch", lambda plan: (launched.append(plan.step), launch(plan)))
     system.start()

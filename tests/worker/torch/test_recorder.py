@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -14,42 +12,42 @@ from pensieve.device.graphs import CudaRecorder
 
 
 class Stream:
-    def __init__(self, log: list[str], name: str) -> None:
+    def __init__(self, log, name):
         self.log, self.name, self.device_index = log, name, 0
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other):
         self.log.append(f"{self.name} waits for {other.name}")
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    said: list[str] = []
+def log(monkeypatch):
+    said = []
     current = [Stream(said, "compute")]
 
     @contextmanager
-    def stream(entered: Stream) -> Iterator[None]:
+    def stream(entered):
         current.append(entered)
         yield
         current.pop()
 
     class Graph:
-        def replay(self) -> None:
+        def replay(self):
             said.append("replay")
 
     class Capture:
-        def __init__(self, graph: Graph, pool: Any, stream: Stream, capture_error_mode: str) -> None:
+        def __init__(self, graph, pool, stream, capture_error_mode):
             self.stream = stream
             said.append(f"capture on {stream.name} in {pool}, {capture_error_mode}")
 
-        def __enter__(self) -> None:
+        def __enter__(self):
             current.append(self.stream)
 
-        def __exit__(self, kind: Any, *_: Any) -> None:
+        def __exit__(self, kind, *_):
             if kind is not None:  # as torch does: it does not get to setting the stream back
                 raise RuntimeError("operation failed due to a previous error during capture")
             current.pop()
 
-    def set_stream(stream: Stream) -> None:
+    def set_stream(stream):
         current[:] = [stream]
 
     cuda = {
@@ -72,9 +70,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     graphs._side_stream.cache_clear()
 
 
-def test_graphs_are_warmed_and_captured_on_one_side_stream_in_one_pool(log: list[str]) -> None:
-    def work() -> torch.Tensor:
-        log.append(f"work on {torch.cuda.current_stream().name}")  # type: ignore[attr-defined]
+def test_graphs_are_warmed_and_captured_on_one_side_stream_in_one_pool(log):
+    def work():
+        log.append(f"work on {torch.cuda.current_stream().name}")
         return torch.ones(1)
 
     recorder = CudaRecorder(torch.device("cuda", 0))
@@ -87,10 +85,10 @@ def test_graphs_are_warmed_and_captured_on_one_side_stream_in_one_pool(log: list
     assert log[:4] == once, "another worker's recorder uses the same stream"
 
 
-def test_what_cannot_be_captured_leaves_the_compute_stream_current(log: list[str]) -> None:
-    calls: list[int] = []
+def test_what_cannot_be_captured_leaves_the_compute_stream_current(log):
+    calls = []
 
-    def work() -> torch.Tensor:
+    def work():
         calls.append(1)
         if len(calls) == 3:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -98,5 +96,5 @@ def test_what_cannot_be_captured_leaves_the_compute_stream_current(log: list[str
 
     with pytest.raises(RuntimeError, match="previous error during capture"):
         CudaRecorder(torch.device("cuda", 0)).record(work)
-    assert torch.cuda.current_stream().name == "compute"  # type: ignore[attr-defined]
+    assert torch.cuda.current_stream().name == "compute"
     assert log[-1] == "pool closed"

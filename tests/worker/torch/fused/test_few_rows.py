@@ -6,9 +6,6 @@ import copy
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +21,6 @@ from pensieve.device.fused.decoder import FusedModel
 from pensieve.device.fused.few_rows import FEW_ROWS, FewRows, RowKernels
 from pensieve.device.kernels.native import NativeBackend
 from pensieve.device.kv_tensors import KvTensors
-from pensieve.device.model import LoadedModel
 from pensieve.errors import EngineMissing
 from tests.worker.torch.driver import ARCHITECTURES, plain_logits, random_tokens
 
@@ -36,13 +32,13 @@ except EngineMissing as missing:
 CHUNK = 8
 
 
-def _noise(*shape: int, seed: int = 0) -> torch.Tensor:
+def _noise(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(("inside", "outside"), [(576, 97), (40, 64), (77, 3), (16, 1), (5, 130)])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_a_product_of_float32_weights(inside: int, outside: int, with_bias: bool) -> None:
+def test_a_product_of_float32_weights(inside, outside, with_bias):
     weights, bias = _noise(outside, inside, seed=1), _noise(outside, seed=3) if with_bias else None
     product = FewRows(weights, None, bias)
     for rows in range(1, FEW_ROWS[torch.float32] + 6):
@@ -62,10 +58,10 @@ _PROCESSORS = {  # options, and what a machine needs to run what they make
 
 
 @pytest.fixture
-def compile_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+def compile_for(tmp_path, monkeypatch):
     """What is loaded from then on is compiled for this processor. Skips where it cannot be or cannot run."""
 
-    def chosen(name: str) -> None:
+    def chosen(name):
         options, needed = _PROCESSORS[name]
         if platform.machine() != "x86_64" or not needed <= set(processor().split()):
             pytest.skip(f"this machine does not run what is compiled for {name}")
@@ -78,7 +74,7 @@ def compile_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 
 
 @pytest.mark.parametrize("name", sorted(_PROCESSORS))
-def test_on_other_processors_other_rows_change_nothing_either(name: str, compile_for: Callable[[str], None]) -> None:
+def test_on_other_processors_other_rows_change_nothing_either(name, compile_for):
     """Compilers round a product and its sum once or twice as they think fit for each number of rows, if they may."""
     compile_for(name)
     for inside, outside in ((40, 1), (77, 97), (576, 3)):
@@ -94,7 +90,7 @@ def test_on_other_processors_other_rows_change_nothing_either(name: str, compile
 
 
 @pytest.mark.parametrize("weights", ["FLOAT32", "INT8"])
-def test_sums_stay_in_registers_without_avx512(weights: str, tmp_path: Path) -> None:
+def test_sums_stay_in_registers_without_avx512(weights, tmp_path):
     """Of 32 sums in 16 registers compilers make 200 writes to the stack, and products that take twice as long."""
     command = find_compiler()
     if platform.machine() != "x86_64" or "clang" in compiler_version(command):
@@ -109,7 +105,7 @@ def test_sums_stay_in_registers_without_avx512(weights: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("size", [64, 100, 7])
-def test_norm_and_rotation_are_torchs(size: int) -> None:
+def test_norm_and_rotation_are_torchs(size):
     kernels = RowKernels()
     x, weight = _noise(9, size) * torch.logspace(-3, 3, 9)[:, None], _noise(size, seed=1)
     got = kernels.rms_norm(x, weight, 1e-5)
@@ -124,7 +120,7 @@ def test_norm_and_rotation_are_torchs(size: int) -> None:
     assert torch.equal(heads[:, 3:], expected[:, 3:]), "values are not rotated"
 
 
-def test_what_does_not_fit_never_reaches_c() -> None:
+def test_what_does_not_fit_never_reaches_c():
     """It would be read as other numbers, or beyond its end."""
     product, kernels = FewRows(_noise(6, 32), None, None), RowKernels()
     x, heads, turned = _noise(2, 32), _noise(2, 5, 8), _noise(2, 1, 8)
@@ -153,7 +149,7 @@ def test_what_does_not_fit_never_reaches_c() -> None:
         torch.set_default_dtype(before)
 
 
-def test_threads_change_nothing() -> None:
+def test_threads_change_nothing():
     product, kernels = FewRows(_noise(300, 64), None, None), RowKernels()
     x, wide, weight, turned = _noise(3, 64), _noise(40, 2048), _noise(2048), _noise(40, 1, 64, seed=5)
     before = torch.get_num_threads()
@@ -170,9 +166,7 @@ def test_threads_change_nothing() -> None:
         assert all(torch.equal(one, other) for one, other in zip(results[0], each, strict=True))
 
 
-def _decode(
-    forward: FusedModel, model: LoadedModel, pool: KvTensors, slots: list[int], sampled: int | None = None
-) -> torch.Tensor:
+def _decode(forward, model, pool, slots, sampled=None):
     """Logits of one token in each of these slots, whose contexts have different lengths in blocks of their own; of the first
     `sampled` of them, or of all."""
     tables, rows = BlockTables(), []
@@ -189,7 +183,7 @@ def _decode(
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_a_decoded_row_is_the_same_alone_and_among_others(name: str, model_of: Callable[..., LoadedModel]) -> None:
+def test_a_decoded_row_is_the_same_alone_and_among_others(name, model_of):
     """Bit for bit, as long as the batch is small enough to be multiplied in C; and in all larger ones, which are packed,
     whether few or all of their rows are sampled."""
     model = model_of(name)
@@ -210,7 +204,7 @@ def test_a_decoded_row_is_the_same_alone_and_among_others(name: str, model_of: C
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_packed_models_read_the_modules_own_weights(name: str, model_of: Callable[..., LoadedModel]) -> None:
+def test_packed_models_read_the_modules_own_weights(name, model_of):
     """What few rows are multiplied with is no third copy: the module's parameters are views of it, and unchanged."""
     module = copy.deepcopy(model_of(name).module)
     before = {key: value.clone() for key, value in module.state_dict().items()}
@@ -218,16 +212,14 @@ def test_packed_models_read_the_modules_own_weights(name: str, model_of: Callabl
     assert isinstance(forward, FusedModel)
     assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
     storages = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-    layer: Any = forward.layers[0]
+    layer = forward.layers[0]
     for part in (layer.qkv, layer.out, layer.down):
         assert part._few._weights.untyped_storage().data_ptr() in storages
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
-def test_without_a_compiler_packed_products_serve(
-    name: str, model_of: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(*given: object) -> None:
+def test_without_a_compiler_packed_products_serve(name, model_of, monkeypatch):
+    def missing(*given):
         raise EngineMissing("no compiler")
 
     monkeypatch.setattr(linear, "FewRows", missing)
@@ -247,9 +239,7 @@ def test_without_a_compiler_packed_products_serve(
 
 
 @pytest.mark.parametrize(("threads", "served"), [(1, "float32"), (2, None)])
-def test_without_openmp_c_serves_one_thread_alone(
-    threads: int, served: str | None, model_of: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_openmp_c_serves_one_thread_alone(threads, served, model_of, monkeypatch):
     model = model_of("llama")
     monkeypatch.setattr(compiler, "openmp_runtime", lambda: None)
     load_library.cache_clear()
@@ -261,14 +251,14 @@ def test_without_openmp_c_serves_one_thread_alone(
         torch.set_num_threads(before)
         load_library.cache_clear()
     assert isinstance(forward, FusedModel) and forward.few_rows == served
-    layer: Any = forward.layers[0]
+    layer = forward.layers[0]
     assert (layer.kernels is None) == (layer.before_mlp.kernels is None) == (served is None)
 
 
-def test_angles_are_remembered_as_the_model_makes_them(model_of: Callable[..., LoadedModel]) -> None:
-    made: list[int] = []
+def test_angles_are_remembered_as_the_model_makes_them(model_of):
+    made = []
 
-    def angles(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def angles(positions):
         made.append(len(positions))
         cos, sin = model_of("llama").module.model.rotary_emb(torch.zeros(1), positions[None])
         return cos[0, :, None], sin[0, :, None]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +18,7 @@ from pensieve.device.fused.decoder import FusedModel
 from pensieve.device.fused.few_rows import FewRows
 from pensieve.device.fused.linear import Linear, packable
 from pensieve.device.kv_tensors import KvTensors
-from pensieve.device.model import LoadedModel, load_model
+from pensieve.device.model import load_model
 from pensieve.errors import EngineMissing
 from pensieve.specs import ModelSpec
 from tests.worker.torch.driver import ARCHITECTURES, Driver, plain_logits, random_tokens, tiny_model, tiny_spec
@@ -29,7 +26,7 @@ from tests.worker.torch.driver import ARCHITECTURES, Driver, plain_logits, rando
 CHUNK = 8
 
 
-def _logits(forward: Any, model: LoadedModel, tokens: list[int], wanted: list[int]) -> torch.Tensor:
+def _logits(forward, model, tokens, wanted):
     """[len(wanted), vocab] of one prompt in scattered blocks that hold NaN before."""
     pool = KvTensors(model.spec, CHUNK, 16, 0, model.device, model.dtype)
     pool.gpu.fill_(float("nan"))
@@ -38,7 +35,7 @@ def _logits(forward: Any, model: LoadedModel, tokens: list[int], wanted: list[in
     row = Row(0, ((0, len(tokens)),), tuple(tokens), Sample(len(tokens)))
     batch = build_batch([row], tables, {}, CHUNK, model.device)
     with torch.inference_mode():
-        logits: torch.Tensor = forward(Iteration(batch, pool.gpu_tokens(), CHUNK), torch.tensor(wanted))
+        logits = forward(Iteration(batch, pool.gpu_tokens(), CHUNK), torch.tensor(wanted))
     return logits
 
 
@@ -47,9 +44,7 @@ def _logits(forward: Any, model: LoadedModel, tokens: list[int], wanted: list[in
 @pytest.mark.parametrize(
     ("length", "wanted"), [(1, [0]), (2, [1]), (3, [0, 2]), (4, [3]), (37, [36]), (37, [0, 5, 20, 21, 36])]
 )
-def test_equals_transformers(
-    name: str, pack: bool, length: int, wanted: list[int], model_of: Callable[..., LoadedModel]
-) -> None:
+def test_equals_transformers(name, pack, length, wanted, model_of):
     model = model_of(name)
     fused = _BUILT.setdefault((name, pack), build_fused(copy.deepcopy(model.module), pack))
     assert isinstance(fused, FusedModel), fused
@@ -61,11 +56,11 @@ def test_equals_transformers(
     assert float((logits - expected).abs().max()) <= 1e-4
 
 
-_BUILT: dict[tuple[str, bool], FusedModel | str] = {}
+_BUILT = {}
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_joined_weights_exist_once(name: str, model_of: Callable[..., LoadedModel], tmp_path: Path) -> None:
+def test_joined_weights_exist_once(name, model_of, tmp_path):
     """The module's parameters are views of the joined ones, say the same as before, and can still be saved."""
     module = copy.deepcopy(model_of(name).module)
     before = {key: value.clone() for key, value in module.state_dict().items()}
@@ -83,15 +78,13 @@ def test_joined_weights_exist_once(name: str, model_of: Callable[..., LoadedMode
     assert torch.equal(plain_logits(again, [5, 6, 7]), plain_logits(model_of(name), [5, 6, 7]))
 
 
-def _storage_bytes(module: torch.nn.Module) -> int:
+def _storage_bytes(module):
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters()}
     return sum(storages.values())
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_weights_that_onednn_multiplies_here_and_that_fit_twice_are_packed(
-    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_onednn_multiplies_here_and_that_fit_twice_are_packed(llama, monkeypatch):
     assert packable(llama.module)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         for here in (True, False):
@@ -104,7 +97,7 @@ def test_weights_that_onednn_multiplies_here_and_that_fit_twice_are_packed(
     assert tiny_model("llama").forward.name == "fused"
 
 
-def _packed_name() -> str:
+def _packed_name():
     """What serves small float32 models here where there is memory: with oneDNN and a C compiler, or without."""
     if not torch.backends.mkldnn.is_available():
         return "fused"
@@ -116,14 +109,12 @@ def _packed_name() -> str:
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_the_limit_alone_decides_whether_a_second_copy_is_made(
-    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_limit_alone_decides_whether_a_second_copy_is_made(llama, monkeypatch):
     """Not what the process or the machine hold, which earlier trials left: the same trial would have another speed."""
     weights, spec = sum(w.nbytes for w in llama.module.parameters()), tiny_spec("llama")
     enough = 5 * weights
 
-    def served(memory: int) -> str:
+    def served(memory):
         return load_model(ModelAsked(spec, threads=1, memory_bytes=memory)).forward.name
 
     for ballast in (0, 2**40):
@@ -134,7 +125,7 @@ def test_the_limit_alone_decides_whether_a_second_copy_is_made(
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_what_the_process_really_holds_changes_no_forward(llama: LoadedModel) -> None:
+def test_what_the_process_really_holds_changes_no_forward(llama):
     resident = psutil.Process().memory_info().rss
     ballast = torch.ones(2**24)
     assert psutil.Process().memory_info().rss > resident + 2**25
@@ -142,25 +133,25 @@ def test_what_the_process_really_holds_changes_no_forward(llama: LoadedModel) ->
     del ballast
 
 
-def test_a_linear_of_modules_with_and_without_bias_is_our_own_bug() -> None:
+def test_a_linear_of_modules_with_and_without_bias_is_our_own_bug():
     with pytest.raises(AssertionError, match="have a bias"):
         Linear([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False)], pack=False)
 
 
-def test_what_runs_is_in_the_settings(model_of: Callable[..., LoadedModel]) -> None:
+def test_what_runs_is_in_the_settings(model_of):
     settings = Driver(model_of("llama")).worker.settings()
     assert (settings["forward"], settings["forward_note"]) == (_packed_name(), "")
     settings = Driver(model_of("llama", fused=False)).worker.settings()
     assert (settings["forward"], settings["forward_note"]) == ("transformers", "asked for")
 
 
-def _phi3() -> ModelSpec:
+def _phi3():
     return ModelSpec.from_architecture(
         "phi3", {**ARCHITECTURES["llama"], "model_type": "phi3", "pad_token_id": 0, "eos_token_id": 2}
     )
 
 
-def test_other_architectures_run_on_transformers() -> None:
+def test_other_architectures_run_on_transformers():
     model = load_model(ModelAsked(_phi3(), threads=1))
     assert model.forward.name == "transformers"
     assert "phi3" in model.forward_note
@@ -178,16 +169,16 @@ def test_other_architectures_run_on_transformers() -> None:
         ("gpt2", {"activation_function": "mish"}, "activation mish"),
     ],
 )
-def test_variants_without_a_fused_forward(name: str, changes: dict[str, Any], words: str) -> None:
+def test_variants_without_a_fused_forward(name, changes, words):
     model = load_model(ModelAsked(tiny_spec(name, **changes), threads=1))
     assert model.forward.name == "transformers"
     assert words in model.forward_note
 
 
-def test_a_fused_forward_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_forward_that_is_wrong_is_not_used(monkeypatch):
     right = build_fused
 
-    def wrong(module: Any, **options: Any) -> Any:
+    def wrong(module, **options):
         fused = right(module, **options)
         assert isinstance(fused, FusedModel)
         return type("Wrong", (), {"name": "fused", "__call__": lambda self, *given: fused(*given) * 1.01})()
@@ -199,7 +190,7 @@ def test_a_fused_forward_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPat
     assert model.self_check.difference < 1e-4
 
 
-def test_modules_of_another_make_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_of_another_make_are_left_to_transformers(monkeypatch):
     module = copy.deepcopy(tiny_model("llama").module)
     del module.model.layers[0].self_attn.scaling
     built = build_fused(module)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import pytest
 import torch
@@ -13,11 +12,11 @@ from pensieve.errors import ConfigError, EngineMissing
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def _load(name: str, device: torch.device = CPU, dtype: torch.dtype = torch.bfloat16, chunk: int = 32) -> Any:
+def _load(name, device=CPU, dtype=torch.bfloat16, chunk=32):
     return load_backend(name, device, dtype, 64, chunk)
 
 
-def test_auto_takes_the_triton_kernel_on_a_gpu_and_the_compiled_one_on_a_cpu() -> None:
+def test_auto_takes_the_triton_kernel_on_a_gpu_and_the_compiled_one_on_a_cpu():
     assert candidates("auto", "cuda") == ("triton", "triton_pointers", "varlen", "reference")
     assert candidates("auto", "cpu") == ("native", "reference")
     assert [candidates(name, "cpu") for name in BACKENDS] == [(name,) for name in BACKENDS]
@@ -25,7 +24,7 @@ def test_auto_takes_the_triton_kernel_on_a_gpu_and_the_compiled_one_on_a_cpu() -
         candidates("flash", "cpu")
 
 
-def test_the_reference_is_always_there() -> None:
+def test_the_reference_is_always_there():
     backend = _load("reference")
     assert (backend.name, backend.version, backend.captures) == ("reference", torch.__version__, False)
 
@@ -42,9 +41,7 @@ def test_the_reference_is_always_there() -> None:
         ("flashinfer", CPU, 32, None, r"pensieve-lab\[flashinfer\]|runs on CUDA only"),
     ],
 )
-def test_what_cannot_run_here_is_one_sentence(
-    name: str, device: torch.device, chunk: int, interpret: str | None, sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_run_here_is_one_sentence(name, device, chunk, interpret, sentence, monkeypatch):
     if name.startswith("triton"):
         monkeypatch.setattr(importlib.util, "find_spec", lambda module: object())
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -55,7 +52,7 @@ def test_what_cannot_run_here_is_one_sentence(
     assert "\n" not in str(raised.value)
 
 
-def test_a_missing_triton_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_triton_names_its_extra(monkeypatch):
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda module: None)
     with pytest.raises(EngineMissing, match=r"pip install 'pensieve-lab\[triton\]'"):
         _load("triton")

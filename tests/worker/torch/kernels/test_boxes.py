@@ -8,27 +8,24 @@ import torch
 from pensieve.device.kernels import triton_backend
 from pensieve.device.kernels.triton_backend import OncePlan, TritonBackend, TritonPointersBackend
 
-from .cases import Heads, Runs, make_case
+from .cases import Heads, make_case
 
 # A prompt over a long context (split along its keys), one from the start, a recovery of two runs, and decode rows.
-ROWS: list[Runs] = [[(300, 320)], [(0, 40)], [(3, 4), (40, 60)], [(70, 71)]]
+ROWS = [[(300, 320)], [(0, 40)], [(3, 4), (40, 60)], [(70, 71)]]
 
 
 @pytest.fixture(autouse=True)
-def boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+def boxes(monkeypatch):
     """The interpreter is taken for a GPU of capability 8."""
     monkeypatch.setattr(triton_backend, "_SHARED_PRODUCTS", (8,))
 
 
 @pytest.mark.parametrize(
     ("heads", "dtype", "chunk", "softcap"),
-    [
-        (Heads(4, 1, 24), torch.bfloat16, 32, None),
-        (Heads(2, 2, 16), torch.float16, 64, 2.0),
-    ],
+    [(Heads(4, 1, 24), torch.bfloat16, 32, None), (Heads(2, 2, 16), torch.float16, 64, 2.0)],
     ids=str,
 )
-def test_boxes_are_what_pointers_are(heads: Heads, dtype: torch.dtype, chunk: int, softcap: float | None) -> None:
+def test_boxes_are_what_pointers_are(heads, dtype, chunk, softcap):
     """Blocks of one box and of two; heads of no power of two, whose boxes reach beyond them."""
     case = make_case(ROWS, heads, dtype, chunk)
     plans = [backend().plan(case.batch, case.pool, chunk) for backend in (TritonBackend, TritonPointersBackend)]
@@ -39,7 +36,7 @@ def test_boxes_are_what_pointers_are(heads: Heads, dtype: torch.dtype, chunk: in
     case.check(got, case.expected(0.3, None, softcap))
 
 
-def test_a_layer_with_a_window_is_loaded_by_pointers() -> None:
+def test_a_layer_with_a_window_is_loaded_by_pointers():
     """Beside one without, in the same iteration."""
     case = make_case([[(40, 80)]], Heads(2, 2, 16), torch.bfloat16, 32)
     plan = TritonBackend().plan(case.batch, case.pool, 32)

@@ -8,11 +8,9 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,7 +53,7 @@ KNOWN = {
 """By architecture (CUDA C++ Programming Guide, technical specifications by compute capability)."""
 
 
-def resident(registers: int, shared_bytes: int, warps: int, on: Multiprocessor) -> int:
+def resident(registers, shared_bytes, warps, on):
     """Programs on a multiprocessor at once, by NVIDIA's occupancy rules; registers: of a thread. 0 where not one fits."""
     from pensieve.device.kernels.triton_backend import RESERVED_SHARED
 
@@ -91,7 +89,7 @@ class Code:
     ptx: str
 
 
-def attention_code(architecture: int, large: bool, head_dim: int, descriptors: bool = True) -> Code:
+def attention_code(architecture, large, head_dim, descriptors=True):
     """The attention kernel with the tiles that a device of this architecture gets. Needs triton, not interpreted."""
     from pensieve.device.kernels.paged import attend_kernel
     from pensieve.device.kernels.triton_backend import boxes_fit, tiles_for
@@ -125,9 +123,7 @@ def attention_code(architecture: int, large: bool, head_dim: int, descriptors: b
     )  # fmt: skip
 
 
-def compiled(
-    kernel: Any, architecture: int, options: Mapping[str, Any], boxes: str | None = None, **constants: Any
-) -> Any:
+def compiled(kernel, architecture, options, boxes=None, **constants):
     """A kernel of kernels.paged as Triton compiles it for aligned pointers and strides. DOT is bfloat16.
 
     boxes: the type of the descriptor that the launch brings.
@@ -138,7 +134,7 @@ def compiled(
     from triton.compiler import ASTSource
 
     sizes = {**constants, "DOT": tl.bfloat16, **({} if boxes else {"boxes": None})}
-    signature: dict[str, str] = {}
+    signature = {}
     for name in kernel.arg_names:
         pointer = _POINTERS.get(name, "*bf16") if name.endswith("_ptr") else boxes if name == "boxes" else None
         number = "fp32" if name.endswith("_scale") else "i32"
@@ -156,7 +152,7 @@ def compiled(
     )
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def _resources(cubin):
     """Registers and bytes of stack of a thread, as NVIDIA's tool that comes with Triton reads them."""
     import triton
 
@@ -170,7 +166,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _products(ptx: str) -> Iterator[str]:
+def _products(ptx):
     for name, instruction in (("mma", "mma.sync"), ("wgmma", "wgmma.mma_async"), ("tcgen05", "tcgen05.mma")):
         if instruction in ptx:
             yield name
@@ -184,9 +180,7 @@ def _products(ptx: str) -> Iterator[str]:
     ],
     ids=str,
 )  # fmt: skip
-def test_the_attention_kernel_becomes_what_its_tiles_promise(
-    architecture: int, large: bool, dim: int, products: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_attention_kernel_becomes_what_its_tiles_promise(architecture, large, dim, products, tmp_path, monkeypatch):
     """No register is spilled; K and V have two buffers each, and a step waits for its own copies alone while the next one's
     two are under way; large tiles are 128 rows, whose products read shared memory where the GPU can."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -205,9 +199,7 @@ def test_the_attention_kernel_becomes_what_its_tiles_promise(
 
 
 @pytest.mark.parametrize(("architecture", "dim", "products"), [(90, 128, "wgmma"), (100, 128, "tcgen05")])
-def test_prompts_fetch_boxes_where_the_gpu_has_them(
-    architecture: int, dim: int, products: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_fetch_boxes_where_the_gpu_has_them(architecture, dim, products, tmp_path, monkeypatch):
     """By the tensor memory accelerator, ahead of their step; no register is spilled, and two programs of 8 warps share a
     multiprocessor, where with pointers it is one."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -220,7 +212,7 @@ def test_prompts_fetch_boxes_where_the_gpu_has_them(
     assert "cp.async.ca" not in code.ptx and "cp.async.cg" not in code.ptx, "what is masked has no pipeline of its own"
 
 
-def test_decode_rows_are_loaded_by_pointers_everywhere() -> None:
+def test_decode_rows_are_loaded_by_pointers_everywhere():
     from pensieve.device.kernels.triton_backend import tiles_for
 
     for architecture, machine in KNOWN.items():
@@ -240,7 +232,7 @@ def test_decode_rows_are_loaded_by_pointers_everywhere() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_boxes_fit(changed: dict[str, int], fit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boxes_fit(changed, fit, monkeypatch):
     from pensieve.device.kernels import triton_backend
 
     case = {"capability": 9, "itemsize": 2, "head_dim": 128, "chunk_tokens": 32, "window": None, **changed}
@@ -250,9 +242,7 @@ def test_boxes_fit(changed: dict[str, int], fit: bool, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
-def test_the_small_kernels_compile_without_shared_copies(
-    architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_small_kernels_compile_without_shared_copies(architecture, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from pensieve.device.kernels.paged import join_kernel, write_kernel
 
@@ -265,7 +255,7 @@ def test_the_small_kernels_compile_without_shared_copies(
 
 @pytest.mark.parametrize("kibibytes", [99, 163, 227])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_tiles_fit_the_device(itemsize: int, kibibytes: int) -> None:
+def test_tiles_fit_the_device(itemsize, kibibytes):
     from pensieve.device.kernels.triton_backend import tiles_for
 
     for dim in (16, 64, 128, 256):
@@ -279,7 +269,7 @@ def test_tiles_fit_the_device(itemsize: int, kibibytes: int) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("large", [False, True])
-def test_consumer_blackwell_has_the_tiles_of_ada(large: bool, dim: int) -> None:
+def test_consumer_blackwell_has_the_tiles_of_ada(large, dim):
     """It has Ada's shared memory and no wgmma; a tile of 64 rows that keeps its stages has one for heads of 256."""
     from pensieve.device.kernels.triton_backend import tiles_for
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,12 +14,10 @@ from pensieve.plugins.device import varlen
 from pensieve.plugins.device.flashinfer import FlashInferPlan
 from pensieve.plugins.device.varlen import VarlenBackend, VarlenPlan
 
-from .cases import MIXED, Case, make_case
+from .cases import MIXED, make_case
 
 
-def _attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None, left: int, cap: float | None
-) -> torch.Tensor:
+def _attend(queries, keys, values, scale, left, cap):
     """Causal, aligned at the end. queries [m, heads, dim], keys [n, kv_heads, dim]. left: keys before the query; -1: all."""
     group = queries.shape[1] // keys.shape[1]
     keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
@@ -34,20 +31,20 @@ def _attend(
 
 
 def varlen_attn(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
     *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    seqused_k: torch.Tensor,
-    block_table: torch.Tensor,
-) -> torch.Tensor:
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    seqused_k,
+    block_table,
+):
     assert cu_seq_q.dtype == seqused_k.dtype == block_table.dtype == torch.int32
     assert enable_gqa == (query.shape[1] != key.shape[2]) and query.is_contiguous() and window_size[1] == 0
     assert max_q == int(cu_seq_q.diff().max()) and max_k == int(seqused_k.max()) and cu_seq_k is None
@@ -64,28 +61,28 @@ class _Wrapper:
 
     made = 0
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str) -> None:
+    def __init__(self, float_workspace_buffer, kv_layout):
         assert kv_layout == "NHD" and float_workspace_buffer.dtype == torch.uint8
         type(self).made += 1
 
     def plan(
         self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        page_size,
         *,
-        causal: bool,
-        sm_scale: float | None,
-        window_left: int,
-        logits_soft_cap: float | None,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None:
+        causal,
+        sm_scale,
+        window_left,
+        logits_soft_cap,
+        q_data_type,
+        kv_data_type,
+    ):
         assert causal and {x.dtype for x in (qo_indptr, paged_kv_indptr, paged_kv_indices)} == {torch.int32}
         self.sizes = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
         self.bounds, self.pages, self.last = (
@@ -95,7 +92,7 @@ class _Wrapper:
         )
         self.indices, self.options = paged_kv_indices.long(), (sm_scale, window_left, logits_soft_cap)
 
-    def run(self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def run(self, q, paged_kv_cache):
         assert q.is_contiguous()
         assert self.sizes == (q.shape[1], paged_kv_cache[0].shape[2], q.shape[2], paged_kv_cache[0].shape[1])
         pieces = []
@@ -111,7 +108,7 @@ class Library:
     BatchPrefillWithPagedKVCacheWrapper = _Wrapper
 
 
-def _plan(name: str, case: Case, wrappers: dict[Any, Any]) -> Any:
+def _plan(name, case, wrappers):
     if name == "reference":
         return ReferencePlan(case.batch, case.pool, case.chunk)
     if name == "varlen":
@@ -121,9 +118,9 @@ def _plan(name: str, case: Case, wrappers: dict[Any, Any]) -> Any:
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("name", ["reference", "varlen", "flashinfer"])
-def test_mixed_rows_equal_the_definition(name: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_rows_equal_the_definition(name, window, monkeypatch):
     monkeypatch.setattr("pensieve.plugins.device.flashinfer._WORKSPACE_BYTES", 16)
-    wrappers: dict[Any, Any] = {}
+    wrappers = {}
     for seed in range(2):  # a second iteration plans anew in what the first one made
         case = make_case(MIXED, seed=seed)
         got = case.attend(_plan(name, case, wrappers), 0.3, window, None)
@@ -131,7 +128,7 @@ def test_mixed_rows_equal_the_definition(name: str, window: int | None, monkeypa
     assert len(wrappers) == (name == "flashinfer")
 
 
-def test_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_softcap(monkeypatch):
     monkeypatch.setattr("pensieve.plugins.device.flashinfer._WORKSPACE_BYTES", 16)
     case = make_case(MIXED)
     for name in ("reference", "flashinfer"):
@@ -140,10 +137,8 @@ def test_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
         case.attend(_plan("varlen", case, {}), 0.3, None, 2.0)
 
 
-def test_avarlen_attn_that_lacks_what_is_needed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def older(
-        query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *, scale: Any
-    ) -> None:
+def test_avarlen_attn_that_lacks_what_is_needed_is_named(monkeypatch):
+    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale):
         raise AssertionError("not called")
 
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=older))
@@ -151,8 +146,8 @@ def test_avarlen_attn_that_lacks_what_is_needed_is_named(monkeypatch: pytest.Mon
         VarlenBackend(torch.device("cuda"), torch.bfloat16, 64, 32)
 
 
-def test_avarlen_attn_that_refuses_blocks_of_this_size_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*args: Any, **options: Any) -> None:
+def test_avarlen_attn_that_refuses_blocks_of_this_size_is_quoted(monkeypatch):
+    def refuses(*args, **options):
         raise RuntimeError("Paged KV cache block size must be divisible by 256\nmore")
 
     monkeypatch.setattr(varlen, "_function", lambda: refuses)

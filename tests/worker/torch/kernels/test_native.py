@@ -11,11 +11,11 @@ import torch
 from pensieve.compiler import find_compiler
 from pensieve.device.batch import Spans
 from pensieve.device.kernels.base import Scores
-from pensieve.device.kernels.native import NativeBackend, NativePlan
+from pensieve.device.kernels.native import NativeBackend
 from pensieve.device.kernels.reference import ReferencePlan
 from pensieve.errors import EngineMissing
 
-from .cases import MIXED, Case, Heads, Runs, make_case
+from .cases import MIXED, Heads, make_case
 
 try:
     find_compiler()
@@ -23,14 +23,14 @@ except EngineMissing as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
 
-def _plan(case: Case) -> NativePlan:
+def _plan(case):
     backend = NativeBackend(case.queries.shape[2], case.pool.dtype)
     return backend.plan(case.batch, case.pool, case.chunk)
 
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_all_kinds_of_rows_in_one_batch(window: int | None, softcap: float | None) -> None:
+def test_all_kinds_of_rows_in_one_batch(window, softcap):
     case = make_case(MIXED)
     case.check(case.attend(_plan(case), 0.3, window, softcap), case.expected(0.3, window, softcap))
 
@@ -46,7 +46,7 @@ def test_all_kinds_of_rows_in_one_batch(window: int | None, softcap: float | Non
     ],
     ids=str,
 )
-def test_head_sizes_groups_and_blocks(heads: Heads, chunk: int) -> None:
+def test_head_sizes_groups_and_blocks(heads, chunk):
     """Groups of 1, 8, 3, 2 and 20; blocks that are no power of two, smaller and larger than what is taken at once."""
     case = make_case([[(140, 141)], [(7, 8)], [(0, 1)]], heads, chunk=chunk)
     case.check(case.attend(_plan(case), None, None, None), case.expected(None, None, None))
@@ -55,9 +55,7 @@ def test_head_sizes_groups_and_blocks(heads: Heads, chunk: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (33, None), (None, 2.0)])
 @pytest.mark.parametrize("heads", [Heads(4, 2, 64), Heads(6, 2, 40), Heads(20, 1, 8)], ids=str)
-def test_a_pool_in_16_bits_is_summed_in_float32(
-    dtype: torch.dtype, window: int | None, softcap: float | None, heads: Heads
-) -> None:
+def test_a_pool_in_16_bits_is_summed_in_float32(dtype, window, softcap, heads):
     """As exact as the rounding of the result to 16 bits, over a context in which sums in 16 bits lose two digits."""
     case = make_case([[(n - 1, n)] for n in (700, 140, 33, 1)], heads, dtype=dtype, chunk=16)
     got, expected = case.attend(_plan(case), None, window, softcap), case.expected(None, window, softcap)
@@ -68,7 +66,7 @@ def test_a_pool_in_16_bits_is_summed_in_float32(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_rows(seed: int) -> None:
+def test_random_rows(seed):
     source = random.Random(seed)
     lengths = [source.randint(1, 400) for _ in range(source.randint(1, 9))]
     heads = Heads(*source.choice([(4, 1), (4, 4), (6, 2), (16, 2)]), dim=source.choice([16, 64, 96]))
@@ -77,7 +75,7 @@ def test_random_rows(seed: int) -> None:
     case.check(case.attend(_plan(case), None, window, softcap), case.expected(None, window, softcap))
 
 
-def test_layers_may_differ_in_window_and_take_strided_queries() -> None:
+def test_layers_may_differ_in_window_and_take_strided_queries():
     """As transformers passes them: [heads, tokens, head_dim] transposed. One plan, several layers."""
     case = make_case([[(60, 61)], [(30, 31)]])
     plan = _plan(case)
@@ -90,7 +88,7 @@ def test_layers_may_differ_in_window_and_take_strided_queries() -> None:
         )
 
 
-def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
+def test_scores_far_apart_neither_overflow_nor_vanish():
     case = make_case([[(99, 100)], [(49, 50)]])
     case.queries.mul_(100)
     got = case.attend(_plan(case), 1.0, None, None)
@@ -98,9 +96,9 @@ def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
     case.check(got, case.expected(1.0, None, None))
 
 
-def test_neither_other_rows_nor_threads_change_a_row() -> None:
+def test_neither_other_rows_nor_threads_change_a_row():
     """Bit for bit: so a request's tokens do not depend on who else is served."""
-    rows: list[Runs] = [[(300, 301)], [(90, 91)], [(20, 21)]]
+    rows = [[(300, 301)], [(90, 91)], [(20, 21)]]
     case = make_case(rows, Heads(8, 4, 64))
     plan = _plan(case)
     alone = torch.cat([_one(case, row) for row in range(len(rows))])
@@ -115,7 +113,7 @@ def test_neither_other_rows_nor_threads_change_a_row() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keys_and_values_go_where_torch_would_put_them(dtype: torch.dtype) -> None:
+def test_keys_and_values_go_where_torch_would_put_them(dtype):
     """Views of one joined product, as the fused forwards give them, and of another type than the pool's."""
     case = make_case([[(0, 40)], [(20, 21)]], Heads(4, 2, 24), dtype=dtype)
     joined = torch.randn(41, 8, 24)
@@ -142,13 +140,13 @@ def test_keys_and_values_go_where_torch_would_put_them(dtype: torch.dtype) -> No
         ("tcc", "tcc"),
     ],
 )
-def test_the_version_is_the_compilers(said: str, version: str) -> None:
+def test_the_version_is_the_compilers(said, version):
     backend = NativeBackend(64)
     backend._library = replace(backend._library, compiler=said)
     assert backend.version == version
 
 
-def _one(case: Case, row: int) -> torch.Tensor:
+def _one(case, row):
     span = list(case.batch.spans)[row]
     case.attend(_plan(case), None, None, None)  # everybody's keys are in the pool
     batch = replace(case.batch, spans=Spans.of([replace(span, first=0)]))

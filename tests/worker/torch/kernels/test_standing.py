@@ -8,27 +8,23 @@ import torch
 from pensieve.device.kernels.base import Scores
 from pensieve.device.kernels.triton_backend import StandingPlan, TritonBackend
 
-from .cases import Case, Heads, Runs, make_case
+from .cases import Heads, make_case
 
 ROWS = 4
 
 
-def _padded(case: Case) -> torch.Tensor:
+def _padded(case):
     """The queries of ROWS rows, of which some may belong to no span."""
     idle = torch.full((ROWS - len(case.queries), *case.queries.shape[1:]), 7.0)
     return torch.cat([case.queries, idle])
 
 
-def test_the_same_tensors_serve_batch_after_batch() -> None:
-    batches: list[list[Runs]] = [
-        [[(30, 31)]],
-        [[(600, 601)], [(0, 1)], [(99, 100)]],
-        [[(8, 9)], [(40, 41)], [(41, 42)], [(2, 3)]],
-    ]
+def test_the_same_tensors_serve_batch_after_batch():
+    batches = [[[(30, 31)]], [[(600, 601)], [(0, 1)], [(99, 100)]], [[(8, 9)], [(40, 41)], [(41, 42)], [(2, 3)]]]
     cases = [make_case(rows, Heads(4, 2, 32), seed=seed) for seed, rows in enumerate(batches)]
     plan = TritonBackend().standing(cases[0].pool, cases[0].chunk, ROWS, 40)
     assert isinstance(plan, StandingPlan)
-    places: set[int] = set()
+    places = set()
     for case in cases:
         plan.update(case.batch)
         plan.write(case.pool[1], case.batch.write_places, case.keys, case.values)
@@ -44,7 +40,7 @@ def test_the_same_tensors_serve_batch_after_batch() -> None:
     assert len(plan._launches[None].joins) == ROWS, "the launch is as large as it can become"
 
 
-def test_more_rows_or_blocks_than_there_is_room_for_are_our_own_bug() -> None:
+def test_more_rows_or_blocks_than_there_is_room_for_are_our_own_bug():
     case = make_case([[(30, 31)], [(50, 51)]])
     with pytest.raises(AssertionError):
         TritonBackend().standing(case.pool, case.chunk, 1, 40).update(case.batch)

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.device.batch import Span, Spans
-from pensieve.device.kernels.work_list import LARGE, SMALL, Cutting, WorkList, padded, work_list
+from pensieve.device.kernels.work_list import LARGE, SMALL, Cutting, padded, work_list
 
 
-def _spans(bounds: list[tuple[int, int]], chunk: int = 16) -> Spans:
+def _spans(bounds, chunk=16):
     spans, first = [], 0
     for start, stop in bounds:
         spans.append(Span(first, start, stop, np.arange(first, first + -(-stop // chunk), dtype=np.int64)))
@@ -17,7 +17,7 @@ def _spans(bounds: list[tuple[int, int]], chunk: int = 16) -> Spans:
     return Spans.of(spans)
 
 
-def _pairs(work: WorkList, cutting: Cutting, window: int | None) -> list[tuple[int, int]]:
+def _pairs(work, cutting, window):
     """(query, key) as the kernel walks them: a tile's keys in steps, shared among its splits, masked row by row."""
     pairs = []
     for kind, first, count, start, _, split, splits, _ in work.items.tolist():
@@ -40,9 +40,7 @@ bounds = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(bounds, st.integers(1, 4), st.integers(1, 40), st.sampled_from([None, 1, 50]), st.integers(0, 3))
-def test_every_query_meets_every_key_it_sees_once(
-    rows: list[tuple[int, int]], small: int, wanted: int, window: int | None, idle: int
-) -> None:
+def test_every_query_meets_every_key_it_sees_once(rows, small, wanted, window, idle):
     cutting = Cutting(small, 8 * small, 16, wanted, least_keys=32)
     queries = sum(stop - start for start, stop in rows)
     work = work_list(padded(_spans(rows), queries + idle), cutting, window)
@@ -59,7 +57,7 @@ def test_every_query_meets_every_key_it_sees_once(
 
 @settings(max_examples=40, deadline=None)
 @given(bounds, st.integers(1, 40))
-def test_joins_name_each_split_once(rows: list[tuple[int, int]], wanted: int) -> None:
+def test_joins_name_each_split_once(rows, wanted):
     work = work_list(_spans(rows), Cutting(2, 16, 16, wanted, least_keys=32), None)
     written = {}
     for _, first, count, _, _, split, splits, partial in work.items.tolist():
@@ -76,7 +74,7 @@ def test_joins_name_each_split_once(rows: list[tuple[int, int]], wanted: int) ->
     assert set(written) == set(range(work.partial_rows))
 
 
-def test_a_long_decode_row_is_split_beside_a_prefill() -> None:
+def test_a_long_decode_row_is_split_beside_a_prefill():
     work = work_list(_spans([(8191, 8192), (0, 256)]), Cutting(4, 32, 64, 66), None)
     by_kind = {kind: work.items[work.items[:, 0] == kind] for kind in (SMALL, LARGE)}
     assert by_kind[SMALL][:, 6].min() > 16
@@ -85,7 +83,7 @@ def test_a_long_decode_row_is_split_beside_a_prefill() -> None:
 
 
 @pytest.mark.parametrize("batch", [64, 128])
-def test_enough_rows_are_not_split(batch: int) -> None:
+def test_enough_rows_are_not_split(batch):
     """128 rows of 8 KV heads occupy 132 multiprocessors by themselves."""
     work = work_list(_spans([(4095, 4096)] * batch), Cutting(4, 32, 64, 66), None)
     assert len(work.items) == batch and len(work.joins) == 0

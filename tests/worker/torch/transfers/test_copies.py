@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,28 +20,18 @@ from pensieve.device.transfers.copies import (
     find_fault,
     first_sound,
 )
-from pensieve.device.transfers.link import Copier, Haul
+from pensieve.device.transfers.link import Haul
 from pensieve.errors import EngineMissing, HardwareMissing
 from tests.worker.torch.transfers.named import RUNS, Named, tensors
 
 
-def memory(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[tuple[int, int, int]]]:
+def memory(monkeypatch):
     """A driver's batched copy for RAM, by the signature that cuda.h has, and what it was asked for."""
-    asked: list[tuple[int, int, int]] = []
+    asked = []
     stream = SimpleNamespace(query=lambda: True, cuda_stream=77)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
 
-    def perform(
-        targets: int,
-        sources: int,
-        sizes: int,
-        count: int,
-        attributes: Any,
-        first: Any,
-        known: int,
-        refused: Any,
-        on: int,
-    ) -> int:
+    def perform(targets, sources, sizes, count, attributes, first, known, refused, on):
         assert (known, first[0], on) == (1, 0, 77)
         asked.append((count, attributes[0].source_order, attributes[0].flags))
         words = [(ctypes.c_uint64 * count).from_address(at) for at in (targets, sources, sizes)]
@@ -57,7 +46,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[tuple[int, int, i
 
 
 @pytest.mark.parametrize("kind", ["calls", "batch"])
-def test_every_way_brings_every_byte_layer_by_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_brings_every_byte_layer_by_layer(kind, monkeypatch):
     pools, expected = tensors(), tensors()
     for pool in (pools.cpu, pools.gpu):
         noise = torch.randint(0, 256, (pool.nbytes,), dtype=torch.uint8)
@@ -67,10 +56,7 @@ def test_every_way_brings_every_byte_layer_by_layer(kind: str, monkeypatch: pyte
         for i in range(run.blocks):
             expected.gpu.view(torch.uint8)[:, run.dst + i] = pools.cpu.view(torch.uint8)[:, run.src + i]
     call, asked = memory(monkeypatch)
-    ways: dict[str, Copier] = {
-        "calls": CallCopier(),
-        "batch": BatchCopier(call),
-    }
+    ways = {"calls": CallCopier(), "batch": BatchCopier(call)}
     assert find_fault(ways[kind], tensors().cpu, tensors().gpu) == ""
     asked.clear()
     copy = ways[kind].prepare(Haul(RUNS, pools.cpu, pools.gpu))
@@ -81,7 +67,7 @@ def test_every_way_brings_every_byte_layer_by_layer(kind: str, monkeypatch: pyte
     assert asked == {"calls": [], "batch": 2 * [(4, 1, 1)]}[kind], "a call a layer"
 
 
-def test_the_drivers_structure_is_as_large_as_in_its_header() -> None:
+def test_the_drivers_structure_is_as_large_as_in_its_header():
     assert ctypes.sizeof(Attributes) == 24
     assert [getattr(Attributes, name).offset for name in ("source_order", "source", "target", "flags")] == [
         0,
@@ -91,7 +77,7 @@ def test_the_drivers_structure_is_as_large_as_in_its_header() -> None:
     ]
 
 
-def test_a_refused_batch_is_an_error_and_a_driver_without_it_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_batch_is_an_error_and_a_driver_without_it_is_said_to_be(monkeypatch):
     call, _ = memory(monkeypatch)
     pools = tensors()
     copy = BatchCopier(call).prepare(Haul([BlockRun(0, 1, 1), BlockRun(2, 3, 0)], pools.cpu, pools.gpu))
@@ -100,7 +86,7 @@ def test_a_refused_batch_is_an_error_and_a_driver_without_it_is_said_to_be(monke
 
     class Old:
         class cuGetProcAddress_v2:
-            def __new__(cls, name: bytes, address: Any, version: int, flags: int, found: Any) -> Any:
+            def __new__(cls, name, address, version, flags, found):
                 assert (name, version, flags) == (b"cuMemcpyBatchAsync", 12080, 0)
                 return 1
 
@@ -112,16 +98,16 @@ def test_a_refused_batch_is_an_error_and_a_driver_without_it_is_said_to_be(monke
         BatchCopier()
 
 
-def misplaced(haul: Haul) -> Haul:
+def misplaced(haul):
     runs = [replace(run, dst=run.dst + 1) for run in haul.runs[:-1]] + list(haul.runs[-1:])
     return Haul(runs, haul.source, haul.target)
 
 
-def broken(haul: Haul) -> Haul:
+def broken(haul):
     raise ValueError("no such\ninstruction")
 
 
-def test_a_way_that_copies_wrongly_or_not_at_all_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_way_that_copies_wrongly_or_not_at_all_does_not_serve(monkeypatch):
     pools = tensors()
     copier, note = first_sound([Named("batch", misplaced), Named("broken", broken), Named("calls")], pools)
     assert copier.name == "calls"

@@ -5,18 +5,16 @@ from __future__ import annotations
 import gc
 import mmap
 from types import SimpleNamespace
-from typing import Any
 
-import pytest
 import torch
 
 from pensieve.device.transfers.pinned import kept, pinned_bytes
 
 
-def runtime(monkeypatch: pytest.MonkeyPatch, answer: int) -> list[tuple[Any, ...]]:
-    calls: list[tuple[Any, ...]] = []
+def runtime(monkeypatch, answer):
+    calls = []
 
-    def register(address: int, size: int, flags: int) -> int:
+    def register(address, size, flags):
         calls.append(("register", address, size, flags))
         return answer
 
@@ -28,9 +26,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch, answer: int) -> list[tuple[Any, ...
     return calls
 
 
-def test_exactly_the_bytes_asked_for_are_locked_and_given_back_with_the_last_view(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_exactly_the_bytes_asked_for_are_locked_and_given_back_with_the_last_view(monkeypatch):
     calls = runtime(monkeypatch, 0)
     flat = pinned_bytes(100_000)
     address = flat.data_ptr()
@@ -47,7 +43,7 @@ def test_exactly_the_bytes_asked_for_are_locked_and_given_back_with_the_last_vie
     assert calls[1:] == [("unregister", address)]
 
 
-def test_where_it_is_kept_it_stays_locked_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_is_kept_it_stays_locked_for_the_next_one(monkeypatch):
     """Zeroed, also for less; what is too small goes before the larger one is locked."""
     calls = runtime(monkeypatch, 0)
     monkeypatch.setattr(kept, "keeps", lambda: True)
@@ -75,11 +71,11 @@ def test_where_it_is_kept_it_stays_locked_for_the_next_one(monkeypatch: pytest.M
     assert sorted(call[0] for call in calls[6:]) == ["unregister", "unregister"]
 
 
-def test_where_it_is_refused_torch_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_is_refused_torch_pins(monkeypatch):
     calls = runtime(monkeypatch, 801)
-    asked: list[dict[str, Any]] = []
+    asked = []
 
-    def zeros(size: int, **how: Any) -> str:
+    def zeros(size, **how):
         asked.append({"size": size, **how})
         if "device" in how:
             raise RuntimeError("CUDA error: what happened before")
