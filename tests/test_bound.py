@@ -13,10 +13,10 @@ from pensieve.serve.record import TurnRecord
 class Chunks:
     """A cost model by what each chunk takes; the last one goes on."""
 
-    def __init__(self, *seconds: float) -> None:
+    def __init__(self, *seconds):
         self.each = seconds
 
-    def recompute_s(self, context_tokens: int) -> float:
+    def recompute_s(self, context_tokens):
         return self.each[min(context_tokens - 1, len(self.each) - 1)]
 
 
@@ -32,7 +32,7 @@ placed = st.lists(
 )
 
 
-def most_worth(idle: list[Idle], capacity: int, prices: Prices) -> float:
+def most_worth(idle, capacity, prices):
     """By trying every set of positions kept of every interval."""
     sets = [[tuple(p for p in range(one.tokens) if mask >> p & 1) for mask in range(1 << one.tokens)] for one in idle]
     best = 0.0
@@ -53,9 +53,9 @@ def most_worth(idle: list[Idle], capacity: int, prices: Prices) -> float:
 
 @settings(max_examples=200, deadline=None)
 @given(placed, st.integers(0, 6), st.just([1.0]) | st.lists(st.floats(0.1, 5.0), min_size=1, max_size=8))
-def test_nothing_saves_more_seconds(idle: list[Idle], capacity: int, chunks: list[float]) -> None:
+def test_nothing_saves_more_seconds(idle, capacity, chunks):
     """Whatever positions cost, also where later ones cost less."""
-    prices = Prices(Chunks(*chunks), 1)  # type: ignore[arg-type]
+    prices = Prices(Chunks(*chunks), 1)
     ordered = sorted(idle, key=lambda one: one.start_s)
     bound, best = most_saved(ordered, capacity, prices), most_worth(idle, capacity, prices)
     assert bound >= best - 1e-9
@@ -63,8 +63,8 @@ def test_nothing_saves_more_seconds(idle: list[Idle], capacity: int, chunks: lis
         assert bound == pytest.approx(best), "exact where all positions cost the same"
 
 
-def test_levels_of_worth_are_never_below_the_price_and_few() -> None:
-    prices = Prices(Chunks(*(1.0 + 0.01 * n for n in range(500))), 1)  # type: ignore[arg-type]
+def test_levels_of_worth_are_never_below_the_price_and_few():
+    prices = Prices(Chunks(*(1.0 + 0.01 * n for n in range(500))), 1)
     levels = prices.levels(400)
     assert len(levels) <= LEVELS
     for position in range(400):
@@ -74,9 +74,9 @@ def test_levels_of_worth_are_never_below_the_price_and_few() -> None:
     assert prices.levels(0) == []
 
 
-def test_the_seconds_of_two_conversations_by_hand() -> None:
+def test_the_seconds_of_two_conversations_by_hand():
     """Room for 109 of 218 history tokens: the bound keeps one conversation, and each position costs its number."""
-    prices = Prices(Chunks(*range(1, 300)), 1)  # type: ignore[arg-type]
+    prices = Prices(Chunks(*range(1, 300)), 1)
     whole = 2 * sum(range(1, 110))
     for capacity, least in ((0, whole), (218, 0.0)):
         bound = offline_bound(TURNS, capacity, prices)
@@ -90,7 +90,7 @@ def test_the_seconds_of_two_conversations_by_hand() -> None:
     assert least - 109 * (109 - 1) / LEVELS <= half.recompute_s <= least
 
 
-def turn(session: str, number: int, at_s: float, prompt: int, history: int, **other: object) -> TurnRecord:
+def turn(session, number, at_s, prompt, history, **other):
     record = TurnRecord(session, number, phase=str(other.pop("phase", "chat")))
     record.admitted_s, record.finished_s = at_s, at_s + 0.5
     record.prompt_tokens, record.history_tokens, record.new_tokens = prompt, history, prompt - history
@@ -101,12 +101,7 @@ def turn(session: str, number: int, at_s: float, prompt: int, history: int, **ot
     return record
 
 
-TURNS = [
-    turn("a", 1, 0.0, 100, 0),
-    turn("b", 1, 1.0, 100, 0),
-    turn("a", 2, 2.0, 150, 109),
-    turn("b", 2, 3.0, 150, 109),
-]
+TURNS = [turn("a", 1, 0.0, 100, 0), turn("b", 1, 1.0, 100, 0), turn("a", 2, 2.0, 150, 109), turn("b", 2, 3.0, 150, 109)]
 
 
 ONE_BY_ONE = [TURNS[0], turn("a", 2, 1.0, 150, 109), turn("b", 1, 2.0, 100, 0), turn("b", 2, 3.0, 150, 109)]
@@ -126,26 +121,26 @@ REFUSED = TurnRecord("d", 1, status="refused")
         ([*TURNS, REFUSED], 109, 109, 218, 500),  # it was never admitted
     ],
 )
-def test_what_is_kept_hits(turns: list[TurnRecord], capacity: int, hits: int, history: int, prompt: int) -> None:
+def test_what_is_kept_hits(turns, capacity, hits, history, prompt):
     bound = offline_bound(turns, capacity)
     assert bound is not None
     assert (bound.hit_tokens, bound.history_tokens, bound.prompt_tokens) == (hits, history, prompt)
 
 
-def test_what_another_conversation_has_had_may_be_found_there_at_any_time() -> None:
+def test_what_another_conversation_has_had_may_be_found_there_at_any_time():
     later = turn("c", 2, 5.0, 100, 30, elsewhere_tokens=20, anywhere_tokens=64)
     alone, found = offline_bound(TURNS, 0), offline_bound([*TURNS, later], 0)
     assert alone is not None and found is not None
     assert (found.hit_tokens, found.prompt_hit_tokens) == (alone.hit_tokens + 20, alone.prompt_hit_tokens + 20 + 34)
 
 
-def test_a_system_that_does_not_say_what_conversations_share_has_no_bound() -> None:
+def test_a_system_that_does_not_say_what_conversations_share_has_no_bound():
     unknown = turn("c", 2, 5.0, 100, 30, elsewhere_tokens=None, anywhere_tokens=None)
     assert offline_bound([*TURNS, unknown], 1000) is None
     assert [metric.value for metric in bound_metrics([*TURNS, unknown], 1000)] == [None, None, None]
 
 
-def test_metrics_have_the_denominators_of_the_rates_they_bound() -> None:
+def test_metrics_have_the_denominators_of_the_rates_they_bound():
     rate, of_prompts, seconds = bound_metrics(TURNS, 109)
     assert (seconds.name, seconds.value) == ("bound_recomputed_s", None), "nothing prices a position"
     assert (rate.name, rate.value, rate.n) == ("bound_hit_rate", 109 / 218, 218)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import VirtualClock
-from pensieve.core.engine import Engine
 from pensieve.core.request import Forced, Fork, History, Request, is_measured, tokens_of
 from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.lab.bound import Prices, offline_bound
@@ -28,7 +26,7 @@ from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.serve.record import TurnRecord
 from tests.simulated import make_engine
 
-MANAGERS: dict[str, tuple[Callable[..., Any], int, int]] = {  # with GPU and CPU blocks
+MANAGERS = {  # with GPU and CPU blocks
     "pensieve": (TwoTierCache, 12, 8),
     "pensieve_shared": (SharedCache, 12, 8),
     "gpu_only": (TwoTierCache, 12, 0),
@@ -45,7 +43,7 @@ TRACES = int(os.environ.get("PENSIEVE_BOUND_TRACES", "250"))
 class Dear:
     """Position n costs n + 3 seconds in chunks of one token, and so on in larger ones."""
 
-    def recompute_s(self, context_tokens: int) -> float:
+    def recompute_s(self, context_tokens):
         return float(context_tokens + 3)
 
 
@@ -57,16 +55,16 @@ class Said:
     tokens: tuple[int, ...]
 
 
-def trace(rng: random.Random, engine: Engine, turns: int, longest: int = 16) -> list[Said]:
+def trace(rng, engine, turns, longest=16):
     """Random requests of a few conversations: equal openings, equal replies, whole prompts that agree with what was said
     or do not, prompts said twice, warm-up and rewarm, histories given by the workload, requests cancelled, conversations
     forgotten by hand and after their time."""
     assert isinstance(engine.clock, VirtualClock)
-    said: dict[str, list[int]] = {}
-    under_way: dict[int, Request] = {}
-    found: list[Said] = []
+    said = {}
+    under_way = {}
+    found = []
 
-    def step(until_ns: int | None) -> None:
+    def step(until_ns):
         for event in engine.step(until_ns):
             if event.turn is None:
                 continue
@@ -118,7 +116,7 @@ def trace(rng: random.Random, engine: Engine, turns: int, longest: int = 16) -> 
     return found
 
 
-def run(manager: str, rng: random.Random, turns: int, **engine: Any) -> tuple[list[Said], int]:
+def run(manager, rng, turns, **engine):
     """The trace, and the tokens that the manager holds at most."""
     cache, gpu_blocks, cpu_blocks = MANAGERS[manager]
     sizes = {"gpu_blocks": gpu_blocks, "cpu_blocks": cpu_blocks, "chunk_tokens": 2, **engine}
@@ -130,7 +128,7 @@ def run(manager: str, rng: random.Random, turns: int, **engine: Any) -> tuple[li
 
 
 @pytest.mark.parametrize("manager", [name for name in MANAGERS if name != "stateless"])
-def test_the_traces_have_hits_and_misses(manager: str) -> None:
+def test_the_traces_have_hits_and_misses(manager):
     turns = [turn for chance in range(60) for turn in measured(run(manager, random.Random(chance), turns=12)[0])]
     hits = sum((turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) for turn in turns)
     shared = sum(turn.shared_hit_tokens or 0 for turn in turns)
@@ -140,22 +138,20 @@ def test_the_traces_have_hits_and_misses(manager: str) -> None:
     )
 
 
-def measured(said: Sequence[Said]) -> list[TurnRecord]:
+def measured(said):
     return [s.record for s in said if is_measured(s.record.phase) and s.record.history_tokens is not None]
 
 
 @pytest.mark.parametrize("manager", MANAGERS)
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**9))
-def test_no_manager_beats_its_bound(manager: str, chance: int) -> None:
+def test_no_manager_beats_its_bound(manager, chance):
     within_its_bound(manager, chance)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("manager", ["pensieve_shared", "prefix_cache", "vllm_offload"])
-def test_no_manager_that_shares_beats_its_bound_on_many_traces(
-    manager: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_manager_that_shares_beats_its_bound_on_many_traces(manager, capsys):
     """Longer ones, and tiers of several sizes. PENSIEVE_BOUND_TRACES=1000 for more."""
     shared = 0
     for chance in range(TRACES):
@@ -170,11 +166,11 @@ def test_no_manager_that_shares_beats_its_bound_on_many_traces(
     assert shared > TRACES
 
 
-def within_its_bound(manager: str, chance: int, most_turns: int = 14, **sizes: int) -> int:
+def within_its_bound(manager, chance, most_turns=14, **sizes):
     """Returns the tokens that were found because another conversation had them."""
     rng = random.Random(chance)
     said, capacity = run(manager, rng, rng.randint(2, most_turns), **sizes)
-    bound = offline_bound([one.record for one in said], capacity, Prices(Dear(), 2))  # type: ignore[arg-type]
+    bound = offline_bound([one.record for one in said], capacity, Prices(Dear(), 2))
     assert bound is not None
     turns = measured(said)
     assert bound.recompute_s is not None and bound.history_s is not None
@@ -187,7 +183,7 @@ def within_its_bound(manager: str, chance: int, most_turns: int = 14, **sizes: i
     return shared
 
 
-def test_two_conversations_with_equal_openings_that_arrive_together() -> None:
+def test_two_conversations_with_equal_openings_that_arrive_together():
     """Each finds the other's blocks, so that nothing of its own need be kept: hits of 1.00 stood beside a bound of 0.77."""
     engine = make_engine(cache=PrefixCache, gpu_blocks=9, chunk_tokens=4)
     assert isinstance(engine.cache, PrefixCache)
@@ -218,17 +214,15 @@ def test_two_conversations_with_equal_openings_that_arrive_together() -> None:
 Node = tuple[Any, ...]
 
 
-def optimum(
-    said: Sequence[Said], capacity: int, shares: bool, whole_prompts: bool, worth: Callable[[int], float] = lambda _: 1
-) -> float:
+def optimum(said, capacity, shares, whole_prompts, worth=lambda _: 1):
     """The most tokens that could have hit, or the most they are worth by their positions, by trying every choice of what to
     keep whenever a turn ends.
 
     A token's KV is that of all tokens up to it, and of its conversation unless they share. What runs takes no room.
     """
-    paths: list[list[Node]] = []
+    paths = []
     for one in said:
-        own: Node = () if shares else (one.record.session,)
+        own = () if shares else (one.record.session,)
         paths.append([(own, one.tokens[: end + 1]) for end in range(len(one.tokens))])
     ran = [index for index, one in enumerate(said) if one.record.admitted_s is not None]
     ran.sort(key=lambda index: said[index].record.turn)  # who is admitted at one moment is admitted in order of arrival
@@ -239,8 +233,8 @@ def optimum(
     )
     if any(said[i].record.admitted_s == said[i].record.finished_s for i in ran):
         return 0  # admitted and cancelled at one moment: nothing to learn from it
-    best: dict[frozenset[Node], float] = {frozenset(): 0}
-    running: set[int] = set()
+    best = {frozenset(): 0}
+    running = set()
     for place, (_, kind, index) in enumerate(events):
         record = said[index].record
         assert record.history_tokens is not None and record.prompt_tokens is not None
@@ -256,7 +250,7 @@ def optimum(
             continue
         running.discard(index)
         later = {node for _, later_kind, i in events[place + 1 :] if later_kind == 1 for node in paths[i]}
-        after: dict[frozenset[Node], float] = {}
+        after = {}
         for kept, hits in best.items():
             could = sorted((kept | set(paths[index])) & later, key=repr)
             for choice in combinations(could, min(capacity, len(could))):
@@ -265,10 +259,10 @@ def optimum(
     return max(best.values())
 
 
-def against_brute_force(manager: str, traces: int) -> tuple[float, float, float, float]:
+def against_brute_force(manager, traces):
     """Best and bound in tokens, and the least seconds and their bound, summed over random traces; each held against the
     other. With blocks of one token, so that what conversations share is known to the token."""
-    shares, prices = manager in ("pensieve_shared", "prefix_cache"), Prices(Dear(), 1)  # type: ignore[arg-type]
+    shares, prices = manager in ("pensieve_shared", "prefix_cache"), Prices(Dear(), 1)
     best_tokens = bound_tokens = least_s = bound_s = 0.0
     for chance in range(traces):
         rng = random.Random(chance)
@@ -294,14 +288,14 @@ def against_brute_force(manager: str, traces: int) -> tuple[float, float, float,
 
 @pytest.mark.parametrize("traces", [150, pytest.param(TRACES, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("manager", ["pensieve", "pensieve_shared", "prefix_cache"])
-def test_the_best_offline_choice_is_within_the_bound(manager: str, traces: int) -> None:
+def test_the_best_offline_choice_is_within_the_bound(manager, traces):
     """The gap is what the bound gives away: to requests that run, which take no room in it, and to tokens that another
     conversation has had. PENSIEVE_BOUND_TRACES=10000 for more."""
     best, bound, least_s, bound_s = against_brute_force(manager, traces)
     assert 0 < best <= bound and 0 < bound_s <= least_s
 
 
-def test_a_conversation_that_begins_with_the_kv_of_another_is_within_its_bound() -> None:
+def test_a_conversation_that_begins_with_the_kv_of_another_is_within_its_bound():
     """Its first turn hits, and nothing of its own was ever kept."""
     engine = make_engine(cache=TwoTierCache, gpu_blocks=20, chunk_tokens=4)
     records = []

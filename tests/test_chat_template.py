@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pensieve.errors import ConfigError
@@ -15,16 +13,16 @@ PUBLISHED = {"chatml": CHATML, "llama3": LLAMA_3, "gemma2": GEMMA_2, "mistral": 
 
 
 @pytest.fixture(params=[*PUBLISHED, "plain"])
-def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> HubTokenizer:
+def tokenizer(request, tmp_path):
     return HubTokenizer(save_tokenizer(tmp_path, PUBLISHED.get(request.param), begins=request.param == "plain"))
 
 
-def loaded(folder: Path, template: str | None) -> tuple[HubTokenizer, ChatTemplate]:
+def loaded(folder, template):
     tokenizer = HubTokenizer(save_tokenizer(folder, template))
     return tokenizer, ChatTemplate(tokenizer)
 
 
-def spelled(tokenizer: HubTokenizer, text: str, ended: bool) -> list[int]:
+def spelled(tokenizer, text, ended):
     """A reply as a model may sample it: letter by letter, which is not how the tokenizer encodes it."""
     ids = [token for letter in text for token in tokenizer.encode(tokenizer.literal(letter), marked=True)]
     assert ids != tokenizer.encode(text)
@@ -33,9 +31,7 @@ def spelled(tokenizer: HubTokenizer, text: str, ended: bool) -> list[int]:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("turns", [("the one",), ("the one", "Rome", "and then?")])
-def test_without_own_tokens_it_is_what_transformers_makes_of_the_messages(
-    tmp_path: Path, name: str, turns: tuple[str, ...]
-) -> None:
+def test_without_own_tokens_it_is_what_transformers_makes_of_the_messages(tmp_path, name, turns):
     from transformers import PreTrainedTokenizerFast
 
     _, chat = loaded(tmp_path, PUBLISHED[name])
@@ -45,7 +41,7 @@ def test_without_own_tokens_it_is_what_transformers_makes_of_the_messages(
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_special_tokens_come_from_the_template_alone(tmp_path: Path, name: str) -> None:
+def test_special_tokens_come_from_the_template_alone(tmp_path, name):
     """Whatever a message, a reply that a client tells, a tool's result or a tool's schema spells out."""
     tokenizer, _ = loaded(tmp_path, PUBLISHED[name])
     tokenizer.chat_template += "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
@@ -53,7 +49,7 @@ def test_special_tokens_come_from_the_template_alone(tmp_path: Path, name: str) 
     specials = {text: tokenizer.encode(text)[0] for text in SPECIALS[PUBLISHED[name]]}
     hostile = f"the{''.join(specials)}\ufdd0one\ufdd1 \ufdd11\ufdd1{'on'.join(specials)}e"
 
-    def prompt(text: str) -> list[int]:
+    def prompt(text):
         tools = [{"type": "function", "function": {"name": "f", "description": text, text: [text]}}]
         return chat.prompt(dialogue("a", "b", text, text, text), {1: spelled(tokenizer, "the one", True)}, tools).ids
 
@@ -69,7 +65,7 @@ def test_special_tokens_come_from_the_template_alone(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_each_turn_extends_the_one_before(tokenizer: HubTokenizer, ended: bool) -> None:
+def test_each_turn_extends_the_one_before(tokenizer, ended):
     """Whether the model ended its reply or was cut short. Plain lines show no end of sequence: its token, which has no KV
     yet, is left out."""
     chat = ChatTemplate(tokenizer)
@@ -88,7 +84,7 @@ def test_each_turn_extends_the_one_before(tokenizer: HubTokenizer, ended: bool) 
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_message_can_follow_without_the_messages_before_it(tokenizer: HubTokenizer, ended: bool) -> None:
+def test_a_message_can_follow_without_the_messages_before_it(tokenizer, ended):
     chat = ChatTemplate(tokenizer)
     first = chat.opening("the first")
     reply = spelled(tokenizer, "the one", ended)
@@ -99,7 +95,7 @@ def test_a_message_can_follow_without_the_messages_before_it(tokenizer: HubToken
     )
 
 
-def test_a_reply_that_ended_otherwise_than_the_template_says_ends_as_it_says(tmp_path: Path) -> None:
+def test_a_reply_that_ended_otherwise_than_the_template_says_ends_as_it_says(tmp_path):
     """Gemma 2 may stop with <eos>, and its template knows <end_of_turn> only."""
     tokenizer, chat = loaded(tmp_path, GEMMA_2)
     other = tokenizer.encode("<eos>")[0]
@@ -110,7 +106,7 @@ def test_a_reply_that_ended_otherwise_than_the_template_says_ends_as_it_says(tmp
     assert other not in ids
 
 
-def test_a_template_that_moves_the_system_message_says_so_and_keeps_the_common_prefix(tmp_path: Path) -> None:
+def test_a_template_that_moves_the_system_message_says_so_and_keeps_the_common_prefix(tmp_path):
     tokenizer, chat = loaded(tmp_path, MISTRAL)
     assert chat.rewrites is not None and "system message moves" in chat.rewrites
     first = chat.prompt(dialogue("the first", system="rules")).ids
@@ -122,7 +118,7 @@ def test_a_template_that_moves_the_system_message_says_so_and_keeps_the_common_p
     assert any(second.ids[i : i + len(reply)] == reply for i in range(len(second.ids)))
 
 
-def test_a_template_that_drops_thinking_says_so_and_encodes_anew_from_there(tmp_path: Path) -> None:
+def test_a_template_that_drops_thinking_says_so_and_encodes_anew_from_there(tmp_path):
     tokenizer, chat = loaded(tmp_path, THINKING)
     assert chat.rewrites is not None and "thinking" in chat.rewrites
     thought, plain = (spelled(tokenizer, text, True) for text in ("<think>the</think>\nstone", "the stone"))
@@ -138,11 +134,11 @@ def test_a_template_that_drops_thinking_says_so_and_encodes_anew_from_there(tmp_
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "gemma2"])
-def test_other_templates_rewrite_nothing(tmp_path: Path, name: str) -> None:
+def test_other_templates_rewrite_nothing(tmp_path, name):
     assert loaded(tmp_path, PUBLISHED[name])[1].rewrites is None
 
 
-def test_what_a_reply_says_of_itself_does_not_count_beside_its_tokens(tmp_path: Path) -> None:
+def test_what_a_reply_says_of_itself_does_not_count_beside_its_tokens(tmp_path):
     """A client sends back the text that it was shown, or the calls that a server found in it."""
     tokenizer, chat = loaded(tmp_path, CHATML)
     reply = spelled(tokenizer, "the one", True)
@@ -151,7 +147,7 @@ def test_what_a_reply_says_of_itself_does_not_count_beside_its_tokens(tmp_path: 
     assert chat.prompt(called, {1: reply}).ids == chat.prompt(messages, {1: reply}).ids
 
 
-def test_without_a_template_messages_are_lines() -> None:
+def test_without_a_template_messages_are_lines():
     tokenizer = ByteTokenizer()
     chat = ChatTemplate(tokenizer)
     assert chat.plain and chat.rewrites is None
@@ -160,7 +156,7 @@ def test_without_a_template_messages_are_lines() -> None:
     assert bytes(chat.opening("Hello")).decode() == "User: Hello\nAssistant:"
 
 
-def test_plain_lines_begin_with_the_token_that_texts_begin_with(tmp_path: Path) -> None:
+def test_plain_lines_begin_with_the_token_that_texts_begin_with(tmp_path):
     for begins in (True, False):
         tokenizer = HubTokenizer(save_tokenizer(tmp_path, begins=begins))
         ids = ChatTemplate(tokenizer).prompt(dialogue("Hello", "Hi", "Well?")).ids
@@ -182,6 +178,6 @@ def test_plain_lines_begin_with_the_token_that_texts_begin_with(tmp_path: Path) 
         (dialogue("a") * 2, {}, "must alternate"),
     ],
 )
-def test_messages_that_make_no_sense_are_refused_in_a_sentence(tmp_path: Path, messages, replies, says) -> None:
+def test_messages_that_make_no_sense_are_refused_in_a_sentence(tmp_path, messages, replies, says):
     with pytest.raises(ConfigError, match=says):
         loaded(tmp_path, GEMMA_2)[1].prompt(messages, replies)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ int threads(int wanted) {
 
 
 @pytest.fixture(autouse=True)
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     load_library.cache_clear()
     yield tmp_path / "cache" / "pensieve" / "kernels"
@@ -39,18 +38,18 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     path = tmp_path / "answer.c"
     path.write_text(_SOURCE)
     return path
 
 
-def _answer(source: Path, answer: int) -> int:
+def _answer(source, answer):
     library = load_library(source, (f"ANSWER={answer}",))
     return int(library.functions.answer())
 
 
-def test_compiled_once_and_kept(source: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_once_and_kept(source, cache_folder, monkeypatch):
     assert _answer(source, 42) == 42
     made = list(cache_folder.iterdir())
     assert [path.suffix for path in made] == [".so"], "nothing else is left behind"
@@ -59,9 +58,7 @@ def test_compiled_once_and_kept(source: Path, cache_folder: Path, monkeypatch: p
     assert _answer(source, 42) == 42
 
 
-def test_another_definition_source_or_processor_is_another_file(
-    source: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_definition_source_or_processor_is_another_file(source, cache_folder, monkeypatch):
     assert (_answer(source, 1), _answer(source, 2)) == (1, 2)
     source.write_text(_SOURCE + "/* changed */")
     load_library.cache_clear()
@@ -72,14 +69,14 @@ def test_another_definition_source_or_processor_is_another_file(
     assert len(list(cache_folder.iterdir())) == 4
 
 
-def test_it_shares_the_threads_of_torch(source: Path) -> None:
+def test_it_shares_the_threads_of_torch(source):
     import torch
 
     torch.randn(2)
     if compiler.openmp_runtime() is None:
         pytest.skip("this torch was built without OpenMP")
 
-    def runtimes() -> set[str]:
+    def runtimes():
         return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
 
     before = runtimes()  # other packages of this process may have brought their own
@@ -88,13 +85,13 @@ def test_it_shares_the_threads_of_torch(source: Path) -> None:
     assert runtimes() == before
 
 
-def test_a_home_that_cannot_be_written_to(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_cannot_be_written_to(source, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert _answer(source, 7) == 7
 
 
-def test_no_compiler_and_a_broken_one_are_one_sentence(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_and_a_broken_one_are_one_sentence(source, monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(EngineMissing, match="CC=no-such-compiler is not one"):
         load_library(source, ())
@@ -104,21 +101,21 @@ def test_no_compiler_and_a_broken_one_are_one_sentence(source: Path, monkeypatch
         load_library(source, ())
 
 
-def test_what_the_compiler_says_is_passed_on(source: Path) -> None:
+def test_what_the_compiler_says_is_passed_on(source):
     source.write_text("int answer(void) { return NOWHERE; }")
     with pytest.raises(EngineMissing, match=r"NOWHERE.*undeclared.*attention_backend=reference") as raised:
         load_library(source, ())
     assert "\n" not in str(raised.value)
 
 
-def test_without_openmp_it_runs_on_one_thread(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_openmp_it_runs_on_one_thread(source, monkeypatch):
     monkeypatch.setattr(compiler, "openmp_runtime", lambda: None)
     source.write_text(_SOURCE.replace("#include <omp.h>", ""))
     library = load_library(source, ("ANSWER=5",))
     assert not library.threads and library.functions.threads(4) == 1
 
 
-def test_small_numbers_stay_numbers() -> None:
+def test_small_numbers_stay_numbers():
     """Linking with -ffast-math would make the whole process flush denormal numbers to zero."""
     code = (
         "import torch; from pensieve.device.kernels.native import NativeBackend; "

@@ -6,9 +6,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,14 +19,14 @@ from tests.disk import CHUNK, OTHERS, Talk
 from tests.worker.torch.driver import random_tokens
 
 
-def push_out(talk: Talk, tokens: int = 150) -> None:
+def push_out(talk, tokens=150):
     """Other conversations take both tiers."""
     for number in range(3):
         talk.ask(f"other{number}", tokens, 2)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
-def test_a_turn_on_gpu_cpu_disk_and_a_hole_gives_the_plain_models_tokens(tmp_path: Path, name: str) -> None:
+def test_a_turn_on_gpu_cpu_disk_and_a_hole_gives_the_plain_models_tokens(tmp_path, name):
     talk = Talk(tmp_path, name, gpu=24, cpu=8)
     talk.ask("a", 120, 9)
     talk.ask("b", 135, 4)  # a leaves the GPU, and in part the CPU
@@ -44,7 +41,7 @@ def test_a_turn_on_gpu_cpu_disk_and_a_hole_gives_the_plain_models_tokens(tmp_pat
     talk.close()
 
 
-def test_a_conversation_finds_on_disk_what_another_one_began_with(tmp_path: Path) -> None:
+def test_a_conversation_finds_on_disk_what_another_one_began_with(tmp_path):
     """Also when that one is forgotten, as long as another has it."""
     talk, prompt = Talk(tmp_path, gpu=24, cpu=8, make=SharedCache), random_tokens(96, 8)
     talk.ask("a", prompt=prompt + random_tokens(20, 101))
@@ -59,7 +56,7 @@ def test_a_conversation_finds_on_disk_what_another_one_began_with(tmp_path: Path
     talk.close()
 
 
-def test_hits_are_what_the_store_was_asked_for_and_tokens_those_without_a_disk(tmp_path: Path) -> None:
+def test_hits_are_what_the_store_was_asked_for_and_tokens_those_without_a_disk(tmp_path):
     outputs = []
     for blocks in (60, 3, 1):
         folder = tmp_path / str(blocks)
@@ -71,13 +68,13 @@ def test_hits_are_what_the_store_was_asked_for_and_tokens_those_without_a_disk(t
         settle(talk)
         found = sum(turn.disk_hit_tokens or 0 for turn in told)
         assert found == talk.cache.counters.extra["disk_loaded_chunks"] * CHUNK
-        assert worker._transfer.read_bytes == found // CHUNK * worker.tensors.block_bytes  # type: ignore[union-attr]
+        assert worker._transfer.read_bytes == found // CHUNK * worker.tensors.block_bytes
         assert found > 500 if blocks == 60 else found < 100
         talk.close()
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def flip(path: Path) -> None:
+def flip(path):
     """One bit of each block, behind its header."""
     size = path.stat().st_size
     with path.open("r+b") as file:
@@ -88,11 +85,11 @@ def flip(path: Path) -> None:
             file.write(bytes([byte[0] ^ 4]))
 
 
-def cut(path: Path) -> None:
+def cut(path):
     os.truncate(path, path.stat().st_size // 100)
 
 
-def tear(path: Path) -> None:
+def tear(path):
     """The last page of each block never reached the disk."""
     with path.open("r+b") as file:
         for place in range(4096, path.stat().st_size, 8192):
@@ -100,14 +97,14 @@ def tear(path: Path) -> None:
             file.write(bytes(4096))
 
 
-def swap(path: Path) -> None:
+def swap(path):
     """Every block holds what another one held, header and all."""
     data = path.read_bytes()
     stride = len(data) // 60
     path.write_bytes(data[stride:] + data[:stride])
 
 
-def erase(path: Path) -> None:
+def erase(path):
     path.write_bytes(b"not a store" * (path.stat().st_size // 11))
 
 
@@ -115,9 +112,7 @@ DAMAGE = [flip, cut, tear, swap, erase]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_file_damaged_under_the_engine_is_a_miss_with_a_line(
-    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_damaged_under_the_engine_is_a_miss_with_a_line(tmp_path, damage, caplog):
     talk = Talk(tmp_path)
     talk.ask("a", 90)
     push_out(talk)
@@ -132,7 +127,7 @@ def test_a_file_damaged_under_the_engine_is_a_miss_with_a_line(
     talk.close()
 
 
-def settle(talk: Talk) -> None:
+def settle(talk):
     """What is to be written is written."""
     disk, ends = talk.engine.torch_worker._transfer, time.monotonic() + 20
     while disk is not None and disk._staged_bytes:
@@ -140,7 +135,7 @@ def settle(talk: Talk) -> None:
         time.sleep(0.001)
 
 
-def test_one_bad_chunk_costs_that_chunk_and_no_batch_mate(tmp_path: Path) -> None:
+def test_one_bad_chunk_costs_that_chunk_and_no_batch_mate(tmp_path):
     talk = Talk(tmp_path)
     talk.ask("a", 90)
     push_out(talk)
@@ -164,16 +159,14 @@ def test_one_bad_chunk_costs_that_chunk_and_no_batch_mate(tmp_path: Path) -> Non
     talk.close()
 
 
-def again(talk: Talk, name: str, tokens: Any) -> Any:
+def again(talk, name, tokens):
     """The next message of a conversation of before the restart."""
     prompt = tokens + tokens[:5]
     return talk.ask(name, prompt=prompt, history=History(len(tokens) - 1, "restarted"))
 
 
 @pytest.mark.parametrize("then", ["the same", "another model", *DAMAGE])
-def test_a_restarted_engine_reads_what_the_file_holds(
-    tmp_path: Path, then: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_restarted_engine_reads_what_the_file_holds(tmp_path, then, caplog):
     talk = Talk(tmp_path)
     talk.ask("a", 90)
     push_out(talk)
@@ -197,7 +190,7 @@ def test_a_restarted_engine_reads_what_the_file_holds(
     talk.close()
 
 
-def test_a_disk_slower_than_computing_is_never_read(tmp_path: Path) -> None:
+def test_a_disk_slower_than_computing_is_never_read(tmp_path):
     for load_s, reads in ((1e-9, True), (COMPUTE_S * 2, False)):
         folder = tmp_path / str(load_s)
         folder.mkdir()
@@ -214,19 +207,19 @@ def test_a_disk_slower_than_computing_is_never_read(tmp_path: Path) -> None:
 COMPUTE_S = 0.001 * CHUNK  # of a chunk, by tests.disk.COST
 
 
-def test_a_disk_that_stands_still_holds_up_nobody_else(tmp_path: Path) -> None:
+def test_a_disk_that_stands_still_holds_up_nobody_else(tmp_path):
     talk = Talk(tmp_path)
     talk.ask("a", 90)
     push_out(talk)
     go = threading.Event()
     worker = talk.engine.torch_worker
-    read = worker._transfer._file.read_layer  # type: ignore[union-attr]
+    read = worker._transfer._file.read_layer
 
-    def slow(*given: Any) -> bool:
+    def slow(*given):
         assert go.wait(20)
         return read(*given)
 
-    worker._transfer._file.read_layer = slow  # type: ignore[method-assign, union-attr]
+    worker._transfer._file.read_layer = slow
     talk.engine.submit(talk.request("new", 8, 60))
     while not talk.engine.step():
         pass
@@ -241,7 +234,7 @@ def test_a_disk_that_stands_still_holds_up_nobody_else(tmp_path: Path) -> None:
     talk.close()
 
 
-def test_what_waits_to_be_written_takes_no_more_memory_than_it_may(tmp_path: Path) -> None:
+def test_what_waits_to_be_written_takes_no_more_memory_than_it_may(tmp_path):
     talk = Talk(tmp_path)
     disk = talk.engine.torch_worker._transfer
     assert disk is not None
@@ -253,13 +246,13 @@ def test_what_waits_to_be_written_takes_no_more_memory_than_it_may(tmp_path: Pat
     talk.close()
 
 
-def test_what_finds_no_room_to_wait_is_told_before_the_rest_is_written(tmp_path: Path) -> None:
+def test_what_finds_no_room_to_wait_is_told_before_the_rest_is_written(tmp_path):
     talk = Talk(tmp_path)
-    disk: Any = talk.engine.torch_worker._transfer
+    disk = talk.engine.torch_worker._transfer
     disk._staging_bytes = 2 * disk._tensors.block_bytes
     go = threading.Event()
 
-    def full(*_: Any) -> None:
+    def full(*_):
         assert go.wait(20)
         raise OSError("no space left")
 
@@ -273,7 +266,7 @@ def test_what_finds_no_room_to_wait_is_told_before_the_rest_is_written(tmp_path:
     talk.close()
 
 
-def test_a_forgotten_conversation_leaves_the_disk(tmp_path: Path) -> None:
+def test_a_forgotten_conversation_leaves_the_disk(tmp_path):
     talk = Talk(tmp_path)
     talk.ask("a", 90)
     push_out(talk)
@@ -283,7 +276,7 @@ def test_a_forgotten_conversation_leaves_the_disk(tmp_path: Path) -> None:
     talk.close()
 
 
-def test_what_an_earlier_engine_left_of_a_conversation_can_be_given_up(tmp_path: Path) -> None:
+def test_what_an_earlier_engine_left_of_a_conversation_can_be_given_up(tmp_path):
     talk = Talk(tmp_path)
     talk.ask("a", 90, tenant="alice")
     push_out(talk)
@@ -307,7 +300,7 @@ def test_what_an_earlier_engine_left_of_a_conversation_can_be_given_up(tmp_path:
     talk.close()
 
 
-def test_another_tenant_finds_nothing(tmp_path: Path) -> None:
+def test_another_tenant_finds_nothing(tmp_path):
     talk = Talk(tmp_path)
     talk.ask("a", 90, tenant="alice")
     push_out(talk)
@@ -319,7 +312,7 @@ def test_another_tenant_finds_nothing(tmp_path: Path) -> None:
     talk.close()
 
 
-def test_a_file_in_use_or_too_large_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_use_or_too_large_is_refused(tmp_path):
     file = PoolFile(tmp_path / "x.kv", tmp_path, bytes(32), 4, 2, 64)
     with pytest.raises(HardwareMissing, match="another server"):
         PoolFile(tmp_path / "x.kv", tmp_path, bytes(32), 4, 2, 64)
@@ -328,8 +321,8 @@ def test_a_file_in_use_or_too_large_is_refused(tmp_path: Path) -> None:
         PoolFile(tmp_path / "x.kv", tmp_path, bytes(32), 1 << 40, 2, 64)
 
 
-def test_a_start_that_fails_gives_the_file_up(tmp_path: Path) -> None:
-    def full(self: TorchWorker, gpu_blocks: int) -> None:
+def test_a_start_that_fails_gives_the_file_up(tmp_path):
+    def full(self, gpu_blocks):
         raise MemoryError("full")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -339,7 +332,7 @@ def test_a_start_that_fails_gives_the_file_up(tmp_path: Path) -> None:
     Talk(tmp_path).close()
 
 
-def test_a_larger_and_a_smaller_file_keep_what_fits(tmp_path: Path) -> None:
+def test_a_larger_and_a_smaller_file_keep_what_fits(tmp_path):
     layers = [memoryview(bytes([7]) * 64), memoryview(bytes([8]) * 64)]
     for blocks, kept in ((4, 0), (8, 4), (2, 2), (2, 2)):
         file = PoolFile(tmp_path / "x.kv", tmp_path, bytes(32), blocks, 2, 64)
@@ -349,7 +342,7 @@ def test_a_larger_and_a_smaller_file_keep_what_fits(tmp_path: Path) -> None:
         file.close()
 
 
-def test_the_measured_time_is_that_of_a_read_and_no_block_is_taken(tmp_path: Path) -> None:
+def test_the_measured_time_is_that_of_a_read_and_no_block_is_taken(tmp_path):
     file = PoolFile(None, tmp_path, bytes(32), 4, 2, 1 << 16)
     file.write(1, b"k" * 16, [memoryview(bytes(1 << 16))] * 2)
     file.kept = {b"k" * 16: 1}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
@@ -24,7 +22,7 @@ from pensieve.sim.worker import SimulatedWorker
 from tests.scripted import context
 from tests.simulated import MACHINE, MODEL, request
 
-CACHES: dict[str, Any] = {
+CACHES = {
     "pensieve": TwoTierCache,
     "prefix": PrefixCache,
     "vllm offload": VllmOffload,
@@ -34,7 +32,7 @@ CACHES: dict[str, Any] = {
 CONVERSATIONS = 40
 
 
-def system_of(cache: str, cpu_blocks: int = 200, limits: MemoryLimits | None = None) -> InlineSystem:
+def system_of(cache, cpu_blocks=200, limits=None):
     clock = VirtualClock()
     system = InlineSystem(
         model=MODEL,
@@ -55,7 +53,7 @@ def system_of(cache: str, cpu_blocks: int = 200, limits: MemoryLimits | None = N
     return system
 
 
-def served(system: InlineSystem) -> tuple[Any, ...]:
+def served(system):
     workload = sharegpt_workload(
         context(max_context=1200), conversations=CONVERSATIONS, request_rate=20.0, think_time_s=1.0
     )
@@ -78,7 +76,7 @@ def test_what_has_kv_stays_as_it_is():
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("limits", [MemoryLimits(tokens=8_000), MemoryLimits(ttl_s=3.0), MemoryLimits(tokens=10**9)])
-def test_limits_of_memory_decide_as_before(cache: str, limits: MemoryLimits, monkeypatch: pytest.MonkeyPatch):
+def test_limits_of_memory_decide_as_before(cache, limits, monkeypatch):
     """Who is forgotten by them, and when, depends on all that are idle, those that are over among them."""
     forgetting, keeping = system_of(cache, limits=limits), system_of(cache, limits=limits)
     monkeypatch.setattr(keeping, "ended", lambda session: None)
@@ -90,7 +88,7 @@ def test_limits_of_memory_decide_as_before(cache: str, limits: MemoryLimits, mon
     left, everyone = (len(system.engine.cache.sessions) for system in (forgetting, keeping))
     assert left < CONVERSATIONS / 2
     assert forgotten or everyone > CONVERSATIONS
-    assert forgotten or len(forgetting.books._holding._accounts) < everyone  # type: ignore[union-attr]
+    assert forgotten or len(forgetting.books._holding._accounts) < everyone
 
 
 def test_a_disk_tier_keeps_the_names_of_its_chunks():

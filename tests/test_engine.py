@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,11 +15,10 @@ from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
-from pensieve.serve.record import TurnRecord
 from tests.simulated import MACHINE, make_engine, request, run
 
 
-def test_one_turn_generates_exactly_what_was_asked() -> None:
+def test_one_turn_generates_exactly_what_was_asked():
     engine = make_engine()
     engine.say(request(1, "a", tokens=10, output=5))
     turn = run(engine)[1]
@@ -32,7 +30,7 @@ def test_one_turn_generates_exactly_what_was_asked() -> None:
     assert session.computed == 14, "the last sampled token has no KV yet"
 
 
-def test_second_turn_is_a_gpu_hit_and_computes_the_pending_token_with_its_prompt() -> None:
+def test_second_turn_is_a_gpu_hit_and_computes_the_pending_token_with_its_prompt():
     engine = make_engine()
     engine.say(request(1, "a", tokens=10, output=5))
     run(engine)
@@ -42,7 +40,7 @@ def test_second_turn_is_a_gpu_hit_and_computes_the_pending_token_with_its_prompt
     assert turn.recomputed_tokens == turn.cpu_hit_tokens == 0
 
 
-def test_stateless_recomputes_its_history_and_gives_the_same_tokens() -> None:
+def test_stateless_recomputes_its_history_and_gives_the_same_tokens():
     kept, forgot = make_engine(), make_engine(cache=StatelessCache)
     for engine in (kept, forgot):
         engine.say(request(1, "a", tokens=10, output=5))
@@ -55,19 +53,19 @@ def test_stateless_recomputes_its_history_and_gives_the_same_tokens() -> None:
     assert forgot.cache.room.available == forgot.cache.gpu_blocks
 
 
-def test_edited_prompt_keeps_the_common_prefix() -> None:
+def test_edited_prompt_keeps_the_common_prefix():
     engine = make_engine()
     engine.say(request(1, "a", tokens=10, output=5))
     run(engine)
-    held = engine.cache.sessions.get("a").tokens  # type: ignore[union-attr]
+    held = engine.cache.sessions.get("a").tokens
     edited = held[:7] + tokens_of([91, 92, 93])
     engine.submit(Request(2, "a", 2, edited, Length(2)))
     turn = run(engine)[2]
     assert (turn.prompt_tokens, turn.history_tokens, turn.gpu_hit_tokens, turn.new_tokens) == (10, 7, 7, 3)
-    assert engine.cache.sessions.get("a").tokens[:10] == edited  # type: ignore[union-attr]
+    assert engine.cache.sessions.get("a").tokens[:10] == edited
 
 
-def test_same_prompt_again_computes_only_its_last_token() -> None:
+def test_same_prompt_again_computes_only_its_last_token():
     engine = make_engine()
     first = request(1, "a", tokens=10, output=3)
     engine.submit(first)
@@ -78,7 +76,7 @@ def test_same_prompt_again_computes_only_its_last_token() -> None:
     assert turn.token_ids == tokens
 
 
-def test_swap_out_starts_ahead_of_time_and_keeps_the_gpu_copy() -> None:
+def test_swap_out_starts_ahead_of_time_and_keeps_the_gpu_copy():
     engine = make_engine(gpu_blocks=16, cpu_blocks=16)
     engine.say(request(1, "a", tokens=46, output=6))  # 13 of 16 blocks: fewer than 25 % are available
     run(engine)
@@ -92,7 +90,7 @@ def test_swap_out_starts_ahead_of_time_and_keeps_the_gpu_copy() -> None:
     assert turn.gpu_hit_tokens == turn.history_tokens == 51
 
 
-def test_decode_out_of_blocks_preempts_the_latest_and_both_finish() -> None:
+def test_decode_out_of_blocks_preempts_the_latest_and_both_finish():
     for cpu_blocks in (16, 0):
         engine = make_engine(gpu_blocks=10, cpu_blocks=cpu_blocks)
         engine.say(request(1, "a", tokens=8, output=24))
@@ -104,13 +102,13 @@ def test_decode_out_of_blocks_preempts_the_latest_and_both_finish() -> None:
             "the earlier one went on"
         )
         resumed = turns[2].resumed_swapped_tokens + turns[2].resumed_recomputed_tokens
-        assert (resumed > 0) == (turns[1].finished_s < turns[2].finished_s)  # type: ignore[operator]
+        assert (resumed > 0) == (turns[1].finished_s < turns[2].finished_s)
         alone = make_engine(gpu_blocks=10)
         alone.say(request(2, "b", tokens=8, output=24))
         assert run(alone)[2].token_ids == turns[2].token_ids
 
 
-def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
+def test_a_request_that_can_never_fit_is_refused_at_once():
     engine = make_engine(gpu_blocks=4)
     engine.say(request(1, "a", tokens=16, output=2))
     engine.say(request(2, "b", tokens=5000, output=2))
@@ -124,7 +122,7 @@ def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
     assert list(engine.cache.sessions) == ["c"]
 
 
-def test_turns_of_one_conversation_are_served_in_order_and_nobody_overtakes_a_deferred_head() -> None:
+def test_turns_of_one_conversation_are_served_in_order_and_nobody_overtakes_a_deferred_head():
     engine = make_engine(gpu_blocks=12, cpu_blocks=0)
     engine.say(request(1, "a", tokens=20, output=20))
     engine.say(request(2, "b", tokens=24, output=4))  # does not fit beside a
@@ -132,13 +130,13 @@ def test_turns_of_one_conversation_are_served_in_order_and_nobody_overtakes_a_de
     engine.say(request(4, "a", tokens=2, output=2, turn=2))
     turns = run(engine)
     finished = sorted(turns, key=lambda n: turns[n].finished_s or 0.0)
-    assert turns[2].admitted_s >= turns[1].finished_s  # type: ignore[operator]
-    assert turns[3].admitted_s >= turns[2].admitted_s  # type: ignore[operator]
+    assert turns[2].admitted_s >= turns[1].finished_s
+    assert turns[3].admitted_s >= turns[2].admitted_s
     assert finished.index(4) > finished.index(1)
     assert engine.scheduler.counters.deferred >= 1
 
 
-def test_idle_conversations_are_forgotten_after_their_time_and_beyond_the_bound() -> None:
+def test_idle_conversations_are_forgotten_after_their_time_and_beyond_the_bound():
     engine = make_engine(limits=MemoryLimits(ttl_s=5.0, tokens=40))
     for number, name in enumerate("abc", start=1):
         engine.say(request(number, name, tokens=12, output=4))
@@ -146,18 +144,18 @@ def test_idle_conversations_are_forgotten_after_their_time_and_beyond_the_bound(
     engine.step(None)
     assert list(engine.cache.sessions) == ["b", "c"], "the one idle longest went, at 48 tokens"
     engine.say(request(4, "b", tokens=2, output=1, turn=2))
-    engine.clock.advance_to(engine.clock.now_ns() + 6_000_000_000)  # type: ignore[attr-defined]
+    engine.clock.advance_to(engine.clock.now_ns() + 6_000_000_000)
     run(engine)
     assert list(engine.cache.sessions) == ["b"], "c was idle too long; b had a request under way"
     assert engine.facts.counts.forgotten_sessions == 2
 
 
 @pytest.mark.parametrize(("away_s", "hit"), [(4.9, 15), (5.0, 0), (1000.0, 0)])
-def test_a_conversation_that_returns_too_late_begins_anew(away_s: float, hit: int) -> None:
+def test_a_conversation_that_returns_too_late_begins_anew(away_s, hit):
     engine = make_engine(limits=MemoryLimits(ttl_s=5.0))
     engine.say(request(1, "a", tokens=12, output=4))
     run(engine)
-    engine.clock.advance_to(engine.clock.now_ns() + round(away_s * 1e9))  # type: ignore[attr-defined]
+    engine.clock.advance_to(engine.clock.now_ns() + round(away_s * 1e9))
     engine.say(request(2, "a", tokens=3, output=2, turn=2))
     turn = run(engine)[2]
     assert turn.gpu_hit_tokens == turn.history_tokens == hit
@@ -165,29 +163,29 @@ def test_a_conversation_that_returns_too_late_begins_anew(away_s: float, hit: in
     assert engine.facts.counts.forgotten_sessions == (0 if hit else 1)
 
 
-def test_a_conversation_is_idle_from_the_end_of_its_last_request_however_it_ended() -> None:
+def test_a_conversation_is_idle_from_the_end_of_its_last_request_however_it_ended():
     """One whose request was cancelled before it was admitted was asked for all the same."""
     engine = make_engine(limits=MemoryLimits(ttl_s=5.0))
     clock = engine.clock
     for number, name in enumerate("ab", start=1):
         engine.say(request(number, name, tokens=4, output=2))
     run(engine)
-    clock.advance_to(4 * 10**9)  # type: ignore[attr-defined]
+    clock.advance_to(4 * 10**9)
     engine.say(request(3, "a", tokens=4, output=2, turn=2))
     engine.cancel(3, "cancelled")
     assert engine.next_expiry_ns is not None
     assert engine.next_expiry_ns < 6 * 10**9, "b's"
-    clock.advance_to(6 * 10**9)  # type: ignore[attr-defined]
+    clock.advance_to(6 * 10**9)
     engine.step(None)
     assert list(engine.cache.sessions) == ["a"]
     assert engine.next_expiry_ns == 9 * 10**9
-    clock.advance_to(9 * 10**9)  # type: ignore[attr-defined]
+    clock.advance_to(9 * 10**9)
     engine.step(None)
     assert list(engine.cache.sessions) == []
     assert engine.next_expiry_ns is None
 
 
-def test_a_conversation_that_returns_during_its_swap_out_is_a_gpu_hit() -> None:
+def test_a_conversation_that_returns_during_its_swap_out_is_a_gpu_hit():
     engine = make_engine(gpu_blocks=16, cpu_blocks=16, hardware=replace(MACHINE, d2h_bw=1e4))
     engine.say(request(1, "a", tokens=46, output=6))
     while engine.busy:
@@ -199,7 +197,7 @@ def test_a_conversation_that_returns_during_its_swap_out_is_a_gpu_hit() -> None:
     assert turn.gpu_hit_tokens == turn.history_tokens == 51
 
 
-def test_blocks_of_a_forgotten_conversation_wait_for_its_copies() -> None:
+def test_blocks_of_a_forgotten_conversation_wait_for_its_copies():
     engine = make_engine(gpu_blocks=16, cpu_blocks=16, hardware=replace(MACHINE, d2h_bw=1e4))
     engine.say(request(1, "a", tokens=46, output=6))
     while engine.busy:
@@ -214,7 +212,7 @@ def test_blocks_of_a_forgotten_conversation_wait_for_its_copies() -> None:
     assert engine.cache.tiers.gpu.free == engine.cache.tiers.cpu.free == 16
 
 
-def test_steady_swap_ins_do_not_starve_swap_outs() -> None:
+def test_steady_swap_ins_do_not_starve_swap_outs():
     """Conversations return all the time, their chunks swapped in; what must leave the GPU still leaves."""
     engine = make_engine(gpu_blocks=24, cpu_blocks=200, hardware=replace(MACHINE, h2d_bw=1e6, d2h_bw=1e6))
     number = 0
@@ -229,7 +227,7 @@ def test_steady_swap_ins_do_not_starve_swap_outs() -> None:
     assert counters.dropped_chunks == 0, "everything fits on CPU, so nothing was lost for want of a copy"
 
 
-def test_a_stop_string_is_found_however_many_tokens_without_text_are_in_it() -> None:
+def test_a_stop_string_is_found_however_many_tokens_without_text_are_in_it():
     probe = make_engine(gpu_blocks=64)
     probe.say(request(1, "a", tokens=4, output=40))
     ids = list(run(probe)[1].token_ids)
@@ -242,7 +240,7 @@ def test_a_stop_string_is_found_however_many_tokens_without_text_are_in_it() -> 
     assert (turn.finish_reason, list(turn.token_ids)) == ("stop", ids[: last + 1])
 
 
-def test_cancelling_a_turn_that_waits_behind_a_preempted_one_costs_that_one_nothing() -> None:
+def test_cancelling_a_turn_that_waits_behind_a_preempted_one_costs_that_one_nothing():
     """Without the cancellation the same turns are the same, down to what their resumption recomputes."""
     resumed = []
     for cancels in (False, True):
@@ -252,17 +250,17 @@ def test_cancelling_a_turn_that_waits_behind_a_preempted_one_costs_that_one_noth
         while not engine.scheduler.counters.preempted:
             engine.step(None)
         assert [sequence.session.name for sequence in engine.scheduler.running] == ["a"]
-        held = len(engine.cache.sessions.get("b").chunks)  # type: ignore[union-attr]
+        held = len(engine.cache.sessions.get("b").chunks)
         assert held > 0
         if cancels:
             engine.say(request(3, "b", tokens=2, output=2, turn=2))
             engine.cancel(3, "cancelled")
-            assert len(engine.cache.sessions.get("b").chunks) == held, "the preempted turn's KV"  # type: ignore[union-attr]
+            assert len(engine.cache.sessions.get("b").chunks) == held, "the preempted turn's KV"
         resumed.append((run(engine)[2].token_ids, engine.cache.counters.dropped_chunks))
     assert resumed[0] == resumed[1]
 
 
-def test_a_stateless_cache_forgets_a_turn_that_is_cancelled_while_preempted() -> None:
+def test_a_stateless_cache_forgets_a_turn_that_is_cancelled_while_preempted():
     engine = make_engine(cache=StatelessCache, gpu_blocks=10)
     engine.say(request(1, "a", tokens=8, output=24))
     engine.say(request(2, "b", tokens=8, output=24))
@@ -273,23 +271,23 @@ def test_a_stateless_cache_forgets_a_turn_that_is_cancelled_while_preempted() ->
     engine.cache.check()
     turn = run(engine)[3]
     assert (turn.status, turn.gpu_hit_tokens) == ("completed", 0)
-    assert turn.recomputed_tokens == turn.history_tokens > 0  # type: ignore[operator]
+    assert turn.recomputed_tokens == turn.history_tokens > 0
 
 
 @pytest.mark.parametrize("cache", [TwoTierCache, PrefixCache, VllmOffload, SlotCache, StatelessCache])
-def test_an_edit_that_does_not_stand_leaves_what_both_prompts_begin_with(cache: Any) -> None:
+def test_an_edit_that_does_not_stand_leaves_what_both_prompts_begin_with(cache):
     engine = make_engine(cache=cache, gpu_blocks=64)
     engine.say(request(1, "a", tokens=10, output=5))
     run(engine)
-    before = list(engine.cache.sessions.get("a").tokens)  # type: ignore[union-attr]
+    before = list(engine.cache.sessions.get("a").tokens)
     engine.submit(Request(2, "a", 2, tokens_of([*before[:6], 91, 92]), Length(4)))
     step = engine._plan(None)
     assert step is not None
-    assert len(engine.cache.sessions.get("a").tokens) == 8, "admitted, and the old end is gone"  # type: ignore[union-attr]
+    assert len(engine.cache.sessions.get("a").tokens) == 8, "admitted, and the old end is gone"
     engine.worker.launch(step.plan)
     engine.cancel(2, "timeout")
     run(engine)
-    assert list(engine.cache.sessions.get("a").tokens) == before[:6]  # type: ignore[union-attr]
+    assert list(engine.cache.sessions.get("a").tokens) == before[:6]
     fresh, again = make_engine(), Request(3, "a", 3, tokens_of(before) + request(3, "a", 3, 3).prompt, Length(3))
     for one in (engine, fresh):
         one.submit(again)
@@ -310,20 +308,14 @@ def test_an_edit_that_does_not_stand_leaves_what_both_prompts_begin_with(cache: 
     ),
     victims=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 8)), max_size=6),
 )
-def test_cancelled_in_any_state_a_turn_stands_or_never_was(
-    cache: Any,
-    depth: int,
-    gpu: int,
-    asked: list[tuple[str, int, int, int, bool]],
-    victims: list[tuple[int, int]],
-) -> None:
+def test_cancelled_in_any_state_a_turn_stands_or_never_was(cache, depth, gpu, asked, victims):
     """Queued, deferred, parked, in prefill, decoding, preempted, in flight: what is left is what turns that stand said."""
     engine = make_engine(cache=cache, gpu_blocks=gpu, cpu_blocks=8, depth=depth, max_batch_tokens=5)
-    submitted: dict[int, Request] = {}
-    done: list[TurnRecord] = []
-    after: dict[str, list[int]] = {}
+    submitted = {}
+    done = []
+    after = {}
 
-    def step() -> None:
+    def step():
         events = engine.step(None)
         engine.cache.check()
         for event in events:
@@ -353,7 +345,7 @@ def test_cancelled_in_any_state_a_turn_stands_or_never_was(
         assert engine.progressed or not engine.busy, "jammed"
     done += [event.turn for event in engine.take_events() if event.turn is not None]
     assert sorted(turn.request_id for turn in done) == sorted(submitted), "each finishes once"
-    turns_of: dict[str, list[int]] = {}
+    turns_of = {}
     for turn in sorted(done, key=lambda turn: turn.request_id):
         if turn.status != "refused":  # a conversation whose first turn is refused is not even begun
             turns_of.setdefault(turn.session, []).append(turn.turn)

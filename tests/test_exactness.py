@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import cache as remember
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -15,10 +14,8 @@ from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request, Sampling
 from pensieve.core.scheduler.composition import SchedulerSettings
-from pensieve.device.model import LoadedModel
 from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.caches.stateless import StatelessCache
-from pensieve.serve.record import TurnRecord
 from tests.exact import CheckedEngine
 from tests.simulated import policy_context
 from tests.worker.torch.driver import ARCHITECTURES, random_tokens, tiny_model
@@ -27,21 +24,19 @@ CHUNK = 8
 load = remember(tiny_model)
 
 
-def checked(
-    model: LoadedModel, gpu_blocks: int, cpu_blocks: int, cache: Any = TwoTierCache, **settings: Any
-) -> CheckedEngine:
+def checked(model, gpu_blocks, cpu_blocks, cache=TwoTierCache, **settings):
     policy = RetentionValue(policy_context(CHUNK, gpu_blocks, cpu_blocks))
     manager = cache(policy=policy, chunk_tokens=CHUNK, gpu_blocks=gpu_blocks, cpu_blocks=cpu_blocks)
     return CheckedEngine(model, manager, SchedulerSettings(**settings), 512)
 
 
-def run(engine: CheckedEngine, *requests: Request) -> dict[int, TurnRecord]:
+def run(engine, *requests):
     for request in requests:
         engine.say(request)
     return {turn.request_id: turn for turn in engine.run()}
 
 
-def rounds(turns: int, sessions: str, output: int = 6) -> list[list[Request]]:
+def rounds(turns, sessions, output=6):
     number, batches = 0, []
     for turn in range(1, turns + 1):
         batch = []
@@ -55,7 +50,7 @@ def rounds(turns: int, sessions: str, output: int = 6) -> list[list[Request]]:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_gpu_hit_cpu_restore_and_recompute_equal_the_plain_model(name: str, fused: bool) -> None:
+def test_gpu_hit_cpu_restore_and_recompute_equal_the_plain_model(name, fused):
     engine = checked(load(name, fused=fused), gpu_blocks=20, cpu_blocks=10)
     for batch in rounds(4, "abcd"):
         run(engine, *batch)
@@ -64,7 +59,7 @@ def test_gpu_hit_cpu_restore_and_recompute_equal_the_plain_model(name: str, fuse
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_preempted_requests_go_on_exactly(name: str) -> None:
+def test_preempted_requests_go_on_exactly(name):
     for cpu_blocks in (24, 0):
         engine = checked(load(name), gpu_blocks=12, cpu_blocks=cpu_blocks)
         asked = [Request(number, "ab"[number - 1], 1, random_tokens(20, number), Length(40)) for number in (1, 2)]
@@ -74,7 +69,7 @@ def test_preempted_requests_go_on_exactly(name: str) -> None:
 
 @pytest.mark.parametrize(("fused", "budget"), [(True, 48), (False, 48), (True, 512)])
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_two_leading_chunks_and_a_hole_within_a_budget(name: str, fused: bool, budget: int) -> None:
+def test_two_leading_chunks_and_a_hole_within_a_budget(name, fused, budget):
     """The order of recovery: ascending, a prefix of the work list an iteration, over several plans; or one forward."""
     engine = checked(load(name, fused=fused), gpu_blocks=64, cpu_blocks=0, max_batch_tokens=budget)
     run(engine, Request(1, "a", 1, random_tokens(90, 1), Length(4)))
@@ -89,7 +84,7 @@ def test_two_leading_chunks_and_a_hole_within_a_budget(name: str, fused: bool, b
     assert turn.output_tokens == 5 and engine.paths.hole
 
 
-def test_baselines_give_the_same_tokens_greedy_and_sampled() -> None:
+def test_baselines_give_the_same_tokens_greedy_and_sampled():
     outputs = []
     prefixes = [(partial(make, reuse="prefix"), blocks) for make in (TwoTierCache, SharedCache) for blocks in (10, 0)]
     for cache, cpu_blocks in ((TwoTierCache, 10), (TwoTierCache, 0), (StatelessCache, 0), *prefixes):

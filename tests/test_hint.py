@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.hint import Hint
 from pensieve.core.policies.base import EvictionPolicy
-from pensieve.core.session import Session
 from pensieve.errors import ConfigError
 from tests.simulated import make_engine, request, run
 
@@ -18,24 +16,24 @@ from tests.simulated import make_engine, request, run
 class Watching(EvictionPolicy):
     """Least recently used; notes what it could read."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context):
         super().__init__(context)
-        self.ordered: list[tuple[str, Hint | None]] = []
-        self.admitted: list[tuple[str, Hint | None, bool]] = []
+        self.ordered = []
+        self.admitted = []
 
-    def order(self, session: Session, chunk: int) -> float:
+    def order(self, session, chunk):
         self.ordered.append((session.name, session.hint))
         return session.last_active_s
 
-    def observe(self, session: Session, now_s: float) -> None:
+    def observe(self, session, now_s):
         self.admitted.append((session.name, session.hint, now_s > session.last_active_s))
 
 
-def asked(number: int, turn: int, hint: Hint | None, **fields: int) -> Any:
+def asked(number, turn, hint, **fields):
     return replace(request(number, "a", tokens=5, output=3, turn=turn, **fields), hint=hint)
 
 
-def test_a_policy_reads_a_hint_when_the_reply_is_over_and_until_the_next_one_is() -> None:
+def test_a_policy_reads_a_hint_when_the_reply_is_over_and_until_the_next_one_is():
     engine = make_engine(policy=Watching)
     cache = engine.cache
     assert isinstance(cache, TwoTierCache) and isinstance(cache.policy, Watching)
@@ -55,7 +53,7 @@ def test_a_policy_reads_a_hint_when_the_reply_is_over_and_until_the_next_one_is(
     assert session.hint is ends
 
 
-def test_of_a_reply_that_did_not_come_to_its_end_nothing_was_said() -> None:
+def test_of_a_reply_that_did_not_come_to_its_end_nothing_was_said():
     engine = make_engine()
     engine.say(asked(1, 1, Hint("tool_use")))
     run(engine)
@@ -68,14 +66,14 @@ def test_of_a_reply_that_did_not_come_to_its_end_nothing_was_said() -> None:
     assert session.hint is None
 
 
-def test_a_request_that_never_ran_leaves_the_hint_as_it_was() -> None:
+def test_a_request_that_never_ran_leaves_the_hint_as_it_was():
     engine = make_engine()
     engine.say(asked(1, 1, Hint("tool_use")))
     run(engine)
     engine.say(asked(2, 2, Hint("end_turn")))
     engine.cancel(2, "timeout")
     run(engine)
-    assert engine.cache.sessions.get("a").hint == Hint("tool_use")  # type: ignore[union-attr]
+    assert engine.cache.sessions.get("a").hint == Hint("tool_use")
 
 
 @pytest.mark.parametrize(
@@ -89,6 +87,6 @@ def test_a_request_that_never_ran_leaves_the_hint_as_it_was() -> None:
         ("keep_s", "5m"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(field: str, value: Any) -> None:
+def test_what_makes_no_sense_is_refused_by_name(field, value):
     with pytest.raises(ConfigError, match=field):
         Hint(**{field: value})

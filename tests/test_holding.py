@@ -6,15 +6,12 @@ import random
 from array import array
 from collections import Counter
 from functools import partial
-from typing import Any
 
 import pytest
 
 from pensieve.core.block_hash import HashChain
-from pensieve.core.cache.base import CacheManager
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import VirtualClock
-from pensieve.core.cost import CostModel
 from pensieve.core.plan import Moved, StartReport
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Fork, tokens_of
@@ -27,19 +24,18 @@ from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.serve.books.books import Books
 from pensieve.serve.books.holding import EARLIER, Held
-from pensieve.serve.record import TurnRecord
-from tests.simulated import TalkingEngine, make_engine, request
+from tests.simulated import make_engine, request
 from tests.test_bound_of_managers import Dear, trace
 from tests.test_windows import CASES, drive
 
 
-def positions_s(cost: CostModel, start: int, stop: int, chunk_tokens: int) -> float:
+def positions_s(cost, start, stop, chunk_tokens):
     """What PositionPrices says, chunk by chunk."""
     ends = range((start // chunk_tokens + 1) * chunk_tokens, stop + chunk_tokens, chunk_tokens)
     return sum(cost.recompute_s(end) * (min(stop, end) - max(start, end - chunk_tokens)) / chunk_tokens for end in ends)
 
 
-MANAGERS: dict[str, dict[str, Any]] = {
+MANAGERS = {
     "pensieve": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 8},
     "pensieve, hybrid": {"cache": partial(TwoTierCache, restore="hybrid"), "gpu_blocks": 14, "cpu_blocks": 12},
     "pensieve, no copies ahead": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 8, "copy_ahead": "never"},
@@ -58,17 +54,17 @@ MANAGERS: dict[str, dict[str, Any]] = {
 class Priced(Dear):
     """Loads take half of what computing does."""
 
-    def step_s(self) -> float:
+    def step_s(self):
         return 1.0
 
-    def weights_s(self) -> float:
+    def weights_s(self):
         return 0.0
 
-    def load_s(self) -> float:
+    def load_s(self):
         return 4.0
 
 
-def engine_of(name: str, rng: random.Random) -> TalkingEngine:
+def engine_of(name, rng):
     parts = {"chunk_tokens": 2, "max_batch_tokens": 8, "cost": Dear(), "policy": Lru, **MANAGERS[name]}
     disk_blocks = parts.pop("disk_blocks", 0)
     if parts.pop("late", False):
@@ -78,12 +74,12 @@ def engine_of(name: str, rng: random.Random) -> TalkingEngine:
     if disk_blocks:
         kept = {bytes([number]) * 32: number for number in range(3)}
         below = {"below": DiskTier(disk_blocks), "report": StartReport(0.0, 0.0, below_load_s=1e-9, below_kept=kept)}
-    engine.cache.begin(cost=Priced(), layers=4, batch_tokens=8, **below)  # type: ignore[arg-type]
+    engine.cache.begin(cost=Priced(), layers=4, batch_tokens=8, **below)
     engine.facts.count_holding()
     return engine
 
 
-def used(cache: CacheManager) -> dict[str, int]:
+def used(cache):
     """Blocks that are not free, as the pools themselves count them."""
     if isinstance(cache, SlotCache):
         return {"gpu": sum(len(slot.blocks) for slot in cache.slots if slot.last is not None), "cpu": 0, "disk": 0}
@@ -93,20 +89,20 @@ def used(cache: CacheManager) -> dict[str, int]:
 class Watch:
     """Integrates what is used, by tier and by conversation, each time the clock is about to move: no account is asked."""
 
-    def __init__(self, engine: TalkingEngine) -> None:
+    def __init__(self, engine):
         self.engine = engine
-        self.whole: Counter[str] = Counter()
-        self.own: Counter[tuple[str, str]] = Counter()
-        self.idle: Counter[tuple[str, str]] = Counter()
+        self.whole = Counter()
+        self.own = Counter()
+        self.idle = Counter()
         assert isinstance(engine.clock, VirtualClock)
         engine.clock.on_advance = self.advance
 
-    def advance(self, ns: int) -> None:
+    def advance(self, ns):
         cache, passed = self.engine.cache, ns - self.engine.clock.now_ns()
         cache.check()
         for tier, blocks in used(cache).items():
             self.whole[tier] += blocks * passed
-        holders: Any = self.engine.facts._holders  # type: ignore[attr-defined]
+        holders = self.engine.facts._holders
         sessions = cache.sessions.values() if isinstance(cache, TwoTierCache) else ()
         for session, node in [(one, node) for one in sessions for node in one.nodes() if node.session is one]:
             for tier, column in (("gpu", node.chunks.gpu), ("cpu", node.chunks.cpu)):
@@ -116,15 +112,15 @@ class Watch:
                 self.idle[session.name, tier] += 0 if node.running else block_ns
 
 
-def held(engine: TalkingEngine) -> dict[tuple[str, str], Held]:
+def held(engine):
     engine.facts.at(engine.clock.now_ns())
-    return engine.facts.holdings()  # type: ignore[attr-defined, no-any-return]
+    return engine.facts.holdings()
 
 
 @pytest.mark.parametrize("name", MANAGERS)
-def test_accounts_add_up_to_what_the_tiers_gave_away(name: str) -> None:
+def test_accounts_add_up_to_what_the_tiers_gave_away(name):
     """Random conversations that share openings, are edited, cancelled and forgotten, in little room."""
-    seen: Counter[str] = Counter()
+    seen = Counter()
     for chance in range(12):
         rng = random.Random(chance)
         engine = engine_of(name, rng)
@@ -151,7 +147,7 @@ def test_accounts_add_up_to_what_the_tiers_gave_away(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["two tiers", "gpu only", "prefix cache", "slots", "two tiers, short memory"])
-def test_windows_hold_what_single_iterations_hold(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_hold_what_single_iterations_hold(case, monkeypatch):
     """A block that a repeated plan took counts from the iteration that needed it."""
     parts = {**CASES[case], "holding": True}
     with_windows, single = (held(drive(3, monkeypatch, windows, **parts)[2]) for windows in (True, False))
@@ -159,7 +155,7 @@ def test_windows_hold_what_single_iterations_hold(case: str, monkeypatch: pytest
     assert with_windows
 
 
-def test_stateless_holds_nothing_beyond_what_runs() -> None:
+def test_stateless_holds_nothing_beyond_what_runs():
     engine = make_engine(cache=StatelessCache, gpu_blocks=64)
     engine.facts.count_holding()
     for number in range(6):
@@ -173,13 +169,13 @@ def test_stateless_holds_nothing_beyond_what_runs() -> None:
     assert all(one.block_ns > 0 == one.idle_block_ns for one in found.values())
 
 
-def moment(engine: TalkingEngine, ns: int) -> None:
+def moment(engine, ns):
     assert isinstance(engine.clock, VirtualClock)
     engine.clock.advance_to(ns)
     engine.facts.at(ns)
 
 
-def test_a_shared_block_is_paid_by_who_ran_with_it_last() -> None:
+def test_a_shared_block_is_paid_by_who_ran_with_it_last():
     """Eight tokens are two blocks; b begins as a did, so it takes those over, and its own third."""
     engine = make_engine(cache=PrefixCache, gpu_blocks=16)
     cache, said = engine.cache, array("i", range(1, 9))
@@ -197,7 +193,7 @@ def test_a_shared_block_is_paid_by_who_ran_with_it_last() -> None:
     assert held(engine) == {("a", "gpu"): Held(3 * 10 + 2 * 20, 2 * 20), ("b", "gpu"): Held(3 * 70 + 2 * 900, 2 * 900)}
 
 
-def test_kv_that_a_fork_takes_is_paid_by_the_child() -> None:
+def test_kv_that_a_fork_takes_is_paid_by_the_child():
     engine = make_engine(gpu_blocks=16)
     engine.facts.count_holding()
     engine.say(request(0, "parent", 8, 2))
@@ -216,11 +212,11 @@ def test_kv_that_a_fork_takes_is_paid_by_the_child() -> None:
     assert found["parent", "gpu"].block_ns == before.block_ns + 3 * 3000 - moved * 2000
 
 
-def test_chunks_of_an_earlier_run_are_paid_by_nobody_until_they_are_read() -> None:
+def test_chunks_of_an_earlier_run_are_paid_by_nobody_until_they_are_read():
     books, said = Books(2), tokens_of([1, 2, 3, 4, 5])
     one, two = HashChain(2, "").upto(said, 4)
     tier = DiskTier(4)
-    tier.begin(StartReport(0.0, 0.0, below_kept={one: 1, two: 2}), 2, 4, Priced(), {})  # type: ignore[arg-type]
+    tier.begin(StartReport(0.0, 0.0, below_kept={one: 1, two: 2}), 2, 4, Priced(), {})
     tier.report_to(books)
     books.count_holding()
     session = Session("a", 0, 0.0, 0.0)
@@ -240,8 +236,8 @@ def test_chunks_of_an_earlier_run_are_paid_by_nobody_until_they_are_read() -> No
 
 
 @pytest.mark.parametrize("name", MANAGERS)
-def test_what_was_found_and_what_was_missed_are_the_whole_history_in_seconds(name: str) -> None:
-    tokens: Counter[int] = Counter()
+def test_what_was_found_and_what_was_missed_are_the_whole_history_in_seconds(name):
+    tokens = Counter()
     again = 0
     for chance in range(25):
         rng = random.Random(chance)
@@ -253,7 +249,7 @@ def test_what_was_found_and_what_was_missed_are_the_whole_history_in_seconds(nam
                 continue
             assert turn.saved_s is not None and turn.recomputed_s is not None
             below = turn.history_tokens + (turn.shared_hit_tokens or 0)
-            whole = positions_s(Dear(), 0, below, 2)  # type: ignore[arg-type]
+            whole = positions_s(Dear(), 0, below, 2)
             loaded = not turn.cpu_recomputed_tokens
             again += turn.cpu_recomputed_tokens
             if loaded:
@@ -276,11 +272,11 @@ def test_what_was_found_and_what_was_missed_are_the_whole_history_in_seconds(nam
     )
 
 
-def test_seconds_saved_by_hand() -> None:
+def test_seconds_saved_by_hand():
     """Dear: a chunk of four that ends at n takes n + 3 seconds. The second prompt finds the 11 positions that the first
     turn computed: 7 + 11 + 3/4 of 15."""
     engine = make_engine(gpu_blocks=16, cost=Dear())
-    turns: list[TurnRecord] = []
+    turns = []
     for number in range(2):
         engine.say(request(number, "a", 10, 2, turn=number + 1))
         while engine.busy:

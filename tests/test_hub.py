@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,7 @@ from pensieve.lab.compose.weights import check_weights
 from tests.hub_cache import COMMIT, fill, unreachable
 
 
-def test_a_repository_in_the_cache_is_read_without_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repository_in_the_cache_is_read_without_asking(tmp_path, monkeypatch):
     asked = unreachable(monkeypatch, tmp_path)
     folder = fill(tmp_path, "org/name", {"config.json": {}})
     assert hub.cached_snapshot("org/name") == folder
@@ -25,9 +24,7 @@ def test_a_repository_in_the_cache_is_read_without_asking(tmp_path: Path, monkey
     assert asked == []
 
 
-def test_an_unknown_model_is_asked_for_once_whatever_is_wanted_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_model_is_asked_for_once_whatever_is_wanted_of_it(tmp_path, monkeypatch):
     asked = unreachable(monkeypatch, tmp_path)
     for wanted in (
         lambda: model_config("nobody/nothing"),
@@ -42,7 +39,7 @@ def test_an_unknown_model_is_asked_for_once_whatever_is_wanted_of_it(
     assert asked == ["nobody/nothing"]
 
 
-def test_after_a_while_it_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_while_it_is_asked_again(tmp_path, monkeypatch):
     asked = unreachable(monkeypatch, tmp_path)
     now = SimpleNamespace(s=100.0)
     monkeypatch.setattr(hub.time, "monotonic", lambda: now.s)
@@ -62,9 +59,7 @@ def test_after_a_while_it_is_asked_again(tmp_path: Path, monkeypatch: pytest.Mon
         ("HFValidationError", "no hub id"),
     ],
 )
-def test_each_refusal_has_its_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, says: str
-) -> None:
+def test_each_refusal_has_its_sentence(tmp_path, monkeypatch, failure, says):
     from huggingface_hub import errors
 
     kind = getattr(errors, failure)
@@ -74,7 +69,7 @@ def test_each_refusal_has_its_sentence(
     assert says in str(hub.why_not("org/name", "v9"))
 
 
-def test_the_commit_is_known_once_the_hub_has_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_is_known_once_the_hub_has_answered(tmp_path, monkeypatch):
     import huggingface_hub
 
     unreachable(monkeypatch, tmp_path)
@@ -85,7 +80,7 @@ def test_the_commit_is_known_once_the_hub_has_answered(tmp_path: Path, monkeypat
     assert hub.commit("org/name") == "abc"
 
 
-def test_a_cached_repository_without_what_is_wanted_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_repository_without_what_is_wanted_says_so(tmp_path, monkeypatch):
     asked = unreachable(monkeypatch, tmp_path)
     fill(tmp_path, "org/name", {"config.json": {}})
     with pytest.raises(WeightsMissing, match=r"The tokenizer of org/name cannot be had.*; stop\."):

@@ -201,7 +201,4 @@ def test_neighbours_join():
     loss = Loss("x", 1.0)
     assert joined(
         [Missed(0, 2, "new"), Missed(2, 2, "edited"), Missed(2, 4, "new"), Missed(4, 5, "evicted", loss)]
-    ) == (
-        Missed(0, 4, "new"),
-        Missed(4, 5, "evicted", loss),
-    )
+    ) == (Missed(0, 4, "new"), Missed(4, 5, "evicted", loss))

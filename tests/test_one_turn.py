@@ -8,17 +8,13 @@ policy), what it takes (worker, roofline), and what the books make of it (record
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.crossings import Crossed, generated_turn, restored_turn
+from tests.crossings import generated_turn, restored_turn
 
 
 @pytest.mark.parametrize(("turn", "files", "calls"), [(restored_turn, 24, 482), (generated_turn, 34, 1109)])
-def test_a_turn_whose_history_comes_back_from_cpu_crosses_few_files(
-    turn: Callable[[], Crossed], files: int, calls: int
-) -> None:
+def test_a_turn_whose_history_comes_back_from_cpu_crosses_few_files(turn, files, calls):
     found = turn()
     assert len(found.calls) <= files, f"{found}\n{found.table()}"
     assert found.calls.total() <= calls, f"{found}\n{found.table()}"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence as Many
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.plan import StepPlan, StepResult
 from pensieve.core.policies.belady import Belady
 from pensieve.core.policies.conversation_lru import ConversationLru
 from pensieve.core.policies.fifo import Fifo
@@ -25,7 +22,6 @@ from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.serve.books.books import Books
-from pensieve.serve.record import TurnRecord
 from pensieve.sim.fast_forward import forward_for
 from pensieve.sim.worker import SimulatedWorker
 from tests.simulated import MACHINE, LateWorker, TalkingEngine, make_engine, request, run
@@ -33,7 +29,7 @@ from tests.simulated import MACHINE, LateWorker, TalkingEngine, make_engine, req
 VOCAB = 97
 
 
-def letters(tokens: Many[int]) -> str:
+def letters(tokens):
     """Token ids as text: stop strings are found in it."""
     return "".join(chr(ord("a") + token % 26) for token in tokens)
 
@@ -45,21 +41,21 @@ class Watched(LateWorker):
     A row without tokens must be of a slot that has sampled before: its token is what that slot sampled last.
     """
 
-    def __init__(self, worker: SimulatedWorker) -> None:
+    def __init__(self, worker):
         self.__dict__.update(worker.__dict__)
         self.is_late = isinstance(worker, LateWorker)
-        self.failing: set[int] = set()
-        self.broken: set[int] = set()
-        self.over: set[int] = set()
+        self.failing = set()
+        self.broken = set()
+        self.over = set()
         self.most = self.unseen = 0
-        self.steps: list[int] = []
-        self.sampled: dict[int, int] = {}
+        self.steps = []
+        self.sampled = {}
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan):
         super().launch(plan)
         self.most = max(self.most, len(self._launched))
 
-    def _perform(self, plan: StepPlan) -> StepResult:
+    def _perform(self, plan):
         self.steps.append(plan.step)
         for row in plan.rows:
             if row.tokens is None:
@@ -77,18 +73,18 @@ class Watched(LateWorker):
         self.over |= {move.ticket for move in plan.moves}  # a failed plan's are not heard of again
         return replace(result, tokens={}, error="The device stumbled.")
 
-    def collect(self, until_ns: int | None) -> StepResult | None:
+    def collect(self, until_ns):
         result = (LateWorker if self.is_late else SimulatedWorker).collect(self, until_ns)
         return result and replace(result, moved=tuple(one for one in result.moved if one.ticket not in self.over))
 
 
-def without(tokens: dict[int, int], slot: int) -> dict[int, int]:
+def without(tokens, slot):
     return {one: token for one, token in tokens.items() if one != slot}
 
 
-def engine_of(depth: int, eos: frozenset[int] = frozenset(), **options: Any) -> TalkingEngine:
+def engine_of(depth, eos=frozenset(), **options):
     made = make_engine(**options)
-    worker = Watched(made.worker)  # type: ignore[arg-type]
+    worker = Watched(made.worker)
     worker.depth = depth
     return TalkingEngine(
         cache=made.cache,
@@ -103,12 +99,12 @@ def engine_of(depth: int, eos: frozenset[int] = frozenset(), **options: Any) -> 
     )
 
 
-def worker_of(engine: TalkingEngine) -> Watched:
+def worker_of(engine):
     assert isinstance(engine.worker, Watched)
     return engine.worker
 
 
-def settle(engine: TalkingEngine) -> None:
+def settle(engine):
     """Nothing is left in flight or under way, and no block is lost."""
     engine.forget(None)
     while engine.step(None) or engine.progressed:
@@ -117,7 +113,7 @@ def settle(engine: TalkingEngine) -> None:
     assert engine.cache.room.available == engine.cache.gpu_blocks
 
 
-def test_tokens_are_launched_before_they_are_known() -> None:
+def test_tokens_are_launched_before_they_are_known():
     engine = engine_of(2)
     engine.say(request(1, "a", tokens=10, output=5))
     engine.say(request(2, "b", tokens=3, output=1))
@@ -132,7 +128,7 @@ def test_tokens_are_launched_before_they_are_known() -> None:
     settle(engine)
 
 
-def test_forced_tokens_are_known_ahead() -> None:
+def test_forced_tokens_are_known_ahead():
     engine = engine_of(2)
     engine.say(Request(1, "a", 1, tokens_of([1, 2, 3]), Forced(tokens_of([5, 6, 7]))))
     assert list(run(engine)[1].token_ids) == [5, 6, 7]
@@ -142,7 +138,7 @@ def test_forced_tokens_are_known_ahead() -> None:
     settle(engine)
 
 
-def test_the_overhead_of_a_step_disappears_behind_the_one_before() -> None:
+def test_the_overhead_of_a_step_disappears_behind_the_one_before():
     ends = []
     for depth in (1, 2):
         engine = engine_of(depth, hardware=replace(MACHINE, step_overhead_s=0.01))
@@ -154,7 +150,7 @@ def test_the_overhead_of_a_step_disappears_behind_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("ends", ["eos", "stop"])
-def test_a_stop_makes_one_row_waste(ends: str) -> None:
+def test_a_stop_makes_one_row_waste(ends):
     plain = make_engine(gpu_blocks=32)
     plain.say(request(1, "a", tokens=9, output=20))
     tokens = list(run(plain)[1].token_ids)
@@ -177,23 +173,23 @@ def test_a_stop_makes_one_row_waste(ends: str) -> None:
     assert records[0] == records[1], "the waste left no position behind"
 
 
-def test_a_cancelled_request_ends_at_once_and_leaves_when_its_plans_have() -> None:
+def test_a_cancelled_request_ends_at_once_and_leaves_when_its_plans_have():
     engine = engine_of(2)
     engine.say(request(1, "a", tokens=6, output=30))
     for _ in range(4):
         engine.step(None)
-    free = engine.cache.tiers.gpu.free  # type: ignore[attr-defined]
+    free = engine.cache.tiers.gpu.free
     engine.cancel(1, "timeout")
     engine.cancel(1, "cancelled")
     events = [event for event in engine.take_events() if event.turn]
     assert [event.turn.status for event in events if event.turn] == ["timeout"], "once"
-    assert engine.cache.tiers.gpu.free == free, "a plan in flight still writes to its blocks"  # type: ignore[attr-defined]
+    assert engine.cache.tiers.gpu.free == free, "a plan in flight still writes to its blocks"
     engine.say(request(2, "a", tokens=2, output=2, turn=2))
     assert run(engine)[2].status == "completed"
     settle(engine)
 
 
-def test_forgetting_waits_for_what_is_in_flight() -> None:
+def test_forgetting_waits_for_what_is_in_flight():
     engine = engine_of(2, frozenset(range(VOCAB)))
     engine.submit(replace(request(1, "a", tokens=6, output=30), output=Free(30)))
     finished = [event for event in engine.step(None) if event.turn]
@@ -205,12 +201,12 @@ def test_forgetting_waits_for_what_is_in_flight() -> None:
 
 
 @pytest.mark.parametrize("make", [TwoTierCache, PrefixCache, VllmOffload, SlotCache, StatelessCache])
-def test_a_failure_in_mid_pipeline_fails_its_requests_and_what_was_built_on_it(make: Any) -> None:
+def test_a_failure_in_mid_pipeline_fails_its_requests_and_what_was_built_on_it(make):
     engine = engine_of(2, gpu_blocks=64, cache=make)
     shared = tokens_of(range(3, 24))
     engine.say(request(1, "a", tokens=9, output=4))
     run(engine)
-    kept = list(engine.cache.sessions.get("a").tokens)  # type: ignore[union-attr]
+    kept = list(engine.cache.sessions.get("a").tokens)
     worker = worker_of(engine)
     worker.failing = {engine.scheduler.counters.steps + 2}
     engine.say(request(2, "a", tokens=4, output=12, turn=2))
@@ -224,7 +220,7 @@ def test_a_failure_in_mid_pipeline_fails_its_requests_and_what_was_built_on_it(m
     assert turns[5].status == ("failed" if make in (PrefixCache, VllmOffload) else "completed"), (
         "it hit blocks of the failed step"
     )
-    assert list(engine.cache.sessions.get("a").tokens) == kept  # type: ignore[union-attr]
+    assert list(engine.cache.sessions.get("a").tokens) == kept
     engine.say(request(6, "a", tokens=4, output=3, turn=2))
     engine.say(Request(7, "e", 1, shared, Forced(tokens_of([1, 2]))))
     turns = run(engine)
@@ -235,12 +231,12 @@ def test_a_failure_in_mid_pipeline_fails_its_requests_and_what_was_built_on_it(m
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("make", [TwoTierCache, PrefixCache, VllmOffload, SlotCache, StatelessCache])
-def test_a_row_that_is_not_finite_fails_its_own_turn_only(make: Any, depth: int) -> None:
+def test_a_row_that_is_not_finite_fails_its_own_turn_only(make, depth):
     engine, plain = engine_of(depth, gpu_blocks=64, cache=make), engine_of(1, gpu_blocks=64, cache=make)
     for one in (engine, plain):
         one.say(request(1, "a", tokens=9, output=4))
         run(one)
-    kept = list(engine.cache.sessions.get("a").tokens)  # type: ignore[union-attr]
+    kept = list(engine.cache.sessions.get("a").tokens)
     worker = worker_of(engine)
     worker.broken = {engine.scheduler.counters.steps + 2}
     others = [request(2, "b", tokens=5, output=6), request(3, "c", tokens=6, output=6)]
@@ -249,7 +245,7 @@ def test_a_row_that_is_not_finite_fails_its_own_turn_only(make: Any, depth: int)
     turns = run(engine)
     assert [turns[n].status for n in (2, 3, 4)] == ["completed", "completed", "failed"]
     assert "not finite" in (turns[4].error or "") and len(turns[4].token_ids) < 6
-    assert list(engine.cache.sessions.get("a").tokens) == kept, "the turn is undone"  # type: ignore[union-attr]
+    assert list(engine.cache.sessions.get("a").tokens) == kept, "the turn is undone"
     again = request(5, "a", tokens=4, output=6, turn=2)
     for asked in (*others, again):
         plain.say(asked)
@@ -262,7 +258,7 @@ def test_a_row_that_is_not_finite_fails_its_own_turn_only(make: Any, depth: int)
 
 
 @pytest.mark.parametrize("seed", range(36))
-def test_random_traffic_never_jams_and_gives_the_same_tokens_at_both_depths(seed: int) -> None:
+def test_random_traffic_never_jams_and_gives_the_same_tokens_at_both_depths(seed):
     """Small pools, slow links, late copies, stops, cancellations, forgetting and failures, against a roomy engine."""
     rng = random.Random(seed)
     depth, gpu = 1 + seed // 6 % 2, rng.randint(8, 26)
@@ -283,8 +279,8 @@ def test_random_traffic_never_jams_and_gives_the_same_tokens_at_both_depths(seed
     )
     worker = worker_of(engine)
     roomy = engine_of(1, eos, gpu_blocks=4096, cpu_blocks=0)
-    asked: dict[int, Request] = {}
-    done: dict[int, TurnRecord] = {}
+    asked = {}
+    done = {}
     number, fails = 0, rng.random() < 0.4
     for _ in range(60):
         for _ in range(rng.randint(0, 2)):

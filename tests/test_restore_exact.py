@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.plan import StepResult
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request
 from pensieve.core.scheduler.composition import SchedulerSettings
@@ -18,8 +16,7 @@ from pensieve.device.asked import ModelAsked
 from pensieve.device.model import load_model
 from pensieve.lab.bench.models import spec_of
 from pensieve.lab.bench.swap import LINKS
-from pensieve.plugins.device.thread_link import Piece, ThreadLink, copy_runs
-from pensieve.serve.record import TurnRecord
+from pensieve.plugins.device.thread_link import ThreadLink, copy_runs
 from pensieve.serve.systems.profiling import load_s, profile_of
 from pensieve.sim.profile import Profile
 from tests.exact import CheckedEngine
@@ -30,7 +27,7 @@ from tests.worker.torch.driver import plain_generate, random_tokens
 CHUNK = 8
 
 
-def engine(name: str, restore: Any, link: ThreadLink | None, budget: int, load_ratio: float) -> CheckedEngine:
+def engine(name, restore, link, budget, load_ratio):
     """load_ratio: seconds to load a chunk over seconds to compute it, for the split of a hybrid restore."""
     model = load(name)
     blocks = 30
@@ -49,14 +46,14 @@ def engine(name: str, restore: Any, link: ThreadLink | None, budget: int, load_r
     return CheckedEngine(model, cache, SchedulerSettings(max_batch_tokens=budget), 512, link)
 
 
-def ask(engine: CheckedEngine, number: int, name: str, tokens: int, output: int, turn: int) -> TurnRecord:
+def ask(engine, number, name, tokens, output, turn):
     engine.say(Request(number, name, turn, random_tokens(tokens, number), Length(output)))
     [record] = engine.run()
     return record
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
-def test_every_way_to_restore_gives_the_plain_models_tokens(name: str) -> None:
+def test_every_way_to_restore_gives_the_plain_models_tokens(name):
     outputs = []
     for restore, bytes_per_s in (("load", None), ("hybrid", 2e6), ("recompute", 2e6)):
         checked = engine(name, restore, ThreadLink(bytes_per_s), budget=24, load_ratio=1.0)
@@ -74,12 +71,12 @@ def test_every_way_to_restore_gives_the_plain_models_tokens(name: str) -> None:
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_a_hybrid_restore_computes_while_the_rest_loads() -> None:
+def test_a_hybrid_restore_computes_while_the_rest_loads():
     """The loads stand still until two leading iterations are over, and their ticket comes with a later plan."""
     go = threading.Event()
     go.set()
 
-    def copy(piece: Piece) -> None:
+    def copy(piece):
         if piece.target.data_ptr() in to_gpu:
             assert go.wait(20), "an iteration waits for loads that it does not need"
         copy_runs(piece)
@@ -91,16 +88,16 @@ def test_a_hybrid_restore_computes_while_the_rest_loads() -> None:
     assert not checked.torch_worker.transfer.wait()
     go.clear()
     checked.forget("b")
-    results: list[StepResult] = []
+    results = []
     commit = checked._commit
 
-    def watched(result: StepResult) -> None:
+    def watched(result):
         results.append(result)
         if len(results) == 2:
             go.set()
         commit(result)
 
-    checked._commit = watched  # type: ignore[method-assign]
+    checked._commit = watched
     turn = ask(checked, 3, "a", 4, 2, 2)
     assert 0 < turn.cpu_recomputed_tokens < (turn.cpu_hit_tokens or 0)
     assert [(result.moved, result.stall_ns) for result in results[:2]] == [((), 0)] * 2
@@ -108,7 +105,7 @@ def test_a_hybrid_restore_computes_while_the_rest_loads() -> None:
     checked.torch_worker.close()
 
 
-def test_a_split_by_the_measured_profile_generates_what_transformers_does() -> None:
+def test_a_split_by_the_measured_profile_generates_what_transformers_does():
     """Compute and link are measured as at the start of a trial. The link is as slow beside this machine's compute as PCIe
     Gen4 x8 is beside an H200's with an 8B model: of a long conversation a part is computed while the rest loads."""
     size, blocks, budget, link = 32, 26, 128, ThreadLink()
@@ -126,18 +123,18 @@ def test_a_split_by_the_measured_profile_generates_what_transformers_does() -> N
     ask(checked, 1, "a", 700, 4, 1)
     ask(checked, 2, "b", 700, 2, 1)
     checked.forget("b")
-    before = list(checked.cache.sessions.get("a").tokens)  # type: ignore[union-attr]
+    before = list(checked.cache.sessions.get("a").tokens)
     turn = ask(checked, 3, "a", 9, 8, 2)
     worker.close()
-    assert turn.cpu_hit_tokens > 500 and turn.recomputed_tokens == 0  # type: ignore[operator]
-    assert 0 < turn.cpu_recomputed_tokens < turn.cpu_hit_tokens  # type: ignore[operator]
+    assert turn.cpu_hit_tokens > 500 and turn.recomputed_tokens == 0
+    assert 0 < turn.cpu_recomputed_tokens < turn.cpu_hit_tokens
     assert list(turn.token_ids) == plain_generate(model, [*before, *random_tokens(9, 3)], 8)
 
 
-def test_a_load_that_fails_ends_its_request_and_no_other() -> None:
+def test_a_load_that_fails_ends_its_request_and_no_other():
     broken = [False]
 
-    def copy(piece: Any) -> None:
+    def copy(piece):
         if broken[0] and piece.source.data_ptr() in sources:
             raise OSError("the link is down")
         copy_runs(piece)
@@ -148,12 +145,12 @@ def test_a_load_that_fails_ends_its_request_and_no_other() -> None:
     sources = {layer.data_ptr() for layer in cpu}
     ask(checked, 1, "a", 100, 2, 1)
     ask(checked, 2, "b", 180, 2, 1)
-    before = list(checked.cache.sessions.get("a").tokens)  # type: ignore[union-attr]
+    before = list(checked.cache.sessions.get("a").tokens)
     broken[0] = True
-    checked._close = partial(_closed, checked)  # type: ignore[method-assign]
+    checked._close = partial(_closed, checked)
     failed = ask(checked, 3, "a", 5, 2, 2)
     assert failed.status == "failed" and "link is down" in (failed.error or "")
-    assert list(checked.cache.sessions.get("a").tokens) == before, "its turn is undone"  # type: ignore[union-attr]
+    assert list(checked.cache.sessions.get("a").tokens) == before, "its turn is undone"
     broken[0] = False
     assert ask(checked, 4, "b", 5, 2, 2).status == "completed"
     again = ask(checked, 5, "a", 5, 2, 2)
@@ -161,6 +158,6 @@ def test_a_load_that_fails_ends_its_request_and_no_other() -> None:
     checked.torch_worker.close()
 
 
-def _closed(checked: CheckedEngine, *args: Any) -> None:
+def _closed(checked, *args):
     """CheckedEngine takes a failed step for a fault; here it is the point."""
     TalkingEngine._close(checked, *args)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,11 +13,11 @@ from pensieve.specs import GATED, PLAIN, ROUTED, Experts, ModelSpec
 from tests.composed import checked
 from tests.hub_cache import fill, unreachable
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "hidden_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1000,
     "intermediate_size": 1400, "max_position_embeddings": 512, "pad_token_id": 0,
 }  # fmt: skip
-OTHER_NAMES: dict[str, dict[str, Any]] = {
+OTHER_NAMES = {
     "gpt2": {"n_embd": 512, "n_layer": 3, "n_head": 8, "vocab_size": 1000, "n_positions": 512},
     "opt": {
         **SIZES,
@@ -67,7 +65,7 @@ MIXTRAL = {**SIZES, "model_type": "mixtral", "num_local_experts": 8, "num_expert
 
 
 @pytest.mark.parametrize("model_type", sorted(GATED | PLAIN | ROUTED))
-def test_an_architecture_that_is_known_has_the_parameters_and_heads_of_transformers(model_type: str) -> None:
+def test_an_architecture_that_is_known_has_the_parameters_and_heads_of_transformers(model_type):
     import torch
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
@@ -98,7 +96,7 @@ def test_an_architecture_that_is_known_has_the_parameters_and_heads_of_transform
         ("deepseek_v2_lite", 15.7, 2.4, 31_104),
     ],
 )
-def test_models_with_experts_have_their_published_sizes(name: str, billions: float, active: float, kv: int) -> None:
+def test_models_with_experts_have_their_published_sizes(name, billions, active, kv):
     """Parameters, those that a token passes (with the head), and KV bytes a token in 16 bits, as their model cards say."""
     spec = plan_trial(checked(f"model={name}", "hardware=sim_h100", *ROOFLINE, "cache.gpu=1000 tokens")).model
     assert round(spec.parameters / 1e9, 1) == billions
@@ -107,7 +105,7 @@ def test_models_with_experts_have_their_published_sizes(name: str, billions: flo
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
-def test_as_many_experts_are_read_as_independent_choices_touch(tokens: int) -> None:
+def test_as_many_experts_are_read_as_independent_choices_touch(tokens):
     chance, drawn = random.Random(7), 2000
     touched = [len({e for _ in range(tokens) for e in chance.sample(range(16), 3)}) for _ in range(drawn)]
     experts = Experts(count=16, active=3, intermediate=8, shared=0, layers=1)
@@ -126,9 +124,7 @@ def test_as_many_experts_are_read_as_independent_choices_touch(tokens: int) -> N
         (SIZES, r"is of an architecture \(no model_type\)"),
     ],
 )
-def test_a_model_whose_parameters_are_not_known_is_not_simulated(
-    architecture: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_parameters_are_not_known_is_not_simulated(architecture, says, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(architecture))
     unreachable(monkeypatch, tmp_path)
     fill(tmp_path, "org/name", {"config.json": architecture})
@@ -139,7 +135,7 @@ def test_a_model_whose_parameters_are_not_known_is_not_simulated(
         assert str(caught.value).count(". ") == 0
 
 
-def test_a_model_with_experts_is_still_run_for_real_and_one_expert_is_none(tmp_path: Path) -> None:
+def test_a_model_with_experts_is_still_run_for_real_and_one_expert_is_none(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
     plan = plan_trial(checked("model=hf", f"model.weights={tmp_path}", "hardware=cpu", "cache.gpu=256 tokens"))
     assert plan.model.uncounted is None and plan.model.experts is not None

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,7 +34,6 @@ from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.plugins.policies.s3_fifo import S3Fifo
 from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.plugins.tiers.disk_transfer import DiskOptions
-from pensieve.serve.record import TurnRecord
 from pensieve.sim.profile import Profile
 from tests.exact import CheckedEngine
 from tests.simulated import policy_context
@@ -74,21 +72,21 @@ class Serving(RuleBasedStateMachine):
     )
     def start(
         self,
-        gpu: int,
-        cpu: int,
-        make: Any,
-        policy: Any,
-        composition: Any,
-        budget: int,
-        requests: int,
-        restore: str,
-        reuse: str,
-        load: float,
-        late: bool,
-        depth: int,
-        disk_blocks: int,
-        ahead: Any,
-    ) -> None:
+        gpu,
+        cpu,
+        make,
+        policy,
+        composition,
+        budget,
+        requests,
+        restore,
+        reuse,
+        load,
+        late,
+        depth,
+        disk_blocks,
+        ahead,
+    ):
         prefix = reuse == "prefix" and make in (TwoTierCache, SharedCache)
         if make in (TwoTierCache, SharedCache):
             make = partial(make, reuse=reuse) if prefix else partial(make, restore=restore)
@@ -109,11 +107,9 @@ class Serving(RuleBasedStateMachine):
             report = replace(self.engine.report, below_load_s=load * CHUNK / 1000)
             cache.begin(**costs, batch_tokens=budget, below=DiskTier(disk_blocks), report=report)
         self.number = 0
-        self.finished: dict[int, TurnRecord] = {}
+        self.finished = {}
 
-    def submit(
-        self, name: str, message: Any, output: int, temperature: float, share: float = 1.0, fork: Fork | None = None
-    ) -> None:
+    def submit(self, name, message, output, temperature, share=1.0, fork=None):
         """share: of what the conversation holds, before the message."""
         self.number += 1
         session = self.engine.cache.sessions.get(name)
@@ -122,32 +118,32 @@ class Serving(RuleBasedStateMachine):
         self.engine.submit(Request(self.number, name, self.number, prompt, Length(output), sampling, fork=fork))
 
     @rule(name=NAMES, tokens=st.lists(st.integers(3, 96), min_size=1, max_size=14), output=st.integers(1, 12))
-    def ask(self, name: str, tokens: list[int], output: int) -> None:
+    def ask(self, name, tokens, output):
         self.submit(name, tokens_of(tokens), output, 0.0)
 
     @rule(
         name=NAMES, tokens=st.lists(st.integers(3, 96), min_size=1, max_size=6), temperature=st.sampled_from([0.0, 1.0])
     )
-    def ask_sampled(self, name: str, tokens: list[int], temperature: float) -> None:
+    def ask_sampled(self, name, tokens, temperature):
         self.submit(name, tokens_of(tokens), 3, temperature)
 
     @rule(name=NAMES, share=st.floats(0, 1), tokens=st.lists(st.integers(3, 96), min_size=1, max_size=6))
-    def edit(self, name: str, share: float, tokens: list[int]) -> None:
+    def edit(self, name, share, tokens):
         self.submit(name, tokens_of(tokens), 2, 0.0, share)
 
     @rule(name=NAMES, length=st.integers(1, 20), output=st.integers(1, 12))
-    def ask_what_others_ask(self, name: str, length: int, output: int) -> None:
+    def ask_what_others_ask(self, name, length, output):
         self.submit(name, tokens_of(range(3, 3 + length)), output, 0.0)
 
     @rule(name=NAMES, parent=NAMES, share=st.floats(0, 1), takes_kv=st.booleans())
-    def fork(self, name: str, parent: str, share: float, takes_kv: bool) -> None:
+    def fork(self, name, parent, share, takes_kv):
         known, sessions = self.engine.cache.sessions.get(parent), self.engine.cache.sessions
         if known is not None and name not in sessions:
             kept = int(share * len(known.tokens))
             self.submit(name, known.tokens[:kept] + tokens_of([5]), 3, 0.0, fork=Fork(parent, kept, takes_kv))
 
     @rule(steps=st.integers(1, 8))
-    def step(self, steps: int) -> None:
+    def step(self, steps):
         for _ in range(steps):
             for event in self.engine.step():
                 if event.turn is not None:
@@ -155,11 +151,11 @@ class Serving(RuleBasedStateMachine):
                     self.finished[event.request_id] = event.turn
 
     @rule(name=NAMES)
-    def forget(self, name: str) -> None:
+    def forget(self, name):
         self.engine.forget(name)
 
     @rule(places=st.lists(st.floats(0, 1, exclude_max=True), max_size=6), byte=st.integers(0, 255))
-    def damage(self, places: list[float], byte: int) -> None:
+    def damage(self, places, byte):
         """Of the file on disk."""
         if self.file.exists():
             with self.file.open("r+b") as file:
@@ -168,11 +164,11 @@ class Serving(RuleBasedStateMachine):
                     file.write(bytes([byte]))
 
     @rule(back=st.integers(0, 3))
-    def cancel(self, back: int) -> None:
+    def cancel(self, back):
         self.engine.cancel(self.number - back, "cancelled")
 
     @invariant()
-    def the_records_add_up(self) -> None:
+    def the_records_add_up(self):
         if not hasattr(self, "engine"):
             return
         self.engine.cache.check()
@@ -185,7 +181,7 @@ class Serving(RuleBasedStateMachine):
             assert turn.history_tokens + (turn.new_tokens or 0) == turn.prompt_tokens
             assert (turn.new_tokens or 0) >= max(1, turn.shared_hit_tokens or 0)
 
-    def teardown(self) -> None:
+    def teardown(self):
         if not hasattr(self, "engine"):
             return
         for turn in self.engine.run():

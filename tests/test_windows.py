@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import VirtualClock
 from pensieve.core.engine import Engine
-from pensieve.core.plan import CPU, StepPlan
+from pensieve.core.plan import CPU
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.scheduler.sessions import MemoryLimits
@@ -23,10 +21,9 @@ from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.policies import duel
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.learned_return import LearnedReturn
-from pensieve.serve.record import TurnRecord
 from tests.simulated import make_engine, request
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "two tiers": {"cache": TwoTierCache, "policy": RetentionValue},
     "lru": {"cache": TwoTierCache, "policy": Lru},
     "a policy that learns": {"cache": TwoTierCache, "policy": AdaptiveRetention},
@@ -45,14 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def drive(
-    seed: int,
-    monkeypatch: pytest.MonkeyPatch,
-    windows: bool,
-    longest: int = 16,
-    gaps: Sequence[int] = (0, 1, 1000),
-    **options: Any,
-) -> tuple[list[Any], list[StepPlan], Engine]:
+def drive(seed, monkeypatch, windows, longest=16, gaps=(0, 1, 1000), **options):
     """Arrivals at random times, some close together and some far apart: gaps of up to 100 us times one of `gaps`. Returns
     everything that was seen, and the plans."""
     rng = random.Random(seed)
@@ -66,7 +56,7 @@ def drive(
     engine = make_engine(computes=False, **settings)
     if not windows:
         monkeypatch.setattr(engine.scheduler.forward, "iterations", lambda rows: 1)
-    launched: list[StepPlan] = []
+    launched = []
     launch = engine.worker.launch
     monkeypatch.setattr(engine.worker, "launch", lambda plan: (launched.append(plan), launch(plan))[1])
     at_ns, seen, ends, turns = 0, [], 0, dict.fromkeys("abcde", 0)
@@ -84,7 +74,7 @@ def drive(
     return seen, launched, engine
 
 
-def run_until(engine: Engine, clock: VirtualClock, until_ns: int | None, seen: list[Any]) -> int:
+def run_until(engine, clock, until_ns, seen):
     while until_ns is None or clock.now_ns() < until_ns:
         if until_ns is None and not engine.busy:
             break
@@ -102,7 +92,7 @@ def run_until(engine: Engine, clock: VirtualClock, until_ns: int | None, seen: l
     return len(seen)
 
 
-def told(turn: TurnRecord) -> tuple[Any, ...]:
+def told(turn):
     return tuple(
         value.tobytes() if hasattr(value, "tobytes") else value
         for name in turn.__dataclass_fields__
@@ -110,7 +100,7 @@ def told(turn: TurnRecord) -> tuple[Any, ...]:
     )
 
 
-def assert_equal(seed: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[list[StepPlan], list[StepPlan]]:
+def assert_equal(seed, monkeypatch, **options):
     """With and without windows; returns both lists of plans."""
     with_windows, plans, engine = drive(seed, monkeypatch, True, **options)
     single, iterations, plain = drive(seed, monkeypatch, False, **options)
@@ -125,7 +115,7 @@ def assert_equal(seed: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_windows_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch):
+def test_windows_change_nothing(case, monkeypatch):
     saved = 0
     for seed in range(6):
         plans, iterations = assert_equal(seed, monkeypatch, **CASES[case])
@@ -133,14 +123,14 @@ def test_windows_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch):
     assert saved > 100, "windows were opened at all"
 
 
-def test_windows_change_nothing_where_the_lead_changes(monkeypatch: pytest.MonkeyPatch):
+def test_windows_change_nothing_where_the_lead_changes(monkeypatch):
     """A guard that looks at every turn and is quick to follow, in a run of 24 turns."""
     monkeypatch.setattr(duel, "_LOOK_EVERY", 1)
     monkeypatch.setattr(duel, "_LEADS_ABOVE", 0.5)
     monkeypatch.setattr(duel, "_STAYS_ABOVE", 0.5)
-    policies: list[LearnedReturn] = []
+    policies = []
 
-    def kept(context: Any) -> LearnedReturn:
+    def kept(context):
         policies.append(LearnedReturn(context))
         return policies[-1]
 
@@ -155,9 +145,7 @@ def test_windows_change_nothing_where_the_lead_changes(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("case", ["two tiers", "gpu only", "prefix cache"])
-def test_a_window_holds_a_prefill_while_others_wait_and_copies_are_under_way(
-    case: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_window_holds_a_prefill_while_others_wait_and_copies_are_under_way(case, monkeypatch):
     """Prompts of up to 120 tokens, eight or 24 an iteration, in a cache that they overrun."""
     prefills = copying = 0
     for seed in range(10, 16):
@@ -170,9 +158,7 @@ def test_a_window_holds_a_prefill_while_others_wait_and_copies_are_under_way(
 
 
 @pytest.mark.parametrize("cpu_blocks", [4, 48])
-def test_a_full_cpu_tier_cuts_no_window_where_only_spare_blocks_are_copied_to(
-    cpu_blocks: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_full_cpu_tier_cuts_no_window_where_only_spare_blocks_are_copied_to(cpu_blocks, monkeypatch):
     """The GPU tier is below the low watermark nearly all the time, and nothing is copied ahead for want of a spare block."""
     made = computed = 0
     for seed in range(3):
@@ -183,7 +169,7 @@ def test_a_full_cpu_tier_cuts_no_window_where_only_spare_blocks_are_copied_to(
     assert made < 0.6 * computed
 
 
-def test_a_head_that_changes_places_with_others_is_asked_about_at_each_iteration(monkeypatch: pytest.MonkeyPatch):
+def test_a_head_that_changes_places_with_others_is_asked_about_at_each_iteration(monkeypatch):
     assert_equal(
         36,
         monkeypatch,
@@ -197,24 +183,24 @@ def test_a_head_that_changes_places_with_others_is_asked_about_at_each_iteration
     )
 
 
-def test_a_window_takes_the_last_block(monkeypatch: pytest.MonkeyPatch):
+def test_a_window_takes_the_last_block(monkeypatch):
     """One request in a cache that it fills up: all that it decodes is one plan, but the first iteration."""
     engine = make_engine(computes=False, gpu_blocks=8, cpu_blocks=0, chunk_tokens=4)
-    launched: list[StepPlan] = []
+    launched = []
     launch = engine.worker.launch
     monkeypatch.setattr(engine.worker, "launch", lambda plan: (launched.append(plan), launch(plan))[1])
     engine.say(request(1, "a", 5, 27))
-    run_until(engine, engine.clock, None, [])  # type: ignore[arg-type]
+    run_until(engine, engine.clock, None, [])
     assert engine.facts.counts.steps == 27
     assert len(launched) == 1
 
 
-def test_who_counts_windows_gets_the_same_turns_and_as_many_tokens(monkeypatch: pytest.MonkeyPatch):
+def test_who_counts_windows_gets_the_same_turns_and_as_many_tokens(monkeypatch):
     for seed in range(4):
         singly, _, _ = drive(seed, monkeypatch, True)
         make = Engine.__init__
 
-        def counting(engine: Engine, make: Any = make, **parts: Any) -> None:
+        def counting(engine, make=make, **parts):
             make(engine, **parts)
             engine.counts_windows = True
 
@@ -230,9 +216,9 @@ def test_who_counts_windows_gets_the_same_turns_and_as_many_tokens(monkeypatch: 
 KINDS = ("first_token", "token", "finished")
 
 
-def tokens_of_each(seen: list[Any]) -> dict[int, tuple[int, float]]:
+def tokens_of_each(seen):
     """Of each request: how many tokens it was told of, and when the last of them came."""
-    found: dict[int, tuple[int, float]] = {}
+    found = {}
     for _, number, at_s, _, tokens in (each for each in seen if each[0] in KINDS[:2]):
         found[number] = found.get(number, (0, 0.0))[0] + tokens, at_s
     return found
@@ -244,7 +230,7 @@ def test_a_window_ends_at_the_next_arrival():
     clock = engine.clock
     assert isinstance(clock, VirtualClock)
     until = 20_000_000
-    seen: list[Any] = []
+    seen = []
     run_until(engine, clock, until, seen)
     assert engine.busy and clock.now_ns() >= until
     last = max(at_s for kind, _, at_s, _, _ in (each for each in seen if each[0] == "token"))
@@ -257,7 +243,7 @@ def test_a_worker_that_computes_gets_its_tokens_and_no_window():
     engine.say(request(0, "a", 4, 6))
     plans = []
     launch = engine.worker.launch
-    engine.worker.launch = lambda plan: (plans.append(plan), launch(plan))[1]  # type: ignore[method-assign]
+    engine.worker.launch = lambda plan: (plans.append(plan), launch(plan))[1]
     while engine.busy:
         engine.step(None)
     assert all(plan.repeat == 1 and plan.rows[0].tokens is not None for plan in plans) and len(plans) == 6

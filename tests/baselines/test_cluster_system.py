@@ -6,20 +6,17 @@ import math
 import random
 from collections import Counter, defaultdict
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from pensieve.core.plan import StepPlan
 from pensieve.core.request import Length, Request, tokens_of
 from pensieve.lab.compose import build_cluster, build_system, build_tokenizer, build_workload, plan_trial
 from pensieve.lab.replay import replay
-from pensieve.lab.workload.base import Arrival, Following, WorkloadPlan
+from pensieve.lab.workload.base import Arrival, Following
 from pensieve.plugins.cluster import cluster_system
 from pensieve.plugins.cluster.cluster_system import COUNTED, ClusterSystem
 from pensieve.plugins.cluster.outlook import Outlook
 from pensieve.plugins.cluster.routing import ROUTERS, Fleet, affinity
-from pensieve.serve.record import TurnRecord
 from pensieve.sim.worker import SimulatedWorker
 from tests.composed import checked
 from tests.test_replay import Listed
@@ -32,14 +29,14 @@ LOAD = (
 AGENTS = ("workload=agents", "workload.agents=6", "workload.act_s=0.05")
 
 
-def run(*overrides: str, ahead: bool = True, asked: Any = None) -> tuple[list[TurnRecord], dict[str, float], Any]:
+def run(*overrides, ahead=True, asked=None):
     """ahead: replicas may run ahead of each other. asked: a workload in place of the one that is configured."""
     load = () if overrides[:1] == AGENTS[:1] else LOAD
     plan = plan_trial(checked(*SMALL, *load, *overrides))
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=True)
     workload, described = build_workload(plan, tokenizer)
     build = build_system if plan.config.hardware.router == "single" else build_cluster
-    system: Any = build(plan, tokenizer, described=described)
+    system = build(plan, tokenizer, described=described)
     if not ahead:
         system.look_ahead = lambda foresee: None
     system.start()
@@ -50,12 +47,12 @@ def run(*overrides: str, ahead: bool = True, asked: Any = None) -> tuple[list[Tu
         system.close()
 
 
-def said(turns: list[TurnRecord]) -> dict[tuple[str, int], list[int]]:
+def said(turns):
     return {(turn.session, turn.turn): list(turn.token_ids) for turn in turns}
 
 
 @pytest.mark.parametrize("router", ["affinity", "random"])
-def test_one_replica_is_the_single_engine_exactly(router: str) -> None:
+def test_one_replica_is_the_single_engine_exactly(router):
     alone, counted, _ = run()
     behind, counted_behind, _ = run(f"hardware.router={router}")
     assert list(map(repr, behind)) == list(map(repr, alone)), "every column of every turn, in order"
@@ -66,10 +63,10 @@ def test_one_replica_is_the_single_engine_exactly(router: str) -> None:
 
 
 @pytest.mark.parametrize("router", sorted(ROUTERS))
-def test_every_request_ends_once_with_its_history_accounted_for(router: str) -> None:
+def test_every_request_ends_once_with_its_history_accounted_for(router):
     turns, counted, system = run(f"hardware.router={router}", "hardware.replicas=4")
     assert len({(turn.session, turn.turn) for turn in turns}) == len(turns) == len(run()[0])
-    history: dict[str, int] = defaultdict(int)
+    history = defaultdict(int)
     for turn in sorted(turns, key=lambda turn: turn.turn):
         assert turn.status == "completed" and turn.prompt_tokens is not None and turn.history_tokens is not None
         assert turn.history_tokens == max(history[turn.session] - 1, 0), "what was said before, wherever it was"
@@ -80,14 +77,14 @@ def test_every_request_ends_once_with_its_history_accounted_for(router: str) -> 
     assert system.settings()["gpu_tokens"] == 4 * 704
 
 
-def test_times_of_a_cluster_never_go_back_and_no_arrival_is_in_the_past() -> None:
+def test_times_of_a_cluster_never_go_back_and_no_arrival_is_in_the_past():
     turns, _, _ = run("hardware.router=least_loaded", "hardware.replicas=3")
     for turn in turns:
         assert turn.arrived_s is not None and turn.sent_s is not None and turn.finished_s is not None
         assert turn.intended_s <= turn.sent_s + 1e-9 <= turn.arrived_s + 2e-9
         assert turn.first_token_s is not None and turn.arrived_s <= turn.first_token_s <= turn.finished_s
     ends = [turn.finished_s for turn in turns]
-    assert ends == sorted(ends)  # type: ignore[type-var]
+    assert ends == sorted(ends)
 
 
 EAGER = (  # long replies, short thoughts, and users who go on to conversations elsewhere
@@ -109,7 +106,7 @@ LOADS = (
 
 
 @pytest.mark.parametrize("seed", range(len(LOADS)))
-def test_replicas_that_run_ahead_of_each_other_do_what_they_do_step_by_step(seed: int) -> None:
+def test_replicas_that_run_ahead_of_each_other_do_what_they_do_step_by_step(seed):
     router, load = LOADS[seed]
     replicas = random.Random(seed).choice([3, 5, 7])
     overrides = (*load[:1], f"hardware.replicas={replicas}", *load[1:], f"seed={seed}", f"hardware.router={router}")
@@ -121,7 +118,7 @@ def test_replicas_that_run_ahead_of_each_other_do_what_they_do_step_by_step(seed
     assert system.clock.now_ns() == stepped.clock.now_ns()
 
 
-def test_nothing_along_a_chain_of_turns_comes_sooner_than_the_outlook_says() -> None:
+def test_nothing_along_a_chain_of_turns_comes_sooner_than_the_outlook_says():
     """Random walks through random turns that follow each other, each request announced, sent and ended in between."""
     drawn = random.Random(0)
     replicas, turns = 4, 12
@@ -133,7 +130,7 @@ def test_nothing_along_a_chain_of_turns_comes_sooner_than_the_outlook_says() -> 
         ]
         unknown = drawn.choice([None, None, drawn.randrange(turns)])
 
-        def foresee(session: str, turn: int) -> Following | None:
+        def foresee(session, turn):
             known = (pauses[turn] / 1e3, tuple((session, one) for one in follow[turn]))  # noqa: B023
             return None if turn == unknown else Following(*known)  # noqa: B023
 
@@ -164,33 +161,31 @@ def test_nothing_along_a_chain_of_turns_comes_sooner_than_the_outlook_says() -> 
 class Overlapping(Listed):
     """The second turn of a conversation is due before the first one ends."""
 
-    def __init__(self, until_first_user: bool, deadline_s: float | None) -> None:
+    def __init__(self, until_first_user, deadline_s):
         requests = [Request(number, "a", number, tokens_of([7] * 4), Length(50)) for number in (1, 2)]
-        super().__init__(Arrival(0.0, requests[0]), Arrival(1e-3, requests[1], deadline_s))  # type: ignore[no-untyped-call]
+        super().__init__(Arrival(0.0, requests[0]), Arrival(1e-3, requests[1], deadline_s))
         self._until_first_user = until_first_user
 
-    def describe(self) -> WorkloadPlan:
-        return replace(super().describe(), until_first_user=self._until_first_user)  # type: ignore[no-untyped-call]
+    def describe(self):
+        return replace(super().describe(), until_first_user=self._until_first_user)
 
-    def foresee(self, session: str, turn: int) -> Following:
+    def foresee(self, session, turn):
         return Following(0.0, ((session, turn + 1),)) if turn == 1 else Following(math.inf)
 
 
 @pytest.mark.parametrize(("until_first_user", "deadline_s"), [(False, 2e-3), (True, None)])
-def test_a_turn_that_was_announced_and_is_never_sent_holds_no_replica_back(
-    until_first_user: bool, deadline_s: float | None
-) -> None:
+def test_a_turn_that_was_announced_and_is_never_sent_holds_no_replica_back(until_first_user, deadline_s):
     workload = Overlapping(until_first_user, deadline_s)
     turns, _, system = run("hardware.router=affinity", "hardware.replicas=3", asked=workload)
     assert [turn.turn for turn in turns if turn.status == "completed"] == [1]
     assert not system._outlook._chains
 
 
-def test_a_replica_that_runs_ahead_has_the_windows_of_a_single_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_runs_ahead_has_the_windows_of_a_single_engine(monkeypatch):
     launch = SimulatedWorker.launch
     plans = 0
 
-    def counted(worker: SimulatedWorker, plan: StepPlan) -> None:
+    def counted(worker, plan):
         nonlocal plans
         plans += 1
         launch(worker, plan)
@@ -210,8 +205,8 @@ def test_a_replica_that_runs_ahead_has_the_windows_of_a_single_engine(monkeypatc
     assert found[0] < found[1] / 2, "plans a turn"
 
 
-def test_affinity_keeps_what_random_routing_computes_again() -> None:
-    def recomputed(router: str) -> int:
+def test_affinity_keeps_what_random_routing_computes_again():
+    def recomputed(router):
         turns, _, _ = run(f"hardware.router={router}", "hardware.replicas=4", "cache.gpu='4096 tokens'")
         return sum(turn.recomputed_tokens or 0 for turn in turns)
 
@@ -221,7 +216,7 @@ def test_affinity_keeps_what_random_routing_computes_again() -> None:
     )
 
 
-def test_a_failure_loses_no_turn_and_doubles_none() -> None:
+def test_a_failure_loses_no_turn_and_doubles_none():
     calm, _, _ = run("hardware.router=affinity", "hardware.replicas=3")
     rough, counted, _ = run(
         "hardware.router=affinity", "hardware.replicas=3", "hardware.failure_s=0.05", "hardware.restart_s=0.02"
@@ -235,11 +230,11 @@ def test_a_failure_loses_no_turn_and_doubles_none() -> None:
     assert sum(turn.recomputed_tokens or 0 for turn in rough) > sum(turn.recomputed_tokens or 0 for turn in calm)
 
 
-def test_a_turn_moves_once_however_often_it_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_moves_once_however_often_it_begins_anew(monkeypatch):
     as_sent = ClusterSystem._as_sent
-    moves: list[int] = []
+    moves = []
 
-    def noted(system: ClusterSystem, request: Request, replica: Any) -> Request:
+    def noted(system, request, replica):
         sent = as_sent(system, request, replica)
         moves.extend([request.id] * (sent is not request))
         return sent
@@ -268,9 +263,7 @@ def test_a_turn_moves_once_however_often_it_begins_anew(monkeypatch: pytest.Monk
         ),
     ],
 )
-def test_conversations_that_ended_are_forgotten_and_nothing_else_changes(
-    load: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conversations_that_ended_are_forgotten_and_nothing_else_changes(load, monkeypatch):
     forgets, counted, system = run("hardware.replicas=4", *load)
     kept = [sum(map(len, (system._said, system._home, system._served))), records(system)]
     monkeypatch.setattr(ClusterSystem, "ended", lambda *_: None)
@@ -284,19 +277,19 @@ def test_conversations_that_ended_are_forgotten_and_nothing_else_changes(
         assert kept[1] < records(system), "what is left of them is in a cache"
 
 
-def records(system: Any) -> int:
+def records(system):
     """Of conversations, in all engines."""
     return sum(len(replica.system.engine.cache.sessions) for replica in system._replicas)
 
 
-def test_a_conversation_moves_only_when_its_own_replica_leaves() -> None:
+def test_a_conversation_moves_only_when_its_own_replica_leaves():
     class One:
         in_flight = 0
 
-        def __init__(self, number: int) -> None:
+        def __init__(self, number):
             self.number = number
 
-        def held_tokens(self, session: str) -> int:
+        def held_tokens(self, session):
             return 0
 
     replicas = [One(number) for number in range(10)]
@@ -311,12 +304,10 @@ def test_a_conversation_moves_only_when_its_own_replica_leaves() -> None:
 
 
 @pytest.mark.parametrize("more", [(), ("hardware.failure_s=0.5", "hardware.restart_s=0.2")])
-def test_what_routers_go_by_is_what_the_replicas_are_at_that_moment(
-    monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
-) -> None:
+def test_what_routers_go_by_is_what_the_replicas_are_at_that_moment(monkeypatch, more):
     seen = []
 
-    def checking(request: Any, fleet: Fleet, seed: int) -> Any:
+    def checking(request, fleet, seed):
         members = list(fleet.members)
         assert fleet.numbers.tolist() == [one.number for one in members]
         assert fleet.loads.tolist() == [one.in_flight for one in members]
@@ -327,7 +318,7 @@ def test_what_routers_go_by_is_what_the_replicas_are_at_that_moment(
 
     made = []
 
-    def make(*fields: Any) -> Fleet:
+    def make(*fields):
         fleet = Fleet(*fields)
         made.append((len(fleet.members), len(fleet.numbers), len(fleet.loads)))
         return fleet
@@ -343,20 +334,19 @@ def test_what_routers_go_by_is_what_the_replicas_are_at_that_moment(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
-    [(("hardware.replicas=2",), "need a router"), (("hardware.failure_s=1",), "need a router")],
+    ("overrides", "said"), [(("hardware.replicas=2",), "need a router"), (("hardware.failure_s=1",), "need a router")]
 )
-def test_replicas_without_a_router_are_refused(overrides: tuple[str, ...], said: str) -> None:
+def test_replicas_without_a_router_are_refused(overrides, said):
     with pytest.raises(Exception, match=said):
         run(*overrides)
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_a_turn_is_routed_once_where_nothing_in_between_matters(failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_is_routed_once_where_nothing_in_between_matters(failing, monkeypatch):
     """It is asked for when the turns before it are announced, and when it is sent; where replicas fail, as it is then."""
-    asked: Counter[tuple[str, int]] = Counter()
+    asked = Counter()
 
-    def counting(request: Any, fleet: Fleet, seed: int) -> Any:
+    def counting(request, fleet, seed):
         asked[request.session, request.turn] += 1
         return affinity(request, fleet, seed)
 

@@ -6,14 +6,11 @@ import math
 from array import array
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from pensieve.core.request import Request
 from pensieve.plugins.cluster.cluster_system import ClusterSystem
-from pensieve.plugins.cluster.migration import KvTransfer, Migration, Network, computing_s
-from pensieve.serve.record import TurnRecord
+from pensieve.plugins.cluster.migration import Migration, Network, computing_s
 from tests.baselines.test_cluster_system import run, said
 
 ROOM = ("hardware.router=random", "hardware.replicas=4", "cache.gpu='4096 tokens'", "cache.cpu='4096 tokens'")
@@ -21,27 +18,27 @@ SLOW = "hardware.network_gbps=0.01"
 FAST = "hardware.network_gbps=3200"
 
 
-def found(turns: list[TurnRecord], column: str) -> int:
+def found(turns, column):
     return sum(getattr(turn, column) or 0 for turn in turns)
 
 
-def without_bytes(turns: list[TurnRecord]) -> list[str]:
+def without_bytes(turns):
     """Every column but received_bytes, which is counted only where KV can move."""
     return [repr(replace(turn, received_bytes=None)) for turn in turns]
 
 
-def ttft_ms(turns: list[TurnRecord]) -> float:
+def ttft_ms(turns):
     """The mean over turns that have history."""
     waited = [turn.ttft_ms for turn in turns if turn.history_tokens and turn.ttft_ms is not None]
     return sum(waited) / len(waited)
 
 
 @pytest.mark.parametrize("more", [(), ("cache.gpu='704 tokens'", "cache.cpu='320 tokens'")])
-def test_tokens_are_the_same_and_all_history_is_accounted_for(more: tuple[str, ...]) -> None:
+def test_tokens_are_the_same_and_all_history_is_accounted_for(more):
     computed, _, _ = run(*ROOM, *more)
     turns, counted, system = run(*ROOM, *more, "hardware.migration=always", FAST)
     assert said(turns) == said(computed)
-    history: dict[str, int] = defaultdict(int)
+    history = defaultdict(int)
     for turn in sorted(turns, key=lambda turn: turn.turn):
         assert turn.history_tokens == max(history[turn.session] - 1, 0) and turn.prompt_tokens is not None
         assert (
@@ -61,7 +58,7 @@ def test_tokens_are_the_same_and_all_history_is_accounted_for(more: tuple[str, .
         assert found(turns, "cpu_hit_tokens") == counted["migrated_tokens"], "it is found where it was put"
 
 
-def test_over_a_slow_network_sending_is_worse_and_the_cost_model_sends_nothing() -> None:
+def test_over_a_slow_network_sending_is_worse_and_the_cost_model_sends_nothing():
     computed, _, _ = run(*ROOM)
     sent, counted, _ = run(*ROOM, "hardware.migration=always", SLOW)
     chosen, counted_chosen, _ = run(*ROOM, "hardware.migration=cheaper", SLOW)
@@ -70,7 +67,7 @@ def test_over_a_slow_network_sending_is_worse_and_the_cost_model_sends_nothing()
     assert without_bytes(chosen) == without_bytes(computed), "every column of every turn"
 
 
-def test_over_a_fast_network_long_histories_are_sent_and_arrive_sooner_than_they_are_computed() -> None:
+def test_over_a_fast_network_long_histories_are_sent_and_arrive_sooner_than_they_are_computed():
     long = ("workload=agents", "workload.agents=3", "workload.reason_tokens=6000", "workload.steps=2", *ROOM,
             "model=llama3_8b", "cache.gpu='60000 tokens'", "cache.cpu='60000 tokens'")  # fmt: skip
     computed, _, _ = run(*long)
@@ -81,20 +78,20 @@ def test_over_a_fast_network_long_histories_are_sent_and_arrive_sooner_than_they
 
 
 @pytest.mark.parametrize("when", ["always", "cheaper"])
-def test_with_one_replica_nothing_changes(when: str) -> None:
+def test_with_one_replica_nothing_changes(when):
     alone, _, _ = run("hardware.router=random")
     turns, counted, _ = run("hardware.router=random", f"hardware.migration={when}", FAST)
     assert without_bytes(turns) == without_bytes(alone)
     assert counted["migrated_turns"] == 0 == found(turns, "received_bytes")
 
 
-def test_where_no_conversation_moves_nothing_changes() -> None:
+def test_where_no_conversation_moves_nothing_changes():
     calm, _, _ = run("hardware.router=affinity", "hardware.replicas=3")
     turns, _, _ = run("hardware.router=affinity", "hardware.replicas=3", "hardware.migration=always", SLOW)
     assert without_bytes(turns) == without_bytes(calm)
 
 
-def test_replicas_that_fail_and_requests_that_time_out_on_the_way_end_once() -> None:
+def test_replicas_that_fail_and_requests_that_time_out_on_the_way_end_once():
     turns, counted, _ = run(
         *ROOM, "hardware.migration=always", "hardware.network_gbps=1", "hardware.failure_s=0.05", "hardware.restart_s=0.02",
         "workload.timeout_s=0.02",
@@ -105,28 +102,28 @@ def test_replicas_that_fail_and_requests_that_time_out_on_the_way_end_once() -> 
     assert found(turns, "received_bytes") == counted["sent_bytes"]
 
 
-def test_what_a_failed_replica_had_still_to_send_never_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: dict[int, KvTransfer] = {}
-    failed: list[tuple[int, int]] = []  # ns, replica
-    delivered: list[tuple[int, int, KvTransfer]] = []
+def test_what_a_failed_replica_had_still_to_send_never_arrives(monkeypatch):
+    sent = {}
+    failed = []  # ns, replica
+    delivered = []
     deliver, fail, transfer = ClusterSystem._deliver, ClusterSystem._fail, ClusterSystem._transfer
 
-    def noted_parcel(system: ClusterSystem, request: Request, replica: Any, now: int) -> KvTransfer | None:
+    def noted_parcel(system, request, replica, now):
         found = transfer(system, request, replica, now)
         if found is not None:
             sent[id(found)] = found
             begun[id(found)] = now
         return found
 
-    def noted_fail(system: ClusterSystem, ns: int, number: int) -> None:
+    def noted_fail(system, ns, number):
         failed.append((ns, number))
         fail(system, ns, number)
 
-    def noted_deliver(system: ClusterSystem, ns: int, order: int, request: Request, one: KvTransfer) -> None:
+    def noted_deliver(system, ns, order, request, one):
         delivered.append((ns, request.id, one))
         deliver(system, ns, order, request, one)
 
-    begun: dict[int, int] = {}
+    begun = {}
     monkeypatch.setattr(ClusterSystem, "_transfer", noted_parcel)
     monkeypatch.setattr(ClusterSystem, "_fail", noted_fail)
     monkeypatch.setattr(ClusterSystem, "_deliver", noted_deliver)
@@ -154,21 +151,21 @@ def test_what_a_failed_replica_had_still_to_send_never_arrives(monkeypatch: pyte
 class PerToken:
     """A cost model: computing takes a microsecond a token, whatever comes before it; a load takes `load` seconds a chunk."""
 
-    def __init__(self, load: float) -> None:
+    def __init__(self, load):
         self._load = load
 
-    def recompute_s(self, context_tokens: int) -> float:
+    def recompute_s(self, context_tokens):
         return 32e-6
 
-    def load_s(self) -> float:
+    def load_s(self):
         return self._load
 
 
-def test_a_gibibyte_is_sent_from_the_rate_on_at_which_that_is_sooner() -> None:
+def test_a_gibibyte_is_sent_from_the_rate_on_at_which_that_is_sooner():
     """8,192 tokens of 128 KiB at a microsecond each: 8.192 ms, of which the load takes 2.56 and the way 0.05."""
     left_s = 8192e-6 - 256 * 1e-5 - 5e-5
     even = 2**30 * 8 / left_s / 1e9
-    cost: Any = PerToken(1e-5)
+    cost = PerToken(1e-5)
     lengths = (32,) * 256
     assert math.isclose(computing_s(cost, lengths, 32), 8192e-6)
     for gbps, sends in ((even * 0.999, False), (even * 1.001, True)):
@@ -179,12 +176,12 @@ def test_a_gibibyte_is_sent_from_the_rate_on_at_which_that_is_sooner() -> None:
         assert (transfer is not None) == sends
 
 
-def test_parcels_wait_for_both_interfaces() -> None:
+def test_parcels_wait_for_both_interfaces():
     migration = Migration("always", Network(8.0, 0.0))  # 10^9 bytes/s
 
-    def arrives(source: int, target: int, now_ns: int) -> int:
+    def arrives(source, target, now_ns):
         transfer = migration.transfer(
-            array("i"), (32,), PerToken(0.0), chunk_tokens=32, bytes_per_token=10, source=source, target=target,  # type: ignore[arg-type]
+            array("i"), (32,), PerToken(0.0), chunk_tokens=32, bytes_per_token=10, source=source, target=target,
             now_ns=now_ns,
         )  # fmt: skip
         assert transfer is not None and transfer.count == 32

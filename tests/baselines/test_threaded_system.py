@@ -9,19 +9,18 @@ import pytest
 
 from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.errors import WorkerError
-from pensieve.serve.systems.threaded_system import ThreadedSystem
-from tests.baselines.systems import PATIENCE_S, HeldWorker, Side, threaded
+from tests.baselines.systems import PATIENCE_S, Side, threaded
 from tests.simulated import request
 
 
 @pytest.fixture
-def started() -> tuple[ThreadedSystem, HeldWorker]:
+def started():
     system, worker = threaded()
     system.start()
     return system, worker
 
 
-def hold(system: ThreadedSystem, worker: HeldWorker) -> None:
+def hold(system, worker):
     """Submit a request, and keep the engine's thread in its first step."""
     worker.gate.clear()
     worker.entered.clear()
@@ -29,14 +28,14 @@ def hold(system: ThreadedSystem, worker: HeldWorker) -> None:
     assert worker.entered.wait(PATIENCE_S)
 
 
-def wait_for_inbox(system: ThreadedSystem, commands: int) -> None:
+def wait_for_inbox(system, commands):
     until = time.monotonic() + PATIENCE_S
     while system._inbox.qsize() < commands:
         assert time.monotonic() < until
         time.sleep(0.001)
 
 
-def test_forget_behind_close_comes_back(started: tuple[ThreadedSystem, HeldWorker]) -> None:
+def test_forget_behind_close_comes_back(started):
     system, worker = started
     hold(system, worker)
     closing = Side(system.close)
@@ -51,7 +50,7 @@ def test_forget_behind_close_comes_back(started: tuple[ThreadedSystem, HeldWorke
     assert Side(system.forget, None).ended(), "also when the engine is gone already"
 
 
-def test_forget_before_close_is_carried_out(started: tuple[ThreadedSystem, HeldWorker]) -> None:
+def test_forget_before_close_is_carried_out(started):
     system, _ = started
     system.submit(request(1, "a", tokens=5, output=2))
     assert any(event.turn for event in system.poll(None))
@@ -61,7 +60,7 @@ def test_forget_before_close_is_carried_out(started: tuple[ThreadedSystem, HeldW
     system.close()
 
 
-def test_an_idle_system_has_nothing_to_wait_for(started: tuple[ThreadedSystem, HeldWorker]) -> None:
+def test_an_idle_system_has_nothing_to_wait_for(started):
     system, worker = started
     for number in (1, 2):
         polling = Side(system.poll, None)
@@ -80,7 +79,7 @@ def test_an_idle_system_has_nothing_to_wait_for(started: tuple[ThreadedSystem, H
     system.close()
 
 
-def test_poll_comes_back_when_the_system_is_closed(started: tuple[ThreadedSystem, HeldWorker]) -> None:
+def test_poll_comes_back_when_the_system_is_closed(started):
     system, worker = started
     hold(system, worker)
     polling, closing = Side(system.poll, None), Side(system.close)
@@ -94,7 +93,7 @@ def test_poll_comes_back_when_the_system_is_closed(started: tuple[ThreadedSystem
         system.poll(None)
 
 
-def test_a_crash_ends_every_call_that_waits_for_the_engine(started: tuple[ThreadedSystem, HeldWorker]) -> None:
+def test_a_crash_ends_every_call_that_waits_for_the_engine(started):
     system, worker = started
     hold(system, worker)
     polling, forgetting = Side(system.poll, None), Side(system.forget, "a")
@@ -113,8 +112,8 @@ def test_a_crash_ends_every_call_that_waits_for_the_engine(started: tuple[Thread
 
 
 @pytest.mark.parametrize("part", ["gpu_blocks", "cache", "policy"])
-def test_a_failed_start_leaves_nothing_behind(part: str) -> None:
-    def refuse(*_: object, **__: object) -> int:
+def test_a_failed_start_leaves_nothing_behind(part):
+    def refuse(*_, **__):
         raise RuntimeError("no")
 
     before = threading.active_count()
@@ -126,8 +125,8 @@ def test_a_failed_start_leaves_nothing_behind(part: str) -> None:
     system.close()
 
 
-def test_a_start_that_gets_no_thread_closes_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: threading.Thread) -> None:
+def test_a_start_that_gets_no_thread_closes_its_worker(monkeypatch):
+    def refuse(self):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
@@ -138,7 +137,7 @@ def test_a_start_that_gets_no_thread_closes_its_worker(monkeypatch: pytest.Monke
     system.close()
 
 
-def test_an_idle_engine_wakes_to_forget_and_sleeps_again() -> None:
+def test_an_idle_engine_wakes_to_forget_and_sleeps_again():
     """Two conversations, both idle for longer than they may be; nobody calls anything meanwhile."""
     system, _ = threaded(limits=MemoryLimits(ttl_s=0.3))
     system.start()
@@ -148,17 +147,17 @@ def test_an_idle_engine_wakes_to_forget_and_sleeps_again() -> None:
         assert any(event.turn for event in system.poll(None))
     forget, step = engine.cache.forget, engine.step
 
-    def forget_and_tell(session: object) -> None:
-        forget(session)  # type: ignore[arg-type]
+    def forget_and_tell(session):
+        forget(session)
         if not engine.cache.sessions:
             forgotten.set()
 
-    def count(until_ns: int | None) -> object:
+    def count(until_ns):
         steps.append(until_ns)
         return step(until_ns)
 
-    engine.cache.forget = forget_and_tell  # type: ignore[method-assign,assignment]
-    engine.step = count  # type: ignore[method-assign,assignment]
+    engine.cache.forget = forget_and_tell
+    engine.step = count
     assert forgotten.wait(PATIENCE_S)
     assert engine.facts.counts.forgotten_sessions == 2
     system.forget(None)  # it sleeps until it is told
@@ -166,9 +165,7 @@ def test_an_idle_engine_wakes_to_forget_and_sleeps_again() -> None:
     system.close()
 
 
-def test_who_asks_gets_the_answer_and_poll_tells_only_of_what_was_submitted(
-    started: tuple[ThreadedSystem, HeldWorker],
-) -> None:
+def test_who_asks_gets_the_answer_and_poll_tells_only_of_what_was_submitted(started):
     system, _ = started
     system.submit(request(1, "a", tokens=5, output=3))
     asking = [Side(system.ask, request(number, f"b{number}", tokens=5, output=20)) for number in (2, 3, 4)]
@@ -182,7 +179,7 @@ def test_who_asks_gets_the_answer_and_poll_tells_only_of_what_was_submitted(
     system.close()
 
 
-def test_who_asks_is_told_of_the_end_of_the_engine(started: tuple[ThreadedSystem, HeldWorker]) -> None:
+def test_who_asks_is_told_of_the_end_of_the_engine(started):
     system, worker = started
     worker.gate.clear()
     asking = Side(system.ask, request(1, "a", tokens=5, output=2))
@@ -200,13 +197,11 @@ def test_who_asks_is_told_of_the_end_of_the_engine(started: tuple[ThreadedSystem
 @pytest.mark.parametrize(
     "part", ["pensieve.core.engine.ActiveRequest.arrive", "pensieve.core.scheduler.scheduler.Scheduler.submit"]
 )
-def test_a_request_that_the_engine_cannot_take_fails_alone(
-    started: tuple[ThreadedSystem, HeldWorker], monkeypatch: pytest.MonkeyPatch, begun: bool, part: str
-) -> None:
+def test_a_request_that_the_engine_cannot_take_fails_alone(started, monkeypatch, begun, part):
     system, _ = started
     assert system.ask(request(1, "known", tokens=5, output=2)).status == "completed"
 
-    def fails(*_: object) -> None:
+    def fails(*_):
         raise ValueError("no such thing")
 
     for session in ("known", "new"):

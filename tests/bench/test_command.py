@@ -2,16 +2,13 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
 from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.lab.bench import TARGETS, run_target
 from pensieve.lab.bench.case import Case, Figure, Measured
-from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose import read_option
 from pensieve.lab.results.store import open_store
 
@@ -23,7 +20,7 @@ CASES = {
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def config(tmp_path, monkeypatch):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     bench = {"size": "auto", "repeats": None, "model": "auto", "markdown": str(tmp_path / "table.md"), "only": None}
     bench |= {"exclusive": False, "seed": 0}
@@ -31,9 +28,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"target": "kernel", "bench": bench, "hardware": hardware, "tracking": read_option("tracking", "local")}
 
 
-def target_that(monkeypatch: pytest.MonkeyPatch, name: str, run: Any) -> None:
+def target_that(monkeypatch, name, run):
     module = ModuleType(name)
-    module.run = run  # type: ignore[attr-defined]
+    module.run = run
     monkeypatch.setitem(sys.modules, f"pensieve.lab.bench.{name}", module)
     monkeypatch.setitem(TARGETS, name, (name, "run"))
 
@@ -41,15 +38,7 @@ def target_that(monkeypatch: pytest.MonkeyPatch, name: str, run: Any) -> None:
 @pytest.mark.parametrize(
     ("what", "status", "said"), [("whole", 0, ""), ("no_peer", 1, "no peer"), ("no_limit", 1, "no limit")]
 )
-def test_without_limit_or_peer_the_status_is_not_zero(
-    what: str,
-    status: int,
-    said: str,
-    config: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_without_limit_or_peer_the_status_is_not_zero(what, status, said, config, tmp_path, monkeypatch, capsys):
     target_that(monkeypatch, "kernel", lambda bench: bench.record(*CASES[what]))
     assert run_target(config, {"target": "kernel"}) == status
     printed = capsys.readouterr()
@@ -62,19 +51,17 @@ def test_without_limit_or_peer_the_status_is_not_zero(
     assert "torch " in text and "commit " in text
 
 
-def test_the_targets_of_all_run_though_one_fails(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran: list[str] = []
+def test_the_targets_of_all_run_though_one_fails(config, monkeypatch, capsys):
+    ran = []
 
-    def works(bench: Bench) -> None:
+    def works(bench):
         ran.append(bench.target)
         bench.record(*CASES["whole"])
 
-    def fails(bench: Bench) -> None:
+    def fails(bench):
         raise HardwareMissing("This machine has no such thing.")
 
-    def lacks(bench: Bench) -> None:
+    def lacks(bench):
         raise ModuleNotFoundError("No module named 'flashinfer'", name="flashinfer")
 
     for name, run in {"kernel": works, "swap": fails, "decode": lacks, "prefill": works, "serve": works}.items():
@@ -86,7 +73,7 @@ def test_the_targets_of_all_run_though_one_fails(
     assert "decode: the Python package flashinfer is not installed" in said
 
 
-def test_every_recorded_target_is_there() -> None:
+def test_every_recorded_target_is_there():
     for module, function in TARGETS.values():
         assert callable(getattr(import_module(f"pensieve.lab.bench.{module}"), function))
 
@@ -101,15 +88,13 @@ def test_every_recorded_target_is_there() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused_by_its_name(given: dict[str, Any], said: str, config: dict[str, Any]) -> None:
+def test_what_makes_no_sense_is_refused_by_its_name(given, said, config):
     changed = {**config, **given, "bench": {**config["bench"], **given.get("bench", {})}}
     with pytest.raises((ConfigError, HardwareMissing), match=said):
         run_target(changed, {})
 
 
-def test_the_table_fits_and_a_limit_that_is_beaten_gets_a_word(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_fits_and_a_limit_that_is_beaten_gets_a_word(config, monkeypatch, capsys):
     peer = Measured("a peer with a long name", [0.5], version="2.13.0+cpu")
     ours = Measured("ours", [1.5], figures=[Figure("matrix_rate_pct", 0.25)])
     case = Case("decode 8 over 512, all layers of the model", 1.0, "bytes over bandwidth")
@@ -123,7 +108,7 @@ def test_the_table_fits_and_a_limit_that_is_beaten_gets_a_word(
     assert "ours: matrix rate pct 0.25 %" in text
 
 
-def test_a_name_of_no_cell_leaves_no_record(config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_name_of_no_cell_leaves_no_record(config, tmp_path):
     config["bench"]["only"] = "zzz"
     with pytest.raises(ConfigError, match=r"bench\.only=zzz names no cell of serve"):
         run_target({**config, "target": "serve"}, {"bench.only": "zzz"})

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pensieve.lab.bench.case import Case, Figure, Measured
 from tests.bench.bench import make_bench
 
 
-def test_every_backend_of_a_case_is_a_trial_with_the_floor_as_its_limit(tmp_path: Path) -> None:
+def test_every_backend_of_a_case_is_a_trial_with_the_floor_as_its_limit(tmp_path):
     bench = make_bench("swap", tmp_path)
     case = Case(
         "swap in 64", 2.0, "bytes at copy rate", metric="restore_ms", parameters={"blocks": 64}, ours="pipelined"
@@ -41,7 +39,7 @@ def test_every_backend_of_a_case_is_a_trial_with_the_floor_as_its_limit(tmp_path
     assert store.latest_sweep() is None  # tables and figures of "the latest sweep" mean one of trials
 
 
-def test_the_same_case_again_is_another_attempt_of_the_same_trial(tmp_path: Path) -> None:
+def test_the_same_case_again_is_another_attempt_of_the_same_trial(tmp_path):
     for value in (1.0, 2.0):
         bench = make_bench("kernel", tmp_path)
         bench.record(Case("decode", 0.5), [Measured("ours", [value])])
@@ -50,9 +48,9 @@ def test_the_same_case_again_is_another_attempt_of_the_same_trial(tmp_path: Path
 
 
 @pytest.mark.parametrize("change", [{"parameters": {"batch": 2}}, {"label": "other"}])
-def test_another_case_is_another_trial(tmp_path: Path, change: dict[str, object]) -> None:
+def test_another_case_is_another_trial(tmp_path, change):
     bench = make_bench("kernel", tmp_path)
     bench.record(Case("decode", 0.5), [Measured("ours", [1.0])])
-    bench.record(Case(**{"label": "decode", "floor": 0.5, **change}), [Measured("ours", [1.0])])  # type: ignore[arg-type]
+    bench.record(Case(**{"label": "decode", "floor": 0.5, **change}), [Measured("ours", [1.0])])
     first, second = bench.tracking.store.trials_of_sweep(bench.records.sweep_id)
     assert first.last.fingerprint != second.last.fingerprint

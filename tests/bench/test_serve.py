@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hydra import initialize_config_dir
 
@@ -15,7 +13,7 @@ CHAT = {"think_time_s": 1.0, "min_turns": 2, "max_turns": 3, "max_new_tokens": 1
 
 
 @pytest.mark.slow
-def test_a_cell_puts_every_baseline_beside_the_roofline_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_puts_every_baseline_beside_the_roofline_ratio(tmp_path, monkeypatch):
     """On a simulated machine, where transformers cannot run: that is said, and the command must not exit with 0."""
     bench = make_bench("serve", tmp_path)
     bench.hardware = HardwareConfig.model_validate(read_option("hardware", "sim_h100"))

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
 from pensieve.lab.bench import steps
 from pensieve.lab.bench.models import Generate, batched_gaps_ms, continuous_batching, plain_module, prompts
@@ -15,11 +12,11 @@ from tests.worker.torch.driver import tiny_model, tiny_spec
 
 
 @pytest.fixture(scope="module")
-def model() -> LoadedModel:
+def model():
     return tiny_model("llama")
 
 
-def test_the_floor_reads_all_weights_and_kv_once_or_does_all_operations() -> None:
+def test_the_floor_reads_all_weights_and_kv_once_or_does_all_operations():
     spec = tiny_spec("llama")
     weights = 4 * (spec.read_parameters(1) + 97 * 64)
     by_memory = steps.floor_ms(spec, 3, 40, copy_bytes_s=1e6, matrix_flops_s=1e15)
@@ -28,14 +25,14 @@ def test_the_floor_reads_all_weights_and_kv_once_or_does_all_operations() -> Non
     assert steps.floor_ms(spec, 3, 40, copy_bytes_s=1e15, matrix_flops_s=1e6) == pytest.approx(operations / 1e3)
 
 
-def test_a_prompts_operations_are_those_of_its_projections_and_its_causal_attention() -> None:
+def test_a_prompts_operations_are_those_of_its_projections_and_its_causal_attention():
     spec = tiny_spec("llama")
     pairs = 10 * 11 // 2
     expected = 10 * 2 * spec.read_parameters(1) + 4 * 2 * 4 * 16 * pairs + 2 * 97 * 64
     assert steps.operations(spec, 10) == expected
 
 
-def test_the_stepper_computes_what_the_plain_model_computes(model: LoadedModel) -> None:
+def test_the_stepper_computes_what_the_plain_model_computes(model):
     stepper = Stepper(model, 3, 70, TorchOptions())
     stepper.fill()
     assert stepper.decode(2, steps=1) > 0
@@ -49,29 +46,27 @@ def test_the_stepper_computes_what_the_plain_model_computes(model: LoadedModel) 
     assert token == ids[-1]
 
 
-def test_generate_is_timed_between_its_tokens_and_can_be_asked_again(model: LoadedModel) -> None:
+def test_generate_is_timed_between_its_tokens_and_can_be_asked_again(model):
     peer = Generate(plain_module(model), 2, 40, 97)
     assert peer.step_ms(4) > 0
     assert peer._cache.get_seq_length() == 40
     assert peer.step_ms(3) > 0
 
 
-def test_continuous_batching_is_timed_while_all_requests_decode(model: LoadedModel) -> None:
+def test_continuous_batching_is_timed_while_all_requests_decode(model):
     with continuous_batching(plain_module(model), 3 * 64, 64, 3) as manager:
         gaps = batched_gaps_ms(manager, prompts(3, 40, 97), 12)
     assert 3 <= len(gaps) <= 12
     assert all(gap > 0 for gap in gaps)
 
 
-def test_prompts_share_no_block() -> None:
+def test_prompts_share_no_block():
     some = prompts(8, 64, 97)
     assert len({tuple(prompt[:32]) for prompt in some}) == 8
     assert all(0 < token < 97 for prompt in some for token in prompt)
 
 
-def test_decode_and_prefill_stand_beside_their_peers(
-    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decode_and_prefill_stand_beside_their_peers(model, tmp_path, monkeypatch):
     bench = make_bench("decode", tmp_path, repeats=1)
     monkeypatch.setattr(steps, "load", lambda bench: model)
     monkeypatch.setitem(steps._DECODES, "cpu", ((2, 40),))

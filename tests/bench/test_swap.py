@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +8,8 @@ import torch
 from pensieve.core.plan import swap_in
 from pensieve.device.asked import ModelAsked
 from pensieve.device.kv_tensors import KvTensors
-from pensieve.device.model import LoadedModel, load_model
+from pensieve.device.model import load_model
 from pensieve.device.transfers.copies import CallCopier
-from pensieve.device.transfers.link import Copier
 from pensieve.lab.bench import swap
 from pensieve.plugins.device.thread_link import ThreadLink, copy_runs
 from tests.bench.bench import make_bench
@@ -20,20 +18,18 @@ from tests.worker.torch.transfers.named import Named
 
 
 @pytest.fixture(scope="module")
-def model() -> LoadedModel:
+def model():
     spec = tiny_spec("llama", vocab_size=300, max_position_embeddings=2048)
     return load_model(ModelAsked(spec, threads=1))
 
 
-def test_blocks_lie_in_runs_of_the_length_asked_for() -> None:
+def test_blocks_lie_in_runs_of_the_length_asked_for():
     assert swap.scattered(6, 2) == (0, 1, 4, 5, 8, 9)
     assert swap.scattered(4, 4) == (0, 1, 2, 3)
     assert max(swap.scattered(128, 8)) < 256
 
 
-def test_every_figure_stands_beside_its_limit_and_its_peer(
-    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_figure_stands_beside_its_limit_and_its_peer(model, tmp_path, monkeypatch):
     bench = make_bench("swap", tmp_path, repeats=1)
     monkeypatch.setattr(swap, "load", lambda bench: model)
     monkeypatch.setattr(swap, "_CPU", (256,))
@@ -53,20 +49,20 @@ def test_every_figure_stands_beside_its_limit_and_its_peer(
     assert [figure.name for figure in pipelined.figures] == ["speedup", "overlap_pct", "transfer_ms", "compute_ms"]
 
 
-def test_on_a_gpu_what_serves_is_measured_beside_a_call_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_what_serves_is_measured_beside_a_call_a_run(monkeypatch):
     """With the ways and links of a machine that has none: names, notes, and that each brings what it is timed for."""
-    links: list[tuple[object, ...]] = []
+    links = []
 
-    def link(device: torch.device, *copiers: object) -> ThreadLink:
+    def link(device, *copiers):
         links.append(copiers)
         return ThreadLink()
 
     monkeypatch.setattr(swap, "choose_copier", lambda tensors: (chosen, "best"))
     monkeypatch.setattr(swap, "CudaLink", link)
-    notes: list[str] = []
+    notes = []
     bench = SimpleNamespace(on_gpu=True, device=torch.device("cpu"), note=notes.append)
     tensors = KvTensors(tiny_spec("llama"), 32, 8, 8, torch.device("cpu"), torch.float32)
-    chosen: Copier = CallCopier()
+    chosen = CallCopier()
     assert list(swap._transfers(bench, tensors)) == ["ours"], "nothing is timed twice"
     chosen = Named("another")
     tensors.cpu.fill_(0.5)
@@ -80,15 +76,13 @@ def test_on_a_gpu_what_serves_is_measured_beside_a_call_a_run(monkeypatch: pytes
         transfer.close()
 
 
-def test_the_ways_of_copying_are_held_against_each_other_beside_compute(
-    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ways_of_copying_are_held_against_each_other_beside_compute(model, tmp_path, monkeypatch):
     """Every way copies the same blocks, none beside another, and the forward finds them: with the stand-in for streams."""
     bench = make_bench("swap", tmp_path, repeats=2)
-    links: list[ThreadLink] = []
-    used: list[Copier] = []
+    links = []
+    used = []
 
-    def link(device: torch.device) -> ThreadLink:
+    def link(device):
         links.append(ThreadLink(copy=lambda piece: (used.append(links[0].inward.copier), copy_runs(piece))[1]))
         return links[0]
 

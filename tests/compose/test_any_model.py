@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ MISTRAL = {
 }  # fmt: skip
 
 
-def save_model(folder: Path, seed: int = 0) -> Path:
+def save_model(folder, seed=0):
     """A small Mistral with weights, tokenizer and template, as somebody may have trained it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -35,11 +34,11 @@ def save_model(folder: Path, seed: int = 0) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("models") / "mine")
 
 
-def test_a_folder(folder: Path) -> None:
+def test_a_folder(folder):
     for given in ("model.hub_id", "model.weights"):
         config = checked("model=hf", f"{given}={folder}")
         assert (config.model.name, config.model.weights, config.model.hub_id) == ("mine", str(folder), None)
@@ -49,7 +48,7 @@ def test_a_folder(folder: Path) -> None:
     assert (random.weights, random.tokenizer) == ("random", str(folder))
 
 
-def test_a_hub_id_in_the_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_in_the_cache(folder, tmp_path, monkeypatch):
     asked = unreachable(monkeypatch, tmp_path)
     snapshot = fill(tmp_path, "org/name", folder)
     config = checked("model=hf", "model.hub_id=org/name", "hardware=cpu")
@@ -65,10 +64,8 @@ def test_a_hub_id_in_the_cache(folder: Path, tmp_path: Path, monkeypatch: pytest
     assert asked == []
 
 
-def test_the_commit_of_its_weights_is_part_of_a_real_trial(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fingerprint(hardware: str) -> str:
+def test_the_commit_of_its_weights_is_part_of_a_real_trial(folder, tmp_path, monkeypatch):
+    def fingerprint(hardware):
         overrides = ("model=hf", "model.hub_id=org/name", f"hardware={hardware}", "cache.gpu=256 tokens")
         return identity_of(plan_trial(checked(*overrides)), resolved(composed(*overrides))).fingerprint
 
@@ -81,8 +78,8 @@ def test_the_commit_of_its_weights_is_part_of_a_real_trial(
     assert fingerprint("sim_h100") == simulated, "a simulation loads no weights"
 
 
-def test_the_content_of_a_folder_is_part_of_a_real_trial(folder: Path, tmp_path: Path) -> None:
-    def fingerprint(at: Path) -> str:
+def test_the_content_of_a_folder_is_part_of_a_real_trial(folder, tmp_path):
+    def fingerprint(at):
         overrides = ("model=hf", f"model.hub_id={at}", "hardware=cpu", "cache.gpu=256 tokens")
         return identity_of(plan_trial(checked(*overrides)), resolved(composed(*overrides))).fingerprint
 
@@ -101,9 +98,7 @@ def test_the_content_of_a_folder_is_part_of_a_real_trial(folder: Path, tmp_path:
         ({"architectures": ["X"]}, r"org--name \(no model_type\) cannot be served"),
     ],
 )
-def test_what_is_no_decoder_is_refused_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, object], says: str
-) -> None:
+def test_what_is_no_decoder_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, config, says):
     unreachable(monkeypatch, tmp_path)
     fill(tmp_path, "org/name", {"config.json": config})
     with pytest.raises(UnsupportedModel, match=says) as caught:
@@ -111,7 +106,7 @@ def test_what_is_no_decoder_is_refused_before_anything_is_loaded(
     assert str(caught.value).count(". ") == 0
 
 
-def test_an_architecture_that_the_paged_attention_cannot_serve_is_refused_at_load(tmp_path: Path) -> None:
+def test_an_architecture_that_the_paged_attention_cannot_serve_is_refused_at_load(tmp_path):
     config = {"model_type": "gptj", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 320}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match="choose a model of another architecture"):
@@ -119,25 +114,21 @@ def test_an_architecture_that_the_paged_attention_cannot_serve_is_refused_at_loa
 
 
 @pytest.mark.parametrize("place", ["/nowhere/model", "./model", "name", "a/b/c"])
-def test_what_is_neither_folder_nor_hub_id_is_refused_without_asking(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_neither_folder_nor_hub_id_is_refused_without_asking(place, tmp_path, monkeypatch):
     asked = unreachable(monkeypatch, tmp_path)
     with pytest.raises(WeightsMissing, match="no folder on this machine, and no hub id"):
         checked("model=hf", f"model.hub_id={place}")
     assert asked == []
 
 
-def test_a_model_must_be_named() -> None:
+def test_a_model_must_be_named():
     with pytest.raises(WeightsMissing, match=r"needs a file: model\.gguf_file="):
         check_weights(checked("model.weights=gguf").model)
     with pytest.raises(ConfigError, match=r"model=hf needs a model: model\.hub_id=org/name"):
         check(composed("model=hf"))
 
 
-def test_an_unknown_hub_id_is_asked_for_once_by_a_whole_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_hub_id_is_asked_for_once_by_a_whole_command(tmp_path, monkeypatch):
     asked = unreachable(monkeypatch, tmp_path)
     for _ in range(2):  # a command checks the configuration, and resolves it
         with pytest.raises(WeightsMissing, match=r"nobody/nothing.*cannot be reached.*use a folder"):

@@ -39,9 +39,7 @@ def test_simulated_hardware_ignores_it():
     system.close()
 
 
-def test_the_model_is_loaded_with_it_the_size_of_the_blocks_and_the_memory_there_is(
-    monkeypatch,
-):
+def test_the_model_is_loaded_with_it_the_size_of_the_blocks_and_the_memory_there_is(monkeypatch):
     seen = {}
 
     def load(asked):

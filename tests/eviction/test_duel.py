@@ -5,31 +5,31 @@ from __future__ import annotations
 import math
 import random
 from collections import OrderedDict
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
 from pensieve.plugins.policies import duel
 from pensieve.plugins.policies.duel import MOST, Duel, Held, Shadow, least_recent
 from pensieve.plugins.policies.learned_return import LearnedReturn
-from tests.eviction.world import Key, World, context, holds
+from tests.eviction.world import World, context, holds
 
 
-def newest(held: OrderedDict[int, Held], now_s: float) -> Held | None:
+def newest(held, now_s):
     return next((one for one in reversed(held.values()) if one.rests), None)
 
 
-def tokens(start: int, stop: int) -> float:
+def tokens(start, stop):
     return stop - start
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_a_model_holds_is_what_single_tokens_would(seed: int) -> None:
+def test_what_a_model_holds_is_what_single_tokens_would(seed):
     """A set of (conversation, position), out of which the least recently active conversation loses its first ones first."""
     rng = random.Random(seed)
     shadow, there, lengths = Shadow(least_recent), set[tuple[int, int]](), dict[int, int]()
-    active: list[int] = []  # least recently first
-    running: set[int] = set()
+    active = []  # least recently first
+    running = set()
     capacity, found = 40, 0
     for now in range(400):
         number = rng.randrange(8)
@@ -58,7 +58,7 @@ def test_what_a_model_holds_is_what_single_tokens_would(seed: int) -> None:
     assert found > 40
 
 
-def turns(one: Duel, numbers: list[int], now: float, length: int = 10) -> list[bool]:
+def turns(one, numbers, now, length=10):
     """One turn of each, one after the other; who leads after each."""
     leads = []
     for number in numbers:
@@ -68,7 +68,7 @@ def turns(one: Duel, numbers: list[int], now: float, length: int = 10) -> list[b
     return leads
 
 
-def test_the_challenger_leads_where_it_finds_more_and_gives_way_where_it_does_not() -> None:
+def test_the_challenger_leads_where_it_finds_more_and_gives_way_where_it_does_not():
     """Sixteen in strict turn in a cache of eight: the least recently used finds nothing, whoever keeps what it has half.
     Then four new ones at a time, each asked twice: the least recently used finds all, who gives up the newest nothing."""
     contest = Duel(80, newest, tokens)
@@ -79,7 +79,7 @@ def test_the_challenger_leads_where_it_finds_more_and_gives_way_where_it_does_no
     assert later[0] and not later[-1]
 
 
-def test_who_finds_as_much_does_not_lead() -> None:
+def test_who_finds_as_much_does_not_lead():
     assert not any(turns(Duel(80, least_recent, tokens), list(range(16)) * 20, 0.0))
 
 
@@ -88,10 +88,10 @@ class Coin:
 
     held: ClassVar[dict[int, Held]] = {}
 
-    def __init__(self, seed: int, sign: int, favour: float) -> None:
+    def __init__(self, seed, sign, favour):
         self._rng, self._sign, self._favour = random.Random(seed), sign, favour
 
-    def ask(self, *_: Any) -> tuple[int, int]:
+    def ask(self, *_):
         toss = (1 if self._rng.random() < self._favour else -1) * self._rng.choice((0, 100, 1_000, 3_000))
         return 0, max(0, toss * self._sign)
 
@@ -99,15 +99,13 @@ class Coin:
 @pytest.mark.parametrize(
     ("favour", "least", "most"), [(0.5, -0.01, 0.01), (0.45, -0.01, 0.0), (0.4, -0.01, 0.0), (0.6, 0.15, 0.2)]
 )
-def test_who_leads_loses_no_point_and_a_good_challenger_gains_what_it_can(
-    favour: float, least: float, most: float
-) -> None:
+def test_who_leads_loses_no_point_and_a_good_challenger_gains_what_it_can(favour, least, most):
     """Of all that the two find, by how much more whoever leads does than the least recently used, which is 2 x favour - 1
     for a challenger that leads always."""
     gained = thrown = 0.0
     for seed in range(30):
         contest, before = Duel(1, least_recent, tokens), 0.0
-        contest._shadows = Coin(seed, -1, favour), Coin(seed, 1, favour)  # type: ignore[assignment]
+        contest._shadows = Coin(seed, -1, favour), Coin(seed, 1, favour)
         both = Coin(seed, -1, favour), Coin(seed, 1, favour)
         for _ in range(4_000):
             recency, challenger = both[0].ask()[1], both[1].ask()[1]
@@ -117,21 +115,21 @@ def test_who_leads_loses_no_point_and_a_good_challenger_gains_what_it_can(
     assert least < gained / thrown < most, gained / thrown
 
 
-def test_the_lead_is_lost_where_it_finds_less() -> None:
+def test_the_lead_is_lost_where_it_finds_less():
     contest = Duel(1, least_recent, tokens)
-    contest._shadows = Coin(0, -1, 1.0), Coin(0, 1, 1.0)  # type: ignore[assignment]
+    contest._shadows = Coin(0, -1, 1.0), Coin(0, 1, 1.0)
     while not contest.leads:
         contest.ask(0, 1, 0.0)
-    contest._shadows = Coin(1, -1, 0.4), Coin(1, 1, 0.4)  # type: ignore[assignment]
+    contest._shadows = Coin(1, -1, 0.4), Coin(1, 1, 0.4)
     while contest.leads:
         contest.ask(0, 1, 0.0)
     assert contest._more <= -math.sqrt(contest._squares)
 
 
-def test_a_model_of_a_sample_is_small_and_finds_as_large_a_share() -> None:
+def test_a_model_of_a_sample_is_small_and_finds_as_large_a_share():
     rng, contest = random.Random(0), Duel(3_000 * 10, newest, tokens)
     found = asked = 0.0
-    everyone: OrderedDict[int, None] = OrderedDict()
+    everyone = OrderedDict()
     hits = 0
     for at in range(30_000):
         number = min(int(rng.expovariate(1 / 2_000)), 20_000)
@@ -149,15 +147,15 @@ def test_a_model_of_a_sample_is_small_and_finds_as_large_a_share() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_victims_are_those_of_whoever_leads(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_victims_are_those_of_whoever_leads(seed, monkeypatch):
     monkeypatch.setattr(duel, "_LOOK_EVERY", 10**9)  # only the test changes the lead
     policy = LearnedReturn(context())
-    modes: list[bool] = []
+    modes = []
 
-    def definition(world: World) -> Key:
+    def definition(world):
         modes.append(policy.follows_recency)
 
-        def key(session: Any, chunk: int) -> tuple[float, ...]:
+        def key(session, chunk):
             if policy.follows_recency:
                 return (session.last_active_s,)
             return (policy._value(session.memo.habits[-1], 0, session.last_active_s, world.now_s),)

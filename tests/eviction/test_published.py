@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 
 from pensieve.core.hint import Hint
-from pensieve.core.session import Session
 from pensieve.plugins.policies.arc import Arc, ArcDirectory
 from pensieve.plugins.policies.flop_efficiency import FlopEfficiency
 from pensieve.plugins.policies.s3_fifo import S3Fifo
 from pensieve.plugins.policies.steps_to_use import StepsToUse
 from pensieve.plugins.policies.tail_lru import TailLru
 from pensieve.plugins.policies.tool_ttl import ToolTtl, best_time
-from tests.eviction.world import Key, World, context, holds
+from tests.eviction.world import World, context, holds
 
 CAPACITY = 48
 HINTS = (
@@ -30,24 +27,24 @@ HINTS = (
 )
 
 
-def recompute_s(chunk: int) -> float:
+def recompute_s(chunk):
     return 1.0 + (chunk + 1) * 4 / 8
 
 
-def size(part: list[tuple[int, int]]) -> int:
+def size(part):
     return sum(tokens for _, tokens in part)
 
 
-def arc(world: World) -> Key:
+def arc(world):
     """The paper's figure 4, over (conversation, tokens) lists; the oldest in front."""
-    t1: list[tuple[int, int]] = []
-    t2: list[tuple[int, int]] = []
-    b1: list[tuple[int, int]] = []
-    b2: list[tuple[int, int]] = []
+    t1 = []
+    t2 = []
+    b1 = []
+    b2 = []
     p = 0.0
     again = {}
 
-    def from_t1() -> bool:
+    def from_t1():
         return bool(t1 and size(t1) > p) or not t2
 
     for event in world.events:
@@ -72,15 +69,15 @@ def arc(world: World) -> Key:
     return lambda session, chunk: (float(again[session.number] == from_t1()),)
 
 
-def s3_fifo(world: World) -> Key:
-    small: list[tuple[int, int]] = []
-    main: list[tuple[int, int]] = []
-    ghosts: list[tuple[int, int]] = []
-    asked: dict[int, int] = {}
-    entered: dict[int, float] = {}
-    in_main: dict[int, bool] = {}
+def s3_fifo(world):
+    small = []
+    main = []
+    ghosts = []
+    asked = {}
+    entered = {}
+    in_main = {}
 
-    def from_small() -> bool:
+    def from_small():
         return bool(small and size(small) >= CAPACITY / 10) or not main
 
     for event in world.events:
@@ -104,15 +101,15 @@ def s3_fifo(world: World) -> Key:
         while size(ghosts) > CAPACITY:
             ghosts.pop(0)
 
-    def key(session: Session, chunk: int) -> tuple[float, ...]:
+    def key(session, chunk):
         main_one = in_main[session.number]
         return float(main_one == from_small()), session.last_active_s if main_one else entered[session.number]
 
     return key
 
 
-def tail_lru(world: World) -> Key:
-    def key(session: Session, chunk: int) -> tuple[float, ...]:
+def tail_lru(world):
+    def key(session, chunk):
         without = sum(recompute_s(index) for index in range(chunk + 1))
         mean_turn = len(session.tokens) / session.turns
         message = mean_turn / 4 * (1.0 + len(session.tokens) / 8)
@@ -121,21 +118,21 @@ def tail_lru(world: World) -> Key:
     return key
 
 
-def flop_efficiency(world: World) -> Key:
+def flop_efficiency(world):
     asked = [event for event in world.events if event.asked]
     kept = len(asked) - 1
     while kept and sum(event.tokens for event in asked[kept - 1 :]) <= CAPACITY:
         kept -= 1
     oldest_s, longest = asked[kept].at_s, max(event.tokens // 4 for event in asked)
 
-    def key(session: Session, chunk: int) -> tuple[float, ...]:
+    def key(session, chunk):
         recency = (session.last_active_s - oldest_s) / max(world.now_s - oldest_s, 1e-9)
         return (recency + 1.0 * recompute_s(chunk) / recompute_s(max(longest, chunk)),)
 
     return key
 
 
-def steps_to_use(world: World) -> Key:
+def steps_to_use(world):
     step, due, rested, taken = 0, {}, {}, {}
     step_s = last_s = None
     for event in world.events:
@@ -161,10 +158,10 @@ def steps_to_use(world: World) -> Key:
     return lambda session, chunk: (-math.inf if due[session.number] is None else -due[session.number],)
 
 
-def tool_ttl(world: World) -> Key:
-    gaps: dict[str | None, list[float]] = {}
-    rested: dict[int, tuple[float, Hint | None]] = {}
-    until: dict[int, float] = {}
+def tool_ttl(world):
+    gaps = {}
+    rested = {}
+    until = {}
     for event in world.events:
         hint = event.hint
         if event.asked and event.number in rested:
@@ -206,19 +203,19 @@ POLICIES = [
 
 @pytest.mark.parametrize(("make", "definition"), POLICIES)
 @pytest.mark.parametrize("seed", range(4))
-def test_the_victim_is_the_one_of_the_definition(make: Any, definition: Callable[[World], Key], seed: int) -> None:
+def test_the_victim_is_the_one_of_the_definition(make, definition, seed):
     assert holds(World(make(context()), seed, HINTS), definition) > 50
 
 
 @pytest.mark.parametrize("make", [make for make, _ in POLICIES])
-def test_none_of_them_is_least_recently_used_by_another_name(make: Any) -> None:
+def test_none_of_them_is_least_recently_used_by_another_name(make):
     """Else a definition that ignores what is particular to the policy would pass above."""
     world = World(make(context()), 1, HINTS)
     with pytest.raises(AssertionError):
         holds(world, lambda world: lambda session, chunk: (session.last_active_s,), steps=200)
 
 
-def test_arc_shifts_to_recency_when_what_it_gave_up_from_there_returns() -> None:
+def test_arc_shifts_to_recency_when_what_it_gave_up_from_there_returns():
     directory = ArcDirectory(10)
     known = [directory.ask(number, 5) for number in (0, 0, 1, 2)]  # 0 was asked again, and 2 took the place of 1
     assert known == [False, True, False, False] and directory.target == 0.0
@@ -226,7 +223,7 @@ def test_arc_shifts_to_recency_when_what_it_gave_up_from_there_returns() -> None
     assert not directory.gives_up_once
 
 
-def test_a_time_to_live_that_costs_more_than_it_saves_is_none() -> None:
+def test_a_time_to_live_that_costs_more_than_it_saves_is_none():
     assert best_time([3.0, 3.0, 3.0, 40.0], saved_s=10.0) == 3.0  # 0.75 x 10 - 3 against 10 - 40
     assert best_time([3.0, 3.0, 3.0, 40.0], saved_s=100.0) == 3.0
     assert best_time([3.0, 40.0, 40.0, 40.0], saved_s=100.0) == 40.0

@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 
 from pensieve.core.clock import VirtualClock
-from pensieve.core.cost import CostModel
-from pensieve.core.plan import CPU, GPU, Moved, StartReport, StepPlan, StepResult
+from pensieve.core.plan import CPU, GPU, Moved, StepPlan, StepResult
 from pensieve.core.policies.conversation_lru import ConversationLru
 from pensieve.core.policies.fifo import Fifo
 from pensieve.core.policies.lru import Lru
@@ -26,7 +24,6 @@ from pensieve.plugins.policies.tail_lru import TailLru
 from pensieve.serve.systems import profiling
 from pensieve.serve.systems.inline_system import InlineSystem
 from pensieve.sim.worker import SimulatedWorker
-from pensieve.specs import HardwareSpec
 from tests.baselines.systems import parts
 from tests.simulated import MACHINE, MODEL, request, run
 
@@ -39,14 +36,14 @@ class BusyCpu(SimulatedWorker):
     """As on a CPU: a copy is done when the call returns, and the forward begins after it. Each takes longer by chance, as
     beside other programs."""
 
-    def __init__(self, hardware: HardwareSpec, clock: VirtualClock, seed: int) -> None:
+    def __init__(self, hardware, clock, seed):
         super().__init__(MODEL, hardware, clock, 4)
         self._rng, self._late_s = random.Random(seed), 0.0 if seed == 0 else hardware.step_overhead_s
 
-    def _pass_s(self, seconds: float) -> None:
+    def _pass_s(self, seconds):
         self._clock.advance_to(self._clock.now_ns() + round(1e9 * seconds))
 
-    def _perform(self, plan: StepPlan) -> StepResult:
+    def _perform(self, plan):
         self._pass_s(self._late_s * self._rng.expovariate(0.2))
         for target in (GPU, CPU):
             blocks = sum(len(move.src) for move in plan.moves if move.target == target)
@@ -60,15 +57,15 @@ class BusyCpu(SimulatedWorker):
 class MeasuredSystem(InlineSystem):
     """Its prices are measured when it starts, as on a real machine."""
 
-    def _prices(self, report: StartReport) -> CostModel:
+    def _prices(self, report):
         profiling._known.clear()
         return profiling.profile_of(self._worker, self.clock, 4, 256, MODEL.max_context, 64, {}, 512)
 
 
-def kept(policy: Any, speed: float, seed: int) -> tuple[list[str], float]:
+def kept(policy, speed, seed):
     """Where each conversation's chunks are after each turn, all asked in strict turn; and the share of history found."""
     rates = {name: getattr(MACHINE, name) * speed for name in ("flops", "memory_bw", "h2d_bw", "d2h_bw")}
-    hardware = replace(CPU_MACHINE, **rates, step_overhead_s=MACHINE.step_overhead_s / speed)  # type: ignore[arg-type]
+    hardware = replace(CPU_MACHINE, **rates, step_overhead_s=MACHINE.step_overhead_s / speed)
     clock = VirtualClock()
     settings = SchedulerSettings(copy_ahead="auto", max_batch_requests=1)
     changed = parts(hardware=hardware, policy=policy, scheduler=settings, gpu_blocks=128, cpu_blocks=128)
@@ -93,7 +90,7 @@ BY_SECONDS = [RetentionValue, AdaptiveRetention, FlopEfficiency, TailLru, partia
 
 
 @pytest.mark.parametrize("policy", BY_ORDER + BY_SECONDS)
-def test_one_order_of_requests_is_evicted_alike_at_five_speeds(policy: Any) -> None:
+def test_one_order_of_requests_is_evicted_alike_at_five_speeds(policy):
     (first, share), *others = [kept(policy, speed, seed) for seed, speed in enumerate(SPEEDS)]
     assert "-" in first[-1], "something was lost"
     assert [found for _, found in others] == pytest.approx([share] * 4, abs=0.03)

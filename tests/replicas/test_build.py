@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,7 @@ from tests.composed import checked
 REAL = ("hardware=replicas", "hardware.device=cpu", "model.weights=random")
 
 
-def test_each_replica_gets_the_configuration_of_one_engine_and_its_share_of_the_cores() -> None:
+def test_each_replica_gets_the_configuration_of_one_engine_and_its_share_of_the_cores():
     config = checked(*REAL, "hardware.replicas=2", "hardware.router=random", "eviction=lru")
     plan = plan_trial(config)
     one = check(build_replicas(plan, Scaling(2, 2), "random").replicas.fields)
@@ -38,7 +37,7 @@ def test_each_replica_gets_the_configuration_of_one_engine_and_its_share_of_the_
     assert build_replicas(given, Scaling(2, 4), "affinity").replicas.fields["hardware"]["threads"] == 3
 
 
-def test_replicas_that_do_not_fit_together_are_refused_before_any_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_that_do_not_fit_together_are_refused_before_any_starts(monkeypatch):
     plan = plan_trial(checked(*REAL))
     need = plan.model.weight_bytes + plan.gpu_bytes + plan.cpu_bytes + plan.activation_bytes
     monkeypatch.setattr(build_module, "free_device_bytes", lambda _: 3 * need)
@@ -47,7 +46,7 @@ def test_replicas_that_do_not_fit_together_are_refused_before_any_starts(monkeyp
         build_replicas(plan, Scaling(1, 4), "affinity")
 
 
-def test_each_replica_gets_its_share_of_the_memory_that_all_of_them_may_have() -> None:
+def test_each_replica_gets_its_share_of_the_memory_that_all_of_them_may_have():
     """By which it packs its weights, or does not. Where the number follows the load, of the most that there may be."""
     plan = plan_trial(checked(*REAL, "hardware.cpu_memory=8GiB"))
     given = [check(build_replicas(plan, Scaling(1, most), "affinity").replicas.fields) for most in (1, 2, 4)]
@@ -60,10 +59,10 @@ def test_each_replica_gets_its_share_of_the_memory_that_all_of_them_may_have() -
     )
 
 
-def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def gpus(monkeypatch, count):
     """A machine with so many, as torch tells of it."""
 
-    def properties(index: int) -> Any:
+    def properties(index):
         return SimpleNamespace(uuid=f"uuid-{index}", name="H100", total_memory=80 * 2**30)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -72,9 +71,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 @pytest.mark.parametrize(("replicas", "gpus_each", "taken"), [(1, 1, 1), (2, 1, 2), (2, 2, 4), (3, 2, 4)])
-def test_every_gpu_of_the_replicas_is_locked(
-    replicas: int, gpus_each: int, taken: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_gpu_of_the_replicas_is_locked(replicas, gpus_each, taken, monkeypatch):
     gpus(monkeypatch, 4)
     hardware = checked("hardware=replicas", f"hardware.replicas={replicas}", f"hardware.gpus={gpus_each}").hardware
     device = find_device(hardware.model_copy(update={"device": "cuda"}))
@@ -82,7 +79,7 @@ def test_every_gpu_of_the_replicas_is_locked(
     assert device.count == gpus_each and device.gpu_bytes == gpus_each * 80 * 2**30, "a replica's"
 
 
-def test_a_gpu_by_its_number_is_refused_for_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_by_its_number_is_refused_for_replicas(monkeypatch):
     """Each replica sees its own GPUs only, from 0 on."""
     plan = plan_trial(checked(*REAL))
     hardware = plan.config.hardware.model_copy(update={"device": "cuda:1"})
@@ -92,7 +89,7 @@ def test_a_gpu_by_its_number_is_refused_for_replicas(monkeypatch: pytest.MonkeyP
         build_replicas(on_gpu, Scaling(2, 2), "affinity")
 
 
-def test_failures_are_of_simulated_replicas_and_real_ones_are_marked_by_their_ray() -> None:
+def test_failures_are_of_simulated_replicas_and_real_ones_are_marked_by_their_ray():
     with pytest.raises(ConfigError, match="failure_s"):
         checked(*REAL, "+hardware.failure_s=5")
     assert "ray" in device_facts(plan_trial(checked(*REAL)))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -19,8 +17,6 @@ import ray
 from ray.serve.request_router import ReplicaID
 
 from pensieve.core.clock import WallClock
-from pensieve.core.event import Event
-from pensieve.core.plan import StepResult
 from pensieve.core.request import History, Length, Request, Sampling, tokens_of
 from pensieve.plugins.cluster.routing import Fleet, affinity
 from pensieve.plugins.replicas import deployment as deployment_module
@@ -30,8 +26,6 @@ from pensieve.plugins.replicas.deployment import Deployment, Scaling, reason_in
 from pensieve.plugins.replicas.engine import EngineReplica
 from pensieve.plugins.replicas.router import SessionRouter
 from pensieve.plugins.replicas.system import ATTEMPTS, ReplicaSystem
-from pensieve.serve.record import TurnRecord
-from pensieve.serve.systems.base import AnsweringSystem
 from tests.baselines.systems import PATIENCE_S, HeldWorker, PricedSystem, parts
 
 NAMES = ("one", "two", "three")
@@ -43,7 +37,7 @@ class Positional(HeldWorker):
 
     held_at: int | None = None
 
-    def collect(self, until_ns: int | None) -> StepResult | None:
+    def collect(self, until_ns):
         plan = self._plan
         if plan is not None and self.held_at in {row.sample.position for row in plan.rows if row.sample is not None}:
             self.gate.clear()
@@ -60,7 +54,7 @@ class OpenedByCancel(PricedSystem):
 
     _worker: Positional
 
-    def cancel(self, request_id: int, status: str) -> None:
+    def cancel(self, request_id, status):
         super().cancel(request_id, status)
         self._worker.gate.set()
 
@@ -72,20 +66,20 @@ class Died(ray.exceptions.RayActorError):
 class Actors:
     """Replicas, routed to as SessionRouter does. deadly: a replica ends after so many more of its answers' parts."""
 
-    def __init__(self, router: str) -> None:
+    def __init__(self, router):
         self.router = router
-        self.alive: dict[str, EngineReplica] = {}
-        self.systems: list[AnsweringSystem] = []
-        self.workers: list[Positional] = []
-        self.numbers: dict[str, int] = {}
-        self.deadly: dict[str, int] = {}
-        self.mute: set[str] = set()  # replicas that do not answer what is no turn
-        self.failing: set[str] = set()  # replicas where such a call fails
-        self.served: list[tuple[str, str, int]] = []  # replica, method, turn
+        self.alive = {}
+        self.systems = []
+        self.workers = []
+        self.numbers = {}
+        self.deadly = {}
+        self.mute = set()  # replicas that do not answer what is no turn
+        self.failing = set()  # replicas where such a call fails
+        self.served = []  # replica, method, turn
         for name in NAMES:
             self.add(name)
 
-    def add(self, name: str) -> None:
+    def add(self, name):
         replica = EngineReplica.__new__(EngineReplica)
         clock = WallClock()
         worker = Positional(clock)
@@ -96,12 +90,12 @@ class Actors:
         self.workers.append(worker)
         self.numbers = numbers_of(self.numbers, self.alive)
 
-    def hold(self, position: int) -> None:
+    def hold(self, position):
         """Whoever comes to this token of a turn waits with it until a cancellation comes, or the end of the test."""
         for worker in self.workers:
             worker.held_at = position
 
-    def chosen(self, routing: CallRouting) -> str:
+    def chosen(self, routing):
         from pensieve.plugins.cluster.routing import ROUTERS
 
         if routing.to is not None:
@@ -115,13 +109,13 @@ class Actors:
         assert isinstance(found, Candidate)
         return str(found.replica)
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         """Nobody is told of its load."""
 
-    def options(self, method_name: str, stream: bool = False) -> Any:
+    def options(self, method_name, stream=False):
         class Method:
             @staticmethod
-            def remote(routing: CallRouting, *arguments: Any) -> Any:
+            def remote(routing, *arguments):
                 name = self.chosen(routing)
                 self.served.append((name, method_name, routing.turn))
                 call = getattr(self.alive[name], method_name)(routing, *arguments)
@@ -129,7 +123,7 @@ class Actors:
 
         return Method
 
-    async def answered(self, name: str, call: Any) -> Any:
+    async def answered(self, name, call):
         if name in self.mute:
             call.close()
             await asyncio.Event().wait()
@@ -138,7 +132,7 @@ class Actors:
             raise Died
         return await call
 
-    async def streamed(self, name: str, parts: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async def streamed(self, name, parts):
         async for part in parts:
             for one in [part] if not isinstance(part, list) else [[event] for event in part]:
                 if name in self.deadly:
@@ -154,34 +148,34 @@ class Heard:
 
     streams = False
 
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.error: Exception | None = None
+    def __init__(self):
+        self.events = []
+        self.error = None
         self.over, self.begun = threading.Event(), threading.Event()
 
-    def happened(self, event: Event) -> None:
+    def happened(self, event):
         self.events.append(event)
         self.begun.set()
         if event.turn is not None:
             self.over.set()
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error):
         self.error = error
         self.over.set()
 
     @property
-    def tokens(self) -> list[int]:
+    def tokens(self):
         return [event.token for event in self.events if event.token is not None]
 
     @property
-    def turn(self) -> TurnRecord:
+    def turn(self):
         assert self.over.wait(PATIENCE_S) and self.error is None
         [turn] = [event.turn for event in self.events if event.turn is not None]
         return turn
 
 
 @contextmanager
-def replicas(router: str = "affinity") -> Iterator[tuple[ReplicaSystem, Actors]]:
+def replicas(router="affinity"):
     actors = Actors(router)
     system = ReplicaSystem(Deployment({}, Scaling(3, 3), router))
     system.replicas._handle = actors
@@ -200,9 +194,7 @@ def replicas(router: str = "affinity") -> Iterator[tuple[ReplicaSystem, Actors]]
                 engine.close()
 
 
-def ask(
-    system: ReplicaSystem, number: int, session: str, turn: int, prompt: Any, tokens: int = 6, **fields: Any
-) -> Heard:
+def ask(system, number, session, turn, prompt, tokens=6, **fields):
     heard = Heard()
     sampling = Sampling(temperature=1.0, seed=5)
     request = Request(number, session, turn, tokens_of(prompt), Length(tokens), sampling, **fields)
@@ -210,9 +202,9 @@ def ask(
     return heard
 
 
-def talk(system: ReplicaSystem, session: str, turns: int, first: int = 1) -> list[TurnRecord]:
+def talk(system, session, turns, first=1):
     """Each turn's prompt is all that was said and 40 tokens more."""
-    said: list[int] = []
+    said = []
     records = []
     for turn in range(1, turns + 1):
         said += [(turn * 7 + place) % 90 for place in range(40)]
@@ -224,7 +216,7 @@ def talk(system: ReplicaSystem, session: str, turns: int, first: int = 1) -> lis
     return records
 
 
-def test_every_turn_goes_where_the_consistent_hash_of_the_simulated_cluster_sends_it() -> None:
+def test_every_turn_goes_where_the_consistent_hash_of_the_simulated_cluster_sends_it():
     with replicas() as (system, actors):
         records = {name: talk(system, f"alice/{name}", 3, 10 * place) for place, name in enumerate("abcdef")}
     for name, turns in records.items():
@@ -237,7 +229,7 @@ def test_every_turn_goes_where_the_consistent_hash_of_the_simulated_cluster_send
     assert len({home for home, _ in system._home.values()}) > 1, "not all of them hash to one"
 
 
-def test_what_moves_is_history_that_is_computed_again_and_the_tokens_stay_the_same() -> None:
+def test_what_moves_is_history_that_is_computed_again_and_the_tokens_stay_the_same():
     with replicas("random") as (system, _):
         moving = talk(system, "a", 6)
         counted = system._counted["moved_turns"]
@@ -254,7 +246,7 @@ def test_what_moves_is_history_that_is_computed_again_and_the_tokens_stay_the_sa
         assert sum(miss.tokens for miss in turn.misses) == (turn.prompt_tokens or 0) - (turn.gpu_hit_tokens or 0)
 
 
-def test_of_an_edited_prompt_what_it_shares_with_the_conversation_is_history() -> None:
+def test_of_an_edited_prompt_what_it_shares_with_the_conversation_is_history():
     """A trial's turns bring their whole prompts; one that goes on from an earlier place shares that much, at any replica."""
     found = {}
     for router in ("affinity", "random"):
@@ -271,7 +263,7 @@ def test_of_an_edited_prompt_what_it_shares_with_the_conversation_is_history() -
 
 
 @pytest.mark.parametrize("parts", [0, 1, 4, 6])
-def test_a_replica_that_ends_in_mid_reply_costs_no_token_and_doubles_none(parts: int) -> None:
+def test_a_replica_that_ends_in_mid_reply_costs_no_token_and_doubles_none(parts):
     """Before anything, with nothing told, in the middle, and before the end."""
     with replicas() as (system, actors):
         undisturbed = talk(system, "a", 3)
@@ -290,11 +282,11 @@ def test_a_replica_that_ends_in_mid_reply_costs_no_token_and_doubles_none(parts:
     assert undisturbed[2].recomputed_tokens == 0
 
 
-def _message(turn: int) -> list[int]:
+def _message(turn):
     return [(turn * 7 + place) % 90 for place in range(40)]
 
 
-def test_a_request_that_ends_every_replica_fails_in_the_end_and_counts_as_moved_once() -> None:
+def test_a_request_that_ends_every_replica_fails_in_the_end_and_counts_as_moved_once():
     with replicas() as (system, actors):
         [first] = talk(system, "a", 1)
         actors.deadly = dict.fromkeys(NAMES, 3)
@@ -304,22 +296,22 @@ def test_a_request_that_ends_every_replica_fails_in_the_end_and_counts_as_moved_
         assert system._counted["moved_turns"] == 1
 
 
-def test_a_reply_that_comes_out_otherwise_is_not_gone_on_with() -> None:
+def test_a_reply_that_comes_out_otherwise_is_not_gone_on_with():
     with replicas() as (system, actors):
         lost = actors.chosen(CallRouting("a", 1))
         actors.deadly[lost] = 4
         told, real = [], system._is_new
 
-        def otherwise(ticket: Any, token: int) -> bool:
+        def otherwise(ticket, token):
             told.append(token)
             return real(ticket, token + (lost not in actors.alive))
 
-        system._is_new = otherwise  # type: ignore[method-assign]
+        system._is_new = otherwise
         heard = ask(system, 1, "a", 1, _message(1))
         assert heard.turn.status == "failed" and heard.tokens == told[:3]
 
 
-def test_who_cancels_is_heard_by_the_replica_that_serves_and_no_other() -> None:
+def test_who_cancels_is_heard_by_the_replica_that_serves_and_no_other():
     with replicas() as (system, actors):
         actors.hold(60)
         heard = ask(system, 1, "a", 1, _message(1), tokens=200)
@@ -332,7 +324,7 @@ def test_who_cancels_is_heard_by_the_replica_that_serves_and_no_other() -> None:
         assert cancelled == system._home["a"][0]
 
 
-def test_times_are_those_of_the_callers_clock() -> None:
+def test_times_are_those_of_the_callers_clock():
     with replicas() as (system, _):
         before = system.clock.now_s()
         turn = ask(system, 1, "a", 1, _message(1), intended_s=before).turn
@@ -344,7 +336,7 @@ def test_times_are_those_of_the_callers_clock() -> None:
         assert after > before
 
 
-def test_a_fork_is_served_where_the_conversation_is_that_it_comes_from() -> None:
+def test_a_fork_is_served_where_the_conversation_is_that_it_comes_from():
     from pensieve.core.request import Fork
 
     with replicas() as (system, _):
@@ -360,7 +352,7 @@ def test_a_fork_is_served_where_the_conversation_is_that_it_comes_from() -> None
         assert "talk 0 fork" not in system._home and "talk 0 fork" not in system._family
 
 
-def test_counts_of_a_replica_that_ended_stay_in_the_sum_and_gauges_are_of_those_that_run() -> None:
+def test_counts_of_a_replica_that_ended_stay_in_the_sum_and_gauges_are_of_those_that_run():
     with replicas() as (system, actors):
         talk(system, "a", 3)
         before = system.counters()
@@ -375,14 +367,12 @@ def test_counts_of_a_replica_that_ended_stay_in_the_sum_and_gauges_are_of_those_
         assert system.counters() == after, "counted once, however often somebody asks"
 
 
-def counted(system: ReplicaSystem) -> dict[str, float]:
+def counted(system):
     """But for what an engine's thread may still add to after a turn's end."""
     return {name: value for name, value in system.counters().items() if name != "schedule_ms"}
 
 
-def test_counts_neither_dip_nor_double_while_a_replica_does_not_answer_or_is_not_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_counts_neither_dip_nor_double_while_a_replica_does_not_answer_or_is_not_known(monkeypatch):
     with replicas() as (system, actors):
         there = list(NAMES)
         monkeypatch.setattr(Deployment, "up", property(lambda _: list(there)))
@@ -398,7 +388,7 @@ def test_counts_neither_dip_nor_double_while_a_replica_does_not_answer_or_is_not
         assert counted(system) == before, "it is the same one"
 
 
-def test_who_looks_waits_once_for_a_replica_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_looks_waits_once_for_a_replica_that_does_not_answer(monkeypatch):
     with replicas() as (system, actors):
         monkeypatch.setattr(deployment_module, "PLACES_S", 1e6)
         monkeypatch.setattr(deployment_module, "GLANCE_S", 0.05)
@@ -416,7 +406,7 @@ def test_who_looks_waits_once_for_a_replica_that_does_not_answer(monkeypatch: py
         assert len(actors.served) == asked
 
 
-def test_requests_under_way_are_told_when_the_system_is_closed() -> None:
+def test_requests_under_way_are_told_when_the_system_is_closed():
     with replicas() as (system, actors):
         actors.hold(60)
         heard = ask(system, 1, "a", 1, _message(1), tokens=200)
@@ -427,7 +417,7 @@ def test_requests_under_way_are_told_when_the_system_is_closed() -> None:
         assert late.over.wait(PATIENCE_S) and late.error is not None
 
 
-def test_why_no_replica_starts_is_told_in_the_words_of_our_own_error() -> None:
+def test_why_no_replica_starts_is_told_in_the_words_of_our_own_error():
     account = """The deployment failed to start 1 times in a row. Error:
     ray::ServeReplica:engine.initialize_and_get_metadata()
       File "engine.py", line 66, in __init__
@@ -439,8 +429,8 @@ def test_why_no_replica_starts_is_told_in_the_words_of_our_own_error() -> None:
     assert "does not say" in reason_in("")
 
 
-def test_an_engine_that_crashed_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[int] = []
+def test_an_engine_that_crashed_ends_its_process(monkeypatch):
+    ended = []
     monkeypatch.setattr(engine_module.os, "_exit", ended.append)
     loop = asyncio.new_event_loop()
     engine_module._Relay(loop).failed(engine_module.WorkerError("The engine stopped."))
@@ -451,7 +441,7 @@ def test_an_engine_that_crashed_ends_its_process(monkeypatch: pytest.MonkeyPatch
 # -- the router ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_replica_that_replaces_another_takes_its_number_and_no_other_moves() -> None:
+def test_a_replica_that_replaces_another_takes_its_number_and_no_other_moves():
     numbers = numbers_of({}, ["a", "b", "c"])
     assert sorted(numbers.values()) == [0, 1, 2]
     after = numbers_of(numbers, ["a", "c", "new"])
@@ -463,18 +453,18 @@ def test_a_replica_that_replaces_another_takes_its_number_and_no_other_moves() -
 
 
 class Running:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.replica_id = ReplicaID(name, None)
 
 
 class Pending:
-    def __init__(self, routing: CallRouting, request_id: str = "r") -> None:
+    def __init__(self, routing, request_id="r"):
         self.args = [routing]
         self.routing_context = type("Context", (), {"should_backoff": False})()
         self.metadata = type("Metadata", (), {"internal_request_id": request_id})()
 
 
-def router_of(name: str, running: list[Any]) -> SessionRouter:
+def router_of(name, running):
     router = SessionRouter.__new__(SessionRouter)
     router._deployment_id = type("Deployment", (), {"app_name": f"test of {name}"})()
     router.initialize_state(name, 0)
@@ -484,17 +474,17 @@ def router_of(name: str, running: list[Any]) -> SessionRouter:
     return router
 
 
-def choice(router: SessionRouter, running: list[Any], routing: CallRouting) -> list[Any]:
-    pending: Any = Pending(routing)
+def choice(router, running, routing):
+    pending = Pending(routing)
     [rank] = asyncio.run(router.choose_replicas(running, pending))
     assert pending.routing_context.should_backoff, "or a full replica would be asked again without end"
     return rank
 
 
-def test_ray_serve_gets_the_bounds_of_the_replicas_and_the_time_to_drain(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
+def test_ray_serve_gets_the_bounds_of_the_replicas_and_the_time_to_drain(monkeypatch):
+    asked = {}
 
-    def deployment(body: type[Any], **options: Any) -> Any:
+    def deployment(body, **options):
         asked.clear()
         asked.update(options)
         return SimpleNamespace(bind=lambda fields: (body, fields))
@@ -513,8 +503,8 @@ def test_ray_serve_gets_the_bounds_of_the_replicas_and_the_time_to_drain(monkeyp
     assert asked["num_replicas"] == 3 and "autoscaling_config" not in asked
 
 
-def test_ray_is_told_one_replica_that_of_the_hash() -> None:
-    running: list[Any] = [Running(name) for name in NAMES]
+def test_ray_is_told_one_replica_that_of_the_hash():
+    running = [Running(name) for name in NAMES]
     router = router_of("affinity", running)
     for session in map(str, range(20)):
         request = Request(0, session, 1, tokens_of([]), Length(1))
@@ -528,7 +518,7 @@ def test_ray_is_told_one_replica_that_of_the_hash() -> None:
     assert left is running[0], "who has gone serves nobody"
 
 
-def test_which_replicas_run_is_known_after_ray_has_set_the_class_anew() -> None:
+def test_which_replicas_run_is_known_after_ray_has_set_the_class_anew():
     """As it does whenever it hears of the deployment: it has sent the class about as a value."""
     from ray import cloudpickle
 
@@ -540,27 +530,27 @@ def test_which_replicas_run_is_known_after_ray_has_set_the_class_anew() -> None:
     finally:
         cloudpickle.unregister_pickle_by_value(module)
     router = router_of("affinity", [])
-    router._replicas = {one.replica_id: one for one in map(Running, NAMES)}  # type: ignore[misc]
+    router._replicas = {one.replica_id: one for one in map(Running, NAMES)}
     cloudpickle.loads(sent)
     assert running("test of affinity") == list(NAMES)
     unregister("test of affinity")
     assert running("test of affinity") == []
 
 
-def test_a_call_to_one_replica_reaches_it_and_a_call_to_none_that_is_left_reaches_somebody() -> None:
-    running: list[Any] = [Running(name) for name in NAMES]
+def test_a_call_to_one_replica_reaches_it_and_a_call_to_none_that_is_left_reaches_somebody():
+    running = [Running(name) for name in NAMES]
     router = router_of("random", running)
     assert choice(router, running, CallRouting(to="two")) == [running[1]]
     assert choice(router, running, CallRouting(to="gone")) == running
 
 
-def test_prefix_aware_goes_home_until_home_is_too_busy() -> None:
-    running: list[Any] = [Running(name) for name in NAMES]
+def test_prefix_aware_goes_home_until_home_is_too_busy():
+    running = [Running(name) for name in NAMES]
     router = router_of("prefix_aware", running)
     at_home = CallRouting("a", 2, home="three", held_tokens=500)
     assert choice(router, running, at_home) == [running[2]]
     for number in range(9):
-        pending: Any = Pending(at_home, str(number))
+        pending = Pending(at_home, str(number))
         router.on_request_routed(pending, running[2].replica_id, None)
     assert choice(router, running, at_home) != [running[2]]
     for number in range(9):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from pensieve.core.cache.exchange import Exchange
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.plan import GPU, Move, Moved
+from pensieve.core.plan import GPU, Moved
 from pensieve.core.policies.conversation_lru import ConversationLru
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
@@ -20,7 +18,6 @@ from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.core.scheduler.copy_ahead import choose_copy_ahead
 from pensieve.errors import ConfigError
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
-from pensieve.serve.record import TurnRecord
 from pensieve.specs import HardwareSpec
 from tests.baselines.systems import threaded
 from tests.composed import replayed
@@ -28,7 +25,7 @@ from tests.simulated import MACHINE, make_engine, policy_context, request, run
 from tests.test_bound_of_managers import measured, trace
 
 
-def rounds(names: str, gpu: int, cpu: int, mode: str, order: random.Random | None = None) -> tuple[float, float, Any]:
+def rounds(names, gpu, cpu, mode, order=None):
     """Shares of the history found in all and on the GPU, where conversations of up to 32 tokens return in turn, or in a
     random order, one at a time; and the engine."""
     engine = make_engine(gpu, cpu, policy=Lru, max_batch_requests=1, copy_ahead=mode)
@@ -45,7 +42,7 @@ def rounds(names: str, gpu: int, cpu: int, mode: str, order: random.Random | Non
     return hits / history, on_gpu / history, engine
 
 
-def test_exclusive_tiers_find_what_one_tier_of_their_size_finds() -> None:
+def test_exclusive_tiers_find_what_one_tier_of_their_size_finds():
     shares = {mode: rounds("abcdef", 12, 12, mode, random.Random(1))[0] for mode in ("paper", "spare", "never")}
     one, _, _ = rounds("abcdef", 24, 0, "paper", random.Random(1))
     print({**shares, "one tier": one})
@@ -54,7 +51,7 @@ def test_exclusive_tiers_find_what_one_tier_of_their_size_finds() -> None:
 
 
 @pytest.mark.parametrize("cpu", [2, 4])
-def test_a_small_cpu_tier_finds_no_less_than_none(cpu: int) -> None:
+def test_a_small_cpu_tier_finds_no_less_than_none(cpu):
     """Kept clean are 8 of 24 GPU blocks: in the paper's mode the chunks of those that have no copy are lost for nothing."""
     order = ("abcdefg", 24)
     none = rounds(*order, 0, "paper", random.Random(1))[0]
@@ -62,7 +59,7 @@ def test_a_small_cpu_tier_finds_no_less_than_none(cpu: int) -> None:
     assert paper < none <= spare
 
 
-def test_auto_uses_a_small_cpu_tier() -> None:
+def test_auto_uses_a_small_cpu_tier():
     """A map of sizes once read: 96 % without a CPU tier, 89 % with one of 22 % of the GPU tier."""
     shares = []
     for cpu in ("0GB", "4.2MB"):
@@ -74,22 +71,22 @@ def test_auto_uses_a_small_cpu_tier() -> None:
     assert system.settings()["copy_ahead"] == "spare"
 
 
-def test_where_everything_fits_nothing_changes() -> None:
+def test_where_everything_fits_nothing_changes():
     assert {rounds("abc", 30, 30, mode)[0] for mode in ("paper", "spare", "never")} == {1.0}
 
 
-def test_what_was_loaded_before_its_admission_is_found_on_cpu() -> None:
+def test_what_was_loaded_before_its_admission_is_found_on_cpu():
     found, on_gpu, engine = rounds("abcdef", 12, 12, "never", random.Random(1))
     loaded = engine.cache.counters.swapped_in_blocks * 4
     assert loaded > 0 and found > on_gpu, "it had been on CPU when it was asked"
     assert not engine.cache.room.loaded_early
 
 
-def test_without_a_cpu_tier_the_modes_are_one() -> None:
+def test_without_a_cpu_tier_the_modes_are_one():
     assert len({rounds("abcdef", 20, 0, mode, random.Random(2))[0] for mode in ("paper", "spare", "never")}) == 1
 
 
-def idle(cache: TwoTierCache, name: str, chunks: int) -> None:
+def idle(cache, name, chunks):
     """A conversation of so many chunks, the last one not quite filled, all on GPU."""
     session, tokens = cache.open(name, 0.0), 4 * chunks - 1
     cache.admit(session, 0, array("i", range(tokens)), 0.0)
@@ -97,18 +94,18 @@ def idle(cache: TwoTierCache, name: str, chunks: int) -> None:
     cache.release(session, 0.0)
 
 
-def copied_out(cache: TwoTierCache, blocks: int) -> None:
+def copied_out(cache, blocks):
     """So many chunks have been copied to the CPU."""
     cache.room.swap_out(blocks, 1.0, None)
     finish(cache, cache.take_moves())
 
 
-def finish(cache: TwoTierCache, moves: Sequence[Move]) -> None:
+def finish(cache, moves):
     cache.finish([Moved(move.ticket) for move in moves])
 
 
 @pytest.mark.parametrize("ahead", ["paper", "spare"])
-def test_a_copy_ahead_of_time_costs_nobody_its_only_copy(ahead: str) -> None:
+def test_a_copy_ahead_of_time_costs_nobody_its_only_copy(ahead):
     cache = TwoTierCache(policy=Lru(policy_context(4, 12, 6)), chunk_tokens=4, gpu_blocks=12, cpu_blocks=6)
     idle(cache, "a", 5)
     copied_out(cache, 5)
@@ -120,7 +117,7 @@ def test_a_copy_ahead_of_time_costs_nobody_its_only_copy(ahead: str) -> None:
     cache.check()
 
 
-def test_the_head_changes_places_with_what_leaves_the_gpu() -> None:
+def test_the_head_changes_places_with_what_leaves_the_gpu():
     """Its six chunks on CPU and the six of another on GPU, and not a block free: the first of them goes, and then each place
     that becomes free is used by the next."""
     cache = TwoTierCache(policy=Lru(policy_context(4, 6, 6)), chunk_tokens=4, gpu_blocks=6, cpu_blocks=6)
@@ -151,7 +148,7 @@ def test_the_head_changes_places_with_what_leaves_the_gpu() -> None:
     cache.check()
 
 
-def test_the_head_does_not_give_up_its_own_chunks_for_its_own_chunks() -> None:
+def test_the_head_does_not_give_up_its_own_chunks_for_its_own_chunks():
     """It waits for more than there is, and was active before all others: for the policy its chunks are the first to go."""
     cache = TwoTierCache(policy=Lru(policy_context(4, 14, 20)), chunk_tokens=4, gpu_blocks=14, cpu_blocks=20)
     for number, name in enumerate("ab"):
@@ -179,7 +176,7 @@ def test_the_head_does_not_give_up_its_own_chunks_for_its_own_chunks() -> None:
 
 
 @pytest.mark.parametrize("mode", ["spare", "never"])
-def test_random_traces_keep_every_invariant(mode: str) -> None:
+def test_random_traces_keep_every_invariant(mode):
     found = 0
     for chance in range(60):
         rng = random.Random(chance)
@@ -198,7 +195,7 @@ def test_random_traces_keep_every_invariant(mode: str) -> None:
         )
         steps, step = 0, engine.step
 
-        def checked(until_ns: int | None, step: Any = step, engine: Any = engine) -> Any:
+        def checked(until_ns, step=step, engine=engine):
             nonlocal steps
             steps += 1
             assert steps < 20_000, "nothing comes of it"
@@ -206,8 +203,8 @@ def test_random_traces_keep_every_invariant(mode: str) -> None:
             engine.cache.check()
             return events
 
-        engine.step = checked  # type: ignore[method-assign]
-        turns: list[TurnRecord] = measured(trace(rng, engine, turns=rng.randint(2, 16), longest=rng.choice([12, 16])))
+        engine.step = checked
+        turns = measured(trace(rng, engine, turns=rng.randint(2, 16), longest=rng.choice([12, 16])))
         for turn in turns:
             assert turn.gpu_hit_tokens is not None and turn.cpu_hit_tokens is not None
             assert turn.gpu_hit_tokens + turn.cpu_hit_tokens + (turn.recomputed_tokens or 0) == turn.history_tokens
@@ -218,7 +215,7 @@ def test_random_traces_keep_every_invariant(mode: str) -> None:
 # -- auto -------------------------------------------------------------------------------------------------------------
 
 
-def test_auto_goes_by_what_the_tiers_are_and_by_their_sizes() -> None:
+def test_auto_goes_by_what_the_tiers_are_and_by_their_sizes():
     assert choose_copy_ahead("auto", 10, one_memory=True).mode == "never"
     assert choose_copy_ahead("auto", 10, one_memory=False).mode == "paper"
     assert choose_copy_ahead("auto", 0, one_memory=True).mode == "paper"
@@ -229,10 +226,10 @@ def test_auto_goes_by_what_the_tiers_are_and_by_their_sizes() -> None:
     assert choose_copy_ahead("auto", 9, True, kept_clean=10).mode == "never"
     assert choose_copy_ahead("paper", 9, False, kept_clean=10).mode == "paper"
     with pytest.raises(ConfigError, match=r"scheduler\.copy_ahead is one of auto, paper, spare, never, not 'always'"):
-        SchedulerSettings(copy_ahead="always")  # type: ignore[arg-type]
+        SchedulerSettings(copy_ahead="always")
 
 
-def test_a_trial_records_what_auto_chose() -> None:
+def test_a_trial_records_what_auto_chose():
     cpu = HardwareSpec(name="cpu", simulated=False, device="cpu", flops=1e10, memory_bw=1e9, h2d_bw=1e8, d2h_bw=1e8)
     assert cpu.one_memory and not MACHINE.one_memory
     for hardware, mode in ((cpu, "never"), (MACHINE, "paper")):
@@ -248,7 +245,7 @@ def test_a_trial_records_what_auto_chose() -> None:
     system.close()
 
 
-def test_simulated_machines_copy_ahead_as_the_paper_does_and_rounds_find_less_by_it() -> None:
+def test_simulated_machines_copy_ahead_as_the_paper_does_and_rounds_find_less_by_it():
     small = (
         "model=llama_25m",
         "workload=rounds",
@@ -257,7 +254,7 @@ def test_simulated_machines_copy_ahead_as_the_paper_does_and_rounds_find_less_by
         "workload.rounds=3",
     )
 
-    def found(*overrides: str) -> tuple[str, float]:
+    def found(*overrides):
         record, system = replayed("hardware=sim_gtx1650", *small, *overrides)
         turns = [turn for turn in record.turns if turn.history_tokens]
         hits = sum((turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) for turn in turns)

@@ -16,7 +16,6 @@ from pensieve.lab.compose import plan_trial
 from pensieve.serve.books.books import Books
 from pensieve.sim.roofline import Roofline
 from pensieve.sim.worker import SimulatedWorker
-from pensieve.specs import HardwareSpec, ModelSpec
 from tests.composed import checked
 from tests.simulated import TalkingEngine, policy_context
 
@@ -31,23 +30,16 @@ class Traffic:
     first_ms: list[float] = field(default_factory=list)
     tokens: dict[int, list[int]] = field(default_factory=dict)
 
-    def p(self, percent: float) -> float:
+    def p(self, percent):
         return float(np.percentile(self.gaps_ms, percent))
 
 
-def machine(name: str) -> tuple[ModelSpec, HardwareSpec]:
+def machine(name):
     plan = plan_trial(checked("model=llama3_8b", f"hardware={name}", "cache.gpu=8GiB", "cache.cpu=64GiB"))
     return plan.model, plan.hardware
 
 
-def serve(
-    load_apart: bool,
-    history: int,
-    decoders: int = 16,
-    returning: int = 8,
-    name: str = "sim_a100_80g",
-    depth: int = 1,
-) -> Traffic:
+def serve(load_apart, history, decoders=16, returning=8, name="sim_a100_80g", depth=1):
     """`decoders` chats write 400 tokens each; every 250 ms a conversation of `history` tokens returns from the CPU tier."""
     model, hardware = machine(name)
     clock = VirtualClock()
@@ -75,7 +67,7 @@ def serve(
     )
     traffic = Traffic()
 
-    def drain() -> None:
+    def drain():
         while engine.busy:
             engine.step(None)
 
@@ -115,7 +107,7 @@ def serve(
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_long_load_holds_up_nobody_who_decodes(depth: int) -> None:
+def test_a_long_load_holds_up_nobody_who_decodes(depth):
     """7,900 tokens are 1 GiB, 41 ms of the link; an iteration of the decodes is about 12 ms, and 17 with who joins."""
     together, apart = (serve(how, 7900, depth=depth, returning=4) for how in (False, True))
     assert together.p(99) > 2.5 * together.p(50)
@@ -124,11 +116,11 @@ def test_a_long_load_holds_up_nobody_who_decodes(depth: int) -> None:
     assert apart.tokens == together.tokens
 
 
-def test_a_load_that_fits_an_iteration_is_left_alone() -> None:
+def test_a_load_that_fits_an_iteration_is_left_alone():
     together, apart = (serve(how, 500, returning=3) for how in (False, True))
     assert (apart.gaps_ms, apart.first_ms) == (together.gaps_ms, together.first_ms)
 
 
-def test_where_nobody_decodes_a_load_is_not_put_off() -> None:
+def test_where_nobody_decodes_a_load_is_not_put_off():
     together, apart = (serve(how, 7900, decoders=0, returning=2) for how in (False, True))
     assert apart.first_ms == together.first_ms

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
-from pensieve.core.engine import Engine
 from pensieve.core.scheduler.sessions import MemoryLimits
 from tests.calls import calls_of
 from tests.simulated import MACHINE, make_engine, request
@@ -14,7 +12,7 @@ from tests.simulated import MACHINE, make_engine, request
 STEPS = 100
 
 
-def calls_a_step(engine: Engine, first: int, waiting: int = 0) -> float:
+def calls_a_step(engine, first, waiting=0):
     """Python calls a decode step of a batch of 8, while `waiting` requests stand behind it."""
     for number in range(8):
         engine.say(request(first + number, f"busy{first}-{number}", tokens=40, output=160))
@@ -23,7 +21,7 @@ def calls_a_step(engine: Engine, first: int, waiting: int = 0) -> float:
     for _ in range(20):
         engine.step(None)
 
-    def steps() -> None:
+    def steps():
         for _ in range(STEPS):
             engine.step(None)
 
@@ -32,7 +30,7 @@ def calls_a_step(engine: Engine, first: int, waiting: int = 0) -> float:
     return calls / STEPS
 
 
-def engine_with(idle: int, **settings: Any) -> Engine:
+def engine_with(idle, **settings):
     limits = MemoryLimits(ttl_s=1e6, tokens=10**9)
     engine = make_engine(idle + 4000, idle, chunk_tokens=16, limits=limits, max_batch_requests=8, **settings)
     for number in range(idle):
@@ -42,7 +40,7 @@ def engine_with(idle: int, **settings: Any) -> Engine:
     return engine
 
 
-def test_a_step_does_not_grow_with_who_is_idle_or_waits() -> None:
+def test_a_step_does_not_grow_with_who_is_idle_or_waits():
     alone = calls_a_step(engine_with(idle=10), 10_000)
     crowded = calls_a_step(engine_with(idle=3000), 10_000)
     queued = calls_a_step(engine_with(idle=10), 10_000, waiting=2000)
@@ -51,7 +49,7 @@ def test_a_step_does_not_grow_with_who_is_idle_or_waits() -> None:
     assert abs(queued - alone) < 0.2 * alone
 
 
-def test_a_step_does_not_grow_with_the_copies_under_way() -> None:
+def test_a_step_does_not_grow_with_the_copies_under_way():
     """Over a link that hardly moves: every idle conversation is on its way out, each by a ticket of its own."""
     link = {"hardware": replace(MACHINE, d2h_bw=1.0), "swap_out_start": 1.0, "swap_out_stop": 1.0}
     few, many = engine_with(idle=100, **link), engine_with(idle=1000, **link)
@@ -61,7 +59,7 @@ def test_a_step_does_not_grow_with_the_copies_under_way() -> None:
     assert abs(costs[1] - costs[0]) < 0.1 * costs[0]
 
 
-def test_the_engine_reports_its_own_time() -> None:
+def test_the_engine_reports_its_own_time():
     began = time.perf_counter_ns()
     engine = engine_with(idle=10)
     calls_a_step(engine, 10_000)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -21,12 +18,12 @@ from pensieve.serve.server.create import plan_live
 from pensieve.serve.server.dialogue import Dialogue, Wish
 
 
-def server(mode: str = "pensieve", **fields: Any) -> Any:
+def server(mode="pensieve", **fields):
     defaults = {"gpu_cache": "1024 tokens", "cpu_cache": "2048 tokens", "device": "cpu", "weights": "random"}
     return create_server(mode=mode, model="tiny", **{**defaults, **fields})
 
 
-def test_only_the_new_message_is_sent_and_the_history_hits() -> None:
+def test_only_the_new_message_is_sent_and_the_history_hits():
     with server() as s:
         text = s.process_request("session_1", "Hello", max_new_tokens=6, ignore_eos=True)
         assert isinstance(text, str)
@@ -42,13 +39,13 @@ def test_only_the_new_message_is_sent_and_the_history_hits() -> None:
         assert s.generate("session_1", prompt_ids=[1], max_new_tokens=1).turn.history_tokens == 0
 
 
-def test_modes_and_threads_give_the_same_tokens() -> None:
-    outputs: dict[str, list[list[int]]] = {}
+def test_modes_and_threads_give_the_same_tokens():
+    outputs = {}
     for mode in ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots"):
         with server(mode) as s, ThreadPoolExecutor(4) as pool:
 
-            def talk(name: str, s: Any = s) -> list[int]:
-                tokens: list[int] = []
+            def talk(name, s=s):
+                tokens = []
                 for turn in range(3):
                     prompt = [ord(name) + turn + i for i in range(20)]
                     tokens += s.generate(name, prompt_ids=prompt, max_new_tokens=5, ignore_eos=True).token_ids
@@ -58,7 +55,7 @@ def test_modes_and_threads_give_the_same_tokens() -> None:
     assert all(output == outputs["stateless"] for output in outputs.values())
 
 
-def test_a_reply_ends_with_any_token_that_the_model_says_ends_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_ends_with_any_token_that_the_model_says_ends_one(monkeypatch):
     """Chat models name several, and their tokenizer one."""
     from pensieve.device.model import LoadedModel
 
@@ -93,21 +90,19 @@ SIMULATED = {"device": "sim_h100", "gpu_cache": "1024 tokens", "cpu_cache": "204
         ({"prompt_ids": [1], "text": "a"}, "either"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused_and_the_server_goes_on(
-    simulated: Any, asked: dict[str, Any], says: str
-) -> None:
+def test_arguments_that_make_no_sense_are_refused_and_the_server_goes_on(simulated, asked, says):
     with pytest.raises(ConfigError, match=says):
         simulated.generate(**{"session_id": "a", "max_new_tokens": 4, **asked})
     assert len(simulated.generate("b", prompt_ids=[1], max_new_tokens=2, top_k=2**70).token_ids) == 2
 
 
 @pytest.fixture(scope="module")
-def simulated() -> Iterator[Any]:
+def simulated():
     with create_server(**SIMULATED) as s:
         yield s
 
 
-def test_a_request_that_can_never_be_served_is_refused_and_has_not_failed(simulated: Any) -> None:
+def test_a_request_that_can_never_be_served_is_refused_and_has_not_failed(simulated):
     before = simulated.get_statistics()
     with pytest.raises(CapacityError, match="raise gpu_cache or"):
         simulated.generate("a", prompt_ids=[1] * 1500, max_new_tokens=4)
@@ -121,7 +116,7 @@ def test_a_request_that_can_never_be_served_is_refused_and_has_not_failed(simula
     assert "0 turns failed" in simulated.get_statistics_str()
 
 
-def test_a_conversation_that_grew_while_the_request_waited_is_refused_alike() -> None:
+def test_a_conversation_that_grew_while_the_request_waited_is_refused_alike():
     with create_server(**SIMULATED) as s, ThreadPoolExecutor(2) as pool:
         asked = {"prompt_ids": [1] * 700, "max_new_tokens": 100, "ignore_eos": True}
         both = [pool.submit(s.generate, "a", **asked) for _ in range(2)]
@@ -129,14 +124,14 @@ def test_a_conversation_that_grew_while_the_request_waited_is_refused_alike() ->
     assert sorted(type(error).__name__ for error in errors) == ["CapacityError", "NoneType"]
 
 
-def test_no_stop_string_is_none_at_all(simulated: Any) -> None:
+def test_no_stop_string_is_none_at_all(simulated):
     for stop in (None, (), []):
         out = simulated.generate("none", prompt_ids=[1], max_new_tokens=3, stop=stop, ignore_eos=True)
         assert len(out.token_ids) == 3
 
 
-def test_turns_are_counted_by_the_engine_and_forgotten_with_their_conversation(simulated: Any) -> None:
-    def turns(count: int) -> list[int]:
+def test_turns_are_counted_by_the_engine_and_forgotten_with_their_conversation(simulated):
+    def turns(count):
         return [simulated.generate("counted", prompt_ids=[5], max_new_tokens=1).turn.turn for _ in range(count)]
 
     assert turns(2) == [1, 2]
@@ -145,7 +140,7 @@ def test_turns_are_counted_by_the_engine_and_forgotten_with_their_conversation(s
     assert not any("counted" in repr(value) for value in vars(simulated).values()), "nothing is kept beside the engine"
 
 
-def test_a_conversation_that_the_engine_forgot_by_itself_goes_on_from_its_tokens(simulated: Any) -> None:
+def test_a_conversation_that_the_engine_forgot_by_itself_goes_on_from_its_tokens(simulated):
     simulated.generate("idle", prompt_ids=[5, 6, 7], max_new_tokens=2)
     simulated.system.forget("idle")  # as a limit on what is remembered does
     turn = simulated.generate("idle", prompt_ids=[5], max_new_tokens=1).turn
@@ -153,7 +148,7 @@ def test_a_conversation_that_the_engine_forgot_by_itself_goes_on_from_its_tokens
 
 
 @pytest.mark.parametrize("first", [0, 100])
-def test_what_was_said_before_an_edit_that_was_cancelled_is_history(first: int) -> None:
+def test_what_was_said_before_an_edit_that_was_cancelled_is_history(first):
     with create_server("prefix_cache", **SIMULATED) as s:
         said = cancelled_edit(s, first)
         told = s.wait(ask(s, [*said, 9, 9, 9])).turn
@@ -162,7 +157,7 @@ def test_what_was_said_before_an_edit_that_was_cancelled_is_history(first: int) 
     assert {miss.cause: miss.tokens for miss in told.misses} == {"edited": 19, "new": 4}
 
 
-def test_a_conversation_deleted_after_an_edit_that_was_cancelled_leaves_the_disk() -> None:
+def test_a_conversation_deleted_after_an_edit_that_was_cancelled_leaves_the_disk():
     with create_server(**SIMULATED, disk_cache="65536 tokens") as s:
         below = s.system.engine.cache.below
         cancelled_edit(s, 100, others=4)
@@ -172,13 +167,13 @@ def test_a_conversation_deleted_after_an_edit_that_was_cancelled_leaves_the_disk
         assert below.used == 0
 
 
-def ask(s: Any, prompt: list[int]) -> Any:
+def ask(s, prompt):
     """A whole prompt of the conversation `talk`."""
     wish = Wish(Free(8, ignore_eos=True), Sampling())
     return Dialogue(s).complete("", "talk", prompt, True, wish).future
 
 
-def cancelled_edit(s: Any, first: int, others: int = 0) -> list[int]:
+def cancelled_edit(s, first, others=0):
     """All that was said before a prompt that is another from token `first` on, and is cancelled in its prefill."""
     said = [7 * i % 250 for i in range(300)]
     said += s.wait(ask(s, said)).token_ids
@@ -192,7 +187,7 @@ def cancelled_edit(s: Any, first: int, others: int = 0) -> list[int]:
     return said
 
 
-def test_a_restored_conversation_whose_first_turn_came_to_nothing_leaves_nothing_behind(simulated: Any) -> None:
+def test_a_restored_conversation_whose_first_turn_came_to_nothing_leaves_nothing_behind(simulated):
     simulated.generate("talk", prompt_ids=[5, 6, 7], max_new_tokens=2)
     talk = simulated.conversations.find("", "talk")
     with create_server(**SIMULATED) as s:
@@ -207,7 +202,7 @@ def test_a_restored_conversation_whose_first_turn_came_to_nothing_leaves_nothing
 
 
 @pytest.mark.parametrize("weights", [None, "hub", "random"])
-def test_a_folder_speaks_with_its_own_tokenizer_whatever_its_weights(tmp_path: Path, weights: str | None) -> None:
+def test_a_folder_speaks_with_its_own_tokenizer_whatever_its_weights(tmp_path, weights):
     words = Backend(WordLevel({f"w{i}": i for i in range(320)}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
@@ -220,20 +215,20 @@ def test_a_folder_speaks_with_its_own_tokenizer_whatever_its_weights(tmp_path: P
 
 
 @pytest.mark.parametrize("mode", ["vllm", "llama_cpp"])
-def test_an_outside_engine_is_no_mode_and_is_not_answered_by_ours(mode: str) -> None:
+def test_an_outside_engine_is_no_mode_and_is_not_answered_by_ours(mode):
     with pytest.raises(EngineMissing, match=f"baseline=pensieve,{mode} -m.*mode='stateless'"):
         create_server(mode=mode, **SIMULATED)
     with pytest.raises(ConfigError, match="There is no mode 'penseive'; did you mean pensieve"):
         create_server(mode="penseive", **SIMULATED)
 
 
-def test_errors_name_the_arguments_of_the_caller() -> None:
+def test_errors_name_the_arguments_of_the_caller():
     with pytest.raises(ConfigError, match=r"^gpu_cache='4Gx' has no known unit"):
         create_server(**{**SIMULATED, "gpu_cache": "4Gx"})
 
 
 @pytest.mark.parametrize("name", ["vllm", "fully_aware"])
-def test_commands_that_answer_callers_name_an_engine_that_is_not_ours(name: str) -> None:
+def test_commands_that_answer_callers_name_an_engine_that_is_not_ours(name):
     chosen = {"cache": "demo", "eviction": "lru", "scheduler": "unified", "hardware": "cpu", "tracking": "off"}
     fields = {
         group: read_option(group, option) for group, option in {**chosen, "baseline": name, "model": "tiny"}.items()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -21,11 +19,11 @@ from tests.server.live import SIMULATED
 SETTINGS = ChatSettings(max_new_tokens=6, temperature=0.0)
 
 
-def lines(*said: Any) -> Callable[[], str]:
+def lines(*said):
     """What is typed, line by line; an exception is raised; then Ctrl-D."""
     rest = iter(said)
 
-    def read() -> str:
+    def read():
         line = next(rest, EOFError())
         if isinstance(line, BaseException):
             raise line
@@ -35,19 +33,19 @@ def lines(*said: Any) -> Callable[[], str]:
 
 
 @pytest.fixture
-def talk() -> Iterator[Callable[..., str]]:
+def talk():
     with create_server(**SIMULATED) as server:
 
-        def run(*said: Any, settings: ChatSettings = SETTINGS) -> str:
+        def run(*said, settings=SETTINGS):
             out = io.StringIO()
             Conversation(server, settings, out).run(lines(*said))
             return out.getvalue()
 
-        run.server = server  # type: ignore[attr-defined]
+        run.server = server
         yield run
 
 
-def test_turns_stats_and_reset(talk: Any) -> None:
+def test_turns_stats_and_reset(talk):
     said = talk("Hello", "And you?", "stats", "reset", "stats", "exit", "never read")
     assert "turn 1:" in said and "turn 2:" in said and "turn 3" not in said
     second = next(line for line in said.splitlines() if line.startswith("turn 2"))
@@ -57,7 +55,7 @@ def test_turns_stats_and_reset(talk: Any) -> None:
     assert talk.server.conversations.find("", "chat") is None
 
 
-def test_the_system_message_is_said_once(talk: Any) -> None:
+def test_the_system_message_is_said_once(talk):
     settings = ChatSettings(system="Be brief.", max_new_tokens=4, temperature=0.0)
     talk("Hello", "Again", settings=settings)
     known = talk.server.conversations.find("", "chat")
@@ -67,10 +65,10 @@ def test_the_system_message_is_said_once(talk: Any) -> None:
     assert [message["role"] for message in known.messages] == ["system", *["user", "assistant"] * 2]
 
 
-def test_ctrl_c_stops_the_reply_and_not_the_program(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_the_reply_and_not_the_program(talk, monkeypatch):
     ended = []
 
-    def pieces(stream: Stream) -> Iterator[str]:
+    def pieces(stream):
         yield "some"
         raise KeyboardInterrupt
 
@@ -83,20 +81,20 @@ def test_ctrl_c_stops_the_reply_and_not_the_program(talk: Any, monkeypatch: pyte
     assert said.count("\n") >= 2, "it went on to the next line"
 
 
-def test_what_is_too_long_is_a_sentence_and_the_chat_goes_on(talk: Any) -> None:
+def test_what_is_too_long_is_a_sentence_and_the_chat_goes_on(talk):
     said = talk("x" * 5000, "Hello", "stats")
     assert "cache.gpu" in said
     assert "turn 1:" in said and "turn 2" not in said
 
 
-def composed(*overrides: str) -> dict[str, Any]:
+def composed(*overrides):
     with initialize_config_dir(str(conf_folder()), version_base="1.3"):
         config = OmegaConf.to_container(compose("chat", overrides=list(overrides)), resolve=True)
     assert isinstance(config, dict)
     return {str(key): value for key, value in config.items()}
 
 
-def test_five_questions_are_played_with_and_without_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_five_questions_are_played_with_and_without_memory(capsys):
     config = composed("hardware=sim_h100", "chat.script=five", "chat.max_new_tokens=8", "chat.temperature=0")
     assert chat(config, {"model"}) == 0
     shown = capsys.readouterr().out
@@ -109,17 +107,11 @@ def test_five_questions_are_played_with_and_without_memory(capsys: pytest.Captur
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("typed", "dtype"), [((), "float32"), (("model.dtype=bfloat16",), "bfloat16")])
-def test_replies_are_compared_in_float32_or_with_what_may_differ(
-    typed: tuple[str, ...],
-    dtype: str,
-    tmp_path: Any,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    served: list[tuple[str, float]] = []
+def test_replies_are_compared_in_float32_or_with_what_may_differ(typed, dtype, tmp_path, capsys, monkeypatch):
+    served = []
     took = Conversation.took
 
-    def watched(self: Any, stream: Any) -> Any:
+    def watched(self, stream):
         served.append((self._server.system.settings()["dtype"], stream.turn.sampling.temperature))
         return took(self, stream)
 
@@ -134,7 +126,7 @@ def test_replies_are_compared_in_float32_or_with_what_may_differ(
         assert shown.out.count("the same") == 2
 
 
-def test_a_script_that_cannot_be_read_is_a_sentence(tmp_path: Any) -> None:
+def test_a_script_that_cannot_be_read_is_a_sentence(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be read \(No such file or directory\); give"):
         questions_of(str(tmp_path / "none"))
     (tmp_path / "empty").write_text("\n \n")
@@ -144,13 +136,13 @@ def test_a_script_that_cannot_be_read_is_a_sentence(tmp_path: Any) -> None:
     assert questions_of(str(tmp_path / "two")) == ["One?", "Two?"]
 
 
-def test_without_the_weights_the_tiny_model_answers_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_weights_the_tiny_model_answers_and_says_so(monkeypatch):
     monkeypatch.setattr(chat_module, "SMALL_MODEL", "no_such_model")
     model, sentence = chat_module.small_model()
     assert model["name"] == "tiny"
     assert sentence is not None and "no_such_model" in sentence
 
 
-def test_a_field_that_is_unknown_is_named() -> None:
+def test_a_field_that_is_unknown_is_named():
     with pytest.raises(ConfigError, match=r"chat\.max_tokens"):
         chat({**composed(), "chat": {"max_tokens": 5}})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -27,7 +26,7 @@ from tests.worker.torch.driver import tiny_model
         ({"do_sample": True, "temperature": -1.0}, None),
     ],
 )
-def test_a_models_own_account_counts_where_it_samples(said: dict[str, Any], drawn: Sampling | None) -> None:
+def test_a_models_own_account_counts_where_it_samples(said, drawn):
     from transformers import GenerationConfig
 
     model = tiny_model("llama")
@@ -51,12 +50,10 @@ def test_a_models_own_account_counts_where_it_samples(said: dict[str, Any], draw
         (0.3, {}, (0.3, 0.9)),  # the configuration's temperature goes before the model's
     ],
 )
-def test_chat_page_and_server_draw_by_one_rule(
-    configured: float | None, asked: dict[str, float], drawn: tuple[float, float]
-) -> None:
+def test_chat_page_and_server_draw_by_one_rule(configured, asked, drawn):
     """The page gets its default from /v1/models, as any client can."""
     with simulated(temperature=configured) as (state, client):
-        server: Any = state.server
+        server = state.server
         assert server.report.sampling == Sampling()
         server.report = StartReport(0.0, 0.0, sampling=Sampling(0.6, 0.9))
         [card] = client.get("/v1/models").json()["data"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import httpx
 import pytest
 
 pytest.importorskip("fastapi")
@@ -16,24 +13,24 @@ from tests.server.live import SIMULATED, simulated, until
 
 
 @pytest.fixture(scope="module")
-def served() -> Any:
+def served():
     with simulated() as (state, client):
         yield state.server.system.engine.cache, client
 
 
-BODIES: dict[str, dict[str, Any]] = {
+BODIES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3},
     "/v1/completions": {"prompt": "Hello", "max_tokens": 3},
     "/v1/responses": {"input": "Hello", "max_output_tokens": 3},
 }
 
 
-def ask(client: httpx.Client, name: str, path: str = "/v1/chat/completions", **fields: Any) -> httpx.Response:
+def ask(client, name, path="/v1/chat/completions", **fields):
     return client.post(path, json={"session_id": name, **fields, **BODIES[path]})
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_metadata_and_keep_alive_are_hints_on_every_path(served: Any, path: str) -> None:
+def test_metadata_and_keep_alive_are_hints_on_every_path(served, path):
     cache, client = served
     before = set(cache.sessions)
     metadata = {"tool": "bash", "expected_s": "2.5", "stop_reason": "tool_use", "whatever": "else"}
@@ -43,7 +40,7 @@ def test_metadata_and_keep_alive_are_hints_on_every_path(served: Any, path: str)
     assert until(lambda: cache.sessions.get(name).hint == Hint("tool_use", "bash", 2.5, 300.0))
 
 
-def test_who_says_nothing_gives_no_hint_and_keep_alive_stays_with_the_conversation(served: Any) -> None:
+def test_who_says_nothing_gives_no_hint_and_keep_alive_stays_with_the_conversation(served):
     cache, client = served
     before = set(cache.sessions)
     ask(client, "quiet", metadata={"user": "me"})
@@ -59,13 +56,13 @@ def test_who_says_nothing_gives_no_hint_and_keep_alive_stays_with_the_conversati
     "metadata",
     [*({"expected_s": value} for value in ("soon", -1, 10**400, "inf")), {"stop_reason": "length"}, {"tool": 7}],
 )
-def test_a_hint_that_makes_no_sense_is_a_400_that_names_it(served: Any, metadata: dict[str, Any]) -> None:
+def test_a_hint_that_makes_no_sense_is_a_400_that_names_it(served, metadata):
     reply = ask(served[1], "odd", metadata=metadata)
     assert reply.status_code == 400
     assert next(iter(metadata)) in reply.json()["error"]["message"]
 
 
-def test_programs_give_hints_and_a_policy_acts_on_them() -> None:
+def test_programs_give_hints_and_a_policy_acts_on_them():
     small = {**SIMULATED, "gpu_cache": "512 tokens", "cpu_cache": "0 tokens"}
     with create_server(**small, eviction="hinted") as server:
         soon = Hint(expected_s=5.0)
@@ -78,6 +75,6 @@ def test_programs_give_hints_and_a_policy_acts_on_them() -> None:
 
 
 @pytest.mark.parametrize("eviction", ["belady", "oracle_hint", "noisy_hint"])
-def test_live_traffic_refuses_an_oracle(eviction: str) -> None:
+def test_live_traffic_refuses_an_oracle(eviction):
     with pytest.raises(ConfigError, match="live traffic has none"):
         create_server(eviction=eviction, **SIMULATED)

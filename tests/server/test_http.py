@@ -6,7 +6,6 @@ import json
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -23,18 +22,18 @@ KEYS = {"key-of-alice": "alice", "key-of-bob": "bob", "key-of-operator": "operat
 ALICE, BOB, OPERATOR = ({"Authorization": f"Bearer {key}"} for key in KEYS)
 
 
-def ask(client: httpx.Client, text: str = "Hello", headers: Any = None, **fields: Any) -> httpx.Response:
+def ask(client, text="Hello", headers=None, **fields):
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, **fields}
     return client.post("/v1/chat/completions", json=body, headers=headers)
 
 
 @pytest.fixture(scope="module")
-def client() -> Any:
+def client():
     with simulated() as (_, client):
         yield client
 
 
-def said_by_a_user(**fields: Any) -> bytes:
+def said_by_a_user(**fields):
     return json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode()
 
 
@@ -67,7 +66,7 @@ def said_by_a_user(**fields: Any) -> bytes:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_makes_no_sense_is_a_400_that_says_so(client: httpx.Client, body: bytes, says: str, stream: bool) -> None:
+def test_what_makes_no_sense_is_a_400_that_says_so(client, body, says, stream):
     if stream:
         body = body.replace(b'{"messages"', b'{"stream": true, "messages"', 1)
     reply = client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
@@ -86,7 +85,7 @@ def test_what_makes_no_sense_is_a_400_that_says_so(client: httpx.Client, body: b
         ("", 400),
     ],
 )
-def test_a_body_says_that_it_is_json(client: httpx.Client, content_type: str, status: int) -> None:
+def test_a_body_says_that_it_is_json(client, content_type, status):
     headers = {"Content-Type": content_type}
     assert (
         client.post("/v1/chat/completions", content=said_by_a_user(max_tokens=2), headers=headers).status_code == status
@@ -96,7 +95,7 @@ def test_a_body_says_that_it_is_json(client: httpx.Client, content_type: str, st
 @pytest.mark.parametrize(
     "name", ["", " ", "a ", "\ta", "a\n", "a\nb", "a\x00", "\x85", "a\u2028b", "..", "a/./b", "x" * 257]
 )
-def test_a_session_that_nobody_could_find_again_is_refused_before_its_turn(client: httpx.Client, name: str) -> None:
+def test_a_session_that_nobody_could_find_again_is_refused_before_its_turn(client, name):
     """Its name would break the reply's header, or be another one in a path."""
     known, fields = client.get("/v1/sessions").json(), {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
     plain = name == name.strip() and name.isascii() and name.isprintable()
@@ -111,7 +110,7 @@ def test_a_session_that_nobody_could_find_again_is_refused_before_its_turn(clien
         assert client.delete(f"/v1/sessions/{quote(name, safe='')}").status_code == 400
 
 
-def test_unicode_ids_and_odd_texts_are_served(client: httpx.Client) -> None:
+def test_unicode_ids_and_odd_texts_are_served(client):
     for name in ("ж", "a/b c?d", "👩\u200d🚀" * 10, "~"):
         assert ask(client, session_id=name).json()["session_id"] == name
         path = f"/v1/sessions/{quote(name, safe='')}"
@@ -122,7 +121,7 @@ def test_unicode_ids_and_odd_texts_are_served(client: httpx.Client) -> None:
     assert ask(client, text="\u0000\u202e" * 20).status_code == 200
 
 
-def test_a_session_tells_each_turn_and_where_its_kv_is(client: httpx.Client) -> None:
+def test_a_session_tells_each_turn_and_where_its_kv_is(client):
     first = ask(client, "x" * 70, session_id="told").json()["usage"]
     second = ask(client, "y", session_id="told").json()["usage"]
     told = client.get("/v1/sessions/told").json()
@@ -133,7 +132,7 @@ def test_a_session_tells_each_turn_and_where_its_kv_is(client: httpx.Client) -> 
     assert "told" in [one["id"] for one in client.get("/v1/sessions").json()["data"]]
 
 
-def test_every_turn_is_told_however_its_reply_ended(client: httpx.Client) -> None:
+def test_every_turn_is_told_however_its_reply_ended(client):
     """On a simulated machine tokens are drawn evenly, so some replies end with the token that ends a reply."""
     replies = [ask(client, f"{i}", session_id="many", max_tokens=120, seed=i).json() for i in range(12)]
     reasons = {reply["choices"][0]["finish_reason"] for reply in replies}
@@ -141,7 +140,7 @@ def test_every_turn_is_told_however_its_reply_ended(client: httpx.Client) -> Non
     assert len(client.get("/v1/sessions/many").json()["statistics"]) == 12
 
 
-def test_tokens_are_counted_as_they_are_read(client: httpx.Client) -> None:
+def test_tokens_are_counted_as_they_are_read(client):
     messages = [{"role": "user", "content": "Hello"}]
     count = client.post("/tokenize", json={"messages": messages}).json()["count"]
     assert count == ask(client).json()["usage"]["prompt_tokens"]
@@ -149,7 +148,7 @@ def test_tokens_are_counted_as_they_are_read(client: httpx.Client) -> None:
     assert client.post("/tokenize", json={}).status_code == 400
 
 
-def test_metrics_count_turns_and_where_prompts_were_found() -> None:
+def test_metrics_count_turns_and_where_prompts_were_found():
     with simulated() as (_, client):
         usages = [ask(client, session_id="m").json()["usage"] for _ in range(3)]
         lines = client.get("/metrics").text.splitlines()
@@ -165,16 +164,14 @@ def test_metrics_count_turns_and_where_prompts_were_found() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/sessions", "/v1/sessions/a", "/metrics"])
-def test_an_engine_that_is_slow_to_tell_what_it_holds_holds_up_nobody_else(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_is_slow_to_tell_what_it_holds_holds_up_nobody_else(path, monkeypatch):
     """As replicas are, which are asked over the network."""
     with simulated() as (state, client):
         assert ask(client, session_id="a").status_code == 200
         asked, others_are_served = threading.Event(), threading.Event()
 
-        def slowly(real: Any) -> Any:
-            def told(*arguments: Any) -> Any:
+        def slowly(real):
+            def told(*arguments):
                 asked.set()
                 assert others_are_served.wait(PATIENCE_S)
                 return real(*arguments)
@@ -194,7 +191,7 @@ def test_an_engine_that_is_slow_to_tell_what_it_holds_holds_up_nobody_else(
         assert looking.ended() and looking.result.status_code == 200
 
 
-def test_tenants_see_nothing_of_each_other() -> None:
+def test_tenants_see_nothing_of_each_other():
     with simulated(KEYS) as (_, client):
         assert ask(client).status_code == 401
         assert ask(client, headers={"Authorization": "Bearer key-of-mallory"}).status_code == 401
@@ -225,7 +222,7 @@ def test_tenants_see_nothing_of_each_other() -> None:
 
 
 @pytest.mark.parametrize("baseline", ["prefix_cache", "pensieve_shared", "vllm_offload"])
-def test_prefixes_are_not_shared_between_tenants_where_blocks_are(baseline: str) -> None:
+def test_prefixes_are_not_shared_between_tenants_where_blocks_are(baseline):
     from pensieve.serve.server import create_server
     from tests.server.live import SIMULATED, serving
 
@@ -242,7 +239,7 @@ def test_prefixes_are_not_shared_between_tenants_where_blocks_are(baseline: str)
     assert found[2] >= 64, "and within one they are"
 
 
-def test_too_much_is_refused_before_it_costs_anything() -> None:
+def test_too_much_is_refused_before_it_costs_anything():
     with simulated(max_body_bytes=2000, max_sessions=3, max_queue=4) as (state, client):
         assert ask(client, "x" * 3000).status_code == 413
         chunked = client.post("/v1/chat/completions", content=(b"x" * 100 for _ in range(50)))
@@ -257,7 +254,7 @@ def test_too_much_is_refused_before_it_costs_anything() -> None:
         assert len(state.server.conversations) == 3
 
 
-def test_a_full_queue_sheds_and_recovers() -> None:
+def test_a_full_queue_sheds_and_recovers():
     from pensieve.serve.server.api import Server
     from pensieve.serve.systems.threaded_system import ThreadedSystem
     from pensieve.serve.tokenizer import ByteTokenizer
@@ -279,7 +276,7 @@ def test_a_full_queue_sheds_and_recovers() -> None:
     assert server.under_way == 0
 
 
-def test_one_bad_request_harms_nobody_beside_it() -> None:
+def test_one_bad_request_harms_nobody_beside_it():
     with simulated() as (state, client), ThreadPoolExecutor(8) as pool:
         bad = [pool.submit(ask, client, "x", max_tokens=100_000) for _ in range(8)]
         good = [pool.submit(ask, client, f"good {i}") for i in range(8)]
@@ -288,12 +285,12 @@ def test_one_bad_request_harms_nobody_beside_it() -> None:
         state.server.system.engine.cache.check()
 
 
-def test_only_this_machine_is_served_without_keys(client: httpx.Client) -> None:
+def test_only_this_machine_is_served_without_keys(client):
     assert client.get("/v1/models", headers={"Host": "evil.example:8000"}).status_code == 403
     assert client.get("/v1/models", headers={"Host": "localhost:8000"}).status_code == 200
 
 
-def test_an_address_beyond_this_machine_asks_for_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_beyond_this_machine_asks_for_keys(monkeypatch):
     monkeypatch.delenv("PENSIEVE_API_KEYS", raising=False)
     with pytest.raises(ConfigError, match="PENSIEVE_API_KEYS"):
         tenants_of(ServeSettings(host="0.0.0.0"))
@@ -307,7 +304,7 @@ def test_an_address_beyond_this_machine_asks_for_keys(monkeypatch: pytest.Monkey
             tenants_of(ServeSettings())
 
 
-def test_nothing_is_served_before_the_engine_is_warm() -> None:
+def test_nothing_is_served_before_the_engine_is_warm():
     with simulated() as (state, client):
         server, state.server = state.server, None
         health = client.get("/health")
@@ -317,7 +314,7 @@ def test_nothing_is_served_before_the_engine_is_warm() -> None:
         assert client.get("/health").status_code == 200
 
 
-def test_what_is_said_is_not_logged(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_said_is_not_logged(client, caplog):
     secret = "a-secret-nobody-may-log"
     with caplog.at_level(logging.DEBUG):
         ask(client, secret, session_id=secret)
@@ -326,7 +323,7 @@ def test_what_is_said_is_not_logged(client: httpx.Client, caplog: pytest.LogCapt
     assert not any(secret in message for message in ours)
 
 
-def test_conversations_that_nobody_comes_back_to_are_given_up() -> None:
+def test_conversations_that_nobody_comes_back_to_are_given_up():
     with simulated() as (state, client):
         ask(client, session_id="short", keep_alive=0.001)
         ask(client, session_id="long", keep_alive=1000)
@@ -336,7 +333,7 @@ def test_conversations_that_nobody_comes_back_to_are_given_up() -> None:
         assert list(state.server.system.engine.cache.sessions) == ["long"]
 
 
-def test_answers_have_the_fields_that_the_published_schemas_ask_for(client: httpx.Client) -> None:
+def test_answers_have_the_fields_that_the_published_schemas_ask_for(client):
     """What a compliance test of both APIs found missing, or of another type."""
     tool = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
     said = client.post("/v1/responses", json={"input": "Hi", "tools": [tool]}).json()

@@ -6,7 +6,6 @@ import gc
 import random
 import weakref
 from array import array
-from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +21,7 @@ from pensieve.serve.tokenizer import ByteTokenizer
 from tests.baselines.systems import threaded
 
 
-def test_what_is_held_follows_what_is_kept() -> None:
+def test_what_is_held_follows_what_is_kept():
     before = statistics.malloc_bytes()
     if before is None:
         pytest.skip("the C library does not say")
@@ -34,7 +33,7 @@ def test_what_is_held_follows_what_is_kept() -> None:
     assert after is not None and after - before < 5_000_000
 
 
-def test_pages_of_long_bodies_go_back_to_the_system() -> None:
+def test_pages_of_long_bodies_go_back_to_the_system():
     kept = [b"x" * (100_000 + at) for at in range(1_000)]
     del kept[::2]  # so that they are not the end of the heap, which is given back by itself
     before = psutil.Process().memory_info().rss
@@ -43,8 +42,8 @@ def test_pages_of_long_bodies_go_back_to_the_system() -> None:
     assert kept
 
 
-def test_what_is_there_when_the_server_is_warm_is_left_to_itself() -> None:
-    cycle: list[Any] = []
+def test_what_is_there_when_the_server_is_warm_is_left_to_itself():
+    cycle = []
     cycle.append(cycle)
     try:
         statistics.settle()
@@ -55,7 +54,7 @@ def test_what_is_there_when_the_server_is_warm_is_left_to_itself() -> None:
         gc.freeze()  # as tests/conftest.py leaves it for all tests
 
 
-def test_what_requests_leave_is_collected_however_much_is_here_to_stay() -> None:
+def test_what_requests_leave_is_collected_however_much_is_here_to_stay():
     """The collector would else wait until a quarter as much has come: 36,000 objects, two a turn."""
     thresholds = gc.get_threshold()
     try:
@@ -76,11 +75,11 @@ def test_what_requests_leave_is_collected_however_much_is_here_to_stay() -> None
 
 
 class _Cycle:
-    def __init__(self) -> None:
+    def __init__(self):
         self.itself = self
 
 
-def test_the_tokens_of_a_tenant_are_counted_as_they_come_and_go() -> None:
+def test_the_tokens_of_a_tenant_are_counted_as_they_come_and_go():
     rng, now = random.Random(0), iter(range(10**6))
     conversations = Conversations(lambda _: None, now=lambda: float(next(now)))
     conversations.limit(10**6, 4_000, None)
@@ -108,14 +107,12 @@ def test_the_tokens_of_a_tenant_are_counted_as_they_come_and_go() -> None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_the_engine_makes_way_once_for_a_first_token_that_somebody_passes_on(
-    streamed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made_way: list[float] = []
+def test_the_engine_makes_way_once_for_a_first_token_that_somebody_passes_on(streamed, monkeypatch):
+    made_way = []
     monkeypatch.setattr(threaded_system.time, "sleep", made_way.append)
     system, _ = threaded()
     with Server(system, ByteTokenizer()) as server:
-        asked: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True}
+        asked = {"max_new_tokens": 9, "ignore_eos": True}
         if streamed:
             assert server.stream("s", [1, 2, 3], **asked).result().turn.output_tokens == 9
         else:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
-from pensieve.core.event import Event  # noqa: E402
 from pensieve.serve.server import create_server  # noqa: E402
 from pensieve.serve.server.command import uvicorn_config  # noqa: E402
 from pensieve.serve.server.feed import Feed  # noqa: E402
@@ -18,25 +14,25 @@ from tests.server.live import PATIENCE_S, REAL, Hold, held, serving, until  # no
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[tuple[Any, Any]]:
+def live():
     with create_server(**REAL) as server, serving(server) as (state, url):
         yield state, openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
-def client(live: tuple[Any, Any]) -> Any:
+def client(live):
     return live[1]
 
 
 GREEDY = {"model": "tiny", "temperature": 0}
 
 
-def chat(client: Any, messages: list[dict[str, Any]], **fields: Any) -> Any:
+def chat(client, messages, **fields):
     return client.chat.completions.create(messages=messages, **{"max_tokens": 8, **GREEDY, **fields})
 
 
-def details(reply: Any) -> dict[str, int]:
-    found: dict[str, int] = reply.usage.prompt_tokens_details.model_extra
+def details(reply):
+    found = reply.usage.prompt_tokens_details.model_extra
     cached = reply.usage.prompt_tokens_details.cached_tokens
     kinds = ("gpu", "cpu", "disk", "recomputed", "new")
     assert sum(found[kind] for kind in kinds) == reply.usage.prompt_tokens
@@ -44,7 +40,7 @@ def details(reply: Any) -> dict[str, int]:
     return found
 
 
-def test_a_chat_goes_on_where_it_ended_without_any_name(client: Any) -> None:
+def test_a_chat_goes_on_where_it_ended_without_any_name(client):
     messages = [{"role": "user", "content": "Tell me of the sea."}]
     first = chat(client, messages)
     assert details(first)["new"] == first.usage.prompt_tokens
@@ -56,7 +52,7 @@ def test_a_chat_goes_on_where_it_ended_without_any_name(client: Any) -> None:
     assert first.choices[0].finish_reason in ("length", "stop")
 
 
-def test_a_stream_is_the_reply_and_its_usage(client: Any) -> None:
+def test_a_stream_is_the_reply_and_its_usage(client):
     messages = [{"role": "user", "content": "Count with me."}]
     whole = chat(client, messages, max_tokens=20, extra_body={"session_id": "whole"})
     chunks = list(chat(client, messages, max_tokens=20, stream=True, stream_options={"include_usage": True}))
@@ -67,8 +63,8 @@ def test_a_stream_is_the_reply_and_its_usage(client: Any) -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_completions_and_their_stop_strings_and_seeds(client: Any) -> None:
-    def complete(**fields: Any) -> Any:
+def test_completions_and_their_stop_strings_and_seeds(client):
+    def complete(**fields):
         return client.completions.create(prompt="Once upon a time", **{"model": "tiny", "max_tokens": 12, **fields})
 
     a, b, c = (complete(temperature=1.0, seed=seed).choices[0].text for seed in (7, 7, 8))
@@ -81,7 +77,7 @@ def test_completions_and_their_stop_strings_and_seeds(client: Any) -> None:
     assert streamed == a
 
 
-def test_a_named_session_takes_new_messages_or_the_whole_history(client: Any) -> None:
+def test_a_named_session_takes_new_messages_or_the_whole_history(client):
     body = {"extra_body": {"session_id": "named ☃"}}
     first = chat(client, [{"role": "user", "content": "One"}], **body)
     second = chat(client, [{"role": "user", "content": "Two"}], **body)
@@ -101,7 +97,7 @@ def test_a_named_session_takes_new_messages_or_the_whole_history(client: Any) ->
     assert by_header.session_id == "plain"
 
 
-def test_a_regenerated_reply_branches_and_keeps_its_prefix(client: Any) -> None:
+def test_a_regenerated_reply_branches_and_keeps_its_prefix(client):
     messages = [
         {"role": "user", "content": "A question that is long enough to fill two chunks of this cache, or three."}
     ]
@@ -112,7 +108,7 @@ def test_a_regenerated_reply_branches_and_keeps_its_prefix(client: Any) -> None:
     assert details(again)["gpu"] >= 64
 
 
-def test_responses_go_on_fork_and_are_deleted(client: Any) -> None:
+def test_responses_go_on_fork_and_are_deleted(client):
     fields = {"model": "tiny", "temperature": 0, "max_output_tokens": 8}
     first = client.responses.create(input="Hello there", instructions="Be brief.", **fields)
     assert first.status in ("completed", "incomplete")
@@ -140,7 +136,7 @@ def test_responses_go_on_fork_and_are_deleted(client: Any) -> None:
         client.responses.create(input="x", previous_response_id=first.id, **fields)
 
 
-def test_a_streamed_response_tells_what_it_is_and_ends_as_the_whole(client: Any) -> None:
+def test_a_streamed_response_tells_what_it_is_and_ends_as_the_whole(client):
     fields = {"model": "tiny", "temperature": 0, "max_output_tokens": 12, "input": "Stream, please"}
     whole = client.responses.create(**fields)
     events = list(client.responses.create(stream=True, **fields))
@@ -151,18 +147,14 @@ def test_a_streamed_response_tells_what_it_is_and_ends_as_the_whole(client: Any)
         "response.output_item.added",
         "response.content_part.added",
     ]
-    assert kinds[-4:-1] == [
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-    ]
+    assert kinds[-4:-1] == ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
     assert kinds[-1] == f"response.{whole.status}"
     assert [event.sequence_number for event in events] == list(range(len(events)))
     deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert deltas == events[-1].response.output_text == whole.output_text
 
 
-def test_a_response_that_is_not_stored_leaves_nothing(live: tuple[Any, Any]) -> None:
+def test_a_response_that_is_not_stored_leaves_nothing(live):
     state, client = live
     before = len(state.server.conversations)
     reply = client.responses.create(model="tiny", input="Forget this", store=False, max_output_tokens=4)
@@ -171,13 +163,13 @@ def test_a_response_that_is_not_stored_leaves_nothing(live: tuple[Any, Any]) -> 
     assert len(state.server.conversations) == before
 
 
-def test_a_client_that_goes_away_frees_what_it_held(live: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_goes_away_frees_what_it_held(live, monkeypatch):
     state, client = live
-    ended: list[str] = []
+    ended = []
     state.server.observe(lambda _, record: ended.append(record.status))
     hold, on_event = Hold(events=60), Feed.on_event
 
-    def told(feed: Feed, event: Event) -> None:
+    def told(feed, event):
         on_event(feed, event)
         hold(event)
 
@@ -198,19 +190,19 @@ def test_a_client_that_goes_away_frees_what_it_held(live: tuple[Any, Any], monke
     state.server.system.engine.cache.check()
 
 
-def _asked(server: Any) -> list[Any]:
+def _asked(server):
     """Turns under way, but for the one that holds up the engine."""
     return [turn for turn in list(server._under_way.values()) if turn.conversation.id != "~held"]
 
 
-def test_a_connection_is_kept_longer_than_clients_use_it_again(live: tuple[Any, Any]) -> None:
+def test_a_connection_is_kept_longer_than_clients_use_it_again(live):
     """Else the server may close it while the next message is on its way."""
     state, client = live
     expires_s = client._client._transport._pool._keepalive_expiry
     assert uvicorn_config(state).timeout_keep_alive > 2 * expires_s > 0
 
 
-def test_what_is_not_supported_is_refused_by_name(client: Any) -> None:
+def test_what_is_not_supported_is_refused_by_name(client):
     messages = [{"role": "user", "content": "x"}]
     for field, value in {"logprobs": True, "n": 2, "presence_penalty": 0.5, "logit_bias": {"5": 3}}.items():
         with pytest.raises(openai.BadRequestError, match=field):

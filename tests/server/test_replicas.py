@@ -8,10 +8,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -36,26 +33,26 @@ REPLY_S = 120.0
 @pytest.mark.parametrize(
     ("given", "meant"), [(1, Replicas(1, 1)), (3, Replicas(3, 3)), ("2", Replicas(2, 2)), ("1..4", Replicas(1, 4))]
 )
-def test_a_number_of_replicas_or_its_bounds(given: object, meant: Replicas) -> None:
+def test_a_number_of_replicas_or_its_bounds(given, meant):
     assert ServeSettings.model_validate({"replicas": given}).replicas == meant
     assert ServeSettings().replicas == Replicas(1, 1)
 
 
 @pytest.mark.parametrize("given", [0, -1, "0..3", "4..1", "many", "1..", 1.5, True, None])
-def test_a_number_that_is_none_is_refused_in_one_sentence(given: object) -> None:
+def test_a_number_that_is_none_is_refused_in_one_sentence(given):
     with pytest.raises(ConfigError, match=r"serve\.replicas") as refused:
         check_node(ServeSettings, {"serve": {"replicas": given}}, "serve")
     assert "\n" not in str(refused.value)
 
 
-def test_one_replica_is_in_this_process_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
+def test_one_replica_is_in_this_process_as_ever(monkeypatch):
+    made = []
 
     class Made(Exception):
         pass
 
-    def make(kind: str) -> Any:
-        def engine(*_: Any, **__: Any) -> None:
+    def make(kind):
+        def engine(*_, **__):
             made.append(kind)
             raise Made
 
@@ -71,21 +68,21 @@ def test_one_replica_is_in_this_process_as_ever(monkeypatch: pytest.MonkeyPatch)
     assert made == ["one", "one", "several", "several"]
 
 
-def http(should_exit: bool) -> Any:
+def http(should_exit):
     return type("Http", (), {"should_exit": should_exit})()
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_who_is_stopped_while_replicas_load_has_not_failed(stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_stopped_while_replicas_load_has_not_failed(stopped, monkeypatch):
     pytest.importorskip("ray")
     pytest.importorskip("grpc_reflection")
     from pensieve.plugins.replicas.deployment import Deployment, Scaling
     from pensieve.plugins.replicas.system import ReplicaSystem
 
-    steps: list[str] = []
+    steps = []
 
-    def make(_: Any, __: Any, connected: Any) -> Any:
-        system: Any = ReplicaSystem(Deployment({}, Scaling(2, 2), "affinity"), connected)
+    def make(_, __, connected):
+        system = ReplicaSystem(Deployment({}, Scaling(2, 2), "affinity"), connected)
         monkeypatch.setattr(system.replicas._cluster, "start", lambda: steps.append("ray"))
         monkeypatch.setattr(system.replicas._cluster, "close", lambda: steps.append("closed"))
         monkeypatch.setattr(system.replicas, "_deployed", lambda: steps.append("replicas"))
@@ -100,22 +97,22 @@ def test_who_is_stopped_while_replicas_load_has_not_failed(stopped: bool, monkey
     assert (app.failure is None) == stopped
 
 
-def test_without_ray_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_one_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EngineMissing, match=r"serve\.replicas.*pensieve-lab\[ray\]"):
         replicated_server(composed("hardware=sim_h100"), ServeSettings.model_validate({"replicas": 2}))
 
 
-def test_simulated_replicas_are_referred_to_where_they_are() -> None:
+def test_simulated_replicas_are_referred_to_where_they_are():
     pytest.importorskip("ray")
     pytest.importorskip("grpc_reflection")
     with pytest.raises(ConfigError, match=r"hardware\.replicas"):
         replicated_server(composed("hardware=sim_h100"), ServeSettings.model_validate({"replicas": 2}))
 
 
-def test_sigterm_is_the_servers_again_after_a_library_took_it() -> None:
+def test_sigterm_is_the_servers_again_after_a_library_took_it():
     """As Ray's does, below Python's handler, which then is never called."""
-    heard: list[int] = []
+    heard = []
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
         c_signal = ctypes.CDLL(None).signal
@@ -130,12 +127,12 @@ def test_sigterm_is_the_servers_again_after_a_library_took_it() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_sighup_replaces_the_replicas_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes: list[Exception | None] = [None, EngineFailed("No memory.")]
-    said: list[str] = []
+def test_sighup_replaces_the_replicas_and_the_server_goes_on(monkeypatch):
+    outcomes = [None, EngineFailed("No memory.")]
+    said = []
 
     class System:
-        def restart(self) -> None:
+        def restart(self):
             if (error := outcomes.pop(0)) is not None:
                 raise error
 
@@ -157,7 +154,7 @@ WHO = [(name, tenant) for tenant in ("alice", "bob", "operator") for name in ("t
 HEADERS = {"alice": ALICE, "bob": BOB, "operator": OPERATOR}
 
 
-def say(client: httpx.Client, name: str, tenant: str, turn: int, run: str, begun: threading.Event) -> dict[str, Any]:
+def say(client, name, tenant, turn, run, begun):
     """One streamed turn of a conversation that all tenants call the same. begun: set at its second piece."""
     body = {
         "messages": [{"role": "user", "content": f"xyzzy{turn} says {tenant} of {name}"}],
@@ -187,13 +184,13 @@ def say(client: httpx.Client, name: str, tenant: str, turn: int, run: str, begun
     return {"text": text, "reason": reason, "usage": usage}
 
 
-def rounds(client: httpx.Client, run: str, kill: Any = None) -> dict[tuple[str, str, int], dict[str, Any]]:
+def rounds(client, run, kill=None):
     """Three turns of each conversation, all at once; kill: called when all of the second have begun. run: of their names."""
-    said: dict[tuple[str, str, int], dict[str, Any]] = {}
+    said = {}
     for turn in (1, 2, 3):
         begun = [threading.Event() for _ in WHO]
 
-        def one(name: str, tenant: str, started: threading.Event, turn: int = turn) -> None:
+        def one(name, tenant, started, turn=turn):
             said[name, tenant, turn] = say(client, name, tenant, turn, run, started)
 
         asking = [threading.Thread(target=one, args=(*who, event)) for who, event in zip(WHO, begun, strict=True)]
@@ -209,14 +206,14 @@ def rounds(client: httpx.Client, run: str, kill: Any = None) -> dict[tuple[str, 
 
 
 @contextmanager
-def over_http(server: Any, state: StateFile | None = None) -> Iterator[tuple[App, httpx.Client]]:
+def over_http(server, state=None):
     with serving(server, KEYS, state=state) as (app, url), httpx.Client(base_url=url, timeout=REPLY_S) as client:
         yield app, client
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_kill_9_of_a_replica_under_load(tmp_path: Path) -> None:
+def test_kill_9_of_a_replica_under_load(tmp_path):
     """Two replicas of the tiny model; the undisturbed run asks them the same in other conversations, before. That one engine
     says the same as several is shown without Ray, in tests/replicas."""
     pytest.importorskip("ray")
@@ -229,14 +226,14 @@ def test_kill_9_of_a_replica_under_load(tmp_path: Path) -> None:
     )
     server = replicated_server(resolved(config), ServeSettings.model_validate({"replicas": 2}))
     try:
-        system: Any = server.system
+        system = server.system
         folder = system.replicas._cluster._folder
         assert folder.stat().st_mode & 0o77 == 0, "nobody else on this machine reads Ray's logs"
         told = _strangers_are_told()
         assert "UNAUTHENTICATED" in told <= {"UNAUTHENTICATED", "UNIMPLEMENTED"}, "without Ray's token nobody is served"
-        first: dict[str, str] = {}
+        first = {}
 
-        def kill() -> None:
+        def kill():
             first.update(_homes(system))
             os.kill(_replica_processes()[0], signal.SIGKILL)
 
@@ -277,11 +274,11 @@ def test_kill_9_of_a_replica_under_load(tmp_path: Path) -> None:
     assert {one["id"] for one in shown} == {"talk", "other", "calm talk", "calm other"}
 
 
-def _homes(system: Any) -> dict[str, str]:
+def _homes(system):
     return {session: home for session, (home, _) in system._home.items()}
 
 
-def _strangers_are_told() -> set[str]:
+def _strangers_are_told():
     """Each port that a replica listens on, called as replicas call each other, without Ray's token."""
     import grpc
 
@@ -303,11 +300,11 @@ def _strangers_are_told() -> set[str]:
     return found
 
 
-def _descendants() -> set[int]:
+def _descendants():
     return {one.pid for one in psutil.Process().children(recursive=True)}
 
 
-def _replica_processes() -> list[int]:
+def _replica_processes():
     return [
         one.pid
         for one in psutil.Process().children(recursive=True)

@@ -7,12 +7,8 @@ import logging
 import random
 import shutil
 import sqlite3
-from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.context import ForkProcess
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
@@ -40,7 +36,7 @@ FLIPS = 400
 
 
 @contextmanager
-def served(file: Path | None, machine: dict[str, str] = SIMULATED, **fields: Any) -> Iterator[tuple[App, httpx.Client]]:
+def served(file, machine=SIMULATED, **fields):
     state = None if file is None else StateFile(file, "tiny")
     with (
         create_server(**machine) as server,
@@ -50,7 +46,7 @@ def served(file: Path | None, machine: dict[str, str] = SIMULATED, **fields: Any
         yield app, client
 
 
-def after_a_kill(file: Path) -> Path:
+def after_a_kill(file):
     """What a process that was killed now would have left."""
     copy = file.with_name(f"{file.name}.killed")
     for suffix in ("", "-wal"):
@@ -58,7 +54,7 @@ def after_a_kill(file: Path) -> Path:
     return copy
 
 
-def known(app: App) -> dict[tuple[str, str], Any]:
+def known(app):
     """All that a server knows of its conversations, but for what ends with it."""
     assert app.server is not None
     return {
@@ -80,7 +76,7 @@ def known(app: App) -> dict[tuple[str, str], Any]:
     }
 
 
-def respond(client: httpx.Client, text: str, previous: str | None = None, headers: Any = ALICE, **fields: Any) -> Any:
+def respond(client, text, previous=None, headers=ALICE, **fields):
     body = {
         "input": text,
         "max_output_tokens": 4,
@@ -94,11 +90,11 @@ def respond(client: httpx.Client, text: str, previous: str | None = None, header
 
 
 @pytest.mark.parametrize("state", ["off", "kept"])
-def test_all_is_taken_before_a_server_is_ready(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_taken_before_a_server_is_ready(state, tmp_path, monkeypatch):
     """And behind what it keeps from before, which the collector would else go through."""
-    taken: list[Any] = []
+    taken = []
 
-    def restore(*_: Any) -> int:
+    def restore(*_):
         taken.append("conversations")
         return 3
 
@@ -116,13 +112,13 @@ def test_all_is_taken_before_a_server_is_ready(state: str, tmp_path: Path, monke
             close()
 
 
-def chat(client: httpx.Client, text: str, headers: Any = ALICE, **fields: Any) -> Any:
+def chat(client, text, headers=ALICE, **fields):
     reply = ask(client, text, headers, temperature=0, seed=7, **fields)
     assert reply.status_code == 200, reply.text
     return reply.json()
 
 
-def test_a_restarted_server_answers_as_the_undisturbed_one_and_counts_its_history(tmp_path: Path) -> None:
+def test_a_restarted_server_answers_as_the_undisturbed_one_and_counts_its_history(tmp_path):
     file = tmp_path / "state.db"
     with served(file) as (_, first):
         for turn in range(2):
@@ -151,7 +147,7 @@ def test_a_restarted_server_answers_as_the_undisturbed_one_and_counts_its_histor
     assert causes == {"restarted": details["recomputed"], "new": details["new"]}
 
 
-def test_what_is_known_after_a_kill_is_what_was_known_before(tmp_path: Path) -> None:
+def test_what_is_known_after_a_kill_is_what_was_known_before(tmp_path):
     """Named and unnamed, edited, regenerated, forked, renamed and deleted ones; cut short; with and without messages."""
     file = tmp_path / "state.db"
     with served(file) as (app, client):
@@ -185,13 +181,13 @@ def test_what_is_known_after_a_kill_is_what_was_known_before(tmp_path: Path) -> 
             assert client.get(f"/v1/responses/{second['id']}", headers=ALICE).status_code == 404
             assert client.get(f"/v1/responses/{first['id']}", headers=BOB).status_code == 404
     with served(killed) as (app, client):
-        messages = app.server.conversations.find("alice", "named").messages  # type: ignore[union-attr]
+        messages = app.server.conversations.find("alice", "named").messages
         chat(client, "", messages=[*messages, {"role": "user", "content": "By what was said"}])
-        assert len(app.server.conversations.find("alice", "named").marks) == len(before["alice", "named"][-1]) + 1  # type: ignore[union-attr]
+        assert len(app.server.conversations.find("alice", "named").marks) == len(before["alice", "named"][-1]) + 1
     assert said["usage"]["prompt_tokens"] > 0
 
 
-def test_a_fork_of_a_restored_conversation_has_its_history(tmp_path: Path) -> None:
+def test_a_fork_of_a_restored_conversation_has_its_history(tmp_path):
     """The first thing said after a restart goes on from an older response: what both have in common was computed before."""
     file = tmp_path / "state.db"
     with served(file) as (_, client):
@@ -200,21 +196,21 @@ def test_a_fork_of_a_restored_conversation_has_its_history(tmp_path: Path) -> No
     with served(file) as (app, client):
         found = respond(client, "Or else?", one["id"])["usage"]["input_tokens_details"]
         assert found["recomputed"] > 10
-        [fork] = [talk for talk in app.server.conversations if talk.parent]  # type: ignore[union-attr]
+        [fork] = [talk for talk in app.server.conversations if talk.parent]
         causes = {miss.cause for mark in fork.marks[-1:] for miss in mark.turn.misses}
         assert "restarted" in causes
 
 
-def test_a_conversation_deleted_before_it_was_asked_again_is_given_up_on_disk_too(tmp_path: Path) -> None:
+def test_a_conversation_deleted_before_it_was_asked_again_is_given_up_on_disk_too(tmp_path):
     file = tmp_path / "state.db"
     with served(file) as (app, client):
         chat(client, "Hello", session_id="deleted")
         chat(client, "Hello again", session_id="asked")
         one = respond(client, "Something to keep, of several words")
-        tokens = app.server.conversations.find("alice", "deleted").tokens  # type: ignore[union-attr]
+        tokens = app.server.conversations.find("alice", "deleted").tokens
     with served(file) as (app, client):
-        disowned: list[Any] = []
-        engine = app.server.system.engine  # type: ignore[union-attr]
+        disowned = []
+        engine = app.server.system.engine
         forget, engine.forget = engine.forget, lambda *told: (disowned.append(told), forget(*told))
         chat(client, "Go on", session_id="asked")
         assert respond(client, "x" * 5000, one["id"], instructions="A fork that is refused") == 400
@@ -226,7 +222,7 @@ def test_a_conversation_deleted_before_it_was_asked_again_is_given_up_on_disk_to
         engine.cache.check()
 
 
-def test_a_flipped_bit_restores_what_was_said_or_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flipped_bit_restores_what_was_said_or_nothing(tmp_path, caplog):
     """Wherever in the file: never other tokens, and never an error but the sentence for a file that is none of ours."""
     file, flipped = tmp_path / "state.db", tmp_path / "flipped.db"
     with served(file) as (app, client):
@@ -259,7 +255,7 @@ def test_a_flipped_bit_restores_what_was_said_or_nothing(tmp_path: Path, caplog:
     assert left_out > 10 and kept > 10 and refused < 40, (left_out, kept, refused)
 
 
-def test_what_was_said_by_the_forgotten_is_in_no_file(tmp_path: Path) -> None:
+def test_what_was_said_by_the_forgotten_is_in_no_file(tmp_path):
     file = tmp_path / "state.db"
     with served(file) as (app, client):
         chat(client, "xyzzy plugh", session_id="gone")
@@ -270,7 +266,7 @@ def test_what_was_said_by_the_forgotten_is_in_no_file(tmp_path: Path) -> None:
             assert b"xyzzy" not in part.read_bytes(), part.name
 
 
-def test_forgotten_conversations_leave_the_file(tmp_path: Path) -> None:
+def test_forgotten_conversations_leave_the_file(tmp_path):
     file = tmp_path / "state.db"
     with served(file, max_sessions=2) as (app, client):
         chat(client, "secret words one")
@@ -282,7 +278,7 @@ def test_forgotten_conversations_leave_the_file(tmp_path: Path) -> None:
         assert known(app) == kept and len(kept) == 1
 
 
-def test_another_models_conversations_are_not_told_of_and_stay(tmp_path: Path) -> None:
+def test_another_models_conversations_are_not_told_of_and_stay(tmp_path):
     file = tmp_path / "state.db"
     with served(file) as (app, client):
         chat(client, "Hello", session_id="mine")
@@ -294,7 +290,7 @@ def test_another_models_conversations_are_not_told_of_and_stay(tmp_path: Path) -
         assert known(app) == before
 
 
-def test_a_file_that_is_none_of_ours_is_refused_and_untouched(tmp_path: Path) -> None:
+def test_a_file_that_is_none_of_ours_is_refused_and_untouched(tmp_path):
     file = tmp_path / "state.db"
     file.write_bytes(b"some other file" * 100)
     with pytest.raises(ConfigError, match=r"serve\.state"):
@@ -303,9 +299,7 @@ def test_a_file_that_is_none_of_ours_is_refused_and_untouched(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("damage", ["header", "version", "schema"])
-def test_a_servers_own_file_that_cannot_be_read_is_set_aside(
-    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_servers_own_file_that_cannot_be_read_is_set_aside(damage, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     file, config = tmp_path / "serve.db", composed("hardware=sim_h100")
     StateFile(file, "tiny").close()
@@ -325,7 +319,7 @@ def test_a_servers_own_file_that_cannot_be_read_is_set_aside(
     assert "cannot be read" in (said := capsys.readouterr().err) and str(aside) in said
 
 
-def test_two_servers_have_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_two_servers_have_two_files(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     config = composed("hardware=sim_h100")
     first = open_state(ServeSettings(state="auto"), config)
@@ -339,7 +333,7 @@ def test_two_servers_have_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert open_state(ServeSettings(state="off"), config) is None
 
 
-def test_a_disk_that_fails_costs_a_line_and_no_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_fails_costs_a_line_and_no_turn(tmp_path, caplog):
     file = tmp_path / "state.db"
     state = StateFile(file, "tiny")
     with create_server(**SIMULATED) as server, serving(server, KEYS, state=state) as (app, url):
@@ -359,7 +353,7 @@ def test_a_disk_that_fails_costs_a_line_and_no_turn(tmp_path: Path, caplog: pyte
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_kill_9_in_mid_stream_and_a_new_process(tmp_path: Path) -> None:
+def test_kill_9_in_mid_stream_and_a_new_process(tmp_path):
     """Two processes of the command itself, forked from this one, with tiers that hold one conversation and a disk; the
     undisturbed run is in this process, which has room for all, and answers with the same tokens."""
     import transformers.modeling_utils  # noqa: F401  once, rather than in both processes: eight seconds each
@@ -412,7 +406,7 @@ def test_kill_9_in_mid_stream_and_a_new_process(tmp_path: Path) -> None:
 
 
 @contextmanager
-def process(outputs: Path, port: int) -> Iterator[tuple[ForkProcess, httpx.Client]]:
+def process(outputs, port):
     """A server of its own, killed at the end."""
     keys = ",".join(f"{tenant}:{key}" for key, tenant in KEYS.items())
     arguments = [

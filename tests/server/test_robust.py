@@ -10,7 +10,6 @@ import socket
 from collections import Counter
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import Any
 
 import httpx
 import pytest
@@ -37,13 +36,13 @@ KNOWN = {200, 400, 401, 403, 404, 405, 413, 415, 429}
 
 
 @pytest.mark.slow
-def test_no_request_that_the_document_allows_or_not_makes_the_server_fail() -> None:
+def test_no_request_that_the_document_allows_or_not_makes_the_server_fail():
     schemathesis = pytest.importorskip("schemathesis")
     import hypothesis
 
     with simulated(max_new_tokens=8) as (state, client):
         schema = schemathesis.openapi.from_url(f"{client.base_url}/openapi.json")
-        sent: list[int] = []
+        sent = []
 
         for result in schema.get_all_operations():
             operation = result.ok()
@@ -56,7 +55,7 @@ def test_no_request_that_the_document_allows_or_not_makes_the_server_fail() -> N
                 suppress_health_check=list(hypothesis.HealthCheck),
             )
             @hypothesis.given(case=operation.as_strategy())
-            def call(case: Any) -> None:
+            def call(case):
                 reply = case.call(base_url=str(client.base_url), timeout=PATIENCE_S)
                 sent.append(reply.status_code)
                 assert reply.status_code in KNOWN, (reply.status_code, reply.text, case.as_curl_command())
@@ -71,7 +70,7 @@ def test_no_request_that_the_document_allows_or_not_makes_the_server_fail() -> N
 
 
 @pytest.mark.slow
-def test_clients_that_hang_up_in_mid_stream_leave_nothing() -> None:
+def test_clients_that_hang_up_in_mid_stream_leave_nothing():
     from pensieve.serve.server.api import Server
     from pensieve.serve.tokenizer import ByteTokenizer
     from tests.baselines.systems import threaded
@@ -79,13 +78,13 @@ def test_clients_that_hang_up_in_mid_stream_leave_nothing() -> None:
     system, _ = threaded()
     with Server(system, ByteTokenizer()) as server, serving(server) as (_, url):
 
-        async def hang_up(client: httpx.AsyncClient, number: int) -> None:
+        async def hang_up(client, number):
             body = {"messages": [{"role": "user", "content": f"number {number}"}], "stream": True, "max_tokens": 1500}
             async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as reply:
                 async for _ in reply.aiter_bytes():
                     return
 
-        async def everybody() -> None:
+        async def everybody():
             async with httpx.AsyncClient(timeout=PATIENCE_S, limits=httpx.Limits(max_connections=16)) as client:
                 for first in range(0, HANG_UPS, 10):
                     await asyncio.gather(*(hang_up(client, number) for number in range(first, first + 10)))
@@ -101,11 +100,11 @@ def test_clients_that_hang_up_in_mid_stream_leave_nothing() -> None:
         assert not system._listeners
 
 
-def test_a_turn_that_ended_leaves_no_cycle() -> None:
+def test_a_turn_that_ended_leaves_no_cycle():
     """What only the cycle collector frees piles up until its next full pass: minutes, in a process of this size."""
     with simulated() as (state, client):
 
-        def talk() -> None:
+        def talk():
             for stream in (False, True):
                 body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "stream": stream}
                 client.post("/v1/chat/completions", json={**body, "session_id": f"s-{stream}"})
@@ -113,7 +112,7 @@ def test_a_turn_that_ended_leaves_no_cycle() -> None:
             assert len(list(state.server.stream("s", text="x", max_new_tokens=4))) >= 1
             state.server.forget("s")
 
-        def held() -> Counter[str]:
+        def held():
             assert until(lambda: state.server.under_way == 0)
             return Counter(type(one).__name__ for one in gc.get_objects() if issubclass(type(one), kinds))
 
@@ -131,7 +130,7 @@ def test_a_turn_that_ended_leaves_no_cycle() -> None:
         assert all(count < 5 for count in more.values()), more  # the last of what a thread or the loop did
 
 
-def test_a_client_that_sends_its_body_and_leaves_is_not_served() -> None:
+def test_a_client_that_sends_its_body_and_leaves_is_not_served():
     with create_server(**SIMULATED) as server, serving(server) as (_, url):
         port = int(url.rpartition(":")[2])
         body = b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}'
@@ -146,7 +145,7 @@ def test_a_client_that_sends_its_body_and_leaves_is_not_served() -> None:
             assert ask(client).status_code == 200
 
 
-def test_a_server_that_is_told_to_stop_lets_replies_end() -> None:
+def test_a_server_that_is_told_to_stop_lets_replies_end():
     from pensieve.serve.server.api import Server
     from pensieve.serve.tokenizer import ByteTokenizer
     from tests.baselines.systems import threaded
@@ -165,11 +164,11 @@ def test_a_server_that_is_told_to_stop_lets_replies_end() -> None:
         assert asked.result.status_code == 200
 
 
-def test_a_long_body_comes_in_small_pieces_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
+def test_a_long_body_comes_in_small_pieces_and_whole(monkeypatch):
+    sizes = []
     received = Connection.data_received
 
-    def data_received(self: Connection, data: bytes) -> None:
+    def data_received(self, data):
         sizes.append(len(data))
         received(self, data)
 
@@ -182,7 +181,7 @@ def test_a_long_body_comes_in_small_pieces_and_whole(monkeypatch: pytest.MonkeyP
     assert max(sizes) <= 2**14, "a buffer of 128 KiB and more leaves holes in the heap"
 
 
-def connected(url: str, sent: bytes = b"") -> socket.socket:
+def connected(url, sent=b""):
     connection = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=PATIENCE_S)
     connection.sendall(sent)
     return connection
@@ -198,9 +197,7 @@ HALF = {
 }
 
 
-def test_half_a_request_ends_when_its_time_is_over_and_whole_ones_are_served(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_half_a_request_ends_when_its_time_is_over_and_whole_ones_are_served(capfd):
     with create_server(**SIMULATED) as server, serving(server, receive_s=0.5) as (_, url):
         halves = {name: connected(url, sent) for name, sent in HALF.items()}
         with httpx.Client(base_url=url, timeout=PATIENCE_S) as client, connected(url) as slow:
@@ -216,7 +213,7 @@ def test_half_a_request_ends_when_its_time_is_over_and_whole_ones_are_served(
     assert "Exception" not in capfd.readouterr().err, "who leaves before the end of a body is no fault of the server"
 
 
-def test_of_too_many_connections_the_one_silent_longest_is_closed() -> None:
+def test_of_too_many_connections_the_one_silent_longest_is_closed():
     with create_server(**SIMULATED) as server, serving(server, max_connections=8) as (_, url), ExitStack() as open_ones:
         silent = [open_ones.enter_context(connected(url, HEAD)) for _ in range(8)]
         with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from pensieve import create_server
@@ -21,7 +17,7 @@ OTHERS = (
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
+def folder():
     try:
         check_gguf(find_gguf(str(model_config(MODEL).gguf_file)))
     except (WeightsMissing, EngineMissing) as error:
@@ -32,19 +28,19 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Any]:
+def server(folder):
     with create_server(model=MODEL, gpu_cache="384 tokens", cpu_cache="384 tokens", device="cpu") as one:
         yield one
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> list[list[int]]:
+def expected(folder):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    messages: list[dict[str, str]] = []
+    messages = []
     replies = []
     for asked in (FRANCE, ITALY):
         messages.append({"role": "user", "content": asked})
@@ -58,7 +54,7 @@ def expected(folder: Path) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tier", "others"), [("gpu", 0), ("cpu", 2), ("recomputed", 5)])
-def test_it_answers_the_same_from_every_tier(server: Any, expected: list[list[int]], tier: str, others: int) -> None:
+def test_it_answers_the_same_from_every_tier(server, expected, tier, others):
     server.forget()
     first = server.generate(tier, text=FRANCE, max_new_tokens=16)
     for number in range(others):  # conversations that need its place

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
-from typing import Any
 
 import pytest
 
 pytest.importorskip("uvicorn")
 
-from pensieve.core.plan import StepResult
 from pensieve.errors import ConfigError, RequestFailed
 from pensieve.serve.server import command
 from pensieve.serve.server.api import Server
@@ -20,8 +18,8 @@ from pensieve.sim.worker import SimulatedWorker
 from tests.baselines.systems import PATIENCE_S, Side, inline, threaded
 
 
-def test_a_server_whose_engine_gets_no_thread_closes_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: threading.Thread) -> None:
+def test_a_server_whose_engine_gets_no_thread_closes_its_worker(monkeypatch):
+    def refuse(self):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
@@ -31,7 +29,7 @@ def test_a_server_whose_engine_gets_no_thread_closes_its_worker(monkeypatch: pyt
     assert worker.closed == 1
 
 
-def test_requests_under_way_fail_when_the_server_is_closed() -> None:
+def test_requests_under_way_fail_when_the_server_is_closed():
     system, worker = threaded()
     server = Server(system, ByteTokenizer())
     worker.gate.clear()
@@ -47,9 +45,9 @@ def test_requests_under_way_fail_when_the_server_is_closed() -> None:
 
 
 @pytest.mark.parametrize("clock", ["wall", "virtual"])
-def test_a_crash_of_the_engine_fails_every_request_and_those_to_come(clock: str) -> None:
+def test_a_crash_of_the_engine_fails_every_request_and_those_to_come(clock):
     class Worker(SimulatedWorker):
-        def collect(self, until_ns: int | None) -> StepResult | None:
+        def collect(self, until_ns):
             raise RuntimeError("the device fell off the bus")
 
     if clock == "wall":
@@ -67,11 +65,11 @@ def test_a_crash_of_the_engine_fails_every_request_and_those_to_come(clock: str)
     server.close()
 
 
-def test_whoever_closes_second_waits_for_the_first() -> None:
+def test_whoever_closes_second_waits_for_the_first():
     gate, closing = threading.Event(), threading.Event()
 
     class Worker(SimulatedWorker):
-        def close(self) -> None:
+        def close(self):
             closing.set()
             assert gate.wait(PATIENCE_S)
 
@@ -85,11 +83,11 @@ def test_whoever_closes_second_waits_for_the_first() -> None:
     assert second.ended()
 
 
-def test_forget_beside_requests_keeps_the_engine_whole() -> None:
+def test_forget_beside_requests_keeps_the_engine_whole():
     """Conversations on a virtual clock that are forgotten while others are served."""
     with Server(inline(), ByteTokenizer()) as server:
 
-        def talk(name: str) -> int:
+        def talk(name):
             return sum(len(server.generate(name, prompt_ids=[1, 2, 3], max_new_tokens=5).token_ids) for _ in range(8))
 
         talking = [Side(talk, name) for name in "abcd"]
@@ -98,12 +96,12 @@ def test_forget_beside_requests_keeps_the_engine_whole() -> None:
         assert all(side.ended() for side in talking)
         assert [side.error for side in talking] == [None] * 4
         server.forget()
-        assert list(server.system.engine.cache.sessions) == []  # type: ignore[attr-defined]
-        server.system.engine.cache.check()  # type: ignore[attr-defined]
+        assert list(server.system.engine.cache.sessions) == []
+        server.system.engine.cache.check()
 
 
-def test_a_taken_port_is_told_before_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[Any] = []
+def test_a_taken_port_is_told_before_the_model_loads(monkeypatch):
+    loaded = []
     monkeypatch.setattr(command, "server_of", lambda *given, **_: loaded.append(given))
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -112,7 +110,7 @@ def test_a_taken_port_is_told_before_the_model_loads(monkeypatch: pytest.MonkeyP
     assert loaded == []
 
 
-def test_the_first_bytes_of_a_reply_wait_for_no_acknowledgement() -> None:
+def test_the_first_bytes_of_a_reply_wait_for_no_acknowledgement():
     """A socket that asyncio is given keeps small packets back, unless it was told not to."""
     with command.bind(ServeSettings(port=0)) as bound, socket.create_connection(bound.getsockname()):
         accepted, _ = bound.accept()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import wait
-from typing import Any
 
 import pytest
 
 import pensieve.serve.server
-from pensieve.core.event import Event
 from pensieve.errors import CapacityError, ConfigError, RequestFailed
 from pensieve.serve.server.turn import Stream
 from tests.server.live import PATIENCE_S, Hold, held, until
@@ -20,18 +17,18 @@ SIMULATED = {"device": "sim_h100", "gpu_cache": "1024 tokens", "cpu_cache": "204
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Any]:
+def server():
     with pensieve.serve.server.create_server(**REAL) as s:
         yield s
 
 
 @pytest.fixture
-def simulated() -> Iterator[Any]:
+def simulated():
     with pensieve.serve.server.create_server(**SIMULATED) as s:
         yield s
 
 
-def test_a_stream_is_the_reply_in_pieces(server: Any) -> None:
+def test_a_stream_is_the_reply_in_pieces(server):
     whole = server.generate("whole", text="Hello", max_new_tokens=12, ignore_eos=True)
     stream = server.stream("stream", text="Hello", max_new_tokens=12, ignore_eos=True)
     pieces = list(stream)
@@ -40,7 +37,7 @@ def test_a_stream_is_the_reply_in_pieces(server: Any) -> None:
     assert stream.result().token_ids == whole.token_ids
 
 
-def test_a_stop_string_is_not_streamed_and_is_no_part_of_the_conversation(server: Any) -> None:
+def test_a_stop_string_is_not_streamed_and_is_no_part_of_the_conversation(server):
     whole = server.generate("a", text="Tell me", max_new_tokens=24, ignore_eos=True)
     stop = next(c for c in whole.text[1:] if c.isprintable() and c != "\ufffd")
     stream = server.stream("b", text="Tell me", max_new_tokens=24, stop=stop)
@@ -52,7 +49,7 @@ def test_a_stop_string_is_not_streamed_and_is_no_part_of_the_conversation(server
     assert told.recomputed_tokens == 0, "what is encoded in another way than it was said is new"
 
 
-def test_futures_are_served_together_and_in_the_order_of_a_conversation(server: Any) -> None:
+def test_futures_are_served_together_and_in_the_order_of_a_conversation(server):
     with held(server):
         steps = server.get_statistics()["steps"]
         futures = [server.submit(f"f{i}", text="Hello", max_new_tokens=8, ignore_eos=True) for i in range(4)]
@@ -63,7 +60,7 @@ def test_futures_are_served_together_and_in_the_order_of_a_conversation(server: 
     assert server.get_statistics()["steps"] - steps < 4 * 8
 
 
-def test_errors_come_out_of_futures_and_streams(simulated: Any) -> None:
+def test_errors_come_out_of_futures_and_streams(simulated):
     with pytest.raises(CapacityError):
         simulated.wait(simulated.submit("a", prompt_ids=[1] * 1500, max_new_tokens=4))
     with pytest.raises(CapacityError):
@@ -74,11 +71,11 @@ def test_errors_come_out_of_futures_and_streams(simulated: Any) -> None:
 
 
 @pytest.fixture
-def early(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
+def early(monkeypatch):
     """The engine is held up when the stream has some of its tokens, so that what comes then comes before its end."""
     hold, on_event = Hold(events=40), Stream.on_event
 
-    def told(stream: Stream, event: Event) -> None:
+    def told(stream, event):
         on_event(stream, event)
         hold(event)
 
@@ -87,7 +84,7 @@ def early(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
     hold.release()
 
 
-def test_cancelling_keeps_what_was_generated_and_frees_the_rest(server: Any, early: Hold) -> None:
+def test_cancelling_keeps_what_was_generated_and_frees_the_rest(server, early):
     stream = server.stream("long", text="Hello", max_new_tokens=900, ignore_eos=True)
     first = next(iter(stream))
     assert early.reached.wait(PATIENCE_S)
@@ -105,7 +102,7 @@ def test_cancelling_keeps_what_was_generated_and_frees_the_rest(server: Any, ear
     server.system.engine.cache.check()
 
 
-def test_a_stream_that_is_cancelled_at_once_ends(server: Any) -> None:
+def test_a_stream_that_is_cancelled_at_once_ends(server):
     with held(server):
         stream = server.stream("at once", text="Hello", max_new_tokens=900)
         stream.cancel()
@@ -113,7 +110,7 @@ def test_a_stream_that_is_cancelled_at_once_ends(server: Any) -> None:
     assert stream.result().turn.status == "cancelled"
 
 
-def test_closing_ends_streams_and_futures(early: Hold) -> None:
+def test_closing_ends_streams_and_futures(early):
     server = pensieve.serve.server.create_server(**REAL)
     running = server.stream("a", text="Hello", max_new_tokens=900, ignore_eos=True)
     next(iter(running))
@@ -121,7 +118,7 @@ def test_closing_ends_streams_and_futures(early: Hold) -> None:
     waiting = server.submit("a", text="Hello", max_new_tokens=900)
     closing = threading.Thread(target=server.close)
     closing.start()
-    assert until(lambda: not server.system._inbox.empty()), "the engine is told to end"  # type: ignore[attr-defined]
+    assert until(lambda: not server.system._inbox.empty()), "the engine is told to end"
     early.release()
     with pytest.raises(RequestFailed, match="closed"):
         running.result()
@@ -131,8 +128,8 @@ def test_closing_ends_streams_and_futures(early: Hold) -> None:
     assert server.under_way == 0
 
 
-def test_a_listener_that_fails_harms_nobody_else(server: Any) -> None:
-    def broken(_: Any) -> None:
+def test_a_listener_that_fails_harms_nobody_else(server):
+    def broken(_):
         raise RuntimeError("gone")
 
     turn = server._begin("broken", None, "Hello", broken, max_new_tokens=4)
