@@ -13,18 +13,12 @@ import pytest
 from pensieve.lab.results import store as store_module
 from pensieve.lab.results.store import open_store
 from pensieve.lab.results.sweep_table import sweep_table
+from tests import typed
 from tests.results.trials import trial_fields
-from tests.runners import sweeping
 from tests.runners.sweeping import SHORT, start, wait_until
 
 SWEEP = (*SHORT, "-m", "seed=0,1", "baseline=pensieve,stateless", "tracking.mlflow=false")
 JOBS = 4
-
-
-@pytest.fixture(autouse=True)
-def no_figure(monkeypatch):
-    """The figure costs two seconds a sweep and is drawn from the same rows."""
-    monkeypatch.setattr("pensieve.lab.trial.sweep.draw_figures", lambda *_: [])
 
 
 def query(outputs, text):
@@ -149,9 +143,9 @@ def test_a_disk_that_fills_up_in_a_sweep(tmp_path, monkeypatch):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         run(*arguments)
 
-    run = sweeping._sweep
+    run = typed._run
     with monkeypatch.context() as patch:
-        patch.setattr(sweeping, "_sweep", limited)
+        patch.setattr(typed, "_run", limited)
         previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # EFBIG instead, as Python itself asks for
         try:
             ended(

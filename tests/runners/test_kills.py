@@ -21,12 +21,6 @@ SWEEP = (*SHORT, "-m", "seed=0", "baseline=pensieve,gpu_only,stateless")
 JOBS = 3
 
 
-@pytest.fixture(autouse=True)
-def no_figure(monkeypatch):
-    """The figure costs two seconds a sweep and is drawn from the same rows."""
-    monkeypatch.setattr("pensieve.lab.trial.sweep.draw_figures", lambda *_: [])
-
-
 @pytest.fixture
 def warm(monkeypatch):
     """What every process would import first is here already, and joblib's workers fork from it."""
