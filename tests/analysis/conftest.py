@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from matplotlib import pyplot as plt
@@ -35,3 +36,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Drawn]]:
     monkeypatch.setattr(style, "save", save)
     yield found
     plt.close("all")
+
+
+@pytest.fixture
+def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    return tmp_path

@@ -24,12 +24,6 @@ def chat(store, command="run.py -m", baselines=("pensieve", "stateless")):
     return fill(store, {"baseline": list(baselines)}, turns, summary=True, command=command)
 
 
-@pytest.fixture
-def outputs(tmp_path, monkeypatch):
-    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    return tmp_path
-
-
 def test_what_a_sweep_supports_is_drawn_and_the_rest_is_named_with_its_command(outputs, drawn, capsys):
     chat(open_store(outputs))
     assert figures.main(["--missing"]) == 0

@@ -28,12 +28,6 @@ def fill(store, ttft=None, seeds=3, **changed):
 
 
 @pytest.fixture
-def outputs(tmp_path, monkeypatch):
-    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    return tmp_path
-
-
-@pytest.fixture
 def without_figures(monkeypatch):
     """They take a second each."""
     monkeypatch.setattr(registry, "FIGURES", {})

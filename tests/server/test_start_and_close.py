@@ -18,17 +18,6 @@ from pensieve.sim.worker import SimulatedWorker
 from tests.baselines.systems import PATIENCE_S, Side, inline, threaded
 
 
-def test_a_server_whose_engine_gets_no_thread_closes_its_worker(monkeypatch):
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    system, worker = threaded()
-    with pytest.raises(RuntimeError, match="new thread"):
-        Server(system, ByteTokenizer())
-    assert worker.closed == 1
-
-
 def test_requests_under_way_fail_when_the_server_is_closed():
     system, worker = threaded()
     server = Server(system, ByteTokenizer())
