@@ -1,7 +1,7 @@
 """The forms of figures: tables, lines over an axis, and the bars of analysis/bars.py. A figure's file in conf/figure says
 where its rows come from and how they are drawn; the CSV is those rows.
 
-Two forms have one figure each and draw it by themselves: the scatter of analysis/ledgers.py, the map of analysis/sizes.py.
+The map of analysis/sizes.py is a form of its own.
 """
 
 from __future__ import annotations

@@ -6,13 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-
-from analysis import style
-from analysis.forms import Data, Form, plain_log
+from analysis.forms import Data, Form
 from analysis.quantities import over_seeds
-from analysis.registry import Plot, Row
+from analysis.registry import Row
 from analysis.sweep import Cell, Panel, Source
 from pensieve.core.plan import Tier
 from pensieve.errors import MissingSeries
@@ -22,7 +18,6 @@ from pensieve.lab.results.store import Holding
 
 CAUSES = ("new", "edited", "evicted", "expired", "restarted", "never_stored")
 TIERS: Sequence[Tier] = ("gpu", "cpu", "disk")
-MARKERS = {"gpu": "o", "cpu": "^", "disk": "s"}
 SHOWN = 4  # names of those who evicted most
 POLICIES = "eviction"
 
@@ -100,93 +95,6 @@ def _worth(source: Source, cell: Cell) -> Worth | None:
 def _basis(source: Source) -> str:
     said = ", ".join(f"{name} {value:g}" for name, value in source.prices.model_dump().items() if value is not None)
     return f"at the prices {said}"
-
-
-def holding(source: Source) -> Iterator[Plot]:
-    """A part for each baseline or policy; both axes logarithmic, with what saved nothing at the lower edge."""
-    for panel in _panels(source):
-        every = [(cell, own, _worth(source, cell)) for cell in panel.cells if (own := _holdings(source, cell))]
-        if not every:
-            raise source.lacks("trial with a ledger of holding")
-        across = min(len(every), 2 if len(every) <= 4 else 3)
-        down = -(-len(every) // across)
-        picture, grid = style.new_grid(3.0 / max(across, 2) * down + 0.2, down, across, sharex=True, sharey=True)
-        flat = [axes for row in grid for axes in row]
-        idle = [one for _, own, _ in every for _, one in own if one.idle_gib_s > 0]
-        evens = [one.idle_gib_s / gib for *_, worth in every if worth for one in idle if (gib := worth.gib(one.tier))]
-        saved = [one.saved_s for one in idle if one.saved_s > 0] + evens
-        floor = min(saved, default=1.0) / 3  # below every line: who saved nothing has not paid back
-        for axes, (cell, own, worth) in zip(flat, every, strict=False):
-            _points(axes, cell, [one for _, one in own], floor)
-            if worth is not None and idle and any(one.idle_gib_s for _, one in own):
-                _even(axes, _name(cell), worth, idle)
-        for place, axes in enumerate(flat):
-            if place >= len(every):
-                axes.remove()
-            elif place + across >= len(every):  # the lowest of its column
-                axes.tick_params(axis="x", labelbottom=True)
-                axes.set_xlabel("held idle (GiB·s)")
-        flat[0].set_ylim(floor * 0.6, max(saved, default=1.0) * 2)
-        for row in grid:
-            row[0].set_ylabel("prefill saved (s)")
-        handles = [
-            Line2D([], [], color=style.TIERS[tier], marker=MARKERS[tier], linewidth=0, markersize=3, label=label)
-            for tier, label in zip(TIERS, ("GPU", "CPU", "disk"), strict=True)
-            if any(one.tier == tier for one in idle)
-        ]
-        even = [Line2D([], [], color="black", linewidth=0.9, label="even")] if source.prices.given else []
-        style.legend(picture, [*handles, *even])
-        line = f"; above the line keeping has paid back, {_basis(source)}" if source.prices.given else ""
-        lead = (
-            f"A point a conversation and tier of a trial{line}. At the lower edge: nothing was saved. What ran "
-            "is not counted as kept"
-        )
-        rows = [
-            {
-                "baseline": cell.baseline,
-                **cell.at,
-                "trial": trial,
-                "session": one.session,
-                "tier": one.tier,
-                "gib_s": one.gib_s,
-                "idle_gib_s": one.idle_gib_s,
-                "saved_s": one.saved_s,
-                "paid_back": worth and worth.paid_back(one.saved_s, one.idle_gib_s, one.tier),
-            }
-            for cell, own, worth in every
-            for trial, one in own
-        ]
-        yield Plot(panel, picture, lead, rows)
-
-
-def _points(axes: Axes, cell: Cell, own: Sequence[Holding], floor: float) -> None:
-    for tier in TIERS:
-        points = [(one.idle_gib_s, max(one.saved_s, floor)) for one in own if one.tier == tier and one.idle_gib_s]
-        if points:
-            axes.plot(
-                *zip(*points, strict=True), linestyle="none", marker=MARKERS[tier], markersize=2.6,
-                color=style.TIERS[tier], alpha=0.6, markeredgewidth=0, gid=f"{_name(cell)}/{tier}",
-            )  # fmt: skip
-    for which in "xy":
-        plain_log(axes, which, subs=(1.0,))
-    axes.grid(visible=True, axis="x", color="#E3E3E3", linewidth=0.6)
-    if not any(one.idle_gib_s for one in own):
-        axes.text(0.5, 0.5, "nothing is kept", transform=axes.transAxes, ha="center", color=style.GREY)
-    ink = "black" if POLICIES in cell.at else style.colour(cell.baseline)
-    axes.set_title(_name(cell), fontweight="bold", color=ink)
-
-
-def _even(axes: Axes, name: str, worth: Worth, idle: Sequence[Holding]) -> None:
-    """One line where all tiers cost the same, else one a tier."""
-    xs = (min(one.idle_gib_s for one in idle), max(one.idle_gib_s for one in idle))
-    held = {one.tier for one in idle}
-    known = {tier: gib for tier in TIERS if tier in held and (gib := worth.gib(tier)) is not None}
-    same = len(set(known.values())) == 1
-    for tier, gib in list(known.items())[: 1 if same else None]:
-        axes.plot(
-            xs, [x / gib for x in xs], color="black" if same else style.TIERS[tier], linewidth=0.9,
-            gid=f"{name}/even" if same else f"{name}/even/{tier}",
-        )  # fmt: skip
 
 
 def held(source: Source, form: Form) -> Iterator[Data]:

@@ -3,7 +3,7 @@ the offline bound; and what a choice that the paper did not vary changes, turn b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import log
 from statistics import fmean
@@ -216,67 +216,6 @@ def _tokens(cell: Cell, size: str | None) -> str:
     if size is None or trial.gpu_tokens is None:
         return "" if size is None else cell.at[size]
     return f"{short(trial.gpu_tokens + (trial.cpu_tokens or 0))} tokens"
-
-
-# Hints
-
-KNOWN = {
-    START: "no hint: least recently used",
-    "stop_reason": "stop reason, a priority",
-    "ttl": "stop reason, a time to live",
-    "hinted": "seconds the client expects",
-    "learned_return": "learned times of return",
-    "oracle_hint": "“soon”, always right",
-    "belady": "time of return (belady)",
-}
-NOISY = "noisy_hint_"
-
-
-def has_hints(source: Source) -> bool:
-    swept = source.swept(AXIS)
-    told = [name for name in swept if name.startswith(NOISY) or name in ("stop_reason", "ttl", "hinted", "oracle_hint")]
-    return START in swept and bool(told) and source.has_metric("gpu_hit_rate")
-
-
-def hints(source: Source, form: Form) -> Iterator[Data]:
-    """Of each policy the hits, beside the bound of its own requests, and the share that it closes of what lies between least
-    recently used and the bound; below 0: it finds less than without a hint."""
-    for panel in source.panels(AXIS):
-        for baseline in panel.baselines:
-            policies = {cell.at[AXIS]: cell for cell in panel.of(baseline)}
-            if START not in policies:
-                raise source.lacks(f"eviction={START} of {baseline}")
-            yield Data(panel, [_hint(source, policies, name) for name in _in_order(policies)])
-
-
-def _hint(source: Source, policies: Mapping[str, Cell], policy: str) -> Row:
-    cell, start = policies[policy], policies[START]
-    found, bound = shares(source, cell), cell.metric("bound_hit_rate")
-    if found is None:
-        raise source.lacks(f"turn with history whose engine says what it found, of {policy}")
-    wrong = policy.removeprefix(NOISY)
-    return {
-        "baseline": cell.baseline,
-        AXIS: policy,
-        "hit_pct": found.hit,
-        "bound_hit_pct": 100 * over_seeds(bound).value if bound else None,
-        "gap_closed_pct": _closed(source, cell, start),
-        "trials": cell.ids,
-        "_name": f"“soon”, wrong {wrong} %" if wrong != policy else KNOWN.get(policy, policy),
-    }
-
-
-def _in_order(policies: Collection[str]) -> list[str]:
-    """From no hint to what is always right, the noisy ones in between by how often they are wrong."""
-
-    def wrong_pct(policy: str) -> float:
-        digits = policy.removeprefix(NOISY)
-        return float(digits) if digits.isdigit() else 0.0
-
-    noisy = sorted((name for name in policies if name.startswith(NOISY)), key=wrong_pct, reverse=True)
-    last = [name for name in ("oracle_hint", "belady") if name in policies]
-    named = [*KNOWN, *sorted(set(policies) - set(KNOWN))]
-    return [*(name for name in named if name in policies and name not in (*noisy, *last)), *noisy, *last]
 
 
 # What the paper did not vary

@@ -195,11 +195,11 @@ def test_a_hint_is_worth_the_share_of_the_gap_that_it_closes(drawn, store, tmp_p
         turns,
         lambda at, seed: {"bound_hit_rate": 0.9, "gpu_hit_rate": 0.5},
     )
-    FIGURES["value_of_hint"].draw(source, tmp_path)
-    rows = {row["eviction"]: (row["hit_pct"], row["gap_closed_pct"]) for row in rows_of(tmp_path, "value_of_hint")}
+    FIGURES["policy_gap"].draw(source, tmp_path)
+    rows = {row["eviction"]: (row["hit_pct"], row["gap_closed_pct"]) for row in rows_of(tmp_path, "policy_gap")}
     assert rows == {"lru": ("40.0", "0.0"), "noisy_hint_25": ("60.0", "40.0"), "oracle_hint": ("80.0", "80.0")}
-    assert drawn["value_of_hint"].bars["“soon”, wrong 25 %/gap_closed_pct"] == (0, 40)
-    assert not drawn["value_of_hint"].clipped
+    assert drawn["policy_gap"].bars["lru 40.0 % of history, bound 90.0 %/noisy_hint_25/gap_closed_pct"] == (0, 40)
+    assert not drawn["policy_gap"].clipped
 
 
 def test_what_was_achieved_stands_over_what_was_offered_and_latency_over_that(drawn, store, tmp_path):
