@@ -4,7 +4,7 @@ import pytest
 
 from pensieve.device.asked import ModelAsked
 from pensieve.device.model import LoadedModel, load_model
-from pensieve.lab.bench.restore import Returning, UnusedTier
+from pensieve.lab.bench.restore import Returning
 from pensieve.plugins.device.thread_link import ThreadLink
 from tests.worker.torch.driver import tiny_spec
 
@@ -31,11 +31,3 @@ def test_a_conversation_returns_from_the_cpu_as_often_as_it_is_asked(model: Load
     returning.set_cost_model()
     assert returning.split().load_s < split.load_s / 2, "the profile measures the link as it is now"
     returning.close()
-
-
-def test_the_tier_that_is_unused_is_there_and_unused(model: LoadedModel) -> None:
-    for with_tier in (True, False):
-        tier = UnusedTier(model, 2, 40, with_tier)
-        assert bool(tier.engine.cache.cpu_blocks) is with_tier
-        assert tier.step_ms() > 0 and tier.step_ms() > 0
-        tier.close()

@@ -1,4 +1,4 @@
-"""What a CPU tier costs and saves in a whole engine: conversations that return to KV on CPU, and a tier that stays unused."""
+"""What a CPU tier saves in a whole engine: conversations that return to KV on CPU."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from time import perf_counter
 
 from pensieve.core.cache.restore import RestoreMode, Split
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import WallClock
 from pensieve.core.engine import Engine
-from pensieve.core.event import Event
 from pensieve.core.policies.base import PolicyContext
 from pensieve.core.policies.lru import Lru
-from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request
 from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.device.model import LoadedModel
@@ -35,7 +32,6 @@ from pensieve.sim.profile import Profile
 from pensieve.units import ceil_div
 
 _VOCAB = 250  # token ids that every model has
-_STEPS = 8
 _MODES: tuple[RestoreMode, ...] = ("load", "hybrid", "recompute")
 
 
@@ -107,30 +103,6 @@ def _record_hybrid(bench: Bench, returning: Returning, values: Mapping[str, Sequ
     )
 
 
-def measure_unused_tier(bench: Bench, model: LoadedModel) -> None:
-    """Decode steps of a batch that fits the GPU tier, with a CPU tier that stays unused, and without one."""
-    requests, context = (32, 1024) if bench.on_gpu else (8, 256)
-    tiers = {
-        "tier_unused": UnusedTier(model, requests, context, with_tier=True),
-        "no_tier": UnusedTier(model, requests, context, with_tier=False),
-    }
-    values = in_turn({name: tier.step_ms for name, tier in tiers.items()}, bench.rounds(9))
-    for tier in tiers.values():
-        tier.close()
-    slower = 100 * (median(values["tier_unused"]) / median(values["no_tier"]) - 1)
-    case = Case(
-        label=f"decode {requests} over {context}, CPU tier unused",
-        floor=min(values["no_tier"]),
-        floor_is="the fastest round without the tier",
-        metric="step_ms",
-        parameters={"batch": requests, "context": context},
-        ours="tier_unused",
-    )
-    figures = [Figure("slower_pct", slower, 1.0)]
-    rows = [Measured("tier_unused", values["tier_unused"], figures=figures), Measured("no_tier", values["no_tier"])]
-    bench.record(case, rows)
-
-
 class Returning:
     """One conversation of `tokens` tokens that returns again and again, each time with `new` other tokens after the same
     history: the whole engine, one request at a time.
@@ -147,7 +119,13 @@ class Returning:
         self._batch_tokens = batch_tokens
         # Everything idle is copied out at once.
         settings = SchedulerSettings(max_batch_tokens=batch_tokens, swap_out_start=1.0, swap_out_stop=1.0)
-        self.cache, self.engine = _start(self.worker, self.clock, Lru, blocks, blocks, settings)
+        self.worker.start(blocks, blocks)
+        policy = Lru(PolicyContext(CHUNK, blocks, blocks, lambda length: 1.0, 0.0, 0))
+        self.cache = TwoTierCache(policy=policy, chunk_tokens=CHUNK, gpu_blocks=blocks, cpu_blocks=blocks)
+        self.engine = Engine(
+            cache=self.cache, settings=settings, worker=self.worker, clock=self.clock,
+            max_context=model.spec.max_context, facts=Books(CHUNK),
+        )  # fmt: skip
         self._turn = 0
         self._history = array("i", [3 + i * 7 % (_VOCAB - 3) for i in range(tokens)])
 
@@ -220,60 +198,3 @@ class Returning:
         if not leave:
             self.cache.room.reclaim(self.cache.gpu_blocks, self.clock.now_s())
         return finished
-
-
-class UnusedTier:
-    """A whole engine that decodes `requests` conversations over `context` tokens each, with a CPU tier as large as its GPU
-    tier or without one. Two thirds of the GPU tier stay free, so that nothing is copied to the CPU ahead of time either."""
-
-    def __init__(self, model: LoadedModel, requests: int, context: int, with_tier: bool) -> None:
-        blocks = 3 * requests * ceil_div(context + 512, CHUNK)
-        cpu_blocks = blocks if with_tier else 0
-        clock = WallClock()
-        self.worker = TorchWorker(model, CHUNK, clock)
-        settings = SchedulerSettings(max_batch_tokens=max(512, requests), max_batch_requests=requests)
-        self.cache, self.engine = _start(self.worker, clock, RetentionValue, blocks, cpu_blocks, settings)
-        for number in range(requests):
-            prompt = array("i", [3 + (number * 13 + i * 7) % 240 for i in range(context)])
-            self.engine.submit(Request(number, f"conversation {number}", 1, prompt, Length(500)))
-        decoding = 0
-        while decoding < requests:  # all prompts are computed
-            decoding += sum(event.kind == "first_token" for event in self._step())
-
-    def step_ms(self) -> float:
-        """Milliseconds a decode step of all conversations, over a few of them."""
-        began = perf_counter()
-        for _ in range(_STEPS):
-            self._step()
-        took = (perf_counter() - began) * 1e3 / _STEPS
-        copied = self.cache.counters
-        assert not copied.swapped_in_blocks + copied.swapped_out_blocks, "the tier was used"
-        return took
-
-    def close(self) -> None:
-        self.worker.close()
-
-    def _step(self) -> list[Event]:
-        events = self.engine.step(None)
-        for event in events:
-            if event.turn is not None:
-                raise WorkerError(f"A conversation ended while it was measured: {event.turn.error or 'it was over.'}")
-        return events
-
-
-def _start(
-    worker: TorchWorker,
-    clock: WallClock,
-    policy: type[Lru] | type[RetentionValue],
-    gpu_blocks: int,
-    cpu_blocks: int,
-    settings: SchedulerSettings,
-) -> tuple[TwoTierCache, Engine]:
-    """Start the worker, with an engine and its cache on top."""
-    worker.start(gpu_blocks, cpu_blocks)
-    context = PolicyContext(CHUNK, gpu_blocks, cpu_blocks, lambda length: 1.0, 0.0, 0)
-    cache = TwoTierCache(policy=policy(context), chunk_tokens=CHUNK, gpu_blocks=gpu_blocks, cpu_blocks=cpu_blocks)
-    longest = worker.model.spec.max_context
-    return cache, Engine(
-        cache=cache, settings=settings, worker=worker, clock=clock, max_context=longest, facts=Books(CHUNK)
-    )

@@ -20,7 +20,7 @@ from pensieve.device.transfers.transfer import Transfer
 from pensieve.device.worker import TorchWorker
 from pensieve.lab.bench.case import OURS, Case, Figure, Measured
 from pensieve.lab.bench.models import CHUNK, load, perform_ms
-from pensieve.lab.bench.restore import measure_restores, measure_unused_tier
+from pensieve.lab.bench.restore import measure_restores
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.timer import in_turn, interleaved
 from pensieve.lab.statistics import median
@@ -54,7 +54,6 @@ def run(bench: Bench) -> None:
         measure_restores(bench, model, tokens, None, {"own_link": None})
         slow = ThreadLink(SLOW_LINK, copy_and_wait, bench.device)
         measure_restores(bench, model, tokens, slow, {"gen4_x8": None})
-    measure_unused_tier(bench, model)
     if not bench.on_gpu:
         bench.note(
             "A CPU has no link between its tiers: a thread with a bandwidth stands in, as slow beside this machine's "
