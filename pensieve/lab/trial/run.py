@@ -239,7 +239,7 @@ class Attempt:
             if outside or plan.computes_elsewhere:
                 shelf.empty()  # others load the model
             check_free_memory(plan)
-            announce(plan, store, self.say)
+            announce(plan, self.say)
             measured_at = measure_beside(plan)
             trace = job.folder / TRACE_FILE if config.trial.profile else None
             forget_allocator_peak()

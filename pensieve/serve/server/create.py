@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pensieve.core.policies.base import needs_future
-from pensieve.errors import ConfigError, EngineMissing, PensieveError, ResultsError, typed
+from pensieve.errors import ConfigError, EngineMissing, PensieveError, typed
 from pensieve.lab.compose import (
     TrialPlan,
     build_system,
@@ -15,7 +15,6 @@ from pensieve.lab.compose import (
     check_free_memory,
     model_config,
     options,
-    outputs_folder,
     plan_trial,
     read_option,
 )
@@ -87,7 +86,9 @@ def server_of(config: Mapping[str, Any], keeps_disk: bool = False, say: Callable
     plan = plan_live(config)
     check_free_memory(plan)
     if say is not None and not plan.device.simulated:
-        _announce(plan, say)
+        from pensieve.lab.trial.start_times import announce
+
+        announce(plan, say)
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
     return Server(build_system(plan, tokenizer, keeps_disk=keeps_disk), tokenizer, plan.config.seed)
 
@@ -113,17 +114,6 @@ def replicated_server(
     without_keys = {settings.keys_env: ""}  # the replicas know no clients
     system = build_replicas(plan, scaling, settings.router, without_keys, connected)
     return Server(system, tokenizer, plan.config.seed)
-
-
-def _announce(plan: TrialPlan, say: Callable[[str], None]) -> None:
-    from pensieve.lab.results.store import open_store
-    from pensieve.lab.trial.start_times import announce
-
-    try:
-        store = open_store(outputs_folder(), create=False)
-    except ResultsError:  # no trial has run yet, or its database cannot be read: the start is timed anew
-        store = None
-    announce(plan, store, say)
 
 
 def trial_fields(config: Mapping[str, Any]) -> dict[str, Any]:
