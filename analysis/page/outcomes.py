@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from analysis.page.document import Table
 from analysis.page.particulars import UPFRONT
 from analysis.sweep import Source
-from pensieve.lab.results.sweep_table import SweepRow, sweep_table
-from pensieve.units import NONE, percent, three_digits
+from pensieve.lab.results.sweep_table import SweepRow, cells_of, sweep_table
+from pensieve.units import NONE, three_digits
 
 _IN_A_TABLE = ("not_completed", "never_begun")  # what did not complete has one of its own
 
@@ -54,42 +54,9 @@ def _benchmark(source: Source) -> bool:
 
 
 def _comparison(rows: Sequence[SweepRow]) -> Table:
-    """Without columns that hold nothing, and the disk's where nothing was found there."""
-    lines = [_line(row) for row in rows]
-    empty = {head for head in lines[0] if all(line[head] == NONE for line in lines)}
-    if not any(row.metrics["disk_hit_rate"] for row in rows):
-        empty.add("disk hit\n%")
-    kept = [{head: cell for head, cell in line.items() if head not in empty} for line in lines]
-    return Table(kept, "Baselines side by side", words=len(rows[0].group) + 1)
-
-
-def _line(row: SweepRow) -> dict[str, str]:
-    numbers = {
-        "TTFT p50\nms": row.metrics["ttft_ms_p50"],
-        "TTFT p99\nms": row.metrics["ttft_ms_p99"],
-        "TTFT last turn\nms": row.ttft_last_ms,
-        "ITL p50\nms": row.metrics["itl_ms_p50"],
-        "ITL p99\nms": row.metrics["itl_ms_p99"],
-        "output\ntok/s": row.metrics["throughput_output_tok_s"],
-    }
-    rates = {"GPU hit": "gpu_hit_rate", "CPU hit": "cpu_hit_rate", "disk hit": "disk_hit_rate", "miss": "miss_rate"}
-    return {
-        **row.group,
-        "baseline": row.baseline,
-        "trials": str(row.trials),
-        **{head: three_digits(value) for head, value in numbers.items()},
-        **{f"{head}\n%": percent(row.metrics[name]) for head, name in rates.items()},
-        "outputs\nheld against the others": _outputs(row),
-    }
-
-
-def _outputs(row: SweepRow) -> str:
-    check = row.outputs
-    if check is None or check.problem:
-        return NONE
-    if check.turns_differing:
-        return f"{check.turns_differing:,} of {check.turns_compared:,} turns differ"
-    return f"{'identical' if check.exact else 'agree'} in {check.turns_compared:,} turns"
+    named = ({**row.group, "baseline": row.baseline} for row in rows)
+    lines = [name | cells for name, cells in zip(named, cells_of(rows), strict=True)]
+    return Table(lines, "Baselines side by side", words=len(rows[0].group) + 1)
 
 
 def _cases(source: Source) -> list[Table]:

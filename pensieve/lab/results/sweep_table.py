@@ -210,15 +210,18 @@ def _geometric_mean(values: Iterable[float]) -> float | None:
 
 
 def _table(group: Mapping[str, str], rows: Sequence[SweepRow], axes: str = "") -> RenderableType:
-    """A row for each baseline; with axes, for each value of these of the one baseline. No column without a value."""
-    columns = {head: [cell(row) for row in rows] for head, cell in _COLUMNS.items() if axes or head != _BOUND}
+    """A row for each baseline; with axes, for each value of these of the one baseline."""
     names = [", ".join(row.group.values()) if axes else row.baseline for row in rows]
-    shown = {head: cells for head, cells in columns.items() if any(one not in (NONE, _OWN) for one in cells)}
-    lines = [
-        {f"\n{axes or 'baseline'}": name, **{head: cells[place] for head, cells in shown.items()}}
-        for place, name in enumerate(names)
-    ]
+    every = zip(names, cells_of(rows, bound=bool(axes)), strict=True)
+    lines = [{f"\n{axes or 'baseline'}": name, **cells} for name, cells in every]
     return grid(lines, "  ".join(f"{axis}={value}" for axis, value in group.items()))
+
+
+def cells_of(rows: Sequence[SweepRow], bound: bool = False) -> list[dict[str, str]]:
+    """By head, without columns in which no row has a value. bound: with that of each row."""
+    columns = {head: [cell(row) for row in rows] for head, cell in _COLUMNS.items() if bound or head != _BOUND}
+    shown = {head: cells for head, cells in columns.items() if any(one not in (NONE, _OWN) for one in cells)}
+    return [{head: cells[place] for head, cells in shown.items()} for place in range(len(rows))]
 
 
 def _outputs(check: OutputCheck | None) -> str:
