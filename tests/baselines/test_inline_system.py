@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-
 from pensieve.core.plan import StepResult
 from pensieve.core.scheduler.sessions import MemoryLimits
-from pensieve.errors import WorkerError
 from pensieve.sim.worker import SimulatedWorker
 from tests.baselines.systems import PATIENCE_S, Side, inline
 from tests.calls import calls_of
@@ -69,36 +66,3 @@ def test_a_poll_costs_its_steps() -> None:
         system.submit(request(1, "a", tokens=5, output=output))
         costs.append(calls_of(lambda system=system: system.poll(None)))
     assert costs[1] < 11 * costs[0]
-
-
-@pytest.mark.parametrize("part", ["gpu_blocks", "cache", "policy"])
-def test_a_failed_start_closes_its_worker(part: str) -> None:
-    closed = []
-
-    class Worker(SimulatedWorker):
-        def close(self) -> None:
-            closed.append(True)
-
-    def refuse(*_: object, **__: object) -> int:
-        raise RuntimeError("no")
-
-    system = inline(Worker, **{part: refuse})
-    with pytest.raises(RuntimeError, match="no"):
-        system.start()
-    assert closed
-
-
-def test_who_asks_gets_the_answer_and_poll_tells_only_of_what_was_submitted() -> None:
-    """Both at once, and a request that can never be served."""
-    system = inline()
-    system.start()
-    system.submit(request(1, "a", tokens=5, output=3))
-    asking = [Side(system.ask, request(number, f"b{number}", tokens=5, output=20)) for number in (2, 3, 4)]
-    assert all(side.ended() for side in asking)
-    assert [(side.result.request_id, side.result.status) for side in asking] == [(n, "completed") for n in (2, 3, 4)]
-    assert system.ask(request(5, "c", tokens=5000, output=1)).status == "refused"
-    assert [event.request_id for event in system.poll(None)] == [1] * 4
-    assert system.poll(None) == []
-    system.close()
-    with pytest.raises(WorkerError, match="closed"):
-        system.ask(request(6, "a", tokens=1, output=1))

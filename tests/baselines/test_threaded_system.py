@@ -111,20 +111,6 @@ def test_a_crash_ends_every_call_that_waits_for_the_engine(started):
     assert worker.closed == 1
 
 
-@pytest.mark.parametrize("part", ["gpu_blocks", "cache", "policy"])
-def test_a_failed_start_leaves_nothing_behind(part):
-    def refuse(*_, **__):
-        raise RuntimeError("no")
-
-    before = threading.active_count()
-    system, worker = threaded(**{part: refuse})
-    with pytest.raises(RuntimeError, match="no"):
-        system.start()
-    assert worker.closed == 1
-    assert threading.active_count() == before
-    system.close()
-
-
 def test_a_start_that_gets_no_thread_closes_its_worker(monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")
@@ -162,20 +148,6 @@ def test_an_idle_engine_wakes_to_forget_and_sleeps_again():
     assert engine.facts.counts.forgotten_sessions == 2
     system.forget(None)  # it sleeps until it is told
     assert len(steps) < 12, "it woke for its conversations and no more often"
-    system.close()
-
-
-def test_who_asks_gets_the_answer_and_poll_tells_only_of_what_was_submitted(started):
-    system, _ = started
-    system.submit(request(1, "a", tokens=5, output=3))
-    asking = [Side(system.ask, request(number, f"b{number}", tokens=5, output=20)) for number in (2, 3, 4)]
-    assert all(side.ended() for side in asking)
-    assert [(side.result.request_id, side.result.status) for side in asking] == [(n, "completed") for n in (2, 3, 4)]
-    assert system.ask(request(5, "c", tokens=5000, output=1)).status == "refused"
-    events = []
-    while not any(event.turn for event in events):
-        events += system.poll(None)
-    assert [event.request_id for event in events] == [1] * 4
     system.close()
 
 

@@ -6,6 +6,7 @@ import copy
 import platform
 import re
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from pensieve.device.fused.few_rows import FEW_ROWS, FewRows, RowKernels
 from pensieve.device.kernels.native import NativeBackend
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.errors import EngineMissing
+from pensieve.plugins.device.int8 import rounded
 from tests.worker.torch.driver import ARCHITECTURES, plain_logits, random_tokens
 
 try:
@@ -36,16 +38,29 @@ def _noise(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def _float32(*parts, bias=None):
+    """The product with these weights joined, and the weights that it is of."""
+    whole = torch.cat(parts)
+    return FewRows(whole, None, bias), whole
+
+
+def _int8(*parts, bias=None):
+    kept = [rounded(part) for part in parts]
+    modules = [SimpleNamespace(weight=SimpleNamespace(rounded=part)) for part in kept]
+    return kept[0].product(modules, bias), torch.cat([part.restored for part in kept])
+
+
+@pytest.mark.parametrize(("product_of", "error"), [(_float32, 1e-6), (_int8, 1e-5)])
 @pytest.mark.parametrize(("inside", "outside"), [(576, 97), (40, 64), (77, 3), (16, 1), (5, 130)])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_a_product_of_float32_weights(inside, outside, with_bias):
-    weights, bias = _noise(outside, inside, seed=1), _noise(outside, seed=3) if with_bias else None
-    product = FewRows(weights, None, bias)
-    for rows in range(1, FEW_ROWS[torch.float32] + 6):
+def test_a_product_is_that_of_its_weights(product_of, error, inside, outside, with_bias):
+    bias = _noise(outside + 2, seed=3) if with_bias else None
+    product, whole = product_of(_noise(outside, inside, seed=1), _noise(2, inside, seed=2), bias=bias)
+    for rows in range(1, max(FEW_ROWS.values()) + 2):
         x = _noise(rows, inside, seed=rows)
-        expected = x.double() @ weights.double().t() + (0 if bias is None else bias.double())
+        expected = x.double() @ whole.double().t() + (0 if bias is None else bias.double())
         got = product(x)
-        assert float((got - expected).abs().max()) <= 1e-6 * inside**0.5
+        assert float((got - expected).abs().max()) <= error * inside**0.5
         assert torch.equal(got, torch.cat([product(row[None]) for row in x])), "other rows change nothing"
     assert torch.equal(product(_noise(inside, 3).t()), product(_noise(inside, 3).t().contiguous()))
 
@@ -150,7 +165,7 @@ def test_what_does_not_fit_never_reaches_c():
 
 
 def test_threads_change_nothing():
-    product, kernels = FewRows(_noise(300, 64), None, None), RowKernels()
+    (product, _), (rounded_product, _), kernels = _float32(_noise(300, 64)), _int8(_noise(300, 64)), RowKernels()
     x, wide, weight, turned = _noise(3, 64), _noise(40, 2048), _noise(2048), _noise(40, 1, 64, seed=5)
     before = torch.get_num_threads()
     results = []
@@ -159,7 +174,7 @@ def test_threads_change_nothing():
             torch.set_num_threads(threads)
             heads = wide.view(40, 32, 64).clone()
             kernels.rotate(heads, 20, turned, turned)
-            results.append((product(x), kernels.rms_norm(wide, weight, 1e-6), heads))
+            results.append((product(x), rounded_product(x), kernels.rms_norm(wide, weight, 1e-6), heads))
     finally:
         torch.set_num_threads(before)
     for each in results[1:]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from pensieve.compiler import find_compiler
 from pensieve.device.asked import ModelAsked
 from pensieve.device.fused import build_fused
 from pensieve.device.fused.decoder import FusedModel
-from pensieve.device.fused.few_rows import FEW_ROWS
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.errors import EngineMissing
 from pensieve.plugins.device.int8 import Int8Weights, quantise, rounded
@@ -36,38 +34,6 @@ def test_each_output_has_a_scale_of_its_own() -> None:
     assert found.numbers.abs().amax(dim=1).tolist() == [127, 127, 127, 0, 127]
     assert ((found.restored - weight).abs() <= found.scales[:, None] * 0.5001).all()
     assert torch.equal(rounded(found.restored).numbers, found.numbers), "what was rounded rounds to itself"
-
-
-@pytest.mark.parametrize(("inside", "outside"), [(576, 97), (40, 64), (77, 3), (16, 1), (5, 130)])
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_a_product_is_that_of_the_restored_weights(inside: int, outside: int, with_bias: bool) -> None:
-    parts = [rounded(_noise(outside, inside, seed=1)), rounded(_noise(2, inside, seed=2))]
-    bias = _noise(outside + 2, seed=3) if with_bias else None
-    modules = [SimpleNamespace(weight=SimpleNamespace(rounded=part)) for part in parts]
-    product = parts[0].product(modules, bias)
-    whole = torch.cat([part.restored for part in parts]).double()
-    for rows in range(1, FEW_ROWS[torch.int8] + 2):
-        x = _noise(rows, inside, seed=rows)
-        expected = x.double() @ whole.t() + (0 if bias is None else bias.double())
-        got = product(x)
-        assert float((got - expected).abs().max()) <= 1e-5 * inside**0.5
-        alone = torch.cat([product(row[None]) for row in x])
-        assert torch.equal(got, alone), "other rows change nothing"
-    assert torch.equal(product(_noise(inside, 3).t()), product(_noise(inside, 3).t().contiguous()))
-
-
-def test_threads_change_nothing() -> None:
-    weights = rounded(_noise(300, 64))
-    product, x = weights.product([SimpleNamespace(weight=SimpleNamespace(rounded=weights))], None), _noise(3, 64)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(product(x))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 def _is_rounded(part: Any) -> bool:
