@@ -42,6 +42,9 @@ class FastForward:
                 lengths.append(len(active.session.tokens))
             further = min(further, left)
         prefills = len(rows) - len(lengths)
+        if scheduler.filling_matters:
+            size = scheduler.cache.chunk_tokens
+            further = min(further, *((-length - 1) % size for length in lengths), further)
         if not further or (not prefills and len(rows) < len(scheduler.running)):
             return 1
         blocks = scheduler.blocks_until_change([active for active, _ in rows[len(lengths) :]])

@@ -133,6 +133,9 @@ class Room(ABC):
     stores = False
     """Full blocks are copied to another tier as they are computed: `storing` says when."""
 
+    stores_replies = False
+    """Also those that decodes fill."""
+
     @property
     @abstractmethod
     def available(self) -> int:
@@ -169,7 +172,8 @@ class Room(ABC):
         return 0
 
     def storing(self, prefilling: bool) -> bool:
-        """A plan that goes on as the last one may have moves. prefilling: a prefill goes on, not decodes alone."""
+        """A plan that goes on as the last one may have moves, where no decode fills a block. prefilling: a prefill goes
+        on."""
         return False
 
     def on_cpu(self, session: Session) -> bool:

@@ -434,17 +434,26 @@ class Scheduler:
         """Who is admitted next; None where nobody waits, or no slot is free."""
         return self.queue.head() if self._slots else None
 
+    @property
+    def filling_matters(self) -> bool:
+        """Once a decode has filled a block, a plan may admit or copy something."""
+        return self._room.stores_replies or (self._room.shares and self.next_head is not None)
+
     def blocks_until_change(self, prefills: Sequence[ActiveRequest]) -> float:
         """How many GPU blocks decodes may take until a plan would admit or copy something, while these prefills go on; below
-        0 where the next one may in any case. A deferred head is admitted no sooner, unless what is computed meanwhile may
-        shorten its prompt (shares), or the work under way decides (admit_beyond_budget)."""
+        0 where the next one may in any case. A deferred head is admitted no sooner, unless what is prefilled meanwhile may
+        shorten its prompt (shares), or the work under way decides (admit_beyond_budget). See `filling_matters` too."""
         room, copying, head, lacking = self._room, self._copying, self.next_head, 0
         if self._reading or (self._loads is not None and self._loads.expected):
             return -1
         if room.stores and room.storing(bool(prefills)):
             return -1
         if head is not None:
-            if room.shares or not self.settings.admit_beyond_budget or head.arrival not in self._deferred:
+            if (
+                (room.shares and prefills)
+                or not self.settings.admit_beyond_budget
+                or head.arrival not in self._deferred
+            ):
                 return -1
             lacking = self._lacking(head, head.kept())
             if lacking <= 0 or copying.changes_places(head.session):

@@ -74,6 +74,7 @@ class VllmOffload(PrefixCache):
         self._policy = as_policy(policy) if order == "eviction" else None
         self.cpu = CpuTier(slots, blocks_per_chunk, _order(order, slots, blocks_per_chunk, self._policy))
         self._prompt_only = offload_prompt_only
+        self.stores_replies = not offload_prompt_only
         self._uses: dict[int, Use] = {}  # session number -> of its request, from its admission to its end
         self._twins: dict[BlockHash, list[int]] = {}  # further blocks of a name, as they were computed
         self._copies: dict[int, _Copy] = {}  # by ticket
@@ -117,8 +118,7 @@ class VllmOffload(PrefixCache):
     def storing(self, prefilling: bool) -> bool:
         if not self.cpu.slots:
             return False
-        stores = prefilling or not self._prompt_only
-        return stores or bool(self._due or self._decided) or any(use.refused for use in self._uses.values())
+        return prefilling or bool(self._due or self._decided) or any(use.refused for use in self._uses.values())
 
     def free_blocks(self) -> tuple[set[int], set[int]]:
         read = (block for copy in self._copies.values() for block in copy.source)
