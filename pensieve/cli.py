@@ -136,7 +136,7 @@ def advise() -> int:
         advice = advice_of(cfg, _say)
         page = page_of(advice)
         show(page, console())
-        to = Path(advice.settings.to or advice.path.with_suffix(".advice.html")).expanduser()
+        to = Path(advice.settings.to or advice.source.path.with_suffix(".advice.html")).expanduser()
         to.write_text(render(page), encoding="utf-8")
         print(f"Page:     {to}   ({advice.took_s:.0f} s)")
         return 0

@@ -334,7 +334,7 @@ class VllmHttp(_Vllm):
         body |= {"detokenize": False, "stop_token_ids": sorted(self._setup.ends(request))}
         with (
             while_it_serves(self._process, self._client.reachable),
-            self._client.ask("/v1/completions", body) as answer,
+            self._client.ask("/v1/completions", body, {"x-session-id": request.session}) as answer,
         ):
             return read_completion(answer, request, channel, self._setup)
 

@@ -105,7 +105,6 @@ class Advice:
     """All that the pages show. share: of the recording's different tokens that the sample has. engine_found: what the engine
     says it found in the sample; None: it does not say."""
 
-    path: Path
     source: Source
     plan: TrialPlan
     settings: Settings
@@ -123,15 +122,20 @@ class Advice:
     took_s: float
 
 
-def advise(cfg: DictConfig, say: Callable[[str], None]) -> Advice:
-    """Raises ConfigError and MalformedInput for what cannot be advised on."""
-    began = time.monotonic()
+def recorded(cfg: DictConfig) -> tuple[Source, Served, Settings]:
+    """What was asked, and what served it. Raises ConfigError and MalformedInput."""
     settings, config = _settings(cfg)
     path = Path(str(config["workload"].get("path") or "")).expanduser()
     if not config["workload"].get("path"):
         raise ConfigError("advise needs the recorded traffic: pensieve advise traffic.parquet, from pensieve record.")
     source = open_source(path, config["workload"].get("format"))
-    served = _served(config, settings, source.facts)
+    return source, _served(config, settings, source.facts), settings
+
+
+def advise(cfg: DictConfig, say: Callable[[str], None]) -> Advice:
+    """Raises ConfigError and MalformedInput for what cannot be advised on."""
+    began = time.monotonic()
+    source, served, settings = recorded(cfg)
     plan = plan_trial(check(served.changed(1.0)))
     prices = PositionPrices(simulated_cost(plan.model, plan.hardware, served.block_tokens), served.block_tokens)
     reading = read_causes(source.facts, source.rows, source.named)
@@ -156,7 +160,7 @@ def advise(cfg: DictConfig, say: Callable[[str], None]) -> Advice:
     base, *others = replay_all(tasks)
     outcomes = [Outcome(one, found, *gain(base, found)) for one, found in zip(options, others, strict=True)]
     capacity = max(1, reading.replicas) * (served.gpu_tokens + served.cpu_tokens)
-    turns = _turns(part)
+    turns = turns_of(part)
     pairs = [(own, base.found[key], base.prompts[key]) for key, own in turns if own is not None and key in base.found]
     if all(one.found is not None for one in reading.sent):
         causes, of = split(reading, [one.found or 0 for one in reading.sent], capacity, prices), "as the engine said"
@@ -164,7 +168,7 @@ def advise(cfg: DictConfig, say: Callable[[str], None]) -> Advice:
         found = [base.found.get(key) for key, _ in turns]
         causes, of = split(part, found, round(capacity * share), prices), "as the replay of the engine found"
     return Advice(
-        path, source, plan, settings, served, reading, causes, of, part.sessions, len(part.sent), share, base,
+        source, plan, settings, served, reading, causes, of, part.sessions, len(part.sent), share, base,
         sum(own for own, _, _ in pairs) / sum(whole for _, _, whole in pairs) if pairs else None,
         max(abs(own - other) for own, other, _ in pairs) if pairs else None,
         sorted(outcomes, key=lambda one: (-round(one.more.ratio, 3), sum(one.option.added.values()))),
@@ -190,7 +194,7 @@ def _served(config: dict[str, Any], settings: Settings, facts: Facts) -> Served:
         or (int(facts.block_tokens or 0) if facts.unit == "tokens" else 0)
     )
     block = int(block or 16)
-    gpu = settings.blocks * block if settings.blocks else told.get("gpu_tokens")
+    gpu = (settings.blocks - 1) * block if settings.blocks else told.get("gpu_tokens")  # the first is vLLM's own
     plan = plan_trial(check({**config, "cache": {**config["cache"], "chunk_tokens": block}}))
     token_bytes = plan.model.kv_bytes_per_token
     cpu = int(settings.cpu_bytes / token_bytes) if settings.cpu_bytes is not None else told.get("cpu_tokens")
@@ -201,9 +205,10 @@ def _served(config: dict[str, Any], settings: Settings, facts: Facts) -> Served:
         )
     if not known:
         return Served(config, plan.gpu_blocks * block, plan.cpu_blocks * block, block, told=False)
-    baseline = read_option("baseline", "vllm_offload" if cpu else "prefix_cache")
-    if cpu:
-        baseline["cache"]["order"] = settings.policy or told.get("policy") or "lru"
+    baseline = read_option(
+        "baseline", "vllm_offload"
+    )  # without a CPU tier too: as vLLM does it keeps equal blocks twice
+    baseline["cache"]["order"] = settings.policy or told.get("policy") or "lru"
     return Served({**config, "baseline": baseline}, int(gpu or 0), int(cpu or 0), block, told=True)
 
 
@@ -285,7 +290,7 @@ def _options(served: Served, plan: TrialPlan, reading: Reading, share: float) ->
     return found
 
 
-def _turns(reading: Reading) -> list[tuple[tuple[str, int], int | None]]:
+def turns_of(reading: Reading) -> list[tuple[tuple[str, int], int | None]]:
     """Conversation and number of each request, and what the engine found of it."""
     numbers: Counter[str] = Counter()
     found = []

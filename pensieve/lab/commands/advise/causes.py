@@ -157,7 +157,7 @@ class _Reader:
         usable = int(np.searchsorted(ends, prompt - 1, side="right"))  # every engine computes the last token
         first_s = at_s if one.first_token_s is None else max(at_s, one.first_token_s)
         end_s = first_s if one.end_s is None else max(first_s, one.end_s)
-        found = None if one.cached_tokens is None else min(max(one.cached_tokens, 0), prompt)
+        found = None if one.cached_tokens is None else min(max(one.cached_tokens, 0), prompt - 1)
         sent = Sent(name, at_s, end_s, prompt, one.output_tokens or 0, found)
         written, users = nodes.written(replica), nodes.last_user[path]
         reading.unique_tokens += int(np.diff(ends, prepend=0)[users < 0].sum())

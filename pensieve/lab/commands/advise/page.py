@@ -53,7 +53,7 @@ def page_of(advice: Advice) -> Page:
     others = [one for one in advice.outcomes if not one.helps]
     split = advice.split
     return Page(
-        title=f"{advice.path.name} on {advice.plan.model.name}, {advice.plan.device.label}",
+        title=f"{advice.source.path.name} on {advice.plan.model.name}, {advice.plan.device.label}",
         answer=_answer(advice, helps),
         facts=_facts(advice),
         notes=_notes(advice),

@@ -26,6 +26,7 @@ class Source:
     """rows: in order of arrival, each with its conversation. named: the recording says which requests are one. in_file: all
     requests of the file. strays: requests whose time lies far from all others, left out."""
 
+    path: Path
     facts: Facts
     rows: Sequence[tuple[Exchange, str]]
     conversations: Sequence[Conversation]
@@ -74,7 +75,7 @@ def open_source(path: Path, format: str | None) -> Source:
     conversations, strays = without_outliers(conversations, "skip", str(path))
     kept = {call.order for one in conversations for call in one.calls} if strays else names.keys()
     rows = [(one, names[place]) for place, one in enumerate(asked) if place in kept]
-    return Source(facts, rows, conversations, named, in_file, strays)
+    return Source(path, facts, rows, conversations, named, in_file, strays)
 
 
 def _read(path: Path) -> tuple[list[Exchange], int]:

@@ -143,6 +143,7 @@ def engine_of(upstream: str) -> dict[str, Any]:
         labels = dict(re.findall(r'(\w+)="([^"]*)"', config[1]))
         block, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
         found |= {"name": "vllm", "block_tokens": int(block) if block.isdecimal() else None}
-        found["gpu_tokens"] = int(block) * int(blocks) if block.isdecimal() and blocks.isdecimal() else None
+        known = block.isdecimal() and blocks.isdecimal()
+        found["gpu_tokens"] = int(block) * (int(blocks) - 1) if known else None  # the first is vLLM's own
         found["cache_config"] = labels
     return found
