@@ -49,7 +49,6 @@ class Side(BaseModel, extra="forbid"):
     part are one. ends: what has an interval between two parts. mark: a column whose value is marked on the bar. line: a value
     at which a line stands, or the column whose first value it is; line_says: its name. origin: where bars begin. limits: of
     the axes; least: what they show at most below the origin. nothing: stands where a baseline has none of them, or all are 0.
-    lead: of the caption; without: in its place where no baseline has any, and the axes are left out.
     """
 
     says: str
@@ -64,11 +63,6 @@ class Side(BaseModel, extra="forbid"):
     limits: tuple[float, float] | None = None
     least: float | None = None
     nothing: str = ""
-    lead: str = ""
-    without: str = ""
-
-    def has(self, row: Row) -> bool:
-        return any(value_of(shown(one.name, row)) or (row[one.name] is None and one.missing) for one in self.quantities)
 
     def bars(self, rows: Sequence[Row], at: str) -> list[Bar]:
         """Of one group; `at` names it."""
@@ -77,9 +71,7 @@ class Side(BaseModel, extra="forbid"):
         found = []
         for row, one in ((row, one) for row in rows for one in self.quantities if one.drawn):
             own, gid, hatched = shown(one.name, row), f"{at}/{one.name}", row.get("_hatched", one.hatched)
-            if own is None and one.missing:
-                found.append(Bar(estimate(None), one.missing, gid, hatched))
-            elif own is not None and (value_of(own) or not self.nothing):
+            if own is not None and (value_of(own) or not self.nothing):
                 found.append(Bar(estimate(own), row.get(f"_{one.name}_text", one.shown(own)), gid, hatched))
         return found or ([Bar(estimate(None), self.nothing, f"{at}/nothing")] if self.nothing else [])
 
@@ -152,8 +144,7 @@ class Bars(Form):
         sections: dict[str, dict[str, list[Row]]] = {}
         for row in rows:
             sections.setdefault(row.get("_section", ""), {}).setdefault(_name(row), []).append(row)
-        sides = [side for side in self.sides if not side.without or any(side.has(row) for row in rows)]
-        said = "".join(side.lead if side in sides else side.without for side in self.sides)
+        sides, said = self.sides, ""
         rooms = {
             section: [max(1, *(len(side.bars(own, "")) for side in sides)) for own in groups.values()]
             for section, groups in sections.items()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
-from functools import reduce
 from pkgutil import resolve_name
 from statistics import fmean
 from typing import Any
@@ -82,15 +81,14 @@ def as_estimate(found: PairedRatio, n: int | None = None) -> Estimate:
 
 
 class Quantity(BaseModel, frozen=True, extra="forbid"):
-    """of: a column of table `turn` or what pandas makes of several ("compute_ms / output_tokens"), a metric (several: their
-    sum), or a function(source, cell) by its dotted name; one of this module needs no dot.
+    """of: a column of table `turn` or what pandas makes of several ("compute_ms / output_tokens"), a metric, or a
+    function(source, cell) by its dotted name; one of this module needs no dot.
 
     how: of a column "mean" or a percentile ("p90") over the turns; of a metric "seeds", its mean over seeds, or "sum".
     where: which turns, as pandas' query has it. label: of a metric; scale: so many of it are one.
     name: its column in the CSV; prefix: of its interval there; interval: False leaves that out, counts: its n. says: over its
     axis, and in a table. text: beside a bar, as str.format has it; unit: "bytes" or "digits", which make a text of the number
-    first. missing: beside the bar of a cell that does not count it. hatched: a second kind of bar. drawn: False: in the CSV
-    alone.
+    first. hatched: a second kind of bar. drawn: False: in the CSV alone.
     """
 
     of: str = ""
@@ -105,7 +103,6 @@ class Quantity(BaseModel, frozen=True, extra="forbid"):
     says: str = ""
     text: str = "{:,.1f}"
     unit: str = ""
-    missing: str = ""
     hatched: bool = False
     drawn: bool = True
 
@@ -117,7 +114,8 @@ class Quantity(BaseModel, frozen=True, extra="forbid"):
         if self.how == "sum":
             return sum(cell.metric(self.of, self.label).values())
         if self.how == "seeds":
-            return _over_seeds(cell, self.of.split(" + "), self.label, self.scale)
+            one_a_trial = cell.metric(self.of, self.label)
+            return over_seeds({key: value / self.scale for key, value in one_a_trial.items()}) if one_a_trial else None
         turns = _those(source.turns(cell), self.where)
         every = values_of(turns, self.of) if self.of.isidentifier() else pd.Series(turns.eval(self.of), turns.index)
         values = by_conversation(every.dropna())
@@ -152,15 +150,6 @@ def size(value: float) -> str:
 
 def _those(turns: pd.DataFrame, where: str) -> pd.DataFrame:
     return turns.query(where) if where else turns
-
-
-def _over_seeds(cell: Cell, names: list[str], label: str, scale: float) -> Estimate | None:
-    """Of a sum all parts, in each trial."""
-    parts = [cell.metric(name, label) for name in names]
-    keys = reduce(set.intersection, (set(part) for part in parts))
-    if not keys or (len(parts) > 1 and len(keys) < len({(trial.seed, trial.repeat) for trial in cell.trials})):
-        return None
-    return over_seeds({key: sum(part[key] for part in parts) / scale for key in sorted(keys)})
 
 
 # Where history was found

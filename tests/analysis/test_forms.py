@@ -20,7 +20,6 @@ from tests.results.trials import MEMORY, turn
 
 FAST, SLOW = {"reason": 100.0, "reflect": 20.0}, {"reason": 400.0, "reflect": 200.0}
 COSTS = {"pensieve": FAST, "gpu_only": FAST, "stateless": SLOW}
-BYTES = {"sent_bytes_per_token": 1000.0, "received_bytes_per_token": 24.0, "h2d_bytes_per_token": 7.0}
 
 
 def rows_of(folder, stem):
@@ -51,21 +50,19 @@ def agents(costs, refused_from=None, store=None):
     return fill(store or ResultsStore(MEMORY), axes, turns, workload="agents")
 
 
-def decoding(slow, counted=True):
-    """Ten requests at 10 ms a token, 40 for the slow one, which also moves bytes."""
+def decoding():
+    """Ten requests at 10 ms a token, half of it computing, 40 for stateless, which sends 1,024 bytes a token."""
 
     def turns(at, seed):
-        each = 40.0 if at["baseline"] == slow else 10.0
-        return [timed("first", 1, "warmup", 9e5)] + [
-            timed(str(number), 1, "throughput", 50 * each * (1 + number / 100), tokens=(1,) * 50, iteration=number)
-            for number in range(1, 11)
-        ]
+        far = at["baseline"] == "stateless"
+        found = [timed("first", 1, "warmup", 9e5)]
+        for number in range(1, 11):
+            one = timed(str(number), 1, "throughput", 50 * (40.0 if far else 10.0), tokens=(1,) * 50, iteration=number)
+            one.compute_ms, one.sent_bytes = 250.0, 50 * 1024 if far else None
+            found.append(one)
+        return found
 
-    def metrics(at, seed):
-        moved = BYTES if at["baseline"] == slow else dict.fromkeys(BYTES, 0.0)
-        return {**moved, "d2h_bytes_per_token": 0.0} if counted else moved
-
-    return fill(ResultsStore(MEMORY), {"baseline": list(COSTS)}, turns, metrics, workload="decode")
+    return fill(ResultsStore(MEMORY), {"baseline": ["pensieve", "stateless"]}, turns, workload="decode")
 
 
 def test_a_point_is_the_percentile_of_its_facet_and_a_baseline_has_its_colour(drawn, tmp_path):
@@ -114,28 +111,23 @@ def test_loads_of_which_one_is_no_number_stand_at_equal_distances(drawn, tmp_pat
 
 
 def test_bars_are_quantities_and_what_nobody_counted_is_not_drawn_as_none(drawn, tmp_path):
-    FIGURES["decode_cost"].draw(decoding("stateless"), tmp_path)
-    times, moved = drawn["decode_cost"].figure.axes
+    FIGURES["disaggregation"].draw(decoding(), tmp_path)
+    times, moved = drawn["disaggregation"].figure.axes
     widths = {
         patch.get_gid(): patch.get_width() for axes in (times, moved) for patch in axes.patches if patch.get_gid()
     }
-    assert widths["pensieve/per_token_ms_p50"] == pytest.approx(10.5)
-    assert widths["stateless/per_token_ms_p99"] == pytest.approx(44.0)
-    assert widths["stateless/bytes_per_token network"] == 1024.0
-    assert {"network 1.02 kB", "GPU-CPU 7 B", "p50 10.5", "nothing moved"} <= set(drawn["decode_cost"].texts)
-    rows = {(row["baseline"], row["quantity"]): row["value"] for row in rows_of(tmp_path, "decode_cost")}
-    assert rows["stateless", "bytes_per_token network"] == "1024.0"
-    FIGURES["decode_cost"].draw(decoding("stateless", counted=False), tmp_path)
-    assert "GPU-CPU not counted" in drawn["decode_cost"].texts
-    assert {row["value"] for row in rows_of(tmp_path, "decode_cost") if row["quantity"].endswith("GPU-CPU")} == {""}
-    FIGURES["decode_cost"].draw(decoding("nobody"), tmp_path)
-    assert len(drawn["decode_cost"].figure.axes) == 1 and "no baseline moved a byte" in drawn["decode_cost"].caption
+    assert widths["pensieve/latency_ms_per_token"] == pytest.approx(10.0)
+    assert widths["stateless/compute_ms_per_token"] == pytest.approx(5.0)
+    assert widths["stateless/sent_bytes_per_token"] == 1024.0 and "stateless/received_bytes_per_token" not in widths
+    assert {"sent 1.02 kB", "all 10.0", "no network"} <= set(drawn["disaggregation"].texts)
+    rows = {(row["baseline"], row["quantity"]): row["value"] for row in rows_of(tmp_path, "disaggregation")}
+    assert rows["stateless", "sent_bytes_per_token"] == "1024.0" and rows["pensieve", "sent_bytes_per_token"] == ""
 
 
 def test_a_cell_without_numbers_is_told_with_the_command(store, tmp_path):
     source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: [turn("a", 1, phase="warmup")], workload="decode")
     with pytest.raises(MissingSeries, match=r"no completed request that decodes by itself of pensieve; run"):
-        FIGURES["decode_cost"].draw(source, tmp_path)
+        FIGURES["disaggregation"].draw(source, tmp_path)
 
 
 def test_what_is_turned_round_keeps_its_interval_in_order():
