@@ -20,7 +20,6 @@ from pensieve.lab.results import mlflow_runs, mlflow_store
 from pensieve.lab.results.mlflow_runs import (
     copy_sweep,
     copy_trial,
-    data_files,
     is_param,
     note,
     rebuild_mlflow,
@@ -124,7 +123,7 @@ def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.L
     # A process that dies while it logs leaves a run half filled; the next one fills it, and makes no second.
     half = add_trial(store, sweep, 1, "pensieve", conversation_turns(TTFT), seed=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mlflow_runs, "_log_data", died)
+        patch.setattr(type(store), "artifacts_of", died)
         with pytest.raises(Died):
             copy_sweep(tmp_path, store, sweep)
     assert store.trial(half).mlflow_run_id is None
@@ -361,11 +360,8 @@ def test_the_tags_are_those_that_the_ui_shows(monkeypatch: pytest.MonkeyPatch) -
     assert "mlflow.user" not in sweep_tags(shown_sweep())
 
 
-def test_parameters_data_and_description() -> None:
+def test_parameters_and_description() -> None:
     told = ["workload._target_", "tracking.mlflow", "trial.retries", "force", "experiment_name", "hydra.job.name"]
     assert not any(is_param(name) for name in told)
     assert all(is_param(name) for name in ("workload.pressure", "cache.gpu", "seed"))
-    config = {"workload": {"path": "/data/share.json"}, "model": {"weights": "/models/x"}}
-    environment = {"inputs": {"workload.path": "sha256:0123", "model.weights": "sha256:4567"}}
-    assert data_files(shown_trial(config=config, environment=environment)) == {"/data/share.json": "0123"}
     assert note(["Found.", "One seed."], "run.py -m") == "**Found.**\n\n- One seed.\n\n`run.py -m`"

@@ -30,7 +30,7 @@ from pensieve.lab.results.schema import Sweep, SweepTrial, Trial, sweep_result
 from pensieve.lab.results.slo import PREFIX, slo_of_sweep, slo_of_trial
 from pensieve.lab.results.store import ResultsStore, figures_folder, report_file
 from pensieve.lab.results.sweep_table import SweepTable, sweep_table
-from pensieve.lab.results.trials import axis_value, field_of, leaves, swept_axes
+from pensieve.lab.results.trials import axis_value, leaves, swept_axes
 
 T = TypeVar("T")
 
@@ -195,7 +195,7 @@ class _Copy:
                     client.set_tag(run.info.run_id, "superseded", "true")
         if sweep.status != "running":
             found = table or sweep_table(store, sweep.id)
-            self._close(parent, experiment, sweep, found, [trial for trial, _ in ended.values()])
+            self._close(parent, experiment, sweep, found)
         return parent, len(missing)
 
     def trial(self, trial: Trial) -> str:
@@ -245,13 +245,12 @@ class _Copy:
         self.client.update_run(run_id, status="RUNNING")
         return run_id
 
-    def _close(self, run_id: str, experiment: str, sweep: Sweep, table: SweepTable, trials: Sequence[Trial]) -> None:
+    def _close(self, run_id: str, experiment: str, sweep: Sweep, table: SweepTable) -> None:
         """Close the parent run with what the sweep found: the sentences as its description, the table as an artifact, medians
-        and ratios as metrics, the data that was read, and which columns the UI shows of the runs below it."""
+        and ratios as metrics, and which columns the UI shows of the runs below it."""
         tags = {"mlflow.note.content": note(table.answers, sweep.command)} if table.answers else {}
         at_ms = _milliseconds(sweep.finished_at or sweep.started_at)
         _log(self.client, run_id, metrics=_metrics(headline_metrics(table), at_ms), tags=tags)
-        _log_data(self.client, run_id, trials)
         self.client.log_text(run_id, table.text(), "comparison.txt")
         columns = [f"metrics.`{name}`" for name in SHOWN]
         view = {
@@ -305,7 +304,6 @@ def _fill_run(
         if one.name == "ttft_ms_p50" and one.label.startswith("turn="):
             metrics += _metrics({TTFT_BY_TURN: one.value}, at_ms, int(one.label.removeprefix("turn=")))
     _log(client, run_id, {**fields, **asked, **columns}, metrics, tags)
-    _log_data(client, run_id, [trial])
     with tempfile.TemporaryDirectory() as name:
         for file, content in (("config.json", trial.config), ("environment.json", trial.environment)):
             Path(name, file).write_text(json.dumps(content, indent=2, default=str), encoding="utf-8")
@@ -316,21 +314,6 @@ def _fill_run(
         if artifact.kind != "tokens" and artifact.path.is_file():  # tokens would double what the disk holds
             client.log_artifact(run_id, str(artifact.path), artifact.kind)
     client.set_terminated(run_id, _RUN_STATUS[trial.status], _milliseconds(trial.finished_at))
-
-
-def _log_data(client: Any, run_id: str, trials: Sequence[Trial]) -> None:
-    """The files that the workloads of these trials read, as MLflow datasets; one that is logged already stays as it is."""
-    from mlflow.entities import Dataset, DatasetInput, InputTag
-
-    files = {digest: (path, trial) for trial in trials for path, digest in data_files(trial).items()}
-    found = []
-    for digest, (path, trial) in files.items():
-        source = json.dumps({"uri": path, "sha256": digest})
-        profile = json.dumps((trial.engine or {}).get("workload") or {}, default=str)[:16_000]
-        data = Dataset(PurePath(path).name, digest[:32], "local", source, profile=profile)
-        found.append(DatasetInput(data, [InputTag("mlflow.data.context", "workload")]))
-    if found:
-        client.log_inputs(run_id, datasets=found)
 
 
 # In MLflow's terms
@@ -451,16 +434,6 @@ def is_param(name: str) -> bool:
     """Whether a dotted field says what was measured; others tell Hydra what to build, or how a trial is run and kept."""
     parts = name.split(".")
     return parts[0] not in _NOT_PARAMS and not any(_ONLY_HYDRA.fullmatch(part) for part in parts)
-
-
-def data_files(trial: Trial) -> dict[str, str]:
-    """The files that the trial's workload read, by path with their SHA-256. Synthetic workloads read none."""
-    inputs = (trial.environment or {}).get("inputs") or {}
-    return {
-        str(field_of(trial, name)): str(told).removeprefix("sha256:")
-        for name, told in inputs.items()
-        if name.startswith("workload.")
-    }
 
 
 def note(answers: Sequence[str], command: str | None) -> str:
