@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -94,7 +95,7 @@ def cache_folder() -> Path:
 
 def _compiled(command: Sequence[str], source: Path, version: str) -> ctypes.CDLL:
     """Raises OSError and SubprocessError. Processes that compile at the same time each put a whole file in place."""
-    parts = (source.read_text(), shlex.join(command), version, platform.machine(), processor())
+    parts = (*_texts(source), shlex.join(command), version, platform.machine(), processor())
     name = f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}.so"
     try:
         folder = cache_folder()
@@ -106,6 +107,12 @@ def _compiled(command: Sequence[str], source: Path, version: str) -> ctypes.CDLL
         with TemporaryDirectory(prefix="pensieve-") as scratch:
             return ctypes.CDLL(str(_compile(command, Path(scratch) / name)))
     return ctypes.CDLL(str(folder / name))
+
+
+def _texts(source: Path) -> list[str]:
+    """Of a source, and of the files beside it that it includes."""
+    text = source.read_text()
+    return [text, *((source.parent / name).read_text() for name in re.findall(r'^#include "(.+)"', text, re.MULTILINE))]
 
 
 def _compile(command: Sequence[str], target: Path) -> Path:

@@ -1,5 +1,5 @@
 """What C does faster than torch on a CPU: products of few rows, which take as long as the weights take to read, in float32 or
-int8; RMS norm and rotation in float32, where torch's own take nine and three passes over memory."""
+int8; RMS norm, rotation and the gate of an MLP, where torch's own take nine, three and two passes over memory."""
 
 from __future__ import annotations
 
@@ -56,19 +56,23 @@ _PARALLEL_NUMBERS = 65536  # fewer are done before threads have been woken
 class RowKernels:
     """parallel: can it use torch's threads? Raises EngineMissing without a C compiler."""
 
-    def __init__(self) -> None:
-        library = load_library(_ROW_KERNELS, ())
-        self.parallel = library.threads
-        self._norm, self._rotate = library.functions.rms_norm, library.functions.rotate
-        self._norm.restype = self._rotate.restype = None
+    def __init__(self, dtype: torch.dtype) -> None:
+        """dtype: float32, bfloat16 or float16, of everything but a norm's weight, which is float32."""
+        library = load_library(_ROW_KERNELS, (str(dtype).removeprefix("torch.").upper(),))
+        self.parallel, self._dtype = library.threads, dtype
+        self._norm, self._rotate, self._gate = (
+            getattr(library.functions, name) for name in ("rms_norm", "rotate", "gate")
+        )
+        self._norm.restype = self._rotate.restype = self._gate.restype = None
         sizes = ctypes.c_int64
         self._norm.argtypes = [*[ctypes.c_void_p] * 3, sizes, sizes, ctypes.c_float, ctypes.c_int]
         self._rotate.argtypes = [*[ctypes.c_void_p] * 3, *[sizes] * 4, ctypes.c_int]
+        self._gate.argtypes = [*[ctypes.c_void_p] * 2, sizes, sizes, ctypes.c_int]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [rows, size], weight [size]."""
         rows, size = x.shape
-        assert x.dtype == weight.dtype == torch.float32, (x.dtype, weight.dtype)
+        assert (x.dtype, weight.dtype) == (self._dtype, torch.float32), (x.dtype, weight.dtype)
         assert weight.shape == (size,) and weight.is_contiguous(), (x.shape, weight.shape)
         x = x.contiguous()
         y = torch.empty_like(x)
@@ -80,10 +84,18 @@ class RowKernels:
         first half."""
         assert x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
         rows, each, size = x.shape
-        assert x.dtype == cos.dtype == sin.dtype == torch.float32, (x.dtype, cos.dtype, sin.dtype)
+        assert x.dtype == cos.dtype == sin.dtype == self._dtype, (x.dtype, cos.dtype, sin.dtype)
         assert cos.shape == sin.shape == (rows, 1, size) and heads <= each, (x.shape, cos.shape, sin.shape)
         pointers = (x.data_ptr(), cos.data_ptr(), sin.data_ptr())
         self._rotate(*pointers, rows, each * size, heads, size, self._threads(x))
+
+    def gate(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(first half) * second half of each row of x [rows, 2 * size]."""
+        rows, size = len(x), x.shape[1] // 2
+        assert x.dtype == self._dtype and x.is_contiguous() and x.shape == (rows, 2 * size), (x.dtype, x.shape)
+        y = x.new_empty(rows, size)
+        self._gate(x.data_ptr(), y.data_ptr(), rows, size, self._threads(x))
+        return y
 
     def _threads(self, x: torch.Tensor) -> int:
         return torch.get_num_threads() if self.parallel and x.numel() >= _PARALLEL_NUMBERS else 1

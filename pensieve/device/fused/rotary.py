@@ -19,7 +19,7 @@ from pensieve.errors import EngineMissing
 @dataclass(frozen=True, slots=True)
 class Norm:
     """RMS norm over the last dimension; weight of that size, or of any shape that broadcasts to x. A weight in float32 over
-    an x in 16 bits is applied before the result is rounded. kernels: what does it in C, for float32 on a CPU."""
+    an x in 16 bits is applied before the result is rounded. kernels: what does it in C, with a weight in float32."""
 
     weight: torch.Tensor
     eps: float
@@ -38,7 +38,7 @@ class Norm:
 @dataclass(frozen=True, slots=True)
 class RotaryLayer:
     """head_norm: Qwen 3's, over the head_dim of queries and keys. after_*: Gemma 2's, on what is added to the stream.
-    kernels: what rotates in C; None where torch does."""
+    kernels: what rotates and gates in C; None where torch does."""
 
     how: Attention
     kernels: RowKernels | None
@@ -62,9 +62,14 @@ class RotaryLayer:
             hidden, attended = hidden[wanted], attended[wanted]
         attended = self.out(attended)
         hidden = hidden + (attended if self.after_attention is None else self.after_attention(attended))
-        gate, up = self.gate_up(self.before_mlp(hidden)).chunk(2, dim=-1)
-        added = self.down(ACTIVATIONS[self.activation](gate).mul_(up))
+        added = self.down(self._gated(self.gate_up(self.before_mlp(hidden))))
         return hidden.add_(added if self.after_mlp is None else self.after_mlp(added))
+
+    def _gated(self, both: torch.Tensor) -> torch.Tensor:
+        if self.kernels is not None and self.activation == "silu":
+            return self.kernels.gate(both)
+        gate, up = both.chunk(2, dim=-1)
+        return ACTIVATIONS[self.activation](gate).mul_(up)
 
     def _rotated(self, qkv: torch.Tensor, step: Step) -> Sequence[torch.Tensor]:
         """Queries, keys and values. One rotation for queries and keys: x * cos + (x with its halves exchanged) * (sin,
@@ -95,7 +100,8 @@ def build_rotary(module: Any, pack: bool) -> FusedModel | str:
     def norm(rms: Any) -> Norm:
         if gemma:  # kept as what is added to 1, of which 16 bits would leave little
             return Norm(rms.weight.detach().float() + 1, rms.eps, kernels)
-        return Norm(rms.weight.detach(), rms.variance_epsilon, kernels)
+        weight = rms.weight.detach()
+        return Norm(weight if kernels is None else weight.float(), rms.variance_epsilon, kernels)
 
     def layer(index: int, block: Any) -> RotaryLayer:
         attention, mlp = block.self_attn, block.mlp
@@ -174,11 +180,12 @@ class _Remembered:
 
 
 def _kernels(module: Any) -> RowKernels | None:
-    """For float32, where a compiler is and what it made uses all of torch's threads."""
-    if any(weight.dtype != torch.float32 for weight in module.parameters()):
+    """Where all weights are of one type, a compiler is there, and what it made uses all of torch's threads."""
+    dtypes = {weight.dtype for weight in module.parameters()}
+    if len(dtypes) > 1:
         return None
     try:
-        kernels = RowKernels()
+        kernels = RowKernels(*dtypes)
     except EngineMissing:
         return None
     return kernels if kernels.parallel or torch.get_num_threads() == 1 else None

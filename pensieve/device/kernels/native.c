@@ -1,7 +1,7 @@
-/* Attention of single queries straight over the blocks of a pool on a CPU: decode rows (section 4.4).
+/* Attention straight over the blocks of a pool on a CPU (section 4.4): decode rows, and prefills.
 
-   Compiled when it is first needed, for this machine, one head size (-DHEAD_DIM=...) and one type of the pool (-DKV_FLOAT32,
-   -DKV_BFLOAT16 or -DKV_FLOAT16). Queries, results and all sums are float32: a tile of a 16-bit pool is widened first. A row's keys and values are
+   Compiled when it is first needed, for this machine, one head size (-DHEAD_DIM=...) and one type of the pool (-DFLOAT32,
+   -DBFLOAT16 or -DFLOAT16). Queries, results and all sums are float32: a tile of a 16-bit pool is widened first. A row's keys and values are
    read once, in the order in which they lie, for all heads: softmax is kept up as in FlashAttention (a running maximum,
    a running sum, and results that are rescaled when the maximum grows). What comes next is asked for ahead of time,
    since no prefetcher follows from block to block. Neither other rows nor the number of threads change a row's result. */
@@ -10,43 +10,12 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(KV_BFLOAT16)
-typedef uint16_t kv_type;
-static inline float widened(kv_type value) {
-    union {
-        uint32_t bits;
-        float value;
-    } wide = {(uint32_t)value << 16}; /* bfloat16 is the upper half of a float32 */
-    return wide.value;
-}
-#elif defined(KV_FLOAT16)
-typedef _Float16 kv_type;
-static inline float widened(kv_type value) { return (float)value; }
-#else
-typedef float kv_type;
-#endif
+#include "numbers.h"
+
+typedef number kv_type;
 
 /* tokens at once; queries of a KV head at once; numbers of the pool a cache line */
 enum { TILE = 16, GROUP = 8, LINE = 64 / sizeof(kv_type) };
-
-/* Relative error below 2e-7; arguments below -87 give what that gives. NaN stays NaN. */
-static inline float exp_of(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    float n = floorf(x * 1.44269504f + 0.5f);
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f; /* x - n ln 2, ln 2 in two parts */
-    float p = 1.0f / 5040;
-    p = p * r + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r * r + r + 1.0f;
-    union {
-        int32_t bits;
-        float value;
-    } power = {((int32_t)n + 127) * (1 << 23)}; /* 2 ** n */
-    return p * power.value;
-}
 
 static inline void fetch(const kv_type *next) {
     for (int d = 0; d < HEAD_DIM; d += LINE) __builtin_prefetch(next + d, 0, 2); /* to the second level */
@@ -58,7 +27,7 @@ static inline __attribute__((always_inline)) void attend_tile(
     int64_t count, int64_t step, int group, const float *queries, float *out, float *highest, float *sums, float scale,
     float softcap) {
     float scores[GROUP][TILE];
-#if defined(KV_BFLOAT16) || defined(KV_FLOAT16)
+#if defined(BFLOAT16) || defined(FLOAT16)
     float keys[TILE * HEAD_DIM], values[TILE * HEAD_DIM];
     const int64_t stride = HEAD_DIM;
     for (int64_t t = 0; t < count; t++) {
@@ -159,6 +128,157 @@ void attend_decode(
         const int64_t row = unit / parts, part = unit % parts;
         attend_row(queries + row * width, pool, out + row * width, lows[row], stops[row], table + starts[row],
                    part * kv_heads / parts, (part + 1) * kv_heads / parts, kv_heads, group, chunk, scale, softcap);
+    }
+}
+
+/* Prefill: rows (a query of one head) and keys that are multiplied at once. Sums of ROWS times ACROSS vectors stay in
+   registers: 24 of 32 with AVX-512, 12 of 16 with AVX. */
+#if defined(__AVX512F__)
+enum { LANES = 16, ACROSS = 4 };
+#else
+enum { LANES = 8, ACROSS = 2 };
+#endif
+enum { ROWS = 6, KEYS = 64, PADDED = (HEAD_DIM + LANES - 1) / LANES * LANES, ROWS_OF_A_UNIT = 384 };
+typedef float floats __attribute__((vector_size(LANES * 4)));
+
+/* c [ROWS, across vectors] = or += a [ROWS, depth] times b [depth, across vectors]. */
+static inline __attribute__((always_inline)) void product(
+    const float *const *a, int64_t depth, const float *b, int64_t b_step, float *c, int64_t c_step, int across, int add) {
+    floats sums[ROWS * ACROSS];
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < across; v++) {
+            if (add) memcpy(&sums[r * across + v], c + r * c_step + v * LANES, sizeof(floats));
+            else sums[r * across + v] = (floats){0};
+        }
+    for (int64_t k = 0; k < depth; k++) {
+        floats row[ACROSS];
+#pragma GCC unroll 4
+        for (int v = 0; v < across; v++) memcpy(&row[v], b + k * b_step + v * LANES, sizeof(floats));
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < across; v++) sums[r * across + v] += a[r][k] * row[v];
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < across; v++) memcpy(c + r * c_step + v * LANES, &sums[r * across + v], sizeof(floats));
+}
+
+static void products(
+    const float *const *a, int64_t depth, const float *b, int64_t b_step, float *c, int64_t c_step, int width, int add) {
+    int at = 0;
+    for (; at + ACROSS * LANES <= width; at += ACROSS * LANES)
+        product(a, depth, b + at, b_step, c + at, c_step, ACROSS, add);
+    for (; at < width; at += LANES) product(a, depth, b + at, b_step, c + at, c_step, 1, add);
+}
+
+/* Softmax of a row of scores as far as it attends to them, [low, stop) of KEYS; the others get 0. Returns what earlier results
+   are multiplied by. */
+static inline float softmax_row(
+    float *row, int64_t low, int64_t stop, float scale, float softcap, float *highest, float *sum_of) {
+    float most = *highest, sum = 0;
+    if (stop <= low) {
+        memset(row, 0, KEYS * sizeof *row);
+        return 1;
+    }
+    if (softcap > 0)
+        for (int64_t t = low; t < stop; t++) row[t] = softcap * tanhf(row[t] * scale / softcap);
+    else
+#pragma omp simd
+        for (int t = 0; t < KEYS; t++) row[t] *= scale;
+    for (int64_t t = 0; t < low; t++) row[t] = -INFINITY;
+    for (int64_t t = stop; t < KEYS; t++) row[t] = -INFINITY;
+#pragma omp simd reduction(max : most)
+    for (int t = 0; t < KEYS; t++) most = row[t] > most ? row[t] : most;
+#pragma omp simd reduction(+ : sum)
+    for (int t = 0; t < KEYS; t++) sum += row[t] = row[t] == -INFINITY ? 0 : exp_of(row[t] - most);
+    const float keep = exp_of(*highest - most);
+    *highest = most;
+    *sum_of = *sum_of * keep + sum;
+    return keep;
+}
+
+/* Queries [0, count) of one KV head's group, at positions from `start` on. queries: query_step numbers from one to the next;
+   out: width. Tiles of keys end at multiples of KEYS, so that neither the unit nor its rows change a row's sums. */
+static void attend_unit(
+    const float *queries, int64_t query_step, const kv_type *keys, float *out, int64_t width, int64_t start, int64_t count,
+    const int64_t *table, int64_t kv_heads, int64_t group, int64_t chunk, int64_t window, float scale, float softcap) {
+    const int64_t stride = 2 * kv_heads * HEAD_DIM, to_values = kv_heads * HEAD_DIM, rows = count * group;
+    float key_tile[HEAD_DIM * KEYS], value_tile[KEYS * PADDED], scores[ROWS * KEYS], results[ROWS * PADDED];
+    float highest[rows], sums[rows];
+    for (int64_t r = 0; r < rows; r++) {
+        highest[r] = -INFINITY, sums[r] = 0;
+        memset(out + r / group * width + r % group * HEAD_DIM, 0, HEAD_DIM * sizeof *out);
+    }
+    memset(key_tile, 0, sizeof key_tile);
+    memset(value_tile, 0, sizeof value_tile);
+    memset(results, 0, sizeof results);
+    const int64_t low = window && start >= window ? start - window + 1 : 0, stop = start + count;
+    for (int64_t at = low, next; at < stop; at = next) {
+        next = (at / KEYS + 1) * KEYS;
+        next = next < stop ? next : stop;
+        for (int64_t t = 0; t < next - at; t++) {
+            const kv_type *key = keys + (table[(at + t) / chunk] * chunk + (at + t) % chunk) * stride, *value = key + to_values;
+            for (int d = 0; d < HEAD_DIM; d++) key_tile[d * KEYS + t] = widened(key[d]);
+#pragma omp simd
+            for (int d = 0; d < HEAD_DIM; d++) value_tile[t * PADDED + d] = widened(value[d]);
+        }
+        /* The first rows that see any of these keys, and all rows after them up to those that see none any more. */
+        for (int64_t first = (at > start ? at - start : 0) * group; first < rows; first += ROWS) {
+            const int64_t last = first + ROWS < rows ? first + ROWS : rows, seen = start + (last - 1) / group + 1;
+            if (window && start + first / group - window + 1 >= next) break;
+            const int64_t deep = (seen < next ? seen : next) - at;
+            const float *a[ROWS], *weights[ROWS];
+            for (int r = 0; r < ROWS; r++) {
+                const int64_t row = first + r < last ? first + r : last - 1;
+                a[r] = queries + row / group * query_step + row % group * HEAD_DIM;
+                weights[r] = scores + r * KEYS;
+            }
+            products(a, HEAD_DIM, key_tile, KEYS, scores, KEYS, (deep + LANES - 1) / LANES * LANES, 0);
+            for (int64_t row = first; row < last; row++) {
+                const int64_t position = start + row / group, from = window ? position - window + 1 - at : 0;
+                const int64_t to = position + 1 < next ? position + 1 - at : next - at;
+                float *result = results + (row - first) * PADDED;
+                const float *earlier = out + row / group * width + row % group * HEAD_DIM;
+                const float keep = softmax_row(scores + (row - first) * KEYS, from > 0 ? from : 0, to, scale, softcap,
+                                               highest + row, sums + row);
+#pragma omp simd
+                for (int d = 0; d < HEAD_DIM; d++) result[d] = earlier[d] * keep;
+            }
+            products(weights, deep, value_tile, PADDED, results, PADDED, PADDED, 1);
+            for (int64_t row = first; row < last; row++)
+                memcpy(out + row / group * width + row % group * HEAD_DIM, results + (row - first) * PADDED,
+                       HEAD_DIM * sizeof *out);
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        float *result = out + r / group * width + r % group * HEAD_DIM, share = 1 / sums[r];
+        for (int d = 0; d < HEAD_DIM; d++) result[d] *= share;
+    }
+}
+
+/* Spans of several queries: queries [firsts[s], firsts[s] + stops[s] - starts[s]) are positions [starts[s], stops[s]), whose
+   blocks are table[tables[s] ...]. queries [tokens, heads, HEAD_DIM], query_step numbers from one token to the next; out
+   [tokens, heads, HEAD_DIM]. window 0, softcap 0: none. */
+void attend_prefill(
+    const float *queries, int64_t query_step, const kv_type *pool, float *out, const int64_t *firsts,
+    const int64_t *starts, const int64_t *stops, const int64_t *tables, const int64_t *table, int64_t spans, int kv_heads,
+    int group, int64_t chunk, int64_t window, float scale, float softcap, int threads) {
+    const int64_t width = (int64_t)kv_heads * group * HEAD_DIM;
+    const int64_t most = group < ROWS_OF_A_UNIT ? ROWS_OF_A_UNIT / group : 1; /* queries of a unit */
+    for (int64_t s = 0; s < spans; s++) {
+        const int64_t queries_here = stops[s] - starts[s], units = (queries_here + most - 1) / most * kv_heads;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 1)
+        for (int64_t unit = units - 1; unit >= 0; unit--) { /* the longest first */
+            const int64_t head = unit % kv_heads, done = unit / kv_heads * most, left = queries_here - done;
+            attend_unit(queries + (firsts[s] + done) * query_step + head * group * HEAD_DIM, query_step,
+                        pool + head * HEAD_DIM, out + (firsts[s] + done) * width + head * group * HEAD_DIM, width,
+                        starts[s] + done, left < most ? left : most, table + tables[s], kv_heads, group, chunk, window,
+                        scale, softcap);
+        }
     }
 }
 

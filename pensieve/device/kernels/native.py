@@ -1,10 +1,9 @@
-"""Attention on a CPU with decode rows in C, straight over the blocks; everything else as the reference does it."""
+"""Attention on a CPU in C, straight over the blocks: decode rows and prefills."""
 
 from __future__ import annotations
 
 import ctypes
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,22 +13,19 @@ from numpy.typing import NDArray
 from pensieve.compiler import Library, load_library
 from pensieve.device.batch import Batch, Spans
 from pensieve.device.kernels.base import Scores
-from pensieve.device.kernels.reference import ReferencePlan
 
 _SOURCE = Path(__file__).with_name("native.c")
 _ADDRESS = ctypes.c_void_p
-_POINTERS, _SIZES = [_ADDRESS] * 7, [ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_SIZES, _SCORES = [ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int64], [ctypes.c_float] * 2 + [ctypes.c_int]
 
 
 class NativePlan:
-    """Spans of one query come first in a batch: they are rows of one call a layer."""
+    """Spans of one query come first in a batch: they are rows of one call a layer, and the others of a second."""
 
-    def __init__(self, library: Library, batch: Batch, pool: torch.Tensor, chunk_tokens: int) -> None:
-        self._library, self._chunk_tokens = library, chunk_tokens
+    def __init__(self, library: Library, batch: Batch, chunk_tokens: int) -> None:
+        self._functions, self._chunk_tokens = library.functions, chunk_tokens
         spans, self._rows = batch.spans, batch.spans.singles
-        self._singles = _Rows(spans.cut(0, self._rows)) if self._rows else None
-        several = replace(batch, spans=spans.cut(self._rows, len(spans))) if self._rows < len(spans) else None
-        self._several = ReferencePlan(several, pool, chunk_tokens) if several else None
+        self._singles, self._several = _Spans(spans.cut(0, self._rows)), _Spans(spans.cut(self._rows, len(spans)))
         self._threads = torch.get_num_threads() if library.threads else 1
 
     def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -38,7 +34,7 @@ class NativePlan:
         assert pool.is_contiguous() and places.is_contiguous() and places.dtype == torch.int64, places.dtype
         assert len(places) == count and keys.shape == values.shape, (places.shape, keys.shape, values.shape)
         assert pool.shape[1:] == (2, kv_heads, head_dim), (pool.shape, keys.shape)
-        written = self._library.functions.write_tokens(
+        written = self._functions.write_tokens(
             pool.data_ptr(), len(pool), places.data_ptr(), keys.data_ptr(), values.data_ptr(), count, keys.stride(0),
             values.stride(0), kv_heads * head_dim,
         )  # fmt: skip
@@ -48,26 +44,27 @@ class NativePlan:
     def attend(
         self, pool: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        pieces = []
-        if self._singles is not None:
-            pieces.append(self._decode(self._singles, pool, queries[: self._rows], scores))
-        if self._several is not None:
-            pieces.append(self._several.attend(pool, queries, keys, values, scores))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def _decode(self, rows: _Rows, pool: torch.Tensor, queries: torch.Tensor, scores: Scores) -> torch.Tensor:
         scaling, window, softcap = scores
-        asked, queries = queries.dtype, queries.float().contiguous()
-        assert pool.is_contiguous()
-        result = torch.empty_like(queries)
         _, heads, head_dim = queries.shape
         kv_heads = pool.shape[2]
-        self._library.functions.attend_decode(
-            queries.data_ptr(), pool.data_ptr(), result.data_ptr(), rows.lows(window).ctypes.data,
-            rows.stops.ctypes.data, rows.starts.ctypes.data, rows.table.ctypes.data, len(queries), kv_heads,
-            heads // kv_heads, self._chunk_tokens, head_dim**-0.5 if scaling is None else scaling, softcap or 0.0,
-            self._threads,
-        )  # fmt: skip
+        asked, queries = queries.dtype, _by_token(queries, torch.float32)
+        assert pool.is_contiguous()
+        result = torch.empty(queries.shape)
+        model = kv_heads, heads // kv_heads, self._chunk_tokens
+        how = head_dim**-0.5 if scaling is None else scaling, softcap or 0.0, self._threads
+        if self._rows:
+            some, rows = queries[: self._rows].contiguous(), self._singles
+            self._functions.attend_decode(
+                some.data_ptr(), pool.data_ptr(), result.data_ptr(), rows.lows(window).ctypes.data, rows.stops.ctypes.data,
+                rows.tables.ctypes.data, rows.blocks.ctypes.data, self._rows, *model, *how,
+            )  # fmt: skip
+        if spans := len(self._several.starts):
+            several = self._several
+            self._functions.attend_prefill(
+                queries.data_ptr(), queries.stride(0), pool.data_ptr(), result.data_ptr(), several.firsts.ctypes.data,
+                several.starts.ctypes.data, several.stops.ctypes.data, several.tables.ctypes.data,
+                several.blocks.ctypes.data, spans, *model, window or 0, *how,
+            )  # fmt: skip
         return result.to(asked)
 
 
@@ -77,14 +74,13 @@ def _by_token(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-class _Rows:
-    """Single queries as the arrays that the call takes. table: all rows' blocks, starts: where each row's begin."""
+class _Spans:
+    """Spans as the arrays that a call takes. blocks: those of all, tables: where each span's begin."""
 
     def __init__(self, spans: Spans) -> None:
-        assert (spans.first == np.arange(len(spans))).all()
         self._spans = spans
-        self.stops, self.starts, self.table = (
-            np.ascontiguousarray(x) for x in (spans.stop, spans.tables, spans.blocks)
+        self.firsts, self.starts, self.stops, self.tables, self.blocks = (
+            np.ascontiguousarray(x) for x in (spans.first, spans.start, spans.stop, spans.tables, spans.blocks)
         )
         self._lows: dict[int | None, NDArray[np.int64]] = {}
 
@@ -104,10 +100,13 @@ class NativeBackend:
 
     def __init__(self, head_dim: int, dtype: torch.dtype = torch.float32) -> None:
         kind = str(dtype).removeprefix("torch.").upper()
-        self._library = load_library(_SOURCE, (f"HEAD_DIM={head_dim}", f"KV_{kind}"))
+        self._library = load_library(_SOURCE, (f"HEAD_DIM={head_dim}", kind))
         function = self._library.functions.attend_decode
         function.restype = None
-        function.argtypes = [*_POINTERS, *_SIZES, ctypes.c_float, ctypes.c_float, ctypes.c_int]
+        function.argtypes = [*[_ADDRESS] * 7, *_SIZES, *_SCORES]
+        prefill = self._library.functions.attend_prefill
+        prefill.restype = None
+        prefill.argtypes = [_ADDRESS, ctypes.c_int64, *[_ADDRESS] * 7, *_SIZES, ctypes.c_int64, *_SCORES]
         writing = self._library.functions.write_tokens
         writing.restype = ctypes.c_int64
         writing.argtypes = [_ADDRESS, ctypes.c_int64, *[_ADDRESS] * 3, *[ctypes.c_int64] * 4]
@@ -121,4 +120,4 @@ class NativeBackend:
         return f"{name} {numbers[-1]}" if numbers else said
 
     def plan(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int) -> NativePlan:
-        return NativePlan(self._library, batch, pool, chunk_tokens)
+        return NativePlan(self._library, batch, chunk_tokens)

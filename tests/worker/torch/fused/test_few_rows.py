@@ -6,6 +6,7 @@ import copy
 import platform
 import re
 import subprocess
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -119,25 +120,34 @@ def test_sums_stay_in_registers_without_avx512(weights, tmp_path):
     assert len(re.findall(r"vmov[au]p[sd]\s+%[xyz]mm\d+, -?\d*\(%r[sb]p\)", assembly)) < 30
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [(torch.float32, 2e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)]
+)
 @pytest.mark.parametrize("size", [64, 100, 7])
-def test_norm_and_rotation_are_torchs(size):
-    kernels = RowKernels()
-    x, weight = _noise(9, size) * torch.logspace(-3, 3, 9)[:, None], _noise(size, seed=1)
+def test_norm_rotation_and_gate_are_torchs(size, dtype, rounding):
+    """Of the same numbers in float32, rounded once."""
+    kernels = RowKernels(dtype)
+    close = partial(torch.testing.assert_close, rtol=rounding, atol=1e-6)
+    x, weight = (_noise(9, size) * torch.logspace(-3, 3, 9)[:, None]).to(dtype), _noise(size, seed=1)
     got = kernels.rms_norm(x, weight, 1e-5)
-    torch.testing.assert_close(got, F.rms_norm(x, (size,), weight, 1e-5), rtol=2e-6, atol=1e-7)
+    close(got.float(), F.rms_norm(x.float(), (size,), weight, 1e-5))
     assert torch.equal(kernels.rms_norm(x.t().contiguous().t(), weight, 1e-5), got)
     even = 2 * (size // 2)
-    heads, cos, sin = _noise(9, 5, even), _noise(9, 1, even, seed=1), _noise(9, 1, even, seed=2)
-    expected = heads.clone()
-    expected[:, :3] = heads[:, :3] * cos + heads[:, :3].roll(even // 2, -1) * sin
+    heads, cos, sin = (_noise(9, n, even, seed=n).to(dtype) for n in (5, 1, 1))
+    expected, before = heads.float(), heads.clone()
+    expected[:, :3] = expected[:, :3] * cos + expected[:, :3].roll(even // 2, -1) * sin
     kernels.rotate(heads, 3, cos, sin)
-    torch.testing.assert_close(heads, expected, rtol=1e-6, atol=1e-6)
-    assert torch.equal(heads[:, 3:], expected[:, 3:]), "values are not rotated"
+    close(heads.float(), expected)
+    assert torch.equal(heads[:, 3:], before[:, 3:]), "values are not rotated"
+    both = torch.cat([x, x.flip(0)], dim=1)
+    both[0, :4] = torch.tensor([-1e4, -95.0, 95.0, float("nan")])
+    gate, up = both.float().chunk(2, dim=-1)
+    close(kernels.gate(both).float(), F.silu(gate) * up, equal_nan=True)
 
 
 def test_what_does_not_fit_never_reaches_c():
     """It would be read as other numbers, or beyond its end."""
-    product, kernels = FewRows(_noise(6, 32), None, None), RowKernels()
+    product, kernels = FewRows(_noise(6, 32), None, None), RowKernels(torch.float32)
     x, heads, turned = _noise(2, 32), _noise(2, 5, 8), _noise(2, 1, 8)
     for wrong in (x.double(), x[:, :8], x[0]):
         with pytest.raises(AssertionError):
@@ -156,6 +166,9 @@ def test_what_does_not_fit_never_reaches_c():
     ):
         with pytest.raises(AssertionError):
             kernels.rotate(given, 3, cos, turned)
+    for given in (x.double(), x.t(), x[:, :7]):
+        with pytest.raises(AssertionError):
+            kernels.gate(given)
     before = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
@@ -165,7 +178,11 @@ def test_what_does_not_fit_never_reaches_c():
 
 
 def test_threads_change_nothing():
-    (product, _), (rounded_product, _), kernels = _float32(_noise(300, 64)), _int8(_noise(300, 64)), RowKernels()
+    (product, _), (rounded_product, _), kernels = (
+        _float32(_noise(300, 64)),
+        _int8(_noise(300, 64)),
+        RowKernels(torch.float32),
+    )
     x, wide, weight, turned = _noise(3, 64), _noise(40, 2048), _noise(2048), _noise(40, 1, 64, seed=5)
     before = torch.get_num_threads()
     results = []
@@ -174,7 +191,9 @@ def test_threads_change_nothing():
             torch.set_num_threads(threads)
             heads = wide.view(40, 32, 64).clone()
             kernels.rotate(heads, 20, turned, turned)
-            results.append((product(x), rounded_product(x), kernels.rms_norm(wide, weight, 1e-6), heads))
+            results.append(
+                (product(x), rounded_product(x), kernels.rms_norm(wide, weight, 1e-6), heads, kernels.gate(wide))
+            )
     finally:
         torch.set_num_threads(before)
     for each in results[1:]:

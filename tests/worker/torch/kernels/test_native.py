@@ -1,4 +1,4 @@
-"""Decode rows in C against the definition in float64. Skipped where no C compiler is."""
+"""Attention in C against the definition in float64. Skipped where no C compiler is."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ def test_all_kinds_of_rows_in_one_batch(window, softcap):
     ids=str,
 )
 def test_head_sizes_groups_and_blocks(heads, chunk):
-    """Groups of 1, 8, 3, 2 and 20; blocks that are no power of two, smaller and larger than what is taken at once."""
-    case = make_case([[(140, 141)], [(7, 8)], [(0, 1)]], heads, chunk=chunk)
+    """Groups of 1, 8, 3, 2 and 20; blocks that are no power of two, smaller and larger than what is taken at once; prefills
+    of one tile of keys and of several, with and without earlier positions."""
+    case = make_case([[(140, 141)], [(7, 8)], [(0, 1)], [(0, 63)], [(60, 200)], [(130, 132)]], heads, chunk=chunk)
     case.check(case.attend(_plan(case), None, None, None), case.expected(None, None, None))
 
 
@@ -57,7 +58,8 @@ def test_head_sizes_groups_and_blocks(heads, chunk):
 @pytest.mark.parametrize("heads", [Heads(4, 2, 64), Heads(6, 2, 40), Heads(20, 1, 8)], ids=str)
 def test_a_pool_in_16_bits_is_summed_in_float32(dtype, window, softcap, heads):
     """As exact as the rounding of the result to 16 bits, over a context in which sums in 16 bits lose two digits."""
-    case = make_case([[(n - 1, n)] for n in (700, 140, 33, 1)], heads, dtype=dtype, chunk=16)
+    rows = [[(n - 1, n)] for n in (700, 140, 33, 1)]
+    case = make_case([*rows, [(0, 300)], [(190, 270)]], heads, dtype=dtype, chunk=16)
     got, expected = case.attend(_plan(case), None, window, softcap), case.expected(None, window, softcap)
     assert got.dtype == dtype
     rounded = expected.to(dtype).double()
@@ -71,7 +73,8 @@ def test_random_rows(seed):
     lengths = [source.randint(1, 400) for _ in range(source.randint(1, 9))]
     heads = Heads(*source.choice([(4, 1), (4, 4), (6, 2), (16, 2)]), dim=source.choice([16, 64, 96]))
     window, softcap = source.choice([None, 1, 33]), source.choice([None, 5.0])
-    case = make_case([[(n - 1, n)] for n in lengths], heads, chunk=source.choice([8, 16, 32]), seed=seed)
+    rows = [[(source.choice([0, n // 2, n - 1]), n)] for n in lengths]
+    case = make_case(rows, heads, chunk=source.choice([8, 16, 32]), seed=seed)
     case.check(case.attend(_plan(case), None, window, softcap), case.expected(None, window, softcap))
 
 
@@ -88,9 +91,11 @@ def test_layers_may_differ_in_window_and_take_strided_queries():
         )
 
 
-def test_scores_far_apart_neither_overflow_nor_vanish():
-    case = make_case([[(99, 100)], [(49, 50)]])
-    case.queries.mul_(100)
+@pytest.mark.parametrize(("rows", "times"), [([[(99, 100)], [(49, 50)]], 100), ([[(0, 90)]], 12)])
+def test_scores_far_apart_neither_overflow_nor_vanish(rows, times):
+    """Of a prefill many more rows: a score of 1,000 in float32 is exact to 4 digits behind the point."""
+    case = make_case(rows)
+    case.queries.mul_(times)
     got = case.attend(_plan(case), 1.0, None, None)
     assert torch.isfinite(got).all()
     case.check(got, case.expected(1.0, None, None))
@@ -98,7 +103,7 @@ def test_scores_far_apart_neither_overflow_nor_vanish():
 
 def test_neither_other_rows_nor_threads_change_a_row():
     """Bit for bit: so a request's tokens do not depend on who else is served."""
-    rows = [[(300, 301)], [(90, 91)], [(20, 21)]]
+    rows = [[(300, 301)], [(90, 91)], [(20, 21)], [(0, 230)], [(70, 150)]]
     case = make_case(rows, Heads(8, 4, 64))
     plan = _plan(case)
     alone = torch.cat([_one(case, row) for row in range(len(rows))])
@@ -152,4 +157,5 @@ def _one(case, row):
     batch = replace(case.batch, spans=Spans.of([replace(span, first=0)]))
     backend = NativeBackend(case.queries.shape[2], case.pool.dtype)
     plan = backend.plan(batch, case.pool, case.chunk)
-    return plan.attend(case.pool[1], case.queries[row : row + 1], case.keys, case.values, Scores())
+    queries = case.queries[span.first : span.first + span.queries]
+    return plan.attend(case.pool[1], queries, case.keys, case.values, Scores())
