@@ -119,7 +119,7 @@ def test_bars_are_quantities_and_what_nobody_counted_is_not_drawn_as_none(drawn,
     assert widths["pensieve/latency_ms_per_token"] == pytest.approx(10.0)
     assert widths["stateless/compute_ms_per_token"] == pytest.approx(5.0)
     assert widths["stateless/sent_bytes_per_token"] == 1024.0 and "stateless/received_bytes_per_token" not in widths
-    assert {"sent 1.02 kB", "all 10.0", "no network"} <= set(drawn["disaggregation"].texts)
+    assert {"sent 1.02 kB", "all 10", "no network"} <= set(drawn["disaggregation"].texts)
     rows = {(row["baseline"], row["quantity"]): row["value"] for row in rows_of(tmp_path, "disaggregation")}
     assert rows["stateless", "sent_bytes_per_token"] == "1024.0" and rows["pensieve", "sent_bytes_per_token"] == ""
 
