@@ -35,5 +35,7 @@ def test_a_recording_of_one_size_predicts_others_and_other_orders(source: str, l
     found = predicted(source, load, tmp_path)
     if load.order == "retention_value":  # its costs are those of the machine that is replayed, not the plug-in's
         assert abs(found.points) <= 2.5
+    elif load.order == "learned_return":  # a choice that was near hangs on few tokens
+        assert abs(found.points) <= 1.0
     else:
         assert not found.requests
