@@ -15,7 +15,7 @@ CONTRACT = {
     "llama2_13b_gqa llama2_70b llama3_8b llama3_8b_instruct gemma2_27b_it",
     "cache": "demo tiny small medium large xlarge",
     "eviction": "retention_value lru fifo conversation_lru belady learned_return arc s3_fifo tail_lru "
-    "flop_efficiency tool_ttl steps_to_use learned_unguarded",
+    "flop_efficiency tool_ttl learned_unguarded",
     "scheduler": "unified split",
     "baseline": "pensieve pensieve_shared gpu_only stateless prefix_cache vllm_offload llama_slots native_pytorch "
     "transformers_cb llama_cpp llama_cpp_http vllm vllm_http vllm_offloading openai_http ray_keepalive ray_serverless "

@@ -46,6 +46,12 @@ PAUSE_S = 0.03
 """Between requests: one comes behind the other, and finds the copies of the one before done."""
 
 
+NO_TIME = (
+    "hardware.terms={projections: roofline, attention: roofline}",
+    *(f"hardware.{rate}=1e18" for rate in ("flops", "memory_bw", "h2d_bw", "d2h_bw")),
+)
+
+
 class Row(NamedTuple):
     """A request: as offload_shapes.Row, and milliseconds since the one before, to the first token and to the end."""
 
@@ -215,10 +221,11 @@ def predictions() -> Iterator[tuple[str, Load]]:
                 yield from ((name(source), one) for one in with_orders(alike))
 
 
-def predicted(source: str, load: Load, folder: Path, *more: str) -> Apart:
-    rows = [one._replace(since=1000) for one in kept()[source]]  # policies there read the request's number as seconds
+def predicted(source: str, load: Load, folder: Path) -> Apart:
+    """Policies there read the request's number as seconds: a second between arrivals, and none for the machine."""
+    rows = [one._replace(since=1000) for one in kept()[source]]
     traffic(rows, folder / "traffic.parquet")
-    return check(load, folder / "traffic.parquet", *more, real=in_vllm()[load.name])
+    return check(load, folder / "traffic.parquet", *NO_TIME, real=in_vllm()[load.name])
 
 
 def kept() -> dict[str, list[Row]]:

@@ -32,10 +32,4 @@ def test_another_size_of_either_tier_is_told_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("source", "load"), [pytest.param(*one, id=one[1].name) for one in predictions()])
 def test_a_recording_of_one_size_predicts_others_and_other_orders(source: str, load: Load, tmp_path: Path) -> None:
-    found = predicted(source, load, tmp_path)
-    if load.order == "retention_value":  # its costs are those of the machine that is replayed, not the plug-in's
-        assert abs(found.points) <= 2.5
-    elif load.order == "learned_return":  # a choice that was near hangs on few tokens
-        assert abs(found.points) <= 1.0
-    else:
-        assert not found.requests
+    assert not predicted(source, load, tmp_path).requests

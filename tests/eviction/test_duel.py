@@ -100,8 +100,8 @@ class Coin:
     ("favour", "least", "most"), [(0.5, -0.01, 0.01), (0.45, -0.01, 0.0), (0.4, -0.01, 0.0), (0.6, 0.15, 0.2)]
 )
 def test_who_leads_loses_no_point_and_a_good_challenger_gains_what_it_can(favour, least, most):
-    """Of all that the two find, by how much more whoever leads does than the least recently used, which is 2 x favour - 1
-    for a challenger that leads always."""
+    """Of all that the two find: by how much more whoever leads finds than the least recently used. A challenger that leads
+    always has 2 x favour - 1."""
     gained = thrown = 0.0
     for seed in range(30):
         contest, before = Duel(1, least_recent, tokens), 0.0

@@ -11,7 +11,6 @@ from pensieve.core.hint import Hint
 from pensieve.plugins.policies.arc import Arc, ArcDirectory
 from pensieve.plugins.policies.flop_efficiency import FlopEfficiency
 from pensieve.plugins.policies.s3_fifo import S3Fifo
-from pensieve.plugins.policies.steps_to_use import StepsToUse
 from pensieve.plugins.policies.tail_lru import TailLru
 from pensieve.plugins.policies.tool_ttl import ToolTtl, best_time
 from tests.eviction.world import World, context, holds
@@ -132,32 +131,6 @@ def flop_efficiency(world):
     return key
 
 
-def steps_to_use(world):
-    step, due, rested, taken = 0, {}, {}, {}
-    step_s = last_s = None
-    for event in world.events:
-        hint = event.hint
-        if event.asked:
-            step += 1
-            if last_s is not None:
-                gap = event.at_s - last_s
-                step_s = gap if step_s is None else step_s + 0.1 * (gap - step_s)
-            last_s = event.at_s
-            if rested.get(event.number) is not None:
-                since, tool = rested.pop(event.number)
-                before = taken.get(tool)
-                taken[tool] = step - since if before is None else before + 0.1 * (step - since - before)
-        elif hint is None or (hint.stop_reason != "tool_use" and hint.expected_s is None):
-            due[event.number] = None
-        else:
-            rested[event.number] = (step, hint.tool)
-            if hint.expected_s is not None and step_s:
-                due[event.number] = step + hint.expected_s / step_s
-            else:
-                due[event.number] = step + taken.get(hint.tool, 0.0)
-    return lambda session, chunk: (-math.inf if due[session.number] is None else -due[session.number],)
-
-
 def tool_ttl(world):
     gaps = {}
     rested = {}
@@ -196,7 +169,6 @@ POLICIES = [
     (S3Fifo, s3_fifo),
     (partial(TailLru, target_s=TARGET_S), tail_lru),
     (FlopEfficiency, flop_efficiency),
-    (StepsToUse, steps_to_use),
     (ToolTtl, tool_ttl),
 ]
 

@@ -72,7 +72,7 @@ REAL = (
 )  # fmt: skip
 EVICTION = (
     "adaptive_retention", "arc", "belady", "conversation_lru", "fifo", "flop_efficiency", "hinted", "learned_return",
-    "learned_unguarded", "lru", "noisy_hint", "oracle_hint", "retention_value", "s3_fifo", "steps_to_use", "stop_reason",
+    "learned_unguarded", "lru", "noisy_hint", "oracle_hint", "retention_value", "s3_fifo", "stop_reason",
     "tail_lru", "tool_ttl", "ttl",
 )  # fmt: skip
 BASELINES = ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots")

@@ -110,8 +110,8 @@ class Pauses:
 
 
 class Playback(Asking):
-    """A workload of dialogues. Warm-up conversations run first, without a pause; when the last of them is over, the measured
-    ones start.
+    """A workload of dialogues. Warm-up conversations, if any, run first, without a pause; when the last of them is over, the
+    measured ones start.
 
     Without recorded times a turn is sent when the reply before it is complete and the pause is over; a conversation whose
     turn did not complete ends there. One that another conversation began starts when that one's reply is complete, and a turn
@@ -138,7 +138,7 @@ class Playback(Asking):
         first_user_ends: bool = False,
         hints: bool = True,
     ) -> None:
-        assert warmup and measured
+        assert measured
         assert not first_user_ends or isinstance(arrivals, Users)
         super().__init__(context, timeout_s)
         self._warmup, self._measured = warmup, measured
@@ -171,7 +171,7 @@ class Playback(Asking):
         )
 
     def start(self) -> Iterable[Arrival]:
-        return [self._arrival(talk, 1, 0.0) for talk in self._warmup]
+        return [self._arrival(talk, 1, 0.0) for talk in self._warmup] or self._measured_starts(0.0)
 
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
         talk, now, completed = self._talks[turn.session], turn.finished_s, turn.status == "completed"

@@ -80,9 +80,9 @@ class Duel:
     """Whether a challenger's order finds more than least recently used does.
 
     Both see the turns of the same sample of sessions, each with its share of the capacity, as large as `MOST` allows
-    (a sample of fixed size: Waldspurger et al., SHARDS, FAST 2015). At every 64th turn of the sample the challenger takes
-    the lead if the sum of what it found more, turn by turn, is above the root of the sum of squares, and gives it up if
-    below minus that. Old turns fade in both sums, with a half-life of 2,000.
+    (a sample of fixed size: Waldspurger et al., SHARDS, FAST 2015). What the challenger found more is summed, turn by turn,
+    and so are the squares. At every 64th turn of the sample it takes the lead if the sum is above the root of the squares',
+    and gives it up if below minus that. Old turns fade in both sums, with a half-life of 2,000.
 
     So a challenger that is better leads after few turns, and one that differs by chance leads half of the time, which costs
     nothing on average. One that is worse leads by chance until that shows: tests/eviction/test_duel.py has what it costs. The

@@ -35,14 +35,14 @@ class Rest:
 
 class LearnedReturn(EvictionPolicy):
     """The score of a chunk is its value a second: the rate at which sessions of its kind and age return
-    (return_times.rates_of), times what a hit on it saves. The lowest goes first; so what will not return is given up before
-    anything else, also by the copy ahead of time, which leaves no worse chunk on CPU than the one that it drops.
+    (return_times.rates_of), times what a hit on it saves. The lowest goes first, so what will not return is given up
+    before anything else. The copy ahead of time does so too: it leaves no worse chunk on CPU than the one that it drops.
 
-    A session's kind is what is known when a turn ends, from wide to narrow: what its client said (stop reason, tool,
-    the seconds it expects or wants it kept for), its turn number, how many tokens its last prompt added, how long it was away
-    before. A return, or an age passed without one, counts for each of these; a narrow kind that was seen little follows the
-    wider one. Nothing is trained ahead, and what is old is forgotten. Evicted sessions count as well, so what it learns
-    does not depend on what it keeps.
+    A session's kind is what is known when a turn ends, from wide to narrow. What its client said comes first: stop reason,
+    tool, the seconds it expects or wants it kept for. Then its turn number, how many tokens its last prompt added, how long
+    it was away before. A return, or an age passed without one, counts for each of these; a narrow kind that was seen little
+    follows the wider one. Nothing is trained ahead, and what is old is forgotten. Evicted sessions count as well, so what it
+    learns does not depend on what it keeps.
 
     The least recently used goes first until a Duel says that this order would have found more, and again once it says less:
     so at the start, and where nothing can be learned.

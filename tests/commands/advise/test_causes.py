@@ -168,3 +168,4 @@ def test_a_request_of_which_nobody_knows_what_was_found_does_not_count():
     assert every.prompt_tokens - without.prompt_tokens == left.prompt
     assert every.missed_tokens - without.missed_tokens == left.prompt - 4
     assert sum(line.tokens or 0 for line in without.lines) == without.missed_tokens
+    assert without.bound_tokens <= without.unlimited_tokens < every.bound_tokens, "nor in the bound"

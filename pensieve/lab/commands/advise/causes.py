@@ -307,7 +307,7 @@ def split(reading: Reading, found: Sequence[int | None], capacity_tokens: int, p
             if start < stop:
                 tokens[cause] += stop - start
                 seconds[cause] += prices.seconds(start, stop)
-    idle = idle_runs(reading)
+    idle = idle_runs([sent for sent, _ in asked], reading)
     bound_tokens = most_kept(idle, [one.tokens for one in idle], capacity_tokens)
     both, both_s = tokens["capacity"], seconds["capacity"]
     engine = sum(min(own, sent.in_time) for sent, own in asked)
@@ -329,11 +329,12 @@ def split(reading: Reading, found: Sequence[int | None], capacity_tokens: int, p
     )
 
 
-def idle_runs(reading: Reading) -> list[Idle]:
-    """What was written in time, in runs of one last use: kept from the end of that request to this arrival, it hits."""
+def idle_runs(asked: Iterable[Sent], reading: Reading) -> list[Idle]:
+    """Of these requests, what was written in time, in runs of one last use. Kept from the end of that request to this
+    arrival, it hits."""
     runs = [
         Idle(min(reading.sent[user].end_s, sent.at_s), sent.at_s, min(stop, sent.in_time) - start, start)
-        for sent in reading.sent
+        for sent in asked
         for user, start, stop in sent.uses
         if start < min(stop, sent.in_time)
     ]

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -17,8 +16,8 @@ from pensieve.lab.metric_registry import NONNEGATIVE, REAL
 from pensieve.lab.replay import replay
 from pensieve.lab.statistics import PairedRatio, nearest_rank, paired_ratio
 from pensieve.lab.workload.chance import shuffled
-from pensieve.lab.workload.fit import Fit, filler, fitted
-from pensieve.lab.workload.playback import Dialogue, Pauses, Playback, Recorded, Step
+from pensieve.lab.workload.fit import Fit, fitted
+from pensieve.lab.workload.playback import Pauses, Playback, Recorded
 from pensieve.lab.workload.recording import Blocks, Call, Conversation, hashes_of
 
 REQUEST_S, BLOCK_S = 1e-3, 12e-6
@@ -115,10 +114,8 @@ def replayed(task: Task) -> Replayed:
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=True)
     context = workload_context(plan, tokenizer)
     measured, _ = fitted(task.conversations, Fit(context))
-    nothing = Step(partial(filler, 1, context.vocab, "warmup"), 1, 1, 1)  # no block is full: the replay begins empty
-    workload = Playback(
-        context, [Dialogue("warmup", "warmup", (nothing,), 1)], measured, Recorded(), Pauses(0, 0.0), facts={}
-    )
+    # No warm-up turn: a policy that counts turns would decide at another one than the recorded engine's.
+    workload = Playback(context, (), measured, Recorded(), Pauses(0, 0.0), facts={})
     described = workload.describe()
     routed = plan.config.hardware.router != "single"
     system = build_cluster(plan, tokenizer, described) if routed else build_system(plan, tokenizer, None, described)
