@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from analysis.sweep import Cell, Source
 from pensieve.errors import MissingSeries
 from pensieve.lab.metric_registry import PERCENTILES
+from pensieve.lab.metrics import OUT_OF_MEMORY
 from pensieve.lab.results.findings import REFERENCE
 from pensieve.lab.results.frame import ByConversation, by_conversation, conversation_sums, positive_ratio, values_of
 from pensieve.lab.statistics import (
@@ -242,10 +243,7 @@ def reason_over_reflect(source: Source, cell: Cell) -> Estimate | None:
 
 
 def out_of_memory(source: Source, cell: Cell) -> int:
-    """Turns of agents that did not get the memory they needed: refused since the GPU tier cannot hold them, or failed when
-    the device ran out."""
+    """Turns of agents that did not get the memory they needed."""
     turns = source.turns(cell, measured=False)
     turns = turns[turns["label"].isin(("reason", "reflect"))]
-    refused = (turns["status"] == "refused") & (turns["finish_reason"] == "capacity")
-    failed = (turns["status"] == "failed") & turns["error"].fillna("").str.contains("memory")
-    return int((refused | failed).sum())
+    return sum(how in OUT_OF_MEMORY for how in zip(turns["status"], turns["finish_reason"], strict=True))

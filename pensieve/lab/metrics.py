@@ -370,9 +370,12 @@ def _of_the_system(
     ]
 
 
+OUT_OF_MEMORY = (("refused", CapacityError.reason), ("failed", MemoryRanOut.reason))
+"""Status and reason of a turn that did not get the memory it needed: of one GPU tier, or for a process of its own."""
+
+
 def out_of_memory(turn: TurnRecord) -> bool:
-    """Whether the turn did not get the memory that it needed: of one GPU tier, or of the machine for a process of its own."""
-    return (turn.status, turn.finish_reason) in (("refused", CapacityError.reason), ("failed", MemoryRanOut.reason))
+    return (turn.status, turn.finish_reason) in OUT_OF_MEMORY
 
 
 def _phases(measured: Sequence[TurnRecord]) -> list[MetricValue]:

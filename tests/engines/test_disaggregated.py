@@ -252,9 +252,9 @@ def test_the_simulation_counts_what_a_socket_would_have_carried(kind: type[Any])
     setup = setup_of()
     machine = HardwareSpec("m", True, flops=1e12, memory_bw=1e11, h2d_bw=1e10, network_gbps=25, network_latency_s=1e-5)
     twin = getattr(simulated, kind.__name__)(setup.model, machine, 32)
-    told = list(twin.tokens(40, 6))
+    told = list(twin.tokens(0, 40, 6))
     turn = one(opened(kind), prompt(40), 6)
-    sent, received = sum(spent.sent for spent in told), sum(spent.received for spent in told)
+    sent, received = sum(spent.sent or 0 for spent in told), sum(spent.received or 0 for spent in told)
     assert abs(received - (turn.received_bytes or 0)) <= 6 * 8
     missing = (turn.sent_bytes or 0) - sent
     if kind is SemanticBlind:  # norms, and what names the weights: known to a module, not to a ModelSpec
