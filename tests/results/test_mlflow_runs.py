@@ -9,7 +9,6 @@ import signal
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +20,8 @@ from pensieve.lab.results.mlflow_runs import (
     copy_sweep,
     copy_trial,
     is_param,
-    note,
     rebuild_mlflow,
     sweep_name,
-    sweep_tags,
     sync_mlflow,
     trial_name,
     trial_tags,
@@ -33,7 +30,7 @@ from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.store import ResultsStore, open_store
 from pensieve.lab.results.sweep_table import sweep_table
 from tests.results.test_database import FORK, in_another_process
-from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep, trial_fields
+from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
 
 TTFT = [40.0, 42.0, 44.0]
 
@@ -139,9 +136,7 @@ def test_a_sweep_becomes_a_parent_with_children(tmp_path: Path, caplog: pytest.L
     store.set_sweep(sweep, status="failed")
     assert copy_sweep(tmp_path, store, sweep) == (parent, 2)
     below = children(tmp_path, store, sweep)
-    assert {number: one.data.tags.get("superseded") for number, one in below.items()} == {
-        trial: None, half: "true", again: None, failed: None,
-    }  # fmt: skip
+    assert sorted(below) == [trial, half, again, failed]
     assert (below[failed].info.status, below[failed].data.tags["error"]) == ("FAILED", "It broke; mend it.")
 
     assert client.get_run(parent).info.status == "FAILED"
@@ -190,25 +185,6 @@ def test_a_store_whose_maker_died_is_made_by_the_next(tmp_path: Path, monkeypatc
     assert (left / "mlflow.db").exists()
     assert mlflow_store.client_of(tmp_path) is not None
     assert not list(tmp_path.glob(".mlflow-new-*"))
-
-
-def test_an_experiment_that_another_machine_makes_first_is_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    exceptions = pytest.importorskip("mlflow.exceptions")
-
-    class Server:
-        asked = 0
-
-        def get_experiment_by_name(self, name: str) -> Any:
-            self.asked += 1
-            return None if self.asked == 1 else SimpleNamespace(experiment_id=7, lifecycle_stage="active")
-
-        def create_experiment(self, name: str, **_: object) -> str:
-            raise exceptions.MlflowException("it exists")
-
-    monkeypatch.setattr(mlflow_runs, "client_of", lambda _: Server())
-    assert mlflow_runs._Copy(tmp_path, ResultsStore(MEMORY)).experiment("ours") == "7"
 
 
 @pytest.mark.slow
@@ -322,7 +298,7 @@ def shown_trial(**changed: object) -> Trial:
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
-        ({"seed": "0,1", "eviction": "lru,fifo", "baseline": "pensieve"}, "eviction=lru seed=0"),
+        ({"seed": "0,1", "eviction": "lru,fifo", "baseline": "pensieve"}, "pensieve eviction=lru seed=0"),
         ({"seed": "0,1", "workload.pressure": "1,2", "baseline": "a,b"}, "pensieve workload.pressure=2.0 seed=0"),
         ({"seed": "range(0,9)", "cache.gpu": "'1,024 tokens'"}, "pensieve seed=0"),
         ({"hydra.sweeper.n_trials": "1,2"}, "pensieve seed=0"),
@@ -341,27 +317,14 @@ def test_a_trial_is_called_by_its_place_on_the_axes_and_a_sweep_by_them(
     assert sweep_name(shown_sweep(None, cache="demo", seed="0,1")) == f"pensieve {at}"
 
 
-def test_the_tags_are_those_that_the_ui_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("getpass.getuser", lambda: "ada")
-    shown = {
-        "mlflow.user": "ada", "mlflow.source.name": "runners/run.py", "mlflow.source.type": "LOCAL",
-        "mlflow.source.git.commit": "abc",
-    }  # fmt: skip
-    assert shown.items() <= sweep_tags(shown_sweep()).items()
-    changed = shown_trial(git_commit="abc", environment={"command": "pensieve run seed=1", "git": {"dirty": True}})
-    tags = trial_tags(changed, None, None, reused=False)
-    assert {**shown, "mlflow.source.name": "pensieve", "pensieve.git_dirty": "true"}.items() <= tags.items()
-    assert trial_tags(changed, shown_sweep(), "p", reused=True)["mlflow.source.name"] == "runners/run.py"
-
-    def nameless() -> str:
-        raise KeyError("uid not found")
-
-    monkeypatch.setattr("getpass.getuser", nameless)
-    assert "mlflow.user" not in sweep_tags(shown_sweep())
+def test_the_tags_are_those_that_the_ui_shows() -> None:
+    changed = shown_trial(git_commit="abc", environment={"command": "pensieve run seed=1"})
+    tags = trial_tags(changed, None, reused=False)
+    assert (tags["mlflow.source.name"], tags["mlflow.source.git.commit"]) == ("pensieve", "abc")
+    assert trial_tags(changed, shown_sweep(), reused=True)["mlflow.source.name"] == "runners/run.py"
 
 
-def test_parameters_and_description() -> None:
+def test_parameters() -> None:
     told = ["workload._target_", "tracking.mlflow", "trial.retries", "force", "experiment_name", "hydra.job.name"]
     assert not any(is_param(name) for name in told)
     assert all(is_param(name) for name in ("workload.pressure", "cache.gpu", "seed"))
-    assert note(["Found.", "One seed."], "run.py -m") == "**Found.**\n\n- One seed.\n\n`run.py -m`"

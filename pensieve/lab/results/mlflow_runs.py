@@ -1,29 +1,26 @@
 """Sweeps and trials as MLflow runs, copied from the results database.
 
-A run that is there already is found again, so each copy may be made twice: after a trial, after its sweep, by
-`pensieve mlflow sync`. Nothing is copied while a trial runs.
+A run is found again by its tags, so each copy may be made twice: after a trial, after its sweep, by `pensieve mlflow sync`.
+Nothing is copied while a trial runs.
 """
 
 from __future__ import annotations
 
-import getpass
 import json
 import re
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from datetime import datetime
-from itertools import zip_longest
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlencode
 
 from sqlalchemy import select, union
 
 from pensieve.errors import ResultsError
-from pensieve.lab.results.findings import LAST_TTFT
 from pensieve.lab.results.identity import counts_for_sweep
 from pensieve.lab.results.mlflow_store import client_of, forget_clients, lock, move_away, or_none, reason_of, remote_url
 from pensieve.lab.results.schema import Sweep, SweepTrial, Trial, sweep_result
@@ -32,17 +29,12 @@ from pensieve.lab.results.store import ResultsStore, figures_folder, report_file
 from pensieve.lab.results.sweep_table import SweepTable, sweep_table
 from pensieve.lab.results.trials import axis_value, leaves, swept_axes
 
-T = TypeVar("T")
-
 TRIAL_TAG, SWEEP_TAG, KEY_TAG = "pensieve.trial_id", "pensieve.sweep_id", "pensieve.sweep_key"
 PARENT_TAG, FINGERPRINT_TAG = "mlflow.parentRunId", "fingerprint"
 TTFT_BY_TURN = "ttft_ms_by_turn"
 SHOWN = ("ttft_ms_mean", "ttft_ms_p99", "throughput_output_tok_s", "miss_rate")
 """Columns of the UI's table of runs, which is sorted by the first. No more fit beside its assistant."""
 
-_OF_ROWS = (
-    "ttft_ms_p50", "ttft_ms_p99", "throughput_output_tok_s", "gpu_hit_rate", "cpu_hit_rate", "miss_rate", "bound_hit_rate",
-)  # fmt: skip
 _COLUMNS_AS_PARAMS = (
     "model", "baseline", "eviction", "scheduler", "cache", "workload", "hardware", "seed", "repeat", "weights", "dtype",
     "device", "device_count", "gpu_tokens", "cpu_tokens", "working_set_tokens",
@@ -51,7 +43,7 @@ _NOT_PARAMS = ("hydra", "tracking", "trial", "force", "resume", "sweep", "experi
 _ONLY_HYDRA = re.compile(r"_\w+_")  # _target_, _partial_, ...
 _RUN_STATUS = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "running": "RUNNING"}
 _RUNS_FIRST = {"mlflow.experimentKind": "custom_model_development"}  # else its page begins with an empty page of traces
-_PARAMS, _METRICS = 100, 900  # of one call; MLflow allows 1000 of both together
+_AT_ONCE = 100  # parameters, and metrics, of one call
 _PARAM_LENGTH, _NAME_LENGTH, _TAG_LENGTH = 6000, 250, 5000
 
 Held = Callable[[], AbstractContextManager[object]]
@@ -66,7 +58,7 @@ def copy_sweep(
     attempt. A sweep that has ended closes its run with what it found. Returns the parent's id and how many trials were
     written.
 
-    table: of the sweep, where the caller has it. Older attempts at the same trial are tagged superseded.
+    table: of the sweep, where the caller has it.
     """
     return _Copy(outputs, store, held).sweep(store.sweep(sweep_id), table)
 
@@ -87,24 +79,22 @@ def address_of(outputs: Path, run_id: str) -> str:
 
 
 @or_none
-def log_drawn(outputs: Path, store: ResultsStore, sweep_id: int) -> str | None:
-    """Log the sweep's figures and report, where they have been drawn, as artifacts of its run; None if it has no run."""
+def log_drawn(outputs: Path, store: ResultsStore, sweep_id: int) -> None:
+    """Log the sweep's figures and report, where they have been drawn, as artifacts of its run."""
     figures, report = figures_folder(outputs, sweep_id), report_file(outputs, sweep_id)
     run_id = store.sweep(sweep_id).mlflow_run_id
-    if figures.is_dir() and _exists(client := client_of(outputs), run_id):
-        client.log_artifacts(run_id, str(figures), "figures")
+    if run_id is not None and figures.is_dir():
+        client_of(outputs).log_artifacts(run_id, str(figures), "figures")
     if report.is_file():
         log_text_of_sweep(outputs, store, sweep_id, report.read_text(encoding="utf-8"), "report.html")
-    return run_id
 
 
 @or_none
 def log_text_of_sweep(outputs: Path, store: ResultsStore, sweep_id: int, text: str, name: str) -> str | None:
     """Log a text as the artifact `name` of the sweep's parent run; returns the run's id, None if there is none."""
     run_id = store.sweep(sweep_id).mlflow_run_id
-    if run_id is None or not _exists(client := client_of(outputs), run_id):
-        return None
-    client.log_text(run_id, text, name)
+    if run_id is not None:
+        client_of(outputs).log_text(run_id, text, name)
     return run_id
 
 
@@ -114,34 +104,31 @@ def sync_mlflow(outputs: Path, store: ResultsStore, say: Callable[[str], None]) 
     Running trials are left to their own process. Raises ResultsError where MLflow cannot be written, or lacks some after all
     others were written.
     """
-    failed: list[str] = []
-
-    def attempted(what: str, copy: Callable[[], T]) -> T | None:
-        try:
-            return copy()
-        except Exception as error:
-            failed.append(f"{what} ({reason_of(error)})")
-            return None
-
     store.interrupt_dead()
-    copy = attempted("no run", lambda: _Copy(outputs, store))
-    if copy is None:
-        raise ResultsError(f"MLflow cannot be written in {outputs}: {failed[0]}. Mend it and run again.")
     of_sweeps = union(select(SweepTrial.trial_id), select(sweep_result.c.trial_id))
     with store.database.reading() as connection:
         sweeps = connection.scalars(select(Sweep.id).order_by(Sweep.id)).all()
         others = select(Trial.id).where(Trial.status != "running", Trial.id.not_in(of_sweeps))
         alone = connection.scalars(others.order_by(Trial.id)).all()
-    written = 0
-    for sweep in map(store.sweep, sweeps):
-        copied = attempted(f"sweep {sweep.id}", lambda sweep=sweep: copy.sweep(sweep))  # type: ignore[misc]
-        if copied is not None:
-            log_drawn(outputs, store, sweep.id)
-            written += copied[1]
-            say(f"Sweep {sweep.id} is in MLflow: {copied[1]} trials were missing.")
-    for trial in map(store.trial, alone):
-        run_id = attempted(f"trial {trial.id}", lambda trial=trial: copy.trial(trial))  # type: ignore[misc]
-        written += run_id not in (None, trial.mlflow_run_id)
+    try:
+        copy = _Copy(outputs, store)
+    except Exception as error:
+        raise ResultsError(
+            f"MLflow cannot be written in {outputs}: {reason_of(error)}. Mend it and run again."
+        ) from None
+    written, failed = 0, list[str]()
+    for what, number in (*(("sweep", one) for one in sweeps), *(("trial", one) for one in alone)):
+        try:
+            if what == "sweep":
+                _, missing = copy.sweep(store.sweep(number))
+                log_drawn(outputs, store, number)
+                say(f"Sweep {number} is in MLflow: {missing} trials were missing.")
+            else:
+                trial = store.trial(number)
+                missing = copy.trial(trial) != trial.mlflow_run_id
+            written += missing
+        except Exception as error:
+            failed.append(f"{what} {number} ({reason_of(error)})")
     if failed:
         raise ResultsError(
             f"{written} trials were written to MLflow, but not {', '.join(failed)}. Mend it and run the same command again."
@@ -158,9 +145,6 @@ def rebuild_mlflow(outputs: Path, store: ResultsStore, say: Callable[[str], None
     return sync_mlflow(outputs, store, say)
 
 
-# Runs
-
-
 class _Copy:
     """Writes runs. Each is looked for and then made under the lock of this machine."""
 
@@ -171,7 +155,7 @@ class _Copy:
         """As copy_sweep."""
         client, store = self.client, self.store
         with self.held(), lock(self.outputs):
-            experiment = self.experiment(sweep.name)
+            experiment = self._experiment(sweep.name)
             parent = self._parent(experiment, sweep)
         ended = {
             trial.id: (trial, job.reused)
@@ -179,82 +163,60 @@ class _Copy:
             for trial in (job.trial, job.last)
             if trial is not None and trial.status != "running"
         }
-        known = client.search_runs([experiment], filter_string=_tagged(**{PARENT_TAG: parent}), max_results=50_000)
+        known = client.search_runs([experiment], filter_string=_tagged({PARENT_TAG: parent}), max_results=50_000)
         whole = {run.data.tags.get(TRIAL_TAG) for run in known if run.info.status != "RUNNING"}
-        missing = [
-            trial_id
-            for trial_id, (trial, _) in sorted(ended.items())
-            if str(trial_id) not in whole or trial.mlflow_run_id is None
-        ]
+        missing = [key for key in sorted(ended) if str(key) not in whole or ended[key][0].mlflow_run_id is None]
         for trial, reused in map(ended.__getitem__, missing):
             with self.held(), lock(self.outputs):
                 self._run(experiment, trial, sweep, parent, reused)
-            for run in known if trial.status == "completed" else ():
-                tags = run.data.tags  # without ours where a person made the run
-                if tags.get(FINGERPRINT_TAG) == trial.fingerprint and int(tags[TRIAL_TAG]) < trial.id:
-                    client.set_tag(run.info.run_id, "superseded", "true")
         if sweep.status != "running":
-            found = table or sweep_table(store, sweep.id)
-            self._close(parent, experiment, sweep, found)
+            self._close(parent, experiment, sweep, table or sweep_table(store, sweep.id))
         return parent, len(missing)
 
     def trial(self, trial: Trial) -> str:
         """As copy_trial."""
         with self.held(), lock(self.outputs):
-            return self._run(self.experiment(trial.experiment or "pensieve"), trial)
+            return self._run(self._experiment(trial.experiment or "pensieve"), trial)
 
-    def experiment(self, name: str) -> str:
-        """The experiment's id, made or restored from deletion if need be. The caller holds the lock of this machine."""
-        from mlflow.exceptions import MlflowException
-
+    def _experiment(self, name: str) -> str:
+        """The experiment's id, made or restored from deletion if need be."""
         found = self.client.get_experiment_by_name(name)
         if found is None:  # a server decides itself where artifacts are
             location = None if remote_url() else (self.outputs.absolute() / "mlartifacts").as_uri()
-            try:
-                return str(self.client.create_experiment(name, artifact_location=location, tags=_RUNS_FIRST))
-            except MlflowException:  # on a server another machine may be first
-                found = self.client.get_experiment_by_name(name)
-                if found is None:
-                    raise
+            return str(self.client.create_experiment(name, artifact_location=location, tags=_RUNS_FIRST))
         if found.lifecycle_stage == "deleted":
             self.client.restore_experiment(found.experiment_id)
         return str(found.experiment_id)
 
-    def _found(
-        self, experiment: str, run_id: str | None, own: Sequence[str], tags: Mapping[str, str], at: datetime, name: str
-    ) -> Any:
-        """This run, where it exists, else one with those of the tags that are its `own`, else a new one. A process may die
-        after it made a run, and before the run's id was in the database."""
-        if run_id is not None and _exists(self.client, run_id):
-            return self.client.get_run(run_id)
-        same = _tagged(**{tag: tags[tag] for tag in own if tag in tags})
-        found = self.client.search_runs([experiment], filter_string=same, max_results=1)
-        return found[0] if found else self.client.create_run(experiment, _milliseconds(at), tags, name)
+    def _found(self, experiment: str, own: Mapping[str, str], name: str, began: datetime) -> Any:
+        """The run with these tags, a new one where there is none. The ids in the database are no help: a process may die
+        before it writes one, and the store may be another one since."""
+        found = self.client.search_runs([experiment], filter_string=_tagged(own), max_results=1)
+        return found[0] if found else self.client.create_run(experiment, _milliseconds(began), own, name)
 
     def _parent(self, experiment: str, sweep: Sweep) -> str:
-        """The sweep's run, whose id is kept in the sweep's row. The caller holds the lock."""
-        tags, own = sweep_tags(sweep), (SWEEP_TAG, KEY_TAG)
-        run = self._found(experiment, sweep.mlflow_run_id, own, tags, sweep.started_at, sweep_name(sweep))
+        """The sweep's run, whose id is kept in the sweep's row."""
+        own = {SWEEP_TAG: str(sweep.id), KEY_TAG: sweep.key}
+        run = self._found(experiment, own, sweep_name(sweep), sweep.started_at)
         run_id = str(run.info.run_id)
         if run_id != sweep.mlflow_run_id:
             self.store.set_sweep(sweep.id, mlflow_run_id=run_id)
         # MLflow never changes a parameter: overrides that may differ when the sweep goes on are in the command's tag alone.
-        params = {key: text for key, text in leaves(sweep.overrides) if counts_for_sweep(key)}
-        lacking = {key: text for key, text in params.items() if _allowed(key) not in run.data.params}
-        _log(self.client, run_id, lacking, tags={**tags, "status": sweep.status})
+        params = {key: text for key, text in sweep.overrides.items() if counts_for_sweep(key)}
+        tags = {"status": sweep.status, **_source(sweep.command, sweep.git_commit)}
+        _log(self.client, run_id, {} if run.data.params else params, tags=tags)
         self.client.update_run(run_id, status="RUNNING")
         return run_id
 
     def _close(self, run_id: str, experiment: str, sweep: Sweep, table: SweepTable) -> None:
-        """Close the parent run with what the sweep found: the sentences as its description, the table as an artifact, medians
-        and ratios as metrics, and which columns the UI shows of the runs below it."""
-        tags = {"mlflow.note.content": note(table.answers, sweep.command)} if table.answers else {}
-        at_ms = _milliseconds(sweep.finished_at or sweep.started_at)
-        _log(self.client, run_id, metrics=_metrics(headline_metrics(table), at_ms), tags=tags)
+        """Close the parent run with what the sweep found: the sentences as its description, the table as an artifact, and
+        which columns the UI shows of the runs below it."""
+        if table.answers:
+            self.client.set_tag(run_id, "mlflow.note.content", "\n\n".join(table.answers)[:_TAG_LENGTH])
         self.client.log_text(run_id, table.text(), "comparison.txt")
         columns = [f"metrics.`{name}`" for name in SHOWN]
         view = {
-            "searchFilter": _tagged(**{PARENT_TAG: run_id}),
+            "searchFilter": _tagged({PARENT_TAG: run_id}),
             "orderByKey": columns[0],
             "orderByAsc": True,
             "startTime": "ALL",
@@ -267,21 +229,16 @@ class _Copy:
         self.client.set_terminated(run_id, _RUN_STATUS[sweep.status], _milliseconds(sweep.finished_at))
 
     def _run(
-        self,
-        experiment: str,
-        trial: Trial,
-        sweep: Sweep | None = None,
-        parent: str | None = None,
-        reused: bool = False,
+        self, experiment: str, trial: Trial, sweep: Sweep | None = None, parent: str | None = None, reused: bool = False
     ) -> str:
         """Log a trial, in a run that another process began and did not complete if there is one. The run's id is written to
-        the trial's row, except that the row of a reused trial keeps its first run. The caller holds the lock."""
-        tags, own = trial_tags(trial, sweep, parent, reused), (TRIAL_TAG, FINGERPRINT_TAG, PARENT_TAG)
-        known = trial.mlflow_run_id if parent is None else None
-        run = self._found(experiment, known, own, tags, trial.started_at, trial_name(trial, sweep))
+        the trial's row, except that the row of a reused trial keeps its first run."""
+        own = {TRIAL_TAG: str(trial.id), FINGERPRINT_TAG: trial.fingerprint}
+        own |= {PARENT_TAG: parent} if parent is not None else {}
+        run = self._found(experiment, own, trial_name(trial, sweep), trial.started_at)
         run_id = str(run.info.run_id)
         if run.info.status == "RUNNING":
-            _fill_run(self.client, run_id, self.store, trial, sweep, tags)
+            _fill_run(self.client, run_id, self.store, trial, sweep, trial_tags(trial, sweep, reused))
         if trial.mlflow_run_id != run_id and (not reused or trial.mlflow_run_id is None):
             self.store.set_trial(trial.id, mlflow_run_id=run_id)
         return run_id
@@ -298,12 +255,14 @@ def _fill_run(
     fields = {name: value for name, value in leaves(trial.config) if is_param(name)}
     asked = {f"{PREFIX}{name}": most for name, most in asdict(slo).items() if most is not None}
     columns = {key: value for key in _COLUMNS_AS_PARAMS if (value := getattr(trial, key)) is not None}
-    found, at_ms = store.metrics_of(trial.id, slo), _milliseconds(trial.finished_at or trial.started_at)
-    metrics = _metrics({f"{m.name}/{m.label}" if m.label else m.name: m.value for m in found}, at_ms)
-    for one in found:
-        if one.name == "ttft_ms_p50" and one.label.startswith("turn="):
-            metrics += _metrics({TTFT_BY_TURN: one.value}, at_ms, int(one.label.removeprefix("turn=")))
-    _log(client, run_id, {**fields, **asked, **columns}, metrics, tags)
+    found = store.metrics_of(trial.id, slo)
+    metrics = [(f"{m.name}/{m.label}" if m.label else m.name, m.value, 0) for m in found] + [
+        (TTFT_BY_TURN, one.value, int(one.label.removeprefix("turn=")))
+        for one in found
+        if one.name == "ttft_ms_p50" and one.label.startswith("turn=")
+    ]
+    at_ms = _milliseconds(trial.finished_at or trial.started_at)
+    _log(client, run_id, {**fields, **asked, **columns}, metrics, tags, at_ms)
     with tempfile.TemporaryDirectory() as name:
         for file, content in (("config.json", trial.config), ("environment.json", trial.environment)):
             Path(name, file).write_text(json.dumps(content, indent=2, default=str), encoding="utf-8")
@@ -319,49 +278,30 @@ def _fill_run(
 # In MLflow's terms
 
 
-def _exists(client: Any, run_id: str | None) -> bool:
-    """Whether the run exists and was not deleted."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        return run_id is not None and bool(client.get_run(run_id).info.lifecycle_stage == "active")
-    except MlflowException:
-        return False
-
-
-def _tagged(**tags: str) -> str:
+def _tagged(tags: Mapping[str, str]) -> str:
     return " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
 
 
 def _log(
     client: Any,
     run_id: str,
-    params: Mapping[str, Any] | None = None,
-    metrics: Sequence[Any] = (),
+    params: Mapping[str, Any],
+    metrics: Sequence[tuple[str, float | None, int]] = (),
     tags: Mapping[str, str] | None = None,
+    at_ms: int | None = None,
 ) -> None:
-    """In as few calls as MLflow's limits allow, since each is a transaction."""
-    from mlflow.entities import Param, RunTag
+    """metrics: name, value, step; those without a value are left out."""
+    from mlflow.entities import Metric, Param, RunTag
 
     texts = {
-        key: json.dumps(v, default=str) if isinstance(v, list | tuple) else str(v) for key, v in (params or {}).items()
+        key: json.dumps(v, default=str) if isinstance(v, list | tuple) else str(v) for key, v in sorted(params.items())
     }
-    parts = _parts([Param(_allowed(key), text[:_PARAM_LENGTH]) for key, text in sorted(texts.items())], _PARAMS)
-    if tags:
-        client.log_batch(run_id, tags=[RunTag(name, text[:_TAG_LENGTH]) for name, text in tags.items()])
-    for some, others in zip_longest(parts, _parts(metrics, _METRICS), fillvalue=()):
-        client.log_batch(run_id, params=some, metrics=others)
-
-
-def _parts(values: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
-    return (values[start : start + most] for start in range(0, len(values), most))
-
-
-def _metrics(values: Mapping[str, float | None], at_ms: int | None, step: int = 0) -> list[Any]:
-    """Of the values that are known."""
-    from mlflow.entities import Metric
-
-    return [Metric(_allowed(name), value, at_ms, step) for name, value in values.items() if value is not None]
+    told = [Param(_allowed(key), text[:_PARAM_LENGTH]) for key, text in texts.items()]
+    counted = [Metric(_allowed(name), value, at_ms, step) for name, value, step in metrics if value is not None]
+    client.log_batch(run_id, tags=[RunTag(name, text[:_TAG_LENGTH]) for name, text in (tags or {}).items()])
+    for start in range(0, max(len(told), len(counted)), _AT_ONCE):
+        some = slice(start, start + _AT_ONCE)
+        client.log_batch(run_id, params=told[some], metrics=counted[some])
 
 
 def _allowed(text: str) -> str:
@@ -373,7 +313,7 @@ def _milliseconds(moment: datetime | None) -> int | None:
     return int(moment.timestamp() * 1000) if moment else None
 
 
-# What MLflow shows: names, tags, parameters, numbers
+# What MLflow shows: names, tags, parameters
 
 
 def sweep_name(sweep: Sweep) -> str:
@@ -384,82 +324,35 @@ def sweep_name(sweep: Sweep) -> str:
 
 
 def trial_name(trial: Trial, sweep: Sweep | None) -> str:
-    """ "eviction=lru seed=0": what the sweep varies. The baseline stands first where it varies, or nothing else does."""
+    """ "pensieve eviction=lru seed=0": the baseline, and what the sweep varies."""
     axes = swept_axes(sweep.overrides) if sweep else []
     parts = [f"{axis}={axis_value(trial, axis)}" for axis in axes if axis not in ("seed", "repeat", "baseline")]
-    if "baseline" in axes or not parts:
-        parts.insert(0, trial.baseline)
-    return " ".join([*parts, f"seed={trial.seed}", *([f"repeat={trial.repeat}"] if trial.repeat else [])])
+    return " ".join(
+        [trial.baseline, *parts, f"seed={trial.seed}", *([f"repeat={trial.repeat}"] if trial.repeat else [])]
+    )
 
 
-def sweep_tags(sweep: Sweep) -> dict[str, str]:
-    return {SWEEP_TAG: str(sweep.id), KEY_TAG: sweep.key, **_source(sweep.command, sweep.git_commit)}
-
-
-def trial_tags(trial: Trial, sweep: Sweep | None, parent_run_id: str | None, reused: bool) -> dict[str, str]:
-    environment, flags = trial.environment or {}, trial.flags or {}
-    some = {
-        "pensieve.git_dirty": "true" if (environment.get("git") or {}).get("dirty") else None,
-        PARENT_TAG: parent_run_id,
-        "reused": "true" if reused else None,
-        "error": trial.error,
-        "reproduces": str(flags["reproduces"]) if "reproduces" in flags else None,
-    }
+def trial_tags(trial: Trial, sweep: Sweep | None, reused: bool) -> dict[str, str]:
+    command = sweep.command if sweep else (trial.environment or {}).get("command")
     return {
-        TRIAL_TAG: str(trial.id), FINGERPRINT_TAG: trial.fingerprint, "status": trial.status,
-        "simulated": str(trial.simulated).lower(), "weights": str(trial.weights),
-        **_source(sweep.command if sweep else environment.get("command"), trial.git_commit),
-        **{name: text for name, text in some.items() if text},
+        "status": trial.status, "simulated": str(trial.simulated).lower(), "weights": str(trial.weights),
+        **_source(command, trial.git_commit), **({"reused": "true"} if reused else {}),
+        **({"error": trial.error} if trial.error else {}),
     }  # fmt: skip
 
 
 def _source(command: str | None, commit: str | None) -> dict[str, str]:
-    """What the UI shows: the user who copies to MLflow, since the database does not keep users, the script of the command,
-    and the checkout's commit."""
-    words = shlex.split(command or "")
-    if words and PurePath(words[0]).name.startswith("python"):
-        words = words[1:]
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container whose user has no name
-        user = None
+    """The script of the command and the checkout's commit, under the names that the UI shows."""
+    words = [word for word in shlex.split(command or "") if not PurePath(word).name.startswith("python")]
     found = {
-        "mlflow.user": user, "mlflow.source.name": next(iter(words), None), "mlflow.source.git.commit": commit,
+        "mlflow.source.name": next(iter(words), None),
+        "mlflow.source.git.commit": commit,
         "pensieve.command": command,
-    }  # fmt: skip
-    return {"mlflow.source.type": "LOCAL", **{name: text for name, text in found.items() if text}}
+    }
+    return {name: text for name, text in found.items() if text}
 
 
 def is_param(name: str) -> bool:
     """Whether a dotted field says what was measured; others tell Hydra what to build, or how a trial is run and kept."""
     parts = name.split(".")
     return parts[0] not in _NOT_PARAMS and not any(_ONLY_HYDRA.fullmatch(part) for part in parts)
-
-
-def note(answers: Sequence[str], command: str | None) -> str:
-    """What a sweep found, as Markdown: the answer, what qualifies it, and the command."""
-    rest = "\n".join(f"- {answer}" for answer in answers[1:])
-    return "\n\n".join(filter(None, (f"**{answers[0]}**", rest, command and f"`{command}`")))
-
-
-def headline_metrics(table: SweepTable) -> dict[str, float | None]:
-    """The table's numbers as `quantity/where`. MLflow draws quantities of one name as one section of a run's page.
-
-    ttft_speedup_over/<baseline>: the baseline's TTFT over Pensieve's at the last turn, as in the headline.
-    """
-    several = len({row.baseline for row in table.rows}) > 1
-    found: dict[str, float | None] = {}
-    for one in table.findings:
-        if one.quantity == LAST_TTFT:
-            place = " ".join([*one.at.values(), one.other])
-            found |= {
-                f"ttft_speedup_over/{place}": one.found.ratio,
-                f"ttft_speedup_over_ci_low/{place}": one.found.ci_low,
-                f"ttft_speedup_over_ci_high/{place}": one.found.ci_high,
-            }
-    for row in table.rows:
-        place = " ".join([*row.group.values(), *([row.baseline] if several or not row.group else [])])
-        ends = {"ttft_ms_first_turn": row.ttft_first_ms, "ttft_ms_last_turn": row.ttft_last_ms}
-        values = {**ends, **{name: row.metrics[name] for name in _OF_ROWS}}
-        found |= {f"{name}/{place}": value for name, value in values.items()}
-    return found
