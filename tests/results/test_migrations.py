@@ -1,4 +1,4 @@
-"""A database of version 1 as it was written then, and what later revisions must do with it."""
+"""A database of version 1 as it was written then, and what an upgrade makes of it."""
 
 import os
 import signal
@@ -6,15 +6,12 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
-from sqlalchemy import Column, Text, inspect, text
+from sqlalchemy import inspect, text
 from sqlalchemy.exc import IntegrityError
 
-from pensieve.errors import ResultsError
-from pensieve.lab.results import database, migrations
+from pensieve.lab.results import schema
 from pensieve.lab.results.database import Database
-from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base
+from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE
 from pensieve.lab.results.store import Holding, open_store
 from pensieve.serve.record import Miss, TurnRecord
 from tests.results.test_database import in_another_process
@@ -33,31 +30,11 @@ def old(tmp_path):
     return path
 
 
-NEW = "9999"
-
-
-def second(monkeypatch, more=lambda op: None):
-    """A made-up next version."""
-
-    def upgrade(op):
-        op.execute("DROP VIEW current_trial")
-        op.execute("DROP VIEW sweep_result")
-        with op.batch_alter_table("trial", recreate="always") as table:  # loses rows where foreign keys are on
-            table.add_column(Column("remark", Text, nullable=True))
-            table.alter_column("dtype", nullable=False, server_default="float32")
-        op.execute("UPDATE trial SET remark = 'was ' || status")
-        more(op)
-        op.execute("CREATE VIEW current_trial AS SELECT * FROM trial WHERE status = 'completed'")
-
-    monkeypatch.setitem(migrations.REVISIONS, NEW, upgrade)
-    monkeypatch.setattr(database, "SCHEMA_VERSION", NEW)
-
-
 def contents(path):
     with sqlite3.connect(path) as connection:
         found = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        tables = [t for t in CONTRACT if t != VERSION_TABLE and t in found]
-        return {t: connection.execute(f"SELECT * FROM {t} ORDER BY 1, 2, 3").fetchall() for t in tables}
+        tables = [table for table in CONTRACT if table in found]
+        return {table: connection.execute(f"SELECT * FROM {table} ORDER BY 1").fetchall() for table in tables}
 
 
 def without_bytes(turn):
@@ -90,33 +67,17 @@ def test_a_database_of_version_1_opens_and_reads(old):
     assert store.artifacts_of(1)[0].path == old.parent / "runs/tokens.parquet"
 
 
-def test_version_2_adds_what_each_job_shows_and_finds_metrics_by_name(old):
-    before = contents(old)
-    open_store(old.parent)
-    assert {**contents(old), "turn": [], "miss": [], "holding": []} == {**before, "turn": [], "miss": [], "holding": []}
-    with sqlite3.connect(old) as connection:
-        assert connection.execute("SELECT * FROM sweep_result ORDER BY job").fetchall() == [(1, 0, 1), (1, 1, 2)]
-        plan = connection.execute(
-            "EXPLAIN QUERY PLAN SELECT value FROM metric WHERE name = 'x' AND label = ''"
-        ).fetchall()
-        assert "ix_metric_name_label" in plan[0][-1]
-
-
-def test_an_older_database_is_upgraded_without_loss(old, monkeypatch):
-    second(monkeypatch)
+def test_an_upgrade_loses_nothing(old):
     before = contents(old)
     Database(f"sqlite:///{old}")
     after = contents(old)
-    assert [row[:-1] for row in after["trial"]] == before["trial"]
-    assert [row[-1] for row in after["trial"]] == ["was completed", "was completed", "was failed"]
     assert [without_bytes(row[:-1]) for row in after["turn"]] == [without_bytes(row) for row in before["turn"]] != []
-    for table in before.keys() - {"trial", "turn"}:
-        assert after[table] == before[table], table
-        assert before[table], f"version_1.sql has no row of {table}"
+    for table in before.keys() - {"turn", VERSION_TABLE}:
+        assert after[table] == before[table] != [], table
+    assert (after["miss"], after["holding"], after[VERSION_TABLE]) == ([], [], [(SCHEMA_VERSION,)])
     with sqlite3.connect(old) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
-        assert connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall() == [(NEW,)]
         connection.execute("PRAGMA foreign_keys=ON")
         connection.execute("DELETE FROM trial WHERE id = 1")  # what refers to it still does
         assert connection.execute("SELECT count(*) FROM turn").fetchone() == (0,)
@@ -124,75 +85,57 @@ def test_an_older_database_is_upgraded_without_loss(old, monkeypatch):
     assert Database(f"sqlite:///{old}").shown == str(old)  # once is enough
 
 
-def no_power(op):
-    raise RuntimeError("power loss")
-
-
-@pytest.mark.parametrize("more", [no_power, lambda op: op.execute("DELETE FROM sweep")])
-def test_an_upgrade_that_fails_changes_nothing(old, monkeypatch, more):
-    second(monkeypatch, more)
+def test_an_upgrade_that_is_killed_or_fails_changes_nothing(old, monkeypatch):
     before = contents(old)
-    with pytest.raises((RuntimeError, ResultsError), match=r"power loss|without what they belong to"):
-        Database(f"sqlite:///{old}")
+
+    def fails(_):
+        raise RuntimeError("power loss")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "_create_views", fails)
+        patch.setattr(schema.Base.metadata, "create_all", fails)
+        with pytest.raises(RuntimeError, match="power loss"):
+            Database(f"sqlite:///{old}")
+        assert contents(old) == before
+        patch.setattr(schema.Base.metadata, "create_all", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(EOFError):
+            in_another_process(Database, f"sqlite:///{old}")
     assert contents(old) == before
-    with sqlite3.connect(old) as connection:
-        assert connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall() == [("0001",)]
-
-
-def test_a_process_killed_in_the_middle_of_an_upgrade(old, monkeypatch):
-    second(monkeypatch, lambda op: os.kill(os.getpid(), signal.SIGKILL))
-    before = contents(old)
-    with pytest.raises(EOFError):
-        in_another_process(Database, f"sqlite:///{old}")
-    assert contents(old) == before
-    second(monkeypatch)
     Database(f"sqlite:///{old}")
-    assert [row[-1] for row in contents(old)["trial"]] == ["was completed", "was completed", "was failed"]
+    assert contents(old)[VERSION_TABLE] == [(SCHEMA_VERSION,)]
 
 
-def test_a_newer_database_is_refused(old, monkeypatch):
-    second(monkeypatch)
-    Database(f"sqlite:///{old}")
-    monkeypatch.delitem(migrations.REVISIONS, NEW)
-    monkeypatch.setattr(database, "SCHEMA_VERSION", SCHEMA_VERSION)
-    with pytest.raises(ResultsError, match=f"schema version {NEW}, this Pensieve reads {SCHEMA_VERSION}"):
-        Database(f"sqlite:///{old}")
+def test_an_upgraded_database_has_the_schema_that_a_new_one_gets(old, tmp_path):
+    """Names, types and keys; SQLite itself spells them."""
+    engines = Database(f"sqlite:///{old}").engine, open_store(tmp_path / "new").database.engine
+
+    def described(engine, name):
+        found = inspect(engine)
+        columns = [
+            (c["name"], str(c["type"]).replace("DOUBLE", "FLOAT"), c["nullable"]) for c in found.get_columns(name)
+        ]
+        keys = found.get_pk_constraint(name)["constrained_columns"], found.get_foreign_keys(name)
+        unique = sorted(str(one["name"]) for one in found.get_unique_constraints(name))
+        indexes = sorted(repr({**one, "dialect_options": None}) for one in found.get_indexes(name))
+        return columns, keys, unique, indexes
+
+    for name in CONTRACT.keys() - {VERSION_TABLE}:  # Alembic made that one, in its own spelling
+        upgraded, new = (described(engine, name) for engine in engines)
+        assert upgraded == new, name
+    ask = text("SELECT name, sql FROM sqlite_master WHERE type = 'view' ORDER BY name")
+    views = []
+    for engine in engines:
+        with engine.connect() as connection:
+            views.append(connection.execute(ask).all())
+    assert [view.name for view in views[0]] == ["current_trial", "sweep_result"] and views[0] == views[1]
 
 
-def test_the_revisions_lead_to_the_schema_that_a_new_database_gets(old, tmp_path):
-    assert list(migrations.REVISIONS)[-1] == SCHEMA_VERSION
-    engine = Database(f"sqlite:///{old}").engine
-    new = open_store(tmp_path / "new").database.engine
-    with engine.connect() as stepped, new.connect() as made:
-        compared = MigrationContext.configure(stepped, opts={"version_table": VERSION_TABLE, "compare_type": False})
-        assert compare_metadata(compared, Base.metadata) == []
-        for name in CONTRACT:
-            if name == VERSION_TABLE:
-                continue  # Alembic's own spelling
-            columns = [
-                [
-                    (c["name"], str(c["type"]).replace("DOUBLE", "FLOAT"), c["nullable"])
-                    for c in inspect(x).get_columns(name)
-                ]
-                for x in (stepped, made)
-            ]
-            assert columns[0] == columns[1], name
-            names = [sorted(str(k["name"]) for k in inspect(x).get_indexes(name)) for x in (stepped, made)]
-            assert names[0] == names[1], name
-        ask = text("SELECT name, sql FROM sqlite_master WHERE type = 'view' ORDER BY name")
-        views = [x.execute(ask).all() for x in (stepped, made)]
-        assert [view.name for view in views[0]] == ["current_trial", "sweep_result"]
-        assert views[0] == views[1]
-
-
-def test_version_3_adds_a_ledger_that_goes_with_its_turns(old):
+def test_a_ledger_goes_with_its_turns(old):
     store = open_store(old.parent)
     ledger = text(
         "SELECT ordinal, cause, evicted_by, tokens, ms FROM miss JOIN turn ON turn.id = turn_id "
         "WHERE miss.trial_id = 1 ORDER BY ordinal, cause"
     )
-    with store.database.reading() as connection:
-        assert connection.execute(ledger).all() == []
     turn = TurnRecord("c", 1, ordinal=7)
     turn.misses = (Miss("evicted", 5, 1.5, "b", 3.0), Miss("new", 2, 0.5))
     store.add_turns(1, [TurnRecord("c", 0, ordinal=6), turn])
@@ -202,20 +145,17 @@ def test_version_3_adds_a_ledger_that_goes_with_its_turns(old):
         assert connection.execute(text("SELECT count(*) FROM miss")).scalar() == 0
 
 
-def test_version_4_counts_history_found_on_disk(old):
+def test_history_on_disk_is_counted_from_version_4_on(old):
     with sqlite3.connect(old) as connection:
         connection.execute("UPDATE turn SET cpu_hit_tokens = 5 WHERE ordinal = (SELECT min(ordinal) FROM turn)")
         told = connection.execute("SELECT ordinal, cpu_hit_tokens IS NOT NULL FROM turn").fetchall()
     store = open_store(old.parent)
     assert {known for _, known in told} == {0, 1}
     assert [t.disk_hit_tokens for t in store.turns_of(1)] == [0 if known else None for _, known in sorted(told)]
-    store.add_turns(1, [TurnRecord("c", 0, ordinal=6, disk_hit_tokens=64)])
-    assert [t.disk_hit_tokens for t in store.turns_of(1)][-1] == 64
 
 
-def test_version_5_adds_what_conversations_held_and_it_goes_with_its_trial(old):
+def test_what_conversations_held_goes_with_its_trial(old):
     store = open_store(old.parent)
-    assert store.holdings_of(1) == []
     held = [Holding("a", "cpu", 1.5, 0.0, 1.5), Holding("a", "gpu", 2.5, 0.25, 2.0)]
     store.add_holdings(1, held)
     assert store.holdings_of(1) == held

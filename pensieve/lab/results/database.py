@@ -17,8 +17,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 from sqlalchemy.pool import NullPool, StaticPool
 
 from pensieve.errors import ResultsError, typed
-from pensieve.lab.results.migrations import OLDEST, REVISIONS, upgrade
-from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base, version_table
+from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE, VERSIONS, Base, upgrade, version_table
 
 BUSY_TIMEOUT_S = 30
 SCHEMA_LOCK_TIMEOUT_S = 60
@@ -144,18 +143,17 @@ class Database:
 
     def _prepare(self) -> None:
         """Create the schema if there is none, upgrade an older one, refuse a foreign one. One process at a time."""
-        found = self._found_version()
-        if found == SCHEMA_VERSION:
+        if self._found_version() == SCHEMA_VERSION:
             with self.writing():  # a database that cannot be written says so now, not after the trial
                 return
         try:
             with FileLock(f"{self.path}.lock", timeout=SCHEMA_LOCK_TIMEOUT_S) if self.path else nullcontext():
-                if found is not None:
-                    self._upgrade()
-                    return
                 if self.path is not None:
-                    self._use_wal()
-                self._create_schema()
+                    self.alone("PRAGMA journal_mode=WAL")
+                with self.writing() as connection:
+                    if not self.sqlite:
+                        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK_KEY})
+                    self._make_schema(connection)
         except Timeout:
             raise ResultsError(
                 f"Another process has been creating {self.shown} for {SCHEMA_LOCK_TIMEOUT_S} s; "
@@ -167,59 +165,39 @@ class Database:
                 "permission on its folder, or set PENSIEVE_OUTPUTS to another folder."
             ) from None
 
+    def _make_schema(self, connection: Connection) -> None:
+        """All or nothing, under the lock: another process may have been faster."""
+        found = _version(connection)
+        if found is None:
+            Base.metadata.create_all(connection)
+            connection.execute(insert(version_table).values(version_num=SCHEMA_VERSION))
+        elif found != SCHEMA_VERSION:
+            _log.info("upgrading %s to schema version %s", self.shown, SCHEMA_VERSION)
+            upgrade(connection, found)
+
     def _found_version(self) -> str | None:
         """The schema's version, None where there is no schema yet. Raises ResultsError where it is someone else's."""
         with self.reading() as connection:
             names = set(inspect(connection).get_table_names())
-            version = connection.scalar(select(version_table.c.version_num)) if VERSION_TABLE in names else None
+            version = _version(connection)
         if version is None and (names if self.sqlite else names & set(Base.metadata.tables)):
             raise ResultsError(f"{self.shown} is a database, but not one of Pensieve's results; name another one.")
-        if version not in (None, SCHEMA_VERSION) and version not in (OLDEST, *REVISIONS):
+        if version not in (None, *VERSIONS):
             raise ResultsError(
                 f"The results database {self.shown} has schema version {version}, this Pensieve reads {SCHEMA_VERSION}; "
                 "use the Pensieve that wrote it, or name another database."
             )
         return version
 
-    def _upgrade(self) -> None:
-        """In one transaction, which undoes changed tables too. SQLite: the caller holds the lock; PostgreSQL: taken here.
-
-        Foreign keys are off on SQLite, where a table is altered by copying it; they cannot be switched inside a
-        transaction, and the connection is not used again.
-        """
-        _log.info("upgrading %s to schema version %s", self.shown, SCHEMA_VERSION)
+    def alone(self, statement: str) -> None:
+        """Run a statement of SQLite that must not be inside a transaction: VACUUM, or a PRAGMA."""
         with self._memory_lock or nullcontext(), self._sentences(), self.engine.connect() as connection:
-            if self.sqlite:
-                connection.connection.driver_connection.execute("PRAGMA foreign_keys=OFF")  # type: ignore[union-attr]
-                connection = connection.execution_options(pensieve_begin="IMMEDIATE")
-            with connection.begin():
-                if not self.sqlite:
-                    connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK_KEY})
-                if connection.scalar(select(version_table.c.version_num)) != SCHEMA_VERSION:
-                    upgrade(connection, SCHEMA_VERSION)
+            connection.connection.driver_connection.execute(statement)  # type: ignore[union-attr]
 
-    def checkpoint(self) -> None:
-        """Copy SQLite's log into the database file, so that the file alone is the whole database."""
-        with self._memory_lock or nullcontext(), self._sentences(), self.engine.connect() as connection:
-            connection.connection.driver_connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # type: ignore[union-attr]
 
-    def compact(self) -> None:
-        """Give the space of deleted rows back to the disk (SQLite)."""
-        with self._memory_lock or nullcontext(), self._sentences(), self.engine.connect() as connection:
-            connection.connection.driver_connection.execute("VACUUM")  # type: ignore[union-attr]
-
-    def _use_wal(self) -> None:
-        with self._memory_lock or nullcontext(), self._sentences(), self.engine.connect() as connection:
-            connection.connection.driver_connection.execute("PRAGMA journal_mode=WAL")  # type: ignore[union-attr]
-
-    def _create_schema(self) -> None:
-        with self.writing() as connection:
-            if not self.sqlite:
-                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK_KEY})
-            if VERSION_TABLE in inspect(connection).get_table_names():
-                return  # another process was faster
-            Base.metadata.create_all(connection)
-            connection.execute(insert(version_table).values(version_num=SCHEMA_VERSION))
+def _version(connection: Connection) -> str | None:
+    there = inspect(connection).has_table(VERSION_TABLE)
+    return connection.scalar(select(version_table.c.version_num)) if there else None
 
 
 def _sqlite_path(url: URL) -> Path | None:

@@ -267,7 +267,7 @@ def _copy_rows(store: ResultsStore, sweep_id: int, trial_ids: Sequence[int], fol
             copy.execute(
                 insert(ArtifactRow).values(trial_id=trial_id, kind="tokens", path=stored, sha256=digests[file])
             )
-    target.database.checkpoint()
+    target.database.alone("PRAGMA wal_checkpoint(TRUNCATE)")  # the file alone is the whole database
     return files
 
 

@@ -157,7 +157,7 @@ def prune(store: ResultsStore, chosen: Sequence[Pruned]) -> int:
             path.unlink()
             freed += size
     if chosen and store.database.sqlite:
-        store.database.compact()
+        store.database.alone("VACUUM")
     return freed
 
 
