@@ -9,7 +9,7 @@ from pathlib import Path
 from pensieve.errors import ConfigError
 from pensieve.lab.traffic import table
 from pensieve.lab.traffic.hashing import Salt
-from pensieve.lab.workload.formats import benchmarks, lmcache, text, timed, traffic, weka
+from pensieve.lab.workload.formats import benchmarks, lmcache, text, timed, tracelab, traffic, weka
 from pensieve.lab.workload.formats.reading import OnMalformed, Reader
 from pensieve.lab.workload.recording import Recording
 
@@ -19,6 +19,7 @@ FORMATS: dict[str, Callable[[Reader], Recording]] = {
     "lmbenchmark": text.read_lmbenchmark,
     "agent_jsonl": text.read_agents,
     "weka": weka.read,
+    "tracelab": tracelab.read,
     "mooncake": timed.mooncake,
     "qwen_bailian": timed.qwen_bailian,
     "ragpulse": timed.ragpulse,
@@ -34,6 +35,7 @@ _FIELDS = {
     "lmbenchmark": {"input", "output_length"},
     "agent_jsonl": {"session_id", "input", "output"},
     "weka": {"requests", "block_size"},
+    "tracelab": tracelab.FIELDS,
     "qwen_bailian": {"chat_id", "parent_chat_id"},
     "ragpulse": {"session_id", "hash_ids"},
     "mooncake": {"input_length", "hash_ids"},
