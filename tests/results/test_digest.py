@@ -21,12 +21,7 @@ def double(value: int) -> int:
 '''
 
 
-C_SOURCE = """/* Twice as much. */
-int twice(int value) {
-    const char *text = "/* no comment // nor this */"; // but this
-    return 2 * value;
-}
-"""
+C_SOURCE = "int twice(int value) { return 2 * value; }"
 RUN = """
 from __future__ import annotations
 from typing import TYPE_CHECKING
@@ -147,10 +142,6 @@ def test_what_does_not_count_is_there() -> None:
         ("core/cache/lru.py", "value: int", "value: float", True),
         ("core/cache/lru.py", "-> int:", "-> int:\n    print(value)", True),
         ("core/cache/lru.py", "def", "no Python", True),
-        ("core/cache/loops.c", "Twice as much.", "Two\n * times.", False),
-        ("core/cache/loops.c", "but this", "not this", False),
-        ("core/cache/loops.c", "    return", "\n  return", False),
-        ("core/cache/loops.c", "nor this", "not this", True),
         ("core/cache/loops.c", "2 *", "3 *", True),
         ("core/cache/tables/h100/rates.json", "What", "what", True),
     ],

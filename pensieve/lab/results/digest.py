@@ -7,7 +7,7 @@ ctime.
 The code of a trial is what it can reach by import statements: from the module that runs it (RUNS_TRIALS, or a server's or
 a benchmark's) and from each class and function that its configuration names, in the package and in the user's own modules.
 Files that are no Python count with the modules of their folder and of those above it. Python is hashed as a syntax tree
-without docstrings, C without comments, data byte by byte. Modules are found without importing them.
+without docstrings, all else byte by byte. Modules are found without importing them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import hashlib
 import importlib.machinery
 import json
 import os
-import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,9 +56,6 @@ NAMES_CODE = ("_target_", "composition")
 
 CACHED_BYTES = 64 * 2**20
 """From this size on a file's digest is cached."""
-
-_C_PARTS = re.compile(r'//(?:\\\n|[^\n])*|/\*.*?\*/|"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'', re.DOTALL)
-"""Comments, and texts that may hold what looks like one."""
 
 Version = tuple[int, int, int, int, int]
 
@@ -294,8 +290,6 @@ def _installed_folders() -> tuple[str, ...]:
 
 def _source(path: Path, module: str) -> Source:
     """module: its dotted path, of a package with `__init__` at its end."""
-    if path.suffix == ".c":
-        return Source(text_hash(_without_comments(path.read_text(encoding="utf-8"))), [], {})
     tree = _tree(path) if path.suffix == ".py" else None
     if tree is None:
         return Source(content_hash(path), [], {})
@@ -314,8 +308,7 @@ def _source(path: Path, module: str) -> Source:
 
 
 def source_hash(path: Path) -> str:
-    """The hash of a Python file's syntax, of a C file without comments, or of the bytes of any other file, or of one that
-    does not parse."""
+    """The hash of a Python file's syntax, or of the bytes of any other file, or of one that does not parse."""
     return _source(path, path.stem).digest
 
 
@@ -338,12 +331,6 @@ def _plain(node: Any) -> Any:
         idle = (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) for one in node)
         return tuple(_plain(one) for one, skipped in zip(node, idle, strict=True) if not skipped)
     return node
-
-
-def _without_comments(text: str) -> str:
-    """C with each line's words apart by one space, and no empty lines."""
-    bare = _C_PARTS.sub(lambda part: " " if part[0].startswith("/") else part[0], text)
-    return "\n".join(" ".join(line.split()) for line in bare.splitlines() if line.strip())
 
 
 def _for_type_checkers(test: ast.expr) -> bool:

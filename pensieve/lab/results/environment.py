@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -30,7 +29,6 @@ PACKAGES = (
 HEARTBEAT_LIMIT = timedelta(seconds=60)
 START_TOLERANCE = timedelta(seconds=2)  # the start time is derived from the boot time, which is known to a tick only
 _GIT_TIMEOUT_S = 5
-_READ_BYTES = 2**20  # a new file above this is data rather than code: its size will do
 
 
 def environment() -> dict[str, Any]:
@@ -79,28 +77,14 @@ def _packages() -> dict[str, str]:
 
 
 def _git(folder: Path) -> dict[str, Any]:
-    """commit, whether the tree differs from it, and a digest of the difference (new files by name, size, content)."""
-    nothing: dict[str, Any] = {"commit": None, "dirty": None, "diff_sha256": None}
-    if not (folder / ".git").exists():
-        return nothing
-    status = _run_git(folder, "status", "--porcelain=v1", "-z")
-    if status is None:
-        return nothing
-    commit = _run_git(folder, "rev-parse", "--verify", "HEAD")
-    digest = hashlib.sha256(_run_git(folder, "diff", "HEAD") or b"" if commit else b"")
-    if status:
-        digest.update(status)
-        for name in (_run_git(folder, "ls-files", "--others", "--exclude-standard", "-z") or b"").split(b"\0"):
-            path = folder / os.fsdecode(name)
-            with suppress(FileNotFoundError):  # another process may take its file away at any moment
-                if name and path.is_file():
-                    size = path.stat().st_size
-                    digest.update(name + str(size).encode())
-                    digest.update(path.read_bytes() if size <= _READ_BYTES else b"")
+    """commit, whether the tree differs from it, and a digest of the difference (of new files their names)."""
+    status = _run_git(folder, "status", "--porcelain=v1") if (folder / ".git").exists() else None
+    commit = _run_git(folder, "rev-parse", "--verify", "HEAD") if status is not None else None
+    diff = status + (_run_git(folder, "diff", "HEAD") or b"") if status else None
     return {
         "commit": commit.decode().strip() if commit else None,
-        "dirty": bool(status),
-        "diff_sha256": digest.hexdigest() if status else None,
+        "dirty": None if status is None else bool(status),
+        "diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
     }
 
 
@@ -148,12 +132,12 @@ def gpus() -> list[dict[str, Any]]:
     except pynvml.NVMLError:
         return []
     try:
-        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        driver = pynvml.nvmlSystemGetDriverVersion()
         devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         return [
             {
-                "name": _text(pynvml.nvmlDeviceGetName(device)),
-                "uuid": _text(pynvml.nvmlDeviceGetUUID(device)),
+                "name": pynvml.nvmlDeviceGetName(device),
+                "uuid": pynvml.nvmlDeviceGetUUID(device),
                 "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(device).total),
                 "driver": driver,
                 **_gpu_limits(pynvml, device),
@@ -185,10 +169,6 @@ def _gpu_limits(nvml: Any, device: Any) -> dict[str, Any]:
         "pcie_generation": asked(nvml.nvmlDeviceGetCurrPcieLinkGeneration),
         "pcie_width": asked(nvml.nvmlDeviceGetCurrPcieLinkWidth),
     }
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _torch_threads() -> int | None:

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -67,13 +67,8 @@ UNSTATED = "unstated"
 _NUMBER = re.compile(r"(?<![\w.+-])[-+]?\d+(?:\.\d*(?:[eE][-+]?\d+)?|[eE][-+]?\d+)(?![\w.])")
 """With a point or an exponent; whole numbers are written in one way as they are."""
 
-NOT_PATHS = (
-    "",
-    "hub",
-    "random",
-    "gguf",
-    "bytes",
-)  # a folder that happens to be called random is not what weights=random means
+NOT_PATHS = ("", "hub", "random", "gguf", "bytes")
+"""A folder that happens to be called random is not what weights=random means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +122,9 @@ def plain_hash(config: Mapping[str, Any]) -> str:
 
 def input_files(config: Mapping[str, Any]) -> dict[str, str]:
     """The hash of the content of every field that names a file or folder on this disk (INPUT_FIELDS), by dotted name."""
-    return dict(_inputs(_counted(config)))
+    found: dict[str, str] = {}
+    _with_contents(_counted(config), found=found)
+    return found
 
 
 def _counted(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,19 +133,6 @@ def _counted(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(kept.get(group), Mapping):
             kept[group] = {key: value for key, value in kept[group].items() if key != name}
     return kept
-
-
-def _inputs(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _inputs(inner, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, str):
-        told = _with_contents(value, name.rpartition(".")[2].partition("[")[0])
-        if told != value:
-            yield name, told
-    elif isinstance(value, Sequence) and not isinstance(value, bytes):
-        for index, inner in enumerate(value):
-            yield from _inputs(inner, f"{name}[{index}]")
 
 
 def platform_of(simulated: bool, device: Mapping[str, Any]) -> str:
@@ -216,16 +200,24 @@ def explain_difference(old: Trial, new: Identity) -> str:
     return f"Runs again, because {' and '.join(changes)} changed since trial {old.id} (resume=config accepts that one)."
 
 
-def _with_contents(value: Any, name: str = "") -> Any:
+def _with_contents(value: Any, name: str = "", found: dict[str, str] | None = None) -> Any:
+    """The value with the hash of its content for each path of an input. name: dotted. found: is told these hashes."""
     if isinstance(value, Mapping):
-        return {str(key): _with_contents(inner, str(key)) for key, inner in value.items()}
-    if isinstance(value, str):
-        is_input = (name in INPUT_FIELDS or name.endswith("_path")) and value not in NOT_PATHS
-        path = Path(value).expanduser() if is_input else None
-        return f"sha256:{content_hash(path)}" if path is not None and path.exists() else value
-    if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return [_with_contents(inner, name) for inner in value]
-    return value
+        return {
+            str(key): _with_contents(one, f"{name}.{key}" if name else str(key), found) for key, one in value.items()
+        }
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_with_contents(one, f"{name}[{index}]", found) for index, one in enumerate(value)]
+    last = name.rpartition(".")[2].partition("[")[0]
+    if not isinstance(value, str) or value in NOT_PATHS or not (last in INPUT_FIELDS or last.endswith("_path")):
+        return value
+    path = Path(value).expanduser()
+    if not path.exists():
+        return value
+    digest = f"sha256:{content_hash(path)}"
+    if found is not None:
+        found[name] = digest
+    return digest
 
 
 def _platform_change(old: str, new: str) -> str:

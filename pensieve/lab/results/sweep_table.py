@@ -193,7 +193,7 @@ def _check_outputs(store: ResultsStore, reference: str, theirs: Sequence[Trial],
     compared = sum(part.turns_compared for part in found)
     if compared == 0:
         return OutputCheck(reference, problem="no tokens kept")
-    margins = [part.worst.margin for part in found if part.worst]
+    margins = [part.margin for part in found]
     known = [margin for margin in margins if margin is not None]
     return OutputCheck(
         reference=reference,

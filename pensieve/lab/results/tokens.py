@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
@@ -17,8 +16,6 @@ from numpy.typing import NDArray
 
 from pensieve.errors import ResultsError
 from pensieve.serve.record import TurnRecord
-
-log = logging.getLogger(__name__)
 
 MOST_TURNS = 100_000
 """Tokens of a trial with more turns are not kept."""
@@ -34,7 +31,7 @@ class TokenFile:
 
     Columns: session, turn, position (of the token in the turn's output, from 0), token_id, margin (top logit less the
     second; null where the engine does not tell), emitted_s (clock of the trial; null where unknown).
-    As a context manager it leaves no file if the block raises.
+    As a context manager it leaves no file if the block raises. Raises ResultsError where the disk refuses.
     """
 
     def __init__(self, path: Path, most_turns: int = MOST_TURNS) -> None:
@@ -49,56 +46,41 @@ class TokenFile:
     def add(self, turn: TurnRecord) -> None:
         """The record's tokens are copied, and may be freed afterwards."""
         self.turns += 1
-        if self.turns > self._most_turns:
-            self._waiting = []
-            return
         count = len(turn.token_ids)
         tokens, margins = np.array(turn.token_ids, np.int32), _told(turn.margins, count)
         self._waiting.append((turn.session, turn.turn, tokens, margins, _told(turn.emitted_s, count)))
         self._tokens += count
         if self._tokens >= _FLUSH_TOKENS:
-            self.flush()
+            with self._undone():
+                self._flush()
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
+        import pyarrow.parquet as pq
+
         waiting, self._waiting, self._tokens = self._waiting, [], 0
-        if not waiting:
-            return
-        try:
-            import pyarrow.parquet as pq
-        except ImportError:
-            log.warning("pyarrow is not installed, so output tokens are not kept and outputs cannot be compared.")
-            self._most_turns = 0
+        if not waiting or self.turns > self._most_turns:
             return
         batch = _table(waiting)
-        try:
-            if self._writer is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                repeating = ["session", "turn", "position"]  # of the others a dictionary would be as long as they are
-                self._writer = pq.ParquetWriter(
-                    self._partial, batch.schema, compression="zstd", use_dictionary=repeating
-                )
-            self._writer.write_table(batch)
-        except OSError as error:
-            self.discard()
-            raise _cannot_write(self.path, error) from None
+        if self._writer is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            repeating = ["session", "turn", "position"]  # of the others a dictionary would be as long as they are
+            self._writer = pq.ParquetWriter(self._partial, batch.schema, compression="zstd", use_dictionary=repeating)
+        self._writer.write_table(batch)
 
     def close(self) -> Path | None:
         """The file's path; None where there were no turns, or more than are kept."""
-        self.flush()
-        if self._writer is None:
-            return None
-        try:
-            self._writer.close()
-            self._writer = None
+        with self._undone():
+            self._flush()
+            if self._writer is None:
+                return None
+            writer, self._writer = self._writer, None
+            writer.close()
             if self.turns > self._most_turns:
                 self._partial.unlink()
                 return None
             with self._partial.open("rb") as written:
                 os.fsync(written.fileno())  # the database will say that the file is there, also after a power cut
             self._partial.replace(self.path)
-        except OSError as error:
-            self.discard()
-            raise _cannot_write(self.path, error) from None
         return self.path
 
     def discard(self) -> None:
@@ -109,6 +91,17 @@ class TokenFile:
                 writer.close()
         with suppress(OSError):  # nor may tidying up hide why it is needed
             self._partial.unlink(missing_ok=True)
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.discard()
+            raise ResultsError(
+                f"The tokens cannot be written to {self.path} ({error.strerror or error}); "
+                "free some disk space or set PENSIEVE_OUTPUTS to another folder."
+            ) from None
 
     def __enter__(self) -> TokenFile:
         return self
@@ -151,50 +144,30 @@ def read_tokens(path: Path) -> dict[tuple[str, int], TurnTokens]:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """The first difference of a turn's outputs. margin: the smaller of the two, None where neither engine tells.
-
-    position: the index of the first token that differs, or that only one of them has.
-    """
-
-    session: str
-    turn: int
-    position: int
-    margin: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class TokenComparison:
-    """first: the earliest difference by turn, then session. worst: of the first differences of each session (what comes
-    after has another history) the one with the largest margin: a tie in rounding is near 0, a fault is not."""
+    """margin: the largest at the first difference of a session (what comes after has another history): a tie in rounding is
+    near 0, a fault is not. None where an engine does not tell it: nothing says that it was a tie."""
 
     turns_compared: int
     turns_differing: int
-    first: Difference | None = None
-    worst: Difference | None = None
+    margin: float | None
 
 
 def compare_tokens(path_a: Path, path_b: Path) -> TokenComparison:
     """Compare the tokens of the turns that both files have. Raises ResultsError where one cannot be read."""
     a, b = read_tokens(path_a), read_tokens(path_b)
-    shared = sorted(a.keys() & b.keys(), key=lambda key: (key[1], key[0]))
-    differences = []
+    shared = sorted(a.keys() & b.keys(), key=lambda key: key[1])
+    margins: dict[str, float] = {}
+    differing = 0
     for session, turn in shared:
-        position = _first_difference(a[session, turn].token_ids, b[session, turn].token_ids)
+        one, other = a[session, turn], b[session, turn]
+        position = _first_difference(one.token_ids, other.token_ids)
         if position is not None:
-            margins = [side[session, turn].margins[position : position + 1] for side in (a, b)]
-            known = [float(m[0]) for m in margins if len(m) and not isnan(m[0])]
-            differences.append(Difference(session, turn, position, min(known) if known else None))
-    by_session: dict[str, Difference] = {}
-    for difference in differences:
-        by_session.setdefault(difference.session, difference)
-    return TokenComparison(
-        turns_compared=len(shared),
-        turns_differing=len(differences),
-        first=differences[0] if differences else None,
-        # An unknown margin is worse than any known one: nothing says that it was a tie.
-        worst=max(by_session.values(), key=lambda d: float("inf") if d.margin is None else d.margin, default=None),
-    )
+            differing += 1
+            told = np.append(one.margins[position : position + 1], other.margins[position : position + 1])
+            margins.setdefault(session, float(np.fmin.reduce(told)))  # of one side alone where the other does not tell
+    worst = float(np.max([0.0, *margins.values()]))
+    return TokenComparison(len(shared), differing, None if isnan(worst) else worst)
 
 
 def _first_difference(a: NDArray[np.int32], b: NDArray[np.int32]) -> int | None:
@@ -245,10 +218,3 @@ def _texts(values: Sequence[str]) -> Any:
     encoded = [text.encode() for text in values]
     ends = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
     return pa.StringArray.from_buffers(len(encoded), pa.py_buffer(ends), pa.py_buffer(b"".join(encoded)))
-
-
-def _cannot_write(path: Path, error: OSError) -> ResultsError:
-    return ResultsError(
-        f"The tokens cannot be written to {path} ({error.strerror or error}); "
-        "free some disk space or set PENSIEVE_OUTPUTS to another folder."
-    )
