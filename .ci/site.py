@@ -1,4 +1,4 @@
-"""What mkdocs.yml cannot say: pages above docs/, every page of docs/results, links to sources, dark pictures."""
+"""What mkdocs.yml cannot say: pages above docs/, every page of docs/results, links to sources."""
 
 import os
 import re
@@ -44,10 +44,6 @@ def on_page_markdown(markdown, page, config, files):
         if not target.is_relative_to(docs):
             return text  # a file of the checkout alone
         at = Path(os.path.relpath(target, (docs / own).parent)).as_posix()
-        dark = target.with_name(f"{target.stem}-dark{target.suffix}")
-        if mark and dark.exists():
-            other = Path(at).with_name(dark.name).as_posix()
-            return f"![{text}]({at}#only-light)![{text}]({other}#only-dark)"
         return f"{mark}[{text}]({at}{anchor})"
 
     return LINK.sub(linked, markdown)

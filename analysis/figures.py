@@ -15,11 +15,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from analysis import registry, style
+from analysis import registry
 from analysis.registry import Drawing, Figure
 from analysis.sweep import Source, all_sweeps, latest_of, open_source
 from pensieve.errors import MissingSeries, PensieveError, ResultsError
 from pensieve.lab import tables
+from pensieve.lab.compose.folder import outputs_folder
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.store import LATEST, ResultsStore, figures_folder, open_store
 
@@ -64,7 +65,7 @@ def _no_figure(source: Source) -> str:
     return f"Sweep {source.sweep.id} supports no figure; run `{source.command}` to complete it."
 
 
-def draw_all(source: Source, folder: Path, dark: bool = False) -> tuple[list[Drawing], list[str]]:
+def draw_all(source: Source, folder: Path) -> tuple[list[Drawing], list[str]]:
     """The drawings of the figures that apply to the sweep, and a sentence for each figure that could not be drawn though
     it applies (a series is missing, trials must not be mixed, or the figure has a fault)."""
     drawings: list[Drawing] = []
@@ -72,7 +73,7 @@ def draw_all(source: Source, folder: Path, dark: bool = False) -> tuple[list[Dra
     applying = [figure for figure in registry.FIGURES.values() if figure.applies(source)]
     for figure in [figure for figure in applying if figure.alone] or applying:
         try:
-            drawings += figure.draw(source, folder, dark)
+            drawings += figure.draw(source, folder)
         except ResultsError as error:
             problems.append(f"{figure.name}: {error}")
         except OSError:
@@ -106,7 +107,7 @@ def _folder_of(options: argparse.Namespace, sweep_id: int) -> Path:
     """A folder a sweep, to which `latest` then points; --to names another."""
     if options.to is not None:
         return options.to / f"sweep-{sweep_id}" if options.all else Path(options.to)
-    folder = figures_folder(style.outputs_folder(), sweep_id)
+    folder = figures_folder(outputs_folder(), sweep_id)
     folder.mkdir(parents=True, exist_ok=True)
     link, new = folder.with_name(LATEST), folder.with_name(f".{LATEST}-{os.getpid()}")
     with suppress(OSError):  # a disk without links has the folders all the same
@@ -121,8 +122,6 @@ def _draw_named(store: ResultsStore, options: argparse.Namespace) -> Iterator[st
         figure = registry.FIGURES[name]
         try:
             source = chosen_source(store, options, _sweep_of(figure, store) if options.sweep is None else options.sweep)
-            if not figure.applies(source):
-                raise MissingSeries(figure.missing(source))
             drawings = figure.draw(source, _folder_of(options, source.sweep.id))
         except PensieveError as error:
             yield str(error)
@@ -198,7 +197,7 @@ def guarded(options: argparse.Namespace, draw: Callable[[], None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        folder = options.to or style.outputs_folder() / "figures"
+        folder = options.to or outputs_folder() / "figures"
         print(f"{folder} cannot be written: {error.strerror or error}; set PENSIEVE_OUTPUTS.", file=sys.stderr)
         return 1
     return 0
@@ -208,7 +207,7 @@ def chosen_store(options: argparse.Namespace) -> ResultsStore:
     variable = options.url_env
     if variable is not None and not os.environ.get(variable):
         raise ResultsError(f"The environment variable {variable} is not set; put the database's URL into it.")
-    return open_store(style.outputs_folder(), os.environ[variable] if variable else None, create=False)
+    return open_store(outputs_folder(), os.environ[variable] if variable else None, create=False)
 
 
 def chosen_source(store: ResultsStore, options: argparse.Namespace, sweep_id: int | None) -> Source:

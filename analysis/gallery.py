@@ -18,11 +18,12 @@ import yaml
 from PIL import Image
 
 import analysis.figures  # noqa: F401  registers them
-from analysis import registry, style
-from analysis.page import particulars
+from analysis import registry
+from analysis.page.contents import environment
 from analysis.provenance import ranges
 from analysis.sweep import Source, open_source
 from pensieve.errors import MissingSeries, PensieveError
+from pensieve.lab.compose.folder import outputs_folder
 from pensieve.lab.results.store import ResultsStore, open_store
 from pensieve.lab.results.sweep_table import sweep_table
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     page: Path = options.to
     entries = [Entry(**entry) for entry in yaml.safe_load(options.entries.read_text(encoding="utf-8"))]
     try:
-        store = open_store(style.outputs_folder(), create=False)
+        store = open_store(outputs_folder(), create=False)
         found = [(entry, recorded(store, entry.command)) for entry in entries]  # all, before any is drawn
         with tempfile.TemporaryDirectory() as work:
             folder = Path(work) / page.stem
@@ -61,9 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(page)
     except PensieveError as error:
         print(error, file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"The gallery cannot be written: {error}; name another page with --to.", file=sys.stderr)
         return 1
     return 0
 
@@ -84,17 +82,14 @@ def section(entry: Entry, source: Source, folder: Path) -> Iterator[str]:
     """
     yield from (f"## {entry.question}", "", *facts(entry, source), "")
     for name in entry.figures:
-        figure = registry.FIGURES[name]
-        if not figure.applies(source):
-            raise MissingSeries(figure.missing(source))
-        for drawing in figure.draw(source, folder / entry.name, dark=True):
-            stem = f"{entry.name}-{drawing.csv.stem}"
-            for path in (drawing.png, drawing.dark, drawing.text, drawing.csv):
-                assert path is not None, "a figure of the gallery is a picture"
-                to = path.rename(folder / f"{entry.name}-{path.name}")
-                if to.suffix == ".png":
-                    Image.open(to).convert("RGB").quantize(128).save(to, optimize=True)  # a third of the bytes
-            title, at = ", ".join(filter(None, [drawing.title, drawing.panel.text])), f"{folder.name}/{stem}"
+        for drawing in registry.FIGURES[name].draw(source, folder / entry.name):
+            assert drawing.png is not None, "a figure of the gallery is a picture"
+            for path in (drawing.png, drawing.text, drawing.csv):
+                path.rename(folder / f"{entry.name}-{path.name}")
+            stem = folder / f"{entry.name}-{drawing.csv.stem}"
+            picture = f"{stem}.png"
+            Image.open(picture).convert("RGB").quantize(128).save(picture, optimize=True)  # a third of the bytes
+            title, at = ", ".join(filter(None, [drawing.title, drawing.panel.text])), f"{folder.name}/{stem.name}"
             yield from (f"![{title}]({at}.png)", "", f"[What is drawn]({at}.txt), [data]({at}.csv).", "")
     shutil.rmtree(folder / entry.name)
 
@@ -103,8 +98,7 @@ def facts(entry: Entry, source: Source) -> Iterator[str]:
     """The table above the figures."""
     trials = source.trials
     ended = max(trial.finished_at for trial in trials if trial.finished_at is not None)
-    seeds = sorted({trial.seed for trial in trials})
-    machine = {line["what"]: line["value"] for line in particulars.environment(source).lines}
+    seeds, machine = sorted({trial.seed for trial in trials}), environment(trials)
     real = () if all(trial.simulated for trial in trials) else ("GPUs", "processor")
     yield from (f"| command | `{entry.command}` |", "|---|---|")
     rows = {

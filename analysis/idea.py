@@ -20,6 +20,7 @@ from analysis.bars import Bars, Side
 from analysis.sweep import Source, open_source
 from pensieve.core.request import is_measured
 from pensieve.errors import MissingSeries, PensieveError
+from pensieve.lab.compose.folder import outputs_folder
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore, open_store
 
@@ -93,7 +94,7 @@ def main() -> int:
     parser.add_argument("--sweep", type=int, help="default: the latest")
     parser.add_argument("--to", type=Path, help="default: idea.png in the figures of the outputs folder")
     options = parser.parse_args()
-    outputs = style.outputs_folder()
+    outputs = outputs_folder()
     try:
         store = open_store(outputs, create=False)
         for path in draw(store, options.sweep, options.to or outputs / "figures" / "idea.png"):

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from analysis import style
 from analysis.provenance import brief, footnote
 from analysis.sweep import Panel, Source
-from pensieve.errors import ConfigError
+from pensieve.errors import ConfigError, MissingSeries
 from pensieve.lab import tables
 from pensieve.lab.compose.folder import conf_folder
 from pensieve.lab.statistics import FEWEST_GROUPS
@@ -49,7 +49,7 @@ class Plot:
 @dataclass(frozen=True, slots=True)
 class Drawing:
     """One figure on disk. table: its numbers as cells. png, pdf: None where the figure is that table. text: the caption; of a
-    table the table with it, in Markdown. dark: the PNG for a page with a dark ground.
+    table the table with it, in Markdown.
     """
 
     name: str
@@ -62,11 +62,10 @@ class Drawing:
     csv: Path
     sidecar: Path
     table: Table | None
-    dark: Path | None = None
 
     @property
     def paths(self) -> list[Path]:
-        return [path for path in (self.png, self.pdf, self.text, self.csv, self.sidecar, self.dark) if path is not None]
+        return [path for path in (self.png, self.pdf, self.text, self.csv, self.sidecar) if path is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +86,13 @@ class Figure:
     workload: str | None = None
     alone: bool = False
 
-    def missing(self, source: Source) -> str:
-        return f"{self.name} needs other trials than sweep {source.sweep.id} has; run `{self.command}`."
-
-    def draw(self, source: Source, folder: Path, dark: bool = False) -> list[Drawing]:
-        """Write the files of each panel. dark: also for a page with a dark ground."""
-        return [_publish(self, plot, folder, dark) for plot in self.plots(source)]
+    def draw(self, source: Source, folder: Path) -> list[Drawing]:
+        """Write the files of each panel. Raises MissingSeries where the sweep is none that it can be drawn from."""
+        if not self.applies(source):
+            raise MissingSeries(
+                f"{self.name} needs other trials than sweep {source.sweep.id} has; run `{self.command}`."
+            )
+        return [_publish(self, plot, folder) for plot in self.plots(source)]
 
 
 def read_figures(folder: Path) -> dict[str, Figure]:
@@ -140,7 +140,7 @@ def _holds(applies: Mapping[str, Any], source: Source) -> bool:
     return True
 
 
-def _publish(of: Figure, plot: Plot, folder: Path, dark: bool) -> Drawing:
+def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
     """Title and a line of small print around the picture, and its files; the panel's group goes before the columns of the
     CSV. What does not fit the line is the caption, for whoever sets the figure."""
     panel, origin, title = plot.panel, plot.panel.provenance, of.title + plot.more
@@ -151,10 +151,9 @@ def _publish(of: Figure, plot: Plot, folder: Path, dark: bool) -> Drawing:
     caption = ". ".join(filter(None, [title, panel.text, warning, gone, footnote(origin, lead)]))
     stem = folder / (of.name + "".join(f"-{_slug(axis)}-{_slug(value)}" for axis, value in panel.group.items()))
     png = pdf = None
-    darker: list[Path] = []
     if plot.picture is not None:
         style.compose(plot.picture, title, panel.text, warning, brief(origin, drawn))
-        png, pdf, text, *darker = style.save(plot.picture, stem, title, caption, dark=dark)
+        png, pdf, text = style.save(plot.picture, stem, title, caption)
     else:
         assert plot.table is not None, "neither a picture nor a table"
         text = stem.with_name(stem.name + ".md")
@@ -181,7 +180,7 @@ def _publish(of: Figure, plot: Plot, folder: Path, dark: bool) -> Drawing:
         ],
     }
     sidecar.write_text(json.dumps(said, indent=2, default=str) + "\n", encoding="utf-8")
-    return Drawing(of.name, title, panel, caption, png, pdf, text, table, sidecar, plot.table, *darker)
+    return Drawing(of.name, title, panel, caption, png, pdf, text, table, sidecar, plot.table)
 
 
 def _interval_drawn(plot: Plot) -> bool:

@@ -1,8 +1,7 @@
-"""How every figure looks: one colour a baseline, type for 3.3 inches, its like on a dark ground, and where files go."""
+"""How every figure looks: one colour a baseline, type for 3.3 inches, and the files of a picture."""
 
 from __future__ import annotations
 
-import os
 import textwrap
 import zlib
 from collections.abc import Iterable, Sequence
@@ -10,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 from fontTools.subset import Options  # type: ignore[import-untyped]
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.image import imread, imsave
 from matplotlib.patches import Patch
 from matplotlib.text import Text
 
@@ -140,12 +137,6 @@ def looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     return {name: (_OTHERS[at % len(_OTHERS)], MARKERS[at % len(MARKERS)]) for at, name in enumerate(every)}
 
 
-def outputs_folder() -> Path:
-    """PENSIEVE_OUTPUTS, else outputs/ of the checkout: the same folder that the runners write to."""
-    chosen = os.environ.get("PENSIEVE_OUTPUTS")
-    return Path(chosen).expanduser().absolute() if chosen else Path(__file__).resolve().parents[1] / "outputs"
-
-
 def new_grid(height_in: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, list[list[Axes]]]:
     """Rows of axes, one column of a paper wide, `height_in` high without what `compose` adds; options: of Figure.subplots."""
     matplotlib.rcParams.update(RC)
@@ -210,20 +201,14 @@ def compose(figure: Figure, title: str, subtitle: str, warning: str, note: str) 
     figure.set_layout_engine("constrained", rect=(0, bottom / total, 1, height / total))
 
 
-def save(figure: Figure, stem: Path, title: str, caption: str, dark: bool = False) -> list[Path]:
-    """PNG, PDF and the caption as text beside each other; returns their paths. The PDF's metadata hold the caption too.
-
-    dark: the PNG once more for a page with a dark ground, as the last of them.
-    """
+def save(figure: Figure, stem: Path, title: str, caption: str) -> list[Path]:
+    """PNG, PDF and the caption as text beside each other; returns their paths. The PDF's metadata hold the caption too."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".pdf", ".txt")]
     figure.savefig(paths[0])
     figure.set_layout_engine(None)  # all is in its place now: finding it again takes as long as drawing
     figure.savefig(paths[1], metadata={"Title": title, "Subject": caption, "CreationDate": None})
     paths[2].write_text(f"{caption}\n", encoding="utf-8")
-    if dark:
-        paths.append(stem.with_name(f"{stem.name}-dark.png"))
-        imsave(paths[-1], in_the_dark(imread(paths[0])[..., :3]), dpi=figure.dpi)
     return paths
 
 
@@ -233,17 +218,3 @@ def _text(figure: Figure, text: str, size: float, **look: Any) -> Text:
         (figure.get_figwidth() - 2 * MARGIN_IN) * 72 / (size * (0.58 if look.get("fontweight") == "bold" else 0.53))
     )
     return figure.text(0, 0, "\n".join(textwrap.wrap(text, letters)), fontsize=size, **look)
-
-
-GROUND, INK = (
-    (0x1D, 0x21, 0x25),
-    (0xE7, 0xE9, 0xEB),
-)  # what white and black become: a page's card and its ink in the dark
-
-
-def in_the_dark(pixels: Any) -> Any:
-    """Pixels [..., 3] from 0 to 1: light and dark change places; hues stay, and the fuller a colour, the lighter."""
-    most, least = pixels.max(axis=-1, keepdims=True), pixels.min(axis=-1, keepdims=True)
-    light, colour = (most + least) / 2, np.minimum(1.0, 2 * (most - least))
-    turned = pixels + 1 - 2 * light + colour * np.maximum(0.0, 2 * light - 1)
-    return (np.array(GROUND) + (np.array(INK) - GROUND) * turned.clip(0, 1)) / 255

@@ -24,7 +24,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Drawn]]:
     """File stem -> what was drawn; nothing is rendered. Files are still written, empty, so that scripts can name them."""
     found: dict[str, Drawn] = {}
 
-    def save(figure, stem, title, caption, dark=False):
+    def save(figure, stem, title, caption):
         found[stem.name] = Drawn(figure, caption)
         stem.parent.mkdir(parents=True, exist_ok=True)
         paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".pdf", ".txt")]

@@ -52,9 +52,9 @@ def test_a_recorded_sweep_is_drawn_with_its_question_command_data_machine_and_da
     assert f"| date | {ended[:10]} |" in page
     linked = re.findall(r"\]\((gallery/[^)]+)\)", page)
     assert len(linked) == 3 and all((tmp_path / "page" / name).stat().st_size for name in linked)
-    dark = tmp_path / "page" / "gallery" / "chat-ttft_by_turn-dark.png"
-    assert {path.name for path in dark.parent.iterdir()} == {dark.name, *(name.split("/")[1] for name in linked)}
-    assert Image.open(dark).mode == "P", "a palette, which is a third of the bytes"
+    picture = tmp_path / "page" / "gallery" / "chat-ttft_by_turn.png"
+    assert {path.name for path in picture.parent.iterdir()} == {name.split("/")[1] for name in linked}
+    assert Image.open(picture).mode == "P", "a palette, which is a third of the bytes"
 
 
 def test_a_missing_or_interrupted_sweep_is_named_by_its_command_and_the_page_stays(written, tmp_path, capsys):

@@ -3,13 +3,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from matplotlib import pyplot as plt
-from matplotlib.colors import to_rgb
 
 from analysis import style
-from analysis.style import in_the_dark
 from pensieve.lab.compose import options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,25 +60,3 @@ def test_drawing_loads_no_engine_and_no_torch():
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
-
-
-def test_in_the_dark_light_and_dark_change_places_and_a_colour_keeps_its_hue():
-    white, black, grid = (in_the_dark(np.array(to_rgb(colour))) for colour in ("white", "black", "#E3E3E3"))
-    assert max(white) < 0.2 < 0.8 < min(black)
-    assert max(white) < max(grid) < 0.3
-    for name in style.COLOURS:
-        light, dark = np.array(to_rgb(style.colour(name))), in_the_dark(np.array(to_rgb(style.colour(name))))
-        assert dark.mean() - white.mean() > 0.18, "it is seen"
-        assert list(np.argsort(light, kind="stable")) == list(np.argsort(dark, kind="stable")), name
-
-
-def test_the_dark_picture_is_the_same_figure_on_a_dark_ground(tmp_path):
-    figure, [[axes]] = style.new_grid(1.5)
-    axes.plot([0, 1], [0, 1], label="pensieve", color=style.colour("pensieve"))
-    style.legend(figure)
-    *light, dark = style.save(figure, tmp_path / "one", "title", "caption", dark=True)
-    assert [path.name for path in light] == ["one.png", "one.pdf", "one.txt"] and dark.name == "one-dark.png"
-    bright, dim = plt.imread(light[0])[..., :3], plt.imread(dark)[..., :3]
-    assert bright.shape == dim.shape
-    assert bright.mean() > 0.8 > 0.3 > dim.mean()
-    assert dim.max() > 0.8, "letters and ticks are light"

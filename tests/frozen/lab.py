@@ -86,9 +86,9 @@ def recorded() -> Iterator[Path]:
         yield folder
 
 
-def _not_rendered(figure: Any, stem: Path, title: str, caption: str, dark: bool = False) -> list[Path]:
+def _not_rendered(figure: Any, stem: Path, title: str, caption: str) -> list[Path]:
     stem.parent.mkdir(parents=True, exist_ok=True)
-    paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".pdf", ".txt", *(["-dark.png"] * dark))]
+    paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".pdf", ".txt")]
     for path in paths:
         path.write_bytes(PICTURE)
     paths[2].write_text(f"{caption}\n", encoding="utf-8")
