@@ -40,7 +40,7 @@ def test_salted_prompts_differ_from_the_first_tokens_on_and_end_as_before(name):
     salted = drive(in_state("salted", MAKERS[name], context()))
     salts = {}
     for one, other in zip(plain, salted, strict=True):
-        before, now = one.request, other.request
+        before, now = one.due(), other.due()
         assert (before.session, before.turn, other.at_s) == (now.session, now.turn, one.at_s)
         if one.continues and before.turn > 1:
             assert now.prompt == before.prompt

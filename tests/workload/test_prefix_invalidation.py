@@ -23,7 +23,7 @@ def test_a_case_warms_probes_rewarms_and_decodes():
         context(), blocks="16/8", query_tokens=4, new_tokens=9, rounds=2, discard=0, settle_s=0.1
     )
     for session, turns in cases(drive(workload)).items():
-        warm, probe, rewarm, throughput = (arrival.request for arrival in turns)
+        warm, probe, rewarm, throughput = (arrival.due() for arrival in turns)
         kind = "miss" if "miss" in session else "hit"
         assert [t.request.phase for t in turns] == ["warmup", kind, "rewarm", "throughput"]
         assert [t.request.label for t in turns] == [kind, kind, kind, f"throughput_{kind}"]
@@ -49,7 +49,7 @@ def test_hits_and_misses_streaming_and_not_interleave_and_no_two_cases_share_tex
     assert [p.iteration for p in probes] == sorted(p.iteration for p in probes)
     orders = {tuple((p.phase, p.stream) for p in probes[i : i + 4]) for i in range(0, 24, 4)}
     assert len(orders) > 1
-    warmed = [a.request.prompt.tobytes() for a in arrivals if a.request.phase == "warmup" and a.request.turn == 1]
+    warmed = [a.due().prompt.tobytes() for a in arrivals if a.request.phase == "warmup" and a.request.turn == 1]
     assert len(set(warmed)) == len(warmed)
     assert plan.warmup_turns == sum(a.request.phase in ("warmup", "rewarm") for a in arrivals)
     assert plan.facts["requests_at_once"] == 1

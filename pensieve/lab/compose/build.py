@@ -19,7 +19,7 @@ from pensieve.core.worker import Worker
 from pensieve.device.asked import ModelAsked, physical_cores
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
 from pensieve.lab.compose.folder import outputs_folder
-from pensieve.lab.compose.machine import Device, free_host_memory_bytes, memory_limit_bytes
+from pensieve.lab.compose.machine import Device, memory_limit_bytes
 from pensieve.lab.compose.plan import TrialPlan, memory_share, plans_in_flight
 from pensieve.lab.compose.schema import HardwareConfig, TrialConfig, filled
 from pensieve.lab.compose.target import factory
@@ -367,7 +367,6 @@ def workload_context(plan: TrialPlan, tokenizer: Tokenizer) -> WorkloadContext:
         force_lengths=plan.device.simulated or plan.weights == "random",
         chat=ChatTemplate(tokenizer),
         takes_replies=plan.config.baseline.engine is None,
-        memory_bytes=free_host_memory_bytes(),
         byte_tokens=tokenizer.name == ByteTokenizer.name,
         stateless_capacity=_capacity(plan) if plan.device.simulated else None,
     )

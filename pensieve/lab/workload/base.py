@@ -5,16 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import Field
 
-from pensieve.core.request import Forced, Output, Request, Sampling, TokenArray, tokens_of
+from pensieve.core.request import Forced, Request, TokenArray, tokens_of
 from pensieve.errors import ConfigError
 from pensieve.serve.chat_template import ChatTemplate, user_line
 from pensieve.serve.record import TurnRecord
-from pensieve.units import format_bytes
 
 _NOTHING: TokenArray[int] = array("i")
 
@@ -24,11 +22,6 @@ Count = Annotated[int, Field(strict=True, ge=1)]
 NoneOrMore = Annotated[int, Field(strict=True, ge=0)]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-
-TURN_BYTES = 1200
-"""Of host memory that a turn takes at least from its request to its record. tests/workload/test_memory.py measures it."""
-TOKEN_BYTES = 4
-"""Of each token that a conversation remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +64,6 @@ class WorkloadContext:
     """True where the weights are random: outputs then have lengths given by the workload, never an end of sequence."""
     chat: ChatTemplate | None = None
     """How the model reads conversations; None: as plain lines."""
-    memory_bytes: int | None = None
-    """Free memory of this machine, beyond which no conversations are written; None: not known."""
     takes_replies: bool = True
     """The system can be told the tokens of a reply; an engine of others cannot."""
     byte_tokens: bool = False
@@ -100,21 +91,6 @@ def refuse_untrained(free: bool, context: WorkloadContext) -> None:
     """Raise ConfigError where the model is to end its replies and cannot."""
     if free and context.force_lengths:
         raise ConfigError("workload.free=true needs a trained model; with random weights leave it false.")
-
-
-def within_memory(name: str, count: float, turns: float, tokens: float, memory_bytes: int | None) -> None:
-    """Raise ConfigError where so many conversations, of so many turns and tokens each, need more than `memory_bytes`.
-
-    name: the field that asks for them. memory_bytes: what is free; None: not known, and so not checked.
-    """
-    each = turns * TURN_BYTES + tokens * TOKEN_BYTES
-    if memory_bytes is None or count * each <= memory_bytes:
-        return
-    raise ConfigError(
-        f"workload.{name} asks for {count:,.0f} conversations of some {turns:.0f} turns, which take at least "
-        f"{format_bytes(count * each)} of memory, and {format_bytes(memory_bytes)} are free; {memory_bytes / each:,.0f} "
-        "would fit."
-    )
 
 
 def said_end(turn: TurnRecord | None) -> int | None:
@@ -197,36 +173,6 @@ class Workload(Protocol):
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
         """Called with every finished turn (also failed ones): think time, sleeps, warm-up barriers."""
         ...
-
-
-class Asking:
-    """What every workload here has: it makes its requests under ids of its own, and each is cancelled `timeout_s` after it
-    was due; None: never."""
-
-    def __init__(self, context: WorkloadContext, timeout_s: float | None) -> None:
-        self._context, self._timeout_s = context, timeout_s
-        self._ids = count(1)
-
-    def _ask(
-        self,
-        at_s: float,
-        session: str,
-        turn: int,
-        prompt: TokenArray[int] | Callable[[], TokenArray[int]],
-        output: Output,
-        phase: str,
-        *,
-        continues: bool = True,
-        said: Callable[[], TokenArray[int]] | None = None,
-        **more: Any,
-    ) -> Arrival:
-        """prompt: or what builds it when the request is sent. continues, said: as of an Arrival.
-        more: fields of the request."""
-        build, held = (prompt, _NOTHING[:]) if callable(prompt) else (None, prompt)
-        sampling = Sampling(seed=self._context.seed)
-        request = Request(next(self._ids), session, turn, held, output, sampling, phase=phase, **more)
-        deadline_s = None if self._timeout_s is None else at_s + self._timeout_s
-        return Arrival(at_s, request, deadline_s, build, continues, said)
 
 
 @dataclass(frozen=True, slots=True)

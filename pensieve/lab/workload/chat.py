@@ -17,7 +17,6 @@ from pensieve.lab.workload.base import (
     WorkloadContext,
     in_order,
     refuse_untrained,
-    within_memory,
 )
 from pensieve.lab.workload.chance import between, exponential, shuffled
 from pensieve.lab.workload.playback import Dialogue, Playback, Poisson, Step, Users
@@ -56,23 +55,19 @@ class ChatWorkload(Playback):
       once), whatever the system's speed.
     - users=N (load "closed"): N people work through the conversations, each with a fixed share, one after another.
 
-    conversations: how many at least (None: 8, or one a user). pressure: conversations are added until the working set,
-        the KV tokens of all measured conversations at their longest, is this multiple of context.gpu_tokens; 0 adds
-        none; "auto": until it is FILL times what both tiers hold together, so that every tier is at work. Beyond the
-        shipped ones they repeat under another session and with another opening sentence.
+    conversations: at least so many; 8, or one a user. Beyond the shipped ones they repeat under another session and with
+        another opening sentence. One longer than its text goes on with the next topic; one that the model's context cannot
+        hold ends early, which describe() counts.
+    pressure: conversations are added until the working set, the KV tokens of all measured conversations at their longest, is
+        this multiple of context.gpu_tokens; "auto": until it is FILL times what both tiers hold, so that each is at work.
     turns_per_s: the offered load that think_time_s="auto" and request_interval="auto" follow: users (open load:
         conversations) / turns_per_s of think time, and one conversation every 1 / turns_per_s, so that all of them are
         alive at once. A system that answers late receives less.
-    think_time_cap_s: nobody thinks longer; None: no limit; "auto": LONGEST_THOUGHT times the mean before the cut, which
-        cuts 8 thoughts in 100; the draws are so much longer that their mean after it is think_time_s. A cap in seconds
-        leaves the draws as they are.
-    min_turns, max_turns: turns a conversation, drawn evenly; one longer than its text goes on with the next topic. A
-        conversation that the model's context cannot hold ends early, which describe() counts.
-    max_new_tokens: a reply has the words that the text suggests, one token a word, but at most this many. free: replies
-        end where the model ends them, which real weights are needed for.
-    warmup_turns: turns before the measured ones start, phase "warmup", in conversations of their own: two side by side,
-        or one a user, and then at least one turn each, so that they run at the measured concurrency.
-    timeout_s: a turn is cancelled this long after it was due; None: never.
+    think_time_cap_s: "auto" is LONGEST_THOUGHT times the mean before the cut, which cuts 8 thoughts in 100; the draws are so
+        much longer that their mean after it is think_time_s. A cap in seconds leaves the draws as they are.
+    warmup_turns: in conversations of their own: two side by side, or one a user, and then at least one turn each, so that
+        they run at the measured concurrency.
+    The other fields: conf/workload/chat.yaml.
 
     Turns count from 1. A conversation whose turn did not complete ends there.
     """
@@ -113,12 +108,6 @@ class ChatWorkload(Playback):
         both_tiers = context.gpu_tokens + context.cpu_tokens
         goal = FILL * both_tiers if pressure == "auto" else pressure * context.gpu_tokens
         fewest = max(conversations or FEWEST_CONVERSATIONS, users or 1)
-        first = write(1, 0)[0]
-        for field, many in (
-            ("users" if fewest == users else "conversations", fewest),
-            ("pressure", goal / first.longest),
-        ):
-            within_memory(field, many, first.turns, first.longest, context.memory_bytes)
         measured = write(fewest, goal)
         warmup = writer.warmup(max(warmup_turns, users or 1), users or WARMUP_SESSIONS)
         at_once = users or len(measured)

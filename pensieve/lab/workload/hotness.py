@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain, count
 
-from pensieve.lab.workload.base import Count, NotNegative, Positive, WorkloadContext, refuse_untrained, within_memory
+from pensieve.lab.workload.base import Count, NotNegative, Positive, WorkloadContext, refuse_untrained
 from pensieve.lab.workload.chance import uniform
 from pensieve.lab.workload.chat import ScriptWriter
 from pensieve.lab.workload.playback import Dialogue, Playback, Users
@@ -19,14 +19,9 @@ class HotnessWorkload(Playback):
     A user sends the next message `request_interval` x 0.3 (hot), x 1.0 (warm) or x 2.5 (cold) seconds after the reply,
     give or take half of it, fixed by (seed, session, turn). Every turn carries its class as label.
 
-    users: the first third is hot, the next warm, the last cold; one user is hot, two are hot and warm.
-    turns: turns a conversation; the same for all classes, so that their contexts are equally long.
-    conversations: of each cold user, one after another. Warm and hot users have more of them, in inverse ratio to their
-        intervals, so that all classes are done at about the same time.
-    max_new_tokens: a reply has the words that the text suggests, one token a word, but at most this many. free: replies
-        end where the model ends them, which real weights are needed for.
-    warmup_turns: at least one a user, phase "warmup", at the measured concurrency and in conversations of their own.
-    timeout_s: a turn is cancelled this long after it was due; None: never.
+    One user is hot, two are hot and warm. Conversations have equally many turns in all classes, so that contexts are equally
+    long; warm and hot users have more of them, in inverse ratio to their intervals, so that all classes are done at about
+    the same time. Warm-up runs at the measured concurrency. Fields: conf/workload/hotness.yaml.
     """
 
     def __init__(
@@ -43,7 +38,6 @@ class HotnessWorkload(Playback):
         free: bool = False,
     ) -> None:
         refuse_untrained(free, context)
-        within_memory("users", users * conversations, turns, 0, context.memory_bytes)
         writer = ScriptWriter(context, max_new_tokens, free)
         labels = [class_of(user, users) for user in range(users)]
         numbers = count()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, pairwise
 from typing import Any
 
 from pensieve.core.hint import Hint
-from pensieve.core.request import Free, Length, TokenArray
+from pensieve.core.request import Free, Length, Request, Sampling, TokenArray, is_measured
 from pensieve.lab.statistics import nearest_rank
-from pensieve.lab.workload.base import Arrival, Asking, Following, WorkloadContext, WorkloadPlan, said_end, unless_said
+from pensieve.lab.workload.base import Arrival, Following, WorkloadContext, WorkloadPlan, said_end, unless_said
 from pensieve.lab.workload.chance import exponential
 from pensieve.lab.workload.recording import Begun
 from pensieve.serve.record import TurnRecord
@@ -23,7 +25,8 @@ class Step:
     """One turn. message: tokens sent; prompt: tokens of the whole prompt, history included; reply: tokens asked for.
 
     build: makes the message's tokens, each time anew. at_s, order, pause_s, waits_for, hint: as of the recorded call.
-    said: makes the reply's tokens, where the system is to be told them.
+    said: makes the reply's tokens, where the system is to be told them. fields: further ones of its request, which go before
+    those of the dialogue.
     """
 
     build: Callable[[], TokenArray[int]]
@@ -37,6 +40,7 @@ class Step:
     waits_for: tuple[str, ...] = ()
     hint: Hint | None = None
     said: Callable[[], TokenArray[int]] | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,25 @@ class Dialogue:
     recorded_turns: int
     begun: Begun | None = None
     label: str = ""
+
+    @classmethod
+    def written(
+        cls,
+        session: str,
+        phase: str,
+        turns: Iterable[tuple[TokenArray[int], int, Mapping[str, Any]]],
+        whole: bool = False,
+    ) -> Dialogue:
+        """Of turns whose text is there: (message, tokens of the reply, fields of the request). whole: each message is the
+        whole prompt."""
+        steps: list[Step] = []
+        held = 0
+        for message, reply, fields in turns:
+            prompt = len(message) if whole else held + len(message)
+            build = partial(array, "i", message)  # a copy for each request
+            steps.append(Step(build, len(message), prompt, reply, not whole, fields=fields))
+            held = prompt + reply
+        return cls(session, phase, tuple(steps), len(steps))
 
     @property
     def longest(self) -> int:
@@ -109,7 +132,7 @@ class Pauses:
         return recorded * self.scale if self.cap_s is None else min(recorded * self.scale, self.cap_s)
 
 
-class Playback(Asking):
+class Playback:
     """A workload of dialogues. Warm-up conversations, if any, run first, without a pause; when the last of them is over, the
     measured ones start.
 
@@ -120,8 +143,9 @@ class Playback(Asking):
     Prompts are built when they are due.
 
     pause_s: of (dialogue, turn), the seconds between the reply of this turn and the user's next message, in this conversation
-    or the next; turn 0: before the user's first message. free: the model ends its replies. facts: for describe().
-    first_user_ends: as WorkloadPlan.until_first_user. hints: requests carry what the recorded clients knew.
+    or the next; turn 0: before the user's first message. free: the model ends its replies. timeout_s: a request is cancelled
+    so long after it was due; None: never. facts, cache_state, working_set (None: all conversations at their longest): for
+    describe(). first_user_ends: as WorkloadPlan.until_first_user. hints: requests carry what the recorded clients knew.
     """
 
     def __init__(
@@ -135,19 +159,22 @@ class Playback(Asking):
         free: bool = False,
         timeout_s: float | None = None,
         facts: Mapping[str, Any],
+        cache_state: str = "cold",
+        working_set: int | None = None,
         first_user_ends: bool = False,
         hints: bool = True,
     ) -> None:
         assert measured
         assert not first_user_ends or isinstance(arrivals, Users)
-        super().__init__(context, timeout_s)
+        self._context, self._timeout_s, self._ids = context, timeout_s, count(1)
         self._warmup, self._measured = warmup, measured
         self._arrivals, self._pause_s = arrivals, pause_s
-        self._free, self._facts = free, facts
+        self._free, self._facts, self._cache_state = free, facts, cache_state
+        self._working_set = sum(talk.longest for talk in measured) if working_set is None else working_set
         self._first_user_ends, self._hints = first_user_ends, hints
         self._talks = {talk.session: talk for talk in (*warmup, *measured)}
         assert len(self._talks) == len(warmup) + len(measured), "two conversations have one name"
-        self._warming = len(warmup)
+        self._warming = {talk.session for talk in warmup}
         shares = arrivals.shares if isinstance(arrivals, Users) else []
         self._shares = [list(share)[::-1] for share in shares]  # what is left of each, the next one last
         self._share_of = {talk.session: share for share in self._shares for talk in share}
@@ -155,18 +182,19 @@ class Playback(Asking):
         self._family = Family(measured)
 
     def describe(self) -> WorkloadPlan:
-        warmup_turns = sum(talk.turns for talk in self._warmup)
+        counted = [[is_measured(self._phase(talk, step)) for step in talk.steps] for talk in self._talks.values()]
         return WorkloadPlan(
             load=self._arrivals.load,
-            sessions=len(self._measured),
-            turns=warmup_turns + sum(talk.turns for talk in self._measured),
-            working_set_tokens=sum(talk.longest for talk in self._measured),
-            warmup_turns=warmup_turns,
+            sessions=sum(map(any, counted)),
+            turns=sum(map(len, counted)),
+            working_set_tokens=self._working_set,
+            warmup_turns=sum(not one for talk in counted for one in talk),
+            cache_state=self._cache_state,
             until_first_user=self._first_user_ends,
             facts={
-                **self._facts,
                 "longest_conversation_tokens": max(talk.longest for talk in self._measured),
                 "replies": "free" if self._free else "forced lengths",
+                **self._facts,
             },
         )
 
@@ -176,11 +204,11 @@ class Playback(Asking):
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
         talk, now, completed = self._talks[turn.session], turn.finished_s, turn.status == "completed"
         assert now is not None
-        if talk.phase == "warmup":
+        if turn.session in self._warming:
             if completed and turn.turn < talk.turns:
                 return [self._arrival(talk, turn.turn + 1, now, turn)]
-            self._warming -= 1
-            return self._measured_starts(now) if self._warming == 0 else []
+            self._warming.discard(turn.session)
+            return [] if self._warming else self._measured_starts(now)
         if isinstance(self._arrivals, Recorded):
             return []
         begun = self._family.begun_after(talk, turn.turn) if completed else ()
@@ -201,13 +229,13 @@ class Playback(Asking):
     def foresee(self, session: str, turn: int) -> Following | None:
         """The next turn of its conversation, or the first of its user's next one."""
         talk = self._talks[session]
-        if talk.phase == "warmup" or (self._family.related and not isinstance(self._arrivals, Recorded)):
+        if session in self._warming or (self._family.related and not isinstance(self._arrivals, Recorded)):
             return None  # the last of the warm-up starts all the others
         own = ((session, turn + 1),) if turn < talk.turns else ()
         if isinstance(self._arrivals, Recorded):  # the next turn, where it was due before this one's end
             return Following(0.0 if own else math.inf, own)
-        other = self._next.get(session)
-        return Following(self._pause_s(talk, turn), own if other is None else (*own, other))
+        following = (*own, self._next[session]) if session in self._next else own
+        return Following(self._pause_s(talk, turn) if following else math.inf, following)
 
     def out_of_work(self, turn: TurnRecord, following: Sequence[Arrival]) -> bool:
         """Whether a person has nothing left to ask after this turn; not one whose next turn waits for other conversations,
@@ -234,21 +262,19 @@ class Playback(Asking):
         first = calls[0][2].at_s
         return [self._arrival(talk, turn, now + (step.at_s - first) * scale) for talk, turn, step in calls]
 
+    @staticmethod
+    def _phase(talk: Dialogue, step: Step) -> str:
+        return str(step.fields.get("phase", talk.phase))
+
     def _arrival(self, talk: Dialogue, turn: int, at_s: float, before: TurnRecord | None = None) -> Arrival:
         step = talk.steps[turn - 1]
         end = said_end(before) if step.continues else None
-        return self._ask(
-            at_s,
-            talk.session,
-            turn,
-            lambda: unless_said(step.build(), end),
-            Free(step.reply) if self._free else Length(step.reply),
-            talk.phase,
-            continues=step.continues,
-            said=step.said,
-            label=talk.label,
-            hint=step.hint if self._hints else None,
-        )
+        output = Free(step.reply) if self._free else Length(step.reply)
+        fields = {"phase": talk.phase, "label": talk.label, "hint": step.hint if self._hints else None, **step.fields}
+        sampling = Sampling(seed=self._context.seed)
+        request = Request(next(self._ids), talk.session, turn, array("i"), output, sampling, **fields)
+        deadline_s = None if self._timeout_s is None else at_s + self._timeout_s
+        return Arrival(at_s, request, deadline_s, lambda: unless_said(step.build(), end), step.continues, step.said)
 
 
 class Family:

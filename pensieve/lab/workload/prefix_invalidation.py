@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from itertools import product
+from typing import Any, Literal
 
-from pensieve.core.request import History, Length
+from pensieve.core.request import History
 from pensieve.errors import ConfigError
-from pensieve.lab.workload.base import (
-    Arrival,
-    Asking,
-    Count,
-    NoneOrMore,
-    NotNegative,
-    Positive,
-    WorkloadContext,
-    WorkloadPlan,
-)
+from pensieve.lab.workload.base import Count, NoneOrMore, NotNegative, Positive, WorkloadContext
 from pensieve.lab.workload.chance import shuffled
+from pensieve.lab.workload.playback import Dialogue, Playback, Users
 from pensieve.lab.workload.prose import prose
-from pensieve.serve.record import TurnRecord
 
-Stream = Literal["both", "yes", "no"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """One conversation, which goes through the four steps. round: cases of one round differ in kind and stream only."""
-
-    session: str
-    round: int
-    kind: str
-    stream: bool
-    warmup_only: bool = False
+STREAMS = {"both": (True, False), "yes": (True,), "no": (False,)}
 
 
-class PrefixInvalidationWorkload(Asking):
+class PrefixInvalidationWorkload(Playback):
     """Blocks A and B and a query Q, one request at a time (load "closed").
 
     Each case is a conversation of its own with blocks of its own, and goes through four turns: [A, B] for one token (phase
@@ -44,13 +23,8 @@ class PrefixInvalidationWorkload(Asking):
     again ("rewarm"), then the same question for `new_tokens` tokens ("throughput"). `settle_s` passes between them. The
     first three are labelled "hit" or "miss" by their case, the last "throughput_hit" or "throughput_miss". A round has one
     case of every kind, in an order that the seed shuffles, so that hits and misses interleave; cases of a round are paired
-    by `iteration`.
-
-    blocks: lengths of A and B, "512/256". query_tokens: of Q. rounds: how many.
-    stream: yes, no, or both, which doubles the cases of a round and gives stream_overhead_ms; it depends on
-        the engine whether the first token then comes earlier.
-    discard: rounds of one case before the first, all of them of phase "warmup", since what runs first is slow.
-    timeout_s: a turn is cancelled this long after it was due; None: never.
+    by `iteration`. `stream` may double them; it depends on the engine whether the first token then comes earlier. What is
+    discarded is a warm-up from end to end. Fields: conf/workload/prefix_invalidation.yaml.
 
     What was warmed and occurs in a prompt counts as its history: all of A and B in a hit, B in a miss, which therefore
     shows up as recomputed. Raises ConfigError for a field that is out of range.
@@ -64,92 +38,64 @@ class PrefixInvalidationWorkload(Asking):
         query_tokens: Count = 20,
         new_tokens: Count = 50,
         rounds: Count = 10,
-        stream: Stream = "both",
+        stream: Literal["both", "yes", "no"] = "both",
         settle_s: NotNegative = 0.5,
         discard: NoneOrMore = 1,
         timeout_s: Positive | None = None,
     ) -> None:
-        self._a_tokens, self._b_tokens = _lengths(blocks)
-        longest = self._a_tokens + self._b_tokens + query_tokens + new_tokens
+        a_tokens, b_tokens = _lengths(blocks)
+        longest = a_tokens + b_tokens + query_tokens + new_tokens
         if longest > context.max_context:
             raise ConfigError(
                 f"workload.blocks={blocks} with query and output makes {longest} tokens, and the model's context is "
                 f"{context.max_context}; use shorter blocks."
             )
-        super().__init__(context, timeout_s)
-        self._query_tokens, self._new_tokens = query_tokens, new_tokens
-        self._settle_s, self._stream = settle_s, stream
-        self._cases = [
-            *(_Case(f"discarded-{index}", -1 - index, "hit", True, warmup_only=True) for index in range(discard)),
-            *(case for number in range(rounds) for case in self._round(number)),
-        ]
-        self._place = {case.session: place for place, case in enumerate(self._cases)}
 
-    def describe(self) -> WorkloadPlan:
-        whole = self._a_tokens + self._b_tokens + self._query_tokens + self._new_tokens - 1
-        measured = [case for case in self._cases if not case.warmup_only]
-        return WorkloadPlan(
-            load="closed",
-            sessions=len(measured),
-            turns=4 * len(self._cases),
-            working_set_tokens=whole,  # one conversation at a time; finished ones are never asked again
-            warmup_turns=4 * (len(self._cases) - len(measured)) + 2 * len(measured),
-            cache_state="primed",
-            facts={
-                "blocks": f"{self._a_tokens}/{self._b_tokens}",
-                "query_tokens": self._query_tokens,
-                "new_tokens": self._new_tokens,
-                "hits": sum(case.kind == "hit" for case in measured),
-                "misses": sum(case.kind == "miss" for case in measured),
-                "streaming": self._stream,
-                "settle_s": self._settle_s,
-                "n_ctx": self._context.max_context,
-                "requests_at_once": 1,
-                "longest_conversation_tokens": whole,
-            },
-        )
+        def case(session: str, number: int, kind: str, stream: bool, discarded: bool = False) -> Dialogue:
+            # B begins unlike A, so that [B, Q] has nothing in common with [A, B].
+            a = prose(context, a_tokens, session, "A")
+            b = prose(context, b_tokens, session, "B", unlike=a)
+            known = b if kind == "miss" else a + b  # of what is asked, what was warmed
+            asked = known + prose(context, query_tokens, session, "Q")
 
-    def start(self) -> Iterable[Arrival]:
-        return [self._arrival(self._cases[0], 1, 0.0)]
+            turns = [
+                (a + b, 1, "warmup", kind, 0),
+                (asked, 1, kind, kind, len(known)),
+                (a + b, 1, "rewarm", kind, len(a + b)),
+                (asked, new_tokens, "throughput", f"throughput_{kind}", len(known)),
+            ]
 
-    def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
-        assert turn.finished_s is not None
-        place, due = self._place[turn.session], turn.finished_s + self._settle_s
-        if turn.status == "completed" and turn.turn < 4:
-            return [self._arrival(self._cases[place], turn.turn + 1, due)]
-        return [self._arrival(self._cases[place + 1], 1, due)] if place + 1 < len(self._cases) else []
+            def fields(phase: str, label: str, history: int) -> dict[str, Any]:
+                shown = {"phase": "warmup"} if discarded else {"phase": phase, "label": label}
+                return {
+                    **shown,
+                    "iteration": number,
+                    "stream": stream,
+                    "history": History(history) if history else None,
+                }
 
-    def _round(self, number: int) -> list[_Case]:
-        streams = {"both": (True, False), "yes": (True,), "no": (False,)}[self._stream]
-        cases = [
-            _Case(f"{number}-{kind}{'' if stream else '-whole'}", number, kind, stream)
-            for stream in streams
-            for kind in ("hit", "miss")
-        ]
-        return [cases[place] for place in shuffled(len(cases), self._context.seed, "order", number)]
+            written = [(prompt, reply, fields(phase, label, history)) for prompt, reply, phase, label, history in turns]
+            return Dialogue.written(session, "", written, whole=True)
 
-    def _arrival(self, case: _Case, turn: int, at_s: float) -> Arrival:
-        # B begins unlike A, so that [B, Q] has nothing in common with [A, B].
-        a = prose(self._context, self._a_tokens, case.session, "A")
-        b = prose(self._context, self._b_tokens, case.session, "B", unlike=a)
-        known = b if case.kind == "miss" else a + b  # of what is asked, what was warmed
-        asks, last = turn in (2, 4), turn == 4
-        prompt = known + prose(self._context, self._query_tokens, case.session, "Q") if asks else a + b
-        phase = ("warmup", case.kind, "rewarm", "throughput")[turn - 1]
-        label = f"throughput_{case.kind}" if last else case.kind
-        return self._ask(
-            at_s,
-            case.session,
-            turn,
-            prompt,
-            Length(self._new_tokens if last else 1),
-            "warmup" if case.warmup_only else phase,
-            continues=False,
-            label="" if case.warmup_only else label,
-            iteration=case.round,
-            stream=case.stream,
-            history=None if turn == 1 else History(len(known) if asks else len(a) + len(b)),
-        )
+        cases = [case(f"discarded-{index}", -1 - index, "hit", True, discarded=True) for index in range(discard)]
+        kinds = list(product(STREAMS[stream], ("hit", "miss")))
+        for number in range(rounds):
+            for place in shuffled(len(kinds), context.seed, "order", number):
+                streamed, kind = kinds[place]
+                cases.append(case(f"{number}-{kind}{'' if streamed else '-whole'}", number, kind, streamed))
+        facts = {
+            "blocks": f"{a_tokens}/{b_tokens}",
+            "query_tokens": query_tokens,
+            "new_tokens": new_tokens,
+            "streaming": stream,
+            "settle_s": settle_s,
+            "n_ctx": context.max_context,
+            "requests_at_once": 1,
+        }
+        super().__init__(
+            context, (), cases, Users([cases]), lambda _, turn: settle_s if turn else 0.0,
+            timeout_s=timeout_s, facts=facts, cache_state="primed", working_set=longest - 1,
+        )  # fmt: skip
 
 
 def _lengths(blocks: str) -> tuple[int, int]:

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from pensieve.core.request import Length, TokenArray
 from pensieve.errors import ConfigError
-from pensieve.lab.workload.base import (
-    Arrival,
-    Asking,
-    Count,
-    NoneOrMore,
-    NotNegative,
-    Positive,
-    WorkloadContext,
-    WorkloadPlan,
-)
+from pensieve.lab.workload.base import Arrival, Count, Following, NoneOrMore, NotNegative, Positive, WorkloadContext
 from pensieve.lab.workload.chance import shuffled
+from pensieve.lab.workload.playback import Dialogue, Playback, Users
 from pensieve.lab.workload.prose import prose
 from pensieve.serve.record import TurnRecord
 from pensieve.units import ceil_div
 
 
-class RoundsWorkload(Asking):
+class RoundsWorkload(Playback):
     """Every conversation is asked once a round, `at_once` of them at a time; the next is asked when one is answered (load
     "closed"). Each message and each reply has the same length, so the live set is known: all conversations at their longest.
 
-    conversations: how many; None: as many as make the live set `pressure` times both tiers (cache.gpu + cache.cpu), whoever
-        has which. rounds: turns of each. order: strict (the same in every round, which is the worst there is for least
-        recently used) or random (another in every round, drawn under the seed).
-    message_tokens, reply_tokens: of a turn. system_tokens: of a system prompt, with which each conversation begins; the
-        live set counts it for each. warmup_turns: of one conversation of its own before the first round.
-    timeout_s: a turn is cancelled this long after it was due; None: never.
-
-    A conversation whose turn did not complete is asked no more. Raises ConfigError for a field that is out of range.
+    conversations None: as many as make the live set `pressure` times both tiers (cache.gpu + cache.cpu), whoever has which.
+    The strict order is the worst there is for least recently used. A conversation whose turn did not complete is asked no
+    more. Fields: conf/workload/rounds.yaml. Raises ConfigError for a field that is out of range.
     """
 
     def __init__(
@@ -52,95 +38,77 @@ class RoundsWorkload(Asking):
         warmup_turns: Count = 2,
         timeout_s: Positive | None = None,
     ) -> None:
-        super().__init__(context, timeout_s)
         turn = message_tokens + reply_tokens
-        self._longest = max(system_tokens + rounds * turn, warmup_turns * turn)
-        if self._longest > context.max_context:
+        longest = max(system_tokens + rounds * turn, warmup_turns * turn)
+        if longest > context.max_context:
             raise ConfigError(
                 f"workload.rounds={rounds} of {message_tokens} + {reply_tokens} tokens, and workload.system_tokens="
-                f"{system_tokens} before them, make {self._longest}, and the model's "
+                f"{system_tokens} before them, make {longest}, and the model's "
                 f"context is {context.max_context}; use fewer or shorter turns."
             )
-        each = system_tokens + rounds * turn - 1  # the last token has no KV
+        system = prose(context, system_tokens, "system") if system_tokens else None
+
+        def written(name: str, turns: int) -> Dialogue:
+            # Now: who writes text between two turns is measured with them.
+            said = [prose(context, message_tokens, name, number) for number in range(1, turns + 1)]
+            if system is not None and name != "warmup":
+                said[0] = system + said[0]
+            return Dialogue.written(
+                name, "warmup" if name == "warmup" else "chat", [(one, reply_tokens, {}) for one in said]
+            )
+
         there = context.gpu_tokens + context.cpu_tokens
-        self._conversations = conversations or max(1, ceil_div(round(pressure * there), each))
-        self._each, self._there = each, there
-        self._rounds, self._order = rounds, order
-        self._message, self._reply, self._at_once = message_tokens, reply_tokens, at_once
-        self._warmup, self._system = warmup_turns, system_tokens
-        self._waiting: list[tuple[int, int]] = []  # (round, conversation) that are still to be asked, the next one last
-        self._prompts: dict[tuple[str, int], TokenArray[int]] = {}
-        self._under_way: set[int] = set()
-        self._ended: set[int] = set()
-
-    def describe(self) -> WorkloadPlan:
-        live = self._conversations * self._each
-        return WorkloadPlan(
-            load="closed",
-            sessions=self._conversations,
-            turns=self._warmup + self._conversations * self._rounds,
-            working_set_tokens=live,
-            warmup_turns=self._warmup,
-            facts={
-                "conversations": self._conversations,
-                "rounds": self._rounds,
-                "order": self._order,
-                "live_set_over_both_tiers": round(live / self._there, 3) if self._there else None,
-                "message_tokens": self._message,
-                "reply_tokens": self._reply,
-                **({"system_tokens": self._system} if self._system else {}),
-                "requests_at_once": self._at_once,
-                "longest_conversation_tokens": self._longest,
-            },
-        )
-
-    def start(self) -> Iterable[Arrival]:
-        turns = [("warmup", turn) for turn in range(1, self._warmup + 1)]
-        turns += [
-            (f"conversation-{one}", turn) for one in range(self._conversations) for turn in range(1, self._rounds + 1)
+        each = system_tokens + rounds * turn - 1  # the last token has no KV
+        count = conversations or max(1, ceil_div(round(pressure * there), each))
+        facts = {
+            "conversations": count,
+            "rounds": rounds,
+            "order": order,
+            "live_set_over_both_tiers": round(count * each / there, 3) if there else None,
+            "message_tokens": message_tokens,
+            "reply_tokens": reply_tokens,
+            **({"system_tokens": system_tokens} if system_tokens else {}),
+            "requests_at_once": at_once,
+        }
+        measured = [written(f"conversation-{one}", rounds) for one in range(count)]
+        super().__init__(
+            context, [written("warmup", warmup_turns)], measured, Users(()), lambda *_: 0.0,
+            timeout_s=timeout_s, facts=facts,
+        )  # fmt: skip
+        self._at_once = at_once
+        orders = [
+            shuffled(count, context.seed, "round", number) if order == "random" else range(count)
+            for number in range(rounds)
         ]
-        # Now: who writes text between two turns is measured with them.
-        self._prompts = {(name, turn): prose(self._context, self._message, name, turn) for name, turn in turns}
-        if self._system:
-            system = prose(self._context, self._system, "system")
-            for one in range(self._conversations):
-                first = f"conversation-{one}", 1
-                self._prompts[first] = system + self._prompts[first]
-        return [self._arrival("warmup", 1, 0.0)]
+        turns = [(measured[one], number) for number, places in enumerate(orders, start=1) for one in places]
+        self._to_ask = turns[::-1]  # the next one last
+        self._under_way: set[str] = set()
+        self._ended: set[str] = set()
 
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
+        if turn.session in self._warming:
+            return super().on_finished(turn)
         assert turn.finished_s is not None
-        now_s = turn.finished_s
-        if turn.session == "warmup":
-            if turn.status == "completed" and turn.turn < self._warmup:
-                return [self._arrival("warmup", turn.turn + 1, now_s)]
-            self._waiting = [
-                (number, conversation) for number in range(self._rounds) for conversation in self._round(number)
-            ][::-1]
-            return [arrival for _ in range(self._at_once) for arrival in self._next(now_s)]
-        conversation = int(turn.session.removeprefix("conversation-"))
-        self._under_way.discard(conversation)
+        self._under_way.discard(turn.session)
         if turn.status != "completed":
-            self._ended.add(conversation)
-        return self._next(now_s)
+            self._ended.add(turn.session)
+        return self._ask_next(turn.finished_s)
 
-    def _round(self, number: int) -> Iterable[int]:
-        if self._order == "strict":
-            return range(self._conversations)
-        return shuffled(self._conversations, self._context.seed, "round", number)
+    def foresee(self, session: str, turn: int) -> Following | None:
+        return None
 
-    def _next(self, now_s: float) -> list[Arrival]:
+    def out_of_work(self, turn: TurnRecord, following: Sequence[Arrival]) -> bool:
+        return not following
+
+    def _measured_starts(self, now: float) -> list[Arrival]:
+        return [arrival for _ in range(self._at_once) for arrival in self._ask_next(now)]
+
+    def _ask_next(self, now: float) -> list[Arrival]:
         """The next conversation that is not under way: one of the round before may still have no answer."""
-        for place in range(len(self._waiting) - 1, -1, -1):
-            number, conversation = self._waiting[place]
-            if conversation in self._ended:
-                continue
-            if conversation not in self._under_way:
-                del self._waiting[place]
-                self._under_way.add(conversation)
-                return [self._arrival(f"conversation-{conversation}", number + 1, now_s)]
+        for place in range(len(self._to_ask) - 1, -1, -1):
+            talk, turn = self._to_ask[place]
+            if talk.session not in self._ended and talk.session not in self._under_way:
+                del self._to_ask[place]
+                self._under_way.add(talk.session)
+                return [self._arrival(talk, turn, now)]
         return []
-
-    def _arrival(self, session: str, turn: int, at_s: float) -> Arrival:
-        prompt, phase = self._prompts.pop((session, turn)), "warmup" if session == "warmup" else "chat"
-        return self._ask(at_s, session, turn, prompt, Length(self._reply), phase)

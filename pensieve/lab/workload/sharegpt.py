@@ -20,7 +20,6 @@ from pensieve.lab.workload.base import (
     WorkloadContext,
     in_order,
     refuse_untrained,
-    within_memory,
 )
 from pensieve.lab.workload.chance import shuffled, uniform
 from pensieve.lab.workload.fit import Fit, fitted, warmups
@@ -122,9 +121,6 @@ def sharegpt_workload(
         if arrivals_s is not None:
             conversations = math.ceil(arrivals_s * request_rate / _mean_turns(known))
     conversations = max(conversations, users or 1)
-    if path is None:  # of a file no more are taken than it has
-        field = "users" if conversations == users else "conversations"
-        within_memory(field, conversations, min_turns, 0, context.memory_bytes)
     recording, source, measured, left_out = taken(conversations)
     arrivals, rates = arrivals_of(measured, users, request_rate)
     facts: dict[str, Any] = {
