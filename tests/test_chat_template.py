@@ -37,7 +37,7 @@ def test_without_own_tokens_it_is_what_transformers_makes_of_the_messages(tmp_pa
     _, chat = loaded(tmp_path, PUBLISHED[name])
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     expected = theirs.apply_chat_template(dialogue(*turns), add_generation_prompt=True, return_dict=False)
-    assert chat.prompt(dialogue(*turns)).ids == expected
+    assert chat.prompt(dialogue(*turns)) == expected
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -51,16 +51,16 @@ def test_special_tokens_come_from_the_template_alone(tmp_path, name):
 
     def prompt(text):
         tools = [{"type": "function", "function": {"name": "f", "description": text, text: [text]}}]
-        return chat.prompt(dialogue("a", "b", text, text, text), {1: spelled(tokenizer, "the one", True)}, tools).ids
+        return chat.prompt(dialogue("a", "b", text, text, text), {1: spelled(tokenizer, "the one", True)}, tools)
 
     ids = prompt(hostile)
     assert [i for i in ids if i in specials.values()] == [i for i in prompt("mild") if i in specials.values()]
     assert max(ids) < tokenizer.vocab_size
     assert tokenizer.decode(ids).count(hostile) == 6
-    assert chat.opening(hostile) == chat.prompt(dialogue(hostile)).ids
+    assert chat.opening(hostile) == chat.prompt(dialogue(hostile))
     reply = spelled(tokenizer, hostile, True)
     assert not set(reply[:-1]) & set(specials.values())
-    told = chat.prompt(dialogue("a", hostile, hostile), {1: reply}).ids
+    told = chat.prompt(dialogue("a", hostile, hostile), {1: reply})
     assert told == chat.opening("a") + reply + chat.following(hostile, reply[-1])
 
 
@@ -72,15 +72,12 @@ def test_each_turn_extends_the_one_before(tokenizer, ended):
     messages, replies, held = dialogue("the first"), {}, []
     for text in (" the one ", "the other", "stone"):
         prompt = chat.prompt(messages, replies)
-        assert prompt.reencoded_from is None
-        assert prompt.ids[: len(held)] == held
+        assert prompt[: len(held)] == held
         reply = spelled(tokenizer, text, ended)
-        held = prompt.ids + (reply[:-1] if chat.plain and ended else reply)
+        held = prompt + (reply[:-1] if chat.plain and ended else reply)
         replies[len(messages)] = reply
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "and the one?"}]
-    assert chat.prompt(messages).ids != chat.prompt(messages, replies).ids, (
-        "encoded anew, these replies are other tokens"
-    )
+    assert chat.prompt(messages) != chat.prompt(messages, replies), "encoded anew, these replies are other tokens"
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -88,8 +85,8 @@ def test_a_message_can_follow_without_the_messages_before_it(tokenizer, ended):
     chat = ChatTemplate(tokenizer)
     first = chat.opening("the first")
     reply = spelled(tokenizer, "the one", ended)
-    told = chat.prompt(dialogue("the first", "the one", "and?"), {1: reply}).ids
-    assert first == chat.prompt(dialogue("the first")).ids
+    told = chat.prompt(dialogue("the first", "the one", "and?"), {1: reply})
+    assert first == chat.prompt(dialogue("the first"))
     assert first + reply + chat.following("and?", reply[-1]) == (
         told if not (chat.plain and ended) else first + reply + told[len(first) + len(reply) - 1 :]
     )
@@ -101,41 +98,31 @@ def test_a_reply_that_ended_otherwise_than_the_template_says_ends_as_it_says(tmp
     other = tokenizer.encode("<eos>")[0]
     tokenizer.eos_ids |= {other}
     reply = [*tokenizer.encode("one"), other]
-    ids = chat.prompt(dialogue("the first", "one", "two"), {1: reply}).ids
-    assert ids == chat.prompt(dialogue("the first", "one", "two")).ids
+    ids = chat.prompt(dialogue("the first", "one", "two"), {1: reply})
+    assert ids == chat.prompt(dialogue("the first", "one", "two"))
     assert other not in ids
 
 
-def test_a_template_that_moves_the_system_message_says_so_and_keeps_the_common_prefix(tmp_path):
+def test_a_template_that_moves_the_system_message_keeps_the_common_prefix(tmp_path):
     tokenizer, chat = loaded(tmp_path, MISTRAL)
-    assert chat.rewrites is not None and "system message moves" in chat.rewrites
-    first = chat.prompt(dialogue("the first", system="rules")).ids
+    first = chat.prompt(dialogue("the first", system="rules"))
     reply = spelled(tokenizer, "the one", True)
     second = chat.prompt(dialogue("the first", "the one", "and?", system="rules"), {2: reply})
-    common = next(i for i, (a, b) in enumerate(zip(first, second.ids, strict=False)) if a != b)
+    common = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     assert tokenizer.decode(first[:common]) == " "  # behind "<s>[INST]"
-    assert second.reencoded_from is None, "the reply's own tokens stand, elsewhere"
-    assert any(second.ids[i : i + len(reply)] == reply for i in range(len(second.ids)))
+    assert any(second[i : i + len(reply)] == reply for i in range(len(second))), "elsewhere"
 
 
-def test_a_template_that_drops_thinking_says_so_and_encodes_anew_from_there(tmp_path):
+def test_a_template_that_drops_thinking_encodes_anew_from_there(tmp_path):
     tokenizer, chat = loaded(tmp_path, THINKING)
-    assert chat.rewrites is not None and "thinking" in chat.rewrites
     thought, plain = (spelled(tokenizer, text, True) for text in ("<think>the</think>\nstone", "the stone"))
     messages = dialogue("the first", "?", "and?", "?", "so?")
     kept = chat.prompt(messages, {1: plain, 3: plain})
-    assert kept.reencoded_from is None
     told = chat.prompt(messages, {1: plain, 3: thought})
-    assert told.reencoded_from == 3
-    assert "stone" in tokenizer.decode(told.ids) and "<think>" not in tokenizer.decode(told.ids)
-    assert told.ids == chat.prompt(dialogue("the first", "?", "and?", "stone", "so?"), {1: plain}).ids
-    until = kept.ids.index(plain[0], len(chat.prompt(messages[:3], {1: plain}).ids))
-    assert told.ids[:until] == kept.ids[:until]
-
-
-@pytest.mark.parametrize("name", ["chatml", "llama3", "gemma2"])
-def test_other_templates_rewrite_nothing(tmp_path, name):
-    assert loaded(tmp_path, PUBLISHED[name])[1].rewrites is None
+    assert "stone" in tokenizer.decode(told) and "<think>" not in tokenizer.decode(told)
+    assert told == chat.prompt(dialogue("the first", "?", "and?", "stone", "so?"), {1: plain})
+    until = kept.index(plain[0], len(chat.prompt(messages[:3], {1: plain})))
+    assert told[:until] == kept[:until]
 
 
 def test_what_a_reply_says_of_itself_does_not_count_beside_its_tokens(tmp_path):
@@ -144,14 +131,14 @@ def test_what_a_reply_says_of_itself_does_not_count_beside_its_tokens(tmp_path):
     reply = spelled(tokenizer, "the one", True)
     messages = dialogue("the first", "the one", "and?")
     called = [messages[0], {"role": "assistant", "content": None, "tool_calls": [{}]}, messages[2]]
-    assert chat.prompt(called, {1: reply}).ids == chat.prompt(messages, {1: reply}).ids
+    assert chat.prompt(called, {1: reply}) == chat.prompt(messages, {1: reply})
 
 
 def test_without_a_template_messages_are_lines():
     tokenizer = ByteTokenizer()
     chat = ChatTemplate(tokenizer)
-    assert chat.plain and chat.rewrites is None
-    ids = chat.prompt(dialogue("Hello", "Hi", "Well?", system="Be kind.")).ids
+    assert chat.plain
+    ids = chat.prompt(dialogue("Hello", "Hi", "Well?", system="Be kind."))
     assert bytes(ids).decode() == "System: Be kind.\nUser: Hello\nAssistant: Hi\nUser: Well?\nAssistant:"
     assert bytes(chat.opening("Hello")).decode() == "User: Hello\nAssistant:"
 
@@ -159,25 +146,15 @@ def test_without_a_template_messages_are_lines():
 def test_plain_lines_begin_with_the_token_that_texts_begin_with(tmp_path):
     for begins in (True, False):
         tokenizer = HubTokenizer(save_tokenizer(tmp_path, begins=begins))
-        ids = ChatTemplate(tokenizer).prompt(dialogue("Hello", "Hi", "Well?")).ids
+        ids = ChatTemplate(tokenizer).prompt(dialogue("Hello", "Hi", "Well?"))
         assert ids.count(tokenizer.encode("<s>")[0]) == begins
         assert (ids[0] == tokenizer.encode("<s>")[0]) == begins
 
 
 @pytest.mark.parametrize(
-    ("messages", "replies", "says"),
-    [
-        ([], {}, "empty"),
-        ([{"content": "x"}], {}, "role"),
-        (["x"], {}, "role"),
-        ([{"role": "user", "content": 5}], {}, r"messages\[0\]\.content"),
-        ([{"role": "user"}], {}, "no content"),
-        (dialogue("a"), {0: [1]}, "is none"),
-        (dialogue("a"), {4: [1]}, "is none"),
-        (dialogue("a", system="b"), {}, "System role not supported"),
-        (dialogue("a") * 2, {}, "must alternate"),
-    ],
+    ("messages", "says"),
+    [(dialogue("a", system="b"), "System role not supported"), (dialogue("a") * 2, "must alternate")],
 )
-def test_messages_that_make_no_sense_are_refused_in_a_sentence(tmp_path, messages, replies, says):
+def test_messages_that_a_template_refuses_are_refused_in_a_sentence(tmp_path, messages, says):
     with pytest.raises(ConfigError, match=says):
-        loaded(tmp_path, GEMMA_2)[1].prompt(messages, replies)
+        loaded(tmp_path, GEMMA_2)[1].prompt(messages)

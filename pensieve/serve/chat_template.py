@@ -10,48 +10,18 @@ as any other text, or they would begin and end messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
-from pensieve.core.request import text_of
 from pensieve.errors import ConfigError
-from pensieve.serve.tokenizer import REPLY_EDGE
+from pensieve.serve.tokenizer import REPLY_EDGE, Tokenizer
 
 Message = Mapping[str, Any]
 """role and content (a string), and whatever else the template knows, such as tool_calls."""
 
 _MARK = f"{REPLY_EDGE}{{}}{REPLY_EDGE}"  # no template strips it
 _ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
-
-
-class ChatTokenizer(Protocol):
-    """What of a tokenizer chat templates need; see tokenizer.Tokenizer."""
-
-    name: str
-    begin: tuple[int, ...]
-    eos_ids: frozenset[int]
-    chat_template: str | None
-    special_tokens: Mapping[str, str]
-
-    def encode(self, text: str, marked: bool = False) -> list[int]: ...
-
-    def literal(self, text: str) -> str: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """The whole conversation up to where the model's next reply begins.
-
-    reencoded_from: index of the first message whose own tokens were given and do not stand in `ids`, since the template
-    shows earlier replies otherwise than they were said (drops their thinking, for one); None where all of them stand.
-    """
-
-    ids: list[int]
-    reencoded_from: int | None = None
 
 
 class ChatTemplate:
@@ -61,7 +31,7 @@ class ChatTemplate:
     "User: Hello\\nAssistant:", and "\\nUser: ..." after the reply, behind the token that texts begin with.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._source = tokenizer.chat_template
 
@@ -75,45 +45,38 @@ class ChatTemplate:
         messages: Sequence[Message],
         replies: Mapping[int, Sequence[int]] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> ChatPrompt:
+    ) -> list[int]:
         """The token ids of `messages`, with the markup after which the assistant speaks.
 
         replies: the own token ids, by their index in `messages`, of those that this model said, with the end-of-sequence
         token it may have sampled. They are used as they are, instead of the message's content and tool calls.
         tools: function schemas, for templates that know of them.
 
-        Unless the template rewrites history (see `rewrites`), the prompt of turn n + 1 begins with that of turn n and the
-        whole reply n. Where it does, what both have in common is kept.
-        Raises ConfigError for messages that make no sense, or that the template refuses.
+        Unless the template rewrites history (drops earlier thinking, for one), the prompt of turn n + 1 begins with that of
+        turn n and the whole reply n. Where it does, what both have in common is kept.
+        Raises ConfigError for messages that the template refuses.
         """
-        own = {index: list(ids) for index, ids in (replies or {}).items()}
-        listed, tools = self._literal(_checked(messages, own)), self._literal(tools)
+        own = dict(sorted((replies or {}).items()))
+        listed, tools = self._literal(messages), self._literal(tools)
         said = {index: self._literal(self._tokenizer.decode(ids)) for index, ids in own.items()}
+        true = self._render(_with_replies(listed, said), tools)
         shown = self._render(_with_replies(listed, {index: _MARK.format(index) for index in own}), tools)
         segments = _split(shown, list(own))
-        true = self._render(_with_replies(listed, said), tools)
         if segments is None:  # a reply is not shown at all, or twice
-            return ChatPrompt(self._encode(true, first=True), min(own))
+            return self._encode(true, first=True)
         ids: list[int] = []
         place = 0
-        for number, (segment, index) in enumerate(zip(segments, [*sorted(own), None], strict=True)):
-            if not true.startswith(segment, place):  # unreachable for the first; the reply before it is another one
+        for (index, reply), segment, after in zip(own.items(), segments, segments[1:], strict=False):
+            length = _length_of(said[index], true, place + len(segment), after)
+            if length is None or not true.startswith(segment, place):  # the template shows another text: it is encoded
                 break
-            place += len(segment)
-            if index is None:
-                return ChatPrompt(ids + self._encode(segment, first=number == 0))
-            length = _length_of(said[index], true, place, segments[number + 1])
-            if length is None:
-                # What was begun with the segment is encoded together with what the template made of the reply.
-                return ChatPrompt(ids + self._encode(segment + true[place:], first=number == 0), index)
-            place += length
-            ids += self._encode(self._before_reply(segment), first=number == 0) + self._without_end(own[index])
-        raise AssertionError("the two renderings differ before the first reply")
+            ids += self._encode(self._before_reply(segment), first=not place) + self._without_end(list(reply))
+            place += len(segment) + length
+        return ids + self._encode(true[place:], first=not place)
 
-    def opening(self, text: str, system: str | None = None) -> list[int]:
+    def opening(self, text: str) -> list[int]:
         """The tokens of a conversation's first message."""
-        first = [] if system is None else [{"role": "system", "content": system}]
-        return self.prompt([*first, {"role": "user", "content": text}]).ids
+        return self.prompt([_user(text)])
 
     def following(self, text: str, last: int | None) -> list[int]:
         """The tokens to append for a further message of the user, where the earlier ones are not at hand.
@@ -126,35 +89,7 @@ class ChatTemplate:
         ids = self._encode(shown.partition(mark)[2], first=False)
         return ids[1:] if ids and ids[0] == last and last in self._tokenizer.eos_ids else ids
 
-    @cached_property
-    def rewrites(self) -> str | None:
-        """What this template changes in earlier turns, as a sentence, found by trying; None where it only appends.
-
-        What it changes, and all that comes after, is computed again at the next turn.
-        """
-        found = []
-        if self._joint is None:
-            found.append("what stands before a reply when it is asked for does not stand there afterwards")
-        thought = "<think>\nfirst\n</think>\n\nsecond"
-        turns = [_user("-"), {"role": "assistant", "content": thought}, _user("-")]
-        if "first" not in self._render(turns, None):
-            found.append("the thinking of earlier replies is dropped")
-        if self._system_moves():
-            found.append("the system message moves to the last message of the user")
-        return (
-            f"The chat template of {self._tokenizer.name} rewrites history: {', and '.join(found)}." if found else None
-        )
-
     # -- how --------------------------------------------------------------------------------------------------------
-
-    def _system_moves(self) -> bool:
-        system = {"role": "system", "content": "rules"}
-        try:
-            before = self._render([system, _user("one")], None)
-            after = self._render([system, _user("one"), {"role": "assistant", "content": "two"}, _user("three")], None)
-        except ConfigError:  # it knows no system message
-            return False
-        return "rules" in before and before.partition("rules")[0] != after.partition("rules")[0]
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, ask: bool = True) -> str:
         if self._source is None:
@@ -213,24 +148,6 @@ def _user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def _checked(messages: Sequence[Message], own: Mapping[int, object]) -> list[dict[str, Any]]:
-    listed = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ConfigError(f"messages[{index}] must have a role and a content, as {{'role': 'user', ...}}.")
-        if message.get("content") is not None:
-            text_of(message["content"], f"messages[{index}].content")
-        elif index not in own and not message.get("tool_calls"):
-            raise ConfigError(f"messages[{index}] has no content.")
-        listed.append(dict(message))
-    if not listed:
-        raise ConfigError("messages is empty; give at least one message of the user.")
-    for index in own:
-        if not 0 <= index < len(listed) or listed[index]["role"] != "assistant":
-            raise ConfigError(f"replies[{index}] has the tokens of a reply, and messages[{index}] is none.")
-    return listed
-
-
 def _with_replies(messages: Sequence[Message], contents: Mapping[int, str]) -> list[Message]:
     return [
         {"role": "assistant", "content": contents[index]} if index in contents else message
@@ -241,7 +158,7 @@ def _with_replies(messages: Sequence[Message], contents: Mapping[int, str]) -> l
 def _split(shown: str, indices: list[int]) -> list[str] | None:
     """The text between the marks; None unless each is there once, in its order."""
     segments = []
-    for index in sorted(indices):
+    for index in indices:
         mark = _MARK.format(index)
         before, found, shown = shown.partition(mark)
         if not found or mark in shown:
@@ -253,10 +170,9 @@ def _split(shown: str, indices: list[int]) -> list[str] | None:
 def _length_of(reply: str, text: str, place: int, after: str) -> int | None:
     """How long the reply is in `text` at `place`, where `after` follows it. Templates may strip it; None where it is another
     text."""
-    strips: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.lstrip)
-    for strip in strips:
-        if text.startswith(strip(reply) + after, place):
-            return len(strip(reply))
+    for shown in (reply, reply.strip(), reply.rstrip(), reply.lstrip()):
+        if text.startswith(shown + after, place):
+            return len(shown)
     return None
 
 

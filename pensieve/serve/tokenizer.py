@@ -118,7 +118,8 @@ class HubTokenizer:
         added = self._backend.get_added_tokens_decoder().values()
         texts = list({_EDGE, REPLY_EDGE, *(token.content for token in added if token.special)} - {""})
         self._marks = {text: f"{_EDGE}{number}{_EDGE}" for number, text in enumerate(texts)}
-        self._specials = re.compile(_any_of(texts))
+        longest_first = sorted(texts, key=len, reverse=True)
+        self._specials = re.compile("|".join(map(re.escape, longest_first)))
         self._backend.add_tokens([AddedToken(mark, normalized=False) for mark in self._marks.values()])
         self._backend.encode_special_tokens = True  # as text; behind a mark, or some tokenizers put a space before it
         self._spelled = {
@@ -138,19 +139,6 @@ class HubTokenizer:
         bare, full = (self._backend.encode("a", add_special_tokens=add).ids for add in (False, True))
         start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)
         return tuple(full[:start])
-
-
-def _any_of(texts: list[str]) -> str:
-    """A pattern of these texts, of which no two are equal. It takes the longest, and looks at each character once or twice,
-    whatever a client writes."""
-    first, last = min(texts), max(texts)
-    shared = first[: next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
-    tails: dict[str, list[str]] = {}
-    for text in texts:
-        tails.setdefault(text[len(shared) : len(shared) + 1], []).append(text[len(shared) :])
-    if len(tails) == 1:
-        return re.escape(shared)
-    return f"{re.escape(shared)}(?:{'|'.join(_any_of(tails[head]) for head in sorted(tails, reverse=True))})"
 
 
 def eos_of(config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -81,7 +81,9 @@ class Hold:
 def held(server: Server) -> Iterator[None]:
     """Meanwhile the engine's thread stands still."""
     hold = Hold()
-    turn = server._begin("~held", None, "x", hold, max_new_tokens=1, ignore_eos=True)
+    turn = server.asking(None, "x", max_new_tokens=1, ignore_eos=True)
+    turn.on_event = hold
+    server.begin("~held", turn)
     assert hold.reached.wait(PATIENCE_S)
     try:
         yield

@@ -14,8 +14,7 @@ from pensieve import create_server
 from pensieve.core.request import Free, Sampling
 from pensieve.errors import CapacityError, ConfigError, ContextLengthError, EngineMissing, RequestRefused
 from pensieve.lab.compose import read_option
-from pensieve.serve.server.create import plan_live
-from pensieve.serve.server.dialogue import Dialogue, Wish
+from pensieve.serve.server.dialogue import Dialogue
 
 
 def server(mode="pensieve", **fields):
@@ -104,7 +103,7 @@ def simulated():
 
 def test_a_request_that_can_never_be_served_is_refused_and_has_not_failed(simulated):
     before = simulated.get_statistics()
-    with pytest.raises(CapacityError, match="raise gpu_cache or"):
+    with pytest.raises(CapacityError, match=r"raise cache\.gpu or"):
         simulated.generate("a", prompt_ids=[1] * 1500, max_new_tokens=4)
     with pytest.raises(ContextLengthError, match="context is 8192"):
         simulated.generate("a", prompt_ids=[1], max_new_tokens=10**30)
@@ -169,8 +168,9 @@ def test_a_conversation_deleted_after_an_edit_that_was_cancelled_leaves_the_disk
 
 def ask(s, prompt):
     """A whole prompt of the conversation `talk`."""
-    wish = Wish(Free(8, ignore_eos=True), Sampling())
-    return Dialogue(s).complete("", "talk", prompt, True, wish).future
+    turn = s.turn(Free(8, ignore_eos=True), Sampling())
+    Dialogue(s).complete(turn, "", "talk", prompt, True)
+    return turn.future
 
 
 def cancelled_edit(s, first, others=0):
@@ -214,24 +214,14 @@ def test_a_folder_speaks_with_its_own_tokenizer_whatever_its_weights(tmp_path, w
         assert s.get_statistics()["engine"]["tokenizer"] == tmp_path.name
 
 
-@pytest.mark.parametrize("mode", ["vllm", "llama_cpp"])
-def test_an_outside_engine_is_no_mode_and_is_not_answered_by_ours(mode):
-    with pytest.raises(EngineMissing, match=f"baseline=pensieve,{mode} -m.*mode='stateless'"):
-        create_server(mode=mode, **SIMULATED)
-    with pytest.raises(ConfigError, match="There is no mode 'penseive'; did you mean pensieve"):
+def test_a_mode_that_is_none_and_a_size_without_a_unit_are_refused():
+    with pytest.raises(ConfigError, match="There is no baseline 'penseive'; did you mean pensieve"):
         create_server(mode="penseive", **SIMULATED)
-
-
-def test_errors_name_the_arguments_of_the_caller():
-    with pytest.raises(ConfigError, match=r"^gpu_cache='4Gx' has no known unit"):
+    with pytest.raises(ConfigError, match=r"^cache\.gpu='4Gx' has no known unit"):
         create_server(**{**SIMULATED, "gpu_cache": "4Gx"})
 
 
 @pytest.mark.parametrize("name", ["vllm", "fully_aware"])
-def test_commands_that_answer_callers_name_an_engine_that_is_not_ours(name):
-    chosen = {"cache": "demo", "eviction": "lru", "scheduler": "unified", "hardware": "cpu", "tracking": "off"}
-    fields = {
-        group: read_option(group, option) for group, option in {**chosen, "baseline": name, "model": "tiny"}.items()
-    }
+def test_an_outside_engine_answers_no_callers(name):
     with pytest.raises(EngineMissing, match=rf"^baseline={name} is an outside engine, and only ours answer"):
-        plan_live({"seed": 0, **fields})
+        create_server(mode=name, **SIMULATED)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 pytest.importorskip("fastapi")
-from pensieve.errors import ConfigError, EngineFailed, EngineMissing
+from pensieve.errors import ConfigError, EngineMissing
 from pensieve.lab.compose import resolved
 from pensieve.lab.compose.settings import check_node
 from pensieve.serve.server import command
@@ -125,27 +125,6 @@ def test_sigterm_is_the_servers_again_after_a_library_took_it():
         assert heard == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_sighup_replaces_the_replicas_and_the_server_goes_on(monkeypatch):
-    outcomes = [None, EngineFailed("No memory.")]
-    said = []
-
-    class System:
-        def restart(self):
-            if (error := outcomes.pop(0)) is not None:
-                raise error
-
-    monkeypatch.setattr(command, "say", said.append)
-    before = signal.getsignal(signal.SIGUSR1)
-    try:
-        command._restart_when_told(System())
-        for count in (2, 4):
-            signal.raise_signal(signal.SIGUSR1)
-            assert until(lambda count=count: len(said) == count)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert said[1] == "The replicas are new." and "No memory." in said[3]
 
 
 # -- real ones ------------------------------------------------------------------------------------------------------------

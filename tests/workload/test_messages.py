@@ -51,7 +51,7 @@ def test_the_token_that_ends_a_reply_stands_there_once(chatml: HubTokenizer, end
     chat = ChatTemplate(chatml)
     opening = chatml.decode(arrival.due().prompt).partition("user\n")[2].partition("\nassistant")[0]
     asked = chatml.decode(following.due().prompt).partition("user\n")[2].partition("\nassistant")[0]
-    assert said == chat.prompt(dialogue(opening, "on", asked)).ids
+    assert said == chat.prompt(dialogue(opening, "on", asked))
 
 
 def finished(session: str, reason: str, reply: array[int]) -> TurnRecord:

@@ -1,4 +1,4 @@
-"""The replicas as Ray Serve has them: how they are started, replaced and called, and what they tell of themselves."""
+"""The replicas as Ray Serve has them: how they are started and called, and what they tell of themselves."""
 
 from __future__ import annotations
 
@@ -75,7 +75,6 @@ class Deployment:
         self._told: dict[str, ReplicaReport] = {}  # by replicas that run, when they answered last
         self._told_counters: dict[str, dict[str, float]] = {}  # the same of all there ever were
         self._told_at = {places: float("-inf") for places in (False, True)}  # by whether places were asked for
-        self._restarting = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -133,11 +132,6 @@ class Deployment:
             with suppress(Exception):  # Ray tells the cause by another way, if it still can
                 told = serve.status().applications[self._app].deployments["engine"].message or told
             raise EngineFailed(f"The replicas cannot start: {reason_in(told)}") from error
-
-    def restart(self) -> None:
-        """Replace the replicas one after another; raises EngineFailed where a new one cannot start."""
-        with self._restarting:
-            self._deployed()  # what is deployed again is a new version, which Ray Serve rolls out
 
     def close(self) -> None:
         """Safe after a start that failed, and twice."""

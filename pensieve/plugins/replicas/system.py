@@ -19,7 +19,7 @@ from pensieve.core.event import Event
 from pensieve.core.plan import StartReport
 from pensieve.core.request import History, Request, TokenArray
 from pensieve.device.asked import physical_cores
-from pensieve.errors import ConfigError, EngineFailed, HardwareMissing, WorkerError
+from pensieve.errors import ConfigError, HardwareMissing, WorkerError
 from pensieve.lab.compose.machine import free_device_bytes, memory_limit_bytes
 from pensieve.lab.compose.plan import TrialPlan
 from pensieve.lab.compose.preflight import check_memory
@@ -92,14 +92,6 @@ class ReplicaSystem:
         report = self._described.report
         warmup_ms = (time.perf_counter() - began - (report.load_s or 0.0)) * 1e3
         return StartReport(report.load_s, warmup_ms, self.settings(), report.eos, sampling=report.sampling)
-
-    def restart(self) -> None:
-        """Replace the replicas one after another, and return when that is done: each gets no more turns, ends those it has
-        (within Scaling.drain_s; what is left is asked again elsewhere) and is followed by an empty one. Raises EngineFailed
-        where a new one cannot start."""
-        if self._closed:
-            raise EngineFailed("The server is stopping; its replicas are not replaced.")
-        self.replicas.restart()
 
     def submit(self, request: Request) -> None:
         """What its prompt shares with what was said before is its history, for a replica that serves it anew."""

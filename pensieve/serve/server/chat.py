@@ -21,7 +21,7 @@ from pensieve.lab.trial.terminal import console, say
 from pensieve.serve.record import Miss, TurnRecord
 from pensieve.serve.server.api import Server
 from pensieve.serve.server.create import server_of
-from pensieve.serve.server.dialogue import Dialogue, Wish
+from pensieve.serve.server.dialogue import Dialogue
 from pensieve.serve.server.turn import Stream
 from pensieve.specs import ROUNDS_APART, SIXTEEN_BITS
 from pensieve.units import ceil_div
@@ -143,15 +143,9 @@ class Conversation:
         s, messages = self._settings, [{"role": "user", "content": text}]
         if s.system is not None and not self._begun:
             messages.insert(0, {"role": "system", "content": s.system})
-        stops = self._dialogue.stops(())
-        stream = Stream(self._server, stops)
-        wish = Wish(
-            Free(s.max_new_tokens, stops),
-            self._server.sampling(s.temperature, s.top_p),
-            fits=True,
-            options={"on_event": stream.on_event, "on_end": stream.on_end},
-        )
-        stream.follow(self._dialogue.chat("", _NAME, list(messages), False, wish))
+        output = Free(s.max_new_tokens, self._dialogue.stops(()))
+        stream = Stream(self._server.turn(output, self._server.sampling(s.temperature, s.top_p), fits=True))
+        self._dialogue.chat(stream.turn, "", _NAME, list(messages), whole=False)
         return stream
 
     def took(self, stream: Stream) -> TurnRecord:

@@ -75,12 +75,21 @@ class Conversation(Transcript):
     """How the engine is to begin it, until its first turn has started."""
 
     @property
+    def turns(self) -> list[Turn]:
+        """Those that run or wait."""
+        return [turn for turn in (self.running, *self.waiting) if turn is not None]
+
+    @property
     def idle(self) -> bool:
         return self.running is None and not self.waiting
 
     def known(self, prompt: TokenArray[int]) -> int:
         """Leading tokens of the prompt that were computed before."""
         return min(common_prefix(self.tokens, prompt), self.computed)
+
+    def first_replies(self, messages: int) -> dict[int, list[int]]:
+        """The model's own tokens of what it said in the first so many messages."""
+        return {place: ids for place, ids in list(self.replies.items()) if place < messages}
 
     def claimed(self) -> int:
         """Tokens that have to stay as they are."""
@@ -238,7 +247,7 @@ class Conversations:
         if parent.messages is not None:
             said = child.marks[-1].messages if child.marks else 0
             child.messages = parent.messages[:said]
-            child.replies = {place: ids for place, ids in parent.replies.items() if place < said}
+            child.replies = parent.first_replies(said)
         child.keep_alive_s = parent.keep_alive_s
         last = parent.marks[-1].asked if parent.marks else 0
         child.parent, child.asked = parent.id, len(child.marks)

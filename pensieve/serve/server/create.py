@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pensieve.core.policies.base import needs_future
-from pensieve.errors import ConfigError, EngineMissing, PensieveError, typed
+from pensieve.errors import ConfigError, EngineMissing, typed
 from pensieve.lab.compose import (
     TrialPlan,
     build_system,
@@ -14,14 +14,12 @@ from pensieve.lab.compose import (
     check,
     check_free_memory,
     model_config,
-    options,
     plan_trial,
     read_option,
 )
-from pensieve.lab.compose.folder import ended, nearest
 from pensieve.lab.compose.target import locate
 from pensieve.plugins.engines.ray_cluster import check_serve
-from pensieve.serve.server.api import Server, as_arguments
+from pensieve.serve.server.api import Server
 from pensieve.serve.server.settings import ServeSettings
 
 
@@ -45,37 +43,18 @@ def create_server(
     gpu_cache, cpu_cache, disk_cache: "4GiB" or "8192 tokens". device: auto, cpu, cuda, or a simulated machine such as
     sim_h100. Raises the errors of pensieve.errors, each a sentence that says what to do.
     """
-    try:
-        return server_of(
-            {
-                "seed": seed,
-                "model": model_config(model, **({} if weights is None else {"weights": weights})).model_dump(),
-                "cache": {"name": "api", "gpu": gpu_cache, "cpu": cpu_cache, "disk": disk_cache},
-                "eviction": read_option("eviction", eviction),
-                "scheduler": read_option("scheduler", scheduler),
-                "baseline": _baseline(mode),
-                "hardware": read_option("hardware", "local" if device == "auto" else device),
-                "tracking": read_option("tracking", "off"),
-            }
-        )
-    except PensieveError as error:
-        raise type(error)(as_arguments(str(error))) from error
-
-
-def _baseline(mode: str) -> dict[str, Any]:
-    """The option of conf/baseline. Raises EngineMissing for an outside engine, ConfigError for an unknown mode."""
-    known = options("baseline")
-    if mode in known:
-        option = read_option("baseline", mode)
-        if option["cache"]:
-            return option
-        raise EngineMissing(
-            f"mode={mode!r} is an outside engine, and create_server starts ours only; compare with it in trials "
-            f"({typed('run')} baseline=pensieve,{mode} -m). Of ours, mode='prefix_cache' shares full blocks as vLLM "
-            "does, and mode='stateless' keeps nothing between turns."
-        )
-    ours = [name for name in known if read_option("baseline", name)["cache"]]
-    raise ConfigError(ended(f"There is no mode {mode!r}{nearest(mode, ours)}"))
+    return server_of(
+        {
+            "seed": seed,
+            "model": model_config(model, **({} if weights is None else {"weights": weights})).model_dump(),
+            "cache": {"name": "api", "gpu": gpu_cache, "cpu": cpu_cache, "disk": disk_cache},
+            "eviction": read_option("eviction", eviction),
+            "scheduler": read_option("scheduler", scheduler),
+            "baseline": read_option("baseline", mode),
+            "hardware": read_option("hardware", "local" if device == "auto" else device),
+            "tracking": read_option("tracking", "off"),
+        }
+    )
 
 
 def server_of(config: Mapping[str, Any], keeps_disk: bool = False, say: Callable[[str], None] | None = None) -> Server:

@@ -17,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 
 from pensieve.core.event import Event
 from pensieve.errors import PensieveError
-from pensieve.serve.server.api import Server
 from pensieve.serve.server.gate import CLOSED
 from pensieve.serve.server.schemas import ChatBody, CompletionBody, error_body, finish_reason, usage
 from pensieve.serve.server.turn import Generation, TextStream, Turn
@@ -113,15 +112,16 @@ class Feed:
     tells_ids: a piece for each token, with its text if that is decided; take_ids gives its ids.
     """
 
-    def __init__(self, server: Server, stops: tuple[str, ...], tells_ids: bool = False) -> None:
-        self._server = server
+    def __init__(self, turn: Turn, streams: bool, tells_ids: bool = False) -> None:
+        """turn: that has not begun. streams: `pieces` is wanted; else `whole`."""
+        self.turn = turn
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()  # None: the end
-        self._text = TextStream(server.tokenizer.decode, stops)
+        self._text = TextStream(turn.server.tokenizer.decode, turn.stops)
         self.tells_ids = tells_ids
         self._ids: list[int] = []
         self._left = False
-        self.turn: Turn
+        turn.on_event, turn.on_end = self.on_event if streams else None, self.on_end
 
     def on_event(self, event: Event) -> None:
         """Queue an event for the loop; called in the engine's thread, as on_end is."""
@@ -130,14 +130,13 @@ class Feed:
     def on_end(self) -> None:
         self._loop.call_soon_threadsafe(self._events.put_nowait, None)
 
-    def started(self, turn: Turn) -> None:
-        """Follow this turn, which has begun and whose `on_end` is this feed's."""
-        self.turn = turn
-        if self._server.system.clock.virtual:
-            self._loop.run_in_executor(None, self._server.drive, turn.future)
+    def drive(self) -> None:
+        """Let time go on for its turn, which has begun, on a simulated machine."""
+        if self.turn.server.system.clock.virtual:
+            self._loop.run_in_executor(None, self.turn.server.drive, self.turn.future)
 
     async def pieces(self) -> AsyncGenerator[str, None]:
-        """Of a turn whose `on_event` is this one's. Raises what the turn ended with, or ClientLeft."""
+        """Its text. Raises what the turn ended with, or ClientLeft."""
         try:
             while (event := await self._events.get()) is not None:
                 if event.token is None:
@@ -211,7 +210,7 @@ class Feed:
     def _end(self) -> None:
         """Cancel the turn, unless it has ended."""
         if not self.turn.future.done():
-            self._server.cancel_turn(self.turn)
+            self.turn.cancel()
 
 
 class _EventStream(StreamingResponse):

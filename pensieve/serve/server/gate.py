@@ -10,7 +10,6 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
@@ -40,41 +39,32 @@ CLOSED = 499  # as nginx logs it; nobody receives it
 _INLINE_BYTES = 16_384
 T = TypeVar("T")
 
-
-class NoKey(PensieveError):
-    """Nobody's key, or none."""
-
-
-class NotThisWay(PensieveError):
-    """A client that this server is not for."""
-
-
-class NotReady(PensieveError):
-    """The engine is loading, or has failed to."""
-
-
-class NotFound(PensieveError):
-    """There is no such thing, or it is another tenant's."""
-
-
-class Overloaded(PensieveError):
-    """As many turns are under way as there may be."""
-
-
-_ANSWERS: dict[type[PensieveError], tuple[int, str, str | None, dict[str, str]]] = {
-    ContextLengthError: (400, "invalid_request_error", "context_length_exceeded", {}),
-    CapacityError: (400, "invalid_request_error", "capacity_exceeded", {}),
-    RequestRefused: (400, "invalid_request_error", None, {}),
-    ConfigError: (400, "invalid_request_error", None, {}),
-    NoKey: (401, "authentication_error", None, {"WWW-Authenticate": "Bearer"}),
-    NotThisWay: (403, "permission_error", None, {}),
-    NotFound: (404, "not_found_error", "not_found", {}),
-    Overloaded: (429, "rate_limit_error", "overloaded", {"Retry-After": "1"}),
-    TooManySessions: (429, "rate_limit_error", "overloaded", {"Retry-After": "1"}),
-    NotReady: (503, "server_error", "loading", {"Retry-After": "2"}),
-    PensieveError: (503, "server_error", None, {}),
+_KINDS: dict[int, tuple[str, str | None, dict[str, str]]] = {
+    401: ("authentication_error", None, {"WWW-Authenticate": "Bearer"}),
+    403: ("permission_error", None, {}),
+    404: ("not_found_error", "not_found", {}),
+    413: ("invalid_request_error", None, {"Connection": "close"}),
+    429: ("rate_limit_error", "overloaded", {"Retry-After": "1"}),
+    503: ("server_error", "loading", {"Retry-After": "2"}),
 }
-"""Status, kind, code and headers; of the first that an error is."""
+"""Kind, code and headers of what the server answers before it asks its engine, by status."""
+
+_ANSWERS: dict[type[PensieveError], tuple[int, str, str | None]] = {
+    ContextLengthError: (400, "invalid_request_error", "context_length_exceeded"),
+    CapacityError: (400, "invalid_request_error", "capacity_exceeded"),
+    RequestRefused: (400, "invalid_request_error", None),
+    ConfigError: (400, "invalid_request_error", None),
+    PensieveError: (503, "server_error", None),
+}
+"""Status, kind and code; of the first that an error is."""
+
+
+class BadBody(PensieveError):
+    """The body of a request is none that its path takes. where: the field."""
+
+    def __init__(self, sentence: str, where: str | None = None) -> None:
+        super().__init__(sentence)
+        self.where = where
 
 
 def documented(*codes: int) -> dict[int | str, dict[str, Any]]:
@@ -84,30 +74,21 @@ def documented(*codes: int) -> dict[int | str, dict[str, Any]]:
 
 def answer_errors(app: FastAPI) -> None:
     """From now on they are answers of this app."""
-    app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(PensieveError, refused)
-    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(HTTPException, refused)
 
 
 def refused(_: object, error: Exception) -> Response:
-    status, kind, code, headers = next(answer for known, answer in _ANSWERS.items() if isinstance(error, known))
-    return JSONResponse(error_body(str(error), kind, code), status_code=status, headers=headers)
-
-
-def _invalid(_: Request, error: Exception) -> Response:
-    """The first thing that is wrong, without what was sent: it may be anything."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first.get("loc", ())[1:])
-    message = f"{where}: {first['msg']}" if where else str(first["msg"])
-    clean = message.encode("utf-8", "replace").decode()
-    return JSONResponse(error_body(clean, "invalid_request_error", "invalid", where or None), status_code=400)
-
-
-def _http(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return JSONResponse(error_body(str(error.detail), kind), status_code=error.status_code, headers=error.headers)
+    if isinstance(error, TooManySessions):
+        error = HTTPException(429, str(error))
+    if isinstance(error, HTTPException):
+        kind, code, headers = _KINDS.get(error.status_code, ("invalid_request_error", None, {}))
+        return JSONResponse(error_body(error.detail, kind, code), status_code=error.status_code, headers=headers)
+    if isinstance(error, BadBody):
+        body = error_body(str(error), "invalid_request_error", "invalid", error.where)
+        return JSONResponse(body, status_code=400)
+    status, kind, code = next(answer for known, answer in _ANSWERS.items() if isinstance(error, known))
+    return JSONResponse(error_body(str(error), kind, code), status_code=status)
 
 
 class Gate:
@@ -123,22 +104,22 @@ class Gate:
         try:
             if scope["type"] == "http":
                 self._admit(scope)
-        except PensieveError as error:
+        except HTTPException as error:
             await refused(scope, error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> None:
-        """Note the tenant. Raises NoKey, NotThisWay, NotReady."""
+        """Note the tenant. Raises HTTPException."""
         state, headers, path = self._state, Headers(scope=scope), scope["path"]
         key = headers.get("authorization", "").removeprefix("Bearer ").strip() or headers.get("x-api-key", "")
         tenant = scope["pensieve.tenant"] = state.tenants.of(key)
         if tenant is None and path not in OPEN:
-            raise NoKey("The API key is missing or wrong; send it as Authorization: Bearer KEY.")
+            raise HTTPException(401, "The API key is missing or wrong; send it as Authorization: Bearer KEY.")
         if not state.tenants.required and not _local(headers.get("host", "")):
-            raise NotThisWay("Without API keys this server answers to 127.0.0.1 and localhost only.")
+            raise HTTPException(403, "Without API keys this server answers to 127.0.0.1 and localhost only.")
         if state.server is None and path not in OPEN:
-            raise NotReady(state.failure or "The engine is still loading.")
+            raise HTTPException(503, state.failure or "The engine is still loading.")
 
 
 def _local(host: str) -> bool:
@@ -171,13 +152,17 @@ class BodyRoute(APIRoute):
 
 
 async def _whole(request: Request) -> bytes:
-    """The body. Raises HTTPException where it is larger than a client may send, or its client leaves before its end."""
-    limit, sent = request.app.state.max_body_bytes, bytearray()
+    """The body. Raises HTTPException where it is larger than a client may send, takes longer, or its client leaves before its
+    end."""
+    settings, sent = request.app.state.settings, bytearray()
     try:
-        async for part in request.stream():
-            sent += part
-            if len(sent) > limit:
-                raise HTTPException(413, f"The body is larger than {limit} bytes.", {"Connection": "close"})
+        async with asyncio.timeout(settings.receive_s):
+            async for part in request.stream():
+                sent += part
+                if len(sent) > settings.max_body_bytes:
+                    raise HTTPException(413, f"The body is larger than {settings.max_body_bytes} bytes.")
+    except TimeoutError:
+        raise HTTPException(408, f"The body took longer than {settings.receive_s:g} s to come.") from None
     except ClientDisconnect:
         raise HTTPException(CLOSED) from None
     request.scope["pensieve.body_bytes"] = len(sent)
@@ -192,20 +177,17 @@ async def off_the_loop(request: Request, call: Callable[[], T]) -> T:
 
 
 def read_body(model: type[BaseModel], sent: bytes, content_type: str) -> BaseModel:
-    """Raises RequestValidationError: also for a body of another type, which a page from elsewhere may send unasked."""
+    """Raises BadBody: also for a body of another type, which a page from elsewhere may send unasked. It tells the first thing
+    that is wrong, without what was sent: that may be anything."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise _no_body("The body is JSON; send it as Content-Type: application/json.")
+        raise BadBody("The body is JSON; send it as Content-Type: application/json.")
     try:
-        given = from_json(sent, allow_inf_nan=False)
-    except ValueError as error:
-        raise _no_body(f"The body is no JSON: {error}.") from None
-    try:
-        return model.model_validate(given)
+        return model.model_validate(from_json(sent, allow_inf_nan=False))
     except ValidationError as error:
-        told = error.errors(include_url=False, include_context=False, include_input=False)
-        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in told]) from None
-
-
-def _no_body(sentence: str) -> RequestValidationError:
-    return RequestValidationError([{"type": "body", "loc": ("body",), "msg": sentence}])
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        sentence = f"{where}: {first['msg']}" if where else first["msg"]
+        raise BadBody(sentence.encode("utf-8", "replace").decode(), where or None) from None
+    except ValueError as error:
+        raise BadBody(f"The body is no JSON: {error}.") from None

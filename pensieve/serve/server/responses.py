@@ -12,11 +12,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pensieve.core.request import Sampling
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.conversations import Conversation, Conversations, Mark, Message
-from pensieve.serve.server.dialogue import Dialogue, Tools, Wish
+from pensieve.serve.server.dialogue import Dialogue
 from pensieve.serve.server.feed import sse_data
 from pensieve.serve.server.schemas import ResponseBody, text_of_parts, usage
 from pensieve.serve.server.turn import Turn
@@ -94,34 +93,29 @@ class Responder:
 
     tells_ids = False
 
-    def __init__(
-        self, body: ResponseBody, model: str, tenant: str, tools: Tools | None, responses: ResponseStore
-    ) -> None:
+    def __init__(self, body: ResponseBody, model: str, tenant: str, turn: Turn, responses: ResponseStore) -> None:
         self.id = f"resp_{secrets.token_hex(16)}"
-        self.turn: Turn | None = None
+        self._turn = turn
         self._item = f"msg_{secrets.token_hex(16)}"
-        self._body, self._model, self._tenant, self._tools = body, model, tenant, tools
+        self._body, self._model, self._tenant = body, model, tenant
         self._responses, self._created = responses, int(time.time())
         self._numbers = itertools.count()
-        self._sampling = Sampling()
 
-    def begin(self, dialogue: Dialogue, previous: Stored | None, wish: Wish) -> Turn:
+    def begin(self, dialogue: Dialogue, previous: Stored | None) -> None:
         """Begin the turn of this response. Its instructions are those of this response: earlier ones are not carried over."""
-        self._sampling = wish.sampling
         new = messages_of(self._body.input)
         system: list[Message] = (
             [] if self._body.instructions is None else [{"role": "system", "content": self._body.instructions}]
         )
         if previous is None:
-            self.turn = dialogue.respond(self._tenant, None, [*system, *new], wish)
-            return self.turn
+            dialogue.chat(self._turn, self._tenant, None, [*system, *new])
+            return
         conversation, mark = previous.conversation, previous.mark
         skipped = int(previous.instructed)
         said = list(conversation.messages or ())[skipped : mark.messages]
         shift = len(system) - skipped
-        replies = {place + shift: ids for place, ids in conversation.replies.items() if place < mark.messages}
-        self.turn = dialogue.respond_with(conversation, mark, [*system, *said, *new], replies, wish)
-        return self.turn
+        replies = {place + shift: ids for place, ids in conversation.first_replies(mark.messages).items()}
+        dialogue.go_on(self._turn, conversation, mark, [*system, *said, *new], replies)
 
     # -- the object -----------------------------------------------------------------------------------------------------
 
@@ -153,16 +147,16 @@ class Responder:
             "reasoning": None,
             "safety_identifier": None,
             "service_tier": "default",
-            "session_id": self.turn.conversation.id if self.turn is not None else None,
+            "session_id": self._turn.conversation.id,
             "store": bool(b.store) if b.store is not None else True,
-            "temperature": self._sampling.temperature,
+            "temperature": self._turn.sampling.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": b.tool_choice if b.tool_choice is not None else "auto",
-            "tools": [{**_NOTHING_SAID, **tool["function"]} for tool in self._tools or ()],
+            "tools": [{**_NOTHING_SAID, **tool["function"]} for tool in self._turn.tools or ()],
             "top_logprobs": 0,
-            "top_p": self._sampling.top_p,
+            "top_p": self._turn.sampling.top_p,
             "truncation": b.truncation or "disabled",
-            "usage": _usage(record) if record is not None else None,
+            "usage": None if record is None else _usage(record),
             "user": None,
         }
 

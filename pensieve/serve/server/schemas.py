@@ -2,58 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from pensieve.core.hint import Hint
-from pensieve.core.request import stops_of
 from pensieve.errors import ConfigError
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.conversations import LONGEST_NAME
-from pensieve.serve.server.dialogue import Tools
 
-_BEYOND_ANY_MODEL = 2**31 - 1
-Tokens = Annotated[int, Field(ge=1, le=_BEYOND_ANY_MODEL)]
-Real = Annotated[float, Field(allow_inf_nan=False)]
+Tools = list[dict[str, Any]]
+Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 
-
 T = TypeVar("T")
-MOST_LISTED = 2**20
-Listed = Annotated[list[T], Field(fail_fast=True, max_length=MOST_LISTED)]
+Listed = Annotated[list[T], Field(fail_fast=True, max_length=2**20)]
 """What is wrong in it is told once: an error an item takes gigabytes, and minutes in which nobody is served."""
-
-
-def _tellable(value: Any) -> Any:
-    """1e999 is JSON, and read as infinity, which is none."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        raise ValueError("it holds a number beyond what JSON can tell again") from None
-    return value
-
-
-ToldAgain = AfterValidator(_tellable)
-"""Of what a client says as it likes, and gets back."""
-
-MAX_STOPS = 16
-_ONE, _NO_LOGPROBS = "one reply a request; send several requests", "this engine returns none; leave it out"
-_PLAIN = "the model's text comes as it is"
-
-
-def _only(*values: Any, instead: str) -> AfterValidator:
-    """What OpenAI's API has and this server does only in one way: null and these values pass."""
-
-    def check(given: Any) -> Any:
-        if given is not None and given not in values:
-            raise PydanticCustomError("unsupported", "{text}", {"text": f"It is not supported as given: {instead}"})
-        return given
-
-    return AfterValidator(check)
 
 
 def text_of_parts(content: Any) -> str:
@@ -73,25 +38,28 @@ def text_of_parts(content: Any) -> str:
     return "".join(texts)
 
 
-class _Body(BaseModel):
-    """Unknown fields are ignored, as OpenAI's own server does; fields that would change the reply and are not supported are
-    refused by name."""
+class _Sent(BaseModel):
+    """Unknown fields are ignored, as OpenAI's own server does."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class _Body(_Sent):
+    """Fields that would change the reply and are not supported have one value, and are refused by name with any other."""
 
     model: str | None = None
     stream: bool | None = False
-    temperature: Annotated[Real, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Real, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     session_id: Name | None = Field(None, description="The conversation; also as header X-Session-Id.")
     history: Literal["whole", "new"] | None = Field(
         None, description="With a session_id: whether this is the whole conversation or what is new in it."
     )
-    keep_alive: Annotated[Real, Field(gt=0, le=1e9)] | None = Field(
+    keep_alive: Annotated[float, Field(gt=0, le=1e9)] | None = Field(
         None,
         description="Seconds without a turn after which the conversation may be given up. A hint: nothing is pinned.",
     )
-    metadata: Annotated[dict[str, Any] | None, ToldAgain] = Field(
+    metadata: dict[str, JsonValue] | None = Field(
         None,
         description="Three of its keys are hints to the cache. expected_s: seconds from the reply to the next request. "
         "stop_reason: tool_use or end_turn, if the client knows how the reply will end. tool: its name.",
@@ -99,33 +67,35 @@ class _Body(BaseModel):
 
 
 class _Sampled(_Body):
-    stop: str | Listed[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = None
     seed: int | None = None
-    n: Annotated[int | None, _only(1, instead=_ONE)] = 1
-    presence_penalty: Annotated[Real | None, _only(0, instead="leave it out, or 0")] = 0.0
-    frequency_penalty: Annotated[Real | None, _only(0, instead="leave it out, or 0")] = 0.0
-    logit_bias: Annotated[dict[str, Any] | None, _only({}, instead="leave it out")] = None
+    n: Literal[1] | None = 1
+    presence_penalty: Literal[0] | None = 0
+    frequency_penalty: Literal[0] | None = 0
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     stream_options: dict[str, Any] | None = None
 
     @property
     def include_usage(self) -> bool:
         return bool((self.stream_options or {}).get("include_usage"))
 
+    @property
+    def stops(self) -> tuple[str, ...]:
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return tuple(text for text in given if text)
 
-class Tool(BaseModel):
+
+class Tool(_Sent):
+    """function: None in the flat form of /v1/responses, whose fields are the tool's own."""
+
     model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, JsonValue]
+
     type: Literal["function"]
-    function: Annotated[dict[str, Any] | None, ToldAgain] = None
-
-    @model_validator(mode="after")
-    def _flat_form(self) -> Tool:
-        _tellable(self.model_extra)
-        return self
+    function: dict[str, JsonValue] | None = None
 
 
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
+class ChatMessage(_Sent):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Listed[dict[str, Any]] | None = None
     name: str | None = None
@@ -139,43 +109,43 @@ class ChatMessage(BaseModel):
         return {**self.model_dump(exclude_none=True), "role": role, "content": text}
 
 
+Messages = Annotated[Listed[ChatMessage], Field(min_length=1)]
+
+
+class PlainText(_Sent):
+    type: Literal["text"] = "text"
+
+
 class ChatBody(_Sampled):
-    messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
-    logprobs: Annotated[bool | None, _only(False, instead=_NO_LOGPROBS)] = False
-    top_logprobs: Annotated[int | None, _only(0, instead=_NO_LOGPROBS)] = None
+    logprobs: Literal[False] | None = False
+    top_logprobs: Literal[0] | None = None
     tools: Listed[Tool] | None = None
-    response_format: Annotated[dict[str, Any] | None, _only({"type": "text"}, instead=_PLAIN)] = None
+    response_format: PlainText | None = None
 
 
 def _one_prompt(given: Any) -> Any:
     """Of a list of prompts that is one long its only one."""
-    if not isinstance(given, list) or not given or isinstance(given[0], int):
-        return given
-    if len(given) != 1:
-        raise PydanticCustomError("unsupported", "One prompt a request; send several requests")
-    return given[0]
+    return given[0] if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int) else given
 
 
 class CompletionBody(_Sampled):
-    prompt: Annotated[str | Listed[int] | Listed[str] | Listed[Listed[int]], AfterValidator(_one_prompt)]
+    prompt: Annotated[str | Listed[int], BeforeValidator(_one_prompt)]
     max_tokens: Tokens | None = 16
-    logprobs: Annotated[int | None, _only(instead=_NO_LOGPROBS)] = None
-    echo: Annotated[bool | None, _only(False, instead="the prompt is not repeated")] = False
-    suffix: Annotated[str | None, _only("", instead="text goes on to the right only")] = None
-    best_of: Annotated[int | None, _only(1, instead=_ONE)] = 1
+    logprobs: None = None
+    echo: Literal[False] | None = False
+    suffix: Literal[""] | None = None
+    best_of: Literal[1] | None = 1
     ignore_eos: bool | None = Field(
         False, description="Go on to max_tokens, whatever tokens end a reply. As vLLM has it."
     )
     return_token_ids: bool | None = Field(False, description="The reply's token ids beside its text. As vLLM has it.")
 
 
-def _plain_text(text: dict[str, Any] | None) -> dict[str, Any] | None:
-    form = (text or {}).get("format") or {"type": "text"}
-    if not isinstance(form, dict) or form.get("type") != "text":
-        raise PydanticCustomError("unsupported", "{text}", {"text": f"A format is not supported as given: {_PLAIN}"})
-    return text
+class TextFormat(_Sent):
+    format: PlainText | None = None
 
 
 class ResponseBody(_Body):
@@ -185,22 +155,19 @@ class ResponseBody(_Body):
     store: bool | None = True
     max_output_tokens: Tokens | None = None
     tools: Listed[Tool] | None = None
-    tool_choice: Annotated[Any, ToldAgain] = "auto"
+    tool_choice: JsonValue = "auto"
     parallel_tool_calls: bool | None = True
-    background: Annotated[
-        bool | None, _only(False, instead="responses are made while the client waits; use stream")
-    ] = False
-    text: Annotated[dict[str, Any] | None, AfterValidator(_plain_text)] = None
+    background: Literal[False] | None = False
+    text: TextFormat | None = None
     truncation: Literal["auto", "disabled"] | None = "disabled"
-    top_logprobs: Annotated[int | None, _only(0, instead=_NO_LOGPROBS)] = None
+    top_logprobs: Literal[0] | None = None
     seed: int | None = None
 
 
-class TokenizeBody(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+class TokenizeBody(_Sent):
     model: str | None = None
     prompt: str | None = None
-    messages: Listed[ChatMessage] | None = None
+    messages: Messages | None = None
 
 
 def tools_of(tools: list[Tool] | None) -> Tools | None:
@@ -220,13 +187,6 @@ def hint_of(metadata: Mapping[str, Any] | None) -> Hint | None:
         except ValueError:
             raise ConfigError(f"metadata.expected_s is a number of seconds, not {expected!r}.") from None
     return Hint(**said) if said else None
-
-
-def client_stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    stops = tuple(text for text in stops_of(stop) if text)
-    if len(stops) > MAX_STOPS:
-        raise ConfigError(f"stop holds {len(stops)} strings; {MAX_STOPS} are the most.")
-    return stops
 
 
 def usage(record: TurnRecord) -> dict[str, Any]:
