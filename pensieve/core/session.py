@@ -99,14 +99,6 @@ class Chunks:
         del self.gpu[first:], self.gpu_len[first:], self.cpu[first:], self.cpu_len[first:]
         del self.copying[first:], self.view[first:]
 
-    def runs(self, view: View, start: int, stop: int) -> Iterator[ChunkRun]:
-        """Maximal runs of chunks in [start, stop) that have this view."""
-        column = self.view
-        while (start := column.find(view, start, stop)) >= 0:
-            end = stop - len(column[start:stop].lstrip(_ONE[view]))
-            yield start, end
-            start = end
-
     def without_gpu(self) -> list[ChunkRun]:
         """Runs of chunks that have no GPU block."""
         column = self.gpu
@@ -121,9 +113,6 @@ class Chunks:
             getattr(self, name)[index] = getattr(other, name)[index]
         other.gpu[index] = other.cpu[index] = NO_BLOCK
         other.gpu_len[index] = other.cpu_len[index] = 0
-
-
-_ONE = [bytes((view,)) for view in View]
 
 
 def repeated(value: int, count: int) -> TokenArray[int]:

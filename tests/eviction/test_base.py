@@ -1,4 +1,4 @@
-"""What a policy has to say and what it gets for nothing, and classes of one's own that inherit nothing."""
+"""What a policy has to say, and what it gets for nothing."""
 
 from __future__ import annotations
 
@@ -22,33 +22,6 @@ class Longest(EvictionPolicy):
         return -len(session.tokens)
 
 
-class PlainLongest:
-    """The same, with every method written out and nothing inherited."""
-
-    def __init__(self, context: Any) -> None:
-        self.seen: list[str] = []
-
-    def bucket(self, session: Session, chunk: int) -> None:
-        return None
-
-    def order(self, session: Session, chunk: int) -> float:
-        return -len(session.tokens)
-
-    def score(self, bucket: None, order: float, now_s: float) -> float:
-        return order
-
-    def observe(self, session: Session, now_s: float) -> None:
-        self.seen.append(session.name)
-
-
-class OnlyOrder:
-    def __init__(self, context: Any) -> None:
-        pass
-
-    def order(self, session: Session, chunk: int) -> float:
-        return -len(session.tokens)
-
-
 def turns_under(policy: Any) -> list[tuple[Any, ...]]:
     """Random turns over tiers that hold a part of them: what each found, and what was lost so far."""
     rng, engine = random.Random(3), make_engine(20, 30, policy=policy)
@@ -62,25 +35,7 @@ def turns_under(policy: Any) -> list[tuple[Any, ...]]:
 
 
 def test_a_policy_is_one_method() -> None:
-    assert turns_under(Longest) == turns_under(PlainLongest)
     assert turns_under(Longest) != turns_under(Lru)
-
-
-def test_a_class_of_ones_own_with_the_methods_of_a_policy_is_one() -> None:
-    assert turns_under(OnlyOrder) == turns_under(Longest)
-    policy = PlainLongest(None)
-    cache = TwoTierCache(policy=policy, chunk_tokens=4, gpu_blocks=8, cpu_blocks=0)  # type: ignore[arg-type]
-    cache.admit(cache.open("a", 0.0), 0, request(1, "a", 3, 1).prompt, 0.0)
-    assert policy.seen == ["a"]
-
-
-def test_what_a_plain_class_says_of_itself_is_read_and_a_version_each_time() -> None:
-    plain = OnlyOrder(None)
-    plain.whole_conversations, plain.version = True, 1  # type: ignore[attr-defined]
-    policy = as_policy(plain)
-    assert (policy.whole_conversations, policy.version) == (True, 1)
-    plain.version = 2  # type: ignore[attr-defined]
-    assert policy.version == 2
 
 
 def test_what_is_no_policy_is_refused_with_what_to_inherit() -> None:
@@ -96,8 +51,6 @@ def test_the_defaults() -> None:
     assert as_policy(policy) is policy
 
 
-@pytest.mark.parametrize(
-    ("made", "needs"), [(Belady, True), (Lru, False), (AdaptiveRetention, False), (OnlyOrder, False)]
-)
+@pytest.mark.parametrize(("made", "needs"), [(Belady, True), (Lru, False), (AdaptiveRetention, False)])
 def test_whether_a_class_needs_the_future_is_asked_without_making_one(made: Any, needs: bool) -> None:
     assert needs_future(made) is needs

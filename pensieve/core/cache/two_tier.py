@@ -91,12 +91,12 @@ class TwoTierRoom(Room):
     def swap_out_all(self, session: Session, now_s: float) -> None:
         if not self.cpu_blocks:
             return
-        as_victim = self.tiers.dirty.as_victim
+        tiers = self.tiers
         dirty = [
-            as_victim(node, index, now_s)
+            tiers.dirty.as_victim(node, ~index if tiers.from_tail else index, now_s)
             for node in session.nodes()
-            for start, stop in node.chunks.runs(View.DIRTY, 0, len(node.chunks))
-            for index in range(start, stop)
+            for index, view in enumerate(node.chunks.view)
+            if view == View.DIRTY
         ]
         self.copy_out(dirty, now_s, session)
 
@@ -125,7 +125,7 @@ class TwoTierRoom(Room):
         """Choose at most `count` victims among the other sessions, whatever its own chunks are worth to the policy."""
         own = {node.number: node.chunks.view.count(view) for node in session.nodes()}
         chosen = victims.choose(count + sum(own.values()), now_s)
-        return [victim for victim in chosen if victim[3] not in own][:count]
+        return [victim for victim in chosen if victim.number not in own][:count]
 
     def copy_out(
         self,
@@ -153,11 +153,7 @@ class TwoTierRoom(Room):
         Returns the chunks that have one, and those for which there is none: where every CPU block holds what the policy
         would keep longer than the chunk, the chunk should be lost."""
         tiers = self.tiers
-        lacking = []
-        for victim in leaving:
-            *_, place, node = victim
-            if node.chunks.cpu[place if place >= 0 else ~place] == NO_BLOCK:
-                lacking.append(victim)
+        lacking = [one for one in leaving if one.node.chunks.cpu[max(one.place, ~one.place)] == NO_BLOCK]
         if tiers.cpu.free < len(lacking) and tiers.duplicates:
             tiers.free_duplicates(len(lacking) - tiers.cpu.free)
         while tiers.cpu.free < len(lacking) and giving:
@@ -195,7 +191,7 @@ class TwoTierRoom(Room):
         cpu_only, short = self.tiers.cpu_only, len(lacking) - self.tiers.cpu.free
         if short <= 0:
             return [], []
-        ours = {cpu_only.as_victim(victim[5], ~victim[4], now_s): victim for victim in lacking}
+        ours = {cpu_only.as_victim(victim.node, victim.place, now_s): victim for victim in lacking}
         going = sorted([*ours, *cpu_only.choose(short, now_s)])[:short]
         return [ours[one] for one in going if one in ours], [one for one in going if one not in ours]
 
@@ -499,7 +495,7 @@ class TwoTierCache(CacheManager):
 
 def _still_dirty(victims: Iterable[Victim]) -> list[Victim]:
     """Those that did not go with a chunk before them."""
-    return [victim for victim in victims if victim[5].chunks.view[~victim[4]] == View.DIRTY]
+    return [victim for victim in victims if victim.node.chunks.view[~victim.place] == View.DIRTY]
 
 
 def _letter(gpu_len: int, cpu_len: int) -> str:

@@ -7,28 +7,38 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import count, islice
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
-from pensieve.core.policies.base import EvictionPolicy, refuse_key, tells_scores
+from pensieve.core.policies.base import EvictionPolicy, is_key, refuse_key
 from pensieve.core.session import NO_BLOCK, Node, Stem, View, runs_of
 
-_Place = tuple[int, float, float, int, int]  # level, score, last active, number of the node, chunk
+_Place = tuple[int, float, float, float, int, int]  # level, score, order, last active, number of the node, chunk
 
-Victim = tuple[int, float, float, int, int, Node]
-"""A chunk as it stands in the order of eviction, lowest first: level, score, last active, number of the node, chunk; and the
-node, which decides nothing."""
+
+class Victim(NamedTuple):
+    """A chunk as it stands in the order of eviction, lowest first. number: of the node. place: of the chunk in it, ~chunk
+    from the tail. The node itself decides nothing."""
+
+    level: int
+    score: float
+    last_active_s: float
+    number: int
+    place: int
+    node: Node
+
 
 Span = tuple[Node, int, int]
 """A run of chunks of a node: first chunk, stop."""
 
 _Key = tuple[int, Hashable, int]  # level, policy bucket, how many of the policy's ages have passed
 _Entry = tuple[float, float, int, int, int]  # policy order, last active, node, place, stamp
-_Head = tuple[int, float, float, int, int, int, _Key]  # level, score, last active, node, place, stamp, key
+_Head = tuple[
+    int, float, float, float, int, int, int, _Key
+]  # level, score, order, last active, node, place, stamp, key
 _COMPACT_BELOW = 64
 _STRETCH = 64  # chunks of a node whose scores are asked at once
 _FIRST_STRETCH = 4  # fewer to begin with: of most nodes a choice takes one or two
 _HOLDERS = 64  # sessions that say what a stem is worth: those before them add next to nothing
-_INFINITE = float("inf")
 _NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
 
 
@@ -70,8 +80,7 @@ class VictimIndex:
         self._touched: set[_Key] = set()  # buckets that have changed since a choice began, or was looked at last
         self._stamp = 0
         self._whole = policy.whole_conversations
-        self._merges = tells_scores(policy)
-        self._together = policy.together if self._merges else None
+        self._together = policy.together
         self._version = policy.version
         self._ages = policy.ages
         # A heap: when a session passes its next age, a tie-break, the session, since when it was idle then.
@@ -116,22 +125,19 @@ class VictimIndex:
         whole = whole and self._whole
         if self._policy.version != self._version:
             self._reorder()
-        if count == 1 and self._merges and not whole:
-            self._grow_older(now_s)
+        self._grow_older(now_s)
+        if count == 1 and not whole:
             heads = self._heads(now_s)
             if not heads:
                 return []
-            first = min(heads)
-            node = self._leads[first[3]].node
+            level, score, _, last_active, number, place, _, _ = min(heads)
+            node = self._leads[number].node
             if not self._of_several(node):
-                return [(*first[:5], node)]
-        return (self._merge if self._merges else self._one_by_one)(count, now_s, whole)
+                return [Victim(level, score, last_active, number, place, node)]
+        return self._merge(count, now_s, whole)
 
     def spans(self, victims: list[Victim]) -> list[Span]:
         """Return the chunks of a choice as runs, those of one node together."""
-        if len(victims) == 1:
-            ((*_, chunk, node),) = victims
-            return [(node, chunk, chunk + 1)]
         chunks: dict[Node, list[int]] = defaultdict(list)
         for *_, chunk, node in victims:
             chunks[node].append(chunk)
@@ -148,7 +154,7 @@ class VictimIndex:
         touched = self._touched
         touched.clear()
         while heads:
-            _, _, _, number, place, stamp, _ = heapq.heappop(heads)
+            *_, number, place, stamp, _ = heapq.heappop(heads)
             lead = self._leads.get(number)
             if lead is None or lead.stamp != stamp:
                 continue
@@ -159,58 +165,29 @@ class VictimIndex:
                     heapq.heappush(heads, fresh)
             touched.clear()
 
-    def _one_by_one(self, count: int, now_s: float, whole: bool) -> list[Victim]:
-        """For any policy: each chunk leaves its heap when it is chosen, and all are put back in the end."""
-        chosen: list[Victim] = []
-        left: dict[int, int] = {}
-        for node, place in self.victims(now_s):
-            lead = self._leads[node.number]
-            chosen.append(self._as_victim(node, place, now_s))
-            left[node.number] = left.get(node.number, lead.count) - 1
-            if left[node.number]:
-                self._enter(lead, self._following_in(node, place))
-            else:
-                self._leave(lead)
-            if len(chosen) >= count and not (whole and left[node.number]):
-                break
-        for number in left:
-            lead = self._leads[number]
-            self._enter(lead, self._first(lead.node))
-        return chosen
-
     def _merge(self, count: int, now_s: float, whole: bool) -> list[Victim]:
-        """For a policy that tells the scores of a run: the first entries of the buckets and, of each node that has
-        given up a chunk, the next one compete. Nothing moves in the heaps of the buckets. The entry of a node may have a
-        lower score than its first chunk, which counts."""
-        self._grow_older(now_s)
-        heap = self._first_of_each(now_s)
+        """The first entries of the buckets and, of each node that has given up a chunk, the next one compete. Nothing
+        moves in the heaps of the buckets. The entry of a node may have a lower score than its first chunk, which counts."""
+        heap = [(*head[:6], self._following(head[7], now_s)) for head in self._heads(now_s)]
         heapq.heapify(heap)
         chosen: list[Victim] = []
         begun: dict[int, Node] = {}  # nodes whose chunks compete in place of their entry
         exhausted = True
         while heap and (len(chosen) < count or (whole and not exhausted)):
-            head = heap[0]
-            number, behind = head[3], head[5]
+            level, score, _, last_active, number, place, behind = heap[0]
             following = next(behind, None)
             if following is None:
                 heapq.heappop(heap)
             else:
                 heapq.heapreplace(heap, (*following, behind))
             if number in begun:
-                chosen.append((*head[:5], begun[number]))
+                chosen.append(Victim(level, score, last_active, number, place, begun[number]))
                 exhausted = following is None
             else:
                 node = begun[number] = self._leads[number].node
-                own = self._chunks_from(node, head[4], now_s)
+                own = self._chunks_from(node, place, now_s)
                 heapq.heappush(heap, (*next(own), own))
         return chosen
-
-    def _first_of_each(self, now_s: float) -> list[tuple[int, float, float, int, int, Iterator[_Place]]]:
-        """Of each bucket that has an entry, and those behind it."""
-        return [
-            (level, score, last_active, number, place, self._following(key, now_s))
-            for level, score, last_active, number, place, _, key in self._heads(now_s)
-        ]
 
     def _heads(self, now_s: float) -> list[_Head]:
         return [head for key in list(self._heaps) if (head := self._head(key, now_s)) is not None]
@@ -227,16 +204,13 @@ class VictimIndex:
                     heapq.heappush(nodes, (heap[below], below))
             if self._is_valid(entry):
                 order, last_active, number, place, _ = entry
-                yield key[0], self._policy.score(key[1], order, now_s), last_active, number, place
+                yield key[0], self._policy.score(key[1], order, now_s), order, last_active, number, place
 
-    def as_victim(self, node: Node, chunk: int, now_s: float) -> Victim:
+    def as_victim(self, node: Node, place: int, now_s: float) -> Victim:
         """A chunk as it stands in the order of eviction now, also one that is in no index."""
-        return self._as_victim(node, chunk, now_s)
-
-    def _as_victim(self, node: Node, place: int, now_s: float) -> Victim:
         index = self._asked(node, place)
         (score,) = self._scores(node, index, index + 1, now_s)
-        return (self._level(node), score, node.session.last_active_s, node.number, place, node)
+        return Victim(self._level(node), score, node.session.last_active_s, node.number, place, node)
 
     def _of_several(self, node: Node) -> TypeGuard[Stem]:
         """Several sessions say what its chunks are worth: no less than its entry in a heap, which stands for the last one."""
@@ -251,10 +225,11 @@ class VictimIndex:
     def _chunks_from(self, node: Node, place: int, now_s: float) -> Iterator[_Place]:
         """The chunks of a node from this place on, in order."""
         most, number = _FIRST_STRETCH, node.number
-        level, active = self._level(node), node.session.last_active_s
+        level, session = self._level(node), node.session
         while (stretch := self._stretch(node, place, most, now_s)) is not None:
             for place, score in enumerate(stretch[1], stretch[0]):
-                yield level, score, active, number, place
+                order = self._policy.order(session, self._asked(node, place))
+                yield level, score, order, session.last_active_s, number, place
             place, most = place + 1, _STRETCH
 
     # -- from the head; TailIndex has its own ---------------------------------------------------------------------------
@@ -273,10 +248,6 @@ class VictimIndex:
     def _first(self, node: Node) -> int:
         """The place of the node's chunk that goes first."""
         return node.chunks.view.find(self._view)
-
-    def _following_in(self, node: Node, place: int) -> int:
-        """That of the next one."""
-        return node.chunks.view.find(self._view, place + 1)
 
     def _asked(self, node: Node, place: int) -> int:
         """The chunk of its session by which the policy values it."""
@@ -308,7 +279,7 @@ class VictimIndex:
         self._stamp += 1
         lead.place, lead.stamp, lead.key = place, self._stamp, key
         order = self._policy.order(session, index)
-        if not _is_key(order):
+        if not is_key(order):
             refuse_key(self._policy, "order", order, session.name)
         entry = (order, session.last_active_s, node.number, place, self._stamp)
         heap = self._heaps.get(key)
@@ -371,9 +342,9 @@ class VictimIndex:
             if self._is_valid(entry):
                 order, last_active, number, place, stamp = entry
                 score = self._policy.score(key[1], order, now_s)
-                if not _is_key(score):
+                if not is_key(score):
                     refuse_key(self._policy, "score", score, self._leads[number].node.session.name)
-                return (key[0], score, last_active, number, place, stamp, key)
+                return (key[0], score, order, last_active, number, place, stamp, key)
             heapq.heappop(heap)
         if heap is not None:
             del self._heaps[key], self._valid[key]
@@ -390,9 +361,6 @@ class TailIndex(VictimIndex):
     def spans(self, victims: list[Victim]) -> list[Span]:
         return [(node, -stop, -start) for node, start, stop in super().spans(sorted(victims))]
 
-    def as_victim(self, node: Node, chunk: int, now_s: float) -> Victim:
-        return self._as_victim(node, ~chunk, now_s)
-
     def _stretch(self, node: Node, place: int, most: int, now_s: float) -> tuple[int, Sequence[float]] | None:
         column = node.chunks.view
         last = column.rfind(self._view, 0, -place)
@@ -404,9 +372,6 @@ class TailIndex(VictimIndex):
 
     def _first(self, node: Node) -> int:
         return ~node.chunks.view.rfind(self._view)
-
-    def _following_in(self, node: Node, place: int) -> int:
-        return ~node.chunks.view.rfind(self._view, 0, ~place)
 
     def _asked(self, node: Node, place: int) -> int:
         return node.start + max(len(node.chunks.view.rstrip(b"\0")) - 1, ~place)
@@ -423,11 +388,3 @@ class TailIndex(VictimIndex):
             for child in following
             if len(child.chunks)
         )
-
-
-def _is_key(value: object) -> bool:
-    """Whether it is a number that has a place among the others: NaN has none, and would leave a heap in any order."""
-    try:
-        return value <= _INFINITE  # type: ignore[operator]
-    except TypeError:
-        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -66,10 +67,15 @@ class EvictionPolicy(ABC):
 
     together: Callable[[Sequence[Session], int, int, float], Sequence[float]] | None = None
     """`scores` of chunks that all these sessions have, the one active last at the front; none is lower than for that one
-    alone. None: they are those of that one. Asked only of a policy that tells scores."""
+    alone. None: they are those of that one."""
 
     def __init__(self, context: PolicyContext) -> None:
         self.context = context
+
+    def __init_subclass__(cls) -> None:
+        """What a class inherits of `scores` and `together` is not true of another bucket, order or score of its own."""
+        if vars(cls).keys() & {"bucket", "order", "score"} and "scores" not in vars(cls):
+            cls.scores, cls.together = EvictionPolicy.scores, None  # type: ignore[method-assign]
 
     @abstractmethod
     def order(self, session: Session, chunk: int) -> float:
@@ -84,69 +90,40 @@ class EvictionPolicy(ABC):
         return order
 
     def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:
-        """What `score` says of each chunk in [start, stop), told at once. A policy need not have its own: its victims are
-        then chosen chunk by chunk (see tells_scores). Under one that has, equal scores in a bucket go by last active."""
+        """What `score` says of each chunk in [start, stop), told at once: a policy may know a quicker way."""
         chunks = range(start, stop)
-        return [self.score(self.bucket(session, chunk), self.order(session, chunk), now_s) for chunk in chunks]
+        found = [self.score(self.bucket(session, chunk), self.order(session, chunk), now_s) for chunk in chunks]
+        for score in found:
+            if not is_key(score):
+                refuse_key(self, "score", score, session.name)
+        return found
 
 
-class _PlainPolicy(EvictionPolicy):
-    """Somebody's own class that has methods of a policy but does not inherit the defaults."""
-
-    def __init__(self, plain: Any) -> None:
-        self.plain = plain
-        self.whole_conversations = bool(getattr(plain, "whole_conversations", False))
-        self._bucket: Callable[..., Any] = getattr(plain, "bucket", super().bucket)
-        self._score: Callable[..., Any] = getattr(plain, "score", super().score)
-        self.ages = tuple(getattr(plain, "ages", ()))
-        self.observe = getattr(plain, "observe", None)
-        self.rest = getattr(plain, "rest", None)
-
-    @property
-    def version(self) -> int:  # type: ignore[override]
-        version: int = getattr(self.plain, "version", 0)
-        return version
-
-    def order(self, session: Session, chunk: int) -> Any:
-        return self.plain.order(session, chunk)
-
-    def bucket(self, session: Session, chunk: int) -> Any:
-        return self._bucket(session, chunk)
-
-    def score(self, bucket: Hashable, order: float, now_s: float) -> Any:
-        return self._score(bucket, order, now_s)
-
-
-def as_policy(policy: Any) -> EvictionPolicy:
-    """The policy, with the defaults where it has methods of its own only. Raises ConfigError for what is no policy."""
-    if isinstance(policy, EvictionPolicy):
-        return policy
-    if not callable(getattr(policy, "order", None)):
+def as_policy(policy: object) -> EvictionPolicy:
+    """The policy. Raises ConfigError for what is none."""
+    if not isinstance(policy, EvictionPolicy):
         raise ConfigError(
-            f"{type(policy).__name__} is no eviction policy: it has no method order(session, chunk); make it a subclass of "
+            f"{type(policy).__name__} is no eviction policy; make it a subclass of "
             "pensieve.core.policies.base.EvictionPolicy."
         )
-    return _PlainPolicy(policy)
+    return policy
 
 
-def tells_scores(policy: EvictionPolicy) -> bool:
-    """Whether it has `scores`, which no class below has made untrue by another bucket, order or score."""
-    kind = type(policy)
-    definer = {
-        name: next(index for index, one in enumerate(kind.__mro__) if name in vars(one))
-        for name in ("bucket", "order", "score", "scores")
-    }
-    return kind.scores is not EvictionPolicy.scores and definer["scores"] <= min(definer.values())
+def is_key(value: object) -> bool:
+    """Whether it is a number that has a place among the others: NaN has none, and would leave a heap in any order."""
+    try:
+        return value <= math.inf  # type: ignore[operator]
+    except TypeError:
+        return False
 
 
 def refuse_key(policy: EvictionPolicy, method: str, key: object, session: str) -> NoReturn:
     """Raise PolicyError for what `order` or `score` returned: it can be compared with no number."""
-    own = policy.plain if isinstance(policy, _PlainPolicy) else policy
-    code = getattr(getattr(own, method, None), "__code__", None)
-    where = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
+    code = getattr(policy, method).__code__
+    where = f"{type(policy).__name__}.{method} ({code.co_filename}, line {code.co_firstlineno})"
     raise PolicyError(
-        f"{type(own).__name__}.{method}{where} returned {key!r} for a chunk of conversation {session!r}, which stands "
-        "neither before nor after another; return a number."
+        f"{where} returned {key!r} for a chunk of conversation {session!r}, which stands neither before nor after another; "
+        "return a number."
     )
 
 
