@@ -213,8 +213,9 @@ def load_from_hub(name: str, split: str, on_malformed: OnMalformed) -> Recording
             f"The data set {name} (split {split}) cannot be loaded from the hub: {reason}. workload.path also takes a "
             "downloaded JSON file."
         ) from error
-    reader = Reader(Path(name), on_malformed)
-    return KINDS["sharegpt"].recording("sharegpt", reader, reader.entries(rows, sharegpt, f"{name} ({split})"))
+    reader, entries = Reader(Path(name), on_malformed), enumerate(rows, start=1)
+    found = (one for n, row in entries for one in reader.parsed(f"{name} ({split}): entry {n}", row, sharegpt))
+    return KINDS["sharegpt"].recording("sharegpt", reader, found)
 
 
 def draw(published: Published, conversations: int, seed: int, min_turns: int = 1) -> Recording:

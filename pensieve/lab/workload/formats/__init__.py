@@ -9,7 +9,7 @@ from pathlib import Path
 from pensieve.errors import ConfigError
 from pensieve.lab.traffic import table
 from pensieve.lab.traffic.hashing import Salt
-from pensieve.lab.workload.formats import benchmarks, lmcache, text, timed, tracelab, traffic, weka
+from pensieve.lab.workload.formats import served, text, timed, tracelab, traffic, weka
 from pensieve.lab.workload.formats.reading import OnMalformed, Reader
 from pensieve.lab.workload.recording import Recording
 
@@ -28,7 +28,7 @@ FORMATS: dict[str, Callable[[Reader], Recording]] = {
     "mt_bench": partial(text.read, "mt_bench"),
     "mt_bench_101": partial(text.read, "mt_bench_101"),
     "traffic": traffic.read,
-    **{name: partial(traffic.read_served, name) for name in traffic.SERVED},
+    **{name: partial(traffic.read_served, name) for name in served.SERVED},
 }
 _FIELDS = {
     "openai_jsonl": {"messages"},
@@ -43,9 +43,9 @@ _FIELDS = {
     "burstgpt": set(timed.BURSTGPT),
     "mt_bench": {"question_id", "turns"},
     "mt_bench_101": {"history"},
-    "lmcache_lookup": lmcache.FIELDS,
-    "inference_perf": benchmarks.INFERENCE_PERF,
-    "aiperf": benchmarks.AIPERF,
+    "lmcache_lookup": served.LMCACHE,
+    "inference_perf": served.INFERENCE_PERF,
+    "aiperf": served.AIPERF,
 }
 """What the first entry of a file has, by format, the first match first. ShareGPT's has one of several."""
 
@@ -69,14 +69,18 @@ def load(path: str | Path, format: str | None = None, on_malformed: OnMalformed 
     return recording
 
 
-def convert(path: str, format: str | None, out: Path, salt: Salt) -> None:
-    """Write requests of any format as recorded traffic. Raises as load does, and OSError."""
-    found = Path(path).expanduser()
-    named = format or (_format_of(found) if found.exists() else "")
-    if found.exists() and named in traffic.SERVED:
-        table.write(out, *traffic.served(named, Reader(found, "fail"), salt))
-    else:
-        traffic.convert(load(path, named or None), out, salt)
+def convert(path: Path, format: str | None, out: Path, salt: Salt) -> None:
+    """Write what an engine or a load generator wrote of its requests as recorded traffic. Raises as load does, and
+    OSError."""
+    if not path.exists():
+        raise ConfigError(f"--from={path} does not exist; give the file (or folder) of the served requests.")
+    format = format or _format_of(path)
+    if format not in served.SERVED:
+        raise ConfigError(
+            f"--from takes {', '.join(served.SERVED)}, and {path} is {format}; workload=trace and pensieve advise read it as "
+            "it is."
+        )
+    table.write(out, *served.rows_of(format, Reader(path, "fail"), salt))
 
 
 def _format_of(path: Path) -> str:
@@ -90,10 +94,7 @@ def _format_of(path: Path) -> str:
             return name
     if fields & {"conversations", "data"}:
         return "sharegpt"
-    near = max(_FIELDS, key=lambda name: len(_FIELDS[name] & fields) / len(_FIELDS[name]))
-    lacking = ", ".join(sorted(_FIELDS[near] - fields))
-    lacking = f" It is nearest to {near}, and lacks {lacking}." if fields & _FIELDS[near] else ""
     raise ConfigError(
         f"The format of workload.path={path} cannot be told from its first entry; say which it is with "
-        f"workload.format={'|'.join(FORMATS)}.{lacking}"
+        f"workload.format={'|'.join(FORMATS)}."
     )

@@ -48,75 +48,53 @@ class Reader:
     def first_fields(self) -> set[str]:
         """The fields of the first entry, or the columns; empty where it has none."""
         file = self.files("*.json*")[0]
-        line = next((line for _, line in self._lines(file) if line.strip()), "")
+        line = next((line for line in self._lines(file) if line.strip()), "")
         if line.lstrip()[:1] not in ("[", "{"):
             return set(next(csv.reader([line]), ()))
-        try:
+        for text in (line, file.read_bytes()):  # an entry a line, or one document over many
             try:
-                entry = json.loads(line)
-            except ValueError:  # one document over many lines
-                entry = json.loads(file.read_bytes())
-        except ValueError:
-            return set()
-        if isinstance(entry, list):
-            entry = entry[0] if entry else None
-        return set(entry) if isinstance(entry, Mapping) else set()
-
-    def json_lines(self, parse: Callable[[Row], T], file: Path | None = None) -> Iterator[T]:
-        """parse(row) of each non-empty line."""
-        file = file or self.path
-        for number, line in self._lines(file):
-            if not line.strip():
+                entry = json.loads(text)
+            except ValueError:
                 continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                self.reject(f"{file}:{number}", f"it is no JSON ({error})")
-                continue
-            yield from self._parsed(f"{file}:{number}", row, parse)
+            if isinstance(entry, list):
+                entry = entry[0] if entry else None
+            return set(entry) if isinstance(entry, Mapping) else set()
+        return set()
 
-    def json_list(self, parse: Callable[[Row], T]) -> Iterator[T]:
+    def entries(self, parse: Callable[[Row], T], file: Path | None = None) -> Iterator[T]:
         """parse(entry) of each entry of a file that holds one JSON list, or one JSON object a line."""
-        if not self._starts_with_bracket():
-            yield from self.json_lines(parse)
+        file = file or self.path
+        if next((line.lstrip()[0] == "[" for line in self._lines(file) if line.strip()), False):
+            try:
+                listed = json.loads(file.read_text(encoding="utf-8"))
+            except (ValueError, OSError) as error:
+                raise MalformedInput(f"{file} cannot be read as JSON: {error}.") from error
+            for number, entry in enumerate(listed, start=1):
+                yield from self.parsed(f"{file}: entry {number}", entry, parse)
             return
-        try:
-            entries = json.loads(self.path.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            raise MalformedInput(f"{self.path} cannot be read as JSON: {error}.") from error
-        yield from self.entries(entries, parse)
+        for number, line in enumerate(self._lines(file), start=1):
+            if line.strip():
+                yield from self._loaded(f"{file}:{number}", line, parse)
 
-    def json_documents(self, pattern: str, parse: Callable[[Row], T]) -> Iterator[T]:
+    def documents(self, pattern: str, parse: Callable[[Row], T]) -> Iterator[T]:
         """parse(document) of each file that holds one JSON object; the path is such a file, or a folder of them."""
         for file in self.files(pattern):
-            try:
-                document = json.loads(file.read_bytes())
-            except (ValueError, OSError) as error:
-                self.reject(str(file), f"it cannot be read as JSON ({error})")
-                continue
-            yield from self._parsed(str(file), document, parse)
-
-    def entries(self, entries: Iterable[Any], parse: Callable[[Row], T], name: str | None = None) -> Iterator[T]:
-        for number, entry in enumerate(entries, start=1):
-            yield from self._parsed(f"{name or self.path}: entry {number}", entry, parse)
+            yield from self._loaded(str(file), "".join(self._lines(file)), parse)
 
     def csv_rows(self, columns: tuple[str, ...], parse: Callable[[Row], T]) -> Iterator[T]:
         """parse(row) of each row below the header, which must hold `columns`."""
-        lines = csv.reader(line for _, line in self._lines(self.path))
-        header = next(lines, [])
-        lacking = [name for name in columns if name not in header]
+        rows = csv.DictReader(self._lines(self.path))
+        lacking = [name for name in columns if name not in (rows.fieldnames or ())]
         if lacking:
             raise MalformedInput(
                 f"{self.path}:1: the header lacks {', '.join(lacking)}; choose another workload.format for this file."
             )
-        for cells in lines:
-            where = f"{self.path}:{lines.line_num}"
-            if not cells:
-                continue
-            if len(cells) != len(header):
-                self.reject(where, f"it has {len(cells)} cells, and the header {len(header)}")
-                continue
-            yield from self._parsed(where, dict(zip(header, cells, strict=True)), parse)
+        for row in rows:
+            where = f"{self.path}:{rows.line_num}"
+            if None in row or None in row.values():
+                self.reject(where, "it has not as many cells as the header")
+            else:
+                yield from self.parsed(where, row, parse)
 
     def recording(
         self,
@@ -141,7 +119,16 @@ class Reader:
             self.examples.append(sentence)
             log.warning("left out %s", sentence)
 
-    def _parsed(self, where: str, row: Any, parse: Callable[[Row], T]) -> Iterator[T]:
+    def _loaded(self, where: str, text: str, parse: Callable[[Row], T]) -> Iterator[T]:
+        try:
+            row = json.loads(text)
+        except ValueError as error:
+            self.reject(where, f"it is no JSON ({error})")
+        else:
+            yield from self.parsed(where, row, parse)
+
+    def parsed(self, where: str, row: Any, parse: Callable[[Row], T]) -> Iterator[T]:
+        """parse(row), or nothing where it is malformed."""
         try:
             if not isinstance(row, Mapping):
                 raise Malformed("it is no JSON object")
@@ -151,15 +138,12 @@ class Reader:
         else:
             yield parsed
 
-    def _lines(self, file: Path) -> Iterator[tuple[int, str]]:
+    def _lines(self, file: Path) -> Iterator[str]:
         try:
             with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
-                yield from enumerate(lines, start=1)
+                yield from lines
         except OSError as error:
             raise MalformedInput(f"{file} cannot be read ({error.strerror}); set workload.path to a file.") from error
-
-    def _starts_with_bracket(self) -> bool:
-        return next((line.lstrip()[0] == "[" for _, line in self._lines(self.path) if line.strip()), False)
 
 
 def whole(row: Row, name: str, low: int = 0) -> int:

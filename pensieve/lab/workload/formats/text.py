@@ -99,11 +99,11 @@ LMBENCHMARK = (
 
 def read(format: str, reader: Reader) -> Recording:
     """A JSON list of entries, or one a line."""
-    return KINDS[format].recording(format, reader, reader.json_list(KINDS[format].parse))
+    return KINDS[format].recording(format, reader, reader.entries(KINDS[format].parse))
 
 
 def read_lmbenchmark(reader: Reader) -> Recording:
-    entries = list(reader.json_list(_lmbenchmark))
+    entries = list(reader.entries(_lmbenchmark))
     talks = KINDS["sharegpt"].recording("lmbenchmark", reader, (talk for prompt, talk in entries if prompt is None))
     prompts: list[list[tuple[str, Call]]] = []
     begun: dict[str, list[list[tuple[str, Call]]]] = {}  # conversations by how their first prompt begins
@@ -224,7 +224,7 @@ def read_agents(reader: Reader) -> Recording:
     """The path is one file, or a folder of them."""
     calls: dict[str, list[Said]] = {}
     for file in reader.files("*.jsonl"):
-        for session, prompt, reply in reader.json_lines(_agent_line, file):
+        for session, prompt, reply in reader.entries(_agent_line, file):
             calls.setdefault(session, []).append((prompt, reply))
     return reader.recording(
         format="agent_jsonl",

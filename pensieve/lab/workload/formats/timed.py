@@ -115,7 +115,7 @@ MOONCAKE_RULE = (
 
 
 def mooncake(reader: Reader) -> Recording:
-    calls = [call for _, call in _in_order(reader.json_lines(_mooncake_line), per_s=1e3)]
+    calls = [call for _, call in _in_order(reader.entries(_mooncake_line), per_s=1e3)]
     groups, shared = continuations([call.content.hashes for call in calls if isinstance(call.content, Blocks)])
     named = ((group[0], calls[index]) for group in groups for index in group)
     facts = {"shared_prefix_blocks": shared}
@@ -177,7 +177,7 @@ def qwen_bailian(reader: Reader) -> Recording:
     root: dict[int, int] = {}
     calls: list[tuple[int, Call]] = []
     orphans = 0
-    for line, call in _in_order(reader.json_lines(_qwen_line)):
+    for line, call in _in_order(reader.entries(_qwen_line)):
         chat, parent = line.who
         orphans += parent not in root and parent != NO_PARENT
         root[chat] = root.get(parent, chat)
@@ -226,9 +226,9 @@ def ragpulse(reader: Reader) -> Recording:
     lengths: dict[int, int] = {}
     for name, field in LENGTHS.items():
         if (reader.path / name).is_file():
-            lengths.update(reader.json_lines(_component_length(field), reader.path / name))
+            lengths.update(reader.entries(_component_length(field), reader.path / name))
     file = reader.path / TRACE if reader.path.is_dir() else reader.path
-    calls = _in_order(reader.json_lines(_ragpulse_line(lengths), file))
+    calls = _in_order(reader.entries(_ragpulse_line(lengths), file))
     rule = RAGPULSE_RULE.format(lengths=KNOWN if lengths else UNKNOWN)
     return reader.recording("ragpulse", _conversations("ragpulse", ((one.who, call) for one, call in calls)), rule)
 

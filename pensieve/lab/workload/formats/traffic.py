@@ -1,19 +1,16 @@
-"""Recorded traffic as a Recording to replay, and any Recording as recorded traffic."""
+"""Recorded traffic as a Recording to replay."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
 from pensieve.core.hint import Hint, StopReason
 from pensieve.lab.traffic import table
-from pensieve.lab.traffic.hashing import BLOCK_BYTES, Salt
+from pensieve.lab.traffic.hashing import Salt
 from pensieve.lab.traffic.table import Exchange, Facts
-from pensieve.lab.workload.formats import benchmarks, lmcache, sglang
 from pensieve.lab.workload.formats.reading import Reader
+from pensieve.lab.workload.formats.served import rows_of
 from pensieve.lab.workload.formats.timed import shared_prefix
 from pensieve.lab.workload.recording import (
     Begun,
@@ -24,9 +21,8 @@ from pensieve.lab.workload.recording import (
     Count,
     Parts,
     Recording,
-    Text,
     hashes_of,
-)  # fmt: skip
+)
 
 RULE = (
     "Requests with one session are a conversation. One without a session continues the earlier one whose prompt and reply it "
@@ -34,7 +30,6 @@ RULE = (
     "request carries its whole prompt; equal blocks give equal tokens. Where blocks of replies are known, later prompts find "
     "the replies. Requests that failed, or whose length nobody said, are left out."
 )
-BYTES_PER_TOKEN = 4
 PREFIX = ("mooncake", "qwen_bailian")
 """Formats whose hashes stand for a block and all before it."""
 STOPS: dict[str | None, StopReason] = {"stop": "end_turn", "tool_calls": "tool_use"}
@@ -42,33 +37,8 @@ STOPS |= {one: one for one in get_args(StopReason)}
 """What a client learns from how a reply ended."""
 
 
-# -- from the file to a workload ----------------------------------------------------------------------------------------
-
-
-SERVED: dict[str, Callable[[Reader, Salt], tuple[Facts, list[Exchange]]]] = {
-    "lmcache_lookup": lmcache.rows,
-    "sglang_dump": sglang.rows,
-    "inference_perf": benchmarks.inference_perf,
-    "aiperf": benchmarks.aiperf,
-}
-"""What engines and load generators wrote of requests that were served: rows of recorded traffic."""
-
-
-def served(format: str, reader: Reader, salt: Salt) -> tuple[Facts, list[Exchange]]:
-    """The rows in order of arrival, which begin at second 0. Raises MalformedInput."""
-    facts, rows = SERVED[format](reader, salt)
-    rows.sort(key=lambda one: one.arrival_s or 0.0)
-    start_s = rows[0].arrival_s or 0.0 if rows else 0.0
-    for number, one in enumerate(rows):
-        one.request = number
-        for name in ("arrival_s", "first_token_s", "end_s"):
-            if getattr(one, name) is not None:
-                setattr(one, name, getattr(one, name) - start_s)
-    return replace(facts, started_unix_s=start_s), rows
-
-
 def read_served(format: str, reader: Reader) -> Recording:
-    return _recording(format, reader, *served(format, reader, Salt(b"of a replay")))
+    return _recording(format, reader, *rows_of(format, reader, Salt(b"of a replay")))
 
 
 def read(reader: Reader) -> Recording:
@@ -78,13 +48,8 @@ def read(reader: Reader) -> Recording:
 def _recording(format: str, reader: Reader, facts: Facts, found: Sequence[Exchange]) -> Recording:
     asked = asked_in(found, facts)
     left_out = {"requests_left_out": len(found) - len(asked)} if len(found) > len(asked) else {}
-    return reader.recording(
-        format,
-        conversations_of(asked, facts),
-        f"{RULE} {facts.rule}".strip(),
-        {"recorded_by": facts.source, **left_out},
-        facts.one_clock,
-    )
+    rule, about = f"{RULE} {facts.rule}".strip(), {"recorded_by": facts.source, **left_out}
+    return reader.recording(format, conversations_of(asked, facts), rule, about, facts.one_clock)
 
 
 def asked_in(found: Iterable[Exchange], facts: Facts) -> list[Exchange]:
@@ -185,81 +150,3 @@ def _length(tokens: int | None, size: int | None, facts: Facts) -> int | None:
     if tokens is None and size is not None and facts.tokens_per_byte is not None:
         return int(size * facts.tokens_per_byte)
     return tokens
-
-
-# -- from a workload's file to recorded traffic -------------------------------------------------------------------------
-
-
-def convert(recording: Recording, path: Path, salt: Salt) -> None:
-    """Write it as recorded traffic. Raises OSError."""
-    calls = [(call, one, turn) for one in recording.conversations for turn, call in enumerate(one.calls)]
-    if recording.timed:
-        calls.sort(key=lambda each: (each[0].at_s, each[0].order))
-    number = {(one.id, turn): request for request, (_, one, turn) in enumerate(calls)}
-    sizes = {call.content.block_tokens for call, _, _ in calls if isinstance(call.content, Blocks)}
-    texts = any(isinstance(call.content, Text) for call, _, _ in calls)
-    common = int(sizes.pop()) if len(sizes) == 1 and not texts else None
-    facts = Facts(
-        source=recording.format,
-        unit="bytes" if texts else "tokens",
-        block=BLOCK_BYTES if texts else common,
-        hashes="prefix" if recording.format in PREFIX else "content",
-        tokens_per_byte=1 / BYTES_PER_TOKEN if texts else None,
-        ratio_from=f"assumed: {BYTES_PER_TOKEN} bytes a token" if texts else None,
-        one_clock=recording.one_clock,
-        rule=recording.rule,
-    )
-    said: dict[str, bytes] = {}
-    held: dict[str, int] = {}
-
-    def rows() -> Iterator[Exchange]:
-        for request, (call, one, turn) in enumerate(calls):
-            row = Exchange(request, call.at_s, session=one.id, session_from="source", status="completed")
-            row.parent = number.get((one.id, turn - 1))
-            if one.begun is not None and not turn:
-                row.parent = number.get((one.begun.conversation, one.begun.turn - 1))
-            row.pause_s, row.waits_for = call.pause_s, list(call.waits_for) or None
-            row.finish_reason = call.hint.stop_reason if call.hint is not None else None
-            if isinstance(call.content, Text):
-                said[one.id] = _spoken(row, call, said.get(one.id, b""), f"{one.id} {turn}", salt)
-                yield row
-                continue
-            before = held.get(one.id, 0) if call.continues else 0
-            row.kept_tokens = before if call.continues else None
-            row.prompt_tokens = before + call.content.tokens
-            row.output_tokens = call.reply if isinstance(call.reply, int) else None
-            held[one.id] = row.prompt_tokens + (row.output_tokens or 0)
-            if isinstance(call.content, Blocks):
-                row.blocks = [salt.number(one) for one in call.content.hashes]
-                if common is None:
-                    row.lengths = _cut(call.content)
-            elif isinstance(call.content, Parts):
-                row.blocks = [salt.number(one) for one, _ in call.content.pieces]
-                row.lengths = [tokens for _, tokens in call.content.pieces]
-            yield row
-
-    table.write(path, facts, rows())
-
-
-def _spoken(row: Exchange, call: Call, said: bytes, name: str, salt: Salt) -> bytes:
-    """Fill in what a text says; returns what has been said by then. A reply of which only the length is known is filled."""
-    assert isinstance(call.content, Text)
-    text = call.content.text.encode("utf-8", "replace")
-    prompt = said + b"\nuser\n" + text + b"\nassistant\n" if call.continues else text
-    reply = b""
-    if isinstance(call.reply, Text):
-        reply = call.reply.text.encode("utf-8", "replace")
-    elif isinstance(call.reply, int):
-        row.output_tokens = call.reply
-        reply = (name.encode() * call.reply)[: call.reply * BYTES_PER_TOKEN].ljust(call.reply * BYTES_PER_TOKEN)
-    whole = prompt + reply
-    row.prompt_bytes, row.blocks = len(prompt), salt.blocks(prompt, BLOCK_BYTES)
-    if call.reply is not None:
-        row.output_bytes, row.output_blocks = len(reply), salt.blocks(whole, BLOCK_BYTES, len(row.blocks))
-    return whole
-
-
-def _cut(content: Blocks) -> list[int]:
-    """Lengths of its blocks, the last one perhaps partly filled."""
-    ends = table.edges(len(content.hashes), content.block_tokens)
-    return [min(stop, content.tokens) - min(start, content.tokens) for start, stop in pairwise(ends)]

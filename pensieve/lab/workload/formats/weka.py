@@ -44,7 +44,7 @@ def read(reader: Reader) -> Recording:
     """The path is one file, or a folder of them."""
     sessions: dict[str, _Session] = {}
     facts: Counter[str] = Counter()
-    for session in reader.json_documents("*.json", _Session):
+    for session in reader.documents("*.json", _Session):
         if session.name in sessions:
             reader.reject(str(reader.path), f"two files have the id of {session.name}")
             continue
