@@ -1,14 +1,12 @@
 """A Bench on the CPU with a database of its own, for tests of targets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pensieve.lab.bench import Options
-from pensieve.lab.bench.session import Bench, Record
+from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose.machine import Device
 from pensieve.lab.compose.schema import HardwareConfig
 from pensieve.lab.results.store import open_store
@@ -18,16 +16,16 @@ CPU = Device("cpu", "cpu", "cpu", "a processor", 1, 2**33, 2**33)
 
 
 def make_bench(target: str, folder: Path, **options: Any) -> Bench:
-    store = open_store(folder)
-    return Bench(
-        target=target,
-        device=torch.device("cpu"),
+    bench = Bench(
         machine=CPU,
         hardware=HardwareConfig(name="cpu", simulated=False, device="cpu", threads=1),
         options=Options(**{"repeats": 2, "exclusive": False, **options}),
-        records=Record(store, target, {"target": target}, CPU),
-        tracking=Tracking(folder, store, mlflow=False, kept=True),
+        tracking=Tracking(folder, open_store(folder), mlflow=False, kept=True),
         say=lambda _: None,
+        device=torch.device("cpu"),
         threads=1,
+        target=target,
         limits={"copy_bytes_s": 1e9, "matrix_flops_s": 1e9},
     )
+    bench.open(target, {"target": target})
+    return bench

@@ -1,45 +1,89 @@
-from __future__ import annotations
+"""A case, its table, and the trials that it is recorded as."""
 
 import pytest
 
-from pensieve.lab.bench.case import Case, Measured, Result
+from pensieve.errors import WorkerError
+from pensieve.lab.bench.case import Case, Measured, Result, table
+from tests.bench.bench import make_bench
+
+CASE = Case("decode 1", 0.5, "bytes over bandwidth", "time_ms")
+OURS, PEER = Measured("ours", [1.0]), Measured("sdpa", [2.0])
 
 
-def test_the_value_is_the_median_and_five_have_no_interval() -> None:
+def test_the_value_is_the_median_and_five_have_no_interval():
     measured = Measured("ours", [5.0, 1.0, 2.0, 4.0, 100.0])
     assert measured.value == 4.0
     assert measured.interval is None  # not even lowest and highest give 95 %
+    with pytest.raises(WorkerError, match="ours gave nothing: it broke"):
+        _ = Measured("ours", error="it broke").value
 
 
 @pytest.mark.parametrize(("n", "outer"), [(6, 0), (8, 0), (9, 1), (12, 2), (25, 7)])
-def test_the_interval_is_the_narrowest_pair_of_order_statistics_with_95_percent(n: int, outer: int) -> None:
+def test_the_interval_is_the_narrowest_pair_of_order_statistics_with_95_percent(n, outer):
     """outer: of a table of the sign test at 5 % (two-sided), how many values are left out at each end."""
     values = [float(i) for i in range(n)]
     assert Measured("ours", values).interval == (values[outer], values[n - 1 - outer])
 
 
-def test_a_case_without_limit_or_peer_says_what_is_missing() -> None:
-    ours, peer = Measured("ours", [1.0]), Measured("sdpa", [2.0])
-    assert Result("kernel", Case("decode 1", 0.5), [ours, peer]).gaps == []
-    assert "no limit" in Result("kernel", Case("decode 1", None), [ours, peer]).gaps[0]
-    gaps = Result("kernel", Case("decode 1", 0.5), [ours, Measured("sdpa", error="it is not installed.")]).gaps
-    assert gaps == ["kernel decode 1: no peer ran beside it (sdpa: it is not installed)."]
-    gaps = Result("kernel", Case("decode 1", 0.5), [Measured("ours", error="boom"), peer]).gaps
-    assert gaps == ["kernel decode 1: nothing was measured for ours (ours: boom)."]
+@pytest.mark.parametrize(
+    ("case", "measured", "gaps"),
+    [
+        ({}, [OURS, PEER], []),
+        ({}, [OURS, Measured("sdpa", error="it is gone.")], ["no peer ran beside it (sdpa: it is gone)"]),
+        ({}, [Measured("ours", error="boom"), PEER], ["nothing was measured for ours (ours: boom)"]),
+        ({"ours": "sdpa"}, [OURS, PEER], []),
+        ({"ours": "sdpa"}, [OURS], ["nothing was measured for sdpa"]),
+        ({"peer": "cb"}, [OURS, PEER], ["no peer ran beside it"]),
+        ({"peer": "cb"}, [OURS, PEER, Measured("cb", [1.0])], []),
+    ],
+)
+def test_a_case_without_ours_or_its_peer_says_what_is_missing(case, measured, gaps):
+    result = Result(Case("decode 1", 0.5, "", "time_ms", **case), measured)
+    assert result.gaps == [f"decode 1: {gap}." for gap in gaps]
 
 
-def test_another_backend_may_be_the_one_that_is_judged() -> None:
-    case = Case("swap in", 1.0, ours="pipelined")
-    assert Result("swap", case, [Measured("pipelined", [1.0]), Measured("sequential", [2.0])]).gaps == []
-    assert len(Result("swap", case, [Measured("sequential", [2.0])]).gaps) == 1
+def test_the_table_holds_each_backend_against_limit_and_peer_and_a_limit_that_is_beaten_gets_a_word():
+    result = Result(CASE, [Measured("ours", [1.0], figures={"matrix_rate_pct": 0.25}), Measured("sdpa", [0.4], "2.13")])
+    ours, peer = table([result])
+    assert [*ours.values()] == ["decode 1", "ours", "1", "–", "ms", "0.5", "2.00", "0.40x"]
+    assert [*peer.values()] == ["", "sdpa 2.13", "0.4", "–", "ms", "0.5", "0.80", ""]
+    said, beaten = result.remarks
+    assert said == "decode 1, ours: matrix rate pct 0.25 %"
+    assert beaten.startswith("decode 1: sdpa is at 0.80 of the limit (bytes over bandwidth)")
 
 
-def test_a_peer_that_is_needed_is_not_replaced_by_another() -> None:
-    case = Case("agents", 1.0, needs=("transformers_cb",))
-    some = [Measured("ours", [1.0]), Measured("stateless", [2.0])]
-    assert Result("serve", case, [*some, Measured("transformers_cb", [1.0])]).gaps == []
-    failed = Measured("transformers_cb", error="out of memory.")
-    assert Result("serve", case, [*some, failed]).gaps == [
-        "serve agents: transformers_cb did not run beside it (out of memory)."
-    ]
-    assert "not tried" in Result("serve", case, some).gaps[0]
+def test_every_backend_of_a_case_is_a_trial_with_the_floor_as_its_limit(tmp_path):
+    bench = make_bench("swap", tmp_path)
+    case = Case("swap in 64", 2.0, "bytes at copy rate", "restore_ms", {"blocks": 64}, ours="pipelined")
+    pipelined = Measured("pipelined", [3.0, 2.5, 4.0], figures={"overlap_pct": 90.0}, engine={"streams": 2})
+    bench.record(case, [pipelined, Measured("sequential", [5.0], "1.2"), Measured("driver", error="there is none")])
+    bench.close("completed")
+    store = bench.tracking.store
+    jobs = store.trials_of_sweep(bench.sweep_id)
+    assert [job.last.baseline for job in jobs] == ["pipelined", "sequential", "driver"]
+    assert [job.last.status for job in jobs] == ["completed", "completed", "failed"]
+    assert jobs[2].last.error == "there is none"
+    trial = jobs[0].last
+    assert (trial.workload, trial.simulated, trial.contended) == ("bench_swap", False, True)
+    assert trial.device == "a processor"
+    assert trial.config["bench"] == {"target": "swap", "case": "swap in 64", "metric": "restore_ms", "blocks": 64}
+    assert trial.engine["streams"] == 2 and trial.engine["values"] == [3.0, 2.5, 4.0]
+    assert trial.engine["limits"] == {"copy_bytes_s": 1e9, "matrix_flops_s": 1e9}
+    assert trial.code_hash and trial.environment["packages"]["torch"]
+    assert jobs[1].last.engine["version"] == "1.2"
+    metric = jobs[0].metrics["restore_ms", "swap in 64"]
+    assert (metric.value, metric.ci_low, metric.ci_high, metric.n, metric.limit_value) == (3.0, None, None, 3, 2.0)
+    assert jobs[0].metrics["overlap_pct", "swap in 64"].value == 90.0
+    sweep = store.sweep(bench.sweep_id)
+    assert (sweep.name, sweep.experiment, sweep.status, sweep.n_expected) == ("bench_swap", "bench", "completed", 3)
+    assert store.latest_sweep() is None  # tables and figures of "the latest sweep" mean one of trials
+
+
+def test_the_same_case_again_is_another_attempt_of_the_same_trial_and_another_case_is_another(tmp_path):
+    for value in (1.0, 2.0):
+        bench = make_bench("kernel", tmp_path)
+        bench.record(CASE, [Measured("ours", [value])])
+    bench.record(Case("decode 1", 0.5, "", "time_ms", {"batch": 2}), [OURS])
+    first, second = bench.tracking.store.trials_of_sweep(bench.sweep_id)
+    assert (first.last.attempt, first.value("time_ms", "decode 1")) == (2, 2.0)
+    assert first.last.fingerprint != second.last.fingerprint

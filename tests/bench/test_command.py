@@ -1,22 +1,17 @@
-from __future__ import annotations
-
 import sys
-from importlib import import_module
+from pkgutil import resolve_name
 from types import ModuleType
 
 import pytest
 
 from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.lab.bench import TARGETS, run_target
-from pensieve.lab.bench.case import Case, Figure, Measured
+from pensieve.lab.bench.case import Case, Measured
 from pensieve.lab.compose import read_option
 from pensieve.lab.results.store import open_store
 
-CASES = {
-    "whole": (Case("a", 1.0), [Measured("ours", [1.5, 1.6]), Measured("sdpa", [3.0])]),
-    "no_peer": (Case("a", 1.0), [Measured("ours", [1.5, 1.6])]),
-    "no_limit": (Case("a", None), [Measured("ours", [1.5, 1.6]), Measured("sdpa", [3.0])]),
-}
+CASE = Case("decode 8 over 512, all layers of the model", 1.0, "bytes over bandwidth", "time_ms")
+OURS, PEER = Measured("ours", [1.5, 1.6]), Measured("a peer with a long name", [3.0], version="2.13.0+cpu")
 
 
 @pytest.fixture
@@ -32,22 +27,22 @@ def target_that(monkeypatch, name, run):
     module = ModuleType(name)
     module.run = run
     monkeypatch.setitem(sys.modules, f"pensieve.lab.bench.{name}", module)
-    monkeypatch.setitem(TARGETS, name, (name, "run"))
+    monkeypatch.setattr(sys.modules["pensieve.lab.bench"], name, module, raising=False)
+    monkeypatch.setitem(TARGETS, name, f"{name}:run")
 
 
-@pytest.mark.parametrize(
-    ("what", "status", "said"), [("whole", 0, ""), ("no_peer", 1, "no peer"), ("no_limit", 1, "no limit")]
-)
-def test_without_limit_or_peer_the_status_is_not_zero(what, status, said, config, tmp_path, monkeypatch, capsys):
-    target_that(monkeypatch, "kernel", lambda bench: bench.record(*CASES[what]))
+@pytest.mark.parametrize(("peers", "status", "said"), [([PEER], 0, ""), ([], 1, "no peer ran beside it")])
+def test_without_a_peer_the_status_is_not_zero(peers, status, said, config, tmp_path, monkeypatch, capsys):
+    target_that(monkeypatch, "kernel", lambda bench: bench.record(CASE, [OURS, *peers]))
     assert run_target(config, {"target": "kernel"}) == status
     printed = capsys.readouterr()
     assert said in printed.err
-    assert "1.5 " in printed.out
+    lines = printed.out.splitlines()
+    assert "1.5 " in printed.out and max(map(len, lines[:-1])) <= 100  # the last one names the database
     store = open_store(tmp_path)
     assert store.sweep(1).status == ("failed" if status else "completed")
     text = (tmp_path / "table.md").read_text()
-    assert "| a | ours | 1.5 | – | ms |" in text
+    assert f"| {CASE.label} | ours | 1.5 | – | ms |" in text
     assert "torch " in text and "commit " in text
 
 
@@ -56,7 +51,7 @@ def test_the_targets_of_all_run_though_one_fails(config, monkeypatch, capsys):
 
     def works(bench):
         ran.append(bench.target)
-        bench.record(*CASES["whole"])
+        bench.record(CASE, [OURS, PEER])
 
     def fails(bench):
         raise HardwareMissing("This machine has no such thing.")
@@ -74,16 +69,15 @@ def test_the_targets_of_all_run_though_one_fails(config, monkeypatch, capsys):
 
 
 def test_every_recorded_target_is_there():
-    for module, function in TARGETS.values():
-        assert callable(getattr(import_module(f"pensieve.lab.bench.{module}"), function))
+    assert all(callable(resolve_name(f"pensieve.lab.bench.{function}")) for function in TARGETS.values())
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"target": "kernels"}, "no target 'kernels'"), ({"bench": {"size": "huge"}}, r"bench\.size='huge'"),
-        ({"bench": {"repeats": 0}}, r"bench\.repeats=0"), ({"bench": {"seed": "abc"}}, r"bench\.seed='abc'"),
-        ({"bench": {"model": "x"}}, "no model 'x'"), ({"bench": {"model": "auto", "turns": 3}}, r"bench\.turns is unknown"),
+        ({"bench": {"repeats": 0}}, r"bench\.repeats=0"), ({"bench": {"model": "x"}}, "no model 'x'"),
+        ({"bench": {"model": "auto", "turns": 3}}, r"bench\.turns is unknown"),
         ({"hardware": read_option("hardware", "sim_h100")}, "is simulated"),
     ],
     ids=str,
@@ -94,22 +88,7 @@ def test_what_makes_no_sense_is_refused_by_its_name(given, said, config):
         run_target(changed, {})
 
 
-def test_the_table_fits_and_a_limit_that_is_beaten_gets_a_word(config, monkeypatch, capsys):
-    peer = Measured("a peer with a long name", [0.5], version="2.13.0+cpu")
-    ours = Measured("ours", [1.5], figures=[Figure("matrix_rate_pct", 0.25)])
-    case = Case("decode 8 over 512, all layers of the model", 1.0, "bytes over bandwidth")
-    target_that(monkeypatch, "kernel", lambda bench: bench.record(case, [ours, peer]))
-    run_target(config, {"target": "kernel"})
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines[:-1])) <= 100  # the last one names the database
-    text = " ".join(" ".join(lines).split())
-    assert "a peer with a long name is at 0.50 of the limit (bytes over bandwidth)" in text
-    assert "ours is at" not in text
-    assert "ours: matrix rate pct 0.25 %" in text
-
-
-def test_a_name_of_no_cell_leaves_no_record(config, tmp_path):
+def test_a_name_of_no_cell_is_a_sentence(config, capsys):
     config["bench"]["only"] = "zzz"
-    with pytest.raises(ConfigError, match=r"bench\.only=zzz names no cell of serve"):
-        run_target({**config, "target": "serve"}, {"bench.only": "zzz"})
-    assert not (tmp_path / "results.db").exists()
+    assert run_target({**config, "target": "serve"}, {"bench.only": "zzz"}) == 1
+    assert "bench.only=zzz names no cell of serve" in capsys.readouterr().err

@@ -73,7 +73,7 @@ def test_decode_and_prefill_stand_beside_their_peers(model, tmp_path, monkeypatc
     monkeypatch.setattr(type(bench), "measure_limits", lambda self: None)
     steps.run_decode(bench)
     assert bench.gaps == []
-    (result,) = bench.results
+    (result,) = bench.results["decode"]
     assert [m.backend for m in result.measured] == ["ours", "transformers_generate", "transformers_cb"]
     assert all(m.values for m in result.measured), [m.error for m in result.measured]
     assert result.measured[0].engine["engine"] == "torch"
@@ -81,4 +81,4 @@ def test_decode_and_prefill_stand_beside_their_peers(model, tmp_path, monkeypatc
     bench.target = "prefill"
     steps.run_prefill(bench)
     assert bench.gaps == []
-    assert [m.backend for m in bench.results[1].measured] == ["ours", "transformers"]
+    assert [m.backend for m in bench.results["prefill"][0].measured] == ["ours", "transformers"]

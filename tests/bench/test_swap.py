@@ -11,7 +11,7 @@ from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import load_model
 from pensieve.device.transfers.copies import CallCopier
 from pensieve.lab.bench import swap
-from pensieve.plugins.device.thread_link import ThreadLink, copy_runs
+from pensieve.plugins.device.thread_link import ThreadLink
 from tests.bench.bench import make_bench
 from tests.worker.torch.driver import tiny_spec
 from tests.worker.torch.transfers.named import Named
@@ -37,15 +37,15 @@ def test_every_figure_stands_beside_its_limit_and_its_peer(model, tmp_path, monk
     monkeypatch.setattr(swap, "LINKS", {"gen4_x8": 0.35})
     swap.run(bench)
     assert bench.gaps == []
-    backends = {result.case.label.split(" of ")[0].split(",")[0]: [m.backend for m in result.measured]
-                for result in bench.results}  # fmt: skip
-    assert backends["swap in"] == ["ours", "plain_copy"], "gathering is timed for the smallest fragments alone"
+    results = bench.results["swap"]
+    backends = {one.case.label.split(" of ")[0].split(",")[0]: [m.backend for m in one.measured] for one in results}
+    assert backends["swap in"] == ["ours", "plain_copy"]
     assert backends["restore 256"] == ["pipelined", "sequential"]
     assert backends["hit on CPU"] == ["load", "recompute"]
     assert backends["hybrid restore"] == ["hybrid", "load", "recompute"]
-    assert all(m.values for result in bench.results for m in result.measured)
-    pipelined = next(m for result in bench.results for m in result.measured if m.backend == "pipelined")
-    assert [figure.name for figure in pipelined.figures] == ["speedup", "overlap_pct", "transfer_ms", "compute_ms"]
+    assert all(m.values for result in results for m in result.measured)
+    pipelined = next(m for result in results for m in result.measured if m.backend == "pipelined")
+    assert [*pipelined.figures] == ["speedup", "overlap_pct", "transfer_ms", "compute_ms"]
 
 
 def test_on_a_gpu_what_serves_is_measured_beside_a_call_a_run(monkeypatch):
@@ -70,27 +70,7 @@ def test_on_a_gpu_what_serves_is_measured_beside_a_call_a_run(monkeypatch):
     assert notes == 2 * ["Copies between the tiers: best."]
     for transfer in transfers.values():
         tensors.gpu.zero_()
-        assert swap._held_ms(transfer, tensors.layers, swap_in(0, (0, 2), (2, 0))) > 0
+        swap._swap_in(transfer, tensors.layers, swap_in(0, (0, 2), (2, 0)))
+        transfer.finish()
         assert (tensors.gpu[:, [0, 2]] == 0.5).all() and not tensors.gpu[:, 1].any()
         transfer.close()
-
-
-def test_the_ways_of_copying_are_held_against_each_other_beside_compute(model, tmp_path, monkeypatch):
-    """Every way copies the same blocks, none beside another, and the forward finds them: with the stand-in for streams."""
-    bench = make_bench("swap", tmp_path, repeats=2)
-    links = []
-    used = []
-
-    def link(device):
-        links.append(ThreadLink(copy=lambda piece: (used.append(links[0].inward.copier), copy_runs(piece))[1]))
-        return links[0]
-
-    ours, other = CallCopier(), CallCopier()
-    monkeypatch.setattr(swap, "CudaLink", link)
-    monkeypatch.setattr(swap, "copiers_here", lambda bench, tensors: {"ours": ours, "call_a_run": other})
-    swap._beside_compute(bench, model, 128)
-    case = bench.results[0].case
-    assert [m.backend for m in bench.results[0].measured] == ["ours", "call_a_run"] and bench.gaps == []
-    assert case.label == "restore 128 scattered, compute 512" and case.floor is not None and case.floor > 0
-    # Three rounds, the first for warming up: ours with compute and alone, the other with compute.
-    assert (used.count(ours), used.count(other)) == (3 * 2 * model.spec.layers, 3 * model.spec.layers)

@@ -16,7 +16,6 @@ from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
 from pensieve.lab.bench.models import Generate, batched_gaps_ms, continuous_batching, plain_module, prompts
 from pensieve.lab.bench.steps import Stepper
-from pensieve.lab.bench.timer import idle_pct
 from pensieve.plugins.device.profiled import ProfiledWorker
 
 from .small import small_model
@@ -38,12 +37,10 @@ def test_decode_steps_are_timed_by_the_device_and_graphs_are_faster() -> None:
         stepper.fill()
         stepper.decode(8, 4)
         took = min(stepper.decode(8, 16) for _ in range(5))
-        idle = idle_pct(lambda: stepper.decode(8, 16))
         graphs = stepper.worker.settings()["graphs"]
     finally:
         stepper.close()
     assert took > 0
-    assert idle is None or 0 <= idle < 100
     assert graphs == "on" or not model.attention.captures
     assert len(set(stepper.tokens.values())) > 1 and all(0 <= token < 1024 for token in stepper.tokens.values())
     assert torch.cuda.current_stream() == torch.cuda.default_stream()

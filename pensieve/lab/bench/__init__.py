@@ -13,13 +13,13 @@ from pensieve.lab.compose import read_option
 from pensieve.lab.compose.settings import check_node
 
 TARGETS = {
-    "kernel": ("kernel", "run"),
-    "swap": ("swap", "run"),
-    "decode": ("steps", "run_decode"),
-    "prefill": ("steps", "run_prefill"),
-    "serve": ("serve", "run"),
+    "kernel": "kernel:run",
+    "swap": "swap:run",
+    "decode": "steps:run_decode",
+    "prefill": "steps:run_prefill",
+    "serve": "serve:run",
 }
-"""By name: the module in this folder, and its function of a Bench. `all` is all of them, in this order."""
+"""By name: a function of a Bench in this folder. `all` is all of them, in this order."""
 
 
 class Options(BaseModel):

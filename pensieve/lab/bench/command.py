@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import importlib
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from pensieve.errors import ConfigError, HardwareMissing, PensieveError
+from pensieve.lab import tables
 from pensieve.lab.bench import TARGETS, Options
-from pensieve.lab.bench.case import WIDTH, append, markdown, table
-from pensieve.lab.bench.session import Bench, Record, command
+from pensieve.lab.bench.case import table
+from pensieve.lab.bench.session import Bench, command
 from pensieve.lab.bench.timer import explain
 from pensieve.lab.compose.machine import Device, cores, find_device
 from pensieve.lab.compose.schema import HardwareConfig, TrackingConfig
 from pensieve.lab.compose.settings import check_node
+from pensieve.lab.results.environment import environment, gpus
 from pensieve.lab.trial.liveness import device_lock
 from pensieve.lab.trial.terminal import say
-from pensieve.lab.trial.tracking import Tracking, open_named
+from pensieve.lab.trial.tracking import open_named
 from pensieve.plugins.device.shelf import open_shelf
+from pensieve.units import format_bytes
 
 TRIALS = ("serve",)  # targets made of trials: each takes the device for itself, which may be simulated
+WIDTH = 100
 
 
 def run_command(
@@ -44,34 +48,32 @@ def run_command(
             f"hardware.gpus={machine.count}: benchmarks measure one device; use hardware.gpus=1, or run a trial "
             "(python runners/run.py)."
         )
-    if options.only and "serve" in targets:  # a mistake leaves no record
-        importlib.import_module("pensieve.lab.bench.serve").chosen_cells(machine, options)
-    tracking = open_named(tracked)
-    threads = _use_threads(hardware.threads, machine)
-    records = Record(tracking.store, name, overrides, machine)
-    limits: dict[str, float] = {}  # shared: what one target measured holds for the next
-    benches, failures = [], []
-    device = torch.device("cpu" if machine.simulated else machine.name)
-    if device.type == "cuda":
+    tracking, device = open_named(tracked), torch.device("cpu" if machine.simulated else machine.name)
+    bench = Bench(machine, hardware, options, tracking, say, device, _use_threads(hardware.threads, machine))
+    bench.open(name, overrides)
+    if bench.on_gpu:
         torch.cuda.set_device(device)  # events and streams that name none are of this one
+    failures = []
     try:
         with open_shelf():  # targets that run the same model load it once
             for target in targets:
-                bench = Bench(
-                    target, device, machine, hardware, options, records, tracking, say, threads, limits=limits
-                )
-                failure = _run(bench)
-                failures += [f"{target}: {failure}"] if failure else []
-                benches.append(bench)
+                bench.target, bench.model = target, "none"
+                if failure := _run(bench):
+                    failures.append(f"{target}: {failure}")
                 _show(bench)
     except BaseException as error:
-        records.close("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+        bench.close("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         raise
-    failures += [gap for bench in benches for gap in bench.gaps]
-    records.close("failed" if failures else "completed")
+    failures += bench.gaps
+    bench.close("failed" if failures else "completed")
+    for sentence in bench.sentences:
+        print(sentence)
     if options.markdown:
-        _write(options.markdown.expanduser(), machine, benches, limits, failures)
-    _say_places(tracking, records, benches)
+        _append(options.markdown.expanduser(), _markdown(bench, failures))
+    if not options.exclusive:
+        print("Not alone on the device (bench.exclusive=false): these records are marked contended.")
+    kept = f"Recorded as sweep {bench.sweep_id}, {bench.trials} trials, in {tracking.store.database.shown}."
+    print(kept if tracking.kept else "Nothing was kept (tracking=off).")
     for failure in failures:
         say(failure)
     return 1 if failures else 0
@@ -88,17 +90,14 @@ def _use_threads(asked: int | None, machine: Device) -> int | None:
 def _run(bench: Bench) -> str | None:
     """Why the target could not be measured, or not to its end; None where it was."""
     try:
-        module, function = TARGETS[bench.target]
-        run = getattr(importlib.import_module(f"pensieve.lab.bench.{module}"), function)
+        run = resolve_name(f"pensieve.lab.bench.{TARGETS[bench.target]}")
         locked = nullcontext() if bench.target in TRIALS else device_lock(bench.machine, bench.options.exclusive, say)
         with locked:
             run(bench)
     except PensieveError as error:
         return str(error)
     except ModuleNotFoundError as error:
-        if not error.name:  # a library that words it in its own way
-            return explain(error)
-        return f"the Python package {error.name} is not installed; install it and run again."
+        return f"the Python package {error.name or error} is not installed; install it and run again."
     except torch.OutOfMemoryError as error:
         return f"the device ran out of memory ({str(error).splitlines()[0]}); free it, or choose a smaller bench.model."
     except Exception as error:  # a fault of ours: shown whole, and the other targets still run
@@ -108,26 +107,44 @@ def _run(bench: Bench) -> str | None:
 
 
 def _show(bench: Bench) -> None:
-    if bench.results:
+    if results := bench.results.get(bench.target):
         console = Console()
-        width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-        Console(width=width).print(table(bench.target, bench.results))
-    for sentence in bench.sentences:
-        print(sentence, flush=True)
+        console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+        console.print(tables.grid(table(results), f"bench {bench.target}", ("backend", "unit"), fold=True))
+        for remark in (remark for result in results for remark in result.remarks):
+            console.print(remark, markup=False, highlight=False)
 
 
-def _write(
-    path: Path, machine: Device, benches: Sequence[Bench], limits: Mapping[str, float], failures: Sequence[str]
-) -> None:
-    results = {bench.target: bench.results for bench in benches if bench.results}
-    sentences = [sentence for bench in benches for sentence in bench.sentences]
-    append(path, markdown(command(), machine.label, limits, results, [*sentences, *failures]))
+def _markdown(bench: Bench, failures: Sequence[str]) -> str:
+    """The command, what it ran on, and a table a target."""
+    found = environment()
+    packages, git = found["packages"], found["git"]
+    names = ("torch", "transformers", "triton", "pensieve-lab")
+    versions = ", ".join(f"{name} {packages[name]}" for name in names if name in packages)
+    rates = {name.replace("_", " "): f"{rate / 1e9:,.4g} x 10^9 a second" for name, rate in bench.limits.items()}
+    facts = [
+        f"device: {bench.machine.label}",
+        *(
+            f"GPU: {gpu['name']}, {format_bytes(gpu['memory_bytes'] or 0)}, driver {gpu['driver']}, SM clock "
+            f"{gpu['sm_mhz']} of {gpu['sm_mhz_max']} MHz, memory clock {gpu['memory_mhz']} MHz"
+            for gpu in gpus()  # the clocks of now, not of a device that had nothing to do yet
+        ),
+        f"{versions}, Python {found['python']}, {found['torch_threads']} CPU thread(s)",
+        f"commit {git['commit'] or 'unknown'}{' with changes' if git['dirty'] else ''}",
+        *(f"{name} measured in this run: {rate}" for name, rate in rates.items()),
+    ]
+    parts = [f"`{command()}`\n", *(f"- {fact}" for fact in facts), ""]
+    for target, results in bench.results.items():
+        remarks = "\n".join(f"- {remark}" for result in results for remark in result.remarks)
+        parts.append(tables.markdown(table(results), target, remarks))
+    return "\n".join([*parts, *(f"- {sentence}" for sentence in [*bench.sentences, *failures]), ""])
 
 
-def _say_places(tracking: Tracking, records: Record, benches: Sequence[Bench]) -> None:
-    if any(not bench.options.exclusive for bench in benches):
-        print("Not alone on the device (bench.exclusive=false): these records are marked contended.")
-    if not tracking.kept:
-        print("Nothing was kept (tracking=off).")
-        return
-    print(f"Recorded as sweep {records.sweep_id}, {len(records.trials)} trials, in {tracking.store.database.shown}.")
+def _append(path: Path, text: str) -> None:
+    """Append text to the file, after an empty line; make the file if there is none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = path.read_text(encoding="utf-8").rstrip("\n") + "\n\n" if path.is_file() else ""
+        path.write_text(before + text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"bench.markdown={path} cannot be written ({error.strerror}).") from None

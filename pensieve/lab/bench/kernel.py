@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -24,10 +23,9 @@ from pensieve.device.graphs import CudaRecorder
 from pensieve.device.kernels.backends import BACKENDS, ON_CPU, candidates, load_backend
 from pensieve.device.kernels.base import AttentionBackend, Plan, Scores
 from pensieve.errors import PensieveError
-from pensieve.lab.bench.case import Case, Figure, Measured
+from pensieve.lab.bench.case import OURS, Case, Measured
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.timer import interleaved
-from pensieve.lab.statistics import median
 
 Call = Callable[[], torch.Tensor]
 Runs = Sequence[tuple[int, int]]
@@ -41,8 +39,7 @@ class Shape:
     chunk: int
 
 
-_GPU_SHAPE = Shape(heads=32, kv_heads=8, dim=128, chunk=32)
-_CPU_SHAPE = Shape(heads=8, kv_heads=4, dim=64, chunk=32)
+_SHAPES = {"cuda": Shape(heads=32, kv_heads=8, dim=128, chunk=32), "cpu": Shape(heads=8, kv_heads=4, dim=64, chunk=32)}
 _ROUNDS = {"cuda": 15, "cpu": 7}
 _BEYOND_CACHES = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}  # on a CPU a compromise with the time that a call takes
 _MOST_LAYERS = 32
@@ -50,42 +47,30 @@ _TORCH = f"torch {torch.__version__}"
 
 
 @dataclass(frozen=True, slots=True)
-class Backends:
-    """ours: the one that serves on this device. others: those that load too. absent: those that do not, with the reason."""
+class Asked:
+    """A batch to attend in. rows: of each request the runs of positions that it computes."""
 
-    ours: AttentionBackend
-    others: tuple[AttentionBackend, ...]
-    absent: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to attend in a case: what is called, and the version and settings that are recorded."""
-
-    call: Call
-    version: str
-    engine: Mapping[str, Any] = field(default_factory=dict)
-
-
-Ways = dict[str, Way]
+    kind: str
+    label: str
+    rows: Sequence[Runs]
+    context: int
+    new: int
 
 
 def run(bench: Bench) -> None:
     """Measure and record all cases. Raises a PensieveError where the backend that serves here cannot be loaded."""
-    shape = _GPU_SHAPE if bench.on_gpu else _CPU_SHAPE
-    backends = find_backends(bench.device, bench.dtype, shape)
-    for label, rows, parameters in plain_cases(bench.on_gpu, bench.full):
-        _plain(bench, shape, backends, label, rows, parameters)
-    _recovery(bench, shape, backends)
-    _microbenchmark(bench, shape, backends)
-    ours = f"{backends.ours.name} ({backends.ours.version})"
+    shape = _SHAPES[bench.device.type]
+    backends, absent = find_backends(bench.device, bench.dtype, shape)
+    for asked in cases(bench.on_gpu, bench.full):
+        _measure(bench, shape, backends, absent, asked)
+    ours = f"{backends[OURS].name} ({backends[OURS].version})"
     bench.note(f"Attention of {shape.heads} query and {shape.kv_heads} KV heads of {shape.dim}; ours is {ours}.")
-    if not bench.on_gpu:
-        bench.note("On a CPU the sizes are smaller, and varlen, flashinfer and triton do not run.")
 
 
-def find_backends(device: torch.device, dtype: torch.dtype, shape: Shape) -> Backends:
-    """Every backend for this kind of device: those that load, and why others do not."""
+def find_backends(
+    device: torch.device, dtype: torch.dtype, shape: Shape
+) -> tuple[dict[str, AttentionBackend], dict[str, str]]:
+    """Every backend for this kind of device: those that load, first the one that serves as OURS, and why others do not."""
     found: dict[str, AttentionBackend] = {}
     absent: dict[str, str] = {}
     for name in ON_CPU if device.type == "cpu" else (name for name in BACKENDS if name != "native"):
@@ -93,41 +78,31 @@ def find_backends(device: torch.device, dtype: torch.dtype, shape: Shape) -> Bac
             found[name] = load_backend(name, device, dtype, shape.dim, shape.chunk)
         except PensieveError as error:
             absent[name] = str(error)
-    ours = next(found[name] for name in candidates("auto", device.type) if name in found)
-    return Backends(ours, tuple(b for b in found.values() if b is not ours), absent)
+    serving = next(name for name in candidates("auto", device.type) if name in found)
+    return {OURS: found.pop(serving), **found}, absent
 
 
-def plain_cases(on_gpu: bool, full: bool) -> list[tuple[str, list[Runs], dict[str, Any]]]:
-    """(label, rows, parameters): rows as runs of positions."""
+def cases(on_gpu: bool, full: bool) -> list[Asked]:
     if on_gpu:
         decodes = [(batch, context) for batch in (1, 64) for context in (1024, 4096, 16384)]
         append, over, mixed, mixed_over, prefill = 8, 4096, 56, 2048, 512
+        recovered, runs, tokens = 4096, 4, 256
     else:
-        decodes = [(1, 1024), (8, 512)] + ([(1, 4096), (8, 2048)] if full else [])
+        decodes = [(1, 1024), (8, 512), *([(1, 4096), (8, 2048)] if full else [])]
         append, over, mixed, mixed_over, prefill = 2, 512, 7, 256, 128
-    cases: list[tuple[str, list[Runs], dict[str, Any]]] = [
-        (
-            f"decode {batch} over {context}",
-            [[(context - 1, context)]] * batch,
-            {"kind": "decode", "batch": batch, "context": context, "new": 1},
-        )
-        for batch, context in decodes
-    ]
-    cases.append(
-        (
-            f"append {append} x 32 over {over}",
-            [[(over, over + 32)]] * append,
-            {"kind": "append", "batch": append, "context": over, "new": 32},
-        )
-    )
-    cases.append(
-        (
-            f"mixed: {mixed} decode over {mixed_over}, prefill {prefill}",
-            [*([[(mixed_over - 1, mixed_over)]] * mixed), [(0, prefill)]],
-            {"kind": "mixed", "batch": mixed + 1, "context": mixed_over, "new": prefill},
-        )
-    )
-    return cases
+        recovered, runs, tokens = 512, 4, 32
+    batch, past = (32, 2048) if on_gpu or full else (4, 512)
+    both = [*([[(mixed_over - 1, mixed_over)]] * mixed), [(0, prefill)]]
+    return [
+        *(Asked("decode", f"decode {n} over {ctx}", [[(ctx - 1, ctx)]] * n, ctx, 1) for n, ctx in decodes),
+        Asked("append", f"append {append} x 32 over {over}", [[(over, over + 32)]] * append, over, 32),
+        Asked("mixed", f"mixed: {mixed} decode over {mixed_over}, prefill {prefill}", both, mixed_over, prefill),
+        Asked(
+            "recovery", f"recovery: {runs} runs of {tokens} in {recovered}",
+            [recovery_runs(recovered, runs, tokens)[0]], recovered, tokens,
+        ),
+        Asked("paper", f"paper: batch {batch}, 8 queries, {past} past", [[(past, past + 8)]] * batch, past, 8),
+    ]  # fmt: skip
 
 
 def recovery_runs(context: int, runs: int, tokens: int) -> tuple[Runs, Runs]:
@@ -146,89 +121,49 @@ def pairs(start: int, stop: int) -> int:
     return (stop - start) * (start + 1 + stop) // 2
 
 
-def _plain(
-    bench: Bench, shape: Shape, backends: Backends, label: str, rows: list[Runs], parameters: Mapping[str, Any]
+def _measure(
+    bench: Bench, shape: Shape, backends: Mapping[str, AttentionBackend], absent: Mapping[str, str], asked: Asked
 ) -> None:
-    inputs = make_inputs(rows, shape, bench.device, bench.dtype, bench.options.seed)
-    ways = _paged_ways(inputs, backends) | {"copied_out": Way(copied_out(inputs), _TORCH)}
+    make = partial(make_inputs, shape=shape, device=bench.device, dtype=bench.dtype, seed=bench.options.seed)
+    inputs, ours = make(asked.rows), backends[OURS]
+    calls: dict[str, Call] = {name: paged(backend, inputs) for name, backend in backends.items()}
+    calls["copied_out"] = copied_out(inputs)
     if inputs.uniform:
-        ways["contiguous"] = Way(contiguous(inputs), _TORCH)
-    _record(bench, _case(bench, inputs, label, parameters), ways, backends)
+        calls["contiguous"] = contiguous(inputs)
+    if asked.kind == "paper":
+        calls["one_at_a_time"] = one_at_a_time(ours, inputs)
+    if asked.kind == "recovery":  # in as many layers: the caches see the same
+        one = recovery_runs(asked.context, len(asked.rows[0]), asked.new)[1]
+        calls["one_run"] = paged(ours, make([one], layers=inputs.layers))
+    replays = {name: _captured(call, bench.device) for name, call in calls.items()}
+    with torch.inference_mode():
+        best = {name: replays[name] or call for name, call in calls.items()}
+        times = interleaved(best, bench.rounds(_ROUNDS[bench.device.type]), bench.device)
+    used = {**backends, "one_at_a_time": ours, "one_run": ours}
+    measured = [
+        replace(
+            times[name], version=used[name].version if name in used else _TORCH,
+            engine={"captured": replays[name] is not None, **({"backend": used[name].name} if name in used else {})},
+        )
+        for name in calls
+    ]  # fmt: skip
+    bench.record(_case(bench, inputs, asked), [*measured, *(Measured(name, error=why) for name, why in absent.items())])
 
 
-def _recovery(bench: Bench, shape: Shape, backends: Backends) -> None:
-    context, runs, tokens = (4096, 4, 256) if bench.on_gpu else (512, 4, 32)
-    several, one = recovery_runs(context, runs, tokens)
-    inputs = make_inputs([several], shape, bench.device, bench.dtype, bench.options.seed)
-    # As many layers as the several runs had: the caches see the same.
-    alone = make_inputs([one], shape, bench.device, bench.dtype, bench.options.seed, layers=inputs.layers)
-    ways = _paged_ways(inputs, backends) | {
-        "copied_out": Way(copied_out(inputs), _TORCH),
-        "one_run": _of(backends.ours, paged(backends.ours, alone)),
-    }
-    label = f"recovery: {runs} runs of {tokens} in {context}"
-    parameters = {"kind": "recovery", "batch": 1, "context": context, "new": tokens, "runs": runs}
-    _record(bench, _case(bench, inputs, label, parameters), ways, backends, over=("one_run", "several_over_one"))
-
-
-def _microbenchmark(bench: Bench, shape: Shape, backends: Backends) -> None:
-    batch, new, past = (32, 8, 2048) if bench.on_gpu or bench.full else (4, 8, 512)
-    inputs = make_inputs([[(past, past + new)]] * batch, shape, bench.device, bench.dtype, bench.options.seed)
-    ways = _paged_ways(inputs, backends) | {
-        "contiguous": Way(contiguous(inputs), _TORCH),
-        "copied_out": Way(copied_out(inputs), _TORCH),
-        "one_at_a_time": _of(backends.ours, one_at_a_time(backends.ours, inputs)),
-    }
-    label = f"paper: batch {batch}, {new} queries, {past} past"
-    parameters = {"kind": "paper", "batch": batch, "context": past, "new": new}
-    _record(bench, _case(bench, inputs, label, parameters), ways, backends)
-
-
-def _paged_ways(inputs: Inputs, backends: Backends) -> Ways:
-    named = {"ours": backends.ours, **{other.name: other for other in backends.others}}
-    return {name: _of(backend, paged(backend, inputs), layers=inputs.layers) for name, backend in named.items()}
-
-
-def _of(backend: AttentionBackend, call: Call, **engine: Any) -> Way:
-    return Way(call, backend.version, {"backend": backend.name, **engine})
-
-
-def _case(bench: Bench, inputs: Inputs, label: str, parameters: Mapping[str, Any]) -> Case:
+def _case(bench: Bench, inputs: Inputs, asked: Asked) -> Case:
     shape, layers = inputs.shape, inputs.layers
     moved = inputs.kv_bytes + 2 * inputs.queries.nbytes  # keys and values once each, queries in, results out
     products = 4 * shape.heads * shape.dim * sum(pairs(span.start, span.stop) for span in inputs.batch.spans)
     memory_ms = moved * layers / bench.copy_bytes_s * 1e3
     matrix_ms = products * layers / bench.matrix_flops_s * 1e3
+    sizes = {"kind": asked.kind, "batch": len(asked.rows), "context": asked.context, "new": asked.new, "layers": layers}
     return Case(
-        label=label,
+        label=asked.label,
         floor=max(memory_ms, matrix_ms),
         floor_is="KV at the copy bandwidth" if memory_ms >= matrix_ms else "products at the matrix rate",
         metric="attention_ms",
-        parameters={
-            **parameters,
-            "layers": layers,
-            "heads": shape.heads,
-            "kv_heads": shape.kv_heads,
-            "head_dim": shape.dim,
-        },
+        parameters={**sizes, "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.dim},
     )
-
-
-def _record(bench: Bench, case: Case, ways: Ways, backends: Backends, over: tuple[str, str] | None = None) -> None:
-    """Measure and record a case. over: a backend of the case, and the name of the figure for our time over its time."""
-    replays = {name: _captured(way.call, bench.device) for name, way in ways.items()}
-    with torch.inference_mode():
-        calls = {name: replays[name] or way.call for name, way in ways.items()}
-        times = interleaved(calls, bench.rounds(_ROUNDS[bench.device.type]), bench.device)
-    figures: dict[str, Sequence[Figure]] = {}
-    if over is not None and times["ours"].values and times[over[0]].values:
-        figures["ours"] = [Figure(over[1], median(times["ours"].values) / median(times[over[0]].values))]
-    measured = []
-    for name, way in ways.items():
-        engine = {**way.engine, "captured": replays[name] is not None}
-        measured.append(replace(times[name], version=way.version, engine=engine, figures=figures.get(name, ())))
-    measured += [Measured(name, error=reason) for name, reason in backends.absent.items()]
-    bench.record(case, measured)
 
 
 def _captured(call: Call, device: torch.device) -> Call | None:

@@ -42,11 +42,9 @@ def spec_of(name: str, dtype: str = "float32") -> ModelSpec:
 def load(bench: Bench) -> LoadedModel:
     """bench.model, or one that suits a machine of this kind. Raises PensieveError where it does not fit."""
     bench.model = bench.options.model or (ON_GPU if bench.on_gpu else ON_CPU)
-    spec = spec_of(bench.model, str(bench.dtype).removeprefix("torch."))
+    spec = spec_of(bench.model, bench.dtype_name)
     model = take_model(ModelAsked(spec, "random", None, None, bench.options.seed, bench.machine.name, bench.threads))
-    said = sentence(served_of(model.served()), [model.served()])
-    if said not in bench.sentences:
-        bench.sentences.append(said)
+    bench.note(sentence(served_of(model.served()), [model.served()]))
     return model
 
 
@@ -97,23 +95,25 @@ class Generate:
     """A decode step of `module.generate` over a cache that holds the context already (dynamic), or its own (static)."""
 
     def __init__(self, module: Any, batch: int, context: int, vocab: int, static: bool = False) -> None:
-        from transformers import DynamicCache
-
         self._module, self._context, self._static = module, context, static
         self._ids = torch.tensor(prompts(batch, context + 1, vocab), device=module.device)
         self._cache: Any = None
-        if not static:
-            self._cache = DynamicCache(config=module.config)
-            with torch.inference_mode():
-                for part in self._ids[:, :context].split(max(1, _PREFILL_TOKENS // batch), dim=1):
-                    module(input_ids=part, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+
+    def _filled(self) -> Any:
+        from transformers import DynamicCache
+
+        if self._cache is None:
+            self._cache = DynamicCache(config=self._module.config)
+            batch = len(self._ids)
+            for part in self._ids[:, : self._context].split(max(1, _PREFILL_TOKENS // batch), dim=1):
+                self._module(input_ids=part, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        return self._cache
 
     def step_ms(self, steps: int) -> float:
         """The median time between two tokens of one generate call; its prefill is left out."""
         from transformers import StoppingCriteriaList
 
         clock = _TokenClock()
-        given = {"cache_implementation": "static"} if self._static else {"past_key_values": self._cache}
         with torch.inference_mode():
             self._module.generate(
                 self._ids,
@@ -123,7 +123,7 @@ class Generate:
                 do_sample=False,
                 pad_token_id=0,
                 stopping_criteria=StoppingCriteriaList([clock]),
-                **given,
+                **({"cache_implementation": "static"} if self._static else {"past_key_values": self._filled()}),
             )
         if self._cache is not None:
             self._cache.crop(self._context - self._cache.get_seq_length())  # negative: how many tokens to take off

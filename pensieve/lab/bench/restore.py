@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -19,11 +19,10 @@ from pensieve.device.model import LoadedModel
 from pensieve.device.transfers.link import Link
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import WorkerError
-from pensieve.lab.bench.case import Case, Figure, Measured
+from pensieve.lab.bench.case import Case, Measured
 from pensieve.lab.bench.models import CHUNK
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.timer import in_turn
-from pensieve.lab.statistics import median
 from pensieve.plugins.device.thread_link import ThreadLink
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
@@ -50,57 +49,41 @@ def measure_restores(
             link.throttle(model.spec.kv_bytes_per_token / (ratio * computed_s))
             profile = returning.set_cost_model()
         ways: dict[str, Callable[[], float]] = {mode: partial(returning.ttft_ms, mode) for mode in _MODES}
-        ways["on_gpu"] = returning.hit_ms
-        for way in ways.values():
-            way()
-        values = in_turn(ways, bench.rounds(5))
-        _record_hit(bench, returning, profile.load_s(), values, name)
-        _record_hybrid(bench, returning, values, name)
+        times = in_turn({**ways, "on_gpu": returning.hit_ms}, bench.rounds(5))
+        _record(bench, returning, profile.load_s(), times, name)
     returning.close()
 
 
-def _record_hit(
-    bench: Bench, returning: Returning, load_s: float, values: Mapping[str, Sequence[float]], link: str
-) -> None:
-    transfer_ms = returning.tokens / CHUNK * load_s * 1e3
-    case = Case(
-        label=f"hit on CPU of {returning.tokens}, {link}",
-        floor=max(transfer_ms, median(values["on_gpu"])),
+def _record(bench: Bench, returning: Returning, load_s: float, times: Mapping[str, Measured], link: str) -> None:
+    """A hit on the CPU loaded, and restored by the best split of loading and computing."""
+    split, tokens = returning.split(), returning.tokens
+    sizes = {"context": tokens, "new": returning.new, "link": link}
+    hit = Case(
+        label=f"hit on CPU of {tokens}, {link}",
+        floor=max(tokens / CHUNK * load_s * 1e3, times["on_gpu"].value),
         floor_is="the longer of the transfer, by the measured rate, and the same turn with all KV on the GPU",
         metric="ttft_ms",
-        parameters={"context": returning.tokens, "new": returning.new, "link": link},
+        parameters=sizes,
         ours="load",
     )
-    bench.record(case, [Measured(mode, values[mode]) for mode in ("load", "recompute")])
-
-
-def _record_hybrid(bench: Bench, returning: Returning, values: Mapping[str, Sequence[float]], link: str) -> None:
-    split = returning.split()
-    better = min(("load", "recompute"), key=lambda mode: median(values[mode]))
-    saved = 100 * (1 - median(values["hybrid"]) / median(values[better]))
-    predicted = 100 * (1 - split.predicted_s / min(split.load_s, split.recompute_s))
-    drift = median(values["recompute"]) / (split.recompute_s * 1e3)
-    figures = [
-        Figure("saving_pct", saved, predicted),
-        Figure("recompute_over_profile", drift, 1.0),
-        Figure("predicted_saving_pct", predicted),
-        Figure("recomputed_chunks", float(split.recomputed)),
-    ]
-    case = Case(
-        label=f"hybrid restore of {returning.tokens}, {link}",
+    bench.record(hit, [times["load"], times["recompute"]])
+    better = min(times["load"].value, times["recompute"].value)
+    figures = {
+        "saving_pct": 100 * (1 - times["hybrid"].value / better),
+        "predicted_saving_pct": 100 * (1 - split.predicted_s / min(split.load_s, split.recompute_s)),
+        "recompute_over_profile": times["recompute"].value / (split.recompute_s * 1e3),
+        "recomputed_chunks": float(split.recomputed),
+    }
+    hybrid = Case(
+        label=f"hybrid restore of {tokens}, {link}",
         floor=split.predicted_s * 1e3,
         floor_is="what the profile predicts for the best split",
         metric="ttft_ms",
-        parameters={"context": returning.tokens, "new": returning.new, "link": link},
+        parameters=sizes,
         ours="hybrid",
     )
-    rows = [Measured("hybrid", values["hybrid"], figures=figures)]
-    bench.record(case, [*rows, *(Measured(mode, values[mode]) for mode in ("load", "recompute"))])
-    bench.note(
-        f"{case.label}: saves {saved:.1f} % over the better of both ({better}); the profile predicts {predicted:.1f} %, "
-        f"with {split.recomputed} of {returning.tokens // CHUNK} chunks computed again. Recomputing all took {drift:.2f} "
-        "times as long as by the profile: far from 1, the machine was not the one that was profiled (others ran on it)."
-    )
+    bench.record(hybrid, [replace(times["hybrid"], figures=figures), times["load"], times["recompute"]])
+    bench.note("recompute over profile far from 1: the machine was not the one that was profiled (others ran on it).")
 
 
 class Returning:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 import transformers
 
-from pensieve.core.request import is_measured
 from pensieve.errors import ConfigError, PensieveError, RequestFailed
-from pensieve.lab.bench import Options
-from pensieve.lab.bench.case import Case, Figure, Measured
+from pensieve.lab.bench.case import Case, Measured
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.timer import explain
 from pensieve.lab.compose import TrialPlan, build_tokenizer, build_workload, check, plan_trial
-from pensieve.lab.compose.machine import Device
-from pensieve.lab.metrics import MetricValue
+from pensieve.lab.results.frame import measured_turns
 from pensieve.lab.trial.jobs import compose_job
 from pensieve.plugins.device import shelf
 from pensieve.sim.roofline import Roofline
@@ -57,53 +54,44 @@ def cells(gpu: bool, full: bool) -> list[Cell]:
     small for them, and as short as 24 trials within some minutes need it; full: whole replies, 5 s of thinking, 40 GB as
     well."""
     if not gpu:
-        chat: dict[str, object] = {"think_time_s": 0.5, "min_turns": 2, "max_turns": 3, "max_new_tokens": 12}
-        agents: dict[str, object] = {
-            "act_s": 0.5,
-            "steps": 2,
-            "reason_tokens": 96,
-            "reason_output": 8,
-            "reflect_output": 8,
-        }
-        tiers = [("1024 tokens", "2048 tokens")]
-        loads: tuple[tuple[int, ...], tuple[int, ...]] = ((2, 5), (2, 4))
+        think, act, tiers = 0.5, 0.5, [("1024 tokens", "2048 tokens")]
+        users, agents = [2, 5], [2, 4]
+        chat: dict[str, object] = {"max_turns": 3, "max_new_tokens": 12}
+        steps: dict[str, object] = {"steps": 2, "reason_tokens": 96, "reason_output": 8, "reflect_output": 8}
     elif not full:
-        chat = {"think_time_s": 0.25, "min_turns": 2, "max_turns": 3, "max_new_tokens": 64}
-        agents = {"act_s": 0.5, "steps": 2, "reason_tokens": 512}
-        tiers, loads = [("2GB", "4GB")], ((32, 128), (16, 32))
+        think, act, tiers = 0.25, 0.5, [("2GB", "4GB")]
+        users, agents = [32, 128], [16, 32]
+        chat = {"max_turns": 3, "max_new_tokens": 64}
+        steps = {"steps": 2, "reason_tokens": 512}
     else:
-        chat = {"think_time_s": 5.0, "min_turns": 2, "max_turns": 8, "max_new_tokens": 512}
-        agents = {"act_s": 5.0, "steps": 6, "reason_tokens": 512}
-        tiers, loads = [("8GB", "40GB"), ("40GB", "40GB")], ((64, 192, 384), (32, 96, 192))
+        think, act, tiers = 5.0, 5.0, [("8GB", "40GB"), ("40GB", "40GB")]
+        users, agents = [64, 192, 384], [32, 96, 192]
+        chat = {"max_turns": 8, "max_new_tokens": 512}
+        steps = {"steps": 6, "reason_tokens": 512}
+    chat |= {"think_time_s": think, "min_turns": 2, "warmup_turns": 1}
+    steps |= {"act_s": act}
     found = []
-    for on_gpu, on_cpu in tiers:
-        think, act = float(str(chat["think_time_s"])), float(str(agents["act_s"]))
-        found.append(Cell("sharegpt", {**chat, "warmup_turns": 1}, "users", loads[0], on_gpu, on_cpu, think))
-        found.append(Cell("agents", agents, "agents", loads[1], on_gpu, on_cpu, act))
+    for tier in tiers:
+        found.append(Cell("sharegpt", chat, "users", users, *tier, think))
+        found.append(Cell("agents", steps, "agents", agents, *tier, act))
     return found
 
 
-def chosen_cells(machine: Device, options: Options) -> list[Cell]:
-    """Raises ConfigError where bench.only names none."""
-    like_gpu = machine.kind == "cuda" or machine.simulated
-    wanted = [cell for cell in cells(like_gpu, options.size == "full") if (options.only or "") in cell.label]
-    if not wanted:
-        raise ConfigError(f"bench.only={options.only} names no cell of serve; try sharegpt or agents.")
-    return wanted
-
-
 def run(bench: Bench) -> None:
-    """Target serve. Raises PensieveError where no baseline can run."""
+    """Target serve. Raises ConfigError where bench.only names no cell, PensieveError where no baseline can run."""
     like_gpu = bench.on_gpu or bench.machine.simulated
     bench.model = bench.options.model or ("llama3_8b" if like_gpu else "tiny")
-    wanted = chosen_cells(bench.machine, bench.options)
+    only = bench.options.only or ""
+    wanted = [cell for cell in cells(like_gpu, bench.full) if only in cell.label]
+    if not wanted:
+        raise ConfigError(f"bench.only={only} names no cell of serve; try sharegpt or agents.")
     for cell in wanted:
         _measure(bench, cell)
     bench.note(
         "value: output tokens/s at one p90 of normalized latency for all, between the loads tried. That p90 is a quarter "
-        "above the lowest that every system keeps to; >=: it stayed below at all loads. limit: the throughput of stateless "
-        "times the roofline ratio (every history found, no wait for a copy). It compares capacities: where the common "
-        "latency keeps stateless far below its own, ours may pass it. TTFT: p50 at the highest load."
+        "above the lowest that every system keeps to. limit: the throughput of stateless times the roofline ratio (every "
+        "history found, no wait for a copy). It compares capacities: where the common latency keeps stateless far below its "
+        "own, ours may pass it. TTFT: p50 of the first and the last turn at the highest load."
     )
 
 
@@ -118,43 +106,41 @@ def _measure(bench: Bench, cell: Cell) -> None:
                 except Exception as error:  # recorded with its reason; the others go on
                     errors[name] = str(error) if isinstance(error, PensieveError) else explain(error)
     curves = {name: some for name, some in points.items() if some and name not in errors}
-    if OURS not in curves or WORST not in curves:
-        missing = OURS if OURS not in curves else WORST
-        raise RequestFailed(f"baseline={missing} gave nothing in {cell.label}: {errors.get(missing, 'no point')}")
+    for name in (OURS, WORST):
+        if name not in curves:
+            raise RequestFailed(f"baseline={name} gave nothing in {cell.label}: {errors.get(name, 'no point')}")
     latency = common_latency(curves)
     reached = {name: at_latency(some, latency) for name, some in curves.items()}
-    ratio = _roofline_ratio(bench, cell, curves[OURS][-1])
-    case = Case(
-        label=cell.label,
-        floor=ratio * reached[WORST].throughput,
-        floor_is=f"stateless times the roofline ratio {ratio:.2f}",
-        metric="throughput_output_tok_s_at_equal_p90",
-        parameters={**cell.fields, "loads": list(cell.loads), "gpu": cell.gpu, "cpu": cell.cpu},
-        ours=OURS,
-        needs=(PEER,),
-    )
-    measured = []
-    for name in points:
-        if name not in curves:
-            measured.append(Measured(name, error=errors[name]))
-            continue
-        times = reached[name].throughput / reached[WORST].throughput
-        figures = [Figure("times_stateless", times, remark=reached[name].bound), *_ttft(curves[name][-1])]
-        if name == OURS:
-            figures.append(Figure("roofline_ratio", ratio))
+    worst, ratio = reached[WORST].throughput, _roofline_ratio(bench, cell, curves[OURS][-1])
+    measured = [Measured(name, error=why) for name, why in errors.items()]
+    for name, curve in curves.items():
+        first, last = (end(curve[-1].ttft_ms, default=0) for end in (min, max))
+        figures = {f"ttft_ms_p50_turn_{turn}": curve[-1].ttft_ms[turn] for turn in {first, last} - {0}}
         engine = {
-            "curve": [_row(point) for point in curves[name]],
+            "curve": [asdict(point) for point in curve],
             "p90_ms_per_token": latency,
             "bound": reached[name].bound,
             "think_s": cell.think_s,
         }
-        version = transformers.__version__ if name == PEER else None
-        measured.append(Measured(name, (reached[name].throughput,), version, engine, figures))
-    bench.record(case, measured)
+        one = Measured(name, (reached[name].throughput,), engine=engine)
+        own = {"roofline_ratio": ratio} if name == OURS else {}
+        one = replace(one, figures={"times_stateless": one.value / worst, **figures, **own})
+        measured.append(replace(one, version=transformers.__version__) if name == PEER else one)
+    case = Case(
+        label=cell.label,
+        floor=ratio * worst,
+        floor_is=f"stateless times the roofline ratio {ratio:.2f}",
+        metric="throughput_output_tok_s_at_equal_p90",
+        parameters={**cell.fields, "loads": list(cell.loads), "gpu": cell.gpu, "cpu": cell.cpu},
+        ours=OURS,
+        peer=PEER,
+    )
+    bench.record(case, sorted(measured, key=lambda one: list(points).index(one.backend)))
+    bounded = ", ".join(f"{one.bound} {name}" for name, one in reached.items() if one.bound)
     bench.note(
         f"{cell.label}: KV on {cell.gpu} of GPU and {cell.cpu} of CPU memory (gpu_only, stateless, prefix_cache, llama_slots "
-        f"and {PEER}: GPU alone). Think time {cell.think_s:g} s, {cell.load_field} {', '.join(map(str, cell.loads))}. Equal "
-        f"p90 {latency:.3g} ms/token, roofline ratio {ratio:.2f}."
+        f"and {PEER}: GPU alone). {cell.load_field} {', '.join(map(str, cell.loads))}. Equal p90 {latency:.3g} ms/token; at "
+        f"all loads below it (>=) or above it (<=): {bounded or 'none'}."
     )
 
 
@@ -163,20 +149,17 @@ def _compose(bench: Bench, cell: Cell, load: int, baseline: str) -> Any:
     if not bench.machine.simulated:
         hardware += [f"hardware.device={bench.hardware.device}"]
         hardware += [f"hardware.threads={bench.threads}"] if bench.threads else []
+    if bench.on_gpu or bench.machine.simulated:
+        hardware += [f"scheduler.max_batch_tokens={GPU_BATCH_TOKENS}"]
+        hardware += [f"scheduler.max_batch_requests={256 if bench.full else 128}"]
     overrides = [
         *(f"model={bench.model}", "model.weights=random", "cache=demo", f"baseline={baseline}", *hardware),
-        *(_gpu_batch(bench) if bench.on_gpu or bench.machine.simulated else ()),
         *cell.overrides(load),
         *("force=true", "trial.isolate=false", f"trial.timeout_s={_TIMEOUT_S:g}", f"seed={bench.options.seed}"),
         f"trial.exclusive={str(bench.options.exclusive).lower()}",
         "experiment_name=bench",
     ]
     return compose_job("config", overrides)
-
-
-def _gpu_batch(bench: Bench) -> tuple[str, ...]:
-    requests = 256 if bench.full else 128
-    return f"scheduler.max_batch_tokens={GPU_BATCH_TOKENS}", f"scheduler.max_batch_requests={requests}"
 
 
 def _trial(bench: Bench, cell: Cell, load: int, name: str) -> Point:
@@ -191,7 +174,16 @@ def _trial(bench: Bench, cell: Cell, load: int, name: str) -> Point:
     outcome = bench.run_trial(cfg, f"{cell.workload} {cell.load_field}={load} {name}")
     if not outcome.completed:
         raise RequestFailed(outcome.error or "the trial did not complete")
-    return _point(load, bench.tracking.store.metrics_of(outcome.trial_id), outcome.trial_id)
+    values = {(m.name, m.label): m.value for m in bench.tracking.store.metrics_of(outcome.trial_id)}
+    throughput, latency = values["throughput_output_tok_s", ""], values["normalized_latency_ms_p90", ""]
+    if throughput is None or latency is None:
+        raise RequestFailed("no turn completed in the window of the throughput")
+    turns = {
+        int(label[5:]): value
+        for (metric, label), value in values.items()
+        if metric == "ttft_ms_p50" and label.startswith("turn=") and value is not None
+    }
+    return Point(load, throughput, latency, outcome.trial_id, turns)
 
 
 def _longest(plan: TrialPlan) -> int:
@@ -201,62 +193,22 @@ def _longest(plan: TrialPlan) -> int:
     return int(facts.get("longest_conversation_tokens") or facts.get("longest_context_tokens") or 0)
 
 
-def _point(load: int, metrics: Sequence[MetricValue], trial_id: int) -> Point:
-    values = {(m.name, m.label): m.value for m in metrics}
-    throughput = values["throughput_output_tok_s", ""]
-    latency = values["normalized_latency_ms_p90", ""]
-    if throughput is None or latency is None:
-        raise RequestFailed("no turn completed in the window of the throughput")
-    turns = {
-        int(label[5:]): value
-        for (name, label), value in values.items()
-        if name == "ttft_ms_p50" and label.startswith("turn=") and value is not None
-    }
-    return Point(load, throughput, latency, trial_id, turns)
-
-
 def _roofline_ratio(bench: Bench, cell: Cell, point: Point) -> float:
     """For the very turns that were measured, at the rates measured in this run (simulated: those of the machine)."""
     plan = plan_trial(check(_compose(bench, cell, point.load, OURS)))
     hardware = plan.hardware
     if not bench.machine.simulated:
         bench.measure_limits()
-        hardware = replace(
-            hardware,
-            flops=bench.matrix_flops_s,
-            memory_bw=bench.copy_bytes_s,
-            compute_efficiency=1.0,
-            memory_efficiency=1.0,
-        )
-    rows = bench.tracking.store.turns_of(
-        point.trial_id, "phase", "history_tokens", "new_tokens", "output_tokens", "status"
-    )
+        flops, memory_bw = bench.matrix_flops_s, bench.copy_bytes_s
+        hardware = replace(hardware, flops=flops, memory_bw=memory_bw, compute_efficiency=1.0, memory_efficiency=1.0)
+    rows = measured_turns(bench.tracking.store, point.trial_id, "history_tokens", "new_tokens", "output_tokens")
     turns = [
-        Turn(row.history_tokens, row.new_tokens, row.output_tokens)
-        for row in rows
-        if is_measured(row.phase) and row.status == "completed" and row.history_tokens is not None
+        Turn(row.history_tokens, row.new_tokens, row.output_tokens) for row in rows if row.history_tokens is not None
     ]
     context = fmean(turn.history + turn.new + turn.output for turn in turns)
     room = int(plan.gpu_blocks * plan.chunk_tokens / context)
     batch = max(1, min(point.load, plan.config.scheduler.max_batch_requests, room))
     return all_hit_ratio(Roofline(plan.model, hardware, plan.chunk_tokens), turns, batch)
-
-
-def _ttft(point: Point) -> list[Figure]:
-    ends = {min(point.ttft_ms, default=0), max(point.ttft_ms, default=0)}
-    return [
-        Figure(f"ttft_ms_p50_turn_{turn}", value, shown=turn in ends) for turn, value in sorted(point.ttft_ms.items())
-    ]
-
-
-def _row(point: Point) -> dict[str, Any]:
-    return {
-        "load": point.load,
-        "throughput_output_tok_s": point.throughput,
-        "normalized_latency_ms_p90": point.latency,
-        "trial_id": point.trial_id,
-        "ttft_ms_p50_by_turn": {str(turn): value for turn, value in point.ttft_ms.items()},
-    }
 
 
 # -- throughput at equal latency, and the ratio that a roofline allows between systems --------------------------------

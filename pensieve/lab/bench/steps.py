@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -16,7 +17,7 @@ from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
 from pensieve.device.sampler import greedy
 from pensieve.device.worker import TorchWorker
-from pensieve.lab.bench.case import Case, Figure, Measured
+from pensieve.lab.bench.case import OURS, Case, Measured
 from pensieve.lab.bench.models import (
     CHUNK,
     Generate,
@@ -28,7 +29,7 @@ from pensieve.lab.bench.models import (
     prompts,
 )
 from pensieve.lab.bench.session import Bench
-from pensieve.lab.bench.timer import attempt, explain, idle_pct, in_turn, synchronize
+from pensieve.lab.bench.timer import attempt, in_turn, synchronize
 from pensieve.lab.compose.build import torch_options
 from pensieve.sim.roofline import attended_pairs
 from pensieve.specs import ModelSpec
@@ -39,12 +40,12 @@ _DECODES = {"cuda": ((1, 1024), (32, 1024), (64, 1024), (128, 1024)), "cpu": ((1
 _MORE_DECODES = {"cuda": ((64, 4096), (8, 8192)), "cpu": ((8, 1024),)}
 _PREFILLS = {"cuda": (2048,), "cpu": (768,)}
 _MORE_PREFILLS = {"cuda": (512, 8192), "cpu": (276,)}
+_BATCHED = "transformers_cb"
 _STEPS = {"cuda": 32, "cpu": 8}
 _PEER_STEPS = {"cuda": 12, "cpu": 8}  # of generate: some 30 ms a step on any GPU, since Python launches its kernels
 # Tokens of a batch on a GPU, up to which continuous batching is tried in the small size: without FlashAttention it attends
 # through a mask over all of its pages, which takes half a minute for the prompts of 128 x 1024 tokens.
 _MOST_BATCHED = 32 * 1024
-_IDLE_FROM = 64  # requests: with fewer, the launches decide
 _PREFILL_TOKENS = 8192  # of one plan
 _GRAPH_ROWS = 64  # recorded at least
 
@@ -58,7 +59,7 @@ def run_decode(bench: Bench) -> None:
     bench.note(
         "limit: weights and KV of a step at the copy bandwidth measured in this run, or its operations at the matrix rate "
         "where that is longer. transformers_generate: the time between tokens; transformers_cb: continuous batching sized "
-        "by hand, the gaps between tokens while all requests decode, run before the other rounds, on a CPU also after them."
+        "by hand, the gaps between tokens while all requests decode, run before the other rounds."
     )
 
 
@@ -71,36 +72,21 @@ def floor_ms(spec: ModelSpec, batch: int, context: int, copy_bytes_s: float, mat
 
 
 def _measure_decode(bench: Bench, model: LoadedModel, module: Any, batch: int, context: int) -> None:
-    spec, steps = model.spec, _STEPS[bench.device.type]
+    spec, kind = model.spec, bench.device.type
     bench.measure_limits()
-    errors: dict[str, str] = {}
     if bench.on_gpu and not bench.full and batch * context > _MOST_BATCHED:
-        errors["transformers_cb"] = "left out of the small size, for its time; bench.size=full runs it"
-    batched = partial(_batched_ms, module, spec, batch, context, steps)
-    batched_ms = attempt("transformers_cb", errors, batched)
-    peers = {"transformers_generate": False, **({"transformers_static": True} if bench.full else {})}
+        batched = Measured(_BATCHED, error="left out of the small size, for its time; bench.size=full runs it")
+    else:
+        batched = attempt(_BATCHED, lambda: _batched_ms(module, spec, batch, context, _STEPS[kind]))
     stepper = Stepper(model, batch, context, _options(bench, batch))
-    try:
-        stepper.fill()
-        runs: dict[str, Callable[[], float]] = {"ours": lambda: stepper.decode(batch, steps)}
-        for name, static in peers.items():
-            try:
-                peer = Generate(module, batch, context, spec.vocab, static)
-            except Exception as error:  # its cache may not fit; it is recorded, and the others go on
-                errors[name] = explain(error)
-            else:
-                runs[name] = partial(peer.step_ms, _PEER_STEPS[bench.device.type])
-        in_turn(runs, 1, errors)  # chooses kernels and captures graphs
-        values = in_turn(runs, bench.rounds(5), errors)
-        figures = []
-        if bench.on_gpu and batch >= _IDLE_FROM and "ours" not in errors:
-            figures.append(Figure("gpu_idle_pct", idle_pct(lambda: stepper.decode(batch, steps))))
-        engine = stepper.worker.settings()
-    finally:
-        stepper.close()
-    if bench.full or not bench.on_gpu:  # on a GPU it captures its graphs anew each time
-        batched_ms += attempt("transformers_cb", errors, batched)
-    values["transformers_cb"] = batched_ms
+    stepper.fill()
+    ways: dict[str, Callable[[], float]] = {OURS: lambda: stepper.decode(batch, _STEPS[kind])}
+    for static in (False, True) if bench.full else (False,):
+        peer = Generate(module, batch, context, spec.vocab, static)
+        ways[f"transformers_{'static' if static else 'generate'}"] = partial(peer.step_ms, _PEER_STEPS[kind])
+    times = in_turn(ways, bench.rounds(5))
+    engine = stepper.worker.settings()
+    stepper.close()
     bench.measure_limits()
     case = Case(
         label=f"decode {batch} at {context}",
@@ -109,8 +95,7 @@ def _measure_decode(bench: Bench, model: LoadedModel, module: Any, batch: int, c
         metric="step_ms",
         parameters={"batch": batch, "context": context},
     )
-    names = ("ours", *peers, "transformers_cb")
-    bench.record(case, [_measured(name, values, errors, engine, figures if name == "ours" else ()) for name in names])
+    bench.record(case, _with_settings([*times.values(), batched], engine))
 
 
 def _batched_ms(module: Any, spec: ModelSpec, batch: int, context: int, steps: int) -> list[float]:
@@ -154,10 +139,8 @@ def _measure_prefill(bench: Bench, model: LoadedModel, module: Any, tokens: int)
         synchronize(bench.device)
         return (perf_counter() - started) * 1e3
 
-    errors: dict[str, str] = {}
-    runs: dict[str, Callable[[], float]] = {"ours": lambda: stepper.prefill(tokens), "transformers": forward}
-    in_turn(runs, 1, errors)
-    values = in_turn(runs, bench.rounds(9 if bench.on_gpu else 5), errors)
+    ways: dict[str, Callable[[], float]] = {OURS: lambda: stepper.prefill(tokens), "transformers": forward}
+    times = in_turn(ways, bench.rounds(9 if bench.on_gpu else 5))
     engine = stepper.worker.settings()
     stepper.close()
     bench.measure_limits()
@@ -169,30 +152,15 @@ def _measure_prefill(bench: Bench, model: LoadedModel, module: Any, tokens: int)
         metric="prefill_ms",
         parameters={"tokens": tokens},
     )
-    measured = []
-    for name in runs:
-        shares = [Figure("matrix_rate_pct", 100 * floor / min(values[name]))] if name not in errors else []
-        measured.append(_measured(name, values, errors, engine, shares))
-    bench.record(case, measured)
+    rates = {name: {"matrix_rate_pct": 100 * floor / min(one.values)} for name, one in times.items() if one.values}
+    measured = [replace(one, figures=rates.get(name, {})) for name, one in times.items()]
+    bench.record(case, _with_settings(measured, engine))
 
 
-def _measured(
-    name: str,
-    values: Mapping[str, Sequence[float]],
-    errors: Mapping[str, str],
-    engine: Mapping[str, Any],
-    figures: Sequence[Figure],
-) -> Measured:
+def _with_settings(measured: Sequence[Measured], engine: Mapping[str, Any]) -> list[Measured]:
     """engine: the settings of ours."""
-    ours, failed = name == "ours", name in errors
-    return Measured(
-        backend=name,
-        values=() if failed else values[name],
-        version=None if ours else transformers.__version__,
-        engine=engine if ours else {"attention": "sdpa"},
-        figures=figures,
-        error=errors.get(name),
-    )
+    theirs = {"version": transformers.__version__, "engine": {"attention": "sdpa"}}
+    return [replace(one, **({"engine": engine} if one.backend == OURS else theirs)) for one in measured]
 
 
 def prompt(slot: int, tokens: int, vocab: int) -> tuple[int, ...]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from time import perf_counter
 
 import torch
 
@@ -15,15 +14,13 @@ from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import LoadedModel
 from pensieve.device.transfers.copies import CallCopier, choose_copier
 from pensieve.device.transfers.lanes import CudaLink
-from pensieve.device.transfers.link import Copier
 from pensieve.device.transfers.transfer import Transfer
 from pensieve.device.worker import TorchWorker
-from pensieve.lab.bench.case import OURS, Case, Figure, Measured
+from pensieve.lab.bench.case import OURS, Case
 from pensieve.lab.bench.models import CHUNK, load, perform_ms
 from pensieve.lab.bench.restore import measure_restores
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.timer import in_turn, interleaved
-from pensieve.lab.statistics import median
 from pensieve.plugins.device.thread_link import ThreadLink, copy_and_wait
 from pensieve.specs import ModelSpec
 
@@ -46,21 +43,17 @@ def run(bench: Bench) -> None:
                 continue
             model = replace(model, spec=replace(model.spec, max_context=tokens + 512))
         _pipelined(bench, model, tokens)
-        if not bench.on_gpu:
+        if bench.on_gpu:
+            measure_restores(bench, model, tokens, None, {"own_link": None})
+            slow = ThreadLink(SLOW_LINK, copy_and_wait, bench.device)
+            measure_restores(bench, model, tokens, slow, {"gen4_x8": None})
+        else:
             measure_restores(bench, model, tokens, ThreadLink(), LINKS)
-            continue
-        if tokens == _GPU[0]:
-            _beside_compute(bench, model, tokens)
-        measure_restores(bench, model, tokens, None, {"own_link": None})
-        slow = ThreadLink(SLOW_LINK, copy_and_wait, bench.device)
-        measure_restores(bench, model, tokens, slow, {"gen4_x8": None})
-    if not bench.on_gpu:
-        bench.note(
-            "A CPU has no link between its tiers: a thread with a bandwidth stands in, as slow beside this machine's "
-            "compute as the named link is beside an H200's. swap_in_gb_s is of RAM to RAM."
-        )
-    else:
-        bench.note(f"gen4_x8: copies held back to {SLOW_LINK / 1e9} GB/s by the host. own_link: the machine's.")
+    bench.note(
+        f"gen4_x8: copies held back to {SLOW_LINK / 1e9} GB/s by the host. own_link: the machine's." if bench.on_gpu else
+        "A CPU has no link between its tiers: a thread with a bandwidth stands in, as slow beside this machine's compute as "
+        "the named link is beside an H200's. swap_in_gb_s is of RAM to RAM."
+    )  # fmt: skip
 
 
 def _fragments(bench: Bench, spec: ModelSpec) -> None:
@@ -69,7 +62,6 @@ def _fragments(bench: Bench, spec: ModelSpec) -> None:
     blocks = 1024 if bench.on_gpu else 256
     tensors = KvTensors(spec, CHUNK, blocks, blocks, bench.device, bench.dtype)
     transfers = _transfers(bench, tensors)
-    ours = next(iter(transfers))
     tensors.cpu.fill_(0.5)
     moved = blocks // 2
     size = moved * tensors.block_bytes
@@ -82,57 +74,30 @@ def _fragments(bench: Bench, spec: ModelSpec) -> None:
             **{name: partial(_swap_in, transfer, tensors.layers, move) for name, transfer in transfers.items()},
             "plain_copy": lambda: plain_target.copy_(plain_source, non_blocking=True),
         }
-        if together == 1:  # seconds a round, and the same whatever lies together
-            runs["gathered"] = partial(_gathered, tensors, torch.tensor(move.src), torch.tensor(move.dst))
         with torch.inference_mode():
             times = interleaved(runs, bench.rounds(7), bench.device)
-            held = {
-                name: _held_ms(transfer, tensors.layers, move)
-                for name, transfer in transfers.items()
-                if bench.on_gpu and times[name].error is None
-            }
-        rates = {name: [size / ms / 1e6 for ms in t.values] for name, t in times.items()}
+        rates = [replace(one, values=[size / ms / 1e6 for ms in one.values]) for one in times.values()]
         fragment = together * tensors.layer_block_bytes
         case = Case(
             label=f"swap in, fragments of {fragment // 1024} KiB",
-            floor=max(rates["plain_copy"]),
+            floor=max(rates[-1].values),
             floor_is="one plain copy of the same bytes" + (" from pinned memory" if bench.on_gpu else ""),
             metric="swap_in_gb_s",
             parameters={"fragment_bytes": fragment, "bytes": size, "fragments": moved // together * tensors.layers},
-            ours=ours,
         )
-        figures = {name: [Figure("host_ms", ms)] for name, ms in held.items()}
-        bench.record(case, [replace(one, values=rates[n], figures=figures.get(n, ())) for n, one in times.items()])
+        bench.record(case, rates)
     for transfer in transfers.values():
         transfer.close()
 
 
 def _transfers(bench: Bench, tensors: KvTensors) -> dict[str, Transfer]:
-    """Ours by name, first the one that serves."""
+    """Ours by name, first the one that serves; on a GPU beside a call a run, where that is something else."""
     if not bench.on_gpu:
         return {OURS: Transfer(tensors)}
-    copiers = copiers_here(bench, tensors)
-    return {name: Transfer(tensors, CudaLink(bench.device, copier)) for name, copier in copiers.items()}
-
-
-def copiers_here(bench: Bench, tensors: KvTensors) -> dict[str, Copier]:
-    """What serves on this GPU, and a call a run where that is something else. The pools are zeroed."""
     chosen, note = choose_copier(tensors)
     bench.note(f"Copies between the tiers: {note}.")
-    return {OURS: chosen} if isinstance(chosen, CallCopier) else {OURS: chosen, "call_a_run": CallCopier()}
-
-
-def _held_ms(transfer: Transfer, layers: int, move: Move) -> float:
-    """Milliseconds for which a swap-in keeps the host busy: no compute is launched meanwhile."""
-    held: list[float] = []
-    for _ in range(3):
-        transfer.finish()
-        began = perf_counter()
-        transfer.swap_in([move])
-        held.append((perf_counter() - began) * 1e3)
-    _swap_in(transfer, layers, move)
-    transfer.finish()
-    return min(held)
+    copiers = {OURS: chosen} if isinstance(chosen, CallCopier) else {OURS: chosen, "call_a_run": CallCopier()}
+    return {name: Transfer(tensors, CudaLink(bench.device, copier)) for name, copier in copiers.items()}
 
 
 def _swap_in(transfer: Transfer, layers: int, move: Move) -> None:
@@ -141,11 +106,6 @@ def _swap_in(transfer: Transfer, layers: int, move: Move) -> None:
         transfer.wait_for_layer(layer)
     transfer.moved()
     transfer.stalled_ns()
-
-
-def _gathered(tensors: KvTensors, src: torch.Tensor, dst: torch.Tensor) -> None:
-    """The same blocks by index: gathered in RAM, copied in one piece, scattered on the device."""
-    tensors.gpu[:, dst.to(tensors.device)] = tensors.cpu[:, src].to(tensors.device)
 
 
 def scattered(count: int, together: int) -> tuple[int, ...]:
@@ -169,70 +129,30 @@ def _pipelined(bench: Bench, model: LoadedModel, tokens: int) -> None:
     def step(rows: tuple[Row, ...], moves: tuple[Move, ...]) -> float:
         return perform_ms(worker, [StepPlan(1, rows, table, moves)])
 
-    ways: Mapping[str, Callable[[], float]] = {
+    if link is not None:  # as long as the compute takes: where overlapping matters most
+        link.throttle(chunks * worker.tensors.block_bytes / (min(step((row,), ()) for _ in range(4)) / 1e3))
+    ways: dict[str, Callable[[], float]] = {
+        "pipelined": lambda: step((row,), copies),
+        "sequential": lambda: step((), copies) + step((row,), ()),
         "transfer": lambda: step((), copies),
         "compute": lambda: step((row,), ()),
-        "sequential": lambda: step((), copies) + step((row,), ()),
-        "pipelined": lambda: step((row,), copies),
     }
-    for way in ways.values():
-        way()
-    if link is not None:  # as long as the compute takes: where overlapping matters most
-        link.throttle(chunks * worker.tensors.block_bytes / (min(ways["compute"]() for _ in range(3)) / 1e3))
-    values = in_turn(ways, bench.rounds(7))
+    times = in_turn(ways, bench.rounds(7))
     worker.close()
-    middle = {name: median(v) for name, v in values.items()}
-    limit = max(middle["transfer"], middle["compute"])
+    middle = {name: one.value for name, one in times.items()}
     hidden = (middle["sequential"] - middle["pipelined"]) / min(middle["transfer"], middle["compute"])
-    figures = [
-        Figure("speedup", middle["sequential"] / middle["pipelined"], middle["sequential"] / limit),
-        Figure("overlap_pct", 100 * hidden, 100.0),
-        Figure("transfer_ms", middle["transfer"]),
-        Figure("compute_ms", middle["compute"]),
-    ]
+    figures = {
+        "speedup": middle["sequential"] / middle["pipelined"],
+        "overlap_pct": 100 * hidden,
+        "transfer_ms": middle["transfer"],
+        "compute_ms": middle["compute"],
+    }
     case = Case(
         label=f"restore {tokens}, compute {new}",
-        floor=limit,
+        floor=max(middle["transfer"], middle["compute"]),
         floor_is="the longer of transfer and compute, each alone in the same rounds",
         metric="restore_ms",
         parameters={"context": tokens, "new": new},
         ours="pipelined",
     )
-    rows = [Measured("pipelined", values["pipelined"], figures=figures), Measured("sequential", values["sequential"])]
-    bench.record(case, rows)
-
-
-def _beside_compute(bench: Bench, model: LoadedModel, tokens: int) -> None:
-    """The same with no two blocks adjacent, by each way of copying: what the copies take from the compute beside them counts
-    too. Only on a GPU."""
-    new, chunks = 512, tokens // CHUNK
-    link = CudaLink(bench.device)
-    worker = TorchWorker(model, CHUNK, WallClock(), link=link)
-    worker.start(2 * chunks + new // CHUNK, 2 * chunks)
-    copiers = copiers_here(bench, worker.tensors)
-    worker.tensors.cpu.fill_(0.01)
-    apart = scattered(chunks, 1)
-    copies = (swap_in(1, apart, apart[1:] + apart[:1]),)
-    row = Row(0, ((tokens, tokens + new),), tuple(i % 250 for i in range(new)), Sample(tokens + new))
-    table = ((0, 0, (*copies[0].dst, *range(2 * chunks, 2 * chunks + new // CHUNK))),)
-
-    def step(way: str, rows: tuple[Row, ...], moves: tuple[Move, ...]) -> float:
-        link.inward.copier = copiers[way]
-        return perform_ms(worker, [StepPlan(1, rows, table, moves)])
-
-    ways: dict[str, Callable[[], float]] = {way: partial(step, way, (row,), copies) for way in copiers}
-    ways["transfer"], ways["compute"] = partial(step, OURS, (), copies), partial(step, OURS, (row,), ())
-    for measure in ways.values():
-        measure()
-    values = in_turn(ways, bench.rounds(7))
-    fragment = worker.tensors.layer_block_bytes
-    worker.close()
-    case = Case(
-        label=f"restore {tokens} scattered, compute {new}",
-        floor=max(median(values["transfer"]), median(values["compute"])),
-        floor_is="the longer of transfer and compute, each alone in the same rounds",
-        metric="restore_ms",
-        parameters={"context": tokens, "new": new, "fragment_bytes": fragment},
-        ours=OURS,
-    )
-    bench.record(case, [Measured(way, values[way]) for way in copiers])
+    bench.record(case, [replace(times["pipelined"], figures=figures), times["sequential"]])

@@ -1,18 +1,13 @@
-"""Times several ways to do the same work in interleaved rounds, so that a disturbance meets all of them alike; and the share
-of the time in which a GPU was idle."""
+"""Times several ways to do the same work in interleaved rounds, so that a disturbance meets all of them alike."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from time import perf_counter
 
 import torch
 
 from pensieve.lab.bench.case import Measured
-
-os.environ.setdefault("TEARDOWN_CUPTI", "0")  # taken down and brought up again beside CUDA graphs, it crashes
 
 _WARM_CALLS = 2
 _MOST_CALLS = 200
@@ -24,63 +19,58 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def turns(names: Sequence[str], rounds: int) -> Iterator[str]:
-    """Yield all names once a round, each round beginning with another one."""
-    for number in range(rounds):
-        shift = number % len(names) if names else 0
-        yield from (*names[shift:], *names[:shift])
-
-
-def in_turn(
-    ways: Mapping[str, Callable[[], float]], rounds: int, failed: dict[str, str] | None = None
-) -> dict[str, list[float]]:
-    """The milliseconds that each way returns, once a round. failed: gets the error of a way that raises, which is then left
-    out while the others go on; None: it raises."""
+def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Measured]:
+    """The milliseconds that each way returns, once a round, each round beginning with another one. A round before warms up,
+    and does not count. A way that raises has its error in place of values, and the others go on."""
+    names, found = list(ways), {name: Measured(name) for name in ways}
     values: dict[str, list[float]] = {name: [] for name in ways}
-    for name in turns(list(ways), rounds):
-        if failed is None:
-            values[name].append(ways[name]())
-        else:
-            values[name] += attempt(name, failed, lambda name=name: [ways[name]()])  # type: ignore[misc]
-    return values
+    for number in range(-1, rounds):
+        shift = max(0, number) % max(1, len(names))
+        for name in (*names[shift:], *names[:shift]):
+            if found[name].error is None:
+                found[name] = _once(name, ways[name])
+                values[name] += found[name].values if number >= 0 else ()
+    return {name: one if one.error else Measured(name, values[name]) for name, one in found.items()}
 
 
-def attempt(name: str, failed: dict[str, str], measure: Callable[[], list[float]]) -> list[float]:
-    """What was measured; nothing where `failed` has the name, or has it now."""
-    if name in failed:
-        return []
+def _once(name: str, way: Callable[[], float]) -> Measured:
+    return attempt(name, lambda: [way()])
+
+
+def attempt(name: str, measure: Callable[[], list[float]]) -> Measured:
+    """What was measured, or why nothing was."""
     try:
-        return measure()
+        return Measured(name, measure())
     except Exception as error:  # a backend may refuse in any way it likes; the others go on
-        failed[name] = explain(error)
-        return []
+        return Measured(name, error=explain(error))
 
 
 def interleaved(
     runs: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, at_least_ms: float = 5.0
 ) -> dict[str, Measured]:
-    """Milliseconds a call of each run, once a round in turn.
+    """Milliseconds a call of each run, as in_turn.
 
     A run shorter than `at_least_ms` is called several times in a row, and the time is divided. On a GPU the time is the
     device's (events on the current stream around the calls), so a run that ends on other streams must make the current one
-    wait for them; on a CPU it is the wall's. A run that raises gets its error in place of values. Call under
-    torch.inference_mode() where gradients are not wanted.
+    wait for them; on a CPU it is the wall's. Call under torch.inference_mode() where gradients are not wanted.
     """
-    failed: dict[str, str] = {}
-    once = in_turn({name: partial(_warmed, run, device) for name, run in runs.items()}, 1, failed)
-    calls = {name: round(at_least_ms / max(ms, 1e-4)) for name, found in once.items() for ms in found}
-    ways = {name: partial(_timed, runs[name], max(1, min(_MOST_CALLS, n)), device) for name, n in calls.items()}
-    values = in_turn(ways, rounds, failed)
-    return {
-        name: Measured(name, values.get(name, ()) if name not in failed else (), error=failed.get(name))
-        for name in runs
-    }
+    return in_turn({name: _several(run, device, at_least_ms) for name, run in runs.items()}, rounds)
 
 
-def _warmed(run: Callable[[], object], device: torch.device) -> float:
-    for _ in range(_WARM_CALLS):  # compiles, chooses kernels, touches memory
-        run()
-    return _timed(run, 1, device)
+def _several(run: Callable[[], object], device: torch.device, at_least_ms: float) -> Callable[[], float]:
+    calls = 0
+
+    def way() -> float:
+        nonlocal calls
+        if not calls:
+            for _ in range(_WARM_CALLS):  # compiles, chooses kernels, touches memory
+                run()
+            once = _timed(run, 1, device)
+            calls = max(1, min(_MOST_CALLS, round(at_least_ms / max(once, 1e-4))))
+            return once
+        return _timed(run, calls, device)
+
+    return way
 
 
 def _timed(run: Callable[[], object], calls: int, device: torch.device) -> float:
@@ -106,35 +96,3 @@ def explain(error: BaseException) -> str:
         torch.cuda.empty_cache()
         return f"the device ran out of memory ({text})"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def idle_pct(run: Callable[[], object]) -> float | None:
-    """Percent of the time between the first kernel of `run` and the last in which no kernel or copy was running.
-
-    None where the profiler saw none. Profiling slows the host, so this is an upper bound.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize()
-    spans = [
-        (float(event.time_range.start), float(event.time_range.end))
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-    ]
-    return gaps_pct(spans)
-
-
-def gaps_pct(spans: Iterable[tuple[float, float]]) -> float | None:
-    """Percent of the stretch from the first start to the last end that no span covers; None without a stretch."""
-    covered, reached, first = 0.0, None, None
-    for start, end in sorted(spans):
-        if reached is None:
-            first, reached = start, start
-        covered += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    if first is None or reached is None or reached <= first:
-        return None
-    return 100 * (1 - covered / (reached - first))

@@ -15,6 +15,7 @@ from pensieve.device.worker import TorchWorker
 from pensieve.errors import ResultsError
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when the first trace begins: nothing of its own on the terminal
+os.environ.setdefault("TEARDOWN_CUPTI", "0")  # taken down and brought up again beside CUDA graphs, it crashes
 
 SKIPPED_STEPS = 8  # first steps touch memory and choose kernels; they would hide what a step costs
 TRACED_STEPS = 200  # some ten thousand events each on a large model: more makes viewers unusable
