@@ -104,7 +104,7 @@ def test_times_are_measured_from_the_intended_arrival_and_the_start_of_the_repla
         assert turn.latency_ms == pytest.approx(70.0)
         assert turn.finished_s == pytest.approx(2.070)
         assert list(turn.emitted_s) == pytest.approx([2.050, 2.055, 2.060, 2.065, 2.070])
-        assert list(record.send_lag_s) == pytest.approx([0.0])
+        assert list(record.measurement.send_lag_s) == pytest.approx([0.0])
 
 
 def test_a_late_submission_still_counts_from_the_intended_arrival():
@@ -120,7 +120,7 @@ def test_a_late_submission_still_counts_from_the_intended_arrival():
     record = replay(Busy(), Listed(arrival(0.0, 1, "a"), arrival(0.1, 2, "b")))
     late = next(turn for turn in record.turns if turn.session == "b")
     assert late.ttft_ms == pytest.approx(250.0)
-    assert list(record.send_lag_s) == pytest.approx([0.0, 0.2])
+    assert list(record.measurement.send_lag_s) == pytest.approx([0.0, 0.2])
 
 
 def test_a_deadline_cancels_what_is_still_running_and_spares_what_is_not():
@@ -213,7 +213,7 @@ def test_a_turn_that_comes_before_the_last_one_ended_waits_for_what_it_said():
     assert [request.id for request in system.submitted] == [1, 3, 2], "nobody else waits for it"
     assert list(system.submitted[2].prompt) == [*[7] * 4, 1, 2, 3, 4, 5, *[7] * 4]
     assert next(turn for turn in record.turns if turn.turn == 2).ttft_ms == pytest.approx(60 + 50)
-    assert max(record.send_lag_s) == pytest.approx(0.0), "it was not sent late"
+    assert max(record.measurement.send_lag_s) == pytest.approx(0.0), "it was not sent late"
 
 
 def test_offline_policies_learn_the_next_arrival_once_it_is_scheduled():
@@ -237,9 +237,9 @@ def test_rows_stream_out_in_batches_also_when_interrupted():
 
     done, kept = [], []
 
-    def interrupt(now):
-        done.append(now.turns_done)
-        if now.turns_done >= 7:
+    def interrupt(turns, _):
+        done.append(turns)
+        if turns >= 7:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -268,16 +268,10 @@ def test_tokens_can_be_let_go_once_they_were_seen():
 
 def test_progress_counts_streamed_tokens_and_ends_with_all_of_them():
     steps = []
-    record = replay(ScriptedSystem(), chat(), progress=steps.append)
-    assert steps[-1].turns_done == record.plan.turns == steps[-1].turns_planned
-    assert steps[-1].output_tokens == sum(turn.output_tokens for turn in record.turns)
-    assert steps[-1].in_flight == 0
-    streaming = [
-        step.output_tokens - sum(turn.output_tokens for turn in record.turns[: step.turns_done]) for step in steps
-    ]
-    assert min(streaming) == 0
-    assert max(streaming) > 0
-    assert [step.elapsed_s for step in steps] == sorted(step.elapsed_s for step in steps)
+    record = replay(ScriptedSystem(), chat(), progress=lambda *step: steps.append(step))
+    assert steps[-1] == (record.plan.turns, sum(turn.output_tokens for turn in record.turns))
+    streaming = [tokens - sum(turn.output_tokens for turn in record.turns[:turns]) for turns, tokens in steps]
+    assert min(streaming) == 0 < max(streaming)
 
 
 def test_counters_leave_out_what_prepares_others_between_measured_turns():
@@ -319,7 +313,7 @@ class SlowToSend(ScriptedSystem):
 @pytest.mark.parametrize(("first_ms", "late"), [(40, True), (760, True), (1000, False)])
 def test_sending_late_is_flagged_beyond_5_ms_and_a_hundredth_of_the_median(first_ms, late):
     record = replay(SlowToSend(first_ms), Listed(*(arrival(1.0, n, f"s{n}") for n in range(1, 4))))
-    assert list(record.send_lag_s) == pytest.approx([0.0, 0.004, 0.008])
+    assert list(record.measurement.send_lag_s) == pytest.approx([0.0, 0.004, 0.008])
     assert ("late_sends" in record.flags) is late
     if late:
         assert "8.0 ms or more after it was due" in record.flags["late_sends"]

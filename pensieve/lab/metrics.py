@@ -100,7 +100,8 @@ class Measurement:
 
     turns: all of them, warm-up too, in any order. [measure_start_s, measure_end_s]: the window of the throughputs.
     measured_from_s: the first measured arrival. ended_s: the end of the last measured turn. counters: the system's own
-    counts over the measured stretches; a name that is absent was not counted. send_lag_s: intended arrival to submission.
+    counts over the measured stretches; a name that is absent was not counted. send_lag_s: intended arrival to submission, of
+    each request in order of submission; where the turn before had not ended, from its end.
     """
 
     turns: Sequence[TurnRecord]

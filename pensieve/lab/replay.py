@@ -31,30 +31,16 @@ LATE_SEND_SHARE = 0.01  # of the median time to first token, where that is more
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """turns_planned: None where the workload cannot know. output_tokens: as they stream, unfinished turns too."""
-
-    turns_done: int
-    turns_planned: int | None
-    output_tokens: int
-    in_flight: int
-    elapsed_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class ReplayRecord:
     """What one replay observed; `measurement` is what metrics.summarise takes.
 
-    origin_s: the system's clock when the replay began, which all other times here count from. send_lag_s: intended
-    arrival to submission, one value for each request in order of submission; where the turn before had not ended, from its
-    end. drain_share: of the measured output tokens,
-    those finished after the window. flags: what a reader of the numbers should know, a sentence each.
+    origin_s: the system's clock when the replay began, which all other times here count from. drain_share: of the measured
+    output tokens, those finished after the window. flags: what a reader of the numbers should know, a sentence each.
     """
 
     measurement: Measurement
     plan: WorkloadPlan
     origin_s: float
-    send_lag_s: TokenArray[float]
     drain_share: float
     flags: Mapping[str, str]
 
@@ -73,16 +59,17 @@ def replay(
     *,
     on_batch: Callable[[Sequence[TurnRecord]], None] | None = None,
     batch_size: int = 256,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
     deadline_s: float | None = None,
     keep_tokens: bool = True,
 ) -> ReplayRecord:
     """Send every arrival when it is due, until the workload has no more; the system is started and stays open.
 
     on_batch: finished turns, `batch_size` at a time and at the end, also when the replay is interrupted. progress: after each
-    poll that brought news. deadline_s: seconds after which everything in flight is cancelled as a timeout and nothing more
-    is sent. keep_tokens=False: token ids and margins are dropped from a turn once on_batch has seen it, and all else goes to
-    a file, from which the record reads it back (turn_log.py).
+    poll that brought news, of the turns that are over and of all output tokens so far. deadline_s: seconds after which
+    everything in flight is cancelled as a timeout and nothing more is sent. keep_tokens=False: token ids and margins are
+    dropped from a turn once on_batch has seen it, and all else goes to a file, from which the record reads it back
+    (turn_log.py).
 
     Every submitted request finishes exactly once. A turn is sent once the one before it has ended: its prompt holds that.
     """
@@ -111,7 +98,7 @@ class _Run:
         workload: Workload,
         on_batch: Callable[[Sequence[TurnRecord]], None] | None,
         batch_size: int,
-        progress: Callable[[Progress], None] | None,
+        progress: Callable[[int, int], None] | None,
         keep_tokens: bool,
     ) -> None:
         self.system, self.workload, self.plan = system, workload, workload.describe()
@@ -208,7 +195,6 @@ class _Run:
             measurement=measurement,
             plan=self.plan,
             origin_s=self.origin_ns / 1e9,
-            send_lag_s=self.lags,
             drain_share=window.drain_share,
             flags={**window.flags, **self._flags(), **self.flags},
         )
@@ -422,9 +408,7 @@ class _Run:
             self._may_be_sent(request.session)
             self._finish(request, turn)
         if events and self.progress is not None:
-            elapsed = self._since(self.system.clock.now_ns())
-            done, flying = len(self.turns), len(self.in_flight)
-            self.progress(Progress(done, self.plan.turns, self.output_tokens, flying, elapsed))
+            self.progress(len(self.turns), self.output_tokens)
 
     def _finish(self, request: Request, turn: TurnRecord) -> None:
         self.stretches.finished(request)

@@ -152,7 +152,7 @@ TOLD = ("declared {}, but 2 of 4 turns found 100 tokens", "turn 1 of b: 64", "ca
         ),
         # 16 tokens of a server's chat template were cached: the count of what nobody said has left them out.
         ("salted", [strange("a", 1, 0, shared=16)], ()),
-        ("salted", [strange("a", 1, None, shared=16)], ("1 salted conversations were found",)),
+        ("salted", [strange("a", 1, None, shared=16)], ("1 of 1 turns found 16 tokens",)),
         ("salted", [strange("a", 1, None, shared=15), strange("a", 2, None, shared=90)], ()),
         ("cold", [strange("a", 1, None, shared=16)], ()),
         ("warm", [strange("before-a", 1, 64, "warmup"), strange("a", 1, 0)], ()),

@@ -26,45 +26,6 @@ GROUP_ROWS = 4096
 
 Status = Literal["completed", "failed", "cancelled", "unfinished"]
 
-_HASHES = pa.list_(pa.int64())
-COLUMNS: dict[str, tuple[pa.DataType, str]] = {
-    "request": (pa.int64(), "its number, unique in the file"),
-    "arrival_s": (pa.float64(), "when it came, in seconds of the file's clock; null: the source has no times"),
-    "first_token_s": (pa.float64(), "when the first token of its reply was there"),
-    "end_s": (pa.float64(), "when its reply ended"),
-    "status": (pa.string(), "completed, failed, cancelled, or unfinished: still open where the recording ends"),
-    "finish_reason": (pa.string(), "why its reply ended, in the server's word"),
-    "session": (pa.string(), "its conversation; null: nobody said, the prefix chain tells"),
-    "session_from": (pa.string(), "who said so: header, body, user, previous_response_id, prompt_cache_key, or the source"),
-    "parent": (pa.int64(), "the request that it goes on from, where that was said"),
-    "kept_tokens": (pa.int32(), "leading tokens that are its parent's prompt and reply, as the source says"),
-    "pause_s": (pa.float64(), "from its parent's reply to this request, where the source says it itself"),
-    "waits_for": (pa.list_(pa.string()), "sessions that had to be over before it"),
-    "tenant": (pa.string(), "whose key it came with"),
-    "model": (pa.string(), "the model that was asked for"),
-    "replica": (pa.string(), "which server answered, where there are several"),
-    "prompt_tokens": (pa.int32(), "length of its prompt; null: the server did not say"),
-    "output_tokens": (pa.int32(), "length of its reply; null: the server did not say"),
-    "prompt_bytes": (pa.int32(), "length of its rendered prompt, where blocks are bytes"),
-    "output_bytes": (pa.int32(), "length of its rendered reply, where blocks are bytes"),
-    "cached_tokens": (pa.int32(), "prompt tokens that the server says it found in its cache; null: it does not say"),
-    "cached_gpu_tokens": (pa.int32(), "of these, on the GPU; null: not told apart"),
-    "cached_cpu_tokens": (pa.int32(), "of these, in CPU memory"),
-    "cached_disk_tokens": (pa.int32(), "of these, on disk or another machine"),
-    "blocks": (_HASHES, "a hash for each full block of its prompt; a source may have one more for the rest"),
-    "lengths": (pa.list_(pa.int32()), "tokens of each of these blocks, where they have no common length"),
-    "output_blocks": (_HASHES, "the same of prompt and reply together, from the block on that `blocks` ends before"),
-    "messages": (
-        pa.list_(pa.struct([("role", pa.string()), ("end", pa.int32())])),
-        "where each message of its prompt ends, in the unit of the blocks",
-    ),
-    "prompt": (pa.string(), "the body of the request; only where text was asked for"),
-    "reply": (pa.string(), "the text of the reply; only where text was asked for"),
-}  # fmt: skip
-"""Type and meaning of each. All but `request` and `status` may be null: not known."""
-
-SCHEMA = pa.schema([(name, kind) for name, (kind, _) in COLUMNS.items()])
-
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -100,42 +61,51 @@ class Facts:
         return float(self.block) if self.unit == "tokens" else self.block * (self.tokens_per_byte or 0.25)
 
 
+def _column(kind: pa.DataType, meaning: str, default: Any = None) -> Any:
+    """Of what type it is in the file, and what it says."""
+    return field(default=default, metadata={"kind": kind, "meaning": meaning})
+
+
+_HASHES, _ENDS = pa.list_(pa.int64()), pa.list_(pa.struct([("role", pa.string()), ("end", pa.int32())]))
+
+
 @dataclass(slots=True)
 class Exchange:
-    """A request and what came of it: a row. COLUMNS says what each field means."""
+    """A request and what came of it: a row. None: not known."""
 
-    request: int
-    arrival_s: float | None = None
-    first_token_s: float | None = None
-    end_s: float | None = None
-    status: Status = "unfinished"
-    finish_reason: str | None = None
-    session: str | None = None
-    session_from: str | None = None
-    parent: int | None = None
-    kept_tokens: int | None = None
-    pause_s: float | None = None
-    waits_for: Sequence[str] | None = None
-    tenant: str | None = None
-    model: str | None = None
-    replica: str | None = None
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    prompt_bytes: int | None = None
-    output_bytes: int | None = None
-    cached_tokens: int | None = None
-    cached_gpu_tokens: int | None = None
-    cached_cpu_tokens: int | None = None
-    cached_disk_tokens: int | None = None
-    blocks: Sequence[int] | None = None
-    lengths: Sequence[int] | None = None
-    output_blocks: Sequence[int] | None = None
-    messages: Sequence[dict[str, Any]] | None = None
-    prompt: str | None = None
-    reply: str | None = None
+    request: int = _column(pa.int64(), "its number, unique in the file", dataclasses.MISSING)
+    arrival_s: float | None = _column(pa.float64(), "when it came, by the file's clock; the source may have no times")
+    first_token_s: float | None = _column(pa.float64(), "when the first token of its reply was there")
+    end_s: float | None = _column(pa.float64(), "when its reply ended")
+    status: Status = field(default="unfinished", metadata={"kind": pa.string()})  # still open where the recording ends
+    finish_reason: str | None = _column(pa.string(), "why its reply ended, in the server's word")
+    session: str | None = _column(pa.string(), "its conversation; not said: the prefix chain tells")
+    session_from: str | None = _column(pa.string(), "who said so: header, body, user, ..., or the source")
+    parent: int | None = _column(pa.int64(), "the request that it goes on from, where that was said")
+    kept_tokens: int | None = _column(pa.int32(), "leading tokens that are its parent's prompt and reply")
+    pause_s: float | None = _column(pa.float64(), "from its parent's reply to it, where the source says it itself")
+    waits_for: Sequence[str] | None = _column(pa.list_(pa.string()), "sessions that had to be over before it")
+    tenant: str | None = _column(pa.string(), "whose key it came with")
+    model: str | None = _column(pa.string(), "the model that was asked for")
+    replica: str | None = _column(pa.string(), "which server answered, where there are several")
+    prompt_tokens: int | None = _column(pa.int32(), "length of its prompt, as the server says")
+    output_tokens: int | None = _column(pa.int32(), "length of its reply, as the server says")
+    prompt_bytes: int | None = _column(pa.int32(), "length of its rendered prompt, where blocks are bytes")
+    output_bytes: int | None = _column(pa.int32(), "length of its rendered reply, where blocks are bytes")
+    cached_tokens: int | None = _column(pa.int32(), "prompt tokens that the server says it found in its cache")
+    cached_gpu_tokens: int | None = _column(pa.int32(), "of these, on the GPU, where tiers are told apart")
+    cached_cpu_tokens: int | None = _column(pa.int32(), "of these, in CPU memory")
+    cached_disk_tokens: int | None = _column(pa.int32(), "of these, on disk or another machine")
+    blocks: Sequence[int] | None = _column(_HASHES, "of each full block of its prompt; perhaps one more for the rest")
+    lengths: Sequence[int] | None = _column(pa.list_(pa.int32()), "tokens of each of these, where they differ")
+    output_blocks: Sequence[int] | None = _column(_HASHES, "of prompt and reply, from where `blocks` ends on")
+    messages: Sequence[dict[str, Any]] | None = _column(_ENDS, "where each message ends, in the unit of the blocks")
+    prompt: str | None = _column(pa.string(), "the body of the request; only where text was asked for")
+    reply: str | None = _column(pa.string(), "the text of the reply; only where text was asked for")
 
 
-assert tuple(one.name for one in dataclasses.fields(Exchange)) == tuple(COLUMNS)
+COLUMNS = {one.name: one.metadata["kind"] for one in dataclasses.fields(Exchange)}
+SCHEMA = pa.schema(list(COLUMNS.items()))
 
 
 def edges(count: int, block_tokens: float) -> list[int]:

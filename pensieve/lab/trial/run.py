@@ -44,7 +44,7 @@ from pensieve.lab.compose.plan import awaits_profile
 from pensieve.lab.compose.preflight import preflight
 from pensieve.lab.metrics import MetricValue, summarise, thin_percentiles
 from pensieve.lab.progress import TrialProgress
-from pensieve.lab.replay import Progress, ReplayRecord, replay
+from pensieve.lab.replay import ReplayRecord, replay
 from pensieve.lab.results.environment import environment, git_commit
 from pensieve.lab.results.identity import Identity, explain_difference, input_files
 from pensieve.lab.results.schema import Trial
@@ -326,10 +326,10 @@ class Attempt:
             for turn in turns:
                 tokens.add(turn)
 
-        def on_progress(now: Progress) -> None:
+        def on_progress(turns: int, output_tokens: int) -> None:
             raise_if_interrupted()
             deadline.check()
-            bar.update(now.turns_done, now.output_tokens)
+            bar.update(turns, output_tokens)
 
         try:
             with TokenFile(self.job.folder / "tokens.parquet") as tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pensieve.core.request import TokenArray, is_measured
 from pensieve.errors import MeasurementInvalid
@@ -127,19 +127,7 @@ def _later(arrival: Arrival, by_s: float) -> Arrival:
 # Was the cache at the start what the workload says it was?
 
 STATES = ("cold", "salted", "warm", "primed", "carried")
-REMEDY = "Start it anew, or ask with cache_state=salted and a seed that it has not seen."
 CHANCE_TOKENS = 16  # of a prompt that may be found without anybody having said it: two texts that begin alike
-
-
-class _Begun(NamedTuple):
-    """A turn that was admitted, in the order of admission."""
-
-    begun_s: float
-    place: int
-    session: str
-    number: int
-    history: int
-    found: int
 
 
 def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord], starts_empty: bool = True) -> None:
@@ -152,35 +140,35 @@ def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord], starts_empty: b
     say nothing. Raises MeasurementInvalid.
     """
     assert plan.cache_state in STATES, plan.cache_state
-    first: dict[str, _Begun] = {}  # of each conversation its first measured turn
-    opened: dict[str, _Begun] = {}
-    for place, turn in enumerate(turns):
-        if (begun_s := _begun_s(turn)) is None or turn.history_tokens is None:
-            continue
-        this = _Begun(begun_s, place, turn.session, turn.turn, turn.history_tokens, _found(turn))
-        opened[turn.session] = min(this, opened.get(turn.session, this))
+    admitted = [
+        (begun, turn) for turn in turns if (begun := _begun_s(turn)) is not None and turn.history_tokens is not None
+    ]
+    opened: dict[str, TurnRecord] = {}
+    first: dict[str, TurnRecord] = {}  # of each conversation its first measured turn
+    for _, turn in sorted(admitted, key=lambda pair: pair[0]):
+        opened.setdefault(turn.session, turn)
         if is_measured(turn.phase):
-            first[turn.session] = min(this, first.get(turn.session, this))
+            first.setdefault(turn.session, turn)
     if not first:
         return
     if plan.cache_state == "carried":
-        if not any(turn.history for session, turn in first.items() if opened[session] is turn):
+        if not any(turn.history_tokens for session, turn in first.items() if opened[session] is turn):
             raise MeasurementInvalid(
                 "The workload goes on with conversations of an earlier run, and the cache held none of them; run that one "
                 "first, on the same engine."
             )
         return
-    found = min(opened.values()).found
+    found = _found(next(iter(opened.values())))
     if found and starts_empty:
         raise MeasurementInvalid(
             f"The workload starts with a {plan.cache_state} cache, but the first turn found {found} tokens of its prompt "
             "there. Restart the engine or empty its cache."
         )
-    for begun in sorted(first.values()):
-        if (begun.history > 0) != (plan.cache_state == "primed"):
+    for turn in first.values():
+        if bool(turn.history_tokens) != (plan.cache_state == "primed"):
             raise MeasurementInvalid(
-                f"The workload starts with a {plan.cache_state} cache, but {begun.session} had {begun.history} tokens of "
-                f"history at its first measured turn (turn {begun.number}). Session names must not repeat what warmed up."
+                f"The workload starts with a {plan.cache_state} cache, but {turn.session} had {turn.history_tokens} tokens "
+                f"of history at its first measured turn (turn {turn.turn}). Session names must not repeat what warmed up."
             )
 
 
@@ -188,31 +176,22 @@ def contamination(plan: WorkloadPlan, turns: Sequence[TurnRecord]) -> str | None
     """A sentence where the engine found what nothing in this trial can have put there: text that nobody had said, by its own
     count of cached tokens (warm: in a measured turn; carried: that is what it declares); or, where nobody knows what was
     said, text of a salted conversation, whose salt nobody else has, at its very first turn."""
-    if plan.cache_state == "carried":
-        return None
-    strange = [
-        turn
-        for turn in turns
-        if (turn.unexplained_tokens or 0) >= CHANCE_TOKENS and (plan.cache_state != "warm" or is_measured(turn.phase))
-    ]
-    if strange:
-        first = strange[0]
-        tokens = sum(turn.unexplained_tokens or 0 for turn in strange)
-        return (
-            f"The cache was declared {plan.cache_state}, but {len(strange)} of {len(turns)} turns found {tokens:,} tokens in "
-            f"it that nobody had said in this trial (turn {first.turn} of {first.session}: {first.unexplained_tokens:,}). "
-            f"The engine still held what it was asked before. {REMEDY}"
-        )
-    if plan.cache_state != "salted":
-        return None
-    salt = int(plan.facts["salt_tokens"])
-    unjudged = (turn for turn in turns if turn.turn == 1 and turn.unexplained_tokens is None)
-    found = [turn for turn in unjudged if _found(turn) >= salt]
-    if not found:
+
+    def strange(turn: TurnRecord) -> int:
+        if turn.unexplained_tokens is None:
+            salted = plan.cache_state == "salted" and turn.turn == 1
+            return _found(turn) if salted and _found(turn) >= SALT_TOKENS else 0
+        judged = plan.cache_state != "warm" or is_measured(turn.phase)
+        return turn.unexplained_tokens if judged and turn.unexplained_tokens >= CHANCE_TOKENS else 0
+
+    found = [turn for turn in turns if strange(turn)]
+    if plan.cache_state == "carried" or not found:
         return None
     return (
-        f"{len(found)} salted conversations were found in the cache at their first turn ({_found(found[0])} tokens of "
-        f"{found[0].session}): the engine still held an earlier run of them. {REMEDY}"
+        f"The cache was declared {plan.cache_state}, but {len(found)} of {len(turns)} turns found "
+        f"{sum(map(strange, found)):,} tokens in it that nobody had said in this trial (turn {found[0].turn} of "
+        f"{found[0].session}: {strange(found[0]):,}). The engine still held what it was asked before. Start it anew, or ask "
+        "with cache_state=salted and a seed that it has not seen."
     )
 
 

@@ -6,6 +6,8 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from pensieve.core.hint import Hint
 from pensieve.core.request import TokenArray
 
@@ -134,46 +136,17 @@ def hashes_of(values: list[int]) -> TokenArray[int]:
     return array("q", values)
 
 
-@dataclass(frozen=True, slots=True)
-class Reuse:
-    """What a cache of blocks without a limit would find again of all prompts: the figure that traces are published with.
-
-    unique_blocks: different ones. hit_tokens: of `tokens`, those in blocks that came before.
-    """
-
-    block_tokens: float
-    blocks: int
-    tokens: int
-    unique_blocks: int
-    hit_tokens: int
-
-    @property
-    def block_rate(self) -> float:
-        return 1.0 - self.unique_blocks / self.blocks
-
-    @property
-    def token_rate(self) -> float:
-        return self.hit_tokens / self.tokens
-
-
-def block_reuse(recording: Recording) -> Reuse | None:
-    """Look up each request's blocks, in order of arrival; the last one may be partly filled. None for a recording without
-    block hashes. Whole prompts at once: a trace may have ten million blocks."""
-    calls = [(call.at_s or 0.0, call.order, call.content) for one in recording.conversations for call in one.calls]
-    found = [(at, order, prompt) for at, order, prompt in calls if isinstance(prompt, Blocks)]
-    if not any(prompt.hashes for _, _, prompt in found):
-        return None
-    size = found[0][2].block_tokens
-    seen: set[int] = set()
-    blocks = tokens = missed_tokens = 0
-    for _, _, prompt in sorted(found, key=lambda one: one[:2]):
-        filled = min(prompt.tokens, int(len(prompt.hashes) * size))
-        fresh = set(prompt.hashes) - seen
-        seen |= fresh
-        blocks += len(prompt.hashes)
-        tokens += filled
-        missed_tokens += int(len(fresh) * size)
-        unfilled = int(len(prompt.hashes) * size) - filled
-        if unfilled and prompt.hashes[-1] in fresh and prompt.hashes.index(prompt.hashes[-1]) == len(prompt.hashes) - 1:
-            missed_tokens -= unfilled
-    return Reuse(size, blocks, tokens, len(seen), tokens - missed_tokens)
+def block_repeats(recording: Recording) -> dict[str, float]:
+    """For the facts of a plan: how many blocks all prompts have, and how many different ones, the figure that traces are
+    published with. Empty without block hashes."""
+    calls = [call.content for one in recording.conversations for call in one.calls if isinstance(call.content, Blocks)]
+    blocks = sum(len(content.hashes) for content in calls)
+    if not blocks:
+        return {}
+    unique = len(np.unique(np.concatenate([np.frombuffer(content.hashes, np.int64) for content in calls])))
+    return {
+        "block_tokens": calls[0].block_tokens,
+        "file_blocks": blocks,
+        "file_unique_blocks": unique,
+        "file_repeated_blocks_share": round(1.0 - unique / blocks, 6),
+    }

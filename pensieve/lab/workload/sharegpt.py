@@ -75,26 +75,17 @@ def sharegpt_workload(
 ) -> Playback:
     """People talk to one model, each reply becomes history, and the next message waits for it and for a think time.
 
-    path: a file in ShareGPT's or UltraChat's JSON, or a name on the hub (`split` of it); None: synthetic conversations
-        from the published means of `dataset`, named synthetic in the record. Conversations of a file are taken in an
-        order that the seed decides.
-    request_rate: requests a second in steady state: conversations arrive as a Poisson process at request_rate / mean
-        turns of the conversations that were taken (load "partly open"); both rates are recorded. users: instead, so
-        many people work through the conversations, one after another (load "closed"); as many conversations are taken
-        as there are users at least, since nobody may be without one.
-    relative_rate: instead of request_rate, a multiple of what stateless serving could finish (cost.capacity), by the
-        conversations that this seed brings; simulated machines only.
-    conversations: how many are taken. arrivals_s: instead, so many seconds they go on arriving: as many are taken as then
-        come on average, at this rate.
-    think_time_s: mean of the exponential time between a reply and the next message.
-    system_tokens, systems: as of a Fit.
-    min_turns, max_turns: shorter conversations are left out, longer ones cut. max_new_tokens: cap on a reply; None: as
-        recorded. free: replies end where the model ends them (trained weights), at most max_new_tokens, or as long as
-        recorded; otherwise they have the recorded length and end of sequence is ignored.
-    warmup_turns: turns of phase "warmup" before the measured ones, two conversations side by side, or one a user.
+    Conversations are those of a file or of a name on the hub, in an order that the seed decides; without a path synthetic
+    ones from the published means of `dataset`, named synthetic in the record. They arrive as a Poisson process at
+    request_rate / mean turns of those that were taken (load "partly open"); both rates are recorded. Or `users` people work
+    through them, one after another (load "closed"); nobody may be without one.
 
-    Raises ConfigError for fewer conversations than users, MalformedInput for a file that cannot be
-    read.
+    relative_rate: a multiple of what stateless serving could finish (cost.capacity) of the conversations that this seed
+    brings. arrivals_s: as many conversations are taken as come in this time on average. system_tokens, systems: as of a Fit.
+    free: replies end where the model ends them, at most max_new_tokens, or as long as recorded; otherwise they have the
+    recorded length and end of sequence is ignored. The other fields: conf/workload/sharegpt.yaml.
+
+    Raises ConfigError for fewer conversations than users, MalformedInput for a file that cannot be read.
     """
     in_order("min_turns", min_turns, "max_turns", max_turns)
     refuse_untrained(free, context)

@@ -16,7 +16,7 @@ from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.formats.reading import OnMalformed
 from pensieve.lab.workload.playback import Dialogue, Pauses, Playback, Poisson, Recorded, Users, lengths_of
-from pensieve.lab.workload.recording import Conversation, Recording, block_reuse, facts_of
+from pensieve.lab.workload.recording import Conversation, Recording, block_repeats, facts_of
 from pensieve.lab.workload.sharegpt import WARMUP_SIDE_BY_SIDE, arrivals_of
 
 AWAY_S = 3600.0
@@ -51,30 +51,18 @@ def trace_workload(
     warmup_turns: Count = 4,
     timeout_s: Positive | None = None,
 ) -> Playback:
-    """Replay a file of recorded requests. format: see pensieve.lab.workload.formats; None: as the first entry looks.
+    """Replay a file of recorded requests. Fields: conf/workload/trace.yaml.
 
     A format with times is replayed open-loop: each request is sent at its recorded time x time_scale after the first
-    one, whatever the system does (0.5: twice the load). Its requests carry their whole prompts, or continue where the
-    format's rule says so. A format without times (texts), or with times of each session alone (weka), is replayed as
-    conversations that arrive as a Poisson process at request_rate / mean turns (load "partly open"), or by `users` who have
-    one after another and all start at once (load "closed"; "all": as many as there are conversations). The next turn comes
-    after the reply and a pause: the recorded one x think_scale, at most think_cap_s; where none is recorded, think_time_s
-    (mean, exponential).
+    one, whatever the system does. Its requests carry their whole prompts, or continue where the format's rule says so. A
+    format without times (texts), or with times of each session alone (weka), is replayed as conversations that arrive as a
+    Poisson process at request_rate / mean turns (load "partly open"), or by `users` who have one after another and all
+    start at once (load "closed"). The next turn comes after the reply and a pause: the recorded one x think_scale, at most
+    think_cap_s; where none is recorded, think_time_s (mean, exponential).
 
-    window_start_s, window_s: of a timed file, only requests in [start, start + length) of recorded seconds. A
-        conversation that continues from before the window is left out where its requests carry no whole prompt.
-    conversations: a sample of so many whole conversations, drawn by the seed; None: all.
-    part: "1/2" leaves the conversations out that chance.part_of puts into the second of two parts, whatever the seed; so a
-        setting can be found on one part and reported on another. None: all.
-    min_turns, max_turns: shorter conversations are left out, longer ones cut. max_new_tokens: cap on a reply. Replies
-        have the recorded length and end of sequence is ignored, since the recorded times assume them.
-    max_context: a conversation ends before the call whose prompt and reply need more tokens than this, or than the
-        model's context; all are counted.
-    until: "first_user" sends nothing any more once the first user has nothing left to ask, as MLPerf's rule for agents
-        measures; the load must be closed. (Its other rule, no reuse between sessions, is cache_state=salted.)
-    hint: "recorded": requests say what their clients knew (Hint), where the format has it; "none": they say nothing.
-    on_malformed: a line that cannot be read, or a time far from all others, ends the trial ("fail") or is left out and
-        counted ("skip").
+    Replies have the recorded length and end of sequence is ignored, since the recorded times assume them. A conversation
+    that continues from before the window is left out where its requests carry no whole prompt. until="first_user" measures
+    as MLPerf's rule for agents does. (Its other rule, no reuse between sessions, is cache_state=salted.)
 
     Raises ConfigError for a field out of range, MalformedInput for a file or line that cannot be read.
     """
@@ -83,7 +71,7 @@ def trace_workload(
     in_order("min_turns", min_turns, "max_turns", max_turns)
     if max_context is not None:
         context = replace(context, max_context=min(context.max_context, max_context))
-    recording, reuse = _read(path, format, on_malformed, _versions(path))
+    recording, repeats = _read(path, format, on_malformed, _versions(path))
     inside, begun_before = windowed(recording, window_start_s, window_s)
     outliers = 0
     if recording.timed:
@@ -129,7 +117,7 @@ def trace_workload(
         "until": until,
         "hint": hint,
         **rates,
-        **reuse,
+        **repeats,
         **lengths_of([*measured, *begun]),
     }
     return Playback(
@@ -251,14 +239,6 @@ def _versions(path: str) -> tuple[tuple[str, int, int], ...]:
 def _read(
     path: str, format: str | None, on_malformed: OnMalformed, versions: tuple[tuple[str, int, int], ...]
 ) -> tuple[Recording, dict[str, Any]]:
-    """The recording, and what could be reused in it; once for all trials of a sweep. versions: of the files."""
+    """The recording, and how often its blocks repeat; once for all trials of a sweep. versions: of the files."""
     recording = load(path, format, on_malformed)
-    reuse = block_reuse(recording)
-    facts = reuse and {
-        "block_tokens": reuse.block_tokens,
-        "file_blocks": reuse.blocks,
-        "file_unique_blocks": reuse.unique_blocks,
-        "file_repeated_blocks_share": round(reuse.block_rate, 6),
-        "file_repeated_tokens_share": round(reuse.token_rate, 6),
-    }
-    return recording, facts or {}
+    return recording, block_repeats(recording)

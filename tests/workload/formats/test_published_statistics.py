@@ -8,7 +8,7 @@ import pytest
 
 from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.workload.formats import load
-from pensieve.lab.workload.recording import block_reuse
+from pensieve.lab.workload.recording import block_repeats
 from tests.shared_data import shared
 
 
@@ -34,11 +34,9 @@ def test_mooncake_lengths():
 
 
 def test_mooncake_repeats():
-    reuse = block_reuse(mooncake())
-    assert reuse.block_tokens == 512
-    assert (reuse.unique_blocks, reuse.blocks) == (182_790, 288_500)
-    assert reuse.block_rate == pytest.approx(0.366, abs=5e-4)
-    assert reuse.token_rate == pytest.approx(0.374, abs=5e-4)
+    repeats = block_repeats(mooncake())
+    assert (repeats["block_tokens"], repeats["file_unique_blocks"], repeats["file_blocks"]) == (512, 182_790, 288_500)
+    assert repeats["file_repeated_blocks_share"] == pytest.approx(0.366, abs=5e-4)
 
 
 def test_mooncake_conversations_share_what_the_rule_says():
