@@ -151,8 +151,8 @@ class Conversations:
         self._by_key: dict[tuple[str, bytes], tuple[Conversation, int]] = {}
         self._engine_names: set[str] = set()
         self._numbers = itertools.count(1)
-        self.on_settled: Callable[[Conversation, int], None] = _nothing
-        """Told of each turn that stands, and how many of the conversation's first tokens it left as they were."""
+        self.on_settled: Callable[[Conversation], None] = _nothing
+        """Told of each turn that stands."""
         self.on_removed: Callable[[Conversation], None] = _nothing
 
     def limit(self, most: int, most_tokens: int, keep_alive_s: float | None) -> None:
@@ -281,7 +281,7 @@ class Conversations:
                 self._by_key[conversation.tenant, mark.key] = conversation, len(conversation.marks) - 1
             conversation.used_at = self._now()
             conversation.restored, conversation.begun = False, True
-        self.on_settled(conversation, kept)
+        self.on_settled(conversation)
 
     def restore(self, conversation: Conversation) -> None:
         """Add a conversation as it was before the server was started again. Where two begin alike, the first one restored

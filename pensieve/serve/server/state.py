@@ -14,7 +14,7 @@ import sqlite3
 import threading
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,48 +22,28 @@ from typing import Any
 
 from pensieve.errors import ConfigError
 from pensieve.serve.record import Miss, TurnRecord
-from pensieve.serve.server.conversations import Conversation, Conversations, Mark, Message
+from pensieve.serve.server.conversations import Conversation, Conversations, Mark
 from pensieve.serve.server.responses import ResponseStore, Stored
 
 log = logging.getLogger(__name__)
 
-_VERSION = 2
+_VERSION = 3
 _CACHE_KIB = 2048  # pages of the file that SQLite holds in memory; its own default, so that it is no surprise
-_CHECKPOINT_PAGES = 256  # of the write-ahead log; `tidy` folds it into the file, so that no turn waits for the disk
 
-# A conversation's tokens are an account of changes: from position `start` on they are these, the newest row last. Its `sum`
-# is of all its rows in all tables but `response`: one that is missing shows as one that has changed.
+# A turn has what it added: the tokens and messages behind those of the turns before it. A conversation's `sum` is of all its
+# turns, in a chain: one that is missing shows as one that has changed.
 _TABLES = """
-CREATE TABLE conversation(
-    id INTEGER PRIMARY KEY, model TEXT NOT NULL, tenant TEXT NOT NULL, name TEXT NOT NULL, engine_name TEXT NOT NULL,
-    named INTEGER NOT NULL, created_at REAL NOT NULL, used_at REAL NOT NULL, keep_alive_s REAL, parent TEXT,
-    asked INTEGER NOT NULL, has_messages INTEGER NOT NULL, sum INTEGER NOT NULL);
-CREATE TABLE piece(
-    id INTEGER PRIMARY KEY, conversation INTEGER NOT NULL REFERENCES conversation ON DELETE CASCADE, start INTEGER NOT NULL,
-    tokens BLOB NOT NULL);
-CREATE TABLE message(
-    conversation INTEGER NOT NULL REFERENCES conversation ON DELETE CASCADE, place INTEGER NOT NULL, body TEXT NOT NULL,
-    reply BLOB, PRIMARY KEY(conversation, place)) WITHOUT ROWID;
-CREATE TABLE mark(
-    conversation INTEGER NOT NULL REFERENCES conversation ON DELETE CASCADE, place INTEGER NOT NULL, length INTEGER NOT NULL,
-    asked INTEGER NOT NULL, messages INTEGER NOT NULL, key BLOB, turn TEXT NOT NULL, PRIMARY KEY(conversation, place))
-    WITHOUT ROWID;
+CREATE TABLE conversation(id INTEGER PRIMARY KEY, model TEXT NOT NULL, about TEXT NOT NULL, sum INTEGER NOT NULL);
+CREATE TABLE turn(
+    conversation INTEGER NOT NULL REFERENCES conversation ON DELETE CASCADE, place INTEGER NOT NULL, start INTEGER NOT NULL,
+    tokens BLOB NOT NULL, told TEXT NOT NULL, PRIMARY KEY(conversation, place)) WITHOUT ROWID;
 CREATE TABLE response(
     id TEXT PRIMARY KEY, number INTEGER NOT NULL, conversation INTEGER NOT NULL REFERENCES conversation ON DELETE CASCADE,
     length INTEGER NOT NULL, instructed INTEGER NOT NULL, body TEXT NOT NULL, sum INTEGER NOT NULL);
-CREATE INDEX piece_of ON piece(conversation);
 CREATE INDEX response_of ON response(conversation);
 """
 
-_OWN = (
-    "model = ?, tenant = ?, name = ?, engine_name = ?, named = ?, created_at = ?, used_at = ?, keep_alive_s = ?, parent = ?, "
-    "asked = ?, has_messages = ?"
-)
-"""Of table `conversation`, in its order."""
-
-_Said = tuple[Message, list[int] | None]
-"""A message, and the model's own tokens where it said it."""
-
+_ABOUT = ("tenant", "id", "engine_name", "named", "created_at", "used_at", "keep_alive_s")
 _NOT_KEPT = ("token_ids", "margins", "emitted_s", "stored", "missed", "misses")
 _TURN_FIELDS = tuple(field.name for field in dataclasses.fields(TurnRecord) if field.name not in _NOT_KEPT)
 
@@ -109,10 +89,10 @@ class StateFile:
             raise ConfigError(_why_not(path, error)) from error
         try:
             self._prepare()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeError) as error:
             self._database.close()
-            unreadable = isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError)
-            raise (StateUnreadable if unreadable else ConfigError)(_why_not(path, error)) from error
+            refused = ConfigError if isinstance(error, sqlite3.OperationalError) else StateUnreadable
+            raise refused(_why_not(path, error)) from error
 
     def _prepare(self) -> None:
         run = self._database.execute
@@ -137,27 +117,24 @@ class StateFile:
         """Restore all that this model's conversations held, and keep their changes from now on. Returns their number. What is
         damaged costs a line in the log and is left out as a whole: no conversation has other tokens than it had."""
         by_id: dict[int, Conversation] = {}
-        damaged = 0
+        run, damaged = self._database.execute, 0
         try:
-            for row_id, *fields, total in self._rows_of(
-                "SELECT * FROM conversation WHERE model = ? ORDER BY id", self._model
-            ):
+            kept = run("SELECT id, about, sum FROM conversation WHERE model = ? ORDER BY id", (self._model,)).fetchall()
+            for row_id, about, total in kept:
                 try:
-                    conversation = self._conversation(row_id, tuple(fields), total)
+                    conversation = self._conversation(row_id, about, total)
                 except _UNREADABLE:
                     damaged += 1
                     continue
                 conversations.restore(conversation)
                 by_id[row_id] = conversation
-            for response_id, number, row_id, length, instructed, body, total in self._rows_of(
-                "SELECT * FROM response ORDER BY number"
-            ):
-                if total != _sum(response_id, number, row_id, length, instructed, body):
-                    damaged += 1
-                    continue
+            for response_id, *fields, total in run("SELECT * FROM response ORDER BY number").fetchall():
+                number, row_id, length, instructed, body = fields
                 owner = by_id.get(row_id)
                 mark = next((m for m in reversed(owner.marks) if m.length == length), None) if owner else None
-                if owner is not None and mark is not None:
+                if total != _sum(response_id, *fields):
+                    damaged += 1
+                elif owner is not None and mark is not None:
                     responses.add(response_id, Stored(owner.tenant, json.loads(body), owner, mark, bool(instructed)))
                 self._responses = max(self._responses, number + 1)
         except _UNREADABLE as error:
@@ -169,104 +146,72 @@ class StateFile:
         self._conversations = conversations
         return len(by_id)
 
-    def _rows_of(self, query: str, *values: object) -> list[Any]:
-        return self._database.execute(query, values).fetchall()
-
-    def _conversation(self, row_id: int, fields: tuple[Any, ...], total: int) -> Conversation:
+    def _conversation(self, row_id: int, about: str, total: int) -> Conversation:
         """Raises one of _UNREADABLE for a damaged one."""
-        _, tenant, name, engine_name, named, created_at, used_at, keep_alive_s, parent, asked, has_messages = fields
-        pieces, marked, said = (
-            list(self._of(row_id, what, order))
-            for what, order in (
-                ("start, tokens FROM piece", "id"),
-                ("length, asked, messages, key, turn FROM mark", "place"),
-                ("body, reply FROM message", "place"),
-            )
-        )
-        row = _Row(row_id, name, fields)
-        row.pieces = [(start, _sum(piece)) for start, piece in pieces]
-        row.mark_sums, row.said_sums = [_sum(*one) for one in marked], [_sum(*one) for one in said]
-        if total != row.sum:
-            raise ValueError("a checksum is another one")
+        row = _Row(row_id, about=json.loads(about))
         tokens = array("i")
-        for start, piece in pieces:
+        turns = self._database.execute(
+            "SELECT start, tokens, told FROM turn WHERE conversation = ? ORDER BY place", (row_id,)
+        )
+        for start, piece, text in turns:
             del tokens[start:]
             tokens.frombytes(piece)
-        marks = [Mark(length, _turn(turn), before, messages, key) for length, before, messages, key, turn in marked]
-        made = Conversation(tenant, name, engine_name, bool(named), created_at, used_at, keep_alive_s, marks)
-        made.tokens = tokens
-        made.parent, made.asked = parent, asked
-        made.messages = [json.loads(body) for body, _ in said] if has_messages else None
-        made.replies = {place: _ids(reply) for place, (_, reply) in enumerate(said) if reply is not None}
-        row.tokens, row.marks, row.said = len(tokens), marks, _said(made)
+            told = json.loads(text)
+            key = told["key"] and bytes.fromhex(told["key"])
+            mark = Mark(told["length"], _turn(told["turn"]), told["asked"], told["messages"], key)
+            row.add(mark, told["said"], start, piece, text)
+        if total != row.sum:
+            raise ValueError("a checksum is another one")
+        made = Conversation(**{name: row.about[name] for name in _ABOUT})
+        made.tokens, made.marks = tokens, list(row.marks)
+        made.parent, made.asked = row.about["parent"], row.about["asked"]
+        if row.about["has_messages"]:
+            made.messages = [message for message, _ in row.said]
+            made.replies = {place: reply for place, (_, reply) in enumerate(row.said) if reply is not None}
         self._rows[made] = row
         return made
 
-    def _of(self, row_id: int, what: str, order: str) -> Iterator[Any]:
-        return self._database.execute(f"SELECT {what} WHERE conversation = ? ORDER BY {order}", (row_id,))
-
     # -- write --------------------------------------------------------------------------------------------------------
 
-    def _settled(self, conversation: Conversation, kept: int) -> None:
-        """Write a turn that stands; the conversation's first `kept` tokens are unchanged."""
+    def _settled(self, conversation: Conversation) -> None:
+        """Write a turn that stands, and what it has replaced."""
         with self._conversations.lock, self._writing(conversation):
             row = self._rows.get(conversation)
-            parent = self._conversations.find(conversation.tenant, conversation.parent or "")
-            if parent is not None:
-                self._rename(parent)  # whose name it may have taken
             if row is None:
-                for other in list(self._rows):  # or a fork that never settled has taken it before
-                    if other.tenant == conversation.tenant:
-                        self._rename(other)
-                row = self._rows[conversation] = self._insert(conversation)
-            else:
-                self._rename(conversation)
-            self._append(conversation, row, min(kept, row.tokens))
+                for other, known in self._rows.items():  # or a fork of another one has taken its name
+                    if known.about and known.about["id"] != other.id:
+                        self._describe(known, {**known.about, "id": other.id, "named": other.named})
+                insert = "INSERT INTO conversation VALUES (NULL, ?, '', 0)"
+                made = self._database.execute(insert, (self._model,)).lastrowid
+                assert made is not None
+                row = self._rows[conversation] = _Row(made)
+            self._append(conversation, row)
+            about = {name: getattr(conversation, name) for name in (*_ABOUT, "parent", "asked")}
+            self._describe(row, {**about, "has_messages": conversation.messages is not None})
 
-    def _insert(self, conversation: Conversation) -> _Row:
-        cursor = self._database.execute(
-            "INSERT INTO conversation VALUES (NULL, ?, '', '', '', 0, 0, 0, NULL, NULL, 0, 0, 0)", (self._model,)
-        )
-        assert cursor.lastrowid is not None
-        return _Row(cursor.lastrowid, conversation.id)
-
-    def _append(self, conversation: Conversation, row: _Row, kept: int) -> None:
-        c, run = conversation, self._database.execute
-        run("DELETE FROM piece WHERE conversation = ? AND start >= ?", (row.id, kept))  # what this replaces as a whole
-        piece = c.tokens[kept:].tobytes()
-        run("INSERT INTO piece VALUES (NULL, ?, ?, ?)", (row.id, kept, piece))
-        pieces = [*((start, total) for start, total in row.pieces if start < kept), (kept, _sum(piece))]
-        same = _in_common(row.marks, c.marks)
-        run("DELETE FROM mark WHERE conversation = ? AND place >= ?", (row.id, same))
-        mark_sums = row.mark_sums[:same]
+    def _append(self, c: Conversation, row: _Row) -> None:
+        said = [[message, c.replies.get(place)] for place, message in enumerate(c.messages or ())]
+        same = next((i for i, (a, b) in enumerate(zip(row.marks, c.marks, strict=False)) if a is not b), len(row.marks))
+        if said[: row.ends[same]] != row.said[: row.ends[same]]:  # the same tokens say something else, or nothing
+            same = 0
+        row.keep(same)
+        self._database.execute("DELETE FROM turn WHERE conversation = ? AND place >= ?", (row.id, same))
         for place, mark in enumerate(c.marks[same:], start=same):
-            fields = (mark.length, mark.asked, mark.messages, mark.key, _json(_plain(mark.turn)))
-            run("INSERT INTO mark VALUES (?, ?, ?, ?, ?, ?, ?)", (row.id, place, *fields))
-            mark_sums.append(_sum(*fields))
-        said = _said(c)
-        same = _in_common(row.said, said)
-        run("DELETE FROM message WHERE conversation = ? AND place >= ?", (row.id, same))
-        said_sums = row.said_sums[:same]
-        for place, (message, reply) in enumerate(said[same:], start=same):
-            told = (_json(message), None if reply is None else array("i", reply).tobytes())
-            run("INSERT INTO message VALUES (?, ?, ?, ?)", (row.id, place, *told))
-            said_sums.append(_sum(*told))
-        row.pieces, row.mark_sums, row.said_sums = pieces, mark_sums, said_sums
-        row.tokens, row.marks, row.said = len(c.tokens), list(c.marks), said
-        named, keep_s = int(c.named), None if c.keep_alive_s is None else float(c.keep_alive_s)
-        own = (self._model, c.tenant, c.id, c.engine_name, named, float(c.created_at), float(c.used_at), keep_s)
-        self._describe(row, (*own, c.parent, c.asked, int(c.messages is not None)))
+            last = place == len(c.marks) - 1
+            start = c.marks[place - 1].length if place else 0
+            piece = c.tokens[start : None if last else mark.length].tobytes()
+            more = said[len(row.said) : None if last else mark.messages]
+            own = {"length": mark.length, "asked": mark.asked, "messages": mark.messages, "said": more}
+            text = _json({**own, "key": mark.key and mark.key.hex(), "turn": _plain(mark.turn)})
+            row.add(mark, more, start, piece, text)
+            self._database.execute("INSERT INTO turn VALUES (?, ?, ?, ?, ?)", (row.id, place, start, piece, text))
 
-    def _describe(self, row: _Row, fields: tuple[Any, ...]) -> None:
+    def _describe(self, row: _Row, about: dict[str, Any]) -> None:
         """Write the conversation's own row."""
-        row.name, row.fields = fields[2], fields
-        self._database.execute(f"UPDATE conversation SET {_OWN}, sum = ? WHERE id = ?", (*fields, row.sum, row.id))
-
-    def _rename(self, conversation: Conversation) -> None:
-        row = self._rows.get(conversation)
-        if row is not None and row.fields and row.name != conversation.id:  # else its next turn writes all of it
-            named = (conversation.id, row.fields[3], int(conversation.named))
-            self._describe(row, (*row.fields[:2], *named, *row.fields[5:]))
+        row.about = about
+        self._database.execute(
+            "UPDATE conversation SET about = ?, sum = ? WHERE id = ?", (_json(about), row.sum, row.id)
+        )
 
     def _removed(self, conversation: Conversation) -> None:
         with self._writing(conversation):
@@ -305,25 +250,19 @@ class StateFile:
                 )
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
-                for other in self._rows.values():
-                    other.name = ""  # what was renamed is named again with the next turn
                 if conversation is not None:
                     self._rows.pop(conversation, None)
                     if before is not None:
-                        self._rows[conversation] = _Row(before.id, "")
+                        self._rows[conversation] = _Row(before.id)
 
     def tidy(self) -> None:
-        """Fold a write-ahead log that is long, or that holds deleted text, into the file; for a thread that nobody waits
+        """Fold the write-ahead log into the file, and empty it where it holds deleted text; in a thread that nobody waits
         for, though a turn that ends meanwhile does."""
         with self._lock:
             try:
-                log_bytes = os.path.getsize(f"{self.path}-wal")
-                if self._deleted_text:
-                    self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-                    self._deleted_text = False
-                elif log_bytes > _CHECKPOINT_PAGES * 4096:
-                    self._database.execute("PRAGMA wal_checkpoint(PASSIVE)")
-            except (sqlite3.Error, OSError) as error:
+                self._database.execute(f"PRAGMA wal_checkpoint({'TRUNCATE' if self._deleted_text else 'PASSIVE'})")
+                self._deleted_text = False
+            except sqlite3.Error as error:
                 log.error("%s cannot be tidied: %s", self.path, error)
 
     def close(self) -> None:
@@ -333,21 +272,28 @@ class StateFile:
 
 @dataclasses.dataclass(slots=True)
 class _Row:
-    """What the file has of a conversation. name: as it is there."""
+    """What the file has of a conversation. said: each message, and the model's own tokens where it said it; ends: how many of
+    them, and sums: the checksum, after so many turns."""
 
     id: int
-    name: str
-    fields: tuple[Any, ...] = ()
-    tokens: int = 0
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
     marks: list[Mark] = dataclasses.field(default_factory=list)
-    said: list[_Said] = dataclasses.field(default_factory=list)
-    pieces: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    mark_sums: list[int] = dataclasses.field(default_factory=list)
-    said_sums: list[int] = dataclasses.field(default_factory=list)
+    said: list[list[Any]] = dataclasses.field(default_factory=list)
+    ends: list[int] = dataclasses.field(default_factory=lambda: [0])
+    sums: list[int] = dataclasses.field(default_factory=lambda: [0])
+
+    def add(self, mark: Mark, said: list[list[Any]], *written: object) -> None:
+        self.marks.append(mark)
+        self.said += said
+        self.ends.append(len(self.said))
+        self.sums.append(_sum(self.sums[-1], *written))
+
+    def keep(self, turns: int) -> None:
+        del self.marks[turns:], self.said[self.ends[turns] :], self.ends[turns + 1 :], self.sums[turns + 1 :]
 
     @property
     def sum(self) -> int:
-        return _sum(self.id, self.fields, self.pieces, self.mark_sums, self.said_sums)
+        return _sum(self.id, self.about, self.sums[-1])
 
 
 _UNREADABLE = (sqlite3.Error, ValueError, TypeError, KeyError, OverflowError, MemoryError)
@@ -358,15 +304,6 @@ def _sum(*values: object) -> int:
     return zlib.crc32(repr(values).encode())
 
 
-def _said(conversation: Conversation) -> list[_Said]:
-    return [(message, conversation.replies.get(place)) for place, message in enumerate(conversation.messages or ())]
-
-
-def _in_common(before: Sequence[object], now: Sequence[object]) -> int:
-    """How many of the first are equal."""
-    return next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), min(len(before), len(now)))
-
-
 def _plain(turn: TurnRecord) -> dict[str, Any]:
     told = {name: getattr(turn, name) for name in _TURN_FIELDS}
     # Moments of a clock that ends with the process mean nothing to the next one.
@@ -374,16 +311,9 @@ def _plain(turn: TurnRecord) -> dict[str, Any]:
     return {**told, "misses": misses}
 
 
-def _turn(text: str) -> TurnRecord:
-    told = json.loads(text)
+def _turn(told: dict[str, Any]) -> TurnRecord:
     misses = tuple(Miss(**miss) for miss in told.pop("misses"))
     return TurnRecord(**{name: value for name, value in told.items() if name in _TURN_FIELDS}, misses=misses)
-
-
-def _ids(blob: bytes) -> list[int]:
-    ids = array("i")
-    ids.frombytes(blob)
-    return list(ids)
 
 
 def _json(value: object) -> str:
