@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from array import array
 from dataclasses import replace
 
 import pyarrow as pa
@@ -18,7 +19,10 @@ from pensieve.lab.traffic.table import Exchange, Facts
 from pensieve.lab.workload.base import WorkloadContext
 from pensieve.lab.workload.fit import Fit
 from pensieve.lab.workload.formats import convert, load
-from tests.workload.formats.test_timed_formats import lines
+from pensieve.lab.workload.formats.converted import converted
+from pensieve.lab.workload.recording import Blocks, Parts, Text
+from tests.shared_data import shared
+from tests.workload.formats.test_timed_formats import READ, lines
 
 SALT = Salt(b"of this test")
 CONTEXT = WorkloadContext(
@@ -38,6 +42,52 @@ def prompts(recording):
         for step in Fit(CONTEXT).dialogue(one).steps:
             found.setdefault(one.id, []).append((step.build(), step.said() if step.said else None))
     return found
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_timed_format_is_replayed_as_before_it_was_converted(name, tmp_path):
+    rows, _, _ = READ[name]
+    source = load(lines(tmp_path / "file", *rows))
+    table.write(tmp_path / "traffic.parquet", *converted(source, SALT))
+    read = load(tmp_path / "traffic.parquet")
+    assert read.format == "traffic"
+    assert {one.id: [_shape(call) for call in one.calls] for one in read.conversations} == {
+        one.id: [_shape(call) for call in one.calls] for one in source.conversations
+    }
+
+
+def _shape(call):
+    content = call.content
+    if isinstance(content, Blocks):
+        content = replace(
+            content, hashes=array("q", map(SALT.number, content.hashes)) if _raw(content) else content.hashes
+        )
+    elif isinstance(content, Parts):
+        content = tuple(tokens for _, tokens in content.pieces)
+    return content, call.reply, call.at_s, call.continues, call.order, call.pause_s, call.waits_for, call.hint
+
+
+def _raw(content):
+    return all(abs(one) < 2**32 for one in content.hashes)
+
+
+@pytest.mark.parametrize("name", ["mooncake", "weka"])
+def test_a_real_trace_shares_what_it_shared(name, tmp_path):
+    files = sorted(shared(name).glob("*.json*"), key=lambda file: file.stat().st_size)
+    source = load(next(file for file in files if name == "mooncake" or b'"subagent"' in file.read_bytes()))
+    table.write(tmp_path / "traffic.parquet", *converted(source, SALT))
+    read = load(tmp_path / "traffic.parquet")
+    assert [_facts(one) for one in read.conversations] == [_facts(one) for one in source.conversations]
+    seen = {}  # one hash of the source is one hash of the file, and the other way round
+    for ours, theirs in zip(read.conversations, source.conversations, strict=True):
+        for call, before in zip(ours.calls, theirs.calls, strict=True):
+            for new, old in zip(call.content.hashes, before.content.hashes, strict=True):
+                assert seen.setdefault(old, new) == new
+    assert len(set(seen.values())) == len(seen)
+
+
+def _facts(one):
+    return one.id, one.begun, [(c.content.tokens, c.reply, c.at_s, c.pause_s, c.waits_for, c.hint) for c in one.calls]
 
 
 @pytest.mark.parametrize(("unit", "ratio", "size"), [("tokens", None, 4), ("bytes", 0.3, 16)])
@@ -61,6 +111,17 @@ def test_the_next_prompt_begins_with_the_prompt_and_the_reply_before_it(unit, ra
     [((one, answer), (two, _), (three, _))] = prompts(load(path)).values()
     assert two[: len(one + answer)] == one + answer and len(two) > len(one + answer)
     assert three[:8] != two[:8] and three[16:40] == two[16:40], "what lies behind the edit is the same"
+
+
+def test_the_text_of_conversations_becomes_hashes_alone(tmp_path):
+    file = lines(tmp_path / "talks.jsonl", {"messages": [
+        {"role": "user", "content": "secret " * 40}, {"role": "assistant", "content": "answer " * 40},
+        {"role": "user", "content": "and then"}, {"role": "assistant", "content": "the end"}]})  # fmt: skip
+    convert(file, None, tmp_path / "t.parquet", Salt())
+    assert b"secret" not in (tmp_path / "t.parquet").read_bytes()
+    [((one, answer), (two, _))] = prompts(load(tmp_path / "t.parquet")).values()
+    assert two[: len(one + answer)] == one + answer
+    assert not any(isinstance(call.content, Text) for call in load(tmp_path / "t.parquet").conversations[0].calls)
 
 
 def test_two_salts_agree_on_nothing_and_one_salt_on_all():
@@ -201,7 +262,6 @@ def test_what_others_wrote_of_served_requests_becomes_rows(name, tmp_path, monke
     assert [one.calls[-1].content.tokens for one in converted.conversations][-1] == 60
 
 
-def test_a_public_trace_is_read_as_it_is_and_not_converted(tmp_path):
-    trace = lines(tmp_path / "x.csv", "TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:47,30,4")
-    with pytest.raises(ConfigError, match=r"--from takes lmcache_lookup, .* is azure; workload=trace"):
-        convert(trace, None, tmp_path / "t.parquet", SALT)
+def test_an_unknown_format_is_refused_with_what_it_lacks(tmp_path):
+    with pytest.raises(ConfigError, match="nearest to mooncake, and lacks hash_ids"):
+        load(lines(tmp_path / "x.jsonl", {"input_length": 3, "when": 0}))

@@ -10,11 +10,13 @@ from pathlib import Path
 import pyarrow as pa
 
 from pensieve.errors import ConfigError
+from pensieve.lab.traffic.hashing import Salt
 from pensieve.lab.traffic.table import Exchange, Facts, exchanges, is_traffic, read_batches, read_facts
 from pensieve.lab.workload.chance import uniform
 from pensieve.lab.workload.formats import load
-from pensieve.lab.workload.formats.traffic import PREFIX, asked_in, conversations_of
-from pensieve.lab.workload.recording import Blocks, Call, Conversation
+from pensieve.lab.workload.formats.converted import converted
+from pensieve.lab.workload.formats.traffic import asked_in, conversations_of
+from pensieve.lab.workload.recording import Conversation
 from pensieve.lab.workload.trace import without_outliers
 
 MOST_REQUESTS = 50_000
@@ -45,19 +47,13 @@ def open_source(path: Path, format: str | None) -> Source:
         facts = read_facts(path)
         found, in_file = _read(path)
         named = all(one.session is not None for one in found)
-        asked = asked_in(found, facts)
-        conversations: Sequence[Conversation] = conversations_of(asked, facts)
     else:
         recording = load(path, format, "skip")
-        calls = [(call, one.id) for one in recording.conversations for call in one.calls]
-        calls.sort(key=lambda pair: (pair[0].at_s or 0.0, pair[0].order))
-        asked = [_row(place, call) for place, (call, _) in enumerate(calls)]
-        sizes = {call.content.block_tokens for call, _ in calls if isinstance(call.content, Blocks)}
-        block = int(sizes.pop()) if len(sizes) == 1 else None
-        hashes = "prefix" if recording.format in PREFIX else "content"
-        facts = Facts(recording.format, block=block, hashes=hashes, one_clock=recording.one_clock)  # type: ignore[arg-type]
-        named, in_file = "shared_prefix_blocks" not in recording.facts, recording.requests
-        conversations = _numbered(recording.conversations, calls)
+        facts, rows = converted(recording, Salt())
+        found, in_file = list(rows), recording.requests
+        named = "shared_prefix_blocks" not in recording.facts
+    asked = asked_in(found, facts)
+    conversations: Sequence[Conversation] = conversations_of(asked, facts)
     lacking = [
         name
         for name, there in (
@@ -74,8 +70,8 @@ def open_source(path: Path, format: str | None) -> Source:
     names = {call.order: one.id for one in conversations for call in one.calls}
     conversations, strays = without_outliers(conversations, "skip", str(path))
     kept = {call.order for one in conversations for call in one.calls} if strays else names.keys()
-    rows = [(one, names[place]) for place, one in enumerate(asked) if place in kept]
-    return Source(path, facts, rows, conversations, named, in_file, strays)
+    kept_rows = [(one, names[place]) for place, one in enumerate(asked) if place in kept]
+    return Source(path, facts, kept_rows, conversations, named, in_file, strays)
 
 
 def _read(path: Path) -> tuple[list[Exchange], int]:
@@ -100,18 +96,3 @@ def _read(path: Path) -> tuple[list[Exchange], int]:
                 for blocks in (one.blocks, one.output_blocks)
             )
     return found, in_file
-
-
-def _numbered(found: Sequence[Conversation], calls: Sequence[tuple[Call, str]]) -> list[Conversation]:
-    """The order of each call is its place among all."""
-    places = {id(call): place for place, (call, _) in enumerate(calls)}
-    return [replace(one, calls=tuple(replace(call, order=places[id(call)]) for call in one.calls)) for one in found]
-
-
-def _row(place: int, call: Call) -> Exchange:
-    """Of a public format, which says neither ends nor hits."""
-    found = Exchange(place, call.at_s, status="completed")
-    found.output_tokens = call.reply if isinstance(call.reply, int) else None
-    if isinstance(call.content, Blocks):
-        found.prompt_tokens, found.blocks = call.content.tokens, call.content.hashes
-    return found

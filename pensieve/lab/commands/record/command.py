@@ -13,17 +13,14 @@ from pensieve.lab.commands.record.proxy import Proxy
 from pensieve.lab.commands.record.writer import Writer
 from pensieve.lab.traffic.hashing import Salt
 from pensieve.lab.traffic.journal import finish
-from pensieve.lab.workload.formats import convert
-from pensieve.lab.workload.formats.served import SERVED
+from pensieve.lab.workload.formats import FORMATS, convert
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="pensieve record", description=description)
     made.add_argument("--upstream", metavar="URL", help="the server to record, as http://host:8000")
-    made.add_argument(
-        "--from", dest="source", type=Path, metavar="FILE", help="what SGLang, LMCache or a load generator wrote"
-    )
-    made.add_argument("--format", choices=SERVED, help="of that file (default: as its first entry looks)")
+    made.add_argument("--from", dest="source", type=Path, metavar="FILE", help="recorded requests to convert instead")
+    made.add_argument("--format", choices=FORMATS, help="of that file (default: as its first entry looks)")
     made.add_argument("--out", type=Path, required=True, metavar="FILE", help="recorded traffic, Parquet")
     made.add_argument("--host", default="127.0.0.1", help="where clients find the proxy (default: this machine only)")
     made.add_argument("--port", type=int, default=8001, help="0: any free one (default: 8001)")

@@ -10,6 +10,7 @@ from pensieve.errors import ConfigError
 from pensieve.lab.traffic import table
 from pensieve.lab.traffic.hashing import Salt
 from pensieve.lab.workload.formats import served, text, timed, tracelab, traffic, weka
+from pensieve.lab.workload.formats.converted import converted
 from pensieve.lab.workload.formats.reading import OnMalformed, Reader
 from pensieve.lab.workload.recording import Recording
 
@@ -70,17 +71,13 @@ def load(path: str | Path, format: str | None = None, on_malformed: OnMalformed 
 
 
 def convert(path: Path, format: str | None, out: Path, salt: Salt) -> None:
-    """Write what an engine or a load generator wrote of its requests as recorded traffic. Raises as load does, and
-    OSError."""
-    if not path.exists():
-        raise ConfigError(f"--from={path} does not exist; give the file (or folder) of the served requests.")
-    format = format or _format_of(path)
-    if format not in served.SERVED:
-        raise ConfigError(
-            f"--from takes {', '.join(served.SERVED)}, and {path} is {format}; workload=trace and pensieve advise read it as "
-            "it is."
-        )
-    table.write(out, *served.rows_of(format, Reader(path, "fail"), salt))
+    """Write requests of any format as recorded traffic. Raises as load does, and OSError."""
+    found = path.expanduser()
+    named = format or (_format_of(found) if found.exists() else None)
+    if found.exists() and named in served.SERVED:
+        table.write(out, *served.rows_of(named, Reader(found, "fail"), salt))
+    else:
+        table.write(out, *converted(load(path, named), salt))
 
 
 def _format_of(path: Path) -> str:
@@ -94,7 +91,10 @@ def _format_of(path: Path) -> str:
             return name
     if fields & {"conversations", "data"}:
         return "sharegpt"
+    near = max(_FIELDS, key=lambda name: len(_FIELDS[name] & fields) / len(_FIELDS[name]))
+    lacking = ", ".join(sorted(_FIELDS[near] - fields))
+    lacking = f" It is nearest to {near}, and lacks {lacking}." if fields & _FIELDS[near] else ""
     raise ConfigError(
         f"The format of workload.path={path} cannot be told from its first entry; say which it is with "
-        f"workload.format={'|'.join(FORMATS)}."
+        f"workload.format={'|'.join(FORMATS)}.{lacking}"
     )

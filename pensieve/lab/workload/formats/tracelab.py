@@ -43,7 +43,7 @@ class _Round:
 
 
 def read(reader: Reader) -> Recording:
-    rows = list(reader.json_lines(_round))
+    rows = list(reader.entries(_round))
     rounds = sorted(
         {(one.session, one.index, one.id): one for one in reversed(rows)}.values(), key=lambda one: one.at_s
     )
