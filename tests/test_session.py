@@ -107,6 +107,6 @@ def test_nobody_else_writes_what_a_session_writes() -> None:
         "session.tokens.append(1)",
         "session.computed = 3",
         "del session.tokens[2:]",
-        "x.session.waiting += 1",
+        "x.session.waiting = (1,)",
     ):
         assert any(map(_written, ast.walk(ast.parse(line)))), line

@@ -6,8 +6,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from pensieve.core.block_hash import BlockHash, HashChain
 from pensieve.core.hint import Hint
@@ -36,6 +35,9 @@ class View(IntEnum):
 NO_BLOCK = -1
 """In a column of block numbers: the chunk has none in that tier."""
 
+NO_BLOCKS, NOTHING = array("i", (NO_BLOCK,)), array("i", (0,))
+"""Columns of one chunk without a block, and without KV; times n: of n chunks."""
+
 
 class Chunks:
     """The records of consecutive chunks of a session: a column for each field, a row for each chunk.
@@ -63,16 +65,17 @@ class Chunks:
         return len(self.view)
 
     def __getitem__(self, index: int) -> Chunk:
-        return Chunk(self, range(len(self.view))[index])
+        gpu, cpu = (None if block == NO_BLOCK else block for block in (self.gpu[index], self.cpu[index]))
+        return Chunk(gpu, self.gpu_len[index], cpu, self.cpu_len[index], self.copying[index], View(self.view[index]))
 
     def __iter__(self) -> Iterator[Chunk]:
-        return (Chunk(self, index) for index in range(len(self.view)))
+        return map(self.__getitem__, range(len(self.view)))
 
     def add(self, count: int) -> None:
         """Append `count` chunks without blocks."""
         for blocks, lengths in ((self.gpu, self.gpu_len), (self.cpu, self.cpu_len)):
-            blocks.extend(repeated(NO_BLOCK, count))
-            lengths.extend(repeated(0, count))
+            blocks.extend(NO_BLOCKS * count)
+            lengths.extend(NOTHING * count)
         self.copying.extend(bytes(count))
         self.view.extend(bytes(count))
 
@@ -115,48 +118,16 @@ class Chunks:
         other.gpu_len[index] = other.cpu_len[index] = 0
 
 
-def repeated(value: int, count: int) -> TokenArray[int]:
-    """Return an array with `count` times this value."""
-    return _single(value) * count
-
-
-@cache
-def _single(value: int) -> TokenArray[int]:
-    return array("i", (value,))
-
-
-class Chunk:
+class Chunk(NamedTuple):
     """One row of Chunks: the KV of `chunk_tokens` positions of one session, all layers (paper section 4.3.1); the last
     chunk of a session may be partly filled."""
 
-    __slots__ = ("_chunks", "_index")
-
-    def __init__(self, chunks: Chunks, index: int) -> None:
-        self._chunks, self._index = chunks, index
-
-    @property
-    def gpu(self) -> int | None:
-        return _block(self._chunks.gpu[self._index])
-
-    @property
-    def gpu_len(self) -> int:
-        return self._chunks.gpu_len[self._index]
-
-    @property
-    def cpu(self) -> int | None:
-        return _block(self._chunks.cpu[self._index])
-
-    @property
-    def cpu_len(self) -> int:
-        return self._chunks.cpu_len[self._index]
-
-    @property
-    def copying(self) -> int:
-        return self._chunks.copying[self._index]
-
-    @property
-    def view(self) -> View:
-        return View(self._chunks.view[self._index])
+    gpu: int | None
+    gpu_len: int
+    cpu: int | None
+    cpu_len: int
+    copying: int
+    view: View
 
     @property
     def clean(self) -> bool:
@@ -166,10 +137,6 @@ class Chunk:
     def resident_len(self) -> int:
         """Leading offsets that have KV in either tier."""
         return max(self.gpu_len, self.cpu_len)
-
-
-def _block(number: int) -> int | None:
-    return None if number == NO_BLOCK else number
 
 
 class Node:
@@ -235,9 +202,8 @@ class Session:
     tokens: all that was said so far. computed: KV of positions [0, computed) has been computed for these very tokens, whether
     or not it is still there. number: counts sessions from the first; breaks ties between equally good victims.
     last_active_s: when a request of it last started or ended. next_use_s: when it is asked again, where the schedule knows
-    (offline policies only). waiting: its requests that wait, preempted ones included; queued: their places in the order of
-    arrival, ascending. running: a request of it runs; at most
-    one does. turns: that were asked of it, whatever became of them. chunks: where a cache with chunk records has its KV.
+    (offline policies only). waiting: of its requests that wait, preempted ones included, the places in the order of arrival,
+    ascending. running: a request of it runs; at most one does. turns: that were asked of it, whatever became of them.
     tenant: it shares no KV with sessions of others. hint: what its client said of the time after its last reply; None:
     nothing, or that turn did not come to its end. It stands until the next turn is over. memo: what the eviction policy has
     noted of it.
@@ -251,8 +217,7 @@ class Session:
     computed: int = 0
     leaf: Node = field(init=False)
     next_use_s: float | None = None
-    waiting: int = 0
-    queued: tuple[int, ...] = ()
+    waiting: tuple[int, ...] = ()
     running: bool = False
     turns: int = 0
     tenant: str = ""
@@ -356,13 +321,10 @@ class Session:
         self.computed = min(self.computed, max(len(self.tokens) - 1, 0))
 
     def mark_waiting(self, arrival: int) -> None:
-        self.waiting += 1
-        self.queued = tuple(sorted((*self.queued, arrival)))
+        self.waiting = tuple(sorted((*self.waiting, arrival)))
 
     def unmark_waiting(self, arrival: int) -> None:
-        self.waiting -= 1
-        self.queued = tuple(queued for queued in self.queued if queued != arrival)
-        assert self.waiting == len(self.queued)
+        self.waiting = tuple([waiting for waiting in self.waiting if waiting != arrival])
 
 
 def chunks_of(tokens: int, chunk_tokens: int) -> int:

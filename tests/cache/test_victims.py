@@ -43,7 +43,7 @@ def brute_force(policy: EvictionPolicy, sessions: list[Session], now_s: float) -
         leading = next((i for i, chunk in enumerate(session.chunks) if chunk.view is View.DIRTY), None)
         if leading is not None:
             score = policy.score(policy.bucket(session, leading), policy.order(session, leading), now_s)
-            candidates.append((min(session.waiting, 1), score, session.last_active_s, session.number, leading))
+            candidates.append((len(session.waiting), score, session.last_active_s, session.number, leading))
     return min(candidates)[3:] if candidates else None
 
 
@@ -70,7 +70,7 @@ def test_choice_equals_brute_force_while_time_passes(make: type[EvictionPolicy],
             session.leaf.chunks.view = bytearray(8)
         elif action < 0.75:
             session.last_active_s = now
-            session.waiting = rng.randint(0, 1)
+            session.waiting = (0,) * rng.randint(0, 1)
             session.next_use_s = rng.choice((None, now + rng.uniform(0, 90)))
             session.hint = rng.choice((None, Hint("tool_use"), Hint("end_turn", expected_s=rng.choice((5.0, 70.0)))))
             index.refresh(session.leaf)
@@ -122,7 +122,7 @@ def test_a_choice_is_what_taking_one_chunk_after_the_other_gives(make: type[Evic
     policy.keeps = seed == 3  # of AdaptiveRetention  # type: ignore[attr-defined]
     index = VictimIndex(policy, View.DIRTY)
     sessions = [
-        with_chunks(Session(str(i), i, rng.randrange(3), float(rng.randrange(4)), waiting=rng.randint(0, 1)), 90)
+        with_chunks(Session(str(i), i, rng.randrange(3), float(rng.randrange(4)), waiting=(0,) * rng.randint(0, 1)), 90)
         for i in range(9)
     ]
     for session in sessions:

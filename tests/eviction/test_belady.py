@@ -57,7 +57,7 @@ def test_of_several_requests_of_one_conversation_the_first_counts():
     session.unmark_waiting(3)
     assert policy.order(session, 0) == -7
     session.unmark_waiting(7)
-    assert policy.order(session, 0) == -50.0 and session.waiting == 0
+    assert policy.order(session, 0) == -50.0 and not session.waiting
 
 
 def bunches(rng):

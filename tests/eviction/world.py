@@ -72,7 +72,7 @@ class World:
     def pass_time(self) -> None:
         self.now_s += self.rng.choice((0.0, 0.5, 3.0, 30.0, 500.0))
         session = self.rng.choice(self.sessions)
-        session.waiting = self.rng.randint(0, 1)
+        session.waiting = (0,) * self.rng.randint(0, 1)
         self.index.refresh(session.leaf)
 
     def expected(self, key: Key) -> tuple[int, int] | None:
@@ -82,7 +82,7 @@ class World:
             lead = next((i for i, chunk in enumerate(session.chunks) if chunk.view is View.DIRTY), None)
             if lead is not None:
                 place = (session.last_active_s, session.number, lead)
-                candidates.append((session.waiting, key(session, lead), *place))
+                candidates.append((len(session.waiting), key(session, lead), *place))
         return min(candidates)[3:] if candidates else None
 
     def take(self, session: Session, chunk: int) -> None:

@@ -12,14 +12,15 @@ from pensieve.core.session import NO_BLOCK, ChunkRun, Node, runs_of
 
 _Place = tuple[bool, int]  # on GPU?, block
 
+ALIVE, ABANDONED, GONE = range(3)
+"""Fates of a chunk that is copied, each worse than the one before: it still has these blocks; it has given one of them up,
+which is in quarantine; it has ceased to exist."""
+
 
 @dataclass(slots=True)
 class CopyRun:
     """The copies of a run of chunks, from `first` on. outward: to CPU. from_below: to GPU, and there are no CPU blocks.
-    lengths: by chunk, the leading offsets that are valid at the destination when it is done.
-
-    fates: by chunk, whether it still has these blocks (_ALIVE), has given one of them up, which is in quarantine
-    (_ABANDONED), or has ceased to exist (_GONE).
+    lengths: by chunk, the leading offsets that are valid at the destination when it is done. fates: by chunk.
     """
 
     node: Node
@@ -31,9 +32,6 @@ class CopyRun:
     from_below: bool = False
     ticket: int = 0
     fates: bytearray = field(default_factory=bytearray)
-
-    def __post_init__(self) -> None:
-        self.fates = self.fates or bytearray((_ALIVE,)) * len(self.gpu)
 
     def split(self, node: Node, upper: Node, count: int) -> list[CopyRun]:
         """Return the same copies after the first `count` chunks of the node have become those of another one."""
@@ -47,36 +45,16 @@ class CopyRun:
                 )
         return parts
 
-    @property
-    def stop(self) -> int:
-        return self.first + len(self.gpu)
-
-    @property
-    def outgoing(self) -> int:
-        """Chunks that will be clean and evictable when it is done."""
-        return self.fates.count(_ALIVE) if self.outward and not self.node.running else 0
-
-    @property
-    def incoming(self) -> int:
-        """Chunks that keep the link from the CPU busy."""
-        return 0 if self.outward or self.from_below else len(self.gpu)
-
-    def alive(self) -> list[ChunkRun]:
-        return self._runs((_ALIVE,))
-
-    def existing(self) -> list[ChunkRun]:
-        return self._runs((_ALIVE, _ABANDONED))
-
-    def _runs(self, wanted: tuple[int, ...]) -> list[ChunkRun]:
-        fates, first = self.fates, self.first
-        if fates.count(fates[0]) == len(fates):
-            return [(first, first + len(fates))] if fates[0] in wanted else []
-        return runs_of([index for index, fate in enumerate(fates, first) if fate in wanted])
+    def runs(self, worst: int) -> list[ChunkRun]:
+        """The chunks whose fate is no worse."""
+        if max(self.fates) <= worst:
+            return [(self.first, self.first + len(self.fates))]
+        return runs_of(index for index, fate in enumerate(self.fates, self.first) if fate <= worst)
 
 
-_ALIVE, _ABANDONED, _GONE = range(3)
 _ONE_MORE = bytes((*range(1, 256), 0))
 _ONE_LESS = bytes((255, *range(255)))
+_GIVEN_UP = bytes.maketrans(bytes((ALIVE,)), bytes((ABANDONED,)))
 
 
 class OpenCopies:
@@ -87,8 +65,9 @@ class OpenCopies:
 
     def __init__(self, gpu: BlockPool, cpu: BlockPool) -> None:
         self._gpu, self._cpu = gpu, cpu
-        self._open: dict[int, list[CopyRun]] = {}
-        self._of: dict[int, list[CopyRun]] = {}  # those that are open, by node
+        self.open_moves: dict[int, list[CopyRun]] = {}
+        """Those under way, by ticket."""
+        self._of: dict[int, list[CopyRun]] = {}  # the same by node
         # Quarantine: what each block waits for, the copies that use it and the plan, and which plan that is, ascending.
         self._holds: dict[_Place, int] = {}
         self._after_plan: deque[tuple[int, _Place]] = deque()
@@ -98,17 +77,17 @@ class OpenCopies:
         self.incoming = 0
         """Chunks that are being copied from the CPU to the GPU."""
         self._oldest = self._following = 0  # plans in flight: [oldest, following)
+        self.in_flight = False
+        """A plan is launched and not collected."""
 
     def open(self, moves: list[CopyRun]) -> int:
         """Issue a ticket for these copies, and mark their chunks as copying until it is closed."""
         ticket = self.ticket()
-        self._open[ticket] = moves
+        self.open_moves[ticket] = moves
         for moved in moves:
-            moved.ticket = ticket
-            self._count_copies(moved, 1)
+            moved.ticket, moved.fates = ticket, bytearray(len(moved.gpu))
             self._of.setdefault(moved.node.number, []).append(moved)
-            self.incoming += moved.incoming
-            self.outgoing += moved.outgoing
+            self._count(moved, 1)
         return ticket
 
     def ticket(self) -> int:
@@ -118,18 +97,16 @@ class OpenCopies:
     def close(self, ticket: int) -> list[CopyRun]:
         """Close the ticket of copies that are done or failed; returns these. Nothing where it is not open: of a move to a
         tier below."""
-        moves = self._open.pop(ticket, [])
+        moves = self.open_moves.pop(ticket, [])
         for moved in moves:
             own = self._of[moved.node.number]
             own.remove(moved)
             if not own:
                 del self._of[moved.node.number]
-            self.outgoing -= moved.outgoing
-            self.incoming -= moved.incoming
-            self._count_copies(moved, -1)
-            if moved.fates.count(_ALIVE) < len(moved.fates):
+            self._count(moved, -1)
+            if any(moved.fates):
                 for fate, gpu, cpu in zip(moved.fates, moved.gpu, moved.cpu, strict=True):
-                    if fate != _ALIVE:
+                    if fate != ALIVE:
                         self._let_go((True, gpu))
                         self._let_go((False, cpu))
         return moves
@@ -137,68 +114,49 @@ class OpenCopies:
     def split(self, node: Node, upper: Node, count: int) -> None:
         """The first `count` chunks of a node have become those of another one."""
         for moved in self._of.pop(node.number, ()):
-            moves = self._open[moved.ticket]
+            moves = self.open_moves[moved.ticket]
             parts = moved.split(node, upper, count)
             place = moves.index(moved)
             moves[place : place + 1] = parts
             for part in parts:
                 self._of.setdefault(part.node.number, []).append(part)
 
-    @property
-    def any_open(self) -> bool:
-        return bool(self._open)
-
     def any_of(self, node: Node) -> bool:
         """Whether an open copy reads or writes blocks that the node has or had."""
         return node.number in self._of
 
-    def under_way(self) -> Iterator[CopyRun]:
-        """Yield all open copies; for check()."""
-        for moves in self._open.values():
-            yield from moves
-
-    def pin(self, node: Node) -> None:
-        """Stop counting a node's copies as outgoing: it runs, so their end makes no chunk evictable."""
-        self.outgoing -= self._outward_of(node)
-
-    def unpin(self, node: Node) -> None:
-        """Count a node's copies as outgoing again: it has stopped."""
-        self.outgoing += self._outward_of(node)
+    def pin(self, node: Node, runs: bool) -> None:
+        """The node runs from now on, so that the end of its copies makes no chunk evictable, or it has stopped."""
+        if node.number in self._of:
+            outward = sum(moved.fates.count(ALIVE) for moved in self._of[node.number] if moved.outward)
+            self.outgoing += -outward if runs else outward
 
     def shorten(self, node: Node, index: int, length: int) -> None:
         """Limit what the open copies of a chunk make valid to its first `length` offsets, to which it was truncated."""
         for moved in self._of.get(node.number, ()):
             place = index - moved.first
-            if 0 <= place < len(moved.fates) and moved.fates[place] == _ALIVE:
+            if 0 <= place < len(moved.fates) and moved.fates[place] == ALIVE:
                 moved.lengths[place] = min(moved.lengths[place], length)
 
     def abandon(self, node: Node, start: int, stop: int) -> None:
         """Mark the chunks' open copies as useless: the chunks give up their blocks, which wait in quarantine for these
         copies."""
         for moved in self._of.get(node.number, ()):
-            first, last = max(start, moved.first) - moved.first, min(stop, moved.stop) - moved.first
-            if first < last:
-                self.outgoing -= moved.outgoing
-                for place in range(first, last):
-                    if moved.fates[place] == _ALIVE:
-                        moved.fates[place] = _ABANDONED
-                self.outgoing += moved.outgoing
+            some = slice(max(start - moved.first, 0), max(stop - moved.first, 0))
+            if moved.outward and not node.running:
+                self.outgoing -= moved.fates[some].count(ALIVE)
+            moved.fates[some] = moved.fates[some].translate(_GIVEN_UP)
 
     def gone(self, node: Node, first: int) -> None:
         """Mark the chunks from `first` on as deleted in open copies; those under way were abandoned before."""
         for moved in self._of.get(node.number, ()):
             place = max(first - moved.first, 0)
-            assert _ALIVE not in moved.fates[place:]
-            moved.fates[place:] = bytes([_GONE]) * len(moved.fates[place:])
-
-    @property
-    def in_flight(self) -> bool:
-        """A plan is launched and not collected."""
-        return self._following > self._oldest
+            assert ALIVE not in moved.fates[place:]
+            moved.fates[place:] = bytes([GONE]) * len(moved.fates[place:])
 
     def plans(self, oldest: int, following: int) -> None:
         """Record which plans are in flight, and release the blocks that waited for earlier ones."""
-        self._oldest, self._following = oldest, following
+        self._oldest, self._following, self.in_flight = oldest, following, following > oldest
         while self._after_plan and self._after_plan[0][0] < oldest:
             self._let_go(self._after_plan.popleft()[1])
 
@@ -227,11 +185,17 @@ class OpenCopies:
     def quarantined(self, on_gpu: bool) -> list[int]:
         return [block for tier, block in self._holds if tier is on_gpu]
 
+    def under_way(self) -> Iterator[CopyRun]:
+        """Yield all open copies; for check()."""
+        for moves in self.open_moves.values():
+            yield from moves
+
     def check(self) -> None:
         """Assert that the counts kept from call to call equal a recount."""
         moves = list(self.under_way())
-        assert self.outgoing == sum(moved.outgoing for moved in moves)
-        assert self.incoming == sum(moved.incoming for moved in moves)
+        outward = [moved for moved in moves if moved.outward and not moved.node.running]
+        assert self.outgoing == sum(moved.fates.count(ALIVE) for moved in outward)
+        assert self.incoming == sum(len(moved.gpu) for moved in moves if not moved.outward and not moved.from_below)
         assert sorted(map(id, moves)) == sorted(id(moved) for own in self._of.values() for moved in own)
         holds = Counter(place for _, place in self._after_plan)
         for moved in moves:
@@ -242,20 +206,22 @@ class OpenCopies:
         assert plans == sorted(plans)
         assert all(plan >= self._oldest for plan in plans), "a block waits for a plan that is over"
 
-    def _count_copies(self, moved: CopyRun, more: int) -> None:
+    def _count(self, moved: CopyRun, more: int) -> None:
+        """A copy begins (1) or is over (-1)."""
         copying = moved.node.chunks.copying
-        for start, stop in moved.existing():
+        for start, stop in moved.runs(ABANDONED):
             copying[start:stop] = copying[start:stop].translate(_ONE_MORE if more > 0 else _ONE_LESS)
-
-    def _outward_of(self, node: Node) -> int:
-        return sum(moved.fates.count(_ALIVE) for moved in self._of.get(node.number, ()) if moved.outward)
+        if moved.outward and not moved.node.running:
+            self.outgoing += more * moved.fates.count(ALIVE)
+        elif not moved.outward and not moved.from_below:
+            self.incoming += more * len(moved.gpu)
 
     def _copies_with(self, on_gpu: bool, node: Node, index: int, block: int) -> int:
         """Count the open copies that read or write this block of a chunk."""
         count = 0
         for moved in self._of.get(node.number, ()):
             blocks, place = moved.gpu if on_gpu else moved.cpu, index - moved.first
-            count += 0 <= place < len(blocks) and moved.fates[place] != _GONE and blocks[place] == block
+            count += 0 <= place < len(blocks) and moved.fates[place] != GONE and blocks[place] == block
         return count
 
     def _let_go(self, place: _Place) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
+from pensieve.core.cache.copies import ABANDONED, ALIVE
 from pensieve.core.cache.tiers import Tiers
 from pensieve.core.session import Chunk, Node, Session, View, chunks_of
 
@@ -22,8 +23,8 @@ def check_tiers(tiers: Tiers, sessions: Collection[Session]) -> None:
     for moved in tiers.copies.under_way():
         number, chunks = moved.node.number, moved.node.chunks
         assert max(moved.lengths) <= tiers.chunk_tokens
-        copying.update((number, index) for start, stop in moved.existing() for index in range(start, stop))
-        for index in (index for start, stop in moved.alive() for index in range(start, stop)):
+        copying.update((number, index) for start, stop in moved.runs(ABANDONED) for index in range(start, stop))
+        for index in (index for start, stop in moved.runs(ALIVE) for index in range(start, stop)):
             assert (number, index) not in under_way, "two copies of one chunk are alive"
             under_way.add((number, index))
             place = index - moved.first

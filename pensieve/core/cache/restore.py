@@ -5,13 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import gt
 from typing import Literal, get_args
 
 from pensieve.core.cache.base import CacheCounters
 from pensieve.core.cache.tiers import missing_runs
 from pensieve.core.cost import CostModel
-from pensieve.core.session import Run, Session, merged, tokens_in
+from pensieve.core.session import Chunks, Run, merged, tokens_in
 from pensieve.errors import ConfigError
 from pensieve.units import ceil_div
 
@@ -105,16 +104,6 @@ class RestoreTimes:
         return until[whole] + (until[whole + 1] - until[whole]) * rest / size
 
 
-@dataclass(frozen=True, slots=True)
-class Restore:
-    """load: indices of the chunks to copy from CPU to GPU, which hold loaded_tokens. recomputed_tokens: on CPU, and
-    computed again instead."""
-
-    load: list[int]
-    loaded_tokens: int
-    recomputed_tokens: int
-
-
 class Restorer:
     """Decides each restore by its mode. A hybrid one takes compute that other requests could use, so while another request
     runs everything is loaded; so it is before the costs are known.
@@ -135,23 +124,18 @@ class Restorer:
     def set_cost_model(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
         self.times = RestoreTimes(cost, self._chunk_tokens, layers, batch_tokens)
 
-    def choose(self, session: Session, backlog: int, alone: bool) -> Restore:
-        """Decide the restore of a session that starts to run. backlog: chunks that are being copied to the GPU for
-        others. alone: no other request runs."""
-        chunks, size = session.chunks, self._chunk_tokens
-        on_cpu = [index for index, more in enumerate(map(gt, chunks.cpu_len, chunks.gpu_len)) if more]
-        recomputed = len(on_cpu) if self.mode == "recompute" else 0
-        if self.mode == "hybrid" and on_cpu and alone and self.times is not None:
-            missing = missing_runs(session, len(session.tokens), size, cpu_too=True)
-            positions = [(index * size, index * size + chunks.cpu_len[index]) for index in on_cpu]
-            recomputed = self._count(self.times.choose(missing, positions, backlog))
-        tokens = [chunks.cpu_len[index] for index in on_cpu]
-        return Restore(on_cpu[recomputed:], sum(tokens[recomputed:]), sum(tokens[:recomputed]))
-
-    def _count(self, split: Split) -> int:
-        """Add the predicted times to the counters, so that the measured saving can be compared with them; returns how many
-        chunks to compute again."""
-        extra = self._counters.extra
+    def recomputed(self, chunks: Chunks, length: int, on_cpu: Sequence[int], backlog: int, alone: bool) -> int:
+        """How many of the chunks on CPU, the first ones, a session of that length computes again. backlog: chunks that are
+        being copied to the GPU for others. alone: no other request runs. The predicted times are counted, so that the
+        measured saving can be compared with them."""
+        if self.mode == "recompute":
+            return len(on_cpu)
+        if not alone or self.times is None:
+            return 0
+        size, extra = self._chunk_tokens, self._counters.extra
+        missing = missing_runs(chunks, length, size, cpu_too=True)
+        positions = [(index * size, index * size + chunks.cpu_len[index]) for index in on_cpu]
+        split = self.times.choose(missing, positions, backlog)
         for name, value in (
             ("hybrid_restores", 1.0),
             ("restore_predicted_ms", split.predicted_s * 1e3),

@@ -35,19 +35,33 @@ the CPU block is the first that is given up when others need one.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from operator import lt
 
 from pensieve.core.cache.base import NO_LOWER_TIER, Broken, CacheCounters, LowerTier
-from pensieve.core.cache.copies import CopyRun, OpenCopies
+from pensieve.core.cache.copies import ABANDONED, ALIVE, CopyRun, OpenCopies
 from pensieve.core.cache.pool import BlockPool
 from pensieve.core.cache.victims import TailIndex, Victim, VictimIndex
 from pensieve.core.facts import SILENT, Facts, Found
 from pensieve.core.plan import CPU, GPU, Move, Moved, Tier
 from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.request import TokenArray
-from pensieve.core.session import NO_BLOCK, ChunkRun, Node, Run, Session, Stem, View, chunks_of, merged, repeated
+from pensieve.core.session import (
+    NO_BLOCK,
+    NO_BLOCKS,
+    NOTHING,
+    ChunkRun,
+    Chunks,
+    Node,
+    Run,
+    Session,
+    Stem,
+    View,
+    chunks_of,
+    merged,
+)
 
 
 class Tiers:
@@ -66,7 +80,7 @@ class Tiers:
         from_tail: bool = False,
     ) -> None:
         """from_tail: what is left of a conversation is a prefix, as far as chunks are chosen by these indices."""
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self.full = chunk_tokens, array("i", (chunk_tokens,))
         self.counters = counters
         self.facts: Facts = SILENT
         self.gpu = BlockPool(gpu_blocks)
@@ -99,7 +113,7 @@ class Tiers:
         for view, victims in self._index.items():
             if view in node.chunks.view:
                 victims.remove(node)
-        self.copies.pin(node)
+        self.copies.pin(node, runs=True)
         node.chunks.view = bytearray(len(node.chunks))
 
     def unpin(self, node: Node) -> None:
@@ -109,7 +123,7 @@ class Tiers:
         if node.running:
             return
         chunks = node.chunks
-        self.copies.unpin(node)
+        self.copies.pin(node, runs=False)
         lacks = 0 in chunks.gpu_len or any(map(lt, chunks.gpu_len, chunks.cpu_len))
         columns = zip(chunks.gpu, chunks.gpu_len, chunks.cpu_len, strict=True) if lacks else ()
         for index, (block, there, copied) in enumerate(columns):
@@ -117,8 +131,9 @@ class Tiers:
                 # Reserved, lost by a failed copy, or computed again but not as far as the copy on CPU.
                 self.copies.abandon(node, index, index + 1)
                 self.free_gpu(node, index, index + 1, discarded=True)
-        for index in self.on_cpu(node):
-            self.duplicates.pop((node.number, index), None)
+        for index, block in enumerate(chunks.cpu):
+            if block != NO_BLOCK:
+                self.duplicates.pop((node.number, index), None)
         unused = len(chunks)
         while unused and chunks.gpu[unused - 1] == NO_BLOCK and chunks.cpu[unused - 1] == NO_BLOCK:
             if isinstance(node, Stem) or (node.start + unused - 1) * self.chunk_tokens < node.session.computed:
@@ -249,8 +264,8 @@ class Tiers:
         column, lengths = (chunks.gpu, chunks.gpu_len) if on_gpu else (chunks.cpu, chunks.cpu_len)
         blocks = column[start:stop]
         self.copies.retire(on_gpu, node, start, blocks, discarded)
-        column[start:stop] = repeated(NO_BLOCK, len(blocks))
-        lengths[start:stop] = repeated(0, len(blocks))
+        column[start:stop] = NO_BLOCKS * len(blocks)
+        lengths[start:stop] = NOTHING * len(blocks)
         if self.from_tail and not start and node.parent is not None:
             self.reorder(node.parent)
 
@@ -346,7 +361,7 @@ class Tiers:
         As with copy_in, their KV counts as there at once."""
         moves = []
         for node, start, stop in session.in_nodes(runs):
-            full, nowhere = repeated(self.chunk_tokens, stop - start), repeated(NO_BLOCK, stop - start)
+            full, nowhere = self.full * (stop - start), NO_BLOCKS * (stop - start)
             moves.append(CopyRun(node, start, False, node.chunks.gpu[start:stop], nowhere, full, from_below=True))
             node.chunks.gpu_len[start:stop] = full
         ticket = self.copies.open(moves)
@@ -355,45 +370,40 @@ class Tiers:
 
     def finish(self, over: Sequence[Moved]) -> Broken:
         """End these moves. What a tier below was given changes no chunk."""
-        self.below.finish(over)
+        if self.below.blocks:
+            self.below.finish(over)
         copied: dict[int, Node] = {}
         read: dict[int, Node] = {}
         for ticket, ok, _ in over:
             for moved in self.copies.close(ticket):
-                if self._record_end(moved, ok) and moved.node.running:
+                existing = moved.runs(ABANDONED)
+                if self._record_end(moved, existing, ok) and moved.node.running:
                     (read if moved.from_below else copied)[moved.node.number] = moved.node
-                for start, stop in moved.existing():
+                for start, stop in existing:
                     self.update(moved.node, start, stop)
         if not copied and not read:
             return Broken()
         return Broken(*(tuple(user for node in nodes.values() for user in node.users) for nodes in (copied, read)))
 
-    def _record_end(self, moved: CopyRun, valid: bool) -> bool:
-        """Update the records of the chunks of a copy that is over; returns whether KV on GPU was lost."""
+    def _record_end(self, moved: CopyRun, existing: Iterable[ChunkRun], valid: bool) -> bool:
+        """Update the records of the existing chunks of a copy that is over; returns whether KV on GPU was lost."""
         node, chunks = moved.node, moved.node.chunks
         lost = False
-        for start, stop in moved.alive():
+        for start, stop in moved.runs(ALIVE):
             if moved.outward and valid:
                 chunks.cpu_len[start:stop] = moved.lengths[start - moved.first : stop - moved.first]
             elif not moved.outward and not valid:
                 lost = True
-                chunks.gpu_len[start:stop] = repeated(0, stop - start)
+                chunks.gpu_len[start:stop] = NOTHING * (stop - start)
                 if not node.running:
                     self.free_gpu(node, start, stop, discarded=True)
-        for start, stop in moved.existing():
+        for start, stop in existing:
             for index in range(start, stop) if 0 in chunks.cpu_len[start:stop] else ():
                 if not chunks.cpu_len[index] and not chunks.copying[index] and chunks.cpu[index] != NO_BLOCK:
                     self.free_cpu(node, index, index + 1)  # its copy failed
         return lost
 
     # -- how --------------------------------------------------------------------------------------------------------
-
-    def on_cpu(self, node: Node) -> list[int]:
-        """The chunks that have a CPU block."""
-        blocks = node.chunks.cpu
-        if blocks.count(NO_BLOCK) == len(blocks):
-            return []
-        return [index for index, block in enumerate(blocks) if block != NO_BLOCK]
 
     def _lose(self, node: Node, start: int, stop: int) -> None:
         """The last copies of these chunks are gone; where a prefix alone is of use, those behind them go too."""
@@ -467,17 +477,16 @@ def found_in(session: Session, length: int, chunk_tokens: int, early: Collection
     chunks = session.chunks
     gpu: list[Run] = []
     cpu: list[Run] = []
-    first = min(length // chunk_tokens, len(chunks))
-    if (
-        first and not early and chunks.gpu_len[:first] == repeated(chunk_tokens, first)
-    ):  # as most turns find their history
-        gpu.append((0, first * chunk_tokens))
-    else:
-        first = 0
-    for index in range(first, min(chunks_of(length, chunk_tokens), len(chunks))):
-        start = index * chunk_tokens
+    whole = length // chunk_tokens
+    if early or not whole or chunks.gpu_len[:whole] != array("i", (chunk_tokens,)) * whole:
+        whole = 0
+    else:  # as most turns find their history
+        gpu.append((0, whole * chunk_tokens))
+    starts = range(whole * chunk_tokens, length, chunk_tokens)
+    columns = zip(chunks.gpu_len[whole:], chunks.cpu_len[whole:], starts, strict=False)
+    for index, (gpu_len, cpu_len, start) in enumerate(columns, whole):
         wanted = min(length - start, chunk_tokens)
-        on_gpu, on_cpu = min(chunks.gpu_len[index], wanted), min(chunks.cpu_len[index], wanted)
+        on_gpu, on_cpu = min(gpu_len, wanted), min(cpu_len, wanted)
         if index in early:
             on_gpu, on_cpu = 0, max(on_gpu, on_cpu)
         if on_gpu:
@@ -487,10 +496,9 @@ def found_in(session: Session, length: int, chunk_tokens: int, early: Collection
     return Found(merged(gpu), merged(cpu))
 
 
-def missing_runs(session: Session, length: int, chunk_tokens: int, cpu_too: bool = False) -> tuple[Run, ...]:
+def missing_runs(chunks: Chunks, length: int, chunk_tokens: int, cpu_too: bool = False) -> tuple[Run, ...]:
     """Maximal intervals of [0, length) without KV on GPU (swap-ins of the plan being made count as there); with cpu_too,
     without KV in either tier."""
-    chunks = session.chunks
     there: Iterable[int] = map(max, chunks.gpu_len, chunks.cpu_len) if cpu_too else chunks.gpu_len
     runs: list[Run] = []
     begun, start = None, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from operator import gt
 from typing import Any, Literal, get_args
 
 from pensieve.core.cache.base import Broken, CacheManager, Room
@@ -24,7 +25,6 @@ from pensieve.core.session import (
     View,
     chunks_of,
     common_prefix,
-    repeated,
     runs_of,
     tokens_in,
 )
@@ -57,7 +57,7 @@ class TwoTierRoom(Room):
 
     @property
     def copies_done(self) -> bool:
-        return not self.tiers.copies.any_open
+        return not self.tiers.copies.open_moves
 
     @property
     def can_swap_out(self) -> bool:
@@ -207,11 +207,9 @@ class TwoTierRoom(Room):
         """Take GPU blocks for a session: free ones, and as far as these do not suffice those of clean chunks or, without a
         CPU tier, of dropped ones. behind: a block that they should follow."""
         pool = self.tiers.gpu
-        lacking = count - pool.free
-        taken = self.reclaim(lacking, now_s)
-        if taken < lacking:
+        if (lacking := count - pool.free) > 0 and (lacking := lacking - self.reclaim(lacking, now_s)) > 0:
             assert not self.cpu_blocks, "admission took more blocks than are available"
-            self.drop(lacking - taken, now_s)
+            self.drop(lacking, now_s)
         number = session.number
         return tuple(pool.allocate(count, number) if behind is None else pool.allocate_after(behind, count, number))
 
@@ -284,7 +282,8 @@ class TwoTierCache(CacheManager):
     def admit(self, session: Session, keep: int, suffix: TokenArray[int] | None, now_s: float) -> Admission:
         if suffix is None:
             self._meet(session, len(session.tokens) - 1)
-            self._strand(session)
+            if self.tiers.from_tail:
+                self._strand(session)
             return self._start(session, None, now_s)
         if keep < len(session.tokens):
             self.truncate(session, keep)
@@ -292,15 +291,13 @@ class TwoTierCache(CacheManager):
         if self.policy.observe is not None:
             self.policy.observe(session, now_s)
         self._meet(session, len(session.tokens) - 1)
-        stranded = self._strand(session)
+        stranded = self._strand(session) if self.tiers.from_tail else None
         found = self._found(session, keep)
         return self._start(session, found._replace(stranded=stranded) if stranded else found, now_s)
 
     def _strand(self, session: Session) -> frozenset[int]:
         """Where a prefix alone is reused, have an idle session that is about to run compute again all that it has behind the
         first hole. Returns those chunks."""
-        if not self.tiers.from_tail:
-            return frozenset()
         chunks, size = session.chunks, self.chunk_tokens
         there = list(map(max, chunks.gpu_len, chunks.cpu_len))
         hole = next((index for index, length in enumerate(there) if length < size), len(there))
@@ -349,14 +346,28 @@ class TwoTierCache(CacheManager):
         for column, start, stop in lacking:
             column[start:stop] = array("i", blocks[taken : taken + stop - start])
             taken += stop - start
-        restore = self.restorer.choose(session, tiers.copies.incoming, alone=self._running == 1)
-        loading = tiers.copy_in(session, runs_of(restore.load))
-        read_ticket, read = self._read_from_below(session)
+        chunks = session.chunks
+        on_cpu = [index for index, more in enumerate(map(gt, chunks.cpu_len, chunks.gpu_len)) if more]
+        again: list[int] = []
+        if on_cpu and self.restorer.mode != "load":
+            count = self.restorer.recomputed(chunks, length, on_cpu, tiers.copies.incoming, alone=self._running == 1)
+            again, on_cpu = on_cpu[:count], on_cpu[count:]
+        loading = tiers.copy_in(session, runs_of(on_cpu)) if on_cpu else 0
+        read_ticket, read = self._read_from_below(session) if self.below.blocks else (None, ())
         for node in nodes:
-            tiers.update_duplicates(node, tiers.on_cpu(node))
-        work = missing_runs(session, length, size)
-        table, loaded = tuple(session.chunks.gpu), restore.loaded_tokens + tokens_in(read)
-        return Admission(work, table, found, loading, loaded, restore.recomputed_tokens, read_ticket, read)
+            if node.chunks.cpu.count(NO_BLOCK) < len(node.chunks.cpu):
+                tiers.update_duplicates(node, range(len(node.chunks.cpu)))
+        chunks = session.chunks
+        return Admission(
+            missing_runs(chunks, length, size),
+            tuple(chunks.gpu),
+            found,
+            loading,
+            sum([chunks.cpu_len[index] for index in on_cpu]) + tokens_in(read),
+            sum([chunks.cpu_len[index] for index in again]),
+            read_ticket,
+            read,
+        )
 
     def _read_from_below(self, session: Session) -> tuple[int | None, tuple[Run, ...]]:
         """Start to read those chunks without KV for which reading is worth it; returns the ticket and the positions."""
@@ -393,7 +404,7 @@ class TwoTierCache(CacheManager):
         if first == last:
             held = [last] if chunks.cpu[last] != NO_BLOCK else []
         else:
-            chunks.gpu_len[first:last] = repeated(size, last - first)
+            chunks.gpu_len[first:last] = self.tiers.full * (last - first)
             held = [index for index, block in enumerate(chunks.cpu[first : last + 1], first) if block != NO_BLOCK]
         if held:
             self.tiers.update_duplicates(node, held)

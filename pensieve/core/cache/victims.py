@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from itertools import count, islice
 from typing import NamedTuple, TypeGuard
 
-from pensieve.core.policies.base import EvictionPolicy, is_key, refuse_key
+from pensieve.core.policies.base import EvictionPolicy, refuse_key
 from pensieve.core.session import NO_BLOCK, Node, Stem, View, runs_of
 
 _Place = tuple[int, float, float, float, int, int]  # level, score, order, last active, number of the node, chunk
@@ -39,6 +39,7 @@ _COMPACT_BELOW = 64
 _STRETCH = 64  # chunks of a node whose scores are asked at once
 _FIRST_STRETCH = 4  # fewer to begin with: of most nodes a choice takes one or two
 _HOLDERS = 64  # sessions that say what a stem is worth: those before them add next to nothing
+_INFINITE = float("inf")
 _NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
 
 
@@ -228,6 +229,8 @@ class VictimIndex:
         level, session = self._level(node), node.session
         while (stretch := self._stretch(node, place, most, now_s)) is not None:
             for place, score in enumerate(stretch[1], stretch[0]):
+                if not _is_key(score):
+                    refuse_key(self._policy, "score", score, session.name)
                 order = self._policy.order(session, self._asked(node, place))
                 yield level, score, order, session.last_active_s, number, place
             place, most = place + 1, _STRETCH
@@ -279,7 +282,7 @@ class VictimIndex:
         self._stamp += 1
         lead.place, lead.stamp, lead.key = place, self._stamp, key
         order = self._policy.order(session, index)
-        if not is_key(order):
+        if not _is_key(order):
             refuse_key(self._policy, "order", order, session.name)
         entry = (order, session.last_active_s, node.number, place, self._stamp)
         heap = self._heaps.get(key)
@@ -342,7 +345,7 @@ class VictimIndex:
             if self._is_valid(entry):
                 order, last_active, number, place, stamp = entry
                 score = self._policy.score(key[1], order, now_s)
-                if not is_key(score):
+                if not _is_key(score):
                     refuse_key(self._policy, "score", score, self._leads[number].node.session.name)
                 return (key[0], score, order, last_active, number, place, stamp, key)
             heapq.heappop(heap)
@@ -388,3 +391,11 @@ class TailIndex(VictimIndex):
             for child in following
             if len(child.chunks)
         )
+
+
+def _is_key(value: object) -> bool:
+    """Whether it is a number that has a place among the others: NaN has none, and would leave a heap in any order."""
+    try:
+        return value <= _INFINITE  # type: ignore[operator]
+    except TypeError:
+        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -92,11 +91,7 @@ class EvictionPolicy(ABC):
     def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:
         """What `score` says of each chunk in [start, stop), told at once: a policy may know a quicker way."""
         chunks = range(start, stop)
-        found = [self.score(self.bucket(session, chunk), self.order(session, chunk), now_s) for chunk in chunks]
-        for score in found:
-            if not is_key(score):
-                refuse_key(self, "score", score, session.name)
-        return found
+        return [self.score(self.bucket(session, chunk), self.order(session, chunk), now_s) for chunk in chunks]
 
 
 def as_policy(policy: object) -> EvictionPolicy:
@@ -107,14 +102,6 @@ def as_policy(policy: object) -> EvictionPolicy:
             "pensieve.core.policies.base.EvictionPolicy."
         )
     return policy
-
-
-def is_key(value: object) -> bool:
-    """Whether it is a number that has a place among the others: NaN has none, and would leave a heap in any order."""
-    try:
-        return value <= math.inf  # type: ignore[operator]
-    except TypeError:
-        return False
 
 
 def refuse_key(policy: EvictionPolicy, method: str, key: object, session: str) -> NoReturn:

@@ -19,8 +19,8 @@ class Belady(EvictionPolicy):
     needs_future = True
 
     def order(self, session: Session, chunk: int) -> float:
-        if session.queued:
-            return -session.queued[0]
+        if session.waiting:
+            return -session.waiting[0]
         return -math.inf if session.next_use_s is None else -session.next_use_s
 
     def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:

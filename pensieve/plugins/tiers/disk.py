@@ -75,7 +75,7 @@ class DiskTier(LowerTier):
         if not wanted:
             return []
         chosen: list[ChunkRun] = []
-        work = list(missing_runs(session, len(session.tokens), size))
+        work = list(missing_runs(session.chunks, len(session.tokens), size))
         waiting = sum(self._reading.values())
         for first, stop in runs_of(wanted):
             rest = list(without(work, ((first * size, stop * size),)))
