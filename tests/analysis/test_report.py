@@ -190,6 +190,6 @@ def test_a_sweep_without_completed_trials_still_has_its_page(outputs, without_fi
     assert report.main(["--sweep", str(sweep)]) == 0
     text = page_of(outputs, sweep).text
     assert "The GPU caught fire" in text
-    assert "None of the 3 trials completed" in text
+    assert "3 of 3 trials did not complete" in text
     assert "No trial of this sweep is completed" in text and "supports no figure" in text
     assert set(verdicts(store, sweep).values()) == {"not comparable"}

@@ -13,7 +13,6 @@ import pytest
 
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.findings import LAST_TTFT, RECOMPUTED, Finding
-from pensieve.lab.results.note_texts import ABOVE, FACTS, TEXTS
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import SweepTable, sweep_table
 from pensieve.lab.statistics import PairedRatio
@@ -115,11 +114,6 @@ policies("policies in points", retention_value=[50, 48, 52], lru=[47, 46, 48], f
 policies("policies not told apart", retention_value=[40, 60, 50, 45, 55], lru=[55, 45, 50, 60, 41], seeds=1)
 policies("policies that recompute nothing", retention_value=[0, 0], lru=[0, 0])
 policies("policies, one recomputes", retention_value=[0, 0], lru=[1, 1])
-RATES = {"lru": 0.1001, "fifo": 0.6, "belady": 0.1003}
-RANKED = [{**metrics(OURS, miss_rate=rate), "eviction": name} for name, rate in RATES.items()]
-case("ranked, two printed alike", *RANKED, eviction="lru,fifo,belady")
-LOST = {"statuses": {"completed": 6.0, "refused": 3.0}}
-case("not ranked, turns were refused", {**RANKED[0], **LOST}, RANKED[1], eviction="lru,fifo")
 
 
 def decoded(*ms_a_token: float) -> list[TurnRecord]:
@@ -193,7 +187,7 @@ def crowd(at_once: int) -> list[TurnRecord]:
 for at_once in (8, 5, 4, 0):
     slots = {"baseline": "llama_slots", "turns": crowd(at_once), "engine": {"n_slots": 4}}
     case(f"slots, {at_once} at once", {"baseline": "pensieve", "turns": crowd(at_once)}, slots, seeds=2)
-for seeds, repeats in ((1, 1), (1, 2), (2, 2), (7, 1)):
+for seeds, repeats in ((1, 1), (2, 2), (7, 1)):
     repeated = [{**one, "repeat": repeat} for one in (OURS, THEIRS) for repeat in range(repeats)]
     case(f"{seeds} seeds, {repeats} repeats", *repeated, seeds=seeds)
 SHORT_OF = {"statuses": {"completed": 90.0, "timeout": 8.0, "failed": 2.0, "refused": 0.0}}
@@ -274,7 +268,7 @@ def messages(table: SweepTable) -> dict[str, Any]:
         [one.quantity, dict(one.at), one.name, one.other, round(one.found.ratio, 9), one.verdict, one.text]
         for one in table.findings
     ]
-    notes = [[note.code, dict(note.values)] for note in table.notes]
+    notes = [[note.code, note.text] for note in table.notes]
     answers, beside = table.answers, {row.baseline: row.beside_ours and row.beside_ours.ratio for row in table.rows}
     return {
         "answers": answers,
@@ -287,12 +281,6 @@ def messages(table: SweepTable) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_told_of_a_sweep(name: str) -> None:
     assert json.loads(json.dumps(messages(CASES[name]()))) == json.loads(GOLDEN.read_text())[name]
-
-
-def test_every_code_has_a_text_of_short_sentences() -> None:
-    assert {*ABOVE, *FACTS} <= TEXTS.keys()
-    for code, text in TEXTS.items():
-        assert max(len(sentence.split()) for sentence in text.split(". ")) <= 25, code
 
 
 @pytest.mark.parametrize(

@@ -162,34 +162,34 @@ def _beside_the_papers_policy(found: Frame, groups: Sequence[TrialGroup]) -> lis
     return made
 
 
-def headline(found: Frame, groups: Sequence[TrialGroup], made: Sequence[Finding]) -> str | None:
-    """The sweep in one sentence; None where it compares nothing."""
-    simulated = "Simulated. " if found.trials and all(trial.simulated for trial in found.trials) else ""
-    latencies = [one for one in made if not one.in_points]
-    if not latencies:
-        ranked = _ranked(found, groups)
-        return f"{simulated}{ranked}" if ranked else None
-    first = latencies[0]
-    settings = {tuple(one.at.items()): one.name for one in latencies}
-    if len(settings) == 1:
-        at = "".join(f", {axis}={value}" for axis, value in first.at.items())
-        each = f"{first.name} {', '.join(one.text for one in latencies)}{_without_interval(latencies)}"
-        return f"{simulated}{first.quantity}{at}: {each}."
-    if len({one.name for one in latencies}) == 1:
-        own = [
-            [one for one in latencies if one.other == other] for other in dict.fromkeys(one.other for one in latencies)
-        ]
+def headline(found: Frame, made: Sequence[Finding]) -> str | None:
+    """The sweep in one sentence; None where it compares nothing, or policies in several settings."""
+    if not made:
+        return None
+    first = made[0]
+    told = [one for one in made if one.quantity == first.quantity]
+    names = Counter({tuple(one.at.items()): one.name for one in told}.values())
+    if names.total() > 1 and first.in_points:
+        return None
+    if names.total() == 1:
+        at = "".join(f", {axis}={value}" for axis, value in first.at.items() if value != first.name)
+        each = f"{first.name} {', '.join(one.text for one in told)}{_without_interval(told)}"
+    elif len(names) == 1:
+        at = f" over {names.total()} settings"
+        others = dict.fromkeys(one.other for one in told)
+        own = ([one for one in told if one.other == other] for other in others)
         each = f"{first.name} {'; '.join(map(_over_settings, own))}"
     else:
-        lowest = Counter(settings.values())
-        each = ", ".join(f"{name} lowest in {count}" for name, count in lowest.most_common())
-    return f"{simulated}{first.quantity} over {len(settings)} settings: {each}."
+        at = f" over {names.total()} settings"
+        each = ", ".join(f"{name} lowest in {count}" for name, count in names.most_common())
+    simulated = "Simulated. " if all(trial.simulated for trial in found.trials) else ""
+    return f"{simulated}{first.quantity}{at}: {each}."
 
 
 def _over_settings(own: Sequence[Finding]) -> str:
     sides = Counter(one.verdict for one in own)
-    ratios = sorted(one.found.ratio for one in own)
-    span = f"{_times(ratios[0])}× to {_times(ratios[-1])}×"
+    ends = (f(one.found.ratio for one in own) for f in (min, max))
+    span = " to ".join(f"{_times(end)}×" for end in ends)
     if sides["lower"] == len(own):
         return f"{span} lower than {own[0].other}"
     counts = ", ".join(f"{side} in {sides[side]}" for side in ("higher", "not told apart") if sides[side])
@@ -201,26 +201,3 @@ def _without_interval(made: Sequence[Finding]) -> str:
         return ""
     fewest = min((one.found for one in made), key=lambda ratio: ratio.groups)
     return f" ({fewest.groups} {'seeds' if fewest.n_seeds > 1 else 'conversations'}: no CI)"
-
-
-def _ranked(found: Frame, groups: Sequence[TrialGroup]) -> str | None:
-    """Of several settings of one baseline: which recomputes least, which most. None where some served less than was asked,
-    since nobody knows what the rest would have found."""
-    if len(groups) < 2 or len({name for group in groups for name in group.trials}) > 1:
-        return None
-    if any(found.incomplete(trials) for group in groups for trials in group.trials.values()):
-        return None
-    rates = {one.name: found.mean(next(iter(one.trials.values())), "miss_rate") for one in groups}
-    known = sorted((rate, name) for name, rate in rates.items() if rate is not None)
-    shares = {name: f"{100 * rate:.1f} %" for rate, name in known}
-    if len(shares) < 2:
-        return None
-    least, *_, most = shares.values()
-    if least == most:
-        return f"{RECOMPUTED}: {least} in all {len(shares)} settings."
-    return f"{RECOMPUTED}: lowest {least} ({_some_of(shares, least)}), highest {most} ({_some_of(shares, most)})."
-
-
-def _some_of(shares: Mapping[str, str], share: str) -> str:
-    names = [name for name, own in shares.items() if own == share]
-    return names[0] if len(names) == 1 else f"{len(names)} settings"

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import func, select
 
 from pensieve.core.request import is_measured
+from pensieve.lab.metric_registry import metric_of
 from pensieve.lab.results.compare_trials import UNEQUAL_RATE
 from pensieve.lab.results.findings import OURS, REFERENCE, mostly_lost
 from pensieve.lab.results.frame import CONVERSATION, Frame, TrialGroup, conversations_of, values_of
-from pensieve.lab.results.note_texts import ABOVE, TEXTS
 from pensieve.lab.results.schema import Trial, turn_table
-from pensieve.lab.results.trials import field_of, footer, mixtures
+from pensieve.lab.results.trials import footer, mixtures
 from pensieve.lab.statistics import FEWEST_GROUPS, enough_for
 from pensieve.lab.window import HALVES_MAY_DIFFER
-from pensieve.lab.workload.base import byte_notes, cut_by_context
+from pensieve.lab.workload.base import byte_notes, context_cuts, cut_by_context
 from pensieve.units import percent
 
 if TYPE_CHECKING:
@@ -33,31 +33,44 @@ _BUSY = 0.1  # of the CPUs' time, spent by others
 _MODEL_OFF_PCT = 50.0
 _FOUND_FULL = 0.1  # of the turns, from which on slots are said to limit a baseline
 _SHOWN = 4  # places that a note names
-_WINDOW_FLAGS = ("window", "not_steady", "late_warmup", "none_in_window", "few_turns", "halves")
+
+ABOVE = ("sweep_running", "trials_missing", "do_not_compare", "mostly_lost", "tokens_are_bytes", "context_cut")
+"""Codes of the notes that stand above a table, in this order: without these its numbers would be taken for something else.
+The others are behind `results.py notes`."""
+
+FACTS = (
+    "simulated",
+    "random_weights",
+    "served_by",
+    "load",
+    "budgets",
+    "warm_up",
+    "outputs_agree",
+    "bound",
+    "gap_closed",
+)
+"""Codes of notes that say what ran, and qualify no number: a table does not count them."""
+
+_WINDOW = {
+    "window": "Throughput is over all measured turns, with start-up and drain: the load is too small for a window",
+    "not_steady": "The window began before three mean conversation durations had passed",
+    "late_warmup": "Warm-up turns were still running when the window began",
+    "none_in_window": "No turn finished in the window, so there is no throughput",
+    "few_turns": "Few turns finished in the window",
+    "halves": f"The halves of the window differ by over {HALVES_MAY_DIFFER:.0%} in output tokens",
+}
+"""Flags of a trial that qualify its throughput."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """code: a key of note_texts.TEXTS. values: what its text names."""
-
     code: str
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def text(self) -> str:
-        return TEXTS[self.code].format(**self.values)
+    text: str
 
     @property
     def above(self) -> bool:
         """It stands above the table."""
         return self.code in ABOVE
-
-
-def _where(code: str, places: Sequence[str], between: str = ", ", **values: Any) -> list[Note]:
-    """A note that names these places; none without any."""
-    more = len(places) - _SHOWN
-    listed = between.join(places[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-    return [Note(code, {"where": listed, **values})] if places else []
 
 
 def notes(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
@@ -68,50 +81,46 @@ def notes(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
     return made
 
 
-def missing(found: Frame) -> list[Note]:
+def _where(code: str, places: Sequence[str], text: str, between: str = ", ") -> Iterator[Note]:
+    """A note with the first of these places for {}; none without any."""
+    more = len(places) - _SHOWN
+    if places:
+        yield Note(code, text.format(between.join(places[:_SHOWN]) + (f" and {more} more" if more > 0 else "")))
+
+
+def missing(found: Frame) -> Iterator[Note]:
     """How many trials of the sweep have nothing to show: everything said is of the others."""
-    sweep, jobs = found.sweep, found.jobs
-    lost = sum(job.trial is None and job.last.status != "running" for job in jobs)
-    expected = max(sweep.n_expected, len(jobs))
+    expected = max(found.sweep.n_expected, len(found.jobs))
     count = expected - len(found.trials)
-    if not count:
-        return []
-    if sweep.status == "running":
-        return [Note("sweep_running", {"waiting": count - lost, "lost": lost, "expected": expected})]
-    if count == expected:
-        return [Note("none_completed", {"expected": expected})]
-    return [Note("trials_missing", {"missing": count, "expected": expected})]
+    if count and found.sweep.status == "running":
+        lost = sum(job.trial is None and job.last.status != "running" for job in found.jobs)
+        what = f"{count - lost} of {expected} trials have not ended, {lost} did not complete"
+        yield Note("sweep_running", f"The sweep is running: {what}.")
+    elif count:
+        what = f"{count} of {expected} trials did not complete"
+        yield Note("trials_missing", f"{what}. Type the same command again to run them.")
 
 
-def not_comparable(groups: Sequence[TrialGroup]) -> list[Note]:
+def not_comparable(groups: Sequence[TrialGroup]) -> Iterator[Note]:
     """What the trials of a setting mix. That an axis sweeps hardware or weights is no mixture."""
     beside = [[trial for own in group.trials.values() for trial in own] for group in groups]
-    reasons = dict.fromkeys((one.what, one.remedy) for trials in beside for one in mixtures(trials))
-    return [Note("do_not_compare", {"what": what, "remedy": remedy}) for what, remedy in reasons]
+    for what, remedy in dict.fromkeys((one.what, one.remedy) for trials in beside for one in mixtures(trials)):
+        yield Note("do_not_compare", f"Do not compare times here: the sweep holds {what}. Remedy: {remedy}.")
 
 
-def load_changed(groups: Sequence[TrialGroup]) -> list[Note]:
-    """What makes the load another one than was meant: lengths in bytes, conversations that the model's context cuts."""
+def load_changed(groups: Sequence[TrialGroup]) -> Iterator[Note]:
+    """What makes the load another one than was meant: lengths in bytes, conversations that the model's context cuts.
+    Baselines of a group have the same conversations by seed, which count once."""
     plans = [plan_of(trial) for group in groups for trials in group.trials.values() for trial in trials]
-    in_bytes = dict.fromkeys(text for plan in plans for text in byte_notes(plan))
-    return [*(Note("tokens_are_bytes", {"text": text}) for text in in_bytes), *_context_cut(groups)]
-
-
-def _context_cut(groups: Sequence[TrialGroup]) -> list[Note]:
-    """What the model's context took from the conversations. Baselines of a group have the same conversations by seed, which
-    count once."""
-    told = {}
+    for text in dict.fromkeys(text for plan in plans for text in byte_notes(plan)):
+        yield Note("tokens_are_bytes", text)
+    told: dict[str, list[str]] = {}
     for group in groups:
         each = {trial.seed: plan_of(trial) for trials in group.trials.values() for trial in trials}
-        if said := cut_by_context(each.values()):
-            told[group.name] = said
-    if not told:
-        return []
-    alike = len(told) == len({group.name for group in groups}) and len(set(told.values())) == 1
-    if alike:
-        return [Note("context_cut", {"where": next(iter(told.values()))})]
-    each_place = [f"{f'({name}) ' if name else ''}{said}" for name, said in told.items()]
-    return _where("context_cut", each_place, "; ")
+        told.setdefault(cut_by_context(each.values()), []).append(group.name)
+    if any(told):
+        places = [f"({names[0]}) {said}" if len(told) > 1 else said for said, names in told.items() if said]
+        yield from _where("context_cut", places, context_cuts("{}"), "; ")
 
 
 def plan_of(trial: Trial) -> Mapping[str, Any]:
@@ -133,37 +142,40 @@ def starting(trials: Sequence[Trial]) -> bool:
     return any("not_steady" in trial.flags for trial in trials)
 
 
-def _lost_most(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
+def _lost_most(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
     where = [
         f"{_place(group, name)} {done:,} of {asked:,}"
         for group in groups
         for name, (done, asked) in mostly_lost(found, group).items()
     ]
-    return _where("mostly_lost", where)
+    yield from _where("mostly_lost", where, "Too few turns completed to compare: {}.")
 
 
-# -- one rule for each note ---------------------------------------------------------------------------------------------
+# -- one rule for each thing behind `results.py notes` ------------------------------------------------------------------
 
 
-def _turns_without_reply(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
+def _turns_without_reply(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
     lost = []
     for group, name, trials in _all(groups):
-        less = found.incomplete(trials)
-        if less:
+        if less := found.incomplete(trials):
             turns = less.total() + sum(int(found.metric(trial, "turns", "completed") or 0) for trial in trials)
             each = ", ".join(f"{count:,} {status}" for status, count in less.items())
             lost.append(f"{_place(group, name)} {less.total():,} of {turns:,} ({each})")
-    return _where("turns_without_reply", lost, "; ")
+    easier = "They are in no latency and no hit rate, so what is left may be easier."
+    yield from _where("turns_without_reply", lost, f"Turns that did not complete: {{}}. {easier}", "; ")
 
 
-def _waiting(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
+def _waiting(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
     late = []
     for group, name, trials in _all(groups):
         last = _last_turns(found, trials)
         if _mostly_wait(last):
             waited, ttft = last["queue_ms"].median(), last["ttft_ms"].median()
             late.append(f"{_place(group, name)} {waited:,.0f} of {ttft:,.0f} ms")
-    return _where("near_saturation", late)
+    text = (
+        "Near saturation: most of the last turn's TTFT is queueing (medians): {}. Ratios to these grow with the load."
+    )
+    yield from _where("near_saturation", late, text)
 
 
 def _last_turns(found: Frame, trials: Sequence[Trial]) -> pd.DataFrame:
@@ -180,7 +192,7 @@ def _mostly_wait(last: pd.DataFrame) -> bool:
     return not last.empty and bool((last["queue_ms"] / last["ttft_ms"]).median() > MOSTLY)
 
 
-def _less_finished(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
+def _less_finished(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
     """Baselines that finished less of an open load than another did with the same seeds, or less than was offered while most
     of the time was waiting. Without waiting, less than the nominal rate is chance: it is not told."""
     less = []
@@ -191,26 +203,22 @@ def _less_finished(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
             rate, offered = fmean(own.values()), None if starting(trials) else offered_rate(trials)
             if offered is not None and _clearly_less(rate, offered) and _mostly_wait(_last_turns(found, trials)):
                 less.append(f"{_place(group, name)} {rate:.3g} of {offered:.3g} offered")
-            elif ahead := _most_ahead(own, {other: of for other, of in rates.items() if other != name}):
-                other, rate, most = ahead
+                continue
+            both = {other: _over_same_seeds(own, of) for other, of in rates.items() if own.keys() & of.keys()}
+            other, (rate, most) = max(both.items(), key=lambda one: one[1][1] - one[1][0])
+            if _clearly_less(rate, most):
                 less.append(f"{_place(group, name)} {rate:.3g}, {other} {most:.3g} with the same seeds")
-    return _where("less_finished", less, "; ")
-
-
-def _most_ahead(own: Mapping[int, float], others: Mapping[str, Mapping[int, float]]) -> tuple[str, float, float] | None:
-    """Of those that finished clearly more with the seeds that both ran, the one that finished most: its name, and the two
-    mean rates over these seeds."""
-    ahead = []
-    for other, rates in others.items():
-        if seeds := own.keys() & rates.keys():
-            rate, more = fmean(own[seed] for seed in seeds), fmean(rates[seed] for seed in seeds)
-            if _clearly_less(rate, more):
-                ahead.append((other, rate, more))
-    return max(ahead, key=lambda one: one[2], default=None)
+    text = "Less of the offered load was finished (requests/s): {}. Latencies are not at equal rates."
+    yield from _where("less_finished", less, text, "; ")
 
 
 def _clearly_less(rate: float, other: float) -> bool:
     return rate < (1 - UNEQUAL_RATE) * other
+
+
+def _over_same_seeds(one: Mapping[int, float], other: Mapping[int, float]) -> tuple[float, float]:
+    seeds = one.keys() & other.keys()
+    return fmean(one[seed] for seed in seeds), fmean(other[seed] for seed in seeds)
 
 
 def _steady_rates(found: Frame, trials: Sequence[Trial]) -> dict[int, float]:
@@ -226,52 +234,35 @@ def _load_decides(trial: Trial) -> bool:
     return bool(trial.flags.get("load", "closed") != "closed")
 
 
-def _slower_at(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
-    """At what Pensieve is behind another baseline with every seed: the headline is of the first token alone."""
+def _slower_at(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
+    """At what Pensieve is behind another baseline with every seed: the headline is of the first token alone. How many tokens
+    are made under an open load is the load's."""
     slower = []
-    for group in groups:
-        for other in (name for name in group.trials if OURS in group.trials and name != OURS):
-            ours, theirs = group.trials[OURS], group.trials[other]
-            token_ms = _behind(found.by_seed(theirs, "tpot_ms_mean"), found.by_seed(ours, "tpot_ms_mean"))
-            if token_ms is not None:
-                slower.append(
-                    f"TPOT {token_ms[1]:.3g} ms, {_place(group, other)} {token_ms[0]:.3g}{_seeds(token_ms[2])}"
-                )
-            if any(_load_decides(trial) for trial in (*ours, *theirs)):
-                continue  # how many tokens there are to make; who finishes less of it is told
-            made = _behind(*(found.by_seed(own, "throughput_output_tok_s") for own in (ours, theirs)))
-            if made is not None:
-                slower.append(f"{made[0]:.3g} output tokens/s, {_place(group, other)} {made[1]:.3g}{_seeds(made[2])}")
-    return _where("slower_at", slower, "; ")
+    for group, other, theirs in _all(groups):
+        ours = group.trials.get(OURS, ())
+        asked = {"tpot_ms_mean": "TPOT {:.3g} ms"}
+        if not any(_load_decides(trial) for trial in (*ours, *theirs)):
+            asked["throughput_output_tok_s"] = "{:.3g} output tokens/s"
+        for name, text in asked.items():
+            a, b = found.by_seed(ours, name), found.by_seed(theirs, name)
+            both = [(a[seed], b[seed]) for seed in a.keys() & b.keys()]
+            lower = metric_of(name).better == "lower"
+            if both and all(_clearly_less(*((y, x) if lower else (x, y))) for x, y in both):
+                own, others = _over_same_seeds(a, b)
+                slower.append(f"{text.format(own)}, {_place(group, other)} {others:.3g}")
+    yield from _where("slower_at", slower, "Pensieve is behind (means of trials): {}.", "; ")
 
 
-def _seeds(count: int) -> str:
-    return f" ({count} seed{'s' * (count > 1)})" if count < FEWEST_GROUPS else ""
+def _caches(_found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
+    """Servers that ran before a trial: of those that say what they held, see trials.mixtures."""
+    flag, places = "cache_state_unverified", []
+    for group, name, trials in _all(groups):
+        said = [str(trial.flags[flag]).rstrip(".") for trial in trials if flag in trial.flags]
+        places += [f"{_place(group, name)}: {said[0]}"] if said else []
+    yield from _where("cache_not_verified", places, "Nobody can tell whether the cache was as declared: {}.", "; ")
 
 
-def _behind(less: Mapping[int, float], more: Mapping[int, float]) -> tuple[float, float, int] | None:
-    """The two means over the seeds that both have, and how many these are, where the first is clearly less with each."""
-    seeds = less.keys() & more.keys()
-    if not seeds or not all(_clearly_less(less[seed], more[seed]) for seed in seeds):
-        return None
-    return fmean(less[seed] for seed in seeds), fmean(more[seed] for seed in seeds), len(seeds)
-
-
-def _caches(_found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
-    """Servers that ran before a trial, whose cache was not what it declares, or of which nobody can tell."""
-    made = []
-    for code, flag in (("cache_not_as_declared", "contaminated"), ("cache_not_verified", "cache_state_unverified")):
-        places = []
-        for group, name, trials in _all(groups):
-            said = [str(trial.flags[flag]).rstrip(".") for trial in trials if flag in trial.flags]
-            if said:
-                more = f" (and {len(said) - 1} more trials)" if len(said) > 1 else ""
-                places.append(f"{_place(group, name)}: {said[0]}{more}")
-        made += _where(code, places, "; ")
-    return made
-
-
-def _slots(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
+def _slots(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
     """Baselines with a fixed number of slots that turns often found all taken."""
     limited = []
     for group, name, trials in _all(groups):
@@ -279,7 +270,8 @@ def _slots(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
         if shares and median(shares) > _FOUND_FULL:
             slots = "/".join(sorted({str(_slots_of(trial)) for trial in trials}))
             limited.append(f"{_place(group, name)} has {slots}, taken for {median(shares):.0%} of its turns")
-    return _where("slots_taken", limited)
+    how = "baseline.cache.n_slots sets them (llama.cpp: baseline.engine.n_parallel), and more slots are smaller."
+    yield from _where("slots_taken", limited, f"Slots limit concurrency: {{}}. {how}")
 
 
 def _slots_of(trial: Trial) -> int | None:
@@ -290,125 +282,112 @@ def _slots_of(trial: Trial) -> int | None:
 
 def _found_full(trial: Trial, turns: pd.DataFrame) -> float | None:
     """The share of the turns that came while as many others as there are slots were not finished; None without slots."""
-    slots = _slots_of(trial)
-    known = turns[["arrived_s", "finished_s"]].dropna() if slots is not None else turns.iloc[:0]
+    slots, known = _slots_of(trial), turns[["arrived_s", "finished_s"]].dropna()
     if slots is None or known.empty:
         return None
     arrived, finished = known["arrived_s"].sort_values().to_numpy(), known["finished_s"].sort_values().to_numpy()
-    before = range(len(arrived))  # of those that come at once, each finds the ones before it
-    running = before - finished.searchsorted(arrived, side="right")
+    running = range(len(arrived)) - finished.searchsorted(arrived, side="right")  # of those that come at once, in turn
     return float((running >= slots).mean())
 
 
-def _few(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
-    seeds = {trial.seed for trial in found.trials}
-    if not seeds:
-        return []
-    made = []
-    if len(seeds) == 1:
-        made.append(Note("one_seed"))
-        if (times := len({trial.repeat for trial in found.trials})) > 1:
-            made.append(Note("repeated_seed", {"times": times}))
-    elif len(seeds) < FEWEST_GROUPS:
-        made.append(Note("few_seeds", {"seeds": len(seeds), "least": FEWEST_GROUPS}))
-    counts = [
-        len(conversations_of(values_of(found.turns(trials), "ttft_ms")).unique()) for _, _, trials in _all(groups)
-    ]
-    if counts and 0 < min(counts) < (least := enough_for(0.5)):
-        made.append(Note("few_conversations", {"count": min(counts), "least": least}))
-    turns = [len(values_of(found.turns([trial]), "ttft_ms")) for trial in found.trials]
-    if turns and 0 < min(turns) < (least := enough_for(0.99)):
-        made.append(Note("few_turns_for_p99", {"count": min(turns), "least": f"{least:,}"}))
-    return made
+def _few(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
+    seeds = len({trial.seed for trial in found.trials})
+    if seeds == 1:
+        yield Note("one_seed", "One seed: intervals are over its conversations, on one machine at one time.")
+    elif 1 < seeds < FEWEST_GROUPS:
+        yield Note("few_seeds", f"{seeds} seeds: no intervals below {FEWEST_GROUPS}. Add seed=0,1,2,3,4.")
+    ttft = [values_of(found.turns(trials), "ttft_ms") for _, _, trials in _all(groups)]
+    fewest = min((len(conversations_of(one).unique()) for one in ttft), default=0)
+    if 0 < fewest < (least := enough_for(0.5)):
+        text = f"Medians rest on {fewest} conversations; another few would move them below {least}."
+        yield Note("few_conversations", text)
+    fewest = min((len(values_of(found.turns([trial]), "ttft_ms")) for trial in found.trials), default=0)
+    if 0 < fewest < (least := enough_for(0.99)):
+        text = f"p99 rests on {fewest} turns a trial; below {least:,} it is little but the maximum."
+        yield Note("few_turns_for_p99", text)
 
 
-def _tiers(found: Frame, _groups: Sequence[TrialGroup]) -> list[Note]:
+def _tiers(found: Frame, _groups: Sequence[TrialGroup]) -> Iterator[Note]:
     """Pensieve that never evicted, or never read back what it evicted, says nothing about its tiers."""
     ours = [trial for trial in found.trials if trial.baseline == OURS]
-    evicted = [found.metric(trial, "evicted_chunks") for trial in ours]
-    if not ours or None in evicted:
-        return []
-    moved = sum(count for count in evicted if count)
-    dropped = [found.metric(trial, "dropped_chunks") for trial in ours]
-    if not moved:
-        return [] if any(count is None or count > 0 for count in dropped) else [_nothing_evicted(ours[0])]
-    read = [found.metric(trial, "cpu_hit_rate") for trial in ours]
-    if any(rate is None or rate > 0 for rate in read):
-        return []
-    return [Note("cpu_tier_unused", {"chunks": f"{moved:,.0f}"})]
+    counted = {
+        name: [found.metric(trial, name) for trial in ours]
+        for name in ("evicted_chunks", "dropped_chunks", "cpu_hit_rate")
+    }
+    none = {name: all(value == 0 for value in values) for name, values in counted.items()}
+    if ours and none["evicted_chunks"] and none["dropped_chunks"]:
+        text = "Nothing was evicted: every conversation fitted into the GPU tier. To see eviction, add conversations or"
+        yield Note("nothing_evicted", f"{text} lower cache.gpu.")
+    elif ours and none["cpu_hit_rate"] and None not in counted["evicted_chunks"] and not none["evicted_chunks"]:
+        moved = sum(value or 0 for value in counted["evicted_chunks"])
+        text = "nothing here shows what the CPU tier is worth. Add conversations that return, or raise cache.cpu."
+        yield Note("cpu_tier_unused", f"{moved:,.0f} chunks left the GPU tier and none was read back: {text}")
 
 
-def _nothing_evicted(trial: Trial) -> Note:
-    pressure, gpu = (field_of(trial, name) for name in ("workload.pressure", "cache.gpu"))
-    raised = f"raise workload.pressure (now {pressure})" if pressure is not None else "add conversations"
-    lowered = f"lower cache.gpu (now {gpu})" if gpu is not None else "lower cache.gpu"
-    return Note("nothing_evicted", {"raised": raised, "lowered": lowered})
-
-
-def _machine(found: Frame, _groups: Sequence[TrialGroup]) -> list[Note]:
-    made = []
+def _machine(found: Frame, _groups: Sequence[TrialGroup]) -> Iterator[Note]:
     shares = [float(trial.flags["others_cpu_share"]) for trial in found.trials if "others_cpu_share" in trial.flags]
     if shares and max(shares) > _BUSY:
-        made.append(Note("busy_machine", {"share": median(shares), "most": max(shares)}))
+        text = f"Other programs used {median(shares):.0%} of the CPU time (at most {max(shares):.0%})"
+        yield Note("busy_machine", f"{text}: times are longer by it.")
     worst: dict[str, float] = {}
     for trial in found.trials:
         error = found.metric(trial, "cost_model_error_pct")
         if error is not None and abs(error) > max(_MODEL_OFF_PCT, abs(worst.get(trial.baseline, 0.0))):
             worst[trial.baseline] = error
-    return made + _where("cost_model_off", [f"{name} {error:+.0f} %" for name, error in worst.items()])
+    where = [f"{name} {error:+.0f} %" for name, error in worst.items()]
+    yield from _where("cost_model_off", where, "The cost model that eviction goes by was far from the measurement: {}.")
 
 
-def _what_ran(found: Frame, _groups: Sequence[TrialGroup]) -> list[Note]:
+def _what_ran(found: Frame, _groups: Sequence[TrialGroup]) -> Iterator[Note]:
     trials = found.trials
-    made = _where("simulated", sorted({trial.hardware for trial in trials if trial.simulated}))
+    machines = sorted({trial.hardware for trial in trials if trial.simulated})
+    text = "Simulated on {}: times come from a cost model; hits and misses are those of the real cache."
+    yield from _where("simulated", machines, text)
     if any(trial.weights == "random" for trial in trials):
-        made.append(Note("random_weights"))
-    made += [Note("served_by", {"text": text}) for text in footer(trials)]
+        yield Note("random_weights", "Random weights: text is meaningless, speed is that of the architecture.")
+    yield from (Note("served_by", text) for text in footer(trials))
     if load := load_line(trials):
-        made.append(Note("load", {"text": load}))
+        yield Note("load", load)
     if budgets := _budgets(trials):
-        made.append(Note("budgets", {"where": budgets}))
+        sets = [trial.working_set_tokens for trial in trials if trial.working_set_tokens is not None]
+        working = f"; working set {_range(sets)}" if sets else ""
+        yield Note("budgets", f"KV budgets in tokens: {', '.join(budgets)}{working}.")
     if preparing := _preparing_turns(found):
-        made.append(Note("warm_up", {"count": f"{preparing:,}"}))
-    return made
+        yield Note("warm_up", f"{preparing:,} warm-up turns are left out.")
 
 
-def _window(found: Frame, _groups: Sequence[TrialGroup]) -> list[Note]:
+def _window(found: Frame, _groups: Sequence[TrialGroup]) -> Iterator[Note]:
     """What qualifies the throughput column: a note for each flag, with the trials that have it by baseline."""
-    trials, made = found.trials, []
+    trials = found.trials
     totals = Counter(trial.baseline for trial in trials)
-    for flag in _WINDOW_FLAGS:
+    for flag, text in _WINDOW.items():
         flagged = Counter(trial.baseline for trial in trials if flag in trial.flags)
         if flagged:
             each = ", ".join(f"{name} {count} of {totals[name]}" for name, count in flagged.items())
-            made.append(Note(flag, {"where": "all trials" if flagged == totals else each, "limit": HALVES_MAY_DIFFER}))
+            yield Note(flag, f"{text}: {'all trials' if flagged == totals else each}.")
     drained: dict[str, float] = {}
     for trial in trials:
         if (share := float(trial.flags.get("drain_share") or 0.0)) > 0:
             drained[trial.baseline] = max(share, drained.get(trial.baseline, 0.0))
-    return made + _where("drain", [f"{name} {share:.0%}" for name, share in drained.items()])
+    where = [f"{name} {share:.0%}" for name, share in drained.items()]
+    yield from _where("drain", where, "Output tokens after the window, which throughput leaves out, at most: {}.")
 
 
-def _bound(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
+def _bound(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
     """Of one setting; of several it is a column. A server that stores nothing has no bound."""
-    if len(groups) != 1:
-        return []
-    bounds = {name: found.mean(trials, "bound_hit_rate") for name, trials in groups[0].trials.items()}
-    known = [f"{name} {percent(bound)}" for name, bound in bounds.items() if bound is not None and name != REFERENCE]
-    return _where("bound", known)
+    if len(groups) == 1:
+        bounds = {name: found.mean(trials, "bound_hit_rate") for name, trials in groups[0].trials.items()}
+        known = [f"{name} {percent(one)}" for name, one in bounds.items() if one is not None and name != REFERENCE]
+        yield from _where("bound", known, "Offline bound on the hit rate at this capacity, in %: {}.")
 
 
-def _failures(found: Frame, _groups: Sequence[TrialGroup]) -> list[Note]:
+def _failures(found: Frame, _groups: Sequence[TrialGroup]) -> Iterator[Note]:
     lost = [job.last for job in found.jobs if job.last.status not in ("completed", "running")]
     each = [f"{t.baseline}, seed {t.seed}, {t.status}{f': {t.error}'.rstrip('.') if t.error else ''}" for t in lost]
-    made = _where("not_completed", each, "; ")
-    waiting = found.sweep.n_expected - len(found.jobs)
-    if waiting > 0:
-        made.append(Note("never_begun", {"count": waiting, "expected": found.sweep.n_expected}))
-    return made
+    yield from _where("not_completed", each, "Not completed: {}.", "; ")
 
 
-_RULES: Sequence[Callable[[Frame, Sequence[TrialGroup]], list[Note]]] = (
+_RULES: Sequence[Callable[[Frame, Sequence[TrialGroup]], Iterator[Note]]] = (
     _turns_without_reply, _waiting, _less_finished, _slower_at, _caches, _slots, _few, _tiers, _machine, _what_ran,
     _window, _bound, _failures,
 )  # fmt: skip
@@ -421,19 +400,19 @@ def load_line(trials: Sequence[Trial]) -> str | None:
     """What was asked: the load's kind and rate, and the lengths of conversations, messages and replies."""
     known = [plan for trial in trials if (plan := plan_of(trial))]
     parts = []
-    for name, unit in (("sessions", "conversations"), ("message_tokens_mean", "tokens a message")):
-        if values := [float(plan[name]) for plan in known if name in plan]:
-            parts.append(f"{_range(values)} {unit}")
-    if replies := [float(plan["reply_tokens_mean"]) for plan in known if "reply_tokens_mean" in plan]:
-        kinds = {str(plan["replies"]) for plan in known if "replies" in plan}
-        parts.append(f"{_range(replies)} a reply" + (f" ({', '.join(sorted(kinds))})" if kinds else ""))
     for name, words in (
+        ("sessions", "conversations"),
+        ("message_tokens_mean", "tokens a message"),
+        ("reply_tokens_mean", "a reply"),
         ("think_time_s", "s of think time"),
         ("think_time_cap_s", "s of it at most"),
         ("request_interval_s", "s between arrivals"),
     ):
         if values := [float(plan[name]) for plan in known if isinstance(plan.get(name), int | float)]:
-            parts.append(f"{_range(values)} {words}")
+            kinds = sorted(
+                {str(plan["replies"]) for plan in known if name == "reply_tokens_mean" and "replies" in plan}
+            )
+            parts.append(f"{_range(values)} {words}" + (f" ({', '.join(kinds)})" if kinds else ""))
     load = ", ".join(sorted({str(plan["load"]) for plan in known if "load" in plan}))
     load += ", tokens are bytes" if load and any(byte_notes(plan) for plan in known) else ""
     return f"Load ({load}): {', '.join(parts)}." if load else None
@@ -444,20 +423,19 @@ def _range(values: Sequence[float]) -> str:
     return f"{low:,.4g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:,.4g} to {high:,.4g}"
 
 
-def _budgets(trials: Sequence[Trial]) -> str:
-    """The KV budget of each baseline and the working set of the workload, in tokens."""
+def _budgets(trials: Sequence[Trial]) -> list[str]:
+    """The KV budget of each baseline, in tokens."""
     parts: dict[str, None] = {}
     for trial in trials:
+        tiers = {
+            "GPU": trial.gpu_tokens,
+            "CPU": trial.cpu_tokens,
+            "disk": int((trial.engine or {}).get("disk_tokens") or 0),
+        }
+        known = [f"{tier} {tokens:,}" for tier, tokens in tiers.items() if tokens]
         if trial.gpu_tokens is not None:
-            cpu = f" + CPU {trial.cpu_tokens:,}" if trial.cpu_tokens else ""
-            on_disk = int((trial.engine or {}).get("disk_tokens") or 0)
-            disk = f" + disk {on_disk:,}" if on_disk else ""
-            parts[f"{trial.baseline} GPU {trial.gpu_tokens:,}{cpu}{disk}"] = None
-    if not parts:
-        return ""
-    sets = [trial.working_set_tokens for trial in trials if trial.working_set_tokens is not None]
-    working = f"; working set {_range(sets)}" if sets else ""
-    return f"{', '.join(parts)}{working}"
+            parts[f"{trial.baseline} {' + '.join(known)}"] = None
+    return list(parts)
 
 
 def _preparing_turns(found: Frame) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from itertools import groupby
@@ -14,8 +14,7 @@ from rich.text import Text
 from pensieve.errors import ResultsError, typed
 from pensieve.lab.results.findings import LAST_TTFT, OURS, REFERENCE, Finding, findings, headline
 from pensieve.lab.results.frame import CONVERSATION, GAP_COLUMNS, START, Frame, TrialGroup, gap_closed, values_of
-from pensieve.lab.results.note_texts import ABOVE, FACTS
-from pensieve.lab.results.notes import NOTE_COLUMNS, Note, notes
+from pensieve.lab.results.notes import ABOVE, FACTS, NOTE_COLUMNS, Note, notes
 from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.tokens import TokenComparison, compare_tokens
@@ -139,8 +138,9 @@ def sweep_table(store: ResultsStore, sweep_id: int) -> SweepTable:
     rows = [_row(found, group, name, made) for group in groups for name in group.trials]
     told = [*notes(found, groups), *_notes_on_outputs(rows)]
     if any(row.gap_closed is not None for row in rows):
-        told.append(Note("gap_closed"))
-    return SweepTable(found.sweep, rows, headline(found, groups, made), made, told)
+        how = "(hits - lru's hits) / (bound - lru's hits), paired by seed and conversation"
+        told.append(Note("gap_closed", f"lru to bound, closed: {how}."))
+    return SweepTable(found.sweep, rows, headline(found, made), made, told)
 
 
 def _row(found: Frame, group: TrialGroup, baseline: str, made: Sequence[Finding]) -> SweepRow:
@@ -183,25 +183,21 @@ def _check_outputs(store: ResultsStore, reference: str, theirs: Sequence[Trial],
         return OutputCheck(reference, problem="simulated")
     found: list[TokenComparison] = []
     for trial in ours:
-        other = by_seed.get((trial.seed, trial.repeat))
-        paths = [store.artifacts_of(one.id, "tokens") for one in (other, trial) if one is not None]
-        if other is not None and all(paths):
+        pair = filter(None, (by_seed.get((trial.seed, trial.repeat)), trial))
+        paths = [artifact.path for one in pair for artifact in store.artifacts_of(one.id, "tokens")]
+        if len(paths) == 2:
             try:
-                found.append(compare_tokens(paths[0][0].path, paths[1][0].path))
+                found.append(compare_tokens(*paths))
             except ResultsError as error:
                 return OutputCheck(reference, problem=str(error))
-    compared = sum(part.turns_compared for part in found)
+    compared, differing = (
+        sum(each) for each in ((o.turns_compared for o in found), (o.turns_differing for o in found))
+    )
     if compared == 0:
         return OutputCheck(reference, problem="no tokens kept")
-    margins = [part.margin for part in found]
-    known = [margin for margin in margins if margin is not None]
-    return OutputCheck(
-        reference=reference,
-        turns_compared=compared,
-        turns_differing=sum(part.turns_differing for part in found),
-        margin=max(known, default=None) if len(known) == len(margins) else None,
-        exact=all(trial.dtype in (None, "float32") for trial in ours),
-    )
+    margins = [one.margin for one in found if one.margin is not None]
+    margin = max(margins) if len(margins) == len(found) else None
+    return OutputCheck(reference, compared, differing, margin, all(t.dtype in (None, "float32") for t in ours))
 
 
 def _geometric_mean(values: Iterable[float]) -> float | None:
@@ -232,27 +228,25 @@ def _outputs(check: OutputCheck | None) -> str:
     return "identical" if check.exact else "agree"
 
 
-def _notes_on_outputs(rows: Sequence[SweepRow]) -> list[Note]:
+def _notes_on_outputs(rows: Sequence[SweepRow]) -> Iterator[Note]:
     """Whether the baselines gave the same tokens."""
     checked = [(row, row.outputs) for row in rows if row.outputs]
-    compared = [(row, check) for row, check in checked if check.problem is None]
-    differing = [(row, check) for row, check in compared if check.turns_differing]
-    made = []
-    if compared and not differing:
-        turns = f"{sum(check.turns_compared for _, check in compared):,}"
-        exact = ", token for token" if all(check.exact for _, check in compared) else " (16 bits)"
-        made.append(Note("outputs_agree", {"turns": turns, "exact": exact}))
-    for row, check in differing:
-        where = "".join(f", {axis}={value}" for axis, value in row.group.items())
-        margin = "unknown margin" if check.margin is None else f"margin at most {check.margin:.1e}"
-        told = f"{row.baseline}{where} in {check.turns_differing:,} of {check.turns_compared:,} turns, {margin}"
-        made.append(Note("outputs_differ", {"reference": check.reference, "where": told}))
-    if any(not check.exact for _, check in differing):
-        made.append(Note("rounds_apart", {"text": ROUNDS_APART}))
-    problems = {check.problem for _, check in checked if check.problem and check.problem != "simulated"}
+    compared = [check for _, check in checked if check.problem is None]
+    if compared and not any(check.turns_differing for check in compared):
+        exact = ", token for token" if all(check.exact for check in compared) else " (16 bits)"
+        turns = f"{sum(check.turns_compared for check in compared):,}"
+        text = f"Outputs of all baselines agree in {turns} of {turns} turns compared{exact}."
+        yield Note("outputs_agree", text)
+    for row, check in checked:
+        if check.turns_differing:
+            where = ", ".join([row.baseline, *(f"{axis}={value}" for axis, value in row.group.items())])
+            margin = "unknown margin" if check.margin is None else f"margin at most {check.margin:.1e}"
+            told = f"{where} in {check.turns_differing:,} of {check.turns_compared:,} turns, {margin}"
+            tie = "A margin near 0 is a tie; in float32 a larger one is a fault." if check.exact else ROUNDS_APART
+            yield Note("outputs_differ", f"Outputs differ from {check.reference}'s: {told}. {tie}")
+    problems = {check.problem.rstrip(".") for _, check in checked if check.problem and check.problem != "simulated"}
     if problems:
-        made.append(Note("outputs_not_compared", {"where": "; ".join(one.rstrip(".") for one in sorted(problems))}))
-    return made
+        yield Note("outputs_not_compared", f"Outputs were not compared everywhere: {'; '.join(sorted(problems))}.")
 
 
 _OWN = "1"
