@@ -347,7 +347,7 @@ def _results_parser() -> argparse.ArgumentParser:
     command("sync-mlflow", _to_mlflow, "write to MLflow what it lacks of the results database (pensieve mlflow sync)")
     anew = command("rebuild-mlflow", _to_mlflow, "make the MLflow store anew from the results database")
     anew.set_defaults(anew=True)
-    bundled = command("bundle", _bundle, "a zip of a sweep that redraws its figures on another machine")
+    bundled = command("bundle", _bundle, "a zip of a sweep, of which its figures are drawn on another machine")
     bundled.add_argument("sweep", type=int)
     bundled.add_argument("--to", type=Path, help="file (default: outputs/bundle/sweep-<id>.zip)")
     return parser
@@ -508,11 +508,11 @@ def _to_mlflow(store: ResultsStore, options: argparse.Namespace) -> Iterable[str
 
 
 def _bundle(store: ResultsStore, options: argparse.Namespace) -> Iterable[str]:
-    from pensieve.lab.compose import conf_folder, outputs_folder
+    from pensieve.lab.compose import outputs_folder
     from pensieve.lab.results.export import bundle_sweep
 
     path = options.to or outputs_folder() / "bundle" / f"sweep-{options.sweep}.zip"
-    return [str(bundle_sweep(store, options.sweep, conf_folder().parent, path))]
+    return [str(bundle_sweep(store, options.sweep, path))]
 
 
 def _say(text: str) -> None:

@@ -123,6 +123,5 @@ def test_an_installed_command_sweeps_draws_lists_and_shows_its_help(installed, t
         ["completed", "stateless"],
         ["completed", "pensieve"],
     ]
-    assert "bundle from a checkout" in installed("results", "bundle", "1").stderr
     assert "sim_a100_80g" in installed("run", "--help").stdout
     assert "Benchmarks beside their limits" in installed("bench", "--help").stdout

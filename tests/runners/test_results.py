@@ -66,7 +66,7 @@ def test_export_and_bundle(swept, tmp_path):
     assert report["aggregates"]["mean_total_ms"] > 0
     bundle = results(swept, "bundle", "1", "--to", str(tmp_path / "b.zip")).stdout.strip()
     with zipfile.ZipFile(bundle) as archive:
-        assert {"outputs/results.db", "redraw.sh", "lock.txt", "configs/trial-1.json"} <= set(archive.namelist())
+        assert {"outputs/results.db", "README.txt", "configs/trial-1.json"} <= set(archive.namelist())
 
 
 def test_two_baselines_are_compared(swept):

@@ -1,14 +1,13 @@
-"""A sweep in files: for other programs one JSON a baseline and all its turns as CSV and Parquet; or all of it (rows, tokens,
-configurations, code, versions, commands) in one zip that redraws its figures elsewhere."""
+"""A sweep in files: for other programs one JSON a baseline and all its turns as CSV and Parquet; or its rows, tokens and
+configurations in one zip, of which its figures are drawn elsewhere."""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import tempfile
-import zipfile
 from collections.abc import Iterable, Sequence
-from importlib.metadata import distributions
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -17,10 +16,9 @@ from typing import Any
 from sqlalchemy import Boolean, Float, Integer, Row, insert, select
 
 from pensieve.errors import MissingSeries, ResultsError
-from pensieve.lab.results.environment import DISTRIBUTION
 from pensieve.lab.results.frame import measured_turns
-from pensieve.lab.results.schema import ArtifactRow, Base, Trial, turn_table, version_table
-from pensieve.lab.results.store import DATABASE_NAME, TURN_COLUMNS, JobResult, ResultsStore, open_store
+from pensieve.lab.results.schema import ArtifactRow, Base, Sweep, Trial, turn_table, version_table
+from pensieve.lab.results.store import TURN_COLUMNS, JobResult, ResultsStore, open_store
 from pensieve.lab.results.trials import axis_value, varying_axes
 from pensieve.lab.statistics import median, nearest_rank
 
@@ -38,6 +36,7 @@ NOTES = {
 """Why a field of a run is null."""
 
 _MEGABYTE = 1e6
+_BATCH = 5000
 _AS_RECORDED = ("queue_ms", "compute_ms", "transfer_ms", "sent_bytes", "received_bytes")
 
 
@@ -168,117 +167,58 @@ def _arrow_type(name: str) -> Any:
 
 # All of it, in a zip
 
-PROJECT = "pyproject.toml"
-SOURCES = ("pensieve", "analysis", "conf", "runners", PROJECT, "constraints.txt", "README.md", "LICENSE")
-FIGURE_SCRIPT = "analysis/figures.py"
-_BATCH = 5000
+README = """One sweep of Pensieve: the rows of sweep {sweep}, the output tokens of its trials, and their configurations.
 
-README = """One sweep of Pensieve, complete: its figures are redrawn from the rows in outputs/{database}.
+  PENSIEVE_OUTPUTS=outputs python analysis/figures.py --sweep {sweep}      in a checkout (commit {commit}): draws its figures
+  PENSIEVE_OUTPUTS=outputs python runners/results.py reproduce TRIAL       runs a trial again, and compares
 
-  sh redraw.sh            makes .venv with the versions in lock.txt, then draws into outputs/figures/latest
-
-outputs/   the database with the rows of sweep {sweep} alone, and the output tokens of its trials
-configs/   the resolved configuration of each trial; python runners/results.py reproduce <trial> runs one again
-lock.txt   the packages that were installed where this was made
+Column environment of table trial has the versions of all packages, and a hash of each file of code that ran.
 """
 
-REDRAW = """#!/bin/sh
-# Draws every figure of the sweep again, from the rows in outputs/, into outputs/figures/latest.
-set -eu
-cd "$(dirname "$0")"
-if [ -z "${{PYTHON:-}}" ]; then
-    python3 -m venv .venv
-    .venv/bin/python -m pip install --quiet {packages}
-    PYTHON=.venv/bin/python
-fi
-PENSIEVE_OUTPUTS="$PWD/outputs"
-PYTHONPATH="$PWD"  # the code of the bundle, not one that is installed here
-export PENSIEVE_OUTPUTS PYTHONPATH
-{command}
-"""
 
-_FIGURE_PACKAGES = ("numpy", "scipy", "matplotlib", "pandas", "pyarrow", "sqlalchemy", "filelock", "psutil", "rich")
-
-
-def bundle_sweep(store: ResultsStore, sweep_id: int, checkout: Path, path: Path) -> Path:
-    """Write the zip and return its path. checkout: where the package and analysis/ lie.
+def bundle_sweep(store: ResultsStore, sweep_id: int, path: Path) -> Path:
+    """Write the zip and return its path.
 
     Raises MissingSeries where no trial of the sweep is completed, ResultsError where the zip cannot be written.
     """
-    store.sweep(sweep_id)
-    jobs = store.trials_of_sweep(sweep_id)
-    trials = {trial.id: trial for job in jobs for trial in (job.last, job.trial) if trial is not None}
+    sweep, jobs = store.sweep(sweep_id), store.trials_of_sweep(sweep_id)
     if not any(job.trial for job in jobs):
         raise MissingSeries(f"No trial of sweep {sweep_id} is completed; run its command again and bundle then.")
-    if not (checkout / PROJECT).is_file():
-        raise ResultsError(f"There is no {PROJECT} in {checkout}; bundle from a checkout, which has all sources.")
+    trials = {trial.id: trial for job in jobs for trial in (job.last, job.trial) if trial is not None}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as name:
-            partial = path.with_name(f".{path.name}.partial")
-            with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
-                tokens = _copy_rows(store, sweep_id, list(trials), Path(name))
-                archive.write(Path(name) / DATABASE_NAME, f"outputs/{DATABASE_NAME}")
-                for stored, file in tokens.items():
-                    archive.write(file, f"outputs/{stored}")
-                for trial in trials.values():
-                    archive.writestr(f"configs/trial-{trial.id}.json", json.dumps(trial.config, indent=2))
-                for file in _source_files(checkout):
-                    archive.write(file, file.relative_to(checkout).as_posix())
-                lock = _lock()
-                archive.writestr("lock.txt", "".join(f"{package}=={version}\n" for package, version in lock.items()))
-                archive.writestr("README.txt", README.format(database=DATABASE_NAME, sweep=sweep_id))
-                pinned = [f"{package}=={lock[package]}" for package in _FIGURE_PACKAGES if package in lock]
-                command = f'"$PYTHON" {FIGURE_SCRIPT} --sweep {sweep_id}'
-                archive.writestr("redraw.sh", REDRAW.format(packages=" ".join(pinned), command=command))
-        partial.replace(path)
+            folder = Path(name)
+            _copy_rows(store, sweep_id, list(trials), folder / "outputs")
+            (folder / "configs").mkdir()
+            for trial in trials.values():
+                config = json.dumps(trial.config, indent=2)
+                (folder / "configs" / f"trial-{trial.id}.json").write_text(config, encoding="utf-8")
+            (folder / "README.txt").write_text(README.format(sweep=sweep_id, commit=sweep.git_commit), encoding="utf-8")
+            partial = shutil.make_archive(str(path.with_name(f".{path.name}")), "zip", folder)
+        return Path(partial).replace(path)
     except OSError as error:
         raise ResultsError(
             f"The bundle cannot be written to {path} ({error.strerror or error}); name another file with --to."
         ) from None
-    return path
 
 
-def _copy_rows(store: ResultsStore, sweep_id: int, trial_ids: Sequence[int], folder: Path) -> dict[str, Path]:
-    """Copy the sweep's rows, with their ids, into a SQLite database; returns the token files by their path in the bundle."""
-    target = open_store(folder)
-    files: dict[str, Path] = {}
+def _copy_rows(store: ResultsStore, sweep_id: int, trial_ids: Sequence[int], outputs: Path) -> None:
+    """Copy the sweep's rows, with their ids, into a SQLite database, and the files of their tokens beside it."""
+    target = open_store(outputs)
+    own = {"sweep": Sweep.id == sweep_id, "trial": Trial.id.in_(trial_ids)}
+    with store.database.reading() as source, target.database.writing() as copy:
+        for table in Base.metadata.sorted_tables:
+            if table in (version_table, ArtifactRow.__table__):
+                continue
+            which = own.get(table.name)
+            if which is None:
+                which = table.c.sweep_id == sweep_id if "sweep_id" in table.c else table.c.trial_id.in_(trial_ids)
+            for part in source.execute(select(table).where(which)).partitions(_BATCH):
+                copy.execute(insert(table), [dict(row._mapping) for row in part])
     for trial_id in trial_ids:
         for artifact in store.artifacts_of(trial_id, "tokens"):
             if artifact.path.is_file():
-                files[f"tokens/{trial_id}-{artifact.path.name}"] = artifact.path
-    for table in Base.metadata.sorted_tables:
-        if table in (version_table, ArtifactRow.__table__):
-            continue
-        query = select(table)
-        if "sweep_id" in table.c:
-            query = query.where(table.c.sweep_id == sweep_id)
-        elif table.name == "sweep":
-            query = query.where(table.c.id == sweep_id)
-        else:
-            query = query.where((table.c.id if table is Trial.__table__ else table.c.trial_id).in_(trial_ids))
-        with store.database.reading() as source, target.database.writing() as copy:
-            for part in source.execute(query).partitions(_BATCH):
-                copy.execute(insert(table), [dict(row._mapping) for row in part])
-    with target.database.writing() as copy:
-        digests = {a.path: a.sha256 for trial_id in trial_ids for a in store.artifacts_of(trial_id, "tokens")}
-        for stored, file in files.items():
-            trial_id = int(stored.partition("/")[2].partition("-")[0])
-            copy.execute(
-                insert(ArtifactRow).values(trial_id=trial_id, kind="tokens", path=stored, sha256=digests[file])
-            )
+                (outputs / "tokens").mkdir(exist_ok=True)
+                kept = Path(shutil.copyfile(artifact.path, outputs / "tokens" / f"{trial_id}.parquet"))
+                target.add_artifact(trial_id, "tokens", kept)
     target.database.alone("PRAGMA wal_checkpoint(TRUNCATE)")  # the file alone is the whole database
-    return files
-
-
-def _source_files(checkout: Path) -> Iterable[Path]:
-    for name in SOURCES:
-        top = checkout / name
-        for file in sorted(top.rglob("*")) if top.is_dir() else [top]:
-            if file.is_file() and "__pycache__" not in file.parts:
-                yield file
-
-
-def _lock() -> dict[str, str]:
-    found = {str(d.metadata["Name"]).lower(): d.version for d in distributions() if d.metadata["Name"]}
-    return {name: found[name] for name in sorted(found) if name != DISTRIBUTION}
