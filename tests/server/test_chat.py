@@ -49,9 +49,8 @@ def test_turns_stats_and_reset(talk):
     said = talk("Hello", "And you?", "stats", "reset", "stats", "exit", "never read")
     assert "turn 1:" in said and "turn 2:" in said and "turn 3" not in said
     second = next(line for line in said.splitlines() if line.startswith("turn 2"))
-    assert "x as fast as without memory" in second
     assert " 0 on GPU" not in second
-    assert said.rstrip().endswith("No turn yet.")
+    assert "2 turns" in said and said.rstrip().endswith("No turn yet.")
     assert talk.server.conversations.find("", "chat") is None
 
 
@@ -127,7 +126,7 @@ def test_replies_are_compared_in_float32_or_with_what_may_differ(typed, dtype, t
 
 
 def test_a_script_that_cannot_be_read_is_a_sentence(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot be read \(No such file or directory\); give"):
+    with pytest.raises(ConfigError, match=r"cannot be read .*; give"):
         questions_of(str(tmp_path / "none"))
     (tmp_path / "empty").write_text("\n \n")
     with pytest.raises(ConfigError, match="no question"):

@@ -14,11 +14,7 @@ pytest.importorskip("prometheus_client", reason="the extra serve is not installe
 from pensieve.errors import TooManySessions
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server import statistics
-from pensieve.serve.server.api import Server
 from pensieve.serve.server.conversations import Conversations, Mark
-from pensieve.serve.systems import threaded_system
-from pensieve.serve.tokenizer import ByteTokenizer
-from tests.baselines.systems import threaded
 
 
 def test_what_is_held_follows_what_is_kept():
@@ -104,17 +100,3 @@ def test_the_tokens_of_a_tenant_are_counted_as_they_come_and_go():
             assert conversations._tokens[name] == held
     assert refused == 0, "the one idle longest makes room"
     assert max(len(conversations.of(name)) for name in "ab") < 60, "so there never were many"
-
-
-@pytest.mark.parametrize("streamed", [True, False])
-def test_the_engine_makes_way_once_for_a_first_token_that_somebody_passes_on(streamed, monkeypatch):
-    made_way = []
-    monkeypatch.setattr(threaded_system.time, "sleep", made_way.append)
-    system, _ = threaded()
-    with Server(system, ByteTokenizer()) as server:
-        asked = {"max_new_tokens": 9, "ignore_eos": True}
-        if streamed:
-            assert server.stream("s", [1, 2, 3], **asked).result().turn.output_tokens == 9
-        else:
-            server.generate("s", [1, 2, 3], **asked)
-    assert made_way.count(threaded_system._HANDOVER_S) == streamed

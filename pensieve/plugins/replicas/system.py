@@ -328,10 +328,6 @@ class _ToOutbox:
     said: Transcripts
     request: Request
 
-    @property
-    def streams(self) -> bool:
-        return False
-
     def happened(self, event: Event) -> None:
         if event.turn is not None:
             self.said.note(self.request, event.turn)

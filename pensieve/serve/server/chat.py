@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -18,21 +18,18 @@ from pensieve.lab.compose import read_option
 from pensieve.lab.compose.settings import check_node
 from pensieve.lab.compose.weights import check_weights, model_config
 from pensieve.lab.trial.terminal import console, say
-from pensieve.serve.record import Miss, TurnRecord
+from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.api import Server
 from pensieve.serve.server.create import server_of
 from pensieve.serve.server.dialogue import Dialogue
 from pensieve.serve.server.turn import Stream
 from pensieve.specs import ROUNDS_APART, SIXTEEN_BITS
-from pensieve.units import ceil_div
-from pensieve.user_cache import user_cache
 
 SHIPPED = "five"
 SMALL_MODEL = "smollm2_135m_gguf"
 WITHOUT_MEMORY = "stateless"
-COMMANDS = "stats: what memory was worth; reset: begin anew; exit (or Ctrl-D): leave; Ctrl-C: stop a reply."
+COMMANDS = "stats: where each prompt was found; reset: begin anew; exit (or Ctrl-D): leave; Ctrl-C: stop a reply."
 _NAME = "chat"
-_PROBE = "~without memory"
 
 
 class ChatSettings(BaseModel):
@@ -60,7 +57,7 @@ def chat(config: Mapping[str, Any], typed: Collection[str] = ()) -> int:
         return play(trial, settings, questions_of(settings.script))
     with server_of(trial, say=say) as server:
         say(f"{trial['model']['name']}, baseline={trial['baseline']['name']}. {COMMANDS}")
-        Conversation(server, settings, sys.stdout).run(read_line())
+        Conversation(server, settings, sys.stdout).run(read_line)
     return 0
 
 
@@ -77,43 +74,34 @@ def small_model() -> tuple[dict[str, Any], str | None]:
 
 def questions_of(script: str) -> list[str]:
     """The lines of a file that are not empty. Raises ConfigError."""
-    if script == SHIPPED and not Path(script).exists():
-        text = files("pensieve.serve.server").joinpath(f"{SHIPPED}.txt").read_text(encoding="utf-8")
-    else:
-        try:
-            text = Path(script).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
-            raise ConfigError(
-                f"chat.script={script} cannot be read ({why}); give a text file with a question a line, or {SHIPPED}."
-            ) from None
+    shipped = script == SHIPPED and not Path(script).exists()
+    file = files("pensieve.serve.server").joinpath(f"{SHIPPED}.txt") if shipped else Path(script).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"chat.script={script} cannot be read ({error}); give a text file with a question a line, or {SHIPPED}."
+        ) from None
     questions = [line.strip() for line in text.splitlines() if line.strip()]
     if not questions:
         raise ConfigError(f"chat.script={script} holds no question; write one a line.")
     return questions
 
 
-def read_line() -> Callable[[], str]:
-    """What asks for the next line, with editing and history at a terminal; raises EOFError at the end."""
-    if not sys.stdin.isatty():
-        return input
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory
-
-    folder = user_cache()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    session: PromptSession[str] = PromptSession(history=FileHistory(str(folder / "chat_history")))
-    return lambda: session.prompt(">>> ")
+def read_line() -> str:
+    """The next line, with editing and history at a terminal; raises EOFError at the end."""
+    with suppress(ImportError):  # there is none on Windows
+        import readline  # noqa: F401  what `input` edits with
+    return input(">>> " if sys.stdin.isatty() else "")
 
 
 class Conversation:
-    """One conversation at the terminal. A turn is measured against the same turn without memory when `stats` is asked for."""
+    """One conversation at the terminal."""
 
     def __init__(self, server: Server, settings: ChatSettings, out: TextIO) -> None:
         self._server, self._settings, self._out = server, settings, out
         self._dialogue = Dialogue(server)
-        self._turns: list[_Measured] = []
-        self._begun = False
+        self._turns: list[TurnRecord] = []
 
     def run(self, read: Callable[[], str]) -> None:
         """Answer lines until `exit` or the end of input. Ctrl-C at the prompt gives up the line."""
@@ -136,12 +124,12 @@ class Conversation:
 
     def reset(self) -> None:
         self._server.forget(_NAME)
-        self._turns, self._begun = [], False
+        self._turns = []
 
     def ask(self, text: str) -> Stream:
         """The reply to one message of the user."""
         s, messages = self._settings, [{"role": "user", "content": text}]
-        if s.system is not None and not self._begun:
+        if s.system is not None and not self._turns:
             messages.insert(0, {"role": "system", "content": s.system})
         output = Free(s.max_new_tokens, self._dialogue.stops(()))
         stream = Stream(self._server.turn(output, self._server.sampling(s.temperature, s.top_p), fits=True))
@@ -151,37 +139,16 @@ class Conversation:
     def took(self, stream: Stream) -> TurnRecord:
         """Remember a finished turn."""
         record = stream.result().turn
-        assert stream.turn.asked is not None
         if record.stands:
-            self._begun = True
-            self._turns.append(_Measured(record, list(stream.turn.asked.prompt)))
+            self._turns.append(record)
         return record
 
     def stats(self) -> str:
-        """A line a turn, and one of the caches."""
+        """A line a turn, and those of the server."""
         if not self._turns:
             return "No turn yet."
-        lines = []
-        for number, turn in enumerate(self._turns, start=1):
-            self._measure(turn)
-            lines.append(f"turn {number}: {turn.line()}")
-        counters, settings, gauges = (
-            self._server.system.counters(),
-            self._server.system.settings(),
-            self._server.system.gauges(),
-        )
-        block = settings["kv_bytes_per_token"] * self._server.system.chunk_tokens
-        nothing = (0.0, "blocks")
-        gpu, cpu, disk = (
-            gauges.get(f"{tier}_blocks_used", nothing)[0] * block / 1e9 for tier in ("gpu", "cpu", "disk")
-        )
-        recovered = [turn.record.recomputed_tokens or 0 for turn in self._turns]
-        lines.append(
-            f"KV held: {gpu:.3f} GB on GPU, {cpu:.3f} GB on CPU, {disk:.3f} GB on disk; "
-            f"chunks evicted {counters['evicted_chunks']:.0f}, dropped "
-            f"{counters['dropped_chunks']:.0f}; recoveries {sum(map(bool, recovered))} ({sum(recovered)} tokens)"
-        )
-        return "\n".join(lines)
+        lines = [f"turn {number}: {_told(turn)}" for number, turn in enumerate(self._turns, start=1)]
+        return "\n".join([*lines, self._server.get_statistics_str()])
 
     def _answer(self, text: str) -> None:
         try:
@@ -198,54 +165,24 @@ class Conversation:
         except PensieveError as error:
             self._print(str(error))
 
-    def _measure(self, turn: _Measured) -> None:
-        """Its whole prompt once more in a conversation of its own, if that pushes nobody out. A cache that shares by content
-        would find it, so there it says nothing."""
-        server = self._server
-        if turn.without_ms is not None or server.system.settings()["shares"]:
-            return
-        free = (
-            server.system.settings()["gpu_tokens"] // server.system.chunk_tokens
-            - server.system.gauges()["gpu_blocks_used"][0]
-        )
-        if free < 2 * ceil_div(len(turn.prompt) + 1, server.system.chunk_tokens):
-            return
-        turn.without_ms = server.generate(_PROBE, turn.prompt, max_new_tokens=1, ignore_eos=True).turn.ttft_ms
-        server.forget(_PROBE)
-
     def _print(self, text: str) -> None:
         print(text, file=self._out, flush=True)
 
 
-@dataclass(slots=True)
-class _Measured:
-    """without_ms: the same prompt's time to first token with nothing of it in the cache; None: not measured."""
-
-    record: TurnRecord
-    prompt: list[int]
-    without_ms: float | None = None
-
-    def line(self) -> str:
-        r = self.record
-        text = f"{r.ttft_ms or 0:.1f} ms to the first of {r.output_tokens} tokens; prompt {r.prompt_tokens} tokens: "
-        text += f"{r.gpu_hit_tokens} on GPU, {r.cpu_hit_tokens} on CPU, {r.disk_hit_tokens} on disk, "
-        text += f"{r.recomputed_tokens} recomputed, {r.new_tokens} new"
-        text += _missed(r.misses)
-        if self.without_ms is None or not r.ttft_ms:
-            return f"{text}; without memory not measured (no room beside the conversation)"
-        return f"{text}; {self.without_ms / r.ttft_ms:.2f}x as fast as without memory ({self.without_ms:.1f} ms)"
-
-
-def _missed(misses: Sequence[Miss]) -> str:
-    """The ledger, on a line."""
-    if not misses:
-        return ""
-    causes = dict.fromkeys(miss.cause for miss in misses)
-    told = []
-    for cause in causes:
-        own = [miss for miss in misses if miss.cause == cause]
-        told.append(f"{cause} {sum(miss.tokens for miss in own)} ({sum(miss.ms for miss in own):.1f} ms)")
-    return f" [missed {', '.join(told)}]"
+def _told(r: TurnRecord) -> str:
+    """A turn and its ledger, on a line."""
+    lines = {
+        cause: [miss for miss in r.misses if miss.cause == cause] for cause in dict.fromkeys(m.cause for m in r.misses)
+    }
+    missed = ", ".join(
+        f"{cause} {sum(miss.tokens for miss in own)} ({sum(miss.ms for miss in own):.1f} ms)"
+        for cause, own in lines.items()
+    )
+    return (
+        f"{r.ttft_ms or 0:.1f} ms to the first of {r.output_tokens} tokens; prompt {r.prompt_tokens} tokens: "
+        f"{r.gpu_hit_tokens} on GPU, {r.cpu_hit_tokens} on CPU, {r.disk_hit_tokens} on disk, "
+        f"{r.recomputed_tokens} recomputed, {r.new_tokens} new [missed {missed}]"
+    )
 
 
 def play(trial: Mapping[str, Any], settings: ChatSettings, questions: Sequence[str]) -> int:
@@ -280,16 +217,12 @@ def _side_by_side(questions: Sequence[str], played: Mapping[str, Sequence[tuple[
     table = Table(title="Time to first token by turn, ms", show_lines=True)
     for title in ("turn", "question", *(f"{baseline}: reply" for baseline in played)):
         table.add_column(title)
-    for baseline in played:
-        table.add_column(baseline, justify="right")
-    table.add_column("speed-up", justify="right")
+    for title in (*played, "speed-up"):
+        table.add_column(title, justify="right")
     for number, question in enumerate(questions):
         turns = [turns[number] for turns in played.values()]
-        ttft = [record.ttft_ms for record, _ in turns]
-        same = len(turns) == 2 and turns[0][1] == turns[1][1]
-        texts = [turns[0][1], "the same" if same else turns[-1][1]][: len(turns)]
-        with_ms, without_ms = ttft[0], ttft[-1]
-        speed_up = f"{without_ms / with_ms:.2f}x" if len(turns) == 2 and with_ms and without_ms else "-"
-        shown = [f"{value:.1f}" if value is not None else "-" for value in ttft]
-        table.add_row(str(number + 1), question, *texts, *shown, speed_up)
+        ttft = [record.ttft_ms or float("nan") for record, _ in turns]
+        texts = [text for _, text in turns]
+        texts[1:] = ["the same" if text == texts[0] else text for text in texts[1:]]
+        table.add_row(str(number + 1), question, *texts, *(f"{ms:.1f}" for ms in ttft), f"{ttft[-1] / ttft[0]:.2f}x")
     return table

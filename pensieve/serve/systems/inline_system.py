@@ -31,10 +31,7 @@ class InlineSystem(EngineSystem):
         """parts: as EngineSystem takes them, with a VirtualClock."""
         super().__init__(**parts)
         self._lock = threading.Lock()
-        # What was begun while the engine was busy, and what else it is to do.
-        self._inbox: deque[tuple[Request, Listener] | Callable[[], None]] = deque()
-        # Held for a moment only, so whoever begins a request may hold locks of its own.
-        self._inbox_lock = threading.Lock()
+        self._inbox: deque[Callable[[], None]] = deque()  # what was begun and released while the engine was busy
         self._untold: list[Event] = []  # happened while somebody asked, for the next poll
         self._ended: str | None = None  # why nobody can ask any more
         self._counts_windows = False
@@ -45,12 +42,10 @@ class InlineSystem(EngineSystem):
             self.engine.submit(request)
 
     def begin(self, request: Request, listener: Listener) -> None:
-        with self._inbox_lock:
-            ended = self._ended
-            if ended is None:
-                self._inbox.append((request, listener))
-        if ended is not None:
-            listener.failed(WorkerError(ended))
+        self._listeners[request.id] = listener
+        self._inbox.append(lambda: self.engine.submit(request))
+        if self._ended is not None:  # after it told the other listeners, or before: nobody else will tell this one
+            self._fail_listeners(WorkerError(self._ended))
 
     def drive(self, awaited: Future[Any]) -> None:
         while not awaited.done():
@@ -61,8 +56,7 @@ class InlineSystem(EngineSystem):
                     self._serve_listeners()
 
     def release(self, session: str, tenant: str = "", left: TokenArray[int] | None = None) -> None:
-        with self._inbox_lock:
-            self._inbox.append(lambda: self.engine.forget(session, tenant, left))
+        self._inbox.append(lambda: self.engine.forget(session, tenant, left))
 
     def cancel(self, request_id: int, status: str) -> None:
         with self._lock:
@@ -90,11 +84,11 @@ class InlineSystem(EngineSystem):
 
     def poll(self, until_s: float | None) -> list[Event]:
         with self._lock:
-            untold, self._untold = self._untold, []
-            if any(event.turn is not None for event in untold):
-                return untold
-            events = self._run(None if until_s is None else round(until_s * 1e9))
-            return untold + (self._tell(events) if self._listeners else events)
+            events, self._untold = self._untold, []
+            if not any(event.turn is not None for event in events):
+                ran = self._run(None if until_s is None else round(until_s * 1e9))
+                events += self._tell(ran) if self._listeners else ran
+            return events
 
     def draw_timeline(self) -> Timeline | None:
         """Collect what the machine does from now on; None for a worker that is not simulated."""
@@ -134,19 +128,11 @@ class InlineSystem(EngineSystem):
     def _empty_inbox(self) -> None:
         """Hand to the engine what was begun and released since the last call."""
         while self._inbox:
-            entry = self._inbox.popleft()
-            if callable(entry):
-                entry()
-            else:
-                request, listener = entry
-                self._listeners[request.id] = listener
-                self.engine.submit(request)
+            self._inbox.popleft()()
 
     def _end(self, why: str) -> None:
-        with self._inbox_lock:
-            self._ended = self._ended or why
-            begun, self._inbox = self._inbox, deque()
-        self._listeners.update((entry[0].id, entry[1]) for entry in begun if not callable(entry))
+        self._ended = self._ended or why
+        self._inbox.clear()
         self._fail_listeners(WorkerError(self._ended))
 
     def _run(self, until_ns: int | None) -> list[Event]:
