@@ -26,7 +26,6 @@ _COLOURS = {
     "sequential": style.COLOURS["stateless"],
     "contiguous": "#E69F00",
     "varlen": "#009E73",
-    "flashinfer": "#CC79A7",
     "copied_out": "#D55E00",
     "one_at_a_time": "#332288",
     "one_run": "#56B4E9",

@@ -339,21 +339,3 @@ def test_what_routers_go_by_is_what_the_replicas_are_at_that_moment(monkeypatch,
 def test_replicas_without_a_router_are_refused(overrides, said):
     with pytest.raises(Exception, match=said):
         run(*overrides)
-
-
-@pytest.mark.parametrize("failing", [False, True])
-def test_a_turn_is_routed_once_where_nothing_in_between_matters(failing, monkeypatch):
-    """It is asked for when the turns before it are announced, and when it is sent; where replicas fail, as it is then."""
-    asked = Counter()
-
-    def counting(request, fleet, seed):
-        asked[request.session, request.turn] += 1
-        return affinity(request, fleet, seed)
-
-    monkeypatch.setitem(ROUTERS, "affinity", counting)
-    monkeypatch.setattr(cluster_system, "LOAD_BLIND", frozenset({counting}))
-    more = ("hardware.failure_s=0.05", "hardware.restart_s=0.02") if failing else ()
-    turns, counted, _ = run("hardware.router=affinity", "hardware.replicas=4", *more)
-    assert failing or asked.keys() >= {(turn.session, turn.turn) for turn in turns}
-    assert (counted["restarted_requests"] > 0) is failing, "those are routed anew"
-    assert (max(asked.values()) > 1) is failing

@@ -85,12 +85,6 @@ def test_with_one_replica_nothing_changes(when):
     assert counted["migrated_turns"] == 0 == found(turns, "received_bytes")
 
 
-def test_where_no_conversation_moves_nothing_changes():
-    calm, _, _ = run("hardware.router=affinity", "hardware.replicas=3")
-    turns, _, _ = run("hardware.router=affinity", "hardware.replicas=3", "hardware.migration=always", SLOW)
-    assert without_bytes(turns) == without_bytes(calm)
-
-
 def test_replicas_that_fail_and_requests_that_time_out_on_the_way_end_once():
     turns, counted, _ = run(
         *ROOM, "hardware.migration=always", "hardware.network_gbps=1", "hardware.failure_s=0.05", "hardware.restart_s=0.02",

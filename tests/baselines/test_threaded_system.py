@@ -111,18 +111,6 @@ def test_a_crash_ends_every_call_that_waits_for_the_engine(started):
     assert worker.closed == 1
 
 
-def test_a_start_that_gets_no_thread_closes_its_worker(monkeypatch):
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    system, worker = threaded()
-    with pytest.raises(RuntimeError, match="new thread"):
-        system.start()
-    assert worker.closed == 1
-    system.close()
-
-
 def test_an_idle_engine_wakes_to_forget_and_sleeps_again():
     """Two conversations, both idle for longer than they may be; nobody calls anything meanwhile."""
     system, _ = threaded(limits=MemoryLimits(ttl_s=0.3))

@@ -57,7 +57,7 @@ def test_the_targets_of_all_run_though_one_fails(config, monkeypatch, capsys):
         raise HardwareMissing("This machine has no such thing.")
 
     def lacks(bench):
-        raise ModuleNotFoundError("No module named 'flashinfer'", name="flashinfer")
+        raise ModuleNotFoundError("No module named 'accelerate'", name="accelerate")
 
     for name, run in {"kernel": works, "swap": fails, "decode": lacks, "prefill": works, "serve": works}.items():
         target_that(monkeypatch, name, run)
@@ -65,7 +65,7 @@ def test_the_targets_of_all_run_though_one_fails(config, monkeypatch, capsys):
     assert ran == ["kernel", "prefill", "serve"]
     said = capsys.readouterr().err
     assert "swap: This machine has no such thing." in said
-    assert "decode: the Python package flashinfer is not installed" in said
+    assert "decode: the Python package accelerate is not installed" in said
 
 
 def test_every_recorded_target_is_there():

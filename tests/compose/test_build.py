@@ -34,7 +34,7 @@ def test_it_is_part_of_what_is_measured():
 
 
 def test_simulated_hardware_ignores_it():
-    system = build_system(plan_trial(checked("attention_backend=flashinfer")))
+    system = build_system(plan_trial(checked("attention_backend=varlen")))
     system.start()
     system.close()
 

@@ -7,10 +7,6 @@ from dataclasses import replace
 import pytest
 
 from pensieve.core.plan import StepPlan, swap_in
-from pensieve.lab.compose import options, read_option
-from pensieve.lab.compose.machine import find_device, hardware_spec
-from pensieve.lab.compose.schema import HardwareConfig
-from pensieve.sim.cost import simulated_cost
 from pensieve.sim.roofline import Roofline
 from tests.simulated import MACHINE, MODEL
 from tests.worker.test_simulated import perform, started
@@ -46,23 +42,3 @@ def test_a_load_is_priced_by_single_blocks_which_is_too_long_by_no_more_than_its
     cost = Roofline(MODEL, replace(MACHINE, fragment_s=ENGINES_S), 32)
     taken = cost.transfer_s(24, to_gpu=True, runs=int(24 / run_blocks))
     assert taken <= 24 * cost.load_s() * (1 + 1e-12) <= run_blocks * taken * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("name", [name for name in options("hardware") if name.startswith("sim_")])
-def test_a_preset_and_its_record_say_what_is_known_of_pieces(name: str) -> None:
-    config = HardwareConfig.model_validate(read_option("hardware", name))
-    if name in ("sim_profile", "sim_paired"):
-        assert config.source.startswith(
-            ("runners/profile.py", "trial.measure_machine")
-        )  # blocks were copied there as they lie
-        return
-    assert "fragment_s" in config.source
-    model = replace(MODEL, dtype="bfloat16")
-    recorded = {
-        value: str(
-            simulated_cost(model, replace(hardware_spec(config, find_device(config)), fragment_s=value), 32).describe()
-        )
-        for value in (config.fragment_s, ENGINES_S)
-    }
-    assert "pieces free, as with a kernel that gathers at that rate: assumed" in recorded[0.0]
-    assert "5.9e-06 s a piece" in recorded[ENGINES_S] and "assumed" not in recorded[ENGINES_S]

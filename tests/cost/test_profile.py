@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.core.cache.restore import CpuChunks, RestoreTimes
 from pensieve.core.clock import VirtualClock
 from pensieve.core.cost import predicted_s
 from pensieve.errors import WorkerError
@@ -120,21 +119,6 @@ def test_an_iteration_shorter_than_the_hinge_is_predicted_with_the_weights_it_re
         for start, stop in ((0, 64), (0, 128), (2048, 2176), (16384, 16512), (8192, 8704)):
             expected = roofline.iteration_s([(start, stop)], 1)
             assert predicted_s(cost, [(start, stop)], 32) == pytest.approx(expected, rel=0.12), (cost, start, stop)
-
-
-def test_a_hybrid_restore_by_the_profile_saves_what_it_saves_by_the_roofline() -> None:
-    roofline = roofline_of("sim_h100")
-    tokens = 32768
-    on_cpu = [(start, start + 32) for start in range(0, tokens, 32)]
-    new, leading = [(tokens, tokens + 64)], CpuChunks(on_cpu)
-    true = RestoreTimes(roofline, 32, roofline.model.layers, 512)
-
-    def saved(cost: Profile | Roofline) -> float:
-        split = RestoreTimes(cost, 32, roofline.model.layers, 512).choose(new, on_cpu, 0)
-        return true.finish_s(new, leading, 0, 0) - true.finish_s(new, leading, split.recomputed, 0)
-
-    assert saved(roofline) > 5e-3
-    assert saved(prefills(roofline, CONTEXTS)) > 0.99 * saved(roofline)
 
 
 def test_a_worker_is_profiled_through_its_plans() -> None:

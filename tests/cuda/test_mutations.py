@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pensieve.core.plan import Row, Sample, swap_in, swap_out
-from pensieve.device import batch, flight, graphs
+from pensieve.device import batch, flight
 from pensieve.device.options import TorchOptions
 from pensieve.device.transfers import lanes, pinned
 
@@ -79,16 +79,6 @@ def lists_sent_from_pageable_memory(patch):
     patch.setattr(triton_backend, "send", send)
 
 
-def item_in_a_capture(patch):
-    compute = graphs.DecodeGraphs._compute
-
-    def waiting(self, bucket):
-        bucket.batch.token_ids[0].item()
-        return compute(self, bucket)
-
-    patch.setattr(graphs.DecodeGraphs, "_compute", waiting)
-
-
 def test_nothing_is_found_without_them(device):
     scenario(device)
     waits = [sync for sync in device.syncs if "flight.py" not in sync.where and "test_mutations" not in sync.where]
@@ -111,14 +101,6 @@ def test_each_is_found(device, monkeypatch, mutate, kind, places):
     scenario(device)
     found = [finding for finding in device.findings if finding.kind == kind]
     assert any(place in finding.where for finding in found for place in places.split("|")), listed(device.findings)
-
-
-def test_what_waits_in_a_capture_is_found(device, monkeypatch):
-    item_in_a_capture(monkeypatch)
-    hand = Hand(tiny(), TorchOptions(max_batch_requests=1))
-    assert hand.settings["graphs"].startswith("not recorded: RuntimeError: CUDA error")
-    assert any(finding.kind == "capture" for finding in device.findings)
-    hand.close()
 
 
 @pytest.mark.parametrize("quarantine", [True, False])

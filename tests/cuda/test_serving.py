@@ -9,7 +9,6 @@ from pensieve.core.plan import Moved, Row, Sample, swap_in, swap_out
 from pensieve.device.options import TorchOptions
 from pensieve.device.transfers import lanes
 from pensieve.errors import HardwareMissing
-from tests.gpu.shortage import fail_and_go_on
 
 from .conftest import needs_triton
 from .serving import CHUNK, REQUESTS, Hand, converse, plain_token, tiny, wrong_tokens
@@ -143,15 +142,6 @@ def test_a_replay_waits_once_for_a_load(device, monkeypatch, graphs, waits):
     assert len(held) == waits and not device.findings, listed(device.findings)
     assert plain_token(known) == result.tokens[0]
     hand.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_shortage_fails_its_step_alone(device, depth):
-    failed, served, prompt = fail_and_go_on(tiny(attention="reference"), depth, 2**20)
-    assert "ran out of memory" in (failed.error or "")
-    assert served.status == "completed"
-    assert plain_token(prompt) == served.token_ids[0]
 
 
 def test_a_pool_beyond_the_device_is_a_sentence(device):

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
@@ -168,14 +167,6 @@ def test_what_a_start_that_fails_had_to_say_is_shown(
     assert capfd.readouterr().err == "as before\n"
 
 
-def test_what_others_said_before_is_shared() -> None:
-    system = opened(n_parallel=1)
-    served(system, ask(1, "a", prompt(50), output=1))
-    [other] = served(system, ask(2, "b", prompt(40) + prompt(20, start=9), output=1))
-    assert (other.gpu_hit_tokens, other.history_tokens) == (0, 0)
-    assert other.shared_hit_tokens == 40
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_prompt_beyond_its_slot_is_refused_and_an_output_beyond_it_fails(stream: bool) -> None:
     """n_ctx is divided among the slots: 1,024 cells in four of them."""
@@ -245,23 +236,6 @@ def test_a_free_output_ends_with_its_end_of_sequence(kind: type[Any]) -> None:
     assert list(whole.token_ids) == tokens
 
 
-def test_a_request_that_a_running_server_loses_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    system = opened(LlamaCppHttp)
-    send = httpx.HTTPTransport.handle_request
-
-    def loses(transport: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
-        if request.method == "POST":
-            raise httpx.ReadError("reset", request=request)
-        return send(transport, request)
-
-    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", loses)
-    [lost] = served(system, ask(1, "a", prompt(30), output=1))
-    assert lost.status == "failed" and "lost the request before it answered" in str(lost.error)
-    monkeypatch.undo()
-    [whole] = served(system, ask(2, "a", prompt(30), output=1))
-    assert whole.status == "completed"
-
-
 def test_a_server_that_is_killed_fails_the_trial_with_its_log() -> None:
     system = opened(LlamaCppHttp)
     [before] = served(system, ask(1, "a", prompt(60)))
@@ -291,15 +265,3 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         LlamaCpp(setup_of(), gguf_path=str(tmp_path / "no.gguf")).check()
     with pytest.raises(ConfigError, match="llama_cpp_http"):
         LlamaCpp(setup_of(), server_path="x").check()
-
-
-def test_a_binary_is_given_every_field(tmp_path: Path) -> None:
-    engine = LlamaCppHttp(
-        setup_of(), server_path="/opt/llama-server", kv_type="q8_0", n_parallel=2, flash_attention=True
-    )
-    command = engine._command("/opt/llama-server", tmp_path / "m.gguf", 1234)
-    options = dict(zip(command[1::2], command[2::2], strict=False))
-    assert command[0] == "/opt/llama-server"
-    assert options["--ctx-size"] == "1024" and options["--parallel"] == "2" and options["--threads"] == "1"
-    assert options["--cache-type-k"] == options["--cache-type-v"] == "q8_0" and options["--flash-attn"] == "on"
-    assert options["--port"] == "1234" and options["--host"] == "127.0.0.1" and options["--cache-ram"] == "0"

@@ -9,7 +9,6 @@ import pytest
 
 from pensieve.errors import EngineFailed, EngineMissing, UnsupportedModel
 from pensieve.plugins.engines.openai_http import OpenAIHttp
-from pensieve.plugins.engines.process import QUIET
 from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.plugins.engines.vllm import ENVIRONMENT_ENV, Vllm, VllmHttp, reported
 from pensieve.plugins.engines.weights import plain_module
@@ -61,26 +60,6 @@ def test_the_budget_is_in_blocks_beside_the_one_that_vllm_keeps(tmp_path: Path) 
     settings = engine._settings({"num_blocks": 32, "block_size": 32})
     assert settings["gpu_tokens"] == 31 * 32
     assert settings["kv_bytes_per_token"] == setup_of("wide_llama").model.kv_bytes_per_token // 2
-
-
-def test_the_server_is_given_every_field() -> None:
-    command = VllmHttp(setup_of("wide_llama"), prefix_caching=False)._command(Path("/m"), 81)
-    assert "--no-enable-prefix-caching" in command and "--enforce-eager" in command
-    for flag, value in {"--block-size": "32", "--port": "81", "--host": "127.0.0.1", "--max-num-seqs": "8"}.items():
-        assert command[command.index(flag) + 1] == value
-
-
-def test_what_vllm_needs_on_a_cpu_is_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process, no cores taken by number, room for the KV, as many threads as all others, nobody told."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    engine = Vllm(setup_of("wide_llama", threads=2, kv_tokens=4096))
-    given = {**QUIET, **engine._variables()}
-    assert given["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and given["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert given["OMP_NUM_THREADS"] == "2" and given["VLLM_NO_USAGE_STATS"] == "1" and given["HF_HUB_OFFLINE"] == "1"
-    assert int(given["VLLM_CPU_KVCACHE_SPACE"]) * 2**30 >= 129 * 32 * setup_of("wide_llama").model.kv_bytes_per_token
-    assert engine._fields["enforce_eager"] is True
-    settings = engine._settings({})
-    assert settings["wait_policy"] == "PASSIVE" and settings["OMP_NUM_THREADS"] == "2"
 
 
 METRICS = """# TYPE vllm:cache_config_info gauge

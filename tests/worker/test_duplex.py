@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pensieve.sim.worker import DuplexLink, UnderWay, done_by
+from pensieve.sim.worker import DuplexLink, UnderWay
 
 Asked = tuple[str, int, int, bool]  # way, when, what it takes alone, after the loads
 
@@ -67,13 +67,3 @@ def test_random_copies_end_when_a_second_computation_says(penalty: float) -> Non
             asked.append((rng.choice(["in", "out"]), at, rng.randint(1, 200), rng.random() < 0.5))
         ends = [one.ends_ns for one in performed(asked, penalty)]
         assert ends == pytest.approx(by_the_nanosecond(asked, penalty), abs=2 * len(asked)), (seed, asked)
-
-
-def test_what_is_done_leaves_the_queue_once() -> None:
-    link = DuplexLink(0.2)
-    for work in (10, 20):
-        link.copy_in((work,), frozenset({work}), work, 0)
-    assert [one.tickets for one in done_by(link.inward, 10)] == [(10,)]
-    assert [one.tickets for one in done_by(link.inward, 29)] == []
-    assert [one.tickets for one in done_by(link.inward, 30)] == [(20,)]
-    assert link.inward_free_ns(40) == 40

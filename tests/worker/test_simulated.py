@@ -136,12 +136,3 @@ def test_a_swap_in_that_is_not_pipelined_comes_before_the_compute():
     result = perform(worker, StepPlan(0, (ROW,), TABLE, moves=(swap_in(1, (0, 1, 2, 3), (4, 5, 6, 7)),)))
     assert clock.now_s() == pytest.approx(transfer + compute, rel=1e-6)
     assert result.stall_ns == pytest.approx(transfer * 1e9, rel=1e-6)
-
-
-def test_pipelining_changes_nothing_where_nothing_is_loaded():
-    ends = []
-    for pipelined in (True, False):
-        worker, clock = started(pipelined_swap_in=pipelined)
-        perform(worker, StepPlan(0, (ROW,), TABLE, moves=(swap_out(2, (9,), (9,)),)))
-        ends.append(clock.now_s())
-    assert ends[0] == ends[1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pensieve.compiler import find_compiler
 from pensieve.errors import ConfigError, EngineMissing
@@ -20,19 +20,7 @@ if TYPE_CHECKING:
     from pensieve.device.kernels.base import AttentionBackend
 
 
-class Library(NamedTuple):
-    """A backend whose kernels others wrote, for 16 bits on CUDA. backend: its class, made of device, dtype, head_dim and
-    chunk_tokens. package: what must be installed beside torch."""
-
-    backend: str
-    package: str | None = None
-
-
-LIBRARIES = {
-    "varlen": Library("pensieve.plugins.device.varlen.VarlenBackend"),
-    "flashinfer": Library("pensieve.plugins.device.flashinfer.FlashInferBackend", "flashinfer"),
-}
-BACKENDS = ("reference", "native", "triton", "triton_pointers", *LIBRARIES)
+BACKENDS = ("reference", "native", "triton", "triton_pointers", "varlen")
 ON_CPU = ("native", "reference")  # best first
 ON_CUDA = ("triton", "triton_pointers", "varlen", "reference")
 CAPTURING = frozenset({"triton", "triton_pointers"})
@@ -69,8 +57,8 @@ def require(name: str, kind: str, dtype: str, chunk_tokens: int) -> None:
         _require_native(kind)
     elif name in ("triton", "triton_pointers"):
         _require_triton(name, kind, chunk_tokens)
-    elif name in LIBRARIES:
-        _require_library(name, kind, dtype)
+    elif name == "varlen":
+        _require_varlen(kind, dtype)
 
 
 def load_backend(
@@ -90,8 +78,8 @@ def load_backend(
         from pensieve.device.kernels.triton_backend import TritonBackend, TritonPointersBackend
 
         return TritonBackend() if name == "triton" else TritonPointersBackend()
-    module, _, kind = LIBRARIES[name].backend.rpartition(".")
-    found: AttentionBackend = getattr(import_module(module), kind)(device, dtype, head_dim, chunk_tokens)
+    plugin = import_module("pensieve.plugins.device.varlen")  # by name: the device imports no plug-in
+    found: AttentionBackend = plugin.VarlenBackend(device, dtype, head_dim, chunk_tokens)
     return found
 
 
@@ -121,13 +109,8 @@ def _require_triton(name: str, kind: str, chunk_tokens: int) -> None:
         )
 
 
-def _require_library(name: str, kind: str, dtype: str) -> None:
-    package = LIBRARIES[name].package
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise EngineMissing(
-            f"attention_backend={name} needs the package {package} (pip install 'pensieve-lab[{package}]'); or use auto."
-        )
+def _require_varlen(kind: str, dtype: str) -> None:
     if kind != "cuda":
-        raise EngineMissing(f"attention_backend={name} runs on CUDA only; use auto or reference on a CPU.")
+        raise EngineMissing("attention_backend=varlen runs on CUDA only; use auto or reference on a CPU.")
     if dtype == "float32":
-        raise EngineMissing(f"attention_backend={name} computes in 16 bits only; use triton, or model.dtype=bfloat16.")
+        raise EngineMissing("attention_backend=varlen computes in 16 bits only; use triton, or model.dtype=bfloat16.")

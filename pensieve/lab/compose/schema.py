@@ -15,7 +15,7 @@ Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0)]
 
 AttentionChoice = Literal[
-    "auto", "reference", "native", "triton", "triton_pointers", "varlen", "flashinfer"
+    "auto", "reference", "native", "triton", "triton_pointers", "varlen"
 ]  # fmt: skip
 
 

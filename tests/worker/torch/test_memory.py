@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -13,8 +12,7 @@ from pensieve.core.clock import WallClock
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request
 from pensieve.core.scheduler.composition import SchedulerSettings
-from pensieve.device import kv_tensors
-from pensieve.device.memory import blocks_in, find_room, largest_rows, rounded
+from pensieve.device.memory import find_room, largest_rows, rounded
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
@@ -53,20 +51,6 @@ def test_out_of_memory_at_start_is_a_sentence_and_frees_everything(llama, call):
     assert "\n" not in str(error.value)
     assert worker.settings()["gpu_pool_bytes"] == 0
     forward.failing.clear()
-    assert worker.start(16, 4).settings["gpu_pool_bytes"] > 0
-
-
-def test_a_pool_that_cannot_be_allocated_is_a_sentence(llama, monkeypatch):
-    def none_left(*_, **__):
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr(kv_tensors.mmap, "mmap", none_left)
-    worker = TorchWorker(llama, 8, WallClock())
-    with pytest.raises(
-        HardwareMissing, match=r"A KV pool of .* \(16 blocks of .*\) does not fit .* of which .* are free"
-    ):
-        worker.start(16, 4)
-    monkeypatch.undo()
     assert worker.start(16, 4).settings["gpu_pool_bytes"] > 0
 
 
@@ -214,8 +198,3 @@ def test_an_iteration_that_does_not_fit_is_a_sentence(llama, monkeypatch):
     failing = Scripted(device, 4096, error=torch.OutOfMemoryError("Tried to allocate"))
     with pytest.raises(HardwareMissing, match=r"1.0 GiB of 80.0 GiB are free .* needs more than that"):
         find_room(model, TorchOptions(), 4096, failing)
-
-
-def test_a_share_of_nothing_is_refused(llama):
-    with pytest.raises(HardwareMissing, match=r"hardware.memory_share=0.5"):
-        blocks_in(llama, TorchOptions(memory_share=0.5), free=30 * GIB, total=80 * GIB, working=0, block_bytes=4096)

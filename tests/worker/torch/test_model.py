@@ -44,15 +44,6 @@ def test_random_weights_write_varied_text(name, model_of):
         assert max(said.values()) <= 20, (seed, said)
 
 
-def test_what_was_loaded(llama):
-    assert (llama.weights, llama.revision, llama.threads) == ("random", None, 1)
-    assert (llama.device.type, llama.dtype) == ("cpu", torch.float32)
-    assert llama.load_s > 0
-    assert 0 < llama.self_check.difference < 1e-4
-    assert llama.eos_token_ids == {2}
-    assert not any(p.requires_grad for p in llama.module.parameters())
-
-
 def test_a_turn_ends_with_every_token_that_the_generation_settings_name(llama, monkeypatch):
     monkeypatch.setattr(llama.module.generation_config, "eos_token_id", [2, 9])
     assert llama.eos_token_ids == {2, 9}

@@ -7,7 +7,6 @@ from pensieve.core.clock import WallClock
 from pensieve.core.plan import Moved, swap_out
 from pensieve.device.model import LoadedModel
 from pensieve.device.worker import TorchWorker
-from pensieve.errors import HardwareMissing
 
 from .driver import Driver, random_tokens, tiny_model
 
@@ -24,20 +23,6 @@ def test_start_reports_what_runs(llama: LoadedModel) -> None:
     assert said["torch"] == torch.__version__
     assert said["threads"] == 1
     assert not worker.tensors.gpu.any(), "the warm-up leaves zeroes"
-
-
-def test_start_with_one_block_of_one_token(llama: LoadedModel) -> None:
-    worker = TorchWorker(llama, 1, WallClock())
-    assert worker.start(1, 0).settings["cpu_pool_bytes"] == 0
-
-
-def test_start_refuses_what_cannot_fit(llama: LoadedModel) -> None:
-    with pytest.raises(HardwareMissing, match="lower cache"):
-        TorchWorker(llama, 32, WallClock()).start(10**9, 0)
-
-
-def test_nothing_launched_is_none(llama: LoadedModel) -> None:
-    assert Driver(llama).worker.collect(None) is None
 
 
 def test_copies_only(llama: LoadedModel) -> None:

@@ -16,7 +16,7 @@ from pensieve.device.batch import BlockTables, build_batch
 from pensieve.device.fused import build_fused
 from pensieve.device.fused.decoder import FusedModel
 from pensieve.device.fused.few_rows import FewRows
-from pensieve.device.fused.linear import Linear, packable
+from pensieve.device.fused.linear import packable
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import load_model
 from pensieve.errors import EngineMissing
@@ -122,20 +122,6 @@ def test_the_limit_alone_decides_whether_a_second_copy_is_made(llama, monkeypatc
         monkeypatch.setattr(psutil.Process, "memory_info", lambda self, held=held: held)
         assert packable(llama.module, memory_bytes=enough) and not packable(llama.module, memory_bytes=enough - 1)
         assert served(enough) == _packed_name() and served(enough - 1) == served(-1) == "fused"
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_what_the_process_really_holds_changes_no_forward(llama):
-    resident = psutil.Process().memory_info().rss
-    ballast = torch.ones(2**24)
-    assert psutil.Process().memory_info().rss > resident + 2**25
-    assert packable(llama.module, memory_bytes=resident)
-    del ballast
-
-
-def test_a_linear_of_modules_with_and_without_bias_is_our_own_bug():
-    with pytest.raises(AssertionError, match="have a bias"):
-        Linear([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False)], pack=False)
 
 
 def test_what_runs_is_in_the_settings(model_of):

@@ -38,7 +38,6 @@ def test_the_reference_is_always_there():
         ("triton_pointers", CPU, 32, None, "attention_backend=triton_pointers needs a GPU"),
         ("native", CUDA, 32, None, "runs on a CPU only"),
         ("varlen", CPU, 32, None, "runs on CUDA only"),
-        ("flashinfer", CPU, 32, None, r"pensieve-lab\[flashinfer\]|runs on CUDA only"),
     ],
 )
 def test_what_cannot_run_here_is_one_sentence(name, device, chunk, interpret, sentence, monkeypatch):

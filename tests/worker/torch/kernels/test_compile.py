@@ -212,17 +212,6 @@ def test_prompts_fetch_boxes_where_the_gpu_has_them(architecture, dim, products,
     assert "cp.async.ca" not in code.ptx and "cp.async.cg" not in code.ptx, "what is masked has no pipeline of its own"
 
 
-def test_decode_rows_are_loaded_by_pointers_everywhere():
-    from pensieve.device.kernels.triton_backend import tiles_for
-
-    for architecture, machine in KNOWN.items():
-        tiles = [
-            tiles_for(128, 2, 16, large, machine.shared_a_program, architecture // 10, boxes=True)
-            for large in (False, True)
-        ]
-        assert [one.boxed for one in tiles] == [False, True]
-
-
 @pytest.mark.parametrize(
     ("changed", "fit"),
     [
@@ -265,14 +254,3 @@ def test_tiles_fit_the_device(itemsize, kibibytes):
             assert (tiles.large_rows >= 32) == large
             assert tiles.stages > 1 or dim == 256, "keys are copied ahead, but for the largest heads"
             assert tiles.stages == 3 or dim == 256 or itemsize == 4, "two steps ahead, also in 99 KiB"
-
-
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("large", [False, True])
-def test_consumer_blackwell_has_the_tiles_of_ada(large, dim):
-    """It has Ada's shared memory and no wgmma; a tile of 64 rows that keeps its stages has one for heads of 256."""
-    from pensieve.device.kernels.triton_backend import tiles_for
-
-    ada, blackwell, hopper = (tiles_for(dim, 2, 16, large, 99 * 1024, capability) for capability in (8, 12, 9))
-    assert ada == blackwell and (not large or dim < 256 or ada.stages == 2)
-    assert not large or dim < 256 or hopper != ada, "the other way round, so that this can fail"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ from pensieve.device.kernels.native import NativeBackend
 from pensieve.device.kernels.reference import ReferencePlan
 from pensieve.errors import EngineMissing
 
-from .cases import MIXED, Heads, make_case
+from .cases import Heads, make_case
 
 try:
     find_compiler()
@@ -26,31 +25,6 @@ except EngineMissing as missing:
 def _plan(case):
     backend = NativeBackend(case.queries.shape[2], case.pool.dtype)
     return backend.plan(case.batch, case.pool, case.chunk)
-
-
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_all_kinds_of_rows_in_one_batch(window, softcap):
-    case = make_case(MIXED)
-    case.check(case.attend(_plan(case), 0.3, window, softcap), case.expected(0.3, window, softcap))
-
-
-@pytest.mark.parametrize(
-    ("heads", "chunk"),
-    [
-        (Heads(4, 4, 64), 32),
-        (Heads(8, 1, 80), 16),
-        (Heads(6, 2, 128), 7),
-        (Heads(2, 1, 256), 4),
-        (Heads(20, 1, 8), 128),
-    ],
-    ids=str,
-)
-def test_head_sizes_groups_and_blocks(heads, chunk):
-    """Groups of 1, 8, 3, 2 and 20; blocks that are no power of two, smaller and larger than what is taken at once; prefills
-    of one tile of keys and of several, with and without earlier positions."""
-    case = make_case([[(140, 141)], [(7, 8)], [(0, 1)], [(0, 63)], [(60, 200)], [(130, 132)]], heads, chunk=chunk)
-    case.check(case.attend(_plan(case), None, None, None), case.expected(None, None, None))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -65,30 +39,6 @@ def test_a_pool_in_16_bits_is_summed_in_float32(dtype, window, softcap, heads):
     rounded = expected.to(dtype).double()
     step = float((rounded - expected).abs().max())  # what rounding alone does
     assert float((got.double() - expected).abs().max()) <= 2 * step
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_rows(seed):
-    source = random.Random(seed)
-    lengths = [source.randint(1, 400) for _ in range(source.randint(1, 9))]
-    heads = Heads(*source.choice([(4, 1), (4, 4), (6, 2), (16, 2)]), dim=source.choice([16, 64, 96]))
-    window, softcap = source.choice([None, 1, 33]), source.choice([None, 5.0])
-    rows = [[(source.choice([0, n // 2, n - 1]), n)] for n in lengths]
-    case = make_case(rows, heads, chunk=source.choice([8, 16, 32]), seed=seed)
-    case.check(case.attend(_plan(case), None, window, softcap), case.expected(None, window, softcap))
-
-
-def test_layers_may_differ_in_window_and_take_strided_queries():
-    """As transformers passes them: [heads, tokens, head_dim] transposed. One plan, several layers."""
-    case = make_case([[(60, 61)], [(30, 31)]])
-    plan = _plan(case)
-    queries = case.queries.transpose(0, 1).contiguous().transpose(0, 1)
-    plan.write(case.pool[1], case.batch.write_places, case.keys, case.values)
-    for window in (None, 7, None):
-        case.check(
-            plan.attend(case.pool[1], queries, case.keys, case.values, Scores(window=window)),
-            case.expected(None, window, None),
-        )
 
 
 @pytest.mark.parametrize(("rows", "times"), [([[(99, 100)], [(49, 50)]], 100), ([[(0, 90)]], 12)])

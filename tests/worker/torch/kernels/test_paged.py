@@ -1,45 +1,15 @@
-"""The kernel in Triton's interpreter against the definition in float64; see conftest.py for how these are run."""
+"""What is the Triton kernel's own, in its interpreter: splits, tiles, boxes, standing plans. See conftest.py."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 import torch
 
+from pensieve.device.kernels import triton_backend
 from pensieve.device.kernels.base import Scores
-from pensieve.device.kernels.triton_backend import OncePlan, TritonBackend
+from pensieve.device.kernels.triton_backend import OncePlan, StandingPlan, TritonBackend, TritonPointersBackend
 
-from .cases import MIXED, Heads, Runs, make_case
-
-
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_all_kinds_of_rows_in_one_launch(window: int | None, softcap: float | None) -> None:
-    case = make_case(MIXED)
-    plan = TritonBackend().plan(case.batch, case.pool, case.chunk)
-    got = case.attend(plan, 0.3, window, softcap)
-    case.check(got, case.expected(0.3, window, softcap))
-
-
-@pytest.mark.parametrize(
-    ("heads", "dtype", "chunk"),
-    [
-        (Heads(4, 4, 64), torch.float16, 32),
-        (Heads(8, 1, 80), torch.bfloat16, 16),
-        (Heads(6, 2, 128), torch.float32, 64),
-        (Heads(2, 1, 256), torch.float16, 32),
-        (Heads(20, 1, 16), torch.float32, 128),
-    ],
-    ids=str,
-)
-def test_head_sizes_groups_dtypes_and_blocks(heads: Heads, dtype: torch.dtype, chunk: int) -> None:
-    """Groups of 1, 8, 3, 2 and 20; head sizes that are no power of two, and the largest."""
-    rows: list[Runs] = [[(140, 141)], [(0, 19)], [(7, 8), (33, 40)]]
-    case = make_case(rows, heads, dtype, chunk)
-    got = case.attend(TritonBackend().plan(case.batch, case.pool, chunk), None, None, None)
-    assert got.dtype == dtype
-    case.check(got, case.expected(None, None, None))
+from .cases import Heads, Runs, make_case
 
 
 @pytest.mark.parametrize(
@@ -65,28 +35,78 @@ def test_prompts_of_more_than_one_large_tile() -> None:
     case.check(got, case.expected(None, None, None))
 
 
-def test_layers_of_one_iteration_may_differ_in_window_and_take_strided_queries() -> None:
-    """As transformers passes them: [heads, tokens, head_dim] transposed. One plan, several layers."""
-    case = make_case([[(60, 61)], [(0, 20)]])
-    plan = TritonBackend().plan(case.batch, case.pool, case.chunk)
-    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (case.queries, case.keys, case.values)]
-    plan.write(case.pool[1], case.batch.write_places, *strided[1:])
-    for window in (None, 7, None):
-        got = plan.attend(case.pool[1], *strided, Scores(window=window))
-        case.check(got, case.expected(None, window, None))
+# A prompt over a long context (split along its keys), one from the start, a recovery of two runs, and decode rows.
+ROWS = [[(300, 320)], [(0, 40)], [(3, 4), (40, 60)], [(70, 71)]]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_batches(seed: int) -> None:
-    source = random.Random(seed)
-    rows: list[Runs] = []
-    for _ in range(source.randint(1, 4)):
-        cuts = sorted(source.sample(range(120), 2 * source.randint(1, 2)))
-        last = source.choice([(cuts[-2], cuts[-2] + 1), (cuts[-2], cuts[-1])])
-        rows.append([*zip(cuts[:-2:2], cuts[1:-2:2], strict=True), last])
-    heads = Heads(*source.choice([(4, 1), (4, 4), (6, 2)]), dim=source.choice([16, 64, 96]))
-    window, softcap = source.choice([None, 1, 33]), source.choice([None, 5.0])
-    dtype = source.choice([torch.float32, torch.bfloat16])
-    case = make_case(rows, heads, dtype, source.choice([16, 32]), seed=seed)
-    got = case.attend(TritonBackend().plan(case.batch, case.pool, case.chunk), None, window, softcap)
-    case.check(got, case.expected(None, window, softcap))
+@pytest.fixture
+def boxes(monkeypatch):
+    """The interpreter is taken for a GPU of capability 8."""
+    monkeypatch.setattr(triton_backend, "_SHARED_PRODUCTS", (8,))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "chunk", "softcap"),
+    [(Heads(4, 1, 24), torch.bfloat16, 32, None), (Heads(2, 2, 16), torch.float16, 64, 2.0)],
+    ids=str,
+)
+def test_boxes_are_what_pointers_are(boxes, heads, dtype, chunk, softcap):
+    """Blocks of one box and of two; heads of no power of two, whose boxes reach beyond them."""
+    case = make_case(ROWS, heads, dtype, chunk)
+    plans = [backend().plan(case.batch, case.pool, chunk) for backend in (TritonBackend, TritonPointersBackend)]
+    got, by_pointers = (case.attend(plan, 0.3, None, softcap) for plan in plans)
+    assert [plan._launches[None].tiles.boxed for plan in plans if isinstance(plan, OncePlan)] == [True, False]
+    assert len(plans[0]._launches[None].joins), "something was split"
+    assert float((got.float() - by_pointers.float()).abs().max()) <= 2 * torch.finfo(dtype).eps, "the last bit at most"
+    case.check(got, case.expected(0.3, None, softcap))
+
+
+def test_a_layer_with_a_window_is_loaded_by_pointers(boxes):
+    """Beside one without, in the same iteration."""
+    case = make_case([[(40, 80)]], Heads(2, 2, 16), torch.bfloat16, 32)
+    plan = TritonBackend().plan(case.batch, case.pool, 32)
+    for window in (None, 20):
+        case.check(case.attend(plan, None, window, None), case.expected(None, window, None))
+    assert {window: launch.tiles.boxed for window, launch in plan._launches.items()} == {None: True, 20: False}
+
+
+# -- a standing plan, as a captured graph uses it ---------------------------------------------------------------------------
+
+STANDING = 4
+
+
+def _padded(case):
+    """The queries of STANDING rows, of which some may belong to no span."""
+    idle = torch.full((STANDING - len(case.queries), *case.queries.shape[1:]), 7.0)
+    return torch.cat([case.queries, idle])
+
+
+def test_the_same_tensors_serve_batch_after_batch():
+    batches = [[[(30, 31)]], [[(600, 601)], [(0, 1)], [(99, 100)]], [[(8, 9)], [(40, 41)], [(41, 42)], [(2, 3)]]]
+    cases = [make_case(rows, Heads(4, 2, 32), seed=seed) for seed, rows in enumerate(batches)]
+    plan = TritonBackend().standing(cases[0].pool, cases[0].chunk, STANDING, 40)
+    assert isinstance(plan, StandingPlan)
+    places = set()
+    for case in cases:
+        plan.update(case.batch)
+        plan.write(case.pool[1], case.batch.write_places, case.keys, case.values)
+        real = len(case.queries)
+        for window in (None, 16):
+            got = plan.attend(case.pool[1], _padded(case), case.keys, case.values, Scores(window=window))
+            case.check(got[:real], case.expected(None, window, None))
+            assert not got[real:].any(), "padding gets zeros"
+        places.add(
+            hash(tuple(x.data_ptr() for launch in plan._launches.values() for x in (launch.items, launch.joins)))
+        )
+    assert len(places) == 1
+    assert len(plan._launches[None].joins) == STANDING, "the launch is as large as it can become"
+
+
+def test_more_rows_or_blocks_than_there_is_room_for_are_our_own_bug():
+    case = make_case([[(30, 31)], [(50, 51)]])
+    with pytest.raises(AssertionError):
+        TritonBackend().standing(case.pool, case.chunk, 1, 40).update(case.batch)
+    with pytest.raises(AssertionError, match="more blocks"):
+        TritonBackend().standing(case.pool, case.chunk, 2, 2).update(case.batch)
+    with pytest.raises(AssertionError):
+        TritonBackend().standing(case.pool, case.chunk, 4, 40).update(make_case([[(3, 9)]]).batch)

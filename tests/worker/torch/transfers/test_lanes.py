@@ -13,11 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.core.block_runs import BlockRun
 from pensieve.core.plan import Moved, swap_in, swap_out
 from pensieve.device.kv_tensors import KvTensors
-from pensieve.device.transfers.lanes import CudaLink
-from pensieve.device.transfers.link import Haul
 from pensieve.device.transfers.transfer import Transfer
 from pensieve.plugins.device import thread_link
 from pensieve.plugins.device.thread_link import Piece, ThreadLink, copy_runs
@@ -249,86 +246,3 @@ def test_a_step_goes_on_beside_loads_it_does_not_need_and_reports_them_later() -
     results = [driver.perform(moves=[swap_out(8, (0,), (1,))]), worker.collect(None)]
     assert [r.moved for r in results if r is not None and r.moved] == [(Moved(8, ok=False),)]
     worker.close()
-
-
-class FakeStream:
-    """What CudaLink asks of a stream, written down."""
-
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
-
-    def wait_event(self, event: Any) -> None:
-        self.log.append(f"{self.name} waits for {event.name}")
-
-    def record_event(self) -> Any:
-        self.log.append(f"{self.name} marks")
-        return SimpleNamespace(name=f"{self.name}'s mark {len(self.log)}", query=lambda: False)
-
-    def synchronize(self) -> None:
-        self.log.append(f"{self.name} is waited for")
-
-    def __enter__(self) -> None:
-        self.log.append(f"on {self.name}")
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-
-def test_cuda_streams_wait_as_the_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of calls on CUDA, with streams that only write it down."""
-    log: list[str] = []
-    names = iter(("in", "out"))
-    compute = FakeStream(log, "compute")
-
-    def event(enable_timing: bool) -> Any:
-        name = "a timing event"
-        return SimpleNamespace(
-            record=lambda stream: log.append(f"{stream.name} times"),
-            query=lambda: True,
-            elapsed_time=lambda other: 2.0,
-            name=name,
-        )
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(log, next(names)))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
-    monkeypatch.setattr(torch.cuda, "Event", event)
-    tensors = KvTensors(tiny_spec("llama"), 4, BLOCKS, BLOCKS, torch.device("cpu"), torch.float32)
-    tensors.cpu[:, 0] = 5.0
-    transfer = Transfer(tensors, CudaLink(torch.device("cpu")))
-    transfer.swap_in([swap_in(1, (0,), (4,))])
-    assert log == ["on in", "in marks", "in marks"], "a layer, an event"
-    assert (tensors.gpu[:, 4] == 5.0).all()
-    log.clear()
-    transfer.swap_out([swap_out(2, (8,), (9,)), swap_out(3, (7,), (6,), True)])
-    assert log[:4] == ["compute marks", "on out", "out waits for compute's mark 1", "out marks"], "the urgent one first"
-    assert log[5:9] == ["compute marks", "on out", "out waits for compute's mark 6", "out waits for in's mark 3"]
-    log.clear()
-    transfer.require(rows(4))
-    transfer.wait_for_layer(1)
-    assert log == ["compute times", "compute waits for in's mark 3", "compute times"]
-    assert transfer.stalled_ns() == 2e6
-    assert transfer.moved() == (), "no event was reached, and nobody waited for one"
-
-
-def test_a_lane_copies_as_its_copier_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-    names = iter(("in", "out"))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(log, next(names)))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-
-    class Written:
-        name = "written down"
-
-        def prepare(self, haul: Haul) -> Callable[[int], None]:
-            log.append(f"prepares {len(haul.runs)} runs of {haul.layers} layers")
-            return lambda layer: log.append(f"copies {layer}")
-
-    tensors = KvTensors(tiny_spec("llama"), 4, BLOCKS, BLOCKS, torch.device("cpu"), torch.float32)
-    link = CudaLink(torch.device("cpu"), Written())
-    runs = [BlockRun(0, 4, 2), BlockRun(9, 1, 1)]
-    link.inward.enqueue(Haul(runs, tensors.cpu, tensors.gpu), ())
-    assert log == ["on in", "prepares 2 runs of 2 layers", "copies 0", "in marks", "copies 1", "in marks"]
-    log.clear()
-    assert len(link.inward.enqueue(Haul([], tensors.cpu, tensors.gpu), ())) == LAYERS
-    assert log == ["on in", "in marks", "in marks"], "nothing to copy, and somebody may wait for it"
