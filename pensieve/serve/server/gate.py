@@ -152,17 +152,13 @@ class BodyRoute(APIRoute):
 
 
 async def _whole(request: Request) -> bytes:
-    """The body. Raises HTTPException where it is larger than a client may send, takes longer, or its client leaves before its
-    end."""
+    """The body. Raises HTTPException where it is larger than a client may send, or its client leaves before its end."""
     settings, sent = request.app.state.settings, bytearray()
     try:
-        async with asyncio.timeout(settings.receive_s):
-            async for part in request.stream():
-                sent += part
-                if len(sent) > settings.max_body_bytes:
-                    raise HTTPException(413, f"The body is larger than {settings.max_body_bytes} bytes.")
-    except TimeoutError:
-        raise HTTPException(408, f"The body took longer than {settings.receive_s:g} s to come.") from None
+        async for part in request.stream():
+            sent += part
+            if len(sent) > settings.max_body_bytes:
+                raise HTTPException(413, f"The body is larger than {settings.max_body_bytes} bytes.")
     except ClientDisconnect:
         raise HTTPException(CLOSED) from None
     request.scope["pensieve.body_bytes"] = len(sent)
