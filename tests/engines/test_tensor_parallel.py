@@ -78,6 +78,8 @@ class Served:
 class Talking:
     """A listener that holds the engine up from the first token until `on` is set."""
 
+    streams = False
+
     def __init__(self) -> None:
         self.begun, self.on = threading.Event(), threading.Event()
         self.over: Future[TurnRecord] = Future()

@@ -146,6 +146,8 @@ class Actors:
 class Heard:
     """A listener that keeps all it is told."""
 
+    streams = False
+
     def __init__(self):
         self.events = []
         self.error = None

@@ -135,6 +135,8 @@ def _started(fields: Mapping[str, Any]) -> tuple[AnsweringSystem, StartReport]:
 class _Relay:
     """The listener of one request: from the engine's thread to whoever streams."""
 
+    streams = True
+
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._events: asyncio.Queue[Event] = asyncio.Queue()

@@ -327,6 +327,7 @@ class _ToOutbox:
     outbox: Outbox
     said: Transcripts
     request: Request
+    streams = False
 
     def happened(self, event: Event) -> None:
         if event.turn is not None:

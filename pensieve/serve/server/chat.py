@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -24,6 +23,7 @@ from pensieve.serve.server.create import server_of
 from pensieve.serve.server.dialogue import Dialogue
 from pensieve.serve.server.turn import Stream
 from pensieve.specs import ROUNDS_APART, SIXTEEN_BITS
+from pensieve.user_cache import user_cache
 
 SHIPPED = "five"
 SMALL_MODEL = "smollm2_135m_gguf"
@@ -57,7 +57,7 @@ def chat(config: Mapping[str, Any], typed: Collection[str] = ()) -> int:
         return play(trial, settings, questions_of(settings.script))
     with server_of(trial, say=say) as server:
         say(f"{trial['model']['name']}, baseline={trial['baseline']['name']}. {COMMANDS}")
-        Conversation(server, settings, sys.stdout).run(read_line)
+        Conversation(server, settings, sys.stdout).run(read_line())
     return 0
 
 
@@ -88,11 +88,17 @@ def questions_of(script: str) -> list[str]:
     return questions
 
 
-def read_line() -> str:
-    """The next line, with editing and history at a terminal; raises EOFError at the end."""
-    with suppress(ImportError):  # there is none on Windows
-        import readline  # noqa: F401  what `input` edits with
-    return input(">>> " if sys.stdin.isatty() else "")
+def read_line() -> Callable[[], str]:
+    """What asks for the next line, with editing and history at a terminal; raises EOFError at the end."""
+    if not sys.stdin.isatty():
+        return input
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory
+
+    folder = user_cache()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    session: PromptSession[str] = PromptSession(history=FileHistory(str(folder / "chat_history")))
+    return lambda: session.prompt(">>> ")
 
 
 class Conversation:

@@ -166,6 +166,10 @@ class Turn:
 
     # -- the listener of its request ----------------------------------------------------------------------------------
 
+    @property
+    def streams(self) -> bool:
+        return self.on_event is not None
+
     def happened(self, event: Event) -> None:
         if event.turn is not None:
             self._ended(event.turn)

@@ -108,6 +108,10 @@ class Listener(Protocol):
     """Who is told what becomes of one request. It is called by whatever drives the engine, between two iterations: it must
     not wait, and may begin further requests."""
 
+    @property
+    def streams(self) -> bool:
+        """Whether another thread passes on each token as it comes."""
+
     def happened(self, event: Event) -> None:
         """The request got a token, or ended; nothing comes after the event `finished`."""
 

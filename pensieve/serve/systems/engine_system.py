@@ -297,6 +297,8 @@ class EngineSystem(ABC):
 class Answer:
     """A listener that waits for the end."""
 
+    streams = False
+
     def __init__(self) -> None:
         self.future: Future[TurnRecord] = Future()
 
