@@ -217,8 +217,8 @@ class Source(Frame):
 
     def _named(self, axis: str) -> list[str]:
         """Values of a swept axis as the command gives them; none where it is not swept by a plain list."""
-        text = str({key.lstrip("+"): value for key, value in self.sweep.overrides.items()}.get(axis, ""))
-        values = listed_values(text) or []  # of range(...), choice(...): what they come to is seen in the trials
+        given = {key.lstrip("+"): value for key, value in self.sweep.overrides.items()}
+        values = listed_values(given[axis]) if axis in given else []  # of choice(...): its trials tell
         return [_configured(re.sub(r"\\(.)", r"\1", value)) for value in values]  # Hydra escapes blanks
 
     def _groups(
@@ -257,9 +257,9 @@ def joined(sweep: Sweep, further: Sequence[Sweep]) -> Sweep:
     every = [sweep, *further]
     overrides: dict[str, Any] = {}
     for axis in dict.fromkeys(axis for one in every for axis in one.overrides):
-        given = list(dict.fromkeys(str(one.overrides[axis]) for one in every if axis in one.overrides))
-        values = given if len(given) == 1 else [value for text in given for value in text.split(",")]
-        overrides[axis] = ",".join(dict.fromkeys(values))
+        given = [one.overrides[axis] for one in every if axis in one.overrides]
+        values = list(dict.fromkeys(value for one in given for value in listed_values(one)))
+        overrides[axis] = values if len(values) > 1 else given[0]
     kept = {column.name: getattr(sweep, column.name) for column in Sweep.__table__.columns}
     commands = " && ".join(one.command for one in every if one.command)
     n_expected = sum(one.n_expected for one in every)

@@ -300,7 +300,7 @@ def shown_trial(**changed: object) -> Trial:
     [
         ({"seed": "0,1", "eviction": "lru,fifo", "baseline": "pensieve"}, "pensieve eviction=lru seed=0"),
         ({"seed": "0,1", "workload.pressure": "1,2", "baseline": "a,b"}, "pensieve workload.pressure=2.0 seed=0"),
-        ({"seed": "range(0,9)", "cache.gpu": "'1,024 tokens'"}, "pensieve seed=0"),
+        ({"seed": ["0", "1"], "cache.gpu": "'1024 tokens'"}, "pensieve seed=0"),
         ({"hydra.sweeper.n_trials": "1,2"}, "pensieve seed=0"),
         (None, "pensieve seed=0"),
     ],

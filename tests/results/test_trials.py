@@ -51,20 +51,15 @@ def test_trials_that_use_other_files_are_of_one_version_where_their_common_files
         assert "different versions of the code" in found.what
 
 
-def test_values_are_listed_outside_of_quotes_and_brackets() -> None:
-    typed = {
-        "one": "'2 GB, 4 GB'",
-        "+lists": "[1,2], [3]",
-        "made": "range(1,3)",
-        "names": "lru,fifo",
+def test_an_axis_is_a_list_and_in_older_databases_a_text() -> None:
+    given = {
+        "one": "'2 GB'", "+lists": ["[1,2]", "[3]"], "chosen": "choice(1,3)", "names": "lru,fifo", "alone": ["x"],
         "hydra.verbose": "1,2",
-    }
-    assert swept_axes(typed) == ["lists", "made", "names"]
-    assert [listed_values(typed[name]) for name in ("one", "+lists", "made")] == [
-        ["'2 GB, 4 GB'"],
-        ["[1,2]", "[3]"],
-        None,
-    ]
+    }  # fmt: skip
+    assert swept_axes(given) == ["lists", "chosen", "names"]
+    assert [listed_values(given[name]) for name in ("one", "+lists", "chosen", "names")] == [
+        [], ["[1,2]", "[3]"], [], ["lru", "fifo"],
+    ]  # fmt: skip
 
 
 @pytest.fixture

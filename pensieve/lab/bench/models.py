@@ -19,7 +19,7 @@ from pensieve.device.worker import TorchWorker
 from pensieve.errors import RequestFailed, WorkerError
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose import read_option
-from pensieve.lab.results.trials import sentence, served_of
+from pensieve.lab.results.trials import sentence
 from pensieve.lab.statistics import median
 from pensieve.plugins.device.shelf import take_model
 from pensieve.plugins.engines import transformers_peers
@@ -44,7 +44,7 @@ def load(bench: Bench) -> LoadedModel:
     bench.model = bench.options.model or (ON_GPU if bench.on_gpu else ON_CPU)
     spec = spec_of(bench.model, bench.dtype_name)
     model = take_model(ModelAsked(spec, "random", None, None, bench.options.seed, bench.machine.name, bench.threads))
-    bench.note(sentence(served_of(model.served()), [model.served()]))
+    bench.note(sentence([model.served()]))
     return model
 
 

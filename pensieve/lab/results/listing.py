@@ -91,7 +91,8 @@ def _columns(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]
 
 
 def _overrides(overrides: dict[str, Any]) -> str:
-    return " ".join(f"{key}={value}" for key, value in overrides.items()) or NONE
+    texts = {key: ",".join(value) if isinstance(value, list) else value for key, value in overrides.items()}
+    return " ".join(f"{key}={text}" for key, text in texts.items()) or NONE
 
 
 def _moment(moment: datetime) -> str:

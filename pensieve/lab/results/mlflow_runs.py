@@ -202,7 +202,8 @@ class _Copy:
         if run_id != sweep.mlflow_run_id:
             self.store.set_sweep(sweep.id, mlflow_run_id=run_id)
         # MLflow never changes a parameter: overrides that may differ when the sweep goes on are in the command's tag alone.
-        params = {key: text for key, text in sweep.overrides.items() if counts_for_sweep(key)}
+        texts = {key: ",".join(one) if isinstance(one, list) else one for key, one in sweep.overrides.items()}
+        params = {key: text for key, text in texts.items() if counts_for_sweep(key)}
         tags = {"status": sweep.status, **_source(sweep.command, sweep.git_commit)}
         _log(self.client, run_id, {} if run.data.params else params, tags=tags)
         self.client.update_run(run_id, status="RUNNING")

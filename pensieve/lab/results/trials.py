@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ COLUMNS = frozenset(column.name for column in Trial.__table__.columns)
 _OPTIONS = ("model", "cache", "eviction", "scheduler", "workload", "hardware")  # axes that columns hold by name
 _OVERLAYS = ("experiment", "replay", "scale")  # axes whose options are laid over the whole configuration
 _WITHIN_A_GROUP = ("seed", "repeat", "baseline")
-_FUNCTION = re.compile(r"\s*(choice|range|interval|glob|shuffle|sort|tag)\(")
-_VALUE = re.compile(r"""(?:'(?:\\.|[^'])*'|"(?:\\.|[^"])*"|\[[^\]]*\]|\{[^}]*\}|[^,])+""")
 _NOT_MEASURED = ("hydra", "tracking", "trial", "force", "resume", "slo")  # how a trial is run and where it is kept
 
 
@@ -78,15 +75,19 @@ def varying_axes(overrides: Mapping[str, Any], trials: Sequence[Trial]) -> list[
 
 
 def swept_axes(overrides: Mapping[str, Any]) -> list[str]:
-    """The overrides that list several values or a range, in the order given (outermost first), before any trial has run."""
-    found = {key.lstrip("+"): listed_values(str(text)) for key, text in overrides.items()}
-    several = [key for key, values in found.items() if values is None or len(values) > 1]
+    """The overrides that have several values, in the order given (outermost first), before any trial has run."""
+    several = [
+        key.lstrip("+") for key, value in overrides.items() if len(listed_values(value) or str(value).split(",")) > 1
+    ]
     return [key for key in several if key.split(".")[0].split("/")[0] != "hydra"]
 
 
-def listed_values(text: str) -> list[str] | None:
-    """The values of an override as typed; None where one of Hydra's functions makes them."""
-    return None if _FUNCTION.match(text) else [value.strip() for value in _VALUE.findall(text) if value.strip()]
+def listed_values(value: Any) -> list[str]:
+    """The values of an override. An axis is a list; [] where its trials tell: a sweeper chose them, as choice(1,2), or an
+    older database has a text with quotes or brackets."""
+    if isinstance(value, list):
+        return [str(one) for one in value]
+    return [] if set(str(value)) & set("'\"[{(") else str(value).split(",")
 
 
 def axis_value(trial: Trial, axis: str) -> str:
@@ -177,49 +178,35 @@ def _code(trials: Sequence[Trial]) -> Mapping[str, set[str]]:
 # Which attention and forward served, and how their self-check came out
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """attention, forward: their names. against: what the right logits were. note: why something better did not serve."""
-
-    attention: str
-    forward: str
-    against: str
-    note: str
-
-
 def footer(trials: Iterable[Trial]) -> list[str]:
     """A sentence for each way in which trials were served, with the largest difference that its self-checks found; several
     ways are told apart by their baselines. Simulated trials and engines of others have none."""
-    found: dict[Served, list[Mapping[str, Any]]] = {}
-    baselines: dict[Served, dict[str, None]] = {}
+    ways: dict[tuple[str, ...], dict[str, list[Mapping[str, Any]]]] = {}
     for trial in trials:
         settings = trial.engine or {}
-        if trial.simulated or settings.get("self_check_difference") is None:
-            continue
-        served = served_of(settings)
-        found.setdefault(served, []).append(settings)
-        baselines.setdefault(served, {})[trial.baseline] = None
-    several = len(found) > 1
+        if not trial.simulated and settings.get("self_check_difference") is not None:
+            ways.setdefault(_way(settings), {}).setdefault(trial.baseline, []).append(settings)
     return [
-        sentence(served, settings, ", ".join(baselines[served]) if several else "")
-        for served, settings in found.items()
+        sentence([one for own in way.values() for one in own], f" ({', '.join(way)})" if len(ways) > 1 else "")
+        for way in ways.values()
     ]
 
 
-def served_of(settings: Mapping[str, Any]) -> Served:
-    """settings: as a torch worker reports them."""
-    notes = (settings.get(name) for name in ("attention_note", "forward_note")) if settings.get("fell_back") else ()
-    name = f"{settings['attention_backend']} {settings.get('attention_version') or ''}".strip()
-    return Served(name, settings["forward"], settings["self_check_against"], " ".join(filter(None, notes)))
+def _way(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Attention, forward, what the right logits were, and why something better did not serve."""
+    notes = [settings.get(name) for name in ("attention_note", "forward_note")] if settings.get("fell_back") else []
+    attention = f"{settings['attention_backend']} {settings.get('attention_version') or ''}".strip()
+    return attention, settings["forward"], settings["self_check_against"], " ".join(filter(None, notes))
 
 
-def sentence(served: Served, settings: Sequence[Mapping[str, Any]], baselines: str = "") -> str:
-    """Say how trials were served, and the self-check of the one among them that came nearest to its limit."""
+def sentence(settings: Sequence[Mapping[str, Any]], of: str = "") -> str:
+    """Say how trials were served alike, and the self-check of the one among them that came nearest to its limit. settings:
+    as a torch worker reports them."""
+    attention, forward, against, note = _way(settings[0])
     worst = max(settings, key=lambda one: one["self_check_difference"] / one["self_check_limit"])
-    right = "the model's own" if served.against == "eager" else "those of the same weights in float32"
-    of = f" ({baselines})" if baselines else ""
-    fell_back = f" Something better did not serve. {served.note}" if served.note else ""
+    right = "the model's own" if against == "eager" else "those of the same weights in float32"
+    fell_back = f" Something better did not serve. {note}" if note else ""
     return (
-        f"Attention{of}: {served.attention}; forward: {served.forward}. Self-check passed: logits differ from {right} by "
+        f"Attention{of}: {attention}; forward: {forward}. Self-check passed: logits differ from {right} by "
         f"{worst['self_check_difference']:.2g}, of {worst['self_check_limit']:.2g} allowed.{fell_back}"
     )

@@ -186,7 +186,8 @@ def open_sweep(
     first = plans[0].config
     tracking = open_tracking(first)
     tracking.store.interrupt_dead()
-    axes = {key: ",".join(values) for key, values in jobs.axes.items()} if jobs else {}
+    swept = {key: list(values) for key, values in jobs.axes.items()} if jobs else {}
+    axes = {key: ",".join(values) for key, values in swept.items()}
     ranges = {} if jobs else {str(k): str(v) for k, v in (config.hydra.sweeper.get("params") or {}).items()}
     fixed = list(jobs.overrides) if jobs else fixed_overrides(config)
     fixed += _objective(first, fixed)
@@ -197,7 +198,7 @@ def open_sweep(
         name=first.experiment_name,
         experiment=_overlay(fixed),
         command=command_line(),
-        overrides={**ranges, **dict(text.lstrip("+").partition("=")[::2] for text in fixed), **axes},
+        overrides={**ranges, **dict(text.lstrip("+").partition("=")[::2] for text in fixed), **swept},
         n_expected=n_expected,
         host=host(),
         git_commit=git_commit(),
