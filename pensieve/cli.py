@@ -248,8 +248,8 @@ def compare() -> int:
     """Two sweeps, or two sets of trials, metric by metric: A B."""
     with _imports():
         from pensieve.lab.metrics import Slo
-        from pensieve.lab.results.compare_trials import compare_trials, named_sweeps, objective_of, select_trials
-        from pensieve.lab.trial.terminal import console, in_a_sentence, say
+        from pensieve.lab.results.compare_trials import compare_trials, objective_of, select_trials
+        from pensieve.lab.trial.terminal import console, in_a_sentence
 
     parser = argparse.ArgumentParser(
         description=compare.__doc__, epilog=COMPARE_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -274,7 +274,7 @@ def compare() -> int:
     wanted = ["*"] if options.all else [name.strip() for name in options.metrics.split(",")]
     with in_a_sentence():
         store = _opened(options.url_env)
-        words = named_sweeps(store, (options.a, options.b), say)
+        words = (options.a, options.b)
         a, b = (select_trials(store, one) for one in words)
         asked = Slo(options.slo_ttft_ms, options.slo_tpot_ms)
         slo = asked if asked != Slo() else objective_of(store, *words)

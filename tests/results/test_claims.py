@@ -78,12 +78,12 @@ def test_what_is_claimed_becomes_bounds(claimed, low, high, number, shown):
         ("{above: 2.0}", "{between: [3, 2]}", "lower end first"),
         ("measure: speedup", "measure: speedupp", "there is no measure speedupp; there are: axis_ratio, "),
         ("{turn: 5}", "{turns: 5}", "the measure speedup takes no turns"),
-        ("unit: x", "unit: x\n  colour: red", r"Claim speedup of claims.yaml cannot be used \(colour\)"),
-        ("  unit: x\n", "", r"\(unit\): Field required"),
-        ("name: speedup", "name: Speed up", r"\(name\)"),
+        ("unit: x", "unit: x\n  colour: red", r"Claim 1.colour of claims.yaml cannot be used"),
+        ("  unit: x\n", "", r"1.unit of claims.yaml cannot be used: Field required"),
+        ("name: speedup", "name: Speed up", r"Claim 1.name"),
         (ONE, ONE + ONE, "two claims called speedup"),
-        (ONE, "[", "not YAML at line"),
-        (ONE, "name: x", "must hold a list of claims"),
+        (ONE, "[", "not YAML: "),
+        (ONE, "name: x", "valid list"),
     ],
 )
 def test_a_malformed_file_is_one_sentence_that_names_the_entry(tmp_path, old, new, sentence):

@@ -92,7 +92,7 @@ def test_conditions_are_columns_or_dotted_fields_and_all_hold(store):
     [
         ("baseline=vllm", "baseline is pensieve, stateless"),
         ("9", "no sweep 9"),
-        ("nonsense", "conditions such as sweep=latest,baseline=pensieve"),
+        ("nonsense", "'nonsense' is no sweep; give an id"),
         ("workload.nothing=1", "workload.nothing is null|none"),
     ],
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from sqlalchemy import delete, insert, select
-from sqlalchemy.orm import Session
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from sqlalchemy import Row, delete, insert, select
 
 from pensieve.errors import ConfigError, MissingSeries
 from pensieve.lab.metric_registry import metric_of
@@ -111,20 +110,15 @@ def speedup(
         pairs = conversation_ends(pairs, last=turn == "last")
     elif turn is not None:
         pairs = pairs[pairs.index.get_level_values("turn") == turn]
-    found = speed_up(pairs)
-    if found is None:
-        of = "of all turns" if turn is None else f"at the {turn} turn" if isinstance(turn, str) else f"at turn {turn}"
-        raise MissingSeries(f"no conversation has {column} {of} in both")
-    return _measured(found, sides, "conversations")
+    of = "" if turn is None else f" at turn {turn}"
+    return _measured(speed_up(pairs), sides, "conversations", f"no conversation has {column}{of} in both")
 
 
 def label_ratio(sides: Sides, label: str, to: str, column: str) -> Measured:
     """Within ours: turns with this label over turns labelled `to`, paired by conversation."""
     a, b = (conversation_means(sides.values(sides.ours, column, one)) for one in (label, to))
-    found = positive_ratio(a, b)
-    if found is None:
-        raise MissingSeries(f"no conversation has {column} of turns labelled {label} and {to}")
-    return _measured(found, sides, "conversations")
+    lacks = f"no conversation has {column} of turns labelled {label} and {to}"
+    return _measured(positive_ratio(a, b), sides, "conversations", lacks)
 
 
 def axis_ratio(sides: Sides, phase: str, column: str = "ttft_ms") -> Measured:
@@ -134,30 +128,29 @@ def axis_ratio(sides: Sides, phase: str, column: str = "ttft_ms") -> Measured:
         by_round(sides.values([one for one in sides.ours if sides.at(one) == end], column, phase=phase))
         for end in (max(places), min(places))
     )
-    if max(places) == min(places) or not last.keys() & first.keys():
-        raise MissingSeries(f"no round has {column} in phase {phase} at two values of {sides.over}")
-    return _measured(paired_ratio(last, first, of="means"), sides, "rounds")
+    found = paired_ratio(last, first, of="means") if max(places) > min(places) and last.keys() & first.keys() else None
+    return _measured(found, sides, "rounds", f"no round has {column} in phase {phase} at two values of {sides.over}")
 
 
 def metric_ratio(sides: Sides, name: str, label: str = "") -> Measured:
     """How many times a metric of ours is of theirs, paired by seed: geometric mean."""
     found = positive_ratio(_metrics(sides, sides.ours, name, label), _metrics(sides, sides.theirs, name, label))
-    if found is None:
-        raise MissingSeries(f"no seed has {name} of both")
-    return _measured(found, sides, "trials")
+    return _measured(found, sides, "trials", f"no seed has {name} of both")
 
 
 def metric_value(sides: Sides, name: str, label: str = "") -> Measured:
     """A metric of ours: of one trial with the interval that the trial gives it, of several their mean."""
     values = _metrics(sides, sides.ours, name, label)
-    if not values:
-        raise MissingSeries(f"no trial has {name}")
     if len(values) == 1:
         [own] = [one.metrics[name, label] for one in sides.evidence.jobs if one.trial in sides.ours]
         [value] = values.values()
         return _measured(PairedRatio(value, own.ci_low, own.ci_high, own.n or 0, 1), sides, own.n_unit or "turns")
-    support = metric_of(name).support
-    return _measured(paired_ratio(values, dict.fromkeys(values, 1.0), of="means", support=support), sides, "trials")
+    mean = (
+        paired_ratio(values, dict.fromkeys(values, 1.0), of="means", support=metric_of(name).support)
+        if values
+        else None
+    )
+    return _measured(mean, sides, "trials", f"no trial has {name}")
 
 
 def _metrics(sides: Sides, trials: Sequence[Trial], name: str, label: str) -> Pairs:
@@ -173,13 +166,14 @@ def throughput_at_latency_ratio(
     Between the last rate at which the latency is within the limit and the next one, both are taken as linear.
     """
     ours, theirs = (_reached(sides, trials, limit, latency, throughput) for trials in (sides.ours, sides.theirs))
-    if not ours.keys() & theirs.keys():
-        raise MissingSeries(f"{latency} of no seed crosses {limit:g} ms in both over the rates of this sweep")
-    return _measured(paired_ratio(ours, theirs), sides, "trials")
+    lacks = f"{latency} of no seed crosses {limit:g} ms in both over the rates of this sweep"
+    return _measured(positive_ratio(ours, theirs), sides, "trials", lacks)
 
 
-def _measured(found: PairedRatio, sides: Sides, n_unit: str) -> Measured:
-    """Repeats of too few seeds give no interval."""
+def _measured(found: PairedRatio | None, sides: Sides, n_unit: str, lacks: str = "") -> Measured:
+    """Repeats of too few seeds give no interval. lacks: why nothing was found, which raises MissingSeries."""
+    if found is None:
+        raise MissingSeries(lacks)
     due = n_unit != "trials" or has_interval(found.n_seeds)
     low, high = (found.ci_low, found.ci_high) if due else (None, None)
     trial_ids = sorted({trial.id for trial in chain(sides.ours, sides.theirs)})
@@ -211,11 +205,6 @@ MEASURES: Mapping[str, Measure] = {
     one.__name__: one
     for one in (speedup, label_ratio, axis_ratio, metric_ratio, metric_value, throughput_at_latency_ratio)
 }
-
-
-def arguments_of(measure: str) -> set[str]:
-    """What a claim may give the measure beside its trials."""
-    return {name for name in inspect.signature(MEASURES[measure]).parameters if name != "sides"}
 
 
 # The entries of a file
@@ -310,7 +299,7 @@ class Claim(BaseModel):
     def _can_be_measured(self) -> Claim:
         if self.measure not in MEASURES:
             raise ValueError(f"there is no measure {self.measure}; there are: {', '.join(sorted(MEASURES))}")
-        unknown = sorted(set(self.arguments) - arguments_of(self.measure))
+        unknown = sorted(set(self.arguments) - set(inspect.signature(MEASURES[self.measure]).parameters) - {"sides"})
         if unknown:
             raise ValueError(f"the measure {self.measure} takes no {', '.join(unknown)}")
         return self
@@ -319,31 +308,20 @@ class Claim(BaseModel):
 def read_claims(path: Path) -> Sequence[Claim]:
     """The claims of a YAML file, in its order. Raises ConfigError with one sentence about the first thing wrong."""
     try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+        claims = TypeAdapter(list[Claim]).validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"The claims cannot be read from {path} ({error.strerror}); put the file there.") from None
     except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" at line {where.line + 1}" if where else ""
-        raise ConfigError(f"{path} is not YAML{line}; correct it.") from None
-    if not isinstance(entries, list):
-        raise ConfigError(f"{path} must hold a list of claims.")
-    claims: dict[str, Claim] = {}
-    for place, entry in enumerate(entries, start=1):
-        name = entry.get("name") if isinstance(entry, dict) else None
-        try:
-            claim = Claim.model_validate(entry)
-        except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"])
-            what = first["msg"].removeprefix("Value error, ")
-            raise ConfigError(
-                f"Claim {name or place} of {path.name} cannot be used{f' ({field})' if field else ''}: {what}."
-            ) from None
-        if claim.name in claims:
-            raise ConfigError(f"{path.name} has two claims called {claim.name}; name one of them otherwise.")
-        claims[claim.name] = claim
-    return list(claims.values())
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part + 1 if index == 0 else part) for index, part in enumerate(first["loc"]))  # type: ignore[operator]
+        what = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"Claim {where or 'list'} of {path.name} cannot be used: {what}.") from None
+    names = Counter(one.name for one in claims)
+    if twice := next((name for name, count in names.items() if count > 1), None):
+        raise ConfigError(f"{path.name} has two claims called {twice}; name one of them otherwise.")
+    return claims
 
 
 def unmet(conditions: Mapping[str, Values], trials: Sequence[Trial]) -> list[str]:
@@ -414,11 +392,16 @@ def judge_sweep(store: ResultsStore, sweep_id: int, claims: Sequence[Claim]) -> 
     evidence = Frame(store, sweep_id)
     found: list[Judged] = []
     for claim in claims:
-        over = _axis(claim, evidence)
+        varied = varying_axes(evidence.sweep.overrides, evidence.trials)
+        over = next((axis for axis in claim.over if axis in varied), claim.over[0] if claim.over else None)
         groups = evidence.groups(over)
         judged = [_judged(claim, evidence, group, over, len(groups) > 1) for group in groups]
+        if not judged:
+            why = "no trial of this sweep is completed"
+            nothing = Judgement("not comparable", why)
+            judged = [Judged(claim.name, claim, "", None, None, None, nothing, (why,), False)]
         comparable = [one for one in judged if one.judgement.verdict != "not comparable"]
-        found += comparable or [min(judged, key=lambda one: len(one.differences), default=_without_trials(claim))]
+        found += comparable or [min(judged, key=lambda one: len(one.differences))]
     return found
 
 
@@ -429,11 +412,9 @@ def record_claims(store: ResultsStore, sweep_id: int, judged: Sequence[Judged]) 
             "sweep_id": sweep_id,
             "name": one.name,
             "claimed": one.claim.claimed.bounds().claimed,
-            "measured": one.measured.value if one.measured else None,
-            "ci_low": one.measured.ci_low if one.measured else None,
-            "ci_high": one.measured.ci_high if one.measured else None,
-            "n": one.measured.n if one.measured else None,
             "verdict": one.judgement.verdict,
+            **{name: getattr(one.measured, name, None) for name in ("ci_low", "ci_high", "n")},
+            "measured": one.measured.value if one.measured else None,
             "trial_ids": list(one.measured.trial_ids) if one.measured else [],
         }
         for one in judged
@@ -444,64 +425,37 @@ def record_claims(store: ResultsStore, sweep_id: int, judged: Sequence[Judged]) 
             connection.execute(insert(ClaimRow), rows)
 
 
-def recorded_claims(store: ResultsStore, sweep_id: int) -> Sequence[ClaimRow]:
-    """The recorded verdicts of the sweep, in order of name."""
-    query = select(ClaimRow).where(ClaimRow.sweep_id == sweep_id).order_by(ClaimRow.name)
-    with store.database.reading() as connection, Session(connection, expire_on_commit=False) as session:
-        rows = session.scalars(query).all()
-        session.expunge_all()
-    return rows
-
-
-def _axis(claim: Claim, evidence: Frame) -> str | None:
-    """The field of `over` that the sweep varies; its first where none is."""
-    varied = varying_axes(evidence.sweep.overrides, evidence.trials)
-    return next((axis for axis in claim.over if axis in varied), claim.over[0] if claim.over else None)
+def recorded_claims(store: ResultsStore, sweep_id: int) -> Sequence[Row[Any]]:
+    """The recorded verdicts of the sweep, in order of name: rows of table claim."""
+    query = select(ClaimRow.__table__).where(ClaimRow.sweep_id == sweep_id).order_by(ClaimRow.name)
+    with store.database.reading() as connection:
+        return connection.execute(query).all()
 
 
 def _judged(claim: Claim, evidence: Frame, group: TrialGroup, over: str | None, several: bool) -> Judged:
-    group = _of_workload(claim, group)
-    ours, theirs = group.first_of(claim.of), group.first_of(claim.against)
+    """A benchmark's sweep holds several workloads: the trials of the claim's own are taken, if there are any."""
+    workload = {field: wanted for field, wanted in claim.conditions.items() if field == "workload"}
+    of_workload = {name: [t for t in trials if not unmet(workload, [t])] for name, trials in group.trials.items()}
+    asked = {name: trials for name, trials in of_workload.items() if trials} or group.trials
+    ours, theirs = (next((name for name in wanted if name in asked), None) for wanted in (claim.of, claim.against))
     absent = [
         f"no completed trial of {' or '.join(wanted)} in this sweep"
         for wanted, name in ((claim.of, ours), (claim.against, theirs))
         if wanted and name is None
     ]
-    sides = Sides(evidence, group.trials[ours] if ours else (), group.trials[theirs] if theirs else (), over)
-    trials: Sequence[Trial] = [*sides.ours, *sides.theirs] or [one for own in group.trials.values() for one in own]
-    reasons = [
-        *absent,
-        *unmet(claim.conditions, trials),
-        *(f"the sweep holds {one.what}" for one in mixtures(trials)),
-    ]
-    simulated = any(trial.simulated for trial in trials)
+    sides = Sides(evidence, asked[ours] if ours else (), asked[theirs] if theirs else (), over)
+    trials: Sequence[Trial] = [*sides.ours, *sides.theirs] or [one for own in asked.values() for one in own]
+    reasons = [*absent, *unmet(claim.conditions, trials), *(f"the sweep holds {one.what}" for one in mixtures(trials))]
     measured = None
-    if not absent and not unmet(_workload_of(claim), trials):
+    if not absent and not unmet(workload, trials):
         try:
             measured = MEASURES[claim.measure](sides, **claim.arguments)
         except MissingSeries as error:
             reasons.append(str(error).rstrip("."))
     name = f"{claim.name} ({group.name})" if several and group.name else claim.name
     judgement = judge(claim.claimed.bounds(), measured, reasons, claim.seeds)
+    simulated = any(trial.simulated for trial in trials)
     return Judged(name, claim, group.name, ours, theirs, measured, judgement, tuple(reasons), simulated)
-
-
-def _of_workload(claim: Claim, group: TrialGroup) -> TrialGroup:
-    """The group with the trials of the claim's workload alone, if there are any: a benchmark's sweep holds several."""
-    wanted = _workload_of(claim)
-    asked = {name: [t for t in trials if not unmet(wanted, [t])] for name, trials in group.trials.items()}
-    asked = {name: trials for name, trials in asked.items() if trials}
-    return TrialGroup(group.at, asked) if asked else group
-
-
-def _workload_of(claim: Claim) -> Mapping[str, Values]:
-    return {field: wanted for field, wanted in claim.conditions.items() if field == "workload"}
-
-
-def _without_trials(claim: Claim) -> Judged:
-    why = "no trial of this sweep is completed"
-    judgement = Judgement("not comparable", why)
-    return Judged(claim.name, claim, "", None, None, None, judgement, (why,), False)
 
 
 def judge(bounds: Bounds, measured: Measured | None, differences: Sequence[str], fewest_seeds: int = 1) -> Judgement:

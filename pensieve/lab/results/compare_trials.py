@@ -15,9 +15,9 @@ from pensieve.errors import MissingSeries, MixedPanel, ResultsError, typed
 from pensieve.lab.metric_registry import metric_of
 from pensieve.lab.metrics import Slo
 from pensieve.lab.results.frame import conversation_means, paired, turn_frame, values_of
-from pensieve.lab.results.schema import Sweep, Trial, current_trial
+from pensieve.lab.results.schema import Trial, current_trial
 from pensieve.lab.results.slo import slo_of_sweep, slo_of_trial
-from pensieve.lab.results.store import LATEST, NO_SWEEP, ResultsStore
+from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.trials import differences, field_of, flat, footer, mixtures, text_of
 from pensieve.lab.statistics import has_interval, paired_ratio
 from pensieve.lab.tables import grid
@@ -87,45 +87,13 @@ def objective_of(store: ResultsStore, *words: str) -> Slo | None:
     return asked.pop() if len(asked) == 1 else None
 
 
-def named_sweeps(store: ResultsStore, words: Sequence[str], say: Callable[[str], None]) -> list[str]:
-    """The words (see select_trials) with a sweep's id for `latest`: of the latest sweep that has what all of them ask for.
-    `say` is told where that is not the latest of all. Raises ResultsError where no sweep has it."""
-    if not any(_named(one)[0] == LATEST for one in words):
-        return list(words)
-    refused: ResultsError | None = None
-    for sweep in store.answering_sweeps():
-        try:
-            for one in (found := [_of(sweep, one) for one in words]):
-                select_trials(store, one)
-        except ResultsError as error:
-            refused = refused or error
-            continue
-        if refused is not None:
-            say(f"latest is sweep {sweep.id} here. Of a later one: {refused}")
-        return found
-    raise refused or ResultsError(NO_SWEEP)
-
-
-def _of(sweep: Sweep, words: str) -> str:
-    """The words, with the sweep's id for `latest`."""
-    named, conditions = _named(words)
-    place = [f"sweep={sweep.id if named == LATEST else named}"] if named is not None else []
-    return ",".join([*place, *(f"{key}={value}" for key, value in conditions.items())])
-
-
 def _named(words: str) -> tuple[str | None, dict[str, str]]:
-    """The sweep that is named, and the conditions. Raises ResultsError where a word is neither."""
+    """The sweep that is named, and the conditions."""
     conditions: dict[str, str] = {}
     for word in filter(None, (part.strip() for part in words.split(","))):
         key, given, value = word.partition("=")
         conditions["sweep" if not given else key.strip()] = key if not given else value.strip()
-    sweep = conditions.pop("sweep", None)
-    if sweep is not None and sweep != LATEST and not sweep.isdecimal():
-        raise ResultsError(
-            f"{sweep!r} names no trials; give a sweep's id ({typed('results')} list shows them), {LATEST}, or conditions "
-            "such as sweep=latest,baseline=pensieve."
-        )
-    return sweep, conditions
+    return conditions.pop("sweep", None), conditions
 
 
 def select_trials(store: ResultsStore, words: str) -> list[Trial]:
@@ -137,7 +105,14 @@ def select_trials(store: ResultsStore, words: str) -> list[Trial]:
     reproduction. Raises ResultsError where nothing is found.
     """
     sweep, conditions = _named(words)
-    trials = _of_sweep(store, sweep) if sweep is not None else _all(store)
+    if sweep is None:
+        with store.database.reading() as connection:
+            ids = connection.scalars(select(current_trial.c.id).order_by(current_trial.c.id)).all()
+        trials = [trial for trial in map(store.trial, ids) if "reproduces" not in (trial.flags or {})]
+    else:
+        jobs = store.trials_of_sweep(store.sweep_named(sweep).id)
+        found = {job.trial.id: job.trial for job in jobs if job.trial}
+        trials = [found[key] for key in sorted(found)]
     for key, value in conditions.items():
         known = {text_of(field_of(trial, key)) for trial in trials}
         trials = [trial for trial in trials if text_of(field_of(trial, key)) in (value, _as_a_number(value))]
@@ -166,7 +141,13 @@ def compare_trials(
     Raises MixedPanel where times of the two must not be compared (trials.mixtures; allow_mixed: a note says it instead) or a
     side has two trials in one place, MissingSeries where they share no seed.
     """
-    mixed = _mixed(a, b, allow_mixed)
+    mixed = mixtures(list({trial.id: trial for trial in (*a, *b)}.values()))
+    if mixed and not allow_mixed:
+        which = f" ({', '.join(map(str, mixed[0].trials))})" if mixed[0].trials else ""
+        raise MixedPanel(
+            f"A and B together hold {mixed[0].what}{which}; {mixed[0].remedy}, narrow both down (sweep=..., code_hash=...), "
+            "or compare them with --allow-mixed, which the table then says."
+        )
     asked = {slo_of_trial(trial) for trial in (*a, *b)} if slo is None else {slo}
     objective = asked.pop() if len(asked) == 1 else Slo()
     varying = sorted(differences(a) | differences(b))
@@ -178,7 +159,7 @@ def compare_trials(
             "for instance to one baseline."
         )
     rows: list[ComparedMetric] = []
-    notes = [*mixed, _differ(a, b, varying)]
+    notes = [*(f"Mixed: {one.what}." for one in mixed), _differ(a, b, varying)]
     for key in shared:
         name = _name(dict(zip(varying, key, strict=True)))
         pairs = {seed: (ours[key][seed], theirs[key][seed]) for seed in ours[key].keys() & theirs[key].keys()}
@@ -193,20 +174,6 @@ def compare_trials(
         notes.append("One seed: intervals are over its conversations and say nothing about other seeds.")
     notes += footer([*a, *b])
     return ComparedTrials(rows, [note for note in notes if note])
-
-
-def _mixed(a: Sequence[Trial], b: Sequence[Trial], allow: bool) -> list[str]:
-    """Notes on why the trials should not be compared; raises MixedPanel unless that is allowed."""
-    every = {trial.id: trial for trial in (*a, *b)}
-    found = mixtures(list(every.values()))
-    if found and not allow:
-        first = found[0]
-        which = f" ({', '.join(map(str, first.trials))})" if first.trials else ""
-        raise MixedPanel(
-            f"A and B together hold {first.what}{which}; {first.remedy}, narrow both down (sweep=..., code_hash=...), or "
-            "compare them with --allow-mixed, which the table then says."
-        )
-    return [f"Mixed: {one.what}." for one in found]
 
 
 def _grouped(
@@ -329,16 +296,3 @@ def _cells(row: ComparedMetric) -> dict[str, str]:
         "n": f"{row.n} {row.n_unit if row.n != 1 else row.n_unit.removesuffix('s')}",
         "verdict": row.verdict,
     }
-
-
-def _all(store: ResultsStore) -> list[Trial]:
-    with store.database.reading() as connection:
-        ids = connection.execute(select(current_trial.c.id).order_by(current_trial.c.id)).scalars().all()
-    trials = (store.trial(found) for found in ids)
-    return [trial for trial in trials if "reproduces" not in (trial.flags or {})]
-
-
-def _of_sweep(store: ResultsStore, sweep: str) -> list[Trial]:
-    jobs = store.trials_of_sweep(store.sweep_named(sweep).id)
-    found = {job.trial.id: job.trial for job in jobs if job.trial}
-    return [found[key] for key in sorted(found)]

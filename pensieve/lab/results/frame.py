@@ -246,9 +246,6 @@ class TrialGroup:
     def name(self) -> str:
         return ", ".join(f"{axis}={value}" for axis, value in self.at.items())
 
-    def first_of(self, baselines: Iterable[str]) -> str | None:
-        return next((name for name in baselines if name in self.trials), None)
-
 
 # Eviction policies, least recently used and the offline bound
 
