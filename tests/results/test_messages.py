@@ -177,16 +177,6 @@ for flags, queue in (({}, 0.6), ({"not_steady": "too early"}, 0.6), ({}, 0.1)):
     both(f"less than offered, {flags} {queue}", ttft=FLAT, metrics={"throughput_req_s": 6.0}, **changed)
 
 
-def crowd(at_once: int) -> list[TurnRecord]:
-    """40 turns: one begins a second, and each takes `at_once` seconds; 0: all of ten come at once."""
-    if not at_once:
-        return [turn(f"s{i}", 1, arrived_s=0.0, admitted_s=0.0, finished_s=1.0 + i) for i in range(10)]
-    return [turn(f"s{i}", 1, arrived_s=float(i), admitted_s=float(i), finished_s=i + at_once - 0.5) for i in range(40)]
-
-
-for at_once in (8, 5, 4, 0):
-    slots = {"baseline": "llama_slots", "turns": crowd(at_once), "engine": {"n_slots": 4}}
-    case(f"slots, {at_once} at once", {"baseline": "pensieve", "turns": crowd(at_once)}, slots, seeds=2)
 for seeds, repeats in ((1, 1), (2, 2), (7, 1)):
     repeated = [{**one, "repeat": repeat} for one in (OURS, THEIRS) for repeat in range(repeats)]
     case(f"{seeds} seeds, {repeats} repeats", *repeated, seeds=seeds)
@@ -222,7 +212,6 @@ case(
 both("bound", metrics={"bound_hit_rate": 0.9})
 case("window flags of one", {**OURS, "flags": {"halves": "x", "drain_share": 0.4}}, THEIRS, seeds=2)
 both("window flags of all", flags={"halves": "x"}, seeds=2)
-case("no CPU tier", OURS, {**THEIRS, "cpu_tokens": 0}, seeds=2)
 for cap in ({}, {"think_time_cap_s": 1.25}):
     both(f"load {cap}", engine={"workload": {"load": "closed", "sessions": 10, "think_time_s": 0.5, **cap}}, seeds=2)
 

@@ -63,26 +63,17 @@ def turn_frame(store: ResultsStore, trials: Iterable[Trial], *columns: str, meas
 
     measured: only the turns that count; False: all. Of two rows with one key, the later one is kept.
     """
-    import numpy as np
     import pandas as pd
 
     chosen = list(dict.fromkeys((*KEY[2:], "phase", "status", *(columns or TURN_COLUMNS))))
-    parts = []
-    for trial in trials:
-        if rows := store.turns_of(trial.id, *chosen):
-            values = dict(zip(chosen, zip(*rows, strict=True), strict=True))
-            same = [trial.seed] * len(rows), [trial.repeat] * len(rows)
-            keys = pd.MultiIndex.from_arrays([*same, *(list(values.pop(name)) for name in KEY[2:])], names=KEY)
-            part: dict[str, Any] = {
-                name: np.array(own, dtype=_NUMBERS[name]) if name in _NUMBERS else list(own)
-                for name, own in values.items()
-            }
-            parts.append(pd.DataFrame(part, index=keys))
-    if parts:
-        every = pd.concat(parts) if len(parts) > 1 else parts[0]
-    else:
-        empty = pd.DataFrame(columns=[*chosen, "seed", "repeat"])
-        every = empty.astype({name: _NUMBERS[name] for name in chosen if name in _NUMBERS}).set_index(KEY)
+    parts = [
+        pd.DataFrame(rows, columns=chosen, dtype=object).assign(seed=trial.seed, repeat=trial.repeat)
+        for trial in trials
+        if (rows := store.turns_of(trial.id, *chosen))
+    ]
+    every = pd.concat(parts) if parts else pd.DataFrame(columns=[*chosen, "seed", "repeat"])
+    kinds = {name: _NUMBERS[name] for name in chosen if name in _NUMBERS}
+    every = every.astype({**kinds, **(dict.fromkeys(("turn", "iteration"), "int64") if parts else {})}).set_index(KEY)
     return measured_of(every) if measured else latest(every)
 
 

@@ -26,7 +26,6 @@ T = TypeVar("T")
 
 DATABASE_NAME, NEW_PREFIX = "mlflow.db", ".mlflow-new-"
 URL_ENV = "PENSIEVE_MLFLOW_URL"
-_STORE_FILES = (DATABASE_NAME, f"{DATABASE_NAME}-wal", f"{DATABASE_NAME}-shm", "mlartifacts")
 _LOCK_TIMEOUT_S = 120
 _SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -137,8 +136,8 @@ def move_away(outputs: Path) -> Path | None:
         raise ResultsError(
             f"The MLflow store is a server's ({URL_ENV}), which only its owner can empty; unset {URL_ENV}."
         )
-    found = [outputs / name for name in _STORE_FILES if (outputs / name).exists()]
-    if not found:
+    found = [*outputs.glob(f"{DATABASE_NAME}*"), *outputs.glob("mlartifacts")]
+    if not any(path.suffix != ".lock" for path in found):
         return None
     kept = outputs / f"mlflow-before-{datetime.now(UTC):%Y-%m-%d-%H-%M-%S-%f}"
     try:
@@ -147,8 +146,7 @@ def move_away(outputs: Path) -> Path | None:
             path.rename(kept / path.name)
     except OSError as error:
         raise ResultsError(
-            f"The MLflow store in {outputs} cannot be moved away ({error.strerror or error}); "
-            "end what uses it (make ui), and check that this user may write there."
+            f"The MLflow store in {outputs} cannot be moved away ({error.strerror or error}); end what uses it (make ui)."
         ) from None
     return kept
 

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import func, select
-
-from pensieve.core.request import is_measured
 from pensieve.lab.metric_registry import metric_of
 from pensieve.lab.results.compare_trials import UNEQUAL_RATE
 from pensieve.lab.results.findings import OURS, REFERENCE, mostly_lost
 from pensieve.lab.results.frame import CONVERSATION, Frame, TrialGroup, conversations_of, values_of
-from pensieve.lab.results.schema import Trial, turn_table
+from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.trials import footer, mixtures
 from pensieve.lab.statistics import FEWEST_GROUPS, enough_for
 from pensieve.lab.window import HALVES_MAY_DIFFER
@@ -25,13 +22,12 @@ from pensieve.units import percent
 if TYPE_CHECKING:
     import pandas as pd
 
-NOTE_COLUMNS = ("ttft_ms", "queue_ms", "arrived_s", "finished_s")
+NOTE_COLUMNS = ("ttft_ms", "queue_ms")
 """The turns' columns that `notes` reads."""
 MOSTLY = 0.5
 """Of the time to first token: who waits longer than that in the queue asks a machine at or past saturation."""
 _BUSY = 0.1  # of the CPUs' time, spent by others
 _MODEL_OFF_PCT = 50.0
-_FOUND_FULL = 0.1  # of the turns, from which on slots are said to limit a baseline
 _SHOWN = 4  # places that a note names
 
 ABOVE = ("sweep_running", "trials_missing", "do_not_compare", "mostly_lost", "tokens_are_bytes", "context_cut")
@@ -262,34 +258,6 @@ def _caches(_found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
     yield from _where("cache_not_verified", places, "Nobody can tell whether the cache was as declared: {}.", "; ")
 
 
-def _slots(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
-    """Baselines with a fixed number of slots that turns often found all taken."""
-    limited = []
-    for group, name, trials in _all(groups):
-        shares = [share for trial in trials if (share := _found_full(trial, found.turns([trial]))) is not None]
-        if shares and median(shares) > _FOUND_FULL:
-            slots = "/".join(sorted({str(_slots_of(trial)) for trial in trials}))
-            limited.append(f"{_place(group, name)} has {slots}, taken for {median(shares):.0%} of its turns")
-    how = "baseline.cache.n_slots sets them (llama.cpp: baseline.engine.n_parallel), and more slots are smaller."
-    yield from _where("slots_taken", limited, f"Slots limit concurrency: {{}}. {how}")
-
-
-def _slots_of(trial: Trial) -> int | None:
-    settings = trial.engine or {}
-    count = settings.get("n_slots", settings.get("n_parallel"))
-    return None if count is None else int(count)
-
-
-def _found_full(trial: Trial, turns: pd.DataFrame) -> float | None:
-    """The share of the turns that came while as many others as there are slots were not finished; None without slots."""
-    slots, known = _slots_of(trial), turns[["arrived_s", "finished_s"]].dropna()
-    if slots is None or known.empty:
-        return None
-    arrived, finished = known["arrived_s"].sort_values().to_numpy(), known["finished_s"].sort_values().to_numpy()
-    running = range(len(arrived)) - finished.searchsorted(arrived, side="right")  # of those that come at once, in turn
-    return float((running >= slots).mean())
-
-
 def _few(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
     seeds = len({trial.seed for trial in found.trials})
     if seeds == 1:
@@ -348,12 +316,6 @@ def _what_ran(found: Frame, _groups: Sequence[TrialGroup]) -> Iterator[Note]:
     yield from (Note("served_by", text) for text in footer(trials))
     if load := load_line(trials):
         yield Note("load", load)
-    if budgets := _budgets(trials):
-        sets = [trial.working_set_tokens for trial in trials if trial.working_set_tokens is not None]
-        working = f"; working set {_range(sets)}" if sets else ""
-        yield Note("budgets", f"KV budgets in tokens: {', '.join(budgets)}{working}.")
-    if preparing := _preparing_turns(found):
-        yield Note("warm_up", f"{preparing:,} warm-up turns are left out.")
 
 
 def _window(found: Frame, _groups: Sequence[TrialGroup]) -> Iterator[Note]:
@@ -388,7 +350,7 @@ def _failures(found: Frame, _groups: Sequence[TrialGroup]) -> Iterator[Note]:
 
 
 _RULES: Sequence[Callable[[Frame, Sequence[TrialGroup]], Iterator[Note]]] = (
-    _turns_without_reply, _waiting, _less_finished, _slower_at, _caches, _slots, _few, _tiers, _machine, _what_ran,
+    _turns_without_reply, _waiting, _less_finished, _slower_at, _caches, _few, _tiers, _machine, _what_ran,
     _window, _bound, _failures,
 )  # fmt: skip
 
@@ -421,31 +383,6 @@ def load_line(trials: Sequence[Trial]) -> str | None:
 def _range(values: Sequence[float]) -> str:
     low, high = min(values), max(values)
     return f"{low:,.4g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:,.4g} to {high:,.4g}"
-
-
-def _budgets(trials: Sequence[Trial]) -> list[str]:
-    """The KV budget of each baseline, in tokens."""
-    parts: dict[str, None] = {}
-    for trial in trials:
-        tiers = {
-            "GPU": trial.gpu_tokens,
-            "CPU": trial.cpu_tokens,
-            "disk": int((trial.engine or {}).get("disk_tokens") or 0),
-        }
-        known = [f"{tier} {tokens:,}" for tier, tokens in tiers.items() if tokens]
-        if trial.gpu_tokens is not None:
-            parts[f"{trial.baseline} {' + '.join(known)}"] = None
-    return list(parts)
-
-
-def _preparing_turns(found: Frame) -> int:
-    """The number of turns that are not measured: they prepare others."""
-    query = select(turn_table.c.phase, func.count()).where(
-        turn_table.c.trial_id.in_({trial.id for trial in found.trials})
-    )
-    with found.store.database.reading() as connection:
-        phases = connection.execute(query.group_by(turn_table.c.phase)).all()
-    return sum(count for phase, count in phases if not is_measured(phase))
 
 
 def _all(groups: Sequence[TrialGroup]) -> list[tuple[TrialGroup, str, Sequence[Trial]]]:

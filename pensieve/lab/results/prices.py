@@ -6,7 +6,7 @@ nothing is said: seconds and GiB·s have no exchange.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -69,8 +69,7 @@ class Worth:
         return None if worth is None or not idle_gib_s else saved_s * worth / idle_gib_s
 
 
-def prefill_seconds(metrics: Mapping[tuple[str, str], MetricValue] | Iterable[MetricValue]) -> dict[int, float]:
+def prefill_seconds(metrics: Mapping[tuple[str, str], MetricValue]) -> dict[int, float]:
     """Tokens -> seconds that computing them from the first on takes, as the trial has recorded; ascending."""
-    listed = metrics.values() if isinstance(metrics, Mapping) else metrics
-    found = {int(one.label): one.value for one in listed if one.name == "prefill_s" and one.value is not None}
+    found = {int(one.label): one.value for one in metrics.values() if one.name == "prefill_s" and one.value is not None}
     return dict(sorted(found.items()))

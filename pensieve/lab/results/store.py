@@ -45,7 +45,6 @@ T = TypeVar("T")
 N = TypeVar("N", "Reading", "Holding")
 
 DATABASE_NAME = "results.db"
-NO_SWEEP = "No sweep has a completed trial yet; python runners/run.py -m makes one."
 LATEST = "latest"  # beside the folders of the sweeps' figures, a link to the one that was drawn last
 ENGINE = "engine"  # `device` of readings of the cache and the queue
 TURN_BATCH = 5000
@@ -53,7 +52,6 @@ _AGAIN = "+"  # in the key of a sweep that was begun anew, between the hash of i
 TURN_COLUMNS = tuple(c.name for c in turn_table.c if c.name not in ("id", "trial_id"))
 _TURN_FIELDS = ("trial_id", *TURN_COLUMNS)
 _INSERT_TURN = f"INSERT INTO turn ({', '.join(_TURN_FIELDS)}) VALUES ({', '.join('?' * len(_TURN_FIELDS))})"
-_TRIAL_COLUMNS = frozenset(c.name for c in Trial.__table__.columns) - {"id"}
 _TRIAL_DEFAULTS: dict[str, Any] = {"repeat": 0, "contended": False, "environment": {}, "engine": {}, "flags": {}}
 
 
@@ -206,15 +204,12 @@ class ResultsStore:
 
     def sweep_named(self, name: str) -> Sweep:
         """By its id, or `latest`. Raises ResultsError where there is none."""
-        if name != LATEST:
-            if not name.isdigit():
-                raise ResultsError(
-                    f"{name!r} is no sweep; give an id ({typed('results')} list shows them), or {LATEST}."
-                )
+        if name.isdigit():
             return self.sweep(int(name))
-        found = self.latest_sweep()
-        if found is None:
-            raise ResultsError(NO_SWEEP)
+        if name != LATEST:
+            raise ResultsError(f"{name!r} is no sweep; give an id ({typed('results')} list shows them), or {LATEST}.")
+        if (found := self.latest_sweep()) is None:
+            raise ResultsError("No sweep has a completed trial yet; python runners/run.py -m makes one.")
         return found
 
     def progress_of(self, sweep_id: int) -> SweepProgress:
@@ -233,16 +228,11 @@ class ResultsStore:
 
         Returns whether it counts as reused: a trial that the sweep itself ran does not, when the sweep finds it again.
         """
-        values = {"trial_id": trial_id, "reused": reused}
-        with self.database.writing() as connection:
-            here = (SweepTrial.sweep_id == sweep_id) & (SweepTrial.job == job)
-            before = connection.execute(select(SweepTrial.trial_id, SweepTrial.reused).where(here)).first()
-            if before is None:
-                connection.execute(insert(SweepTrial).values(sweep_id=sweep_id, job=job, **values))
-            elif before.trial_id == trial_id:
-                return bool(before.reused)
-            else:
-                connection.execute(update(SweepTrial).where(here).values(**values))
+        with self._session(write=True) as session:
+            before = session.get(SweepTrial, (sweep_id, job))
+            if before is not None and before.trial_id == trial_id:
+                return before.reused
+            session.merge(SweepTrial(sweep_id=sweep_id, job=job, trial_id=trial_id, reused=reused))
         return reused
 
     def trials_of_sweep(self, sweep_id: int) -> list[JobResult]:
@@ -336,7 +326,6 @@ class ResultsStore:
 
     def set_trial(self, trial_id: int, **fields: Any) -> None:
         """Change columns of a trial."""
-        assert not set(fields) - _TRIAL_COLUMNS, f"no such columns of trial: {set(fields) - _TRIAL_COLUMNS}"
         with self.database.writing() as connection:
             found = connection.execute(update(Trial).where(Trial.id == trial_id).values(**fields))
         assert found.rowcount == 1, f"no trial {trial_id}"
@@ -390,14 +379,8 @@ class ResultsStore:
         found = connection.execute(newest.order_by(turn_table.c.id.desc()).limit(len(turns))).all()
         ids = {row.ordinal: row.id for row in found}
         lines = [
-            {
-                "trial_id": trial_id,
-                "turn_id": ids[turn.ordinal],
-                "cause": miss.cause,
-                "evicted_by": miss.evicted_by,
-                "tokens": miss.tokens,
-                "ms": miss.ms,
-            }
+            {"trial_id": trial_id, "turn_id": ids[turn.ordinal]}
+            | {name: getattr(miss, name) for name in ("cause", "evicted_by", "tokens", "ms")}
             for turn in turns
             for miss in turn.misses
         ]
