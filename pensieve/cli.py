@@ -284,7 +284,7 @@ def compare() -> int:
 
 
 def results(argv: Sequence[str] | None = None) -> int:
-    """What was recorded: list, show, export, reproduce, prune, bundle it, or rebuild MLflow from it."""
+    """What was recorded: list, show, export, reproduce, bundle it, or rebuild MLflow from it."""
     if sys.argv[1:2] == ["-sc"]:
         return _complete(_results_parser())
     sys.path.insert(0, os.getcwd())  # reproduce: a policy of one's own in the current folder
@@ -341,9 +341,6 @@ def _results_parser() -> argparse.ArgumentParser:
     exported.add_argument("--to", type=Path, help="folder (default: outputs/export/sweep-<id>)")
     repeated = command("reproduce", _reproduce, "run a trial again from its stored configuration and compare")
     repeated.add_argument("trial", type=int)
-    pruned = command("prune", _prune, "delete attempts that no sweep shows; without --yes only say which")
-    pruned.add_argument("--failed", action="store_true", help="also failed and interrupted trials that never completed")
-    pruned.add_argument("--yes", action="store_true", help="delete them")
     command("sync-mlflow", _to_mlflow, "write to MLflow what it lacks of the results database (pensieve mlflow sync)")
     anew = command("rebuild-mlflow", _to_mlflow, "make the MLflow store anew from the results database")
     anew.set_defaults(anew=True)
@@ -479,24 +476,6 @@ def _reproduce(store: ResultsStore, options: argparse.Namespace) -> int:
     from pensieve.lab.commands.reproduce import reproduce
 
     return reproduce(store, options.trial, _say)
-
-
-def _prune(store: ResultsStore, options: argparse.Namespace) -> Iterator[str]:
-    from pensieve.lab.results.listing import prunable, prune
-    from pensieve.units import format_bytes
-
-    chosen = prunable(store, options.failed)
-    for one in chosen:
-        why = f"replaced by trial {one.successor}" if one.successor else "never completed"
-        yield f"trial {one.trial_id} ({one.status}, {why})"
-    size = format_bytes(sum(path.stat().st_size for one in chosen for path in one.files))
-    if not chosen:
-        yield "There is nothing to prune."
-    elif not options.yes:
-        yield f"{len(chosen)} attempts and {size} of files would go; add --yes to delete them."
-    else:
-        prune(store, chosen)
-        yield f"{len(chosen)} attempts and {size} of files are gone."
 
 
 def _to_mlflow(store: ResultsStore, options: argparse.Namespace) -> Iterable[str]:

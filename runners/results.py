@@ -1,4 +1,4 @@
-"""What was recorded: list, show, export, reproduce, prune, bundle it, or rebuild MLflow from it.
+"""What was recorded: list, show, export, reproduce, bundle it, or rebuild MLflow from it.
 
 eval "$(python runners/results.py -sc install=bash)" completes it on TAB, and run.py too.
 """

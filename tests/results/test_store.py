@@ -3,12 +3,11 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import text
 
 from pensieve.errors import ResultsError
 from pensieve.lab.metrics import MetricValue
@@ -202,29 +201,6 @@ def test_turns_come_back_as_they_were(store: ResultsStore) -> None:
     assert rows[1].stream is True
     assert (rows[0].status, rows[0].ttft_ms, rows[0].prompt_tokens) == ("timeout", None, None)
     assert store.turns_of(trial, "session", "ttft_ms") == [("b", None), ("a", 12.5)]
-
-
-def test_turns_are_recorded_in_one_statement_of_one_transaction(store: ResultsStore) -> None:
-    """What recording costs beside the rows themselves must not grow with them."""
-    trial, statements = store.begin_trial(trial_fields()), []
-    event.listen(store.database.engine, "before_cursor_execute", lambda *given: statements.append(given[5]))
-    event.listen(store.database.engine, "commit", lambda _: statements.append("commit"))
-    calls = 0
-
-    def count(_frame: object, _kind: str, _argument: object) -> None:
-        nonlocal calls
-        calls += 1
-
-    for turns in (10, 1000):
-        records = [turn("s", number) for number in range(turns)]
-        before, calls = calls, 0
-        sys.setprofile(count)
-        try:
-            store.add_turns(trial, records)
-        finally:
-            sys.setprofile(None)
-    assert statements == [False, True, "commit"] * 2  # BEGIN, one executemany
-    assert calls - before < 10 * 990
 
 
 def test_metrics_samples_and_values_that_are_no_numbers(store: ResultsStore) -> None:

@@ -84,7 +84,7 @@ def test_two_baselines_are_compared(swept):
     assert "queue_ms" not in shown.stdout
 
 
-def test_reproduce_then_prune(swept):
+def test_reproduce(swept):
     asked = partial(rows, swept)
     done = results(swept, "reproduce", "1")
     assert "Trial 3 repeats trial 1." in done.stdout
@@ -94,19 +94,15 @@ def test_reproduce_then_prune(swept):
     assert first[0] == repeated[0]
     assert first[1] != repeated[1]
     assert json.loads(repeated[2])["reproduces"] == 1
-    # It is compared, never substituted: the sweep shows its own trial, and nothing is pruned for it.
+    # It is compared, never substituted: the sweep shows its own trial.
     assert asked("select job, trial_id from sweep_result") == [(0, 1), (1, 2)]
-    assert results(swept, "prune").stdout.strip() == "There is nothing to prune."
     again = results(swept, "reproduce", "1")
     assert "Trial 4 repeats trial 1." in again.stdout
-    assert "trial 3 (completed, replaced by trial 4)" in results(swept, "prune").stdout
     with sqlite3.connect(swept / "results.db") as connection:
         connection.execute("update trial set code_hash = 'old', platform = 'device=old' where id = 4")
     changed = results(swept, "reproduce", "4")
     assert "The code differs" in changed.stderr
     assert "The platform differs: the trial ran on 'device=old', this is 'sim'." in changed.stderr
-    assert "are gone" in results(swept, "prune", "--yes").stdout
-    assert results(swept, "prune").stdout.strip() == "There is nothing to prune."
     assert asked("select job, trial_id from sweep_result") == [(0, 1), (1, 2)]
 
 
