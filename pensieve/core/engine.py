@@ -12,8 +12,8 @@ from pensieve.core.cost import CostModel
 from pensieve.core.event import Event
 from pensieve.core.facts import SILENT, Computed, Facts
 from pensieve.core.plan import Moved, Repeats, StepResult
-from pensieve.core.request import Request, TokenArray
-from pensieve.core.scheduler.active_request import ActiveRequest, turn_of
+from pensieve.core.request import UNNUMBERED, Request, TokenArray
+from pensieve.core.scheduler.active_request import ActiveRequest
 from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.core.scheduler.scheduler import Forward, Scheduler, Step
 from pensieve.core.scheduler.sessions import MemoryLimits
@@ -97,8 +97,9 @@ class Engine:
 
     def _take(self, request: Request, session: Session, new: bool, now_s: float) -> bool:
         """Queue a request, unless it can never be served. Counts as under way what nothing can refuse any more."""
-        self.facts.arrived(request, turn_of(request, session), now_s)
-        active = ActiveRequest.arrive(request, session, self._arrived, self._eos, self._decode_text)
+        turn = session.turns if request.turn == UNNUMBERED else request.turn
+        self.facts.arrived(request, turn, now_s)
+        active = ActiveRequest.arrive(request, session, self._arrived, turn, self._eos, self._decode_text)
         self._arrived += 1
         error = self.scheduler.refusal(active)
         if error is not None:

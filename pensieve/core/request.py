@@ -19,7 +19,6 @@ TokenArray = array  # of 'i': four bytes a token, so that a million remembered t
 UNNUMBERED = 0
 
 _BEYOND = 2**31  # token ids, and a top_k that limits anything, lie below
-_WIDE = 2**63  # seeds, and numbers of tokens that no machine has, have 64 bits: Python writes no numbers of any length
 _COOLEST = 1e-6  # logits divided by less may leave the range of floats
 
 
@@ -65,28 +64,23 @@ def text_of(value: object, name: str) -> str:
     return value
 
 
-def _whole(value: object, name: str, least: int, beyond: int | None = None) -> int:
-    bound = f"of at least {least}" if beyond is None else f"in [{least}, {beyond})"
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise ConfigError(f"{name} must be a whole number {bound}, not {value!r}.")
-    whole = int(value)
-    if whole < least or (beyond is not None and whole >= beyond):
-        shown = whole if abs(whole) < _WIDE else "one of more than 63 bits"  # Python writes none of thousands of digits
-        raise ConfigError(f"{name} must be a whole number {bound}, not {shown}.")
-    return whole
+def _whole(value: object, name: str, least: int, beyond: int = 2**63) -> int:
+    """As Python's own number: numpy's overflow."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not least <= int(value) < beyond:
+        raise ConfigError(f"{name} must be a whole number in [{least}, {beyond}), not {value!r}.")
+    return int(value)
 
 
 def _real(value: object, name: str) -> float:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise ConfigError(f"{name} must be a number, not {value!r}.")
     try:
-        return float(value)
+        if isinstance(value, numbers.Real) and not isinstance(value, bool):
+            return float(value)
     except OverflowError:
-        raise ConfigError(f"{name} must be a number that a float can hold.") from None
+        pass
+    raise ConfigError(f"{name} must be a number that a float can hold, not {value!r}.")
 
 
 def _settle(frozen: object, **values: Any) -> None:
-    """Plain Python numbers in place of what numpy calls one, whose arithmetic overflows."""
     for name, value in values.items():
         object.__setattr__(frozen, name, value)
 
@@ -114,8 +108,8 @@ class Sampling:
             )
         if not 0 < top_p <= 1:
             raise ConfigError(f"top_p is above 0 and at most 1 (off), not {top_p}.")
-        top_k = min(_whole(self.top_k, "top_k", 0), _BEYOND - 1)
-        seed = _whole(self.seed, "seed", -_WIDE, _WIDE)
+        top_k = min(_whole(self.top_k, "top_k", 0), _BEYOND - 1)  # more than any vocabulary is no limit
+        seed = _whole(self.seed, "seed", -(2**63))
         _settle(self, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
 
 
@@ -126,7 +120,7 @@ class Length:
     tokens: int
 
     def __post_init__(self) -> None:
-        _settle(self, tokens=min(_whole(self.tokens, "max_new_tokens", 1), _WIDE))
+        _settle(self, tokens=_whole(self.tokens, "max_new_tokens", 1))
 
     @property
     def max_new_tokens(self) -> int:
@@ -156,7 +150,7 @@ class Free:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _settle(self, max_new_tokens=min(_whole(self.max_new_tokens, "max_new_tokens", 1), _WIDE))
+        _settle(self, max_new_tokens=_whole(self.max_new_tokens, "max_new_tokens", 1))
         if not all(text_of(stop, "Each stop string") for stop in self.stop):
             raise ConfigError('A stop string is empty, and every reply begins with ""; leave stop out for none.')
 

@@ -35,9 +35,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from pensieve.core.cost import PositionPrices
 from pensieve.core.request import TokenArray, is_measured
 from pensieve.lab.metrics import MetricValue
+from pensieve.serve.books.ledger import PositionPrices
 from pensieve.serve.record import TurnRecord
 
 LEVELS = 16

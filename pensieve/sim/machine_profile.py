@@ -19,10 +19,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from pensieve.core.cost import one_after_another
 from pensieve.errors import ConfigError
 from pensieve.sim.profile import Profile
-from pensieve.sim.roofline import Run
+from pensieve.sim.roofline import Run, one_after_another
 from pensieve.specs import HardwareSpec, ModelSpec
 
 COMMAND = "python runners/profile.py"

@@ -22,10 +22,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from pensieve.core.cost import one_after_another
 from pensieve.errors import ConfigError
 from pensieve.sim.kernel_tables import AttentionGrid, Curve, KernelTable, Shape, all_reduce, nearest
-from pensieve.sim.roofline import Machine, Run, attended_pairs
+from pensieve.sim.roofline import Machine, Run, attended_pairs, one_after_another
 from pensieve.specs import Experts, HardwareSpec, ModelSpec
 
 _PIECES_S = 2e-3

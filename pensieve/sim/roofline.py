@@ -8,18 +8,27 @@ tensor-parallel group, which adds two all-reduces a layer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from pensieve.core.cost import one_after_another
 from pensieve.specs import HardwareSpec, ModelSpec
 
 Run = tuple[int, int]
 
 _AT_ONCE = 128  # iterations of a window whose times are computed together
 _EXACT_BELOW = 1 << 62  # products of numpy's integers
+
+
+def one_after_another(
+    iteration_s: Callable[[Sequence[Run], int], float], runs: Sequence[Run], sampled: int
+) -> Iterator[float]:
+    """The iterations that follow one of these runs, each of which goes on by as many positions as it has."""
+    steps = [stop - start for start, stop in runs]
+    while True:
+        runs = [(start + step, stop + step) for (start, stop), step in zip(runs, steps, strict=True)]
+        yield iteration_s(runs, sampled)
 
 
 class Machine(ABC):

@@ -7,7 +7,6 @@ from array import array
 
 import pytest
 
-from pensieve.core.cache.exchange import Exchange
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.plan import GPU, Moved
 from pensieve.core.policies.conversation_lru import ConversationLru
@@ -15,7 +14,7 @@ from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import is_measured
 from pensieve.core.scheduler.composition import SchedulerSettings
-from pensieve.core.scheduler.copy_ahead import choose_copy_ahead
+from pensieve.core.scheduler.copy_ahead import Never, choose_copy_ahead
 from pensieve.errors import ConfigError
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.specs import HardwareSpec
@@ -131,7 +130,7 @@ def test_the_head_changes_places_with_what_leaves_the_gpu():
     cache.reorder(a)
     plans = 0
     while (lacking := cache.room.lacking(a, 20, array("i", range(22)))) > 0:
-        Exchange(cache.room).step(a, lacking, 2.0)
+        Never(cache.room).make_room(a, lacking, 2.0)
         moves = cache.take_moves()
         assert moves or cache.room.outgoing
         finish(cache, moves)
@@ -167,7 +166,7 @@ def test_the_head_does_not_give_up_its_own_chunks_for_its_own_chunks():
     for _ in range(20):
         lacking = cache.room.lacking(a, 20, array("i", range(50)))
         assert lacking > 0
-        Exchange(cache.room).step(a, lacking, 3.0)
+        Never(cache.room).make_room(a, lacking, 3.0)
         moves = cache.take_moves()
         loaded += sum(len(move.src) for move in moves if move.target == GPU)
         finish(cache, moves)

@@ -39,7 +39,7 @@ class TwoTierRoom(Room):
     """Which blocks of both tiers can be had, and who gives up theirs.
 
     cpu_blocks: of the CPU tier. loaded_early: by number of a waiting session, its chunks that were loaded before its
-    admission (exchange.py): what finds its KV there counts them as on CPU.
+    admission (copy_ahead=never): what finds its KV there counts them as on CPU.
     """
 
     def __init__(self, tiers: Tiers) -> None:

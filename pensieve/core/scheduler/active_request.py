@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from pensieve.core.facts import Admission
 from pensieve.core.plan import Row, Sample
-from pensieve.core.request import UNNUMBERED, Forced, Free, Request, Sampling, TokenArray
+from pensieve.core.request import Forced, Free, Request, Sampling, TokenArray
 from pensieve.core.session import Run, Session, chunks_of, common_prefix, tokens_in
 from pensieve.core.stop import StopSearch
 from pensieve.errors import CapacityError, ContextLengthError, RequestRefused
@@ -67,12 +67,13 @@ class ActiveRequest:
         request: Request,
         session: Session,
         arrival: int,
+        turn: int,
         eos: frozenset[int],
         decode_text: Callable[[Sequence[int]], str] | None,
     ) -> ActiveRequest:
-        """Make that of a request that has just arrived. eos, decode_text: as Engine takes them."""
+        """Make that of a request that has just arrived. turn: its number. eos, decode_text: as Engine takes them."""
         output = request.output
-        noise = noise_key(request.sampling, request.session, turn_of(request, session))
+        noise = noise_key(request.sampling, request.session, turn)
         active = cls(request, arrival, session, noise, output.max_new_tokens)
         if isinstance(output, Free):
             if not output.ignore_eos:
@@ -231,11 +232,6 @@ class ActiveRequest:
         """Whether the session keeps its tokens: it has generated something, also where it was cut short, unless a failed step
         left its KV in doubt."""
         return self.generated > 0 and self.status not in ("refused", "failed")
-
-
-def turn_of(request: Request, session: Session) -> int:
-    """The number of a turn: the request's own, or counted by the session."""
-    return session.turns if request.turn == UNNUMBERED else request.turn
 
 
 def noise_key(sampling: Sampling, session: str, turn: int) -> int:

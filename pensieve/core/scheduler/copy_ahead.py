@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from pensieve.core.cache.base import Room
-from pensieve.core.cache.exchange import Exchange
 from pensieve.core.cache.two_tier import TwoTierRoom
-from pensieve.core.session import Session
+from pensieve.core.session import NO_BLOCK, Session, View, runs_of
+from pensieve.units import ceil_div
 
 CopyAhead = Literal["paper", "spare", "never"]
 """paper: a share of the GPU blocks, whatever must be dropped from the CPU for it (section 4.3.2). spare: as much, but only
@@ -16,6 +18,9 @@ into CPU blocks that no chunk has its only copy in. never: nothing, so that the 
 the CPU changes places with what leaves the GPU."""
 
 AskedCopyAhead = Literal["auto", "paper", "spare", "never"]
+
+
+_STAGES = 8  # an exchange that has no GPU block to begin with makes room for so large a part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,9 @@ class Paper:
 
     def make_room(self, head: Session | None, lacking: int, now_s: float) -> None:
         """Start copies. head: who lacks so many blocks; None: nobody does."""
-        self._room.swap_out(max(self._ahead(), lacking - self._room.outgoing if lacking else 0), now_s, head)
+        blocks = max(self._ahead(), lacking - self._room.outgoing if lacking else 0)
+        if blocks > 0:
+            self._room.swap_out(blocks, now_s, head)
 
     def on_its_way(self, in_flight: bool) -> bool:
         """Whether copies are under way that give the head of the queue blocks."""
@@ -88,21 +95,62 @@ class Spare(Paper):
 
 
 class Never(Paper):
-    """Nothing ahead of time: the head changes places with what has the GPU, a part at a time (core/cache/exchange.py)."""
+    """Nothing ahead of time: both tiers are full, of different chunks, and the head of the queue changes places with what has
+    the GPU, a part at a time. In each plan while it waits, as many of its chunks are loaded as there are GPU blocks for, and
+    what leaves the GPU takes the CPU blocks of its chunks that are loaded already."""
 
     def __init__(self, room: Room) -> None:
         super().__init__(room, 0, 0)
-        self._exchange = Exchange(room) if isinstance(room, TwoTierRoom) and room.cpu_blocks else None
-
-    def make_room(self, head: Session | None, lacking: int, now_s: float) -> None:
-        if head is not None and self._exchange is not None:
-            self._exchange.step(head, lacking, now_s)
+        self._both = room if isinstance(room, TwoTierRoom) and room.cpu_blocks else None
 
     def on_its_way(self, in_flight: bool) -> bool:
         return bool(self._room.outgoing) or in_flight or not self._room.copies_done
 
     def changes_places(self, head: Session) -> bool:
         return self._room.on_cpu(head)
+
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> None:
+        """Make as much room as one plan can. Others lose their only copies only for what the head needs beyond the room in
+        CPU memory that it leaves behind, and for an eighth of its chunks where no GPU block is free to begin with."""
+        room = self._both
+        if head is None or room is None:
+            return
+        tiers, chunks, wanted = room.tiers, head.chunks, lacking - room.outgoing
+        begins = room.copies_done and not room.available
+        loads = self._load(room, head, now_s)
+        clean = [
+            (node, index) for node in head.nodes() for index, view in enumerate(node.chunks.view) if view == View.CLEAN
+        ]
+        held = len(chunks) - chunks.cpu.count(NO_BLOCK)
+        spare = room.spare_cpu_blocks
+        costly = max(wanted - spare - held, ceil_div(held, _STAGES) if begins else 0, 0)
+        most = min(wanted, spare + len(clean) + costly)
+        dropped = room.tiers.counters.dropped_chunks
+        if most > 0:
+            others = room.victims_of_others(tiers.dirty, head, View.DIRTY, most, now_s)
+            room.copy_out(others, now_s, head, giving=clean)
+        if not loads:
+            self._load(room, head, now_s)  # where chunks were dropped there are blocks now
+        stuck = room.copies_done and not tiers.copies.in_flight and dropped == room.tiers.counters.dropped_chunks
+        if stuck and wanted > 0:
+            room.swap_out(wanted, now_s, head)  # what it has itself must leave the GPU
+
+    def _load(self, room: TwoTierRoom, session: Session, now_s: float) -> int:
+        """Load as many CPU chunks of a waiting session as there are GPU blocks for without a copy; returns how many."""
+        chunks = session.chunks
+        most = max(room.available - chunks.view.count(View.CLEAN), 0)
+        behind = [index for index, view in enumerate(chunks.view) if view == View.CPU_ONLY][:most]
+        if not behind:
+            return 0
+        tiers, lacking = room.tiers, len(behind) - room.tiers.gpu.free
+        if lacking > 0:  # not for chunks of its own, or the next plan would load those again, and so on
+            others = room.victims_of_others(tiers.clean, session, View.CLEAN, lacking, now_s)
+            room.give_up(tiers.clean, others, tiers.reclaim)
+        runs, blocks = runs_of(behind), iter(room.take_gpu(session, len(behind), now_s))
+        for node, start, stop in session.in_nodes(runs):
+            node.chunks.gpu[start:stop] = array("i", islice(blocks, stop - start))
+        room.loaded_early.setdefault(session.number, set()).update(behind)
+        return tiers.copy_in(session, runs)
 
 
 def strategy_of(mode: AskedCopyAhead, room: Room, low: int, high: int) -> Paper:

@@ -107,7 +107,8 @@ class Scheduler:
         self.in_flight: deque[Step] = deque()
         """Plans that are launched and not collected, the oldest first."""
         self.facts = facts
-        self._must_drain = False
+        self.must_drain = False
+        """The next plan is to be made when none is in flight."""
         self._ahead = ahead
         self._loads = Loads(cost, cache.chunk_tokens) if settings.load_apart and cost is not None else None
         self._reading: dict[int, int] = {}  # by arrival of a request that waits for a tier below, the ticket
@@ -141,16 +142,11 @@ class Scheduler:
         active.session.unmark_waiting(active.arrival)
         self.cache.reorder(active.session)
 
-    @property
-    def must_drain(self) -> bool:
-        """The next plan is to be made when none is in flight."""
-        return bool(self.in_flight) and self._must_drain
-
     def plan(self, now_s: float, horizon_ns: int | None = None) -> Step | None:
         """Plan the next iteration; None when there is nothing to compute or copy. The plan is in flight from now on.
         horizon_ns: when something from outside may change what is planned."""
-        self._must_drain = bool(self.in_flight) and self._must_preempt()
-        if self._must_drain:
+        self.must_drain = bool(self.in_flight) and self._must_preempt()
+        if self.must_drain:
             return None
         draft, self._unsent = self._unsent, _Draft()
         if draft.admitted:
@@ -178,6 +174,7 @@ class Scheduler:
     def collected(self, result: StepResult) -> Step:
         """The oldest plan in flight is over."""
         step = self.in_flight.popleft()
+        self.must_drain = self.must_drain and bool(self.in_flight)
         assert step.plan.step == result.step, "plans are collected in the order of their launch"
         self.facts.collected(step.plan, result)
         following = self.counters.steps
@@ -249,7 +246,7 @@ class Scheduler:
             self._expect_no_load(active)
             self._slots.append(active.leave_slot())
             cache.release(session, now_s)
-            self.queue.ended(session.name)
+            self.queue.ended(active)
         if active.admitted and not active.stands:
             length = min(active.length_before, len(session.tokens))
             cache.truncate(session, length, active.computed_before)
@@ -325,7 +322,8 @@ class Scheduler:
                     self._deferred.add(head.arrival)
                     self.counters.deferred += 1
                 return lacking
-            self._start(self.queue.pop(), keep, draft, now_s)
+            self.queue.pop()
+            self._start(head, keep, draft, now_s)
         return 0
 
     def _lacking(self, head: ActiveRequest, keep: int) -> int:
@@ -417,7 +415,7 @@ class Scheduler:
             if room.outgoing or room.available:
                 continue
             if self.in_flight:
-                self._must_drain = True
+                self.must_drain = True
                 return False
             victim = self._latest_not_in(rows)
             if len(self.running) > 1 and victim is not None:
@@ -515,68 +513,59 @@ class Scheduler:
 class WaitingQueue:
     """Requests that wait, in the order of arrival, the turns of one session one after the other.
 
-    Nobody overtakes a deferred head; only a request whose session is still busy with an earlier one is passed over: it
-    is parked, and gets the place of its own arrival when that one ends.
+    Nobody overtakes a deferred head; only a request whose session is still busy with an earlier one is passed over: it gets
+    the place of its own arrival when that one ends.
     """
 
     def __init__(self) -> None:
         self._ready: list[tuple[int, ActiveRequest]] = []  # a heap, by arrival
-        self._parked: dict[str, deque[ActiveRequest]] = {}
-        self._busy: set[str] = set()  # names of the sessions that have a request ready or running
+        self._turns: dict[str, deque[ActiveRequest]] = {}  # by session; the first one of each is ready, or runs
         self._gone: set[int] = set()  # arrivals of those that were removed and are still in the heap
         self._size = 0
 
     def __len__(self) -> int:
-        """Number of requests that wait, parked ones included."""
+        """Number of requests that wait, also behind others of their session."""
         return self._size
 
     def push(self, active: ActiveRequest) -> None:
+        turns = self._turns.setdefault(active.session.name, deque())
+        turns.append(active)
         self._size += 1
-        name = active.session.name
-        if name in self._busy:
-            self._parked.setdefault(name, deque()).append(active)
-        else:
-            self._busy.add(name)
+        if len(turns) == 1:
             heapq.heappush(self._ready, (active.arrival, active))
 
     def push_back(self, active: ActiveRequest) -> None:
-        """Queue a preempted request again; its session is busy with it already."""
+        """Queue a preempted request again."""
         self._size += 1
         heapq.heappush(self._ready, (active.arrival, active))
 
     def head(self) -> ActiveRequest | None:
-        while self._ready and self._ready[0][0] in self._gone:
-            self._gone.discard(heapq.heappop(self._ready)[0])
-        return self._ready[0][1] if self._ready else None
+        ready = self._ready
+        while ready and ready[0][0] in self._gone:
+            self._gone.discard(heapq.heappop(ready)[0])
+        return ready[0][1] if ready else None
 
-    def pop(self) -> ActiveRequest:
-        head = self.head()
-        assert head is not None
+    def pop(self) -> None:
+        """Take the head out: it runs."""
         heapq.heappop(self._ready)
         self._size -= 1
-        return head
 
-    def ended(self, session: str) -> None:
-        """Record that the session's current request is over: the next parked one, if any, becomes ready."""
-        parked = self._parked.get(session)
-        if not parked:
-            self._busy.discard(session)
-            return
-        following = parked.popleft()
-        if not parked:
-            del self._parked[session]
-        heapq.heappush(self._ready, (following.arrival, following))
+    def ended(self, active: ActiveRequest) -> None:
+        """A request that ran is over: the next one of its session, if any, becomes ready."""
+        name = active.session.name
+        turns = self._turns[name]
+        turns.popleft()
+        if turns:
+            heapq.heappush(self._ready, (turns[0].arrival, turns[0]))
+        else:
+            del self._turns[name]
 
     def remove(self, active: ActiveRequest) -> None:
-        """Remove a request that was cancelled while it waited. If its session was busy with it, the next one becomes
-        ready."""
+        """Remove a request that was cancelled while it waited."""
         self._size -= 1
-        name = active.session.name
-        parked = self._parked.get(name)
-        if parked and active in parked:
-            parked.remove(active)
-            if not parked:
-                del self._parked[name]
-            return
-        self._gone.add(active.arrival)
-        self.ended(name)
+        turns = self._turns[active.session.name]
+        if turns[0] is active:
+            self._gone.add(active.arrival)
+            self.ended(active)
+        else:
+            turns.remove(active)

@@ -119,6 +119,8 @@ class Sessions:
 
     def forget_surplus(self, now_ns: int) -> int | None:
         """Forget sessions that were idle for too long, or are too many; returns next_expiry_ns."""
+        if self._ttl_ns is None and self._most_tokens is None:
+            return None
         while True:
             expiry_ns = self.next_expiry_ns
             expired = expiry_ns is not None and expiry_ns <= now_ns

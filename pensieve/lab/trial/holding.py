@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from pensieve.core.cost import PositionPrices
 from pensieve.core.plan import Tier
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.store import Holding
 from pensieve.serve.books.holding import TIERS, Held
+from pensieve.serve.books.ledger import PositionPrices
 from pensieve.serve.record import TurnRecord
 from pensieve.units import GIB
 

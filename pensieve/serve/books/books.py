@@ -6,14 +6,14 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pensieve.core.cost import CostModel, PositionPrices, predicted_s
+from pensieve.core.cost import CostModel, predicted_s
 from pensieve.core.facts import NOBODY_NOW, Admission, Computed, Facts, Found
 from pensieve.core.plan import CPU, GPU, Repeats, StepPlan, StepResult, Tier
 from pensieve.core.request import Request, TokenArray
 from pensieve.core.session import Run, Session, tokens_in
 from pensieve.serve.books.content import Content
 from pensieve.serve.books.holding import Held, Holders, Holding
-from pensieve.serve.books.ledger import Asked, Losses, Residency, account
+from pensieve.serve.books.ledger import Asked, Losses, PositionPrices, Residency, account
 from pensieve.serve.record import TurnRecord
 
 _LONG_ROW = 128  # positions of a row whose time the cost model should tell

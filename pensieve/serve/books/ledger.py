@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from pensieve.core.cost import CostModel, PositionPrices, marginal_s
+from pensieve.core.cost import CostModel, marginal_s
 from pensieve.core.facts import Admission, Found
 from pensieve.core.request import History, Request, TokenArray
 from pensieve.core.session import Run, Session, tokens_in, without
@@ -219,6 +219,38 @@ def explained(residency: Residency, told: History | None, keep: int) -> tuple[Mi
                 place = stop
         runs.append(Missed(place, end, "new"))
     return joined(runs)
+
+
+class PositionPrices:
+    """Seconds to compute positions as part of a longer prefill, with a price for each that does not depend on which others
+    are computed: a part of a chunk at the price of the whole one. So what several runs take adds up. Sums of leading chunks
+    are kept, so that any interval is priced at once."""
+
+    def __init__(self, cost: CostModel, chunk_tokens: int) -> None:
+        self._cost = cost
+        self._size = chunk_tokens
+        self._chunks: list[float] = []
+        self._sums = [0.0]  # of the leading chunks
+
+    def seconds(self, start: int, stop: int) -> float:
+        return self._below(stop) - self._below(start)
+
+    def of(self, runs: Iterable[tuple[int, int]]) -> float:
+        """Seconds of several intervals."""
+        seconds = 0.0
+        for start, stop in runs:
+            seconds += self._below(stop) - self._below(start)
+        return seconds
+
+    def _below(self, position: int) -> float:
+        self._price(position)
+        whole, rest = divmod(position, self._size)
+        return self._sums[whole] + (self._chunks[whole] * rest / self._size if rest else 0.0)
+
+    def _price(self, position: int) -> None:
+        for index in range(len(self._chunks), -(-position // self._size)):
+            self._chunks.append(self._cost.recompute_s((index + 1) * self._size))
+            self._sums.append(self._sums[-1] + self._chunks[-1])
 
 
 def account(record: TurnRecord, cost: CostModel, prices: PositionPrices, chunk_tokens: int) -> None:

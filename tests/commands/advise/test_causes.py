@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.core.cost import PositionPrices
 from pensieve.lab.commands.advise.causes import parts, read_causes, split
 from pensieve.lab.traffic.table import Exchange, Facts
 from pensieve.lab.workload.formats.traffic import conversations_of
+from pensieve.serve.books.ledger import PositionPrices
 
 SIZE = 4
 FACTS = Facts("proxy", block=SIZE)

@@ -14,7 +14,6 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import BaseModel, ConfigDict, Field
 
-from pensieve.core.cost import PositionPrices
 from pensieve.errors import ConfigError
 from pensieve.lab.commands.advise.causes import Reading, Split, read_causes, split
 from pensieve.lab.commands.advise.replays import Replayed, Task, gain, moved, replay_all, sample
@@ -24,6 +23,7 @@ from pensieve.lab.compose.settings import check_node
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.statistics import PairedRatio
 from pensieve.lab.traffic.table import Facts
+from pensieve.serve.books.ledger import PositionPrices
 from pensieve.sim.cost import simulated_cost
 from pensieve.units import format_bytes, parse_capacity
 

@@ -18,10 +18,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pensieve.core.cost import PositionPrices
 from pensieve.lab.bound import Idle, most_kept
 from pensieve.lab.traffic.table import Exchange, Facts, lengths_of
 from pensieve.lab.workload.formats.traffic import prompt_tokens
+from pensieve.serve.books.ledger import PositionPrices
 
 Cause = Literal["never", "edited", "answer", "routed", "late", "capacity", "order"]
 CAUSES: dict[Cause, tuple[str, str]] = {
