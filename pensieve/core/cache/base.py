@@ -120,9 +120,9 @@ class Inspect(ABC):
 
 
 class Room(ABC):
-    """The GPU blocks of a manager, as those ask who decide when blocks are made free: the scheduler, strategies of copying
-    ahead, fast forward. Answers hold until the manager or a session of it changes. The defaults are those of a single tier,
-    which copies nothing and whose idle blocks are all available."""
+    """The GPU blocks of a manager, as those ask who decide when blocks are made free: the scheduler and strategies of copying
+    ahead. Answers hold until the manager or a session of it changes. The defaults are those of a single tier, which copies
+    nothing and whose idle blocks are all available."""
 
     grows = True
     """Decode takes blocks beyond those of the admission; if not, admissions need keep no reserve for it."""
@@ -157,33 +157,18 @@ class Room(ABC):
         return 0
 
     @property
-    def copies_done(self) -> bool:
-        """No copy is under way whose end would change what may be evicted."""
-        return True
-
-    @property
     def can_swap_out(self) -> bool:
         """Something could be copied to a CPU tier."""
         return False
-
-    @property
-    def spare_cpu_blocks(self) -> int:
-        """CPU blocks that are free or hold a second copy: using them for something else loses no KV."""
-        return 0
 
     def storing(self, prefilling: bool) -> bool:
         """A plan that goes on as the last one may have moves, where no decode fills a block. prefilling: a prefill goes
         on."""
         return False
 
-    def on_cpu(self, session: Session) -> bool:
-        """Some of its KV is in the CPU tier."""
-        return False
-
-    def swap_out(self, blocks: int, now_s: float, waiting: Session | None, spare: bool = False) -> None:
+    def swap_out(self, blocks: int, now_s: float, waiting: Session | None) -> None:
         """Start copies until `blocks` more are available or outgoing; drops where no CPU block can be freed. waiting: whose
-        request cannot go on without them; None: they are made ahead of time. spare: only as far as there are CPU blocks that
-        nothing has its only copy in."""
+        request cannot go on without them; None: they are made ahead of time."""
         return None  # there is no other tier
 
     def swap_out_all(self, session: Session, now_s: float) -> None:

@@ -57,6 +57,7 @@ class TwoTierRoom(Room):
 
     @property
     def copies_done(self) -> bool:
+        """No copy is under way whose end would change what may be evicted."""
         return not self.tiers.copies.open_moves
 
     @property
@@ -65,9 +66,11 @@ class TwoTierRoom(Room):
 
     @property
     def spare_cpu_blocks(self) -> int:
+        """CPU blocks that are free or hold a second copy: using them for something else loses no KV."""
         return self.tiers.cpu.free + len(self.tiers.duplicates)
 
     def on_cpu(self, session: Session) -> bool:
+        """Some of its KV is in the CPU tier."""
         return session.chunks.cpu.count(NO_BLOCK) < len(session.chunks)
 
     def lacking(self, session: Session, keep: int, prompt: TokenArray[int]) -> int:
@@ -83,6 +86,7 @@ class TwoTierRoom(Room):
         return total - own + own_available - self.available
 
     def swap_out(self, blocks: int, now_s: float, waiting: Session | None, spare: bool = False) -> None:
+        """spare: only as far as there are CPU blocks that nothing has its only copy in."""
         if spare:
             blocks = min(blocks, self.spare_cpu_blocks)
         if self.cpu_blocks and blocks > 0:

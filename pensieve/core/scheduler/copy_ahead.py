@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -68,9 +69,8 @@ class Paper:
         """Whether copies are under way that give the head of the queue blocks."""
         return bool(self._room.outgoing)
 
-    def begins_below(self, frees_copies: bool) -> int:
-        """Of how many available and outgoing blocks the next plan would copy ahead of time. frees_copies: a request under
-        way may compute again what CPU blocks hold, which are then spare."""
+    def begins_below(self, prefilled: Sequence[Session]) -> int:
+        """Of how many available and outgoing blocks the next plan would copy ahead of time, while these are prefilled."""
         return self._low
 
     def changes_places(self, head: Session) -> bool:
@@ -85,13 +85,18 @@ class Paper:
 class Spare(Paper):
     """As the paper, but ahead of time only into CPU blocks that no chunk has its only copy in."""
 
+    def __init__(self, room: TwoTierRoom, low: int, high: int) -> None:
+        super().__init__(room, low, high)
+        self._both = room
+
     def make_room(self, head: Session | None, lacking: int, now_s: float) -> None:
         ahead, urgent = self._ahead(), lacking - self._room.outgoing
-        self._room.swap_out(urgent, now_s, head)
-        self._room.swap_out(ahead - max(urgent, 0), now_s, None, spare=True)
+        self._both.swap_out(urgent, now_s, head)
+        self._both.swap_out(ahead - max(urgent, 0), now_s, None, spare=True)
 
-    def begins_below(self, frees_copies: bool) -> int:
-        return self._low if self._room.spare_cpu_blocks or frees_copies else 0
+    def begins_below(self, prefilled: Sequence[Session]) -> int:
+        spare = self._both.spare_cpu_blocks or any(map(self._both.on_cpu, prefilled))  # what is computed again is spare
+        return self._low if spare else 0
 
 
 class Never(Paper):
@@ -99,25 +104,25 @@ class Never(Paper):
     the GPU, a part at a time. In each plan while it waits, as many of its chunks are loaded as there are GPU blocks for, and
     what leaves the GPU takes the CPU blocks of its chunks that are loaded already."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: TwoTierRoom) -> None:
         super().__init__(room, 0, 0)
-        self._both = room if isinstance(room, TwoTierRoom) and room.cpu_blocks else None
+        self._both = room
 
     def on_its_way(self, in_flight: bool) -> bool:
-        return bool(self._room.outgoing) or in_flight or not self._room.copies_done
+        return bool(self._both.outgoing) or in_flight or not self._both.copies_done
 
     def changes_places(self, head: Session) -> bool:
-        return self._room.on_cpu(head)
+        return self._both.on_cpu(head)
 
     def make_room(self, head: Session | None, lacking: int, now_s: float) -> None:
         """Make as much room as one plan can. Others lose their only copies only for what the head needs beyond the room in
         CPU memory that it leaves behind, and for an eighth of its chunks where no GPU block is free to begin with."""
         room = self._both
-        if head is None or room is None:
+        if head is None or not room.cpu_blocks:
             return
         tiers, chunks, wanted = room.tiers, head.chunks, lacking - room.outgoing
         begins = room.copies_done and not room.available
-        loads = self._load(room, head, now_s)
+        loads = self._load(head, now_s)
         clean = [
             (node, index) for node in head.nodes() for index, view in enumerate(node.chunks.view) if view == View.CLEAN
         ]
@@ -130,14 +135,14 @@ class Never(Paper):
             others = room.victims_of_others(tiers.dirty, head, View.DIRTY, most, now_s)
             room.copy_out(others, now_s, head, giving=clean)
         if not loads:
-            self._load(room, head, now_s)  # where chunks were dropped there are blocks now
+            self._load(head, now_s)  # where chunks were dropped there are blocks now
         stuck = room.copies_done and not tiers.copies.in_flight and dropped == room.tiers.counters.dropped_chunks
         if stuck and wanted > 0:
             room.swap_out(wanted, now_s, head)  # what it has itself must leave the GPU
 
-    def _load(self, room: TwoTierRoom, session: Session, now_s: float) -> int:
+    def _load(self, session: Session, now_s: float) -> int:
         """Load as many CPU chunks of a waiting session as there are GPU blocks for without a copy; returns how many."""
-        chunks = session.chunks
+        room, chunks = self._both, session.chunks
         most = max(room.available - chunks.view.count(View.CLEAN), 0)
         behind = [index for index, view in enumerate(chunks.view) if view == View.CPU_ONLY][:most]
         if not behind:
@@ -155,6 +160,6 @@ class Never(Paper):
 
 def strategy_of(mode: AskedCopyAhead, room: Room, low: int, high: int) -> Paper:
     """low, high: the watermarks in GPU blocks."""
-    if mode == "never":
-        return Never(room)
-    return Spare(room, low, high) if mode == "spare" else Paper(room, low, high)
+    if mode == "paper" or not isinstance(room, TwoTierRoom):
+        return Paper(room, low, high)
+    return Spare(room, low, high) if mode == "spare" else Never(room)

@@ -461,7 +461,7 @@ class Scheduler:
         blocks = room.available
         if not room.can_swap_out:
             return blocks
-        ahead = copying.begins_below(any(room.on_cpu(active.session) for active in prefills))
+        ahead = copying.begins_below([active.session for active in prefills])
         wanted = max(ahead, blocks + lacking if lacking else 0)
         return min(blocks, blocks + room.outgoing - wanted)
 
