@@ -271,9 +271,14 @@ class CacheManager(Inspect):
         """Sort its chunks among the victims anew: whether a request of it waits has changed, or when it will be asked
         again."""
 
-    @abstractmethod
     def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
         """Roll an idle session back (Session.rollback), and give up the KV of the tokens that are cut off."""
+        self.facts.truncating(session, length)
+        session.rollback(length, computed)
+        self._cut(session, length)
+
+    def _cut(self, session: Session, length: int) -> None:
+        """Give up the KV beyond its first `length` tokens, where whose it is is known."""
 
     def forget(self, session: Session, if_empty: bool = False) -> bool:
         """Remove an idle session and its KV, as though it had never been asked. if_empty: only where it has no KV here and
@@ -293,9 +298,10 @@ class CacheManager(Inspect):
         """Nobody asks about it or its chunks any more."""
         session.close()
 
-    @abstractmethod
     def _give_up(self, session: Session) -> None:
         """Give up its tokens and KV."""
+        self.below.forget(session)
+        self.truncate(session, 0)
 
     @abstractmethod
     def _holds(self, session: Session) -> bool:
@@ -329,15 +335,16 @@ class CacheManager(Inspect):
 
     # -- plans and copies ---------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def plans(self, oldest: int, following: int) -> None:
         """Record that plans [oldest, following) are in flight: the worker may use the blocks that these have. A block that is
-        given up meanwhile is not handed out until they are over."""
+        given up meanwhile is not handed out until they are over, where anything is copied."""
+        return None
 
     def take_moves(self) -> tuple[Move, ...]:
         """Return, once, the moves that were decided and that no plan has, for the plan being made."""
         return ()
 
-    @abstractmethod
     def finish(self, moved: Sequence[Moved]) -> Broken:
         """Record that these moves are over. One of a plan that failed counts as failed, and is told of once."""
+        assert not moved
+        return Broken()

@@ -484,18 +484,8 @@ class TwoTierCache(CacheManager):
         if takes_kv and not parent.running and not parent.waiting:
             self.tiers.move(parent.leaf, child.leaf, child.computed // self.chunk_tokens)
 
-    def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
-        self.facts.truncating(session, length)
-        session.rollback(length, computed)
-        self._cut(session, length)
-
     def _cut(self, session: Session, length: int) -> None:
-        """Give up the KV beyond its first `length` tokens."""
         self.tiers.cut(session.leaf, length)
-
-    def _give_up(self, session: Session) -> None:
-        self.below.forget(session)
-        self.truncate(session, 0)
 
     def _holds(self, session: Session) -> bool:
         chunks = session.leaf.chunks

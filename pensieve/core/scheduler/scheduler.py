@@ -364,16 +364,18 @@ class Scheduler:
 
     def _compose(self, draft: _Draft, now_s: float) -> list[tuple[ActiveRequest, Row]]:
         """Choose the rows of the plan, and take a block for each position that they need."""
-        running = [active for active in self.running if not active.closed] if self._ahead else self.running
-        joined: Sequence[ActiveRequest] = running
+        running: Sequence[ActiveRequest] = self.running
+        if self._ahead:
+            running = [active for active in running if not active.closed]
+        joined = running
         if self._reading:  # how long that takes nobody knows, so each joins when it has read
             joined = [active for active in running if active.arrival not in self._reading]
         if self._loads is not None:
             joined = self._loads.joined(joined, self.settings.max_batch_tokens, now_s)
-        if joined is running:
-            return self._compose_from(running, draft, now_s)
         rows = self._compose_from(joined, draft, now_s)
-        return rows or self._compose_from(running, draft, now_s)  # rather wait for a load than stand still
+        if not rows and joined is not running:  # rather wait for a load than stand still
+            rows = self._compose_from(running, draft, now_s)
+        return rows
 
     def _compose_from(
         self, running: Sequence[ActiveRequest], draft: _Draft, now_s: float

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 
-from pensieve.core.cache.base import Broken, CacheManager, Room
+from pensieve.core.cache.base import CacheManager, Room
 from pensieve.core.facts import Admission, Found
-from pensieve.core.plan import Moved
 from pensieve.core.request import TokenArray
 from pensieve.core.session import Session
 
@@ -32,10 +30,6 @@ class OneTier(CacheManager, Room):
         """What its admission has found, where that is so many leading tokens."""
         return Found(gpu=((0, tokens),) if tokens else (), shared=True)
 
-    def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
-        self.facts.truncating(session, length)
-        session.rollback(length, computed)
-
     @abstractmethod
     def _vacate(self, session: Session, now_s: float) -> None:
         """Its request has stopped: others may have its blocks."""
@@ -56,13 +50,3 @@ class OneTier(CacheManager, Room):
         tokens = self._occupy(session, now_s)
         found = self._found(session, tokens)
         return Admission(((tokens, len(session.tokens)),), self._table(session), found)
-
-    def finish(self, moved: Sequence[Moved]) -> Broken:
-        assert not moved
-        return Broken()
-
-    def plans(self, oldest: int, following: int) -> None:
-        return None  # nothing is copied, so no block waits for a plan
-
-    def _give_up(self, session: Session) -> None:
-        self.truncate(session, 0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pensieve.core.block_hash import BlockHash, HashChain
@@ -17,6 +17,7 @@ from pensieve.plugins.caches.one_tier import OneTier
 
 class PrefixCache(OneTier):
     """A block is free, in use (references > 0), or idle: no request that runs has it, but its content may hit again.
+    Where a subclass copies blocks to another tier, one whose copy is not over is busy, and is not evicted yet.
 
     A full block that was computed is registered under the hash of all tokens up to its end. A prompt takes the longest
     chain of registered blocks, at most prompt - 1 tokens; the rest is computed into new blocks. Idle blocks are evicted
@@ -30,19 +31,28 @@ class PrefixCache(OneTier):
     spare_positions = 1
     """Beyond the prompt, that have blocks from the admission on."""
 
+    keeps_twins = False
+    """Equal blocks that were computed twice are both kept, and the earlier one hits; else the earlier one alone."""
+
     def __init__(self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int = 0) -> None:
         super().__init__(chunk_tokens, gpu_blocks)
         self.gpu = BlockPool(gpu_blocks)
         self._tables: dict[int, list[int]] = {}  # session number -> blocks, while a request of it runs
         self._computed: dict[int, int] = {}  # session number -> positions with KV in its table
         self._references: dict[int, int] = {}
-        self._block_of: dict[BlockHash, int] = {}
+        self._blocks_of: dict[BlockHash, list[int]] = {}  # of one name, the one that hits in front
         self._hash_of: dict[int, BlockHash] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._busy: Counter[int] = Counter()  # blocks -> copies that are not over
+        self._stuck: set[int] = set()  # nobody's, and free once their copies are over
 
     @property
     def available(self) -> int:
-        return self.gpu.free + len(self._idle)
+        return self.gpu.free + len(self._idle) - self.outgoing
+
+    @property
+    def outgoing(self) -> int:
+        return sum([block in self._idle for block in self._busy])
 
     @property
     def gpu_blocks_used(self) -> int:
@@ -54,13 +64,20 @@ class PrefixCache(OneTier):
     def places(self, session: Session) -> str:
         tokens, size = session.tokens[:], self.chunk_tokens
         full = HashChain(size, session.tenant).upto(tokens, len(tokens))  # its own one the engine may be extending
-        found = "".join("G" if name in self._block_of else "-" for name in full)
+        found = ""
+        for index, name in enumerate(full):
+            below = self._is_below(full, index)
+            found += ("B" if below else "G") if name in self._blocks_of else "C" if below else "-"
         return found.ljust(chunks_of(len(tokens), size), "-")
+
+    def _is_below(self, names: Sequence[BlockHash], index: int) -> bool:
+        """A tier below has full block `index` of a prompt with these."""
+        return False
 
     def lacking(self, session: Session, keep: int, prompt: TokenArray[int]) -> int:
         """What other sessions share is not counted: it may only make the admission cheaper."""
         matched = self._match(session, min(keep, len(prompt) - 1))
-        idle = sum(block in self._idle for block in matched)
+        idle = sum([block in self._idle and block not in self._busy for block in matched])
         return chunks_of(len(prompt) + 1, self.chunk_tokens) - len(matched) + idle - self.available
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
@@ -103,7 +120,7 @@ class PrefixCache(OneTier):
 
     def _give_up(self, session: Session) -> None:
         for name in session.named(len(session.tokens), self.chunk_tokens):
-            for block in self._blocks_named(name):
+            for block in list(self._blocks_of.get(name, ())):
                 if block in self._idle:
                     del self._idle[block]
                     self._unregister(block)
@@ -113,21 +130,17 @@ class PrefixCache(OneTier):
     def _holds(self, session: Session) -> bool:
         """Its blocks are known by content, not by whose they are; while one is here, a limit of memory may ask it to give
         that up."""
-        return any(name in self._block_of for name in session.named(len(session.tokens), self.chunk_tokens))
+        return any(name in self._blocks_of for name in session.named(len(session.tokens), self.chunk_tokens))
 
     def check(self) -> None:
-        used = set(self._references)
-        free, idle = self.gpu.free_blocks(), set(self._idle)
-        assert len(free) + len(idle) + len(used) == self.gpu_blocks
-        assert not (free & idle or free & used or idle & used)
-        counts: dict[int, int] = {}
-        for table in self._tables.values():
-            for block in table:
-                counts[block] = counts.get(block, 0) + 1
-        assert counts == self._references
-        assert idle <= set(self._hash_of)
-        assert not free & set(self._hash_of)
-        assert self._block_of == {name: block for block, name in self._hash_of.items()}
+        used, idle, free = set(self._references), set(self._idle), self.gpu.free_blocks()
+        assert sorted((*used, *idle, *free, *self._stuck)) == list(range(self.gpu_blocks))
+        assert self._references == Counter(block for table in self._tables.values() for block in table)
+        assert idle <= set(self._hash_of) <= used | idle
+        assert self._stuck <= set(self._busy) and not free & set(self._busy)
+        assert sorted(self._hash_of) == sorted(block for blocks in self._blocks_of.values() for block in blocks)
+        for name, blocks in self._blocks_of.items():
+            assert {self._hash_of[block] for block in blocks} == {name} and (self.keeps_twins or len(blocks) == 1)
 
     # -- how --------------------------------------------------------------------------------------------------------
 
@@ -139,10 +152,10 @@ class PrefixCache(OneTier):
         """The blocks of the longest registered prefix of at most `limit` tokens."""
         found = []
         for name in session.named(limit, self.chunk_tokens):
-            block = self._block_of.get(name)
-            if block is None:
+            blocks = self._blocks_of.get(name)
+            if blocks is None:
                 break
-            found.append(block)
+            found.append(blocks[0])
         return found
 
     def _occupy(self, session: Session, now_s: float) -> int:
@@ -168,12 +181,12 @@ class PrefixCache(OneTier):
     def _found(self, session: Session, tokens: int) -> Found:
         names = session.named(len(session.tokens), self.chunk_tokens)
         behind = range(tokens // self.chunk_tokens, len(names))
-        stranded = frozenset(index for index in behind if names[index] in self._block_of)
+        stranded = frozenset(index for index in behind if names[index] in self._blocks_of)
         return super()._found(session, tokens)._replace(names=names, stranded=stranded)
 
     def _take(self, session: Session, count: int) -> list[int]:
         for _ in range(count - self.gpu.free):
-            block = self._victim()
+            block = next(block for block in self._idle if block not in self._busy)
             self._evict(block)
             self._free(block)
         blocks = self.gpu.allocate(count, session.number)
@@ -181,31 +194,35 @@ class PrefixCache(OneTier):
             self._references[block] = 1
         return blocks
 
-    def _victim(self) -> int:
-        return next(iter(self._idle))
-
     def _free(self, block: int) -> None:
         """Nobody has it, and nothing is known by its content."""
-        self.gpu.release((block,))
+        if block in self._busy:
+            self._stuck.add(block)
+        else:
+            self.gpu.release((block,))
 
     def _evict(self, block: int) -> None:
         del self._idle[block]
-        self.facts.lost_content(self._hash_of[block])
+        name = self._hash_of[block]
         self._unregister(block)
         self.counters.evicted_chunks += 1
-        self.counters.dropped_chunks += 1
+        self._lose(name)
 
-    def _blocks_named(self, name: BlockHash) -> list[int]:
-        return [self._block_of[name]] if name in self._block_of else []
+    def _lose(self, name: BlockHash) -> None:
+        """A copy of this content is gone; it may have been the last one in memory."""
+        if name not in self._blocks_of:
+            self.facts.lost_content(name)
+            self.counters.dropped_chunks += 1
 
     def _register(self, block: int, name: BlockHash) -> None:
-        """The block has all of this content. Where another request computed the same at the same time, its block stays the
-        one that hits."""
-        if name not in self._block_of:
-            self._block_of[name] = block
+        """The block has all of this content."""
+        if block not in self._hash_of and (self.keeps_twins or name not in self._blocks_of):
+            self._blocks_of.setdefault(name, []).append(block)
             self._hash_of[block] = name
 
     def _unregister(self, block: int) -> None:
         name = self._hash_of.pop(block, None)
         if name is not None:
-            del self._block_of[name]
+            self._blocks_of[name].remove(block)
+            if not self._blocks_of[name]:
+                del self._blocks_of[name]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from pensieve.core.block_hash import BlockHash, HashChain
+from pensieve.core.block_hash import BlockHash
 from pensieve.core.cache.base import Broken
 from pensieve.core.facts import Admission, Facts, Found
 from pensieve.core.plan import GPU, Move, Moved, swap_in, swap_out
@@ -51,6 +51,7 @@ class VllmOffload(PrefixCache):
     """
 
     spare_positions = 0
+    keeps_twins = True
     stores = True
 
     def __init__(
@@ -76,10 +77,7 @@ class VllmOffload(PrefixCache):
         self._prompt_only = offload_prompt_only
         self.stores_replies = not offload_prompt_only
         self._uses: dict[int, Use] = {}  # session number -> of its request, from its admission to its end
-        self._twins: dict[BlockHash, list[int]] = {}  # further blocks of a name, as they were computed
         self._copies: dict[int, _Copy] = {}  # by ticket
-        self._busy: Counter[int] = Counter()  # blocks -> copies that are not over
-        self._stuck: set[int] = set()  # nobody's, and free once their copies are over
         self._loads: list[Move] = []
         self._decided: list[Move] = []  # of what this plan computes: the next one copies it
         self._due: list[Move] = []
@@ -99,21 +97,8 @@ class VllmOffload(PrefixCache):
     # -- query --------------------------------------------------------------------------------------------------------
 
     @property
-    def available(self) -> int:
-        return super().available - self.outgoing
-
-    @property
-    def outgoing(self) -> int:
-        return sum(block in self._idle for block in self._busy)
-
-    @property
     def cpu_blocks_used(self) -> int:
         return self.cpu.used * self.cpu.blocks_per_chunk
-
-    def lacking(self, session: Session, keep: int, prompt: TokenArray[int]) -> int:
-        own = self._match(session, min(keep, len(prompt) - 1))
-        busy = sum(block in self._idle and block in self._busy for block in own)
-        return super().lacking(session, keep, prompt) - busy
 
     def storing(self, prefilling: bool) -> bool:
         if not self.cpu.slots:
@@ -124,15 +109,9 @@ class VllmOffload(PrefixCache):
         read = (block for copy in self._copies.values() for block in copy.source)
         return self.gpu.free_blocks(), self.cpu.free_blocks().difference(read)
 
-    def places(self, session: Session) -> str:
-        tokens, size, per = session.tokens[:], self.chunk_tokens, self.cpu.blocks_per_chunk
-        full = HashChain(size, session.tenant).upto(tokens, len(tokens))  # its own one the engine may be extending
-        found = ""
-        for index, name in enumerate(full):
-            last = (index // per + 1) * per - 1
-            there = last < len(full) and self.cpu.get(full[last]) is not None
-            found += ("B" if there else "G") if name in self._block_of else "C" if there else "-"
-        return found.ljust(chunks_of(len(tokens), size), "-")
+    def _is_below(self, names: Sequence[BlockHash], index: int) -> bool:
+        last = (index // self.cpu.blocks_per_chunk + 1) * self.cpu.blocks_per_chunk - 1
+        return last < len(names) and self.cpu.get(names[last]) is not None
 
     # -- a request ----------------------------------------------------------------------------------------------------
 
@@ -240,19 +219,8 @@ class VllmOffload(PrefixCache):
         return Broken(copied=tuple(broken))
 
     def check(self) -> None:
-        used, idle, free = set(self._references), set(self._idle), self.gpu.free_blocks()
-        parts = (used, idle, free, self._stuck)
-        assert sorted(block for part in parts for block in part) == list(range(self.gpu_blocks))
-        assert self._references == Counter(block for table in self._tables.values() for block in table)
-        assert idle <= set(self._hash_of) <= used | idle
-        named: dict[BlockHash, set[int]] = {}
-        for block, name in self._hash_of.items():
-            named.setdefault(name, set()).add(block)
-        for name, block in self._block_of.items():
-            assert named.pop(name) == {block, *self._twins.get(name, ())}
-        assert not named and all(self._twins.values())
+        super().check()
         assert self._busy == Counter(block for copy in self._copies.values() for block in copy.blocks)
-        assert self._stuck <= set(self._busy) and not free & set(self._busy)
         stores = [chunk.slot for copy in self._copies.values() if not copy.source for chunk in copy.chunks]
         loads = Counter(chunk.slot for copy in self._copies.values() if copy.source for chunk in copy.chunks)
         assert len(set(stores)) == len(stores)
@@ -325,8 +293,7 @@ class VllmOffload(PrefixCache):
         storing, evicted = made
         for chunk in evicted:
             for name in chunk.names:
-                if name not in self._block_of and not self.cpu.has_block(name):
-                    self._lose(name)
+                self._lose(name)
         if not storing:
             return []
         blocks = tuple(table[index * per + i] for index, _ in storing for i in range(per))
@@ -366,56 +333,14 @@ class VllmOffload(PrefixCache):
         there = found.stranded.union(index for index in behind if self.cpu.has_block(found.names[index]))
         return found._replace(stranded=there)
 
-    def _blocks_named(self, name: BlockHash) -> list[int]:
-        return super()._blocks_named(name) + self._twins.get(name, [])
-
     def _holds(self, session: Session) -> bool:
         return super()._holds(session) or any(
             own[-1] in self.cpu for own in self._chunk_names(session, len(session.tokens))
         )
 
-    def _free(self, block: int) -> None:
-        if block in self._busy:
-            self._stuck.add(block)
-        else:
-            super()._free(block)
-
-    def _victim(self) -> int:
-        return next(block for block in self._idle if block not in self._busy)
-
-    def _evict(self, block: int) -> None:
-        del self._idle[block]
-        name = self._hash_of[block]
-        self._unregister(block)
-        self.counters.evicted_chunks += 1
-        if name not in self._block_of and not self.cpu.has_block(name):
-            self._lose(name)
-
     def _lose(self, name: BlockHash) -> None:
-        """It was the last copy in memory."""
-        self.facts.lost_content(name)
-        self.counters.dropped_chunks += 1
-
-    def _register(self, block: int, name: BlockHash) -> None:
-        if block in self._hash_of:
-            return  # loaded, and its last position computed again
-        self._hash_of[block] = name
-        if self._block_of.setdefault(name, block) != block:
-            self._twins.setdefault(name, []).append(block)
-
-    def _unregister(self, block: int) -> None:
-        name = self._hash_of.pop(block, None)
-        if name is None:
-            return
-        twins = self._twins.get(name, [])
-        if self._block_of[name] != block:
-            twins.remove(block)
-        elif twins:
-            self._block_of[name] = twins.pop(0)
-        else:
-            del self._block_of[name]
-        if not twins:
-            self._twins.pop(name, None)
+        if not self.cpu.has_block(name):
+            super()._lose(name)
 
 
 def _order(order: Order, slots: int, per: int, policy: EvictionPolicy | None) -> CpuOrder:
