@@ -266,16 +266,6 @@ def test_what_finds_no_room_to_wait_is_told_before_the_rest_is_written(tmp_path)
     talk.close()
 
 
-def test_a_forgotten_conversation_leaves_the_disk(tmp_path):
-    talk = Talk(tmp_path)
-    talk.ask("a", 90)
-    push_out(talk)
-    tokens = talk.tokens("a")
-    talk.engine.forget("a")
-    assert again(talk, "a", tokens).disk_hit_tokens == 0
-    talk.close()
-
-
 def test_what_an_earlier_engine_left_of_a_conversation_can_be_given_up(tmp_path):
     talk = Talk(tmp_path)
     talk.ask("a", 90, tenant="alice")

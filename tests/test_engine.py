@@ -18,18 +18,6 @@ from pensieve.plugins.caches.vllm_offload import VllmOffload
 from tests.simulated import MACHINE, make_engine, request, run
 
 
-def test_one_turn_generates_exactly_what_was_asked():
-    engine = make_engine()
-    engine.say(request(1, "a", tokens=10, output=5))
-    turn = run(engine)[1]
-    assert (turn.status, turn.finish_reason, len(turn.token_ids)) == ("completed", "length", 5)
-    assert (turn.prompt_tokens, turn.history_tokens, turn.new_tokens) == (10, 0, 10)
-    session = engine.cache.sessions.get("a")
-    assert session is not None
-    assert len(session.tokens) == 15
-    assert session.computed == 14, "the last sampled token has no KV yet"
-
-
 def test_second_turn_is_a_gpu_hit_and_computes_the_pending_token_with_its_prompt():
     engine = make_engine()
     engine.say(request(1, "a", tokens=10, output=5))
@@ -51,29 +39,6 @@ def test_stateless_recomputes_its_history_and_gives_the_same_tokens():
     assert (other.history_tokens, other.recomputed_tokens, other.gpu_hit_tokens) == (14, 14, 0)
     assert forgot.cache.cpu_blocks == 0, "no CPU tier, whatever it is given"
     assert forgot.cache.room.available == forgot.cache.gpu_blocks
-
-
-def test_edited_prompt_keeps_the_common_prefix():
-    engine = make_engine()
-    engine.say(request(1, "a", tokens=10, output=5))
-    run(engine)
-    held = engine.cache.sessions.get("a").tokens
-    edited = held[:7] + tokens_of([91, 92, 93])
-    engine.submit(Request(2, "a", 2, edited, Length(2)))
-    turn = run(engine)[2]
-    assert (turn.prompt_tokens, turn.history_tokens, turn.gpu_hit_tokens, turn.new_tokens) == (10, 7, 7, 3)
-    assert engine.cache.sessions.get("a").tokens[:10] == edited
-
-
-def test_same_prompt_again_computes_only_its_last_token():
-    engine = make_engine()
-    first = request(1, "a", tokens=10, output=3)
-    engine.submit(first)
-    tokens = run(engine)[1].token_ids
-    engine.submit(replace(first, id=2))
-    turn = run(engine)[2]
-    assert (turn.history_tokens, turn.new_tokens) == (9, 1)
-    assert turn.token_ids == tokens
 
 
 def test_swap_out_starts_ahead_of_time_and_keeps_the_gpu_copy():
@@ -185,33 +150,6 @@ def test_a_conversation_is_idle_from_the_end_of_its_last_request_however_it_ende
     assert engine.next_expiry_ns is None
 
 
-def test_a_conversation_that_returns_during_its_swap_out_is_a_gpu_hit():
-    engine = make_engine(gpu_blocks=16, cpu_blocks=16, hardware=replace(MACHINE, d2h_bw=1e4))
-    engine.say(request(1, "a", tokens=46, output=6))
-    while engine.busy:
-        engine.step(None)
-    engine.step(engine.clock.now_ns())  # copies start, and will take seconds
-    assert engine.cache.room.outgoing > 0
-    engine.say(request(2, "a", tokens=1, output=2, turn=2))
-    turn = run(engine)[2]
-    assert turn.gpu_hit_tokens == turn.history_tokens == 51
-
-
-def test_blocks_of_a_forgotten_conversation_wait_for_its_copies():
-    engine = make_engine(gpu_blocks=16, cpu_blocks=16, hardware=replace(MACHINE, d2h_bw=1e4))
-    engine.say(request(1, "a", tokens=46, output=6))
-    while engine.busy:
-        engine.step(None)
-    engine.step(engine.clock.now_ns())
-    under_way = engine.cache.room.outgoing
-    engine.forget("a")
-    engine.cache.check()
-    assert engine.cache.tiers.gpu.free == 16 - under_way, "quarantined until the copies are done"
-    while engine.step(None) or engine.progressed:
-        engine.cache.check()
-    assert engine.cache.tiers.gpu.free == engine.cache.tiers.cpu.free == 16
-
-
 def test_steady_swap_ins_do_not_starve_swap_outs():
     """Conversations return all the time, their chunks swapped in; what must leave the GPU still leaves."""
     engine = make_engine(gpu_blocks=24, cpu_blocks=200, hardware=replace(MACHINE, h2d_bw=1e6, d2h_bw=1e6))
@@ -258,20 +196,6 @@ def test_cancelling_a_turn_that_waits_behind_a_preempted_one_costs_that_one_noth
             assert len(engine.cache.sessions.get("b").chunks) == held, "the preempted turn's KV"
         resumed.append((run(engine)[2].token_ids, engine.cache.counters.dropped_chunks))
     assert resumed[0] == resumed[1]
-
-
-def test_a_stateless_cache_forgets_a_turn_that_is_cancelled_while_preempted():
-    engine = make_engine(cache=StatelessCache, gpu_blocks=10)
-    engine.say(request(1, "a", tokens=8, output=24))
-    engine.say(request(2, "b", tokens=8, output=24))
-    while not engine.scheduler.counters.preempted:
-        engine.step(None)
-    engine.say(request(3, "b", tokens=2, output=2, turn=2))  # waits behind it
-    engine.cancel(2, "cancelled")
-    engine.cache.check()
-    turn = run(engine)[3]
-    assert (turn.status, turn.gpu_hit_tokens) == ("completed", 0)
-    assert turn.recomputed_tokens == turn.history_tokens > 0
 
 
 @pytest.mark.parametrize("cache", [TwoTierCache, PrefixCache, VllmOffload, SlotCache, StatelessCache])

@@ -155,20 +155,6 @@ def test_windows_hold_what_single_iterations_hold(case, monkeypatch):
     assert with_windows
 
 
-def test_stateless_holds_nothing_beyond_what_runs():
-    engine = make_engine(cache=StatelessCache, gpu_blocks=64)
-    engine.facts.count_holding()
-    for number in range(6):
-        engine.say(request(number, "ab"[number % 2], 9, 5, turn=number))
-        while engine.busy:
-            engine.step(None)
-        assert isinstance(engine.clock, VirtualClock)
-        engine.clock.advance_to(engine.clock.now_ns() + 10**9)
-    found = held(engine)
-    assert set(found) == {("a", "gpu"), ("b", "gpu")}
-    assert all(one.block_ns > 0 == one.idle_block_ns for one in found.values())
-
-
 def moment(engine, ns):
     assert isinstance(engine.clock, VirtualClock)
     engine.clock.advance_to(ns)
@@ -270,17 +256,3 @@ def test_what_was_found_and_what_was_missed_are_the_whole_history_in_seconds(nam
         | ({1} if name.startswith(("pensieve", "vllm_offload")) else set())
         | ({2} if "disk" in name else set())
     )
-
-
-def test_seconds_saved_by_hand():
-    """Dear: a chunk of four that ends at n takes n + 3 seconds. The second prompt finds the 11 positions that the first
-    turn computed: 7 + 11 + 3/4 of 15."""
-    engine = make_engine(gpu_blocks=16, cost=Dear())
-    turns = []
-    for number in range(2):
-        engine.say(request(number, "a", 10, 2, turn=number + 1))
-        while engine.busy:
-            turns += [event.turn for event in engine.step(None) if event.turn is not None]
-    assert turns[0].saved_s == (0.0, 0.0, 0.0)
-    assert turns[1].gpu_hit_tokens == 11
-    assert turns[1].saved_s == (7 + 11 + 15 * 3 / 4, 0.0, 0.0)

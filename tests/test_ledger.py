@@ -14,7 +14,7 @@ from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
-from pensieve.serve.books.ledger import MOST_EVICTORS, joined, ledger_of
+from pensieve.serve.books.ledger import MOST_EVICTORS, ledger_of
 from pensieve.serve.record import Loss, Missed
 from tests.baselines.systems import inline
 
@@ -75,14 +75,6 @@ def test_the_lines_of_every_turn_add_up_under_pressure(kind):
         )
         assert all(miss.evicted_by for miss in evicted)
         assert all(0 <= miss.evicted_s <= turn.admitted_s for miss in evicted)
-
-
-def test_without_pressure_everything_missed_is_new():
-    talk, held = Talk(), list(range(20))
-    for _ in range(4):
-        turn = talk.ask("a", held)
-        assert set(causes(turn)) == {"new"}
-        held = [*held, *turn.token_ids, 5, 6]
 
 
 def test_stateless_stores_nothing_and_nobody_evicts():
@@ -195,10 +187,3 @@ def test_many_evictors_are_named_as_far_as_there_is_room():
     assert len(lines) == MOST_EVICTORS + 1
     assert sum(line.tokens for line in lines) == 20
     assert sum(line.ms for line in lines) == pytest.approx(20.0)
-
-
-def test_neighbours_join():
-    loss = Loss("x", 1.0)
-    assert joined(
-        [Missed(0, 2, "new"), Missed(2, 2, "edited"), Missed(2, 4, "new"), Missed(4, 5, "evicted", loss)]
-    ) == (Missed(0, 4, "new"), Missed(4, 5, "evicted", loss))

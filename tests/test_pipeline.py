@@ -113,31 +113,6 @@ def settle(engine):
     assert engine.cache.room.available == engine.cache.gpu_blocks
 
 
-def test_tokens_are_launched_before_they_are_known():
-    engine = engine_of(2)
-    engine.say(request(1, "a", tokens=10, output=5))
-    engine.say(request(2, "b", tokens=3, output=1))
-    turns = run(engine)
-    plain = make_engine()
-    plain.say(request(1, "a", tokens=10, output=5))
-    assert turns[1].token_ids == run(plain)[1].token_ids
-    worker = worker_of(engine)
-    assert (worker.most, worker.unseen) == (2, 4), "all but the first token of a; none of b, whose first is its last"
-    assert engine.facts.counts.steps == 5, "a known length ends without waste"
-    assert worker.steps == sorted(worker.steps)
-    settle(engine)
-
-
-def test_forced_tokens_are_known_ahead():
-    engine = engine_of(2)
-    engine.say(Request(1, "a", 1, tokens_of([1, 2, 3]), Forced(tokens_of([5, 6, 7]))))
-    assert list(run(engine)[1].token_ids) == [5, 6, 7]
-    assert (worker_of(engine).most, worker_of(engine).unseen) == (2, 0)
-    engine.say(request(2, "a", tokens=2, output=2, turn=2))
-    assert run(engine)[2].history_tokens == 5
-    settle(engine)
-
-
 def test_the_overhead_of_a_step_disappears_behind_the_one_before():
     ends = []
     for depth in (1, 2):
@@ -171,33 +146,6 @@ def test_a_stop_makes_one_row_waste(ends):
         records.append((second.history_tokens, second.gpu_hit_tokens, second.new_tokens, list(second.token_ids)))
         settle(engine)
     assert records[0] == records[1], "the waste left no position behind"
-
-
-def test_a_cancelled_request_ends_at_once_and_leaves_when_its_plans_have():
-    engine = engine_of(2)
-    engine.say(request(1, "a", tokens=6, output=30))
-    for _ in range(4):
-        engine.step(None)
-    free = engine.cache.tiers.gpu.free
-    engine.cancel(1, "timeout")
-    engine.cancel(1, "cancelled")
-    events = [event for event in engine.take_events() if event.turn]
-    assert [event.turn.status for event in events if event.turn] == ["timeout"], "once"
-    assert engine.cache.tiers.gpu.free == free, "a plan in flight still writes to its blocks"
-    engine.say(request(2, "a", tokens=2, output=2, turn=2))
-    assert run(engine)[2].status == "completed"
-    settle(engine)
-
-
-def test_forgetting_waits_for_what_is_in_flight():
-    engine = engine_of(2, frozenset(range(VOCAB)))
-    engine.submit(replace(request(1, "a", tokens=6, output=30), output=Free(30)))
-    finished = [event for event in engine.step(None) if event.turn]
-    assert finished, "its first token ends it, with a row in flight behind"
-    engine.forget("a")
-    engine.cache.check()
-    assert list(engine.cache.sessions) == []
-    settle(engine)
 
 
 @pytest.mark.parametrize("make", [TwoTierCache, PrefixCache, VllmOffload, SlotCache, StatelessCache])

@@ -48,15 +48,6 @@ def pressed(failing=None):
     return engine, worker, found
 
 
-def test_a_returning_conversation_pays_for_its_own_swap_in():
-    engine, worker, found = pressed()
-    planned = {move.ticket: len(move.src) for plan in worker.plans for move in plan.moves if move.target == GPU}
-    assert len(planned) >= 1
-    assert sum(turn.h2d_bytes for turn in found.values()) == sum(planned.values()) * BLOCK_BYTES
-    assert all((turn.h2d_bytes > 0) is (turn.cpu_hit_tokens > 0) for turn in found.values())
-    assert sum(turn.h2d_bytes for turn in found.values()) == engine.facts.counts.h2d_bytes
-
-
 def test_a_preempted_turn_pays_for_its_way_out_and_back():
     engine = make_engine(gpu_blocks=12, cpu_blocks=24)
     engine.worker = worker = Planned(engine.worker)
@@ -69,15 +60,6 @@ def test_a_preempted_turn_pays_for_its_way_out_and_back():
     resumed = [turn for turn in found.values() if turn.resumed_swapped_tokens]
     assert resumed and all(turn.d2h_bytes and turn.h2d_bytes for turn in resumed)
     assert all(turn.h2d_bytes == 0 for turn in found.values() if turn not in resumed)
-
-
-def test_what_is_copied_ahead_of_time_is_in_the_total_and_in_no_turn():
-    engine = make_engine(gpu_blocks=16, cpu_blocks=16)
-    engine.say(request(1, "a", tokens=46, output=6))
-    engine.say(request(2, "b", tokens=1, output=1))
-    found = run(engine)
-    assert engine.facts.counts.d2h_bytes > 0
-    assert {(turn.h2d_bytes, turn.d2h_bytes) for turn in found.values()} == {(0, 0)}
 
 
 def test_what_a_failed_step_moved_is_not_known():

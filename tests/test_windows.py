@@ -38,6 +38,16 @@ CASES = {
     "vllm offload, by policy": {"cache": partial(VllmOffload, order="eviction", blocks_per_chunk=2), "policy": Lru},
     "slots": {"cache": SlotCache},
     "stateless": {"cache": StatelessCache},
+    "two tiers, no copies ahead": {
+        "cache": TwoTierCache,
+        "longest": 60,
+        "copy_ahead": "never",
+        "gpu_blocks": 24,
+        "cpu_blocks": 48,
+        "swap_out_start": 0.5,
+        "swap_out_stop": 0.6,
+        "max_batch_requests": 2,
+    },
     "two tiers, short memory": {"cache": TwoTierCache, "limits": MemoryLimits(0.05, 400)},
 }
 
@@ -169,20 +179,6 @@ def test_a_full_cpu_tier_cuts_no_window_where_only_spare_blocks_are_copied_to(cp
     assert made < 0.6 * computed
 
 
-def test_a_head_that_changes_places_with_others_is_asked_about_at_each_iteration(monkeypatch):
-    assert_equal(
-        36,
-        monkeypatch,
-        longest=60,
-        copy_ahead="never",
-        gpu_blocks=24,
-        cpu_blocks=48,
-        swap_out_start=0.5,
-        swap_out_stop=0.6,
-        max_batch_requests=2,
-    )
-
-
 def test_a_window_takes_the_last_block(monkeypatch):
     """One request in a cache that it fills up: all that it decodes is one plan, but the first iteration."""
     engine = make_engine(computes=False, gpu_blocks=8, cpu_blocks=0, chunk_tokens=4)
@@ -236,14 +232,3 @@ def test_a_window_ends_at_the_next_arrival():
     last = max(at_s for kind, _, at_s, _, _ in (each for each in seen if each[0] == "token"))
     before = sorted({each[2] for each in seen if each[0] == "token"})[-2]
     assert before * 1e9 < until <= last * 1e9, "no iteration begins after the arrival"
-
-
-def test_a_worker_that_computes_gets_its_tokens_and_no_window():
-    engine = make_engine(computes=True)
-    engine.say(request(0, "a", 4, 6))
-    plans = []
-    launch = engine.worker.launch
-    engine.worker.launch = lambda plan: (plans.append(plan), launch(plan))[1]
-    while engine.busy:
-        engine.step(None)
-    assert all(plan.repeat == 1 and plan.rows[0].tokens is not None for plan in plans) and len(plans) == 6

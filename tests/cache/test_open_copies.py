@@ -51,21 +51,6 @@ def edit(cache: TwoTierCache, name: str, length: int) -> None:
     cache.truncate(session, length, max(length - 1, 0))
 
 
-def test_asking_what_is_on_its_way_costs_the_same_however_much_it_is() -> None:
-    few, many = under_way(40)[0], under_way(400)[0]
-    assert calls_of(lambda: few.room.outgoing) == calls_of(lambda: many.room.outgoing)
-    assert calls_of(lambda: few.tiers.copies.incoming) == calls_of(lambda: many.tiers.copies.incoming)
-
-
-def test_forgetting_a_conversation_under_way_costs_its_own_size() -> None:
-    few, many = under_way(40)[0], under_way(400)[0]
-    costs = [calls_of(lambda cache=cache: cache.forget(session_of(cache, "a"))) for cache in (few, many)]
-    assert costs[1] < 12 * costs[0]
-    for cache in (few, many):
-        cache.check()
-        assert cache.room.outgoing == 0, "of a forgotten conversation nothing becomes available as a clean chunk"
-
-
 def test_editing_a_conversation_under_way_costs_the_same_however_long_it_is() -> None:
     costs = []
     for chunks in (40, 400):

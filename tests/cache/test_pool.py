@@ -23,16 +23,6 @@ def test_every_block_is_free_or_handed_out_once(blocks: int, moves: list[tuple[b
         assert pool._sizes == sum(1 << size for size, extents in enumerate(pool._classes) if extents)
 
 
-def test_freed_neighbours_merge_and_are_handed_out_as_one_run() -> None:
-    pool = BlockPool(64)
-    taken = pool.allocate(64)
-    pool.release(taken[10:13])
-    pool.release(taken[40:48])
-    pool.release(taken[13:16])
-    assert pool.allocate(8) == list(range(40, 48))
-    assert pool.allocate(6) == list(range(10, 16))
-
-
 def test_blocks_that_come_one_by_one_lie_behind_each_other() -> None:
     pool = BlockPool(64)
     (first,), (other,) = pool.allocate_after(None, 1), pool.allocate_after(None, 1)
@@ -45,16 +35,6 @@ def test_blocks_that_come_one_by_one_lie_behind_each_other() -> None:
     assert grown_other == list(range(other, other + 9))
     assert pool.free == 64 - 18 == len(pool.free_blocks())
     assert not pool.free_blocks() & {*grown, *grown_other}
-
-
-def test_where_the_next_block_is_taken_any_other_will_do_and_none_is_lost() -> None:
-    pool = BlockPool(7)
-    taken = pool.allocate_after(None, 1)
-    while pool.free:
-        taken += pool.allocate_after(taken[-1], min(2, pool.free))
-    assert sorted(taken) == list(range(7))
-    pool.release(taken)
-    assert pool.allocate(7) == list(range(7))
 
 
 def test_a_run_goes_on_behind_its_last_block_and_then_elsewhere() -> None:

@@ -60,16 +60,6 @@ def test_least_recently_used_blocks_go_and_of_a_prompt_the_last_first() -> None:
     assert run(engine)[3].shared_hit_tokens == 8, "the prefix outlived the last block"
 
 
-def test_forget_frees_what_nobody_else_uses() -> None:
-    engine = make_engine(cache=PrefixCache)
-    engine.say(asked(1, "a", list(range(12))))
-    run(engine)
-    engine.forget("a")
-    engine.cache.check()
-    engine.say(asked(2, "b", list(range(12))))
-    assert run(engine)[2].shared_hit_tokens == 0
-
-
 def test_a_slot_is_chosen_by_its_prefix_then_by_age_and_a_difference_overwrites_the_rest() -> None:
     engine = make_engine(cache=lambda **sizes: SlotCache(n_slots=2, **sizes), gpu_blocks=16)
     assert engine.cache.request_blocks == 8

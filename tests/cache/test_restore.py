@@ -205,33 +205,3 @@ def test_while_a_plan_is_in_flight_truncated_blocks_do_not_count_as_available() 
     cache.admit(session, 8, request(2, "a", 12, 1).prompt, 1.0)
     cache.check()
     assert cache.room.available == left
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_random_traffic_keeps_its_tokens_however_chunks_are_restored(seed: int) -> None:
-    """Small tiers, a slow link, copies that are reported late: the same tokens, and every turn's account adds up."""
-    outputs: list[dict[int, bytes]] = []
-    for mode in ("load", "hybrid", "recompute"):
-        rng = random.Random(seed)
-        engine = make_engine(
-            rng.randint(10, 30), rng.choice((6, 40)), cache=partial(TwoTierCache, restore=mode),
-            hardware=replace(MACHINE, h2d_bw=rng.choice((1e4, 1e6))), late=rng if seed % 2 else None,
-            max_batch_tokens=rng.choice((3, 16)), max_batch_requests=rng.choice((1, 4)),
-        )  # fmt: skip
-        assert isinstance(engine.cache, TwoTierCache)
-        engine.cache.begin(cost=Cost(load=rng.choice((0.3, 1.0, 3.0))), layers=MODEL.layers, batch_tokens=16)
-        asked = random.Random(seed + 100)
-        turns: dict[int, TurnRecord] = {}
-        for number in range(1, 31):
-            name = asked.choice("abcd")
-            engine.say(request(number, name, asked.randint(1, 9), asked.randint(1, 5), turn=number))
-            if asked.random() < 0.5:
-                turns |= run(engine)
-        turns |= run(engine)
-        outputs.append({number: bytes(turn.token_ids) for number, turn in turns.items()})
-        for turn in turns.values():
-            if turn.history_tokens is not None:
-                hits = (turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0)
-                assert hits + (turn.recomputed_tokens or 0) == turn.history_tokens
-                assert 0 <= turn.cpu_recomputed_tokens <= (turn.cpu_hit_tokens or 0)
-    assert outputs[0] == outputs[1] == outputs[2]

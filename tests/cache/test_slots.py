@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 
-from pensieve import create_server
 from pensieve.core.engine import Engine
 from pensieve.core.request import Length, Request, tokens_of
 from pensieve.errors import ConfigError
@@ -20,10 +19,6 @@ def test_as_many_as_hold_the_longest_conversation(longest, slots):
     context = policy_context()
     cache = SlotCache(policy=None, chunk_tokens=4, gpu_blocks=context.gpu_blocks, longest_tokens=longest)
     assert cache.chosen == {"n_slots": slots, "slot_tokens": 16 // slots * 4, "slot_prompt_similarity": 0.1}
-
-
-def test_a_number_that_is_given_stands():
-    assert SlotCache(policy=None, chunk_tokens=4, gpu_blocks=16, n_slots=8, longest_tokens=1000).chosen["n_slots"] == 8
 
 
 def asked(number: int, name: str, tokens: list[int]) -> Request:
@@ -53,19 +48,8 @@ def test_a_slot_whose_prefix_is_too_small_a_share_of_the_prompt_is_spared(simila
     assert (taken, turn.shared_hit_tokens) == ([slot], 2 if slot else 0)
 
 
-def test_the_slot_unused_longest_keeps_what_it_shares():
-    engine = slots(slot_prompt_similarity=0.0)
-    engine.say(asked(3, "c", [10, 11, 7, 7]))
-    assert run(engine)[3].shared_hit_tokens == 2
-
-
 def test_the_similarity_is_a_share_and_is_recorded():
     assert slots().cache.chosen["slot_prompt_similarity"] == 0.1
     for value in (-0.1, 1.1, float("nan")):
         with pytest.raises(ConfigError, match="slot_prompt_similarity"):
             slots(slot_prompt_similarity=value)
-
-
-def test_the_similarity_is_a_field_of_the_configuration():
-    with create_server(mode="llama_slots", device="sim_h100") as server:
-        assert server.get_statistics()["engine"]["slot_prompt_similarity"] == 0.1

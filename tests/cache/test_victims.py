@@ -207,24 +207,6 @@ def test_retention_value_is_not_lru_on_long_contexts() -> None:
         old.chunks.view = recent.chunks.view = bytearray(200)
 
 
-def test_choosing_does_not_scan() -> None:
-    """50,000 idle conversations, 500,000 chunks: 1,000 victims cost about as much as with a fiftieth of that."""
-    times = {}
-    for conversations in (1_000, 50_000):
-        policy = RetentionValue(policy_context())
-        index = VictimIndex(policy, View.DIRTY)
-        rng = random.Random(0)
-        for number in range(conversations):
-            session = with_chunks(Session(str(number), number, 0.0, rng.uniform(0, 100)), 10)
-            session.leaf.chunks.view = bytearray([View.DIRTY]) * 10
-            index.changed(session.leaf, 10)
-        began = time.process_time()  # not the wall: other tests share this machine
-        for victim in index.choose(1000, 200.0):
-            take(index, victim.node.session, victim.place)
-        times[conversations] = time.process_time() - began
-    assert times[50_000] < 10 * times[1_000], times
-
-
 def test_a_thousand_of_a_million_chunks_a_tenth_of_them_shared(capsys: pytest.CaptureFixture[str]) -> None:
     """28,125 conversations and 3,125 beginnings of theirs, of 32 chunks each. Printed: milliseconds of a choice."""
     context = PolicyContext(32, 10**6, 10**6, lambda tokens: 1.0 + tokens / 2000, 0.1, 0)

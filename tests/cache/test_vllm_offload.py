@@ -215,15 +215,6 @@ def test_arc_promotes_what_is_found_and_learns_from_what_it_gave_up() -> None:
     assert chosen(order, 1) == [21], "below the target the second list gives up first"
 
 
-def test_as_many_names_are_remembered_as_there_are_chunks() -> None:
-    order = Arc(3)
-    for number in range(8):
-        use(session_of(number), order, stored=(number,))
-        if number > 2:
-            assert chosen(order, 1) == [number - 3]
-    assert list(order.gone_once) == [key(2), key(3), key(4)]
-
-
 @pytest.mark.parametrize("policy", [RetentionValue, LruPolicy, partial(LearnedReturn, guarded=False), Ttl])
 @pytest.mark.parametrize("seed", range(12))
 def test_an_eviction_policy_gives_up_the_least_tail(policy: Any, seed: int) -> None:

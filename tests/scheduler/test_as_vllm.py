@@ -22,14 +22,6 @@ def test_nobody_is_admitted_who_could_not_compute_yet():
     assert admitted_with_the_first(beyond_budget=True) == 3
 
 
-def test_prompts_that_leave_room_in_the_iteration_are_joined():
-    engine = make_engine(gpu_blocks=64, max_batch_tokens=8, admission_reserve=0.0, admit_beyond_budget=False)
-    for number, session in enumerate("abc"):
-        engine.say(request(number, session, 5, 2))
-    engine.step(None)
-    assert len(engine.scheduler.running) == 2, "five positions and three more"
-
-
 def test_a_plan_is_not_made_for_those_alone_who_have_their_blocks():
     """Requests that need blocks at different times, in a full cache: until one is preempted, each iteration serves all."""
     engine = make_engine(gpu_blocks=9, cpu_blocks=0, cache=PrefixCache, depth=2, admission_reserve=0.0)

@@ -9,19 +9,15 @@ import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.plan import GPU, Moved
-from pensieve.core.policies.conversation_lru import ConversationLru
 from pensieve.core.policies.lru import Lru
-from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import is_measured
 from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.core.scheduler.copy_ahead import Never, choose_copy_ahead
 from pensieve.errors import ConfigError
-from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.specs import HardwareSpec
 from tests.baselines.systems import threaded
 from tests.composed import replayed
 from tests.simulated import MACHINE, make_engine, policy_context, request, run
-from tests.test_bound_of_managers import measured, trace
 
 
 def rounds(names, gpu, cpu, mode, order=None):
@@ -70,19 +66,11 @@ def test_auto_uses_a_small_cpu_tier():
     assert system.settings()["copy_ahead"] == "spare"
 
 
-def test_where_everything_fits_nothing_changes():
-    assert {rounds("abc", 30, 30, mode)[0] for mode in ("paper", "spare", "never")} == {1.0}
-
-
 def test_what_was_loaded_before_its_admission_is_found_on_cpu():
     found, on_gpu, engine = rounds("abcdef", 12, 12, "never", random.Random(1))
     loaded = engine.cache.counters.swapped_in_blocks * 4
     assert loaded > 0 and found > on_gpu, "it had been on CPU when it was asked"
     assert not engine.cache.room.loaded_early
-
-
-def test_without_a_cpu_tier_the_modes_are_one():
-    assert len({rounds("abcdef", 20, 0, mode, random.Random(2))[0] for mode in ("paper", "spare", "never")}) == 1
 
 
 def idle(cache, name, chunks):
@@ -174,43 +162,6 @@ def test_the_head_does_not_give_up_its_own_chunks_for_its_own_chunks():
     assert cache.places(a) == "BBBBBB" and loaded == 2
 
 
-@pytest.mark.parametrize("mode", ["spare", "never"])
-def test_random_traces_keep_every_invariant(mode):
-    found = 0
-    for chance in range(60):
-        rng = random.Random(chance)
-        engine = make_engine(
-            gpu_blocks=rng.randint(10, 20),
-            cpu_blocks=rng.choice([0, 3, 8, 20]),
-            chunk_tokens=2,
-            policy=rng.choice([Lru, RetentionValue, AdaptiveRetention, ConversationLru]),
-            late=random.Random(chance) if rng.random() < 0.5 else None,
-            depth=rng.choice([1, 2]),
-            computes=rng.random() < 0.5,
-            max_batch_tokens=rng.choice([3, 8]),
-            max_batch_requests=rng.choice([1, 2, 8]),
-            admission_reserve=rng.choice([0.0, 0.1]),
-            copy_ahead=mode,
-        )
-        steps, step = 0, engine.step
-
-        def checked(until_ns, step=step, engine=engine):
-            nonlocal steps
-            steps += 1
-            assert steps < 20_000, "nothing comes of it"
-            events = step(until_ns)
-            engine.cache.check()
-            return events
-
-        engine.step = checked
-        turns = measured(trace(rng, engine, turns=rng.randint(2, 16), longest=rng.choice([12, 16])))
-        for turn in turns:
-            assert turn.gpu_hit_tokens is not None and turn.cpu_hit_tokens is not None
-            assert turn.gpu_hit_tokens + turn.cpu_hit_tokens + (turn.recomputed_tokens or 0) == turn.history_tokens
-            found += turn.cpu_hit_tokens
-    assert found > 10
-
-
 # -- auto -------------------------------------------------------------------------------------------------------------
 
 
@@ -242,23 +193,3 @@ def test_a_trial_records_what_auto_chose():
     system.start()
     assert system.settings()["copy_ahead"] == "none"
     system.close()
-
-
-def test_simulated_machines_copy_ahead_as_the_paper_does_and_rounds_find_less_by_it():
-    small = (
-        "model=llama_25m",
-        "workload=rounds",
-        'cache.gpu="1024 tokens"',
-        'cache.cpu="1024 tokens"',
-        "workload.rounds=3",
-    )
-
-    def found(*overrides):
-        record, system = replayed("hardware=sim_gtx1650", *small, *overrides)
-        turns = [turn for turn in record.turns if turn.history_tokens]
-        hits = sum((turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) for turn in turns)
-        return system.settings()["copy_ahead"], hits / sum(turn.history_tokens or 0 for turn in turns)
-
-    (auto, by_auto), (never, exclusive) = found(), found("scheduler.copy_ahead=never")
-    assert (auto, never) == ("paper", "never")
-    assert exclusive > by_auto + 0.05
