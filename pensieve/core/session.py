@@ -130,10 +130,6 @@ class Chunk(NamedTuple):
     view: View
 
     @property
-    def clean(self) -> bool:
-        return self.gpu_len > 0 and self.cpu_len == self.gpu_len and not self.copying
-
-    @property
     def resident_len(self) -> int:
         """Leading offsets that have KV in either tier."""
         return max(self.gpu_len, self.cpu_len)

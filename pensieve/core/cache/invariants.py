@@ -86,7 +86,7 @@ def _check_chunk(chunk_tokens: int, chunk: Chunk, running: bool) -> None:
     expected = View.NONE
     if not running and not chunk.copying:
         if chunk.gpu_len:
-            expected = View.CLEAN if chunk.clean else View.DIRTY
+            expected = View.CLEAN if chunk.cpu_len == chunk.gpu_len else View.DIRTY
         elif chunk.cpu_len:
             expected = View.CPU_ONLY
     assert chunk.view is expected

@@ -184,11 +184,6 @@ class Tiers:
                 stop, place = stop + 1, place + 1
             self.free_cpu(node, start, stop)
 
-    def free_copy(self, node: Node, index: int) -> None:
-        """Free the CPU block of a clean chunk, whose KV stays on GPU."""
-        self.free_cpu(node, index, index + 1)
-        self.update(node, index, index + 1)
-
     def reclaim(self, node: Node, start: int, stop: int) -> None:
         """Free the GPU blocks of clean chunks, whose KV stays on CPU."""
         self.free_gpu(node, start, stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from operator import gt
 from typing import Any, Literal, get_args
 
@@ -138,47 +139,35 @@ class TwoTierRoom(Room):
         waiting: Session | None,
         giving: list[tuple[Node, int]] | None = None,
     ) -> None:
-        """Start to copy dirty chunks to the CPU, and drop those for which there is no room there. waiting: see swap_out.
-        giving: clean chunks of a waiting session: their CPU blocks count as those of duplicates."""
+        """Start to copy dirty chunks to the CPU: to blocks that are free, then those of duplicates, then of the policy's
+        victims. Where every CPU block holds what the policy would keep longer than a chunk, that is dropped. waiting: see
+        swap_out. giving: clean chunks of a waiting session, whose CPU blocks count as those of duplicates."""
         if not chosen:
             return
         tiers = self.tiers
-        kept, lost = self._find_cpu_room(chosen, now_s, giving or [])
-        self.give_up(tiers.dirty, lost, tiers.drop_gpu)
-        tiers.copy_out(kept, waiting)
-
-    def _find_cpu_room(
-        self,
-        leaving: Sequence[Victim],
-        now_s: float,
-        giving: list[tuple[Node, int]],
-    ) -> tuple[list[Victim], list[Victim]]:
-        """Take CPU blocks for chunks that leave the GPU: free ones, then those of duplicates, then of the policy's victims.
-        Returns the chunks that have one, and those for which there is none: where every CPU block holds what the policy
-        would keep longer than the chunk, the chunk should be lost."""
-        tiers = self.tiers
-        lacking = [one for one in leaving if one.node.chunks.cpu[max(one.place, ~one.place)] == NO_BLOCK]
+        lacking = [one for one in chosen if one.node.chunks.cpu[max(one.place, ~one.place)] == NO_BLOCK]
         if tiers.cpu.free < len(lacking) and tiers.duplicates:
             tiers.free_duplicates(len(lacking) - tiers.cpu.free)
         while tiers.cpu.free < len(lacking) and giving:
-            tiers.free_copy(*giving.pop())
-        if tiers.from_tail:
-            lost, instead = self._least(lacking, now_s)
-        else:
-            lost, instead = self._less_than_others(lacking[tiers.cpu.free :], now_s)
+            node, index = giving.pop()
+            tiers.free_cpu(node, index, index + 1)
+            tiers.update(node, index, index + 1)
+        lost, instead = self._least(lacking, now_s) if tiers.from_tail else self._less_than_others(lacking, now_s)
         self.give_up(tiers.cpu_only, instead, tiers.drop_cpu)
-        without = set(lost)
-        kept = [victim for victim in leaving if victim not in without] if lost else list(leaving)
-        if tiers.from_tail:
+        if lost:
+            without = set(lost)
             self.give_up(tiers.dirty, _still_dirty(lost), tiers.drop_gpu)
-            kept, lost = _still_dirty(kept), []
-        self.give_up(tiers.dirty, kept, self._take_cpu)
-        return kept, lost
+            chosen = _still_dirty(victim for victim in chosen if victim not in without)
+        elif instead and tiers.from_tail:
+            chosen = _still_dirty(chosen)
+        self.give_up(tiers.dirty, chosen, self._take_cpu)
+        tiers.copy_out(chosen, waiting)
 
-    def _less_than_others(self, rest: Sequence[Victim], now_s: float) -> tuple[list[Victim], list[Victim]]:
-        """Those of the rest that are lost, and those on CPU that are lost in place of the others."""
-        tiers = self.tiers
-        there = iter(tiers.cpu_only.choose(len(rest), now_s) if rest else ())
+    def _less_than_others(self, lacking: Sequence[Victim], now_s: float) -> tuple[list[Victim], list[Victim]]:
+        """Of those for which no CPU block is free, those that are lost; and those on CPU that are lost in place of the
+        others."""
+        rest = lacking[self.tiers.cpu.free :]
+        there = iter(self.tiers.cpu_only.choose(len(rest), now_s) if rest else ())
         least = next(there, None)
         lost: list[Victim] = []
         instead: list[Victim] = []
@@ -277,25 +266,25 @@ class TwoTierCache(CacheManager):
 
     def places(self, session: Session) -> str:
         chunks, holds = session.chunks, self.below.holds
-        places = map(_letter, chunks.gpu_len[:], chunks.cpu_len[:])
+        lengths = zip(chunks.gpu_len[:], chunks.cpu_len[:], strict=False)  # another thread may ask
+        places = ("-CGB"[2 * bool(on_gpu) + bool(on_cpu)] for on_gpu, on_cpu in lengths)
         letters = ["D" if x == "-" and holds(session, i) else x for i, x in enumerate(places)]
         return "".join(letters).ljust(chunks_of(len(session.tokens), self.chunk_tokens), "-")
 
     # -- admit --------------------------------------------------------------------------------------------------------
 
     def admit(self, session: Session, keep: int, suffix: TokenArray[int] | None, now_s: float) -> Admission:
-        if suffix is None:
+        if suffix is not None:
+            if keep < len(session.tokens):
+                self.truncate(session, keep)
+            session.extend(suffix)
+            if self.policy.observe is not None:
+                self.policy.observe(session, now_s)
+        if self.tiers.shares:
             self._meet(session, len(session.tokens) - 1)
-            if self.tiers.from_tail:
-                self._strand(session)
-            return self._start(session, None, now_s)
-        if keep < len(session.tokens):
-            self.truncate(session, keep)
-        session.extend(suffix)
-        if self.policy.observe is not None:
-            self.policy.observe(session, now_s)
-        self._meet(session, len(session.tokens) - 1)
         stranded = self._strand(session) if self.tiers.from_tail else None
+        if suffix is None:
+            return self._start(session, None, now_s)
         found = self._found(session, keep)
         return self._start(session, found._replace(stranded=stranded) if stranded else found, now_s)
 
@@ -312,11 +301,19 @@ class TwoTierCache(CacheManager):
         return stranded
 
     def _meet(self, session: Session, length: int) -> None:
-        """Join what other sessions have of the full chunks in [0, length) of an idle one; here, none have anything."""
+        """Join what other sessions have of the full chunks in [0, length) of an idle one, where sessions share chunks."""
+
+    def _used(self, session: Session) -> None:
+        """The chunks of a session are kept for its sake from now on, also those that others have, where sessions share."""
 
     def _found(self, session: Session, keep: int) -> Found:
         """Where a session that is about to run has KV. keep: leading tokens that it had before."""
-        return found_in(session, keep, self.chunk_tokens, self.room.loaded_early.get(session.number, ()))
+        early = self.room.loaded_early.get(session.number, ())
+        if not self.tiers.shares:
+            return found_in(session, keep, self.chunk_tokens, early)
+        length = len(session.tokens)
+        found = found_in(session, length, self.chunk_tokens, early)
+        return found._replace(shared=True, names=session.named(length, self.chunk_tokens))
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
         leaf = session.leaf
@@ -337,6 +334,8 @@ class TwoTierCache(CacheManager):
     def _start(self, session: Session, found: Found | None, now_s: float) -> Admission:
         """Reserve blocks for its tokens and one more, and decide which of its chunks are loaded and which computed."""
         tiers, size, length = self.tiers, self.chunk_tokens, len(session.tokens)
+        if tiers.shares:
+            self._used(session)
         leaf, nodes = session.leaf, session.nodes()
         leaf.chunks.add(chunks_of(length + 1, size) - leaf.start - len(leaf.chunks))
         session.start(now_s)
@@ -345,11 +344,9 @@ class TwoTierCache(CacheManager):
         for node in nodes:
             tiers.pin(node)
         lacking = [(node.chunks.gpu, start, stop) for node in nodes for start, stop in node.chunks.without_gpu()]
-        blocks = self.room.take_gpu(session, sum(stop - start for _, start, stop in lacking), now_s)
-        taken = 0
+        blocks = iter(self.room.take_gpu(session, sum([stop - start for _, start, stop in lacking]), now_s))
         for column, start, stop in lacking:
-            column[start:stop] = array("i", blocks[taken : taken + stop - start])
-            taken += stop - start
+            column[start:stop] = array("i", islice(blocks, stop - start))
         chunks = session.chunks
         on_cpu = [index for index, more in enumerate(map(gt, chunks.cpu_len, chunks.gpu_len)) if more]
         again: list[int] = []
@@ -375,15 +372,14 @@ class TwoTierCache(CacheManager):
 
     def _read_from_below(self, session: Session) -> tuple[int | None, tuple[Run, ...]]:
         """Start to read those chunks without KV for which reading is worth it; returns the ticket and the positions."""
-        runs = self.below.worth_reading(session, self._readable(session))
+        readable = len(session.tokens) - 1  # that is computed in any case
+        if not self.tiers.shares:
+            readable = min(session.computed, readable)
+        runs = self.below.worth_reading(session, readable)
         if not runs:
             return None, ()
         ticket, size = self.tiers.read_in(session, runs), self.chunk_tokens
         return ticket, tuple((start * size, stop * size) for start, stop in runs)
-
-    def _readable(self, session: Session) -> int:
-        """How many leading tokens of a session a tier below may have; the last one is computed in any case."""
-        return min(session.computed, len(session.tokens) - 1)
 
     # -- progress -----------------------------------------------------------------------------------------------------
 
@@ -431,6 +427,8 @@ class TwoTierCache(CacheManager):
     def release(self, session: Session, now_s: float, finished: bool = True) -> None:
         if not session.running:
             return
+        if self.tiers.shares:
+            self._used(session)
         if finished and self.policy.rest is not None:
             self.policy.rest(session, now_s)
         session.stop(now_s)
@@ -438,6 +436,8 @@ class TwoTierCache(CacheManager):
         self._running -= 1
         for node in session.nodes():
             self.tiers.unpin(node)
+        if self.tiers.shares:
+            self._meet(session, session.computed)
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
 
@@ -468,6 +468,8 @@ class TwoTierCache(CacheManager):
             self.facts.not_lost(session, index, index + 1)
         for node in session.nodes():
             tiers.update(node, 0, len(node.chunks))
+        if tiers.shares:
+            self._meet(session, session.computed)
         return sum(lengths[index] for index in taken)
 
     def reorder(self, session: Session) -> None:
@@ -480,6 +482,9 @@ class TwoTierCache(CacheManager):
         """Move the whole chunks that both have in common to a child that takes KV, since a block belongs to one
         session. The parent keeps their raw tokens, as of chunks that were dropped."""
         super().fork(parent, child, length, takes_kv)
+        if self.tiers.shares:
+            self._meet(child, child.computed)
+            return
         self.facts.room_for(child, child.last_active_s)
         if takes_kv and not parent.running and not parent.waiting:
             self.tiers.move(parent.leaf, child.leaf, child.computed // self.chunk_tokens)
@@ -500,10 +505,4 @@ class TwoTierCache(CacheManager):
 
 def _still_dirty(victims: Iterable[Victim]) -> list[Victim]:
     """Those that did not go with a chunk before them."""
-    return [victim for victim in victims if victim.node.chunks.view[~victim.place] == View.DIRTY]
-
-
-def _letter(gpu_len: int, cpu_len: int) -> str:
-    if gpu_len:
-        return "B" if cpu_len else "G"
-    return "C" if cpu_len else "-"
+    return [victim for victim in victims if victim.node.chunks.view[max(victim.place, ~victim.place)] == View.DIRTY]

@@ -22,13 +22,10 @@ begin with it, since they would compute it too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from pensieve.core.block_hash import BlockHash, HashChain
-from pensieve.core.cache.base import CacheManager
 from pensieve.core.cache.two_tier import TwoTierCache, TwoTierRoom
-from pensieve.core.facts import Admission, Found
 from pensieve.core.request import TokenArray
 from pensieve.core.session import NO_BLOCK, Node, Session, Stem, View, chunks_of, common_prefix
 from pensieve.errors import ConfigError
@@ -205,8 +202,6 @@ class SharedCache(TwoTierCache):
     def _meet(self, session: Session, length: int) -> None:
         """Have the session's leaf be what it alone has: full chunks in [0, length) that the tree has too are the tree's from
         now on, and others find the rest."""
-        if not self.tiers.shares:
-            return
         names, leaf = session.named(length, self.chunk_tokens), session.leaf
         while leaf.start < len(names):
             other = self.tree.after(leaf.parent).get(names[leaf.start])
@@ -223,7 +218,7 @@ class SharedCache(TwoTierCache):
                 self.tiers.discard(twin, 0)
             leaf.start, leaf.parent = stem.stop, stem
             stem.waiting += leaf.waiting
-            self._used(stem, session)
+            self._hold(stem, session)
             if not stem.running:
                 self.tiers.reorder(stem)
         leaf.chunks.add(max(0, len(names) - leaf.start - len(leaf.chunks)))
@@ -234,7 +229,11 @@ class SharedCache(TwoTierCache):
         self.tiers.split(node, stem, count)
         return stem
 
-    def _used(self, stem: Stem, session: Session) -> None:
+    def _used(self, session: Session) -> None:
+        for stem in session.stems():
+            self._hold(stem, session)
+
+    def _hold(self, stem: Stem, session: Session) -> None:
         """It is for the sake of this session that the stem is kept now."""
         stem.holders.pop(session.number, None)
         stem.holders[session.number] = session
@@ -276,40 +275,6 @@ class SharedCache(TwoTierCache):
                 self.tiers.reorder(stem)
 
     # -- the contract -------------------------------------------------------------------------------------------------
-
-    def _found(self, session: Session, keep: int) -> Found:
-        if not self.tiers.shares:
-            return super()._found(session, keep)
-        found = super()._found(session, len(session.tokens))
-        return found._replace(shared=True, names=session.named(len(session.tokens), self.chunk_tokens))
-
-    def _start(self, session: Session, found: Found | None, now_s: float) -> Admission:
-        for stem in session.stems():
-            self._used(stem, session)
-        return super()._start(session, found, now_s)
-
-    def _readable(self, session: Session) -> int:
-        return len(session.tokens) - 1 if self.tiers.shares else super()._readable(session)
-
-    def release(self, session: Session, now_s: float, finished: bool = True) -> None:
-        if not session.running:
-            return
-        for stem in session.stems():
-            self._used(stem, session)
-        super().release(session, now_s, finished)
-        self._meet(session, session.computed)
-
-    def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
-        if not self.tiers.shares:
-            super().fork(parent, child, length, takes_kv)
-            return
-        CacheManager.fork(self, parent, child, length, takes_kv)
-        self._meet(child, child.computed)
-
-    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
-        taken = super().receive(session, tokens, lengths, now_s)
-        self._meet(session, session.computed)
-        return taken
 
     def reorder(self, session: Session) -> None:
         more = bool(session.waiting) - session.leaf.waiting

@@ -8,37 +8,15 @@ from collections.abc import Hashable, Sequence
 from pensieve.core.policies.base import PolicyContext
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.session import Session
+from pensieve.plugins.policies.duel import Held, Shadow, least_recent
 
 _SWITCH_RATIO = 1.10  # the other shadow must hit this much more: a switch reorders every idle session
 _FORGET = 0.5  # share of the past hits that still counts after a decision
 
 
-class _Shadow:
-    """A cache of whole sessions, as large as the real one, that holds counts of tokens only: what would it have hit?
-
-    keep: it evicts the most recently used, so that what is in stays in; else the least recently used.
-    """
-
-    def __init__(self, capacity_tokens: int, keep: bool) -> None:
-        self._capacity = capacity_tokens
-        self._keep = keep
-        self._tokens: OrderedDict[int, int] = OrderedDict()  # session number -> tokens held, least recently used first
-        self._held = 0
-        self.hits = 0.0
-
-    def access(self, number: int, tokens: int) -> None:
-        held = self._tokens.pop(number, 0)
-        self.hits += min(held, tokens)
-        self._tokens[number] = tokens
-        self._held += tokens - held
-        while self._held > self._capacity:
-            # With `keep` the newcomer itself makes room; of a session no more tokens go than must.
-            victim = next(reversed(self._tokens)) if self._keep else next(iter(self._tokens))
-            gone = min(self._tokens[victim], self._held - self._capacity)
-            self._held -= gone
-            self._tokens[victim] -= gone
-            if not self._tokens[victim]:
-                del self._tokens[victim]
+def _newest(held: OrderedDict[int, Held], now_s: float) -> Held | None:
+    """So that what is in stays in."""
+    return next(reversed(held.values()))
 
 
 class AdaptiveRetention(RetentionValue):
@@ -51,16 +29,20 @@ class AdaptiveRetention(RetentionValue):
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
-        capacity = (context.gpu_blocks + context.cpu_blocks) * context.chunk_tokens
-        self._recency, self._keeping = _Shadow(capacity, keep=False), _Shadow(capacity, keep=True)
+        self._capacity = (context.gpu_blocks + context.cpu_blocks) * context.chunk_tokens
+        self._shadows = Shadow(least_recent), Shadow(_newest)
+        self._hits = [0.0, 0.0]  # of recency, and of keeping
         self._seen: set[int] = set()
         self._admissions = 0
         self.keeps = False
         self.version = 0
 
     def observe(self, session: Session, now_s: float) -> None:
-        for shadow in (self._recency, self._keeping):
-            shadow.access(session.number, len(session.tokens))
+        tokens = len(session.tokens)
+        for place, shadow in enumerate(self._shadows):
+            held = shadow.held.get(session.number)
+            self._hits[place] += min(held.tokens, tokens) if held else 0
+            shadow.rest(session.number, tokens, now_s, self._capacity, None)
         self._seen.add(session.number)
         self._admissions += 1
         if self._admissions >= 2 * len(self._seen):
@@ -88,9 +70,7 @@ class AdaptiveRetention(RetentionValue):
         return super().together(sessions, start, stop, now_s)
 
     def _decide(self) -> None:
-        now, other = (self._keeping, self._recency) if self.keeps else (self._recency, self._keeping)
-        if other.hits > _SWITCH_RATIO * now.hits:
+        if self._hits[not self.keeps] > _SWITCH_RATIO * self._hits[self.keeps]:
             self.keeps = not self.keeps
             self.version += 1
-        self._recency.hits *= _FORGET
-        self._keeping.hits *= _FORGET
+        self._hits = [_FORGET * hits for hits in self._hits]
