@@ -62,18 +62,6 @@ def served(system):
     return [repr(turn) for turn in turns], counters, list(system.holdings().items())
 
 
-def test_what_has_kv_stays_as_it_is():
-    """In a cache that holds all, nothing is forgotten; and what is left of one that is full has KV, or is looked at soon."""
-    roomy = system_of("pensieve", cpu_blocks=20_000)
-    served(roomy)
-    assert len(roomy.engine.cache.sessions) > CONVERSATIONS
-    full = system_of("pensieve")
-    served(full)
-    places = [full.places(name) for name in full.engine.cache.sessions]
-    without = sum(not place.strip("-") for place in places)
-    assert without <= max(4, len(places) / 3)
-
-
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("limits", [MemoryLimits(tokens=8_000), MemoryLimits(ttl_s=3.0), MemoryLimits(tokens=10**9)])
 def test_limits_of_memory_decide_as_before(cache, limits, monkeypatch):

@@ -66,16 +66,6 @@ def test_of_a_reply_that_did_not_come_to_its_end_nothing_was_said():
     assert session.hint is None
 
 
-def test_a_request_that_never_ran_leaves_the_hint_as_it_was():
-    engine = make_engine()
-    engine.say(asked(1, 1, Hint("tool_use")))
-    run(engine)
-    engine.say(asked(2, 2, Hint("end_turn")))
-    engine.cancel(2, "timeout")
-    run(engine)
-    assert engine.cache.sessions.get("a").hint == Hint("tool_use")
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [

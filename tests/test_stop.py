@@ -59,14 +59,6 @@ def test_a_stop_string_around_tokens_without_text(between):
     assert found(ByteTokenizer(), ids, ["ab"]) == len(ids)
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "pieces"])
-def test_special_tokens_are_no_text(kind):
-    tokenizer = hub(kind)
-    end = tokenizer._backend.token_to_id("<end>")
-    ids = [*tokenizer._backend.encode("s").ids, *[end] * 40, *tokenizer._backend.encode("a").ids]
-    assert found(tokenizer, ids, ["sa"]) == first_hit(tokenizer, ids, ["sa"]) == len(ids)
-
-
 IDS = st.lists(st.one_of(st.sampled_from([*"abc🙂 é".encode(), 300]), st.integers(0, 299)), max_size=120)
 
 

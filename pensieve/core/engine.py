@@ -184,7 +184,7 @@ class Engine:
         ended_ns = self.clock.now_ns() if result.ended_ns is None else result.ended_ns
         self.facts.at(ended_ns)
         repeats, scheduler = result.repeats, self.scheduler
-        failed = [one for one in result.moved if not one.ok]
+        failed = [one for one in result.moved if not one.ok] if result.moved else ()
         misread = self._fail_moves(failed) if failed else ()
         if result.step is None:
             self.facts.collected(None, result)

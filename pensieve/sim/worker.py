@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise, repeat
 from operator import sub
@@ -49,12 +49,6 @@ Way = deque[UnderWay]
 """The oldest first, each after the one before it."""
 
 
-def done_by(way: Way, now_ns: int) -> Iterable[UnderWay]:
-    """What is done by now, each once: it leaves the queue."""
-    while way and way[0].ends_ns <= now_ns:
-        yield way.popleft()
-
-
 class DuplexLink:
     """Copies to the GPU (`inward`) and to the CPU (`outward`), each way one after the other. While both ways are busy each
     loses `penalty` of its rate, whichever plans the copies are of; so a copy that begins moves the ends of those under way.
@@ -65,6 +59,7 @@ class DuplexLink:
         self.outward: Way = deque()
         self._inward: deque[_Queued] = deque()  # not done yet, as of _at_ns
         self._outward: deque[_Queued] = deque()
+        self._ways = [self._inward, self._outward]
         self._at_ns = 0.0
         self._rate = 1 - penalty
 
@@ -111,10 +106,6 @@ class DuplexLink:
         for _ in self._through(self._ways, now_ns):
             pass
         self._at_ns = max(self._at_ns, now_ns)
-
-    @property
-    def _ways(self) -> list[deque[_Queued]]:
-        return [self._inward, self._outward]
 
     def _through(self, ways: list[deque[_Queued]], until_ns: float) -> Iterator[tuple[UnderWay, float]]:
         """Copy from _at_ns until then, and take off the queues what is done, with the time at which it was."""
@@ -172,6 +163,7 @@ class SimulatedWorker:
         self._load_parts = hardware.load_parts(model.layers)
         self._link = DuplexLink(hardware.duplex_penalty)
         self._reading: Way = deque()
+        self._ways = self._link.inward, self._link.outward, self._reading
         self._stored: list[Moved] = []
         self._below_bw = below_bw
         self._read_ns = self._written_ns = 0
@@ -197,7 +189,7 @@ class SimulatedWorker:
         if self._launched:
             plan, self._prepared_ns = self._launched.popleft()
             return self._perform(plan)
-        copying = [way[0].ends_ns for way in self._ways() if way]
+        copying = [way[0].ends_ns for way in self._ways if way]
         if not copying:
             return None
         ends = min(copying)
@@ -211,7 +203,7 @@ class SimulatedWorker:
 
     def close(self) -> None:
         self._launched.clear()
-        for way in self._ways():
+        for way in self._ways:
             for copies in way:
                 self._end(way, copies)
 
@@ -351,14 +343,10 @@ class SimulatedWorker:
     def _moved(self) -> tuple[Moved, ...]:
         now = self._clock.now_ns()
         moved, self._stored = self._stored, []
-        for way in self._ways():
-            if way:
-                for one in done_by(way, now):
-                    moved += map(Moved, self._end(way, one))
+        for way in self._ways:
+            while way and way[0].ends_ns <= now:
+                moved += map(Moved, self._end(way, way.popleft()))
         return tuple(moved)
-
-    def _ways(self) -> tuple[Way, Way, Way]:
-        return self._link.inward, self._link.outward, self._reading
 
     def _end(self, way: Way, copies: UnderWay) -> tuple[int, ...]:
         """Draw copies that are over, since only now is their end certain: what began later may delay it. Returns their

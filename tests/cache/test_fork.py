@@ -52,27 +52,6 @@ def test_a_fork_that_takes_kv_computes_only_what_is_new(kind):
         assert back.recomputed_tokens < 2 * SIZE
 
 
-@pytest.mark.parametrize(("kind", "hits"), [("pensieve", False), ("prefix_cache", True)])
-def test_a_fork_that_takes_nothing_leaves_the_parent_as_it_was(kind, hits):
-    system, held = first_turn(cache=kinds()[kind])
-    turn = ask(system, 2, "child", [*HISTORY, 7, 8], fork=Fork("parent", len(HISTORY)))
-    assert (turn.gpu_hit_tokens >= SHARED - SIZE) is hits
-    assert turn.history_tokens == SHARED, "its tokens were computed before, in the parent"
-    back = ask(system, 3, "parent", [*held, 9])
-    assert back.recomputed_tokens < 2 * SIZE
-
-
-def test_a_parent_that_runs_or_is_not_known_gives_nothing():
-    system, held = first_turn(cache=kinds()["pensieve"])
-    long = Request(5, "parent", 0, array("i", [*held, 1]), Length(50), Sampling())
-    system.submit(long)
-    system.engine.step(system.clock.now_ns() + 1)  # one iteration: no other begins after that
-    turn = ask(system, 6, "child", [*HISTORY, 7], fork=Fork("parent", len(HISTORY), takes_kv=True))
-    assert turn.gpu_hit_tokens == 0
-    system.engine.cache.check()
-    assert ask(system, 7, "other", [*HISTORY, 7], fork=Fork("nobody", 50, takes_kv=True)).history_tokens == 0
-
-
 @pytest.mark.parametrize("kind", ["prefix_cache", "llama_slots"])
 def test_tenants_share_nothing(kind):
     """The same prompt: found by the same tenant, and not by another one."""

@@ -82,11 +82,6 @@ def test_never_predicted_slower_than_either_and_nearly_the_best_of_all() -> None
         assert split.predicted_s <= min(every) + cost.step + 2 * cost.load + 2 * cost.recompute_s(last)
 
 
-def test_free_loads_are_always_taken_and_a_dead_link_never() -> None:
-    assert times(Cost(load=0.0)).choose([(80, 90)], chunks(20), 0).recomputed == 0
-    assert times(Cost(load=1e9)).choose([(80, 90)], chunks(20), 0).recomputed == 20
-
-
 def test_what_the_link_has_still_to_bring_others_moves_the_split() -> None:
     model = times(Cost(load=0.5), batch_tokens=4)
     alone = model.choose([(120, 121)], chunks(30), 0).recomputed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import compress, count, islice
 from operator import gt
 from typing import Any, Literal, get_args
 
@@ -78,7 +78,7 @@ class TwoTierRoom(Room):
         size = self.tiers.chunk_tokens
         total = chunks_of(len(prompt) + 1, size)  # one position more: the first token decoded needs no new block
         chunks, kept = session.chunks, chunks_of(keep, size)
-        own = min(kept, len(chunks)) - chunks.gpu[:kept].count(NO_BLOCK)
+        own = len(chunks.gpu[:kept]) - chunks.gpu[:kept].count(NO_BLOCK)
         # With a plan in flight, blocks of chunks that are not kept go to quarantine: they are not to be had either.
         counted = len(chunks) if self.tiers.copies.in_flight else kept
         own_available = chunks.view.count(View.CLEAN, 0, counted)
@@ -337,7 +337,7 @@ class TwoTierCache(CacheManager):
         if tiers.shares:
             self._used(session)
         leaf, nodes = session.leaf, session.nodes()
-        leaf.chunks.add(chunks_of(length + 1, size) - leaf.start - len(leaf.chunks))
+        leaf.chunks.add(chunks_of(length + 1, size) - leaf.start - len(leaf.chunks.gpu))
         session.start(now_s)
         self.facts.runs(session)
         self._running += 1
@@ -348,11 +348,11 @@ class TwoTierCache(CacheManager):
         for column, start, stop in lacking:
             column[start:stop] = array("i", islice(blocks, stop - start))
         chunks = session.chunks
-        on_cpu = [index for index, more in enumerate(map(gt, chunks.cpu_len, chunks.gpu_len)) if more]
+        on_cpu = list(compress(count(), map(gt, chunks.cpu_len, chunks.gpu_len)))
         again: list[int] = []
         if on_cpu and self.restorer.mode != "load":
-            count = self.restorer.recomputed(chunks, length, on_cpu, tiers.copies.incoming, alone=self._running == 1)
-            again, on_cpu = on_cpu[:count], on_cpu[count:]
+            first = self.restorer.recomputed(chunks, length, on_cpu, tiers.copies.incoming, alone=self._running == 1)
+            again, on_cpu = on_cpu[:first], on_cpu[first:]
         loading = tiers.copy_in(session, runs_of(on_cpu)) if on_cpu else 0
         read_ticket, read = self._read_from_below(session) if self.below.blocks else (None, ())
         for node in nodes:
@@ -364,8 +364,8 @@ class TwoTierCache(CacheManager):
             tuple(chunks.gpu),
             found,
             loading,
-            sum([chunks.cpu_len[index] for index in on_cpu]) + tokens_in(read),
-            sum([chunks.cpu_len[index] for index in again]),
+            sum(map(chunks.cpu_len.__getitem__, on_cpu)) + tokens_in(read),
+            sum(map(chunks.cpu_len.__getitem__, again)),
             read_ticket,
             read,
         )

@@ -154,12 +154,12 @@ class Sessions:
         now_s = now_ns / 1e9
         known = self._cache.open(name, now_s, tenant)
         taken = self._cache.receive(known, tokens, lengths, now_s)
+        self._not_idle(name)
         self._rests(known, now_ns)
         return taken
 
     def _rests(self, session: Session, now_ns: int) -> None:
-        """Count a session as idle: its last request ended."""
-        self._not_idle(session.name)
+        """Count a session as idle from now on."""
         self._idle[session.name] = _Idle(session, len(session.tokens), now_ns)
         self._idle_tokens += len(session.tokens)
 
