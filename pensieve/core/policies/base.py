@@ -74,7 +74,8 @@ class EvictionPolicy(ABC):
     def __init_subclass__(cls) -> None:
         """What a class inherits of `scores` and `together` is not true of another bucket, order or score of its own."""
         if vars(cls).keys() & {"bucket", "order", "score"} and "scores" not in vars(cls):
-            cls.scores, cls.together = EvictionPolicy.scores, None  # type: ignore[method-assign]
+            cls.scores = EvictionPolicy.scores  # type: ignore[method-assign]
+            cls.together = vars(cls).get("together")
 
     @abstractmethod
     def order(self, session: Session, chunk: int) -> float:
