@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from importlib import import_module
@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-    from pensieve.lab.results.store import ResultsStore
 
 MAIN_METRICS = (
     "ttft_ms_mean",
@@ -69,7 +67,7 @@ def main() -> None:
     parser.add_argument("verb", choices=verbs, help="pensieve VERB --help lists the verb's arguments")
     if sys.argv[1:2] == ["-sc"]:  # Hydra's shell completion calls the command without its verb
         _, *words = os.environ.get("COMP_LINE", "pensieve").split(" ")
-        if words[:1] not in (["run"], ["size"], ["advise"], ["bench"], ["results"]):
+        if words[:1] not in (["run"], ["size"], ["advise"], ["bench"]):
             print(" ".join(verbs))
             return
         os.environ["COMP_LINE"] = " ".join(["pensieve", *words[1:]])
@@ -247,6 +245,7 @@ def doctor() -> int:
 def compare() -> int:
     """Two sweeps, or two sets of trials, metric by metric: A B."""
     with _imports():
+        from pensieve.lab.commands.results import opened
         from pensieve.lab.metrics import Slo
         from pensieve.lab.results.compare_trials import compare_trials, objective_of, select_trials
         from pensieve.lab.trial.terminal import console, in_a_sentence
@@ -273,7 +272,7 @@ def compare() -> int:
     options = parser.parse_args()
     wanted = ["*"] if options.all else [name.strip() for name in options.metrics.split(",")]
     with in_a_sentence():
-        store = _opened(options.url_env)
+        store = opened(options.url_env)
         words = (options.a, options.b)
         a, b = (select_trials(store, one) for one in words)
         asked = Slo(options.slo_ttft_ms, options.slo_tpot_ms)
@@ -285,24 +284,13 @@ def compare() -> int:
 
 def results(argv: Sequence[str] | None = None) -> int:
     """What was recorded: list, show, export, reproduce, bundle it, or rebuild MLflow from it."""
-    if sys.argv[1:2] == ["-sc"]:
-        return _complete(_results_parser())
     sys.path.insert(0, os.getcwd())  # reproduce: a policy of one's own in the current folder
     with _imports():
-        import pensieve.lab.results.store  # noqa: F401
+        from pensieve.lab.commands.results import results as body
         from pensieve.lab.trial.terminal import in_a_sentence
 
-    options = _results_parser().parse_args(argv)
     with in_a_sentence():
-        store = _opened(options.url_env)
-        store.interrupt_dead()  # what was killed could not record its end
-        found: int | Iterable[str] = options.run(store, options)
-        if isinstance(found, int):
-            return found
-        for line in found:
-            print(line)
-        sys.stdout.flush()
-    return 0
+        return body(argv, results.__doc__)
 
 
 def mlflow() -> int:
@@ -311,187 +299,6 @@ def mlflow() -> int:
     parser.add_argument("action", choices=("sync",))
     _, rest = parser.parse_known_args()
     return results([*rest, "sync-mlflow"])
-
-
-def _results_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=results.__doc__)
-    parser.add_argument("--url-env", help="environment variable that holds the URL of another results database")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(name: str, run: Callable[..., int | Iterable[str]], text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text)
-        added.set_defaults(run=run)
-        return added
-
-    listed = command("list", _list, "sweeps and the newest trials, a line each")
-    listed.add_argument("--sweep", type=int, help="only trials of this sweep")
-    listed.add_argument("--status", choices=("running", "completed", "failed", "interrupted"), help="only such trials")
-    listed.add_argument("--limit", type=int, default=50, metavar="N", help="at most so many (default: 50; 0: all)")
-    shown = command("show", _show, "all that is known of a trial")
-    shown.add_argument("trial", type=int)
-    read = command("read", _read, "a conversation of a trial as text, with where each turn's history came from")
-    read.add_argument("trial", help="its number; latest shows the latest sweep's, beside stateless serving")
-    read.add_argument("--session", help="its name (default: the first measured one)")
-    noted = command("notes", _notes, "what a sweep found, comparison by comparison, and what qualifies its numbers")
-    noted.add_argument("sweep", nargs="?", default="latest", help="its id, or latest (default)")
-    exported = command("export", _export, "a JSON for each baseline of a sweep, and its turns as CSV and Parquet")
-    which = exported.add_mutually_exclusive_group()
-    which.add_argument("sweep", type=int, nargs="?", help="default: the latest")
-    which.add_argument("--sweep", type=int, dest="named", metavar="SWEEP", help="the same")
-    exported.add_argument("--to", type=Path, help="folder (default: outputs/export/sweep-<id>)")
-    repeated = command("reproduce", _reproduce, "run a trial again from its stored configuration and compare")
-    repeated.add_argument("trial", type=int)
-    command("sync-mlflow", _to_mlflow, "write to MLflow what it lacks of the results database (pensieve mlflow sync)")
-    anew = command("rebuild-mlflow", _to_mlflow, "make the MLflow store anew from the results database")
-    anew.set_defaults(anew=True)
-    bundled = command("bundle", _bundle, "a zip of a sweep, of which its figures are drawn on another machine")
-    bundled.add_argument("sweep", type=int)
-    bundled.add_argument("--to", type=Path, help="file (default: outputs/bundle/sweep-<id>.zip)")
-    return parser
-
-
-def _complete(parser: argparse.ArgumentParser) -> int:
-    """Answer the shell's TAB as Hydra does for run.py: `-sc install=bash` prints the rule, which calls `-sc query=bash`.
-
-    Both commands are completed by one rule, whichever of them installed it. Candidates: commands, the options of the one that
-    was chosen, and the ids of sweeps or trials where it wants one.
-    """
-    if sys.argv[2:3] != ["query=bash"]:
-        from hydra._internal.core_plugins.bash_completion import BashCompletion
-
-        BashCompletion(None).install()  # type: ignore[arg-type]  # only a query reads the configuration
-        return 0
-    words = os.environ.get("COMP_LINE", "").split(" ")
-    begun = next((i for i, word in enumerate(words) if word.endswith(("results.py", "results"))), 0) + 1
-    print(" ".join(_candidates(parser, words[begun:-1])))
-    return 0
-
-
-def _candidates(parser: argparse.ArgumentParser, before: Sequence[str]) -> list[str]:
-    """What may follow these words. The database is opened only where an id is wanted, and is not made."""
-    [commands] = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    chosen = next((word for word in before if word in commands), None)
-    if chosen is None:
-        return [*commands, "--url-env"]
-    actions = commands[chosen]._actions
-    last = next((action for action in actions if before[-1] in action.option_strings), None)
-    if last is not None and last.choices:
-        return [str(choice) for choice in last.choices]
-    first = next((action.dest for action in actions if not action.option_strings), "")
-    wanted = "sweep" if before[-1] == "--sweep" else first if before[-1] == chosen else ""
-    return [*_ids(wanted), *(name for action in actions for name in action.option_strings if name not in before)]
-
-
-def _ids(of: str) -> list[str]:
-    if of not in ("sweep", "trial"):
-        return []
-    from sqlalchemy import select
-
-    from pensieve.errors import PensieveError
-    from pensieve.lab.results.schema import Sweep, Trial
-
-    column = Sweep.id if of == "sweep" else Trial.id
-    try:
-        with _opened(None).database.reading() as connection:
-            return [str(found) for found in connection.scalars(select(column).order_by(column.desc()).limit(50))]
-    except PensieveError:
-        return []  # nothing is there yet
-
-
-def _opened(url_env: str | None) -> ResultsStore:
-    """The database that the environment variable names; None: outputs/results.db. Raises ResultsError where there is none."""
-    from pensieve.errors import ResultsError
-    from pensieve.lab.compose import outputs_folder
-    from pensieve.lab.results.store import open_store
-
-    url = os.environ.get(url_env) if url_env else None
-    if url_env and not url:
-        raise ResultsError(f"The environment variable {url_env} is not set; export it with the database's URL.")
-    return open_store(outputs_folder(), url, create=False)
-
-
-# -- the commands of results: each returns its lines, or its exit status ------------------------------------------------
-
-
-def _list(store: ResultsStore, options: argparse.Namespace) -> Iterator[str]:
-    from pensieve.lab.results.listing import list_sweeps, list_trials
-
-    limit = options.limit if options.limit > 0 else None
-    if options.sweep is not None:
-        store.sweep(options.sweep)  # says where there is none
-    elif options.status is None:
-        yield from [*list_sweeps(store, limit), ""]
-    yield from list_trials(store, options.sweep, options.status, limit)
-
-
-def _show(store: ResultsStore, options: argparse.Namespace) -> Iterable[str]:
-    from pensieve.lab.results.listing import show_trial
-
-    return show_trial(store, options.trial)
-
-
-def _read(store: ResultsStore, options: argparse.Namespace) -> Iterator[str]:
-    from pensieve.errors import ResultsError
-    from pensieve.lab.commands.read import beside, conversation_lines, conversation_of, side_by_side
-    from pensieve.lab.trial.terminal import console
-
-    if options.trial == "latest":
-        sweep = store.sweep_named(options.trial)
-        if pair := beside(store, sweep):
-            session, said = conversation_of(store, pair[0].id, options.session)
-            replies = {trial.baseline: conversation_of(store, trial.id, session)[1] for trial in pair[1:]}
-            yield f"Conversation {session} of trials {' and '.join(str(trial.id) for trial in pair)}"
-            console().print(side_by_side({pair[0].baseline: said, **replies}))
-            return
-        trial = next(job.trial.id for job in store.trials_of_sweep(sweep.id) if job.trial is not None)
-    elif options.trial.isdecimal():
-        trial = int(options.trial)
-    else:
-        raise ResultsError(
-            f"{options.trial!r} is no trial; give a number (runners/results.py list shows them), or latest."
-        )
-    session, said = conversation_of(store, trial, options.session)
-    yield f"Conversation {session} of trial {trial}"
-    yield from conversation_lines(said)
-
-
-def _notes(store: ResultsStore, options: argparse.Namespace) -> int:
-    from pensieve.lab.results.sweep_table import sweep_table
-    from pensieve.lab.trial.terminal import console
-
-    console().print(sweep_table(store, store.sweep_named(options.sweep).id).particulars)
-    return 0
-
-
-def _export(store: ResultsStore, options: argparse.Namespace) -> Iterable[str]:
-    from pensieve.lab.compose import outputs_folder
-    from pensieve.lab.results.export import export_sweep
-
-    asked = options.named if options.sweep is None else options.sweep
-    sweep_id = store.sweep_named("latest" if asked is None else str(asked)).id
-    return map(str, export_sweep(store, sweep_id, options.to or outputs_folder() / "export" / f"sweep-{sweep_id}"))
-
-
-def _reproduce(store: ResultsStore, options: argparse.Namespace) -> int:
-    from pensieve.lab.commands.reproduce import reproduce
-
-    return reproduce(store, options.trial, _say)
-
-
-def _to_mlflow(store: ResultsStore, options: argparse.Namespace) -> Iterable[str]:
-    from pensieve.lab.compose import outputs_folder
-    from pensieve.lab.results.mlflow_runs import rebuild_mlflow, sync_mlflow
-
-    write = rebuild_mlflow if "anew" in options else sync_mlflow
-    return [f"{write(outputs_folder(), store, _say)} trials were written to MLflow from {store.database.shown}."]
-
-
-def _bundle(store: ResultsStore, options: argparse.Namespace) -> Iterable[str]:
-    from pensieve.lab.compose import outputs_folder
-    from pensieve.lab.results.export import bundle_sweep
-
-    path = options.to or outputs_folder() / "bundle" / f"sweep-{options.sweep}.zip"
-    return [str(bundle_sweep(store, options.sweep, path))]
 
 
 def _say(text: str) -> None:

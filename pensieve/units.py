@@ -30,14 +30,10 @@ def ceil_div(numerator: int, denominator: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A cache size given either in bytes or in tokens; exactly one of the two is set.
-
-    bare: it was a number alone, which is taken for GB; whoever shows the size says so.
-    """
+    """A cache size given either in bytes or in tokens; exactly one of the two is set."""
 
     bytes: int | None = None
     tokens: int | None = None
-    bare: bool = False
 
     def in_tokens(self, kv_bytes_per_token: int) -> int:
         if self.tokens is not None:
@@ -66,7 +62,7 @@ def parse_capacity(text: str | float, field: str = "size") -> Capacity:
     if unit == "" and number == 0:
         return Capacity(tokens=0)
     if unit == "" and number < _MOST_BARE:
-        return Capacity(bytes=int(number * _BYTES["gb"]), bare=True)
+        return Capacity(bytes=int(number * _BYTES["gb"]))
     unknown = "no unit" if unit == "" else "no known unit"
     raise ConfigError(f'{field}={text!r} has {unknown}; write "4GiB", "2GB" or "8192 tokens" (2 alone is 2 GB).')
 

@@ -9,9 +9,8 @@ import pytest
 from analysis.figures import draw_all
 from analysis.registry import FIGURES
 from analysis.sweep import Source
-from pensieve.lab.commands.size.planner import tables_of
 from pensieve.lab.metrics import MetricValue
-from pensieve.lab.results.size_map import SETTINGS, Question, read_map
+from pensieve.lab.results.size_map import SETTINGS, Question
 from tests.analysis.sweeps import answered
 from tests.results.trials import trial_fields
 
@@ -65,10 +64,6 @@ def test_the_map_shows_what_ran_what_did_not_and_the_border_of_each_question(sto
     assert float(rows["1GB", "8GB"]["found"]) == pytest.approx((0.2 + 0.5) / 2), "halfway between two that ran"
     assert (rows["1GB", "8GB"]["run"], rows["1GB", "8GB"]["trials"]) == ("False", "")
     assert (rows["2GB", "8GB"]["run"], float(rows["2GB", "8GB"]["found"])) == ("True", pytest.approx(0.6))
-    found = read_map(store, source.sweep)
-    _, cpu_needed, *_ = tables_of(found).values()
-    needed = [list(line.values()) for line in cpu_needed]
-    assert needed == [["1GB", *["none on the map"] * 2], ["2GB", "none on the map", "8GB"], ["4GB", "0GB", "0GB"]]
 
 
 def test_several_disks_are_a_picture_each_and_the_answer_is_marked_in_one(store, drawn, tmp_path):

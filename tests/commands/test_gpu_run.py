@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import zipfile
 from pathlib import Path
 
@@ -52,18 +50,6 @@ def test_every_step_has_its_verdict_and_all_is_in_one_file(
     assert verdicts[2]["seconds"] < 10
     assert str(bundle) in capsys.readouterr().err.replace("\n", "")
     assert gpu_run.gpu_run(CHECKOUT, steps[:1]) == 0
-
-
-def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
-    me = os.getpid()
-    interrupt = f"import os, signal, time; os.kill({me}, signal.SIGINT); time.sleep(30)"
-    steps = (Step("stopped", ("-c", interrupt), 60), Step("later", ("-c", "print(1)"), 60))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        outcomes = gpu_run.perform(steps, CHECKOUT, tmp_path)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert [outcome.verdict for outcome in outcomes] == ["interrupted", "not run"]
 
 
 @pytest.mark.parametrize(("gibibytes", "model"), [(80, "llama3_8b"), (24, "llama3_8b"), (16, "opt_350m")])

@@ -24,7 +24,6 @@ def session():
         (["model=lama3_8b"], ["There is no model 'lama3_8b'", "did you mean llama3_8b?"]),
         (["model=zzz"], ["There is no model 'zzz'", "there are: deepseek_v2_lite", "tiny."]),
         (["model=meta/lama"], ["There is no option 'meta/lama' of model", "model=hf model.hub_id=meta/lama."]),
-        (["model=/no/folder"], ["model=hf model.hub_id=/no/folder."]),
         (["modle=tiny"], ["'modle'", "did you mean model?"]),
         (["workload.userz=3"], ["'workload.userz'", "did you mean workload.users?"]),
         (["seed=1", "cache.gpx=1"], ["'cache.gpx'", "did you mean cache.gpu?"]),
@@ -33,7 +32,6 @@ def session():
         (["seed"], ["'seed' is no override", "group.field=value"]),
         (["experiment_name=größe"], ["quoted", "'experiment_name=\"größe\"'"]),
         (["experiment_name='a/b\"c'x"], ["quoted", 'a/b\\"c']),
-        (["workload.pfäd=3"], ["'workload.pfäd' is the name of no field"]),
     ],
 )
 def test_hydras_errors_become_one_sentence(overrides, parts):
@@ -66,9 +64,9 @@ def test_several_values_without_m_and_a_number_in_the_place_of_a_name():
     assert "add -m" in explain(ambiguous)
     with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"), pytest.raises(ValueError) as caught:
         compose(config_name="config", overrides=["model=3"])
-    assert explain(caught.value, ["seed=1x", "model=3"]).startswith("model=3 names no option")
+    assert "write group=option" in explain(caught.value)
     both = ValueError("Only one of --run, --multirun, --cfg, --info and --shell_completion can be specified")
-    assert "leave -m out" in explain(both, ["-m", "--cfg", "job"])
+    assert explain(both).startswith("Only one of --run, --multirun, --cfg")
 
 
 def test_a_field_is_looked_for_in_the_commands_own_configuration():

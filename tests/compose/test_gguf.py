@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
@@ -80,22 +79,10 @@ def test_it_is_served_with_its_own_tokenizer_and_template(source):
     assert len(set(first.token_ids)) > 2
 
 
-def test_it_is_dequantised_once_and_anew_where_a_byte_of_it_changed(source, conversions):
+def test_it_is_dequantised_once(source, conversions):
     folder = gguf.convert(source)
     del conversions[:]
     assert gguf.convert(source) == folder and conversions == []
-    weights = folder / "model.safetensors"
-    good = weights.read_bytes()
-    weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    assert gguf.converted(source) is None
-    assert gguf.convert(source) == folder and conversions == [source]
-    assert weights.read_bytes() == good
-    for damage in ("{", "[]", json.dumps({"format": 1, "files": {"none.json": ""}})):
-        (folder / "manifest.json").write_text(damage)
-        assert gguf.converted(source) is None
-    (folder / "config.json").unlink()
-    gguf.convert(source)
-    assert (folder / "config.json").is_file()
     assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [folder.name], (
         "nothing half made is left"
     )

@@ -116,25 +116,6 @@ def test_one_process_killed_at_random_moments(tmp_path, warm):
 
 
 @pytest.mark.slow
-def test_fail_fast_ends_the_sweep_with_its_table_and_its_mlflow_run(tmp_path, warm, monkeypatch):
-    outputs = tmp_path / "outputs"
-    monkeypatch.setenv("CRASH", "error")
-    monkeypatch.setenv("CRASH_COUNT", str(tmp_path / "crashes"))
-    monkeypatch.setenv("CRASHES", "1")
-    failing = (*SWEEP, "trial.fail_fast=true", "++eviction._target_=tests.trial.crashing.Crash")
-    begin_with_nothing(outputs)
-    ended(outputs, *failing, status=1)
-    assert query(outputs, "select status from trial") == [("failed",)]
-    assert query(outputs, "select status from sweep") == [("failed",)]
-    assert "no further trial of this sweep begins" in said(outputs)
-    assert "None of the 3 trials completed. Type the same command again to run them." in said(outputs)
-    assert {status for status, _, _ in mlflow_runs(outputs).values()} == {"FAILED"}
-    finish(outputs, failing)
-    attempts = query(outputs, "select status, count(*) from trial group by status order by status")
-    assert attempts == [("completed", JOBS), ("failed", 1)]
-
-
-@pytest.mark.slow
 def test_a_sweep_without_its_mlflow_store_is_rebuilt_later(tmp_path, warm):
     outputs = tmp_path / "outputs"
     outputs.mkdir()

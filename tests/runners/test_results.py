@@ -56,10 +56,7 @@ def test_export_and_bundle(swept, tmp_path):
     assert [path.rpartition("/")[2] for path in paths] == [
         "pensieve.json", "stateless.json", "turns.csv", "turns.parquet",
     ]  # fmt: skip
-    assert len(results(swept, "export", "--sweep", "1", "--to", str(tmp_path / "b")).stdout.split()) == len(paths)
-    assert len(results(swept, "export", "1", "--to", str(tmp_path / "c")).stdout.split()) == len(paths), (
-        "as bundle takes it"
-    )
+    assert len(results(swept, "export", "1", "--to", str(tmp_path / "c")).stdout.split()) == len(paths)
     assert results(swept, "export", "7", status=1).stderr.startswith("There is no sweep 7")
     report = json.loads((tmp_path / "export" / "stateless.json").read_text())
     assert report["baseline"] == "stateless"
@@ -104,22 +101,3 @@ def test_reproduce(swept):
     assert "The code differs" in changed.stderr
     assert "The platform differs: the trial ran on 'device=old', this is 'sim'." in changed.stderr
     assert asked("select job, trial_id from sweep_result") == [(0, 1), (1, 2)]
-
-
-@pytest.mark.parametrize(
-    ("line", "wanted", "unwanted"),
-    [
-        ("python runners/results.py ", {"list", "export", "bundle"}, {"1"}),
-        ("pensieve results show ", {"1", "2"}, {"list"}),
-        ("python runners/results.py export ", {"1", "--to"}, {"2", "list"}),
-        ("python runners/results.py list --status ", {"completed", "failed"}, {"--limit"}),
-    ],
-)
-def test_tab_offers_what_may_follow(swept, monkeypatch, capsys, line, wanted, unwanted):
-    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(swept))
-    monkeypatch.setenv("COMP_LINE", line)
-    monkeypatch.setattr("sys.argv", ["runners/results.py", "-sc", "query=bash"])
-    assert results_verb() == 0
-    offered = set(capsys.readouterr().out.split())
-    assert wanted <= offered
-    assert not unwanted & offered

@@ -14,7 +14,7 @@ from pensieve.lab.results.tokens import read_tokens
 from pensieve.lab.trial import Job, isolate, run_trial
 from pensieve.lab.trial import sweep as sweep_module
 from pensieve.lab.trial.job import Outcome
-from pensieve.lab.trial.jobs import BASIC_LAUNCHER
+from pensieve.lab.trial.jobs import BASIC_LAUNCHER, Jobs
 from pensieve.lab.trial.run import _shares_process
 from pensieve.lab.trial.tracking import Tracking
 from pensieve.plugins.device import shelf
@@ -125,9 +125,10 @@ def test_a_process_is_kept_only_where_the_process_of_the_sweep_runs_its_trials(
 ):
     """In a launcher's processes nobody would end it, and its model would stay on the device."""
     monkeypatch.setattr(sweep_module, "close_at_exit", lambda _: None)
-    hydra = {"launcher": {"_target_": launcher}, "sweeper": {}, "overrides": {"task": [], "hydra": []}}
+    monkeypatch.setattr(sweep_module, "asks_hydra", lambda _: True)
+    hydra = {"launcher": {"_target_": launcher}, "overrides": {"task": [], "hydra": []}}
     config = OmegaConf.create({"hydra": hydra})
-    opened = sweep_module.open_sweep(config, None, [composed(*REAL)], [plan_trial(checked(*REAL))])
+    opened = sweep_module.open_sweep(config, Jobs((), {}, ((),)), [composed(*REAL)], [plan_trial(checked(*REAL))])
     assert opened.membership.keeps is keeps
     told = config.hydra.overrides.hydra[0].partition("=")[2].strip("'")
     here = SimpleNamespace(job=SimpleNamespace(num=0), overrides=config.hydra.overrides)

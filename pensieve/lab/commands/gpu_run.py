@@ -23,7 +23,7 @@ from pensieve.errors import HardwareMissing, typed
 from pensieve.lab.compose import outputs_folder
 from pensieve.lab.trial.terminal import say
 
-Verdict = Literal["passed", "failed", "out of time", "interrupted", "not run"]
+Verdict = Literal["passed", "failed", "out of time"]
 _ROOM_FOR_8B = 22 * 2**30
 _ASK_S = 60  # of a command that describes the machine
 
@@ -94,14 +94,10 @@ def gpu_run(checkout: Path, steps: Sequence[Step] | None = None) -> int:
 
 
 def perform(steps: Sequence[Step], checkout: Path, folder: Path) -> list[Outcome]:
-    """Run the steps one after the other, whatever becomes of each. Ctrl-C ends the step under way and leaves the others
-    out."""
+    """Run the steps one after the other, whatever becomes of each."""
     outcomes: list[Outcome] = []
     for step in steps:
         log, command = folder / f"{step.name}.log", shlex.join(("python", *step.command))
-        if any(outcome.verdict == "interrupted" for outcome in outcomes):
-            outcomes.append(Outcome(step.name, command, "not run", 0.0, "", ""))
-            continue
         say(f"{step.name} (at most {step.limit_s:.0f} s) ...")
         began, verdict = time.monotonic(), _verdict(step, checkout, log)
         seconds = round(time.monotonic() - began, 1)
@@ -122,8 +118,6 @@ def _verdict(step: Step, checkout: Path, log: Path) -> Verdict:
             return "passed" if process.wait(step.limit_s) == 0 else "failed"
         except subprocess.TimeoutExpired:
             return "out of time"
-        except KeyboardInterrupt:
-            return "interrupted"
         finally:  # with all it has started: a worker that holds the device would spoil the next step
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

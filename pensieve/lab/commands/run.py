@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from pensieve.lab.compose import TrialConfig, check, plan_trial, resolved
-from pensieve.lab.trial.jobs import asks_hydra, compose_jobs, plan_jobs, refuse_missing_plugins
+from pensieve.lab.trial.jobs import asks_hydra, compose_jobs, plan_jobs, refuse_missing_launcher
 from pensieve.lab.trial.terminal import in_a_sentence
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class SweepCallback(Callback):
             sys.exit(1)
 
     def _start(self, config: DictConfig) -> None:
-        refuse_missing_plugins(config)
+        refuse_missing_launcher(config)
         jobs = plan_jobs(config)
         configs, checked, plans = [], [], []
         for cfg in compose_jobs(config, jobs):  # a mistake is told before the other jobs are composed
@@ -63,7 +63,7 @@ class SweepCallback(Callback):
         from pensieve.lab.trial.sweep import open_sweep
 
         self._sweep = open_sweep(config, jobs, configs, plans)
-        if jobs is not None and not asks_hydra(config):
+        if not asks_hydra(config):
             self._sweep.run(config, jobs, configs, plans)  # Hydra would compose each of them twice more
             self._finish(self._sweep)
             sys.exit(0)

@@ -25,6 +25,8 @@ _NOT_THE_USERS = (
     Path(__file__).resolve().parents[2],
     *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
 )
+_OF_HYDRA = ("Only one of --run, --multirun", "Config group override must be a string")
+"""Beginnings of plain ValueErrors for what was typed."""
 _SEVERAL = re.compile(r"Ambiguous value for argument '([^']*)'")
 
 
@@ -48,12 +50,10 @@ def explain_known(error: BaseException, arguments: Sequence[str], config_name: s
         return f"The Python package {error.name} is not installed; install it and run again."
     if isinstance(error, HydraException | OmegaConfBaseException):
         return _composition(error, arguments, config_name)
-    if isinstance(error, ValueError) and str(error).startswith("Only one of --run, --multirun"):
-        return "-m and --cfg cannot be combined; leave -m out to see the configuration of one trial."
-    if isinstance(error, ValueError) and str(error).startswith("Config group override must be a string"):
-        named = (text for text in arguments if re.fullmatch(r"[a-z_/]*=[-\d.]+|[a-z_/]+=(true|false)", text, re.I))
-        wrong = next(named, "It")
-        return f"{wrong} names no option of a group; write group=option or group.field=value (--help lists them)."
+    if isinstance(error, ValueError) and str(error).startswith(_OF_HYDRA):
+        return (
+            f"{_first_line(error).rstrip('.')}; write group=option, group.field=value or -m alone (--help lists them)."
+        )
     return _of_the_users(error)
 
 
@@ -93,8 +93,6 @@ def _unreadable(override: str) -> str:
     key, equals, value = override.partition("=")
     if not equals:
         return f"{override!r} is no override; write group=option or group.field=value (--help lists them)."
-    if not re.fullmatch(r"[+~]*[\w/.@:-]+", key, flags=re.ASCII):
-        return f"{key!r} is the name of no field or group; write group=option or group.field=value (--help lists them)."
     if re.search(r"[^\w./+-]", value, flags=re.ASCII):
         inner = value.strip("'\"").replace('"', '\\"')
         return f"The value of {key} must be quoted twice, once for the shell: '{key}=\"{inner}\"'."

@@ -56,14 +56,9 @@ class TrialPlan:
         return self.chunk_tokens * self.model.kv_bytes_per_token
 
     @property
-    def replicated(self) -> bool:
-        """Real engines of their own behind a router, which is all that runs in the trial's process."""
-        return self.config.hardware.router != "single" and not self.device.simulated
-
-    @property
     def computes_elsewhere(self) -> bool:
-        """A real model in the engine runs in processes that the trial starts, not in its own."""
-        return self.device.divided or self.replicated
+        """A real model in the engine runs in processes that the trial starts: ranks, or replicas behind a router."""
+        return self.device.divided or (self.config.hardware.router != "single" and not self.device.simulated)
 
     @property
     def gpu_auto(self) -> bool:
@@ -110,16 +105,7 @@ class TrialPlan:
             f"{' (simulated)' if self.device.simulated else ''}: "
             f"cache.gpu = {'about ' if self.gpu_measured else ''}{tier(self.budget_gpu_blocks)}, "
             f"cache.cpu = {tier(self.budget_cpu_blocks)}, "
-            f"{format_bytes(self.model.kv_bytes_per_token)} of KV a token{self._bare_note()}"
-        )
-
-    def _bare_note(self) -> str:
-        sizes = {"cache.gpu": self.config.cache.gpu, "cache.cpu": self.config.cache.cpu}
-        bare = [f"{field}={size}" for field, size in sizes.items() if size != AUTO and parse_capacity(size, field).bare]
-        return (
-            f" (note: {' and '.join(bare)} without a unit {'are' if len(bare) > 1 else 'is'} taken for GB)"
-            if bare
-            else ""
+            f"{format_bytes(self.model.kv_bytes_per_token)} of KV a token"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pensieve.device.kernels.backends import require
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
 from pensieve.lab.compose.build import build_workload, find_parts, outside_engine
-from pensieve.lab.compose.machine import free_device_bytes, free_host_memory_bytes
+from pensieve.lab.compose.machine import free_device_bytes
 from pensieve.lab.compose.plan import LEAST_GPU_BLOCKS, TrialPlan
 from pensieve.lab.compose.tokenizer import build_tokenizer
 from pensieve.lab.compose.weights import check_weights
@@ -13,9 +13,6 @@ from pensieve.units import format_bytes
 
 GPU_USABLE = 0.95
 """Share of a GPU's memory that torch can use; the rest is CUDA's context and fragmentation."""
-
-REPLICA_BYTES = 10_000
-"""Of a simulated engine on the host, at least: one with 176 blocks takes 17 kB (tracemalloc, 120 against 20 replicas)."""
 
 
 def preflight(plan: TrialPlan) -> None:
@@ -30,7 +27,6 @@ def preflight(plan: TrialPlan) -> None:
     check_attention(plan)
     check_capacity(plan)
     check_memory(plan)
-    check_replicas(plan)
     if not plan.device.simulated:
         check_weights(plan.config.model)
         if plan.config.trial.measure_machine is not None:
@@ -82,17 +78,6 @@ def check_capacity(plan: TrialPlan) -> None:
         )
 
 
-def check_replicas(plan: TrialPlan) -> None:
-    """Raises HardwareMissing for more simulated engines than the host's memory holds."""
-    count, free = plan.config.hardware.replicas, free_host_memory_bytes()
-    least = count * REPLICA_BYTES
-    if plan.device.simulated and least > free:
-        raise HardwareMissing(
-            f"hardware.replicas={count:,} are engines that take at least {format_bytes(least)} of host memory, and "
-            f"{format_bytes(free)} are free; {free // REPLICA_BYTES:,} would fit."
-        )
-
-
 def check_memory(plan: TrialPlan, free_bytes: int | None = None) -> None:
     """Weights, KV and activations against what the machine has, or against `free_bytes` of its device.
 
@@ -112,7 +97,8 @@ def check_memory(plan: TrialPlan, free_bytes: int | None = None) -> None:
     if need > there:
         raise HardwareMissing(
             f"model={model.name} with cache={plan.config.cache.name} needs {format_bytes(need)} on {device.label} ({parts}) "
-            f"and {format_bytes(there)} {verb}; use {_instead(plan)}."
+            f"and {format_bytes(there)} {verb}; use a smaller cache or model, more devices (hardware.gpus), or a simulated "
+            "machine that holds it, such as hardware=sim_h200."
         )
     if not device.shared and plan.cpu_bytes > device.cpu_bytes:
         raise HardwareMissing(
@@ -125,21 +111,3 @@ def check_free_memory(plan: TrialPlan) -> None:
     """Check the memory that is free, once the trial holds the device. Raises HardwareMissing."""
     if not plan.device.simulated:
         check_memory(plan, free_device_bytes(plan.device))
-
-
-def _enough_devices(plan: TrialPlan) -> int | None:
-    """The least power of two of devices that hold model and caches, which are sized per device; None above 64."""
-    one, kv = plan.device.gpu_bytes // plan.hardware.gpus, plan.gpu_bytes // plan.hardware.gpus
-    fixed = plan.model.weight_bytes + plan.activation_bytes
-    counts = (1 << power for power in range(1, 7))
-    return next((n for n in counts if n > plan.hardware.gpus and fixed + n * kv <= n * one), None)
-
-
-def _instead(plan: TrialPlan) -> str:
-    weights_fit = plan.model.weight_bytes + plan.activation_bytes < plan.device.gpu_bytes * GPU_USABLE
-    smaller = ["a smaller cache"] if weights_fit else []
-    if plan.device.simulated:
-        count = _enough_devices(plan)
-        devices = [f"more devices (hardware.gpus={count})"] if count else []
-        return " or ".join([*smaller, *devices, "hardware=sim_h200", "a smaller model"])
-    return ", ".join([*smaller, "hardware=sim_a100_80g (simulated, runs anywhere)"]) + " or model=tiny"

@@ -24,8 +24,6 @@ from pensieve.user_cache import user_cache
 GGUF = "gguf"
 _ANY = "hf"  # conf/model/hf.yaml
 
-_FORMAT = 1  # of the folders that GGUF files become; another number makes them anew
-_MANIFEST = "manifest.json"
 _WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -232,16 +230,9 @@ def check_gguf(source: Path) -> None:
 
 
 def converted(source: Path) -> Path | None:
-    """The folder made of this very file before, if every byte of it is still there."""
-    folder = _converted_folder(source)
-    try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        whole = manifest["format"] == _FORMAT and all(
-            content_hash(folder / name) == digest for name, digest in manifest["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # not there, or damaged: made anew
-    return folder if whole else None
+    """The folder made of this very file before. It was named for the file's content when it was whole."""
+    folder = user_cache() / "models" / content_hash(source)
+    return folder if (folder / "config.json").is_file() else None
 
 
 def convert(source: Path) -> Path:
@@ -254,27 +245,19 @@ def convert(source: Path) -> Path:
     if found is not None:
         return found
     check_gguf(source)
-    folder = _converted_folder(source)
+    folder = user_cache() / "models" / content_hash(source)
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with FileLock(f"{folder}.lock"):
-        found = converted(source)  # another process may have made it meanwhile
-        if found is not None:
-            return found
+        if converted(source) is not None:  # another process has made it meanwhile
+            return folder
         print(f"Dequantises {source.name} into {folder}: about a minute, once.", file=sys.stderr, flush=True)
         from pensieve.plugins.device.gguf import dequantise
 
         work = Path(mkdtemp(dir=folder.parent, prefix=f"{folder.name}."))
         try:
             dequantise(source, work)
-            files = {path.name: content_hash(path) for path in sorted(work.iterdir())}
-            manifest = {"format": _FORMAT, "source": source.name, "files": files}
-            (work / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)  # what is left of another
             work.rename(folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return folder
-
-
-def _converted_folder(source: Path) -> Path:
-    return user_cache() / "models" / content_hash(source)

@@ -47,29 +47,28 @@ def asks_hydra(config: DictConfig) -> bool:
     return not (in_turn(config) and usual and not config.hydra.job.chdir)
 
 
-def refuse_missing_plugins(config: DictConfig) -> None:
+def refuse_missing_launcher(config: DictConfig) -> None:
     """Raises EngineMissing: Hydra itself looks for its launcher when the sweep has begun."""
-    for kind in ("launcher", "sweeper"):
-        target = str(config.hydra[kind]._target_)
-        try:
-            import_module(target.rpartition(".")[0])
-        except ModuleNotFoundError as error:
-            parts = target.split(".")
-            package = parts[1] if parts[0] == "hydra_plugins" and str(error.name) in target else str(error.name)
-            raise EngineMissing(
-                f"hydra/{kind}={config.hydra.runtime.choices[f'hydra/{kind}']} needs a package that is not installed: "
-                f"pip install {package.replace('_', '-')}."
-            ) from None
+    target = str(config.hydra.launcher._target_)
+    try:
+        import_module(target.rpartition(".")[0])
+    except ModuleNotFoundError as error:
+        parts = target.split(".")
+        package = parts[1] if parts[0] == "hydra_plugins" and str(error.name) in target else str(error.name)
+        raise EngineMissing(
+            f"hydra/launcher={config.hydra.runtime.choices['hydra/launcher']} needs a package that is not installed: "
+            f"pip install {package.replace('_', '-')}."
+        ) from None
 
 
-def plan_jobs(config: DictConfig) -> Jobs | None:
+def plan_jobs(config: DictConfig) -> Jobs:
     """Make baseline the innermost axis in the sweeper's own parameters, then list the jobs.
 
-    None for a sweeper that chooses its jobs as it goes. Raises ConfigError where `experiment` is swept (the axes that an
-    overlay states would be ignored), or a field of slo.
+    Raises ConfigError where `experiment` is swept (the axes that an overlay states would be ignored), or a field of slo, or
+    by a sweeper that chooses its jobs as it goes.
     """
     if config.hydra.sweeper.get("_target_") != BASIC_SWEEPER:
-        return None
+        raise ConfigError("A sweep runs every combination of its axes; leave hydra/sweeper as it is.")
     given = [str(text) for text in config.hydra.overrides.task]
     loader = GlobalHydra.instance().config_loader()
     parser = OverridesParser.create(config_loader=loader)
@@ -128,14 +127,13 @@ def compose_job(config_name: str, overrides: Sequence[str]) -> DictConfig:
     return cfg
 
 
-def compose_jobs(config: DictConfig, jobs: Jobs | None) -> Iterator[DictConfig]:
-    """The configuration of each job, without Hydra's own part, composed when it is asked for; of the first alone where a
-    sweeper chooses them as it goes. config: that of the sweep.
+def compose_jobs(config: DictConfig, jobs: Jobs) -> Iterator[DictConfig]:
+    """The configuration of each job, without Hydra's own part, composed when it is asked for. config: that of the sweep.
 
     Jobs that differ only in the seed are composed once: it is a plain field, on which no choice of an option depends."""
     loader = GlobalHydra.instance().config_loader()
     kept: dict[tuple[str, ...], bytes] = {}  # pickled: read back faster than copied
-    for overrides in jobs.jobs if jobs is not None else [tuple(fixed_overrides(config))]:
+    for overrides in jobs.jobs:
         seeds = [text for text in overrides if text.lstrip("+~").startswith("seed=")]
         seed = _SEED.fullmatch(seeds[0]) if len(seeds) == 1 else None
         alike = tuple(text for text in overrides if seed is None or text not in seeds)
@@ -149,8 +147,3 @@ def compose_jobs(config: DictConfig, jobs: Jobs | None) -> Iterator[DictConfig]:
         if seed is not None:
             found.seed = int(seed[1])
         yield found
-
-
-def fixed_overrides(config: DictConfig) -> list[str]:
-    """What was typed, where no field of it is swept by us."""
-    return [str(text) for text in config.hydra.overrides.task]

@@ -25,7 +25,6 @@ from pensieve.lab.results.store import ENGINE, Reading, ResultsStore
 from pensieve.serve.systems.base import System
 
 INTERVAL_S = 0.1
-PCIE_INTERVAL_S = 1.0  # the driver watches the link for 20 ms each time it is asked
 MOST_MOMENTS = 1_000
 MOMENTS_A_BATCH = 100
 """What a trial that is killed lacks of its last readings, at most: ten seconds."""
@@ -115,7 +114,7 @@ def _nvml_meter(identity: str, name: str) -> Meter:
     """An NVIDIA device through NVML, all processes on it together. Raises where the library or the device is missing.
 
     gpu_util_pct, gpu_mem_util_pct: share of the driver's own sample period in which a kernel ran, or memory was read or
-    written. memory_bytes: in use. power_w; energy_j: since the driver was loaded. pcie_tx, pcie_rx: bytes/s.
+    written. memory_bytes: in use. energy_j: since the driver was loaded.
     """
     import pynvml
 
@@ -126,41 +125,19 @@ def _nvml_meter(identity: str, name: str) -> Meter:
     except Exception:
         nvml.nvmlShutdown()
         raise
-    next_pcie_s = 0.0
-
-    def load() -> list[Quantity]:
-        rates = nvml.nvmlDeviceGetUtilizationRates(handle)
-        return [
-            Quantity("gpu_util_pct", float(rates.gpu), "%"),
-            Quantity("gpu_mem_util_pct", float(rates.memory), "%"),
-        ]
-
-    def memory() -> list[Quantity]:
-        return [Quantity("memory_bytes", float(nvml.nvmlDeviceGetMemoryInfo(handle).used), "bytes")]
-
-    def power() -> list[Quantity]:
-        return [Quantity("power_w", nvml.nvmlDeviceGetPowerUsage(handle) / 1e3, "W")]
-
-    def energy() -> list[Quantity]:
-        return [Quantity("energy_j", nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, "J")]
-
-    def pcie() -> list[Quantity]:
-        counters = {"pcie_tx": nvml.NVML_PCIE_UTIL_TX_BYTES, "pcie_rx": nvml.NVML_PCIE_UTIL_RX_BYTES}
-        return [
-            Quantity(way, nvml.nvmlDeviceGetPcieThroughput(handle, counter) * 1e3, "bytes/s")
-            for way, counter in counters.items()
-        ]
+    asked: list[tuple[str, str, Callable[[], float]]] = [
+        ("gpu_util_pct", "%", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+        ("gpu_mem_util_pct", "%", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).memory),
+        ("memory_bytes", "bytes", lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used),
+        ("power_w", "W", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3),
+        ("energy_j", "J", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3),
+    ]
 
     def read() -> list[Quantity]:
-        nonlocal next_pcie_s
-        parts = [load, memory, power, energy]
-        if time.monotonic() >= next_pcie_s:
-            next_pcie_s = time.monotonic() + PCIE_INTERVAL_S
-            parts.append(pcie)
-        found: list[Quantity] = []
-        for part in parts:
+        found = []
+        for quantity, unit, value in asked:
             with suppress(nvml.NVMLError):  # this device does not report it
-                found += part()
+                found.append(Quantity(quantity, float(value()), unit))
         return found
 
     return Meter(name, read, nvml.nvmlShutdown)

@@ -40,7 +40,7 @@ from pensieve.lab.trial.fidelity import fidelity
 from pensieve.lab.trial.identity import marks_of
 from pensieve.lab.trial.isolate import end_kept, logged_in
 from pensieve.lab.trial.job import Job, Outcome
-from pensieve.lab.trial.jobs import Jobs, asks_hydra, fixed_overrides, in_turn
+from pensieve.lab.trial.jobs import Jobs, asks_hydra, in_turn
 from pensieve.lab.trial.liveness import end_with
 from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.summary import UI_ADDRESS, brief, places, summary
@@ -64,18 +64,16 @@ MEMBERSHIP = "PENSIEVE_SWEEP"
 LOG_FILE = "run.log"
 RESOLVED_FILE = "config.resolved.yaml"
 _SHOWN_FILES = (".png", ".md")  # of a figure's files: the picture, or the table
-_MOST_FIGURE_LINES = 10
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SweepMembership:
-    """What a job knows of its sweep. key: of the sweep's row. axes: the fields that it varies. n_expected: 0 where a sweeper
-    chooses the jobs as it goes. owner: the process of the sweep; when it is gone, its jobs end too. keeps: see Job."""
+    """What a job knows of its sweep. axes: the fields that it varies. owner: the process of the sweep; when it is gone, its
+    jobs end too. keeps: see Job."""
 
     sweep_id: int
-    key: str
     n_expected: int
     outputs: Path
     axes: tuple[str, ...]
@@ -110,9 +108,7 @@ class OpenSweep:
         self._return_memory()
         tracking = open_tracking(self.config, self.membership.outputs)
         jobs = tracking.store.trials_of_sweep(self.membership.sweep_id)
-        completed = all(job.last.status == "completed" for job in jobs) and len(jobs) >= max(
-            1, self.membership.n_expected
-        )
+        completed = len(jobs) >= self.membership.n_expected and all(job.last.status == "completed" for job in jobs)
         status = "completed" if completed else "failed"
         with ThreadPoolExecutor(
             1
@@ -170,7 +166,7 @@ class OpenSweep:
 
 
 def open_sweep(
-    config: DictConfig, jobs: Jobs | None, configs: Sequence[dict[str, Any]], plans: Sequence[TrialPlan]
+    config: DictConfig, jobs: Jobs, configs: Sequence[dict[str, Any]], plans: Sequence[TrialPlan]
 ) -> OpenSweep:
     """Preflight of the jobs, the sweep's row, and what tells a launcher's jobs of it. configs: resolved. Raises
     PensieveError."""
@@ -186,36 +182,32 @@ def open_sweep(
     first = plans[0].config
     tracking = open_tracking(first)
     tracking.store.interrupt_dead()
-    swept = {key: list(values) for key, values in jobs.axes.items()} if jobs else {}
+    swept = {key: list(values) for key, values in jobs.axes.items()}
     axes = {key: ",".join(values) for key, values in swept.items()}
-    ranges = {} if jobs else {str(k): str(v) for k, v in (config.hydra.sweeper.get("params") or {}).items()}
-    fixed = list(jobs.overrides) if jobs else fixed_overrides(config)
-    fixed += _objective(first, fixed)
-    n_expected = len(jobs.jobs) if jobs else 0
+    fixed = [*jobs.overrides, *_objective(first, jobs.overrides)]
     key = sweep_key(fixed, axes, [{**_asked(c), **marks_of(p)} for c, p in zip(configs, plans, strict=True)])
     sweep_id = tracking.store.open_sweep(
         key=key,
         name=first.experiment_name,
         experiment=_overlay(fixed),
         command=command_line(),
-        overrides={**ranges, **dict(text.lstrip("+").partition("=")[::2] for text in fixed), **swept},
-        n_expected=n_expected,
+        overrides={**dict(text.lstrip("+").partition("=")[::2] for text in fixed), **swept},
+        n_expected=len(jobs.jobs),
         host=host(),
         git_commit=git_commit(),
         anew=any(plan.config.force for plan in plans),
     )
     keeps = in_turn(config) and not all(plan.device.simulated for plan in plans)
-    names = tuple(jobs.axes) if jobs else ()
-    membership = SweepMembership(sweep_id, key, n_expected, tracking.outputs, names, this_process(), keeps)
+    membership = SweepMembership(sweep_id, len(jobs.jobs), tracking.outputs, tuple(jobs.axes), this_process(), keeps)
     sweep = OpenSweep(first, membership)
     if keeps:
         shelf.begin()
     close_at_exit(sweep.close)
-    if jobs is None or asks_hydra(config):
+    if asks_hydra(config):
         told = TypeAdapter(SweepMembership).dump_json(membership).decode().replace("'", "\\'")
         with read_write(config.hydra.overrides), open_dict(config.hydra.overrides):
             config.hydra.overrides.hydra.append(f"++hydra.job.env_set.{MEMBERSHIP}='{told}'")
-    say(_announcement(jobs, axes))
+    say(f"Sweep of {len(jobs.jobs)} trials: " + ", ".join(f"{key} = {values}" for key, values in axes.items()))
     return sweep
 
 
@@ -253,12 +245,6 @@ def _different(plans: Iterable[TrialPlan]) -> list[TrialPlan]:
     return list(found.values())
 
 
-def _announcement(jobs: Jobs | None, axes: dict[str, str]) -> str:
-    if jobs is None:
-        return "Sweep: the sweeper chooses its trials as it goes."
-    return f"Sweep of {len(jobs.jobs)} trials: " + ", ".join(f"{key} = {values}" for key, values in axes.items())
-
-
 def draw_figures(tracking: Tracking, url_env: str | None, sweep_id: int) -> list[Path]:
     """Draw the figures that the sweep has data for and return the paths of pictures and tables.
 
@@ -277,12 +263,7 @@ def draw_figures(tracking: Tracking, url_env: str | None, sweep_id: int) -> list
 
 
 def figure_lines(drawn: Sequence[Path]) -> list[str]:
-    """A line a figure; where there is one for each of many settings, how many there are, and those of all settings."""
-    whole = [path for path in drawn if "-" not in path.stem] if len(drawn) > _MOST_FIGURE_LINES else drawn
-    lines = [f"{'Figure' if path.suffix == '.png' else 'Table'}:".ljust(10) + str(path) for path in whole]
-    if len(whole) < len(drawn):
-        lines.append(f"Figures:  {len(drawn) - len(whole)} more, of single settings, in {drawn[0].parent}")
-    return lines
+    return [f"{'Figure' if path.suffix == '.png' else 'Table'}:".ljust(10) + str(path) for path in drawn]
 
 
 # -- one job ------------------------------------------------------------------------------------------------------------

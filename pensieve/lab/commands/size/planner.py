@@ -263,10 +263,9 @@ def _outcome(asked: Asked, tracking: Tracking) -> Outcome:
 def tables_of(found: SizeMap) -> dict[str, Table]:
     """By their titles; without those that have no line."""
     q = found.question
-    kept, beside = _kept(found), f"; cache.disk = {q.disk[-1]}" if q.disks else ""
+    kept = _kept(found)
     return {
         **{_map_title(q, disk): _map_lines(found, disk) for disk in range(len(q.disk))},
-        f"CPU memory needed beside each GPU size{beside}": _cpu_needed(found),
         "The smallest sizes that suffice": _answers(found),
         **({"Is keeping worth it: paid back is the price of GPU time saved over that of memory": kept} if kept else {}),
     }
@@ -292,23 +291,6 @@ def _map_lines(found: SizeMap, disk: int) -> Table:
     return [
         {"GPU \\ CPU": size, **{beside: cell((gpu, cpu, disk)) for cpu, beside in enumerate(q.cpu)}}
         for gpu, size in reversed(list(enumerate(q.gpu)))
-    ]
-
-
-def _cpu_needed(found: SizeMap) -> Table:
-    """A line for each GPU size: the CPU size that suffices beside it (and beside the largest disk, where there are several).
-    What suffices with less GPU memory does so with more."""
-    q = found.question
-    fronts = {f"{q.knee:.0%} of what the largest find": found.smallest(found.reaches, q.corner[2])}
-    if q.slo_ttft_ms is not None:
-        fronts[f"TTFT {q.percentile} within {q.slo_ttft_ms:g} ms"] = found.smallest(found.meets, q.corner[2])
-
-    def least(front: Sequence[Place], gpu: int) -> str:
-        enough = [place[1] for place in front if place[0] <= gpu]
-        return q.cpu[min(enough)] if enough else "none on the map"
-
-    return [
-        {"GPU": size, **{name: least(front, gpu) for name, front in fronts.items()}} for gpu, size in enumerate(q.gpu)
     ]
 
 

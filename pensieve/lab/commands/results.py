@@ -1,0 +1,138 @@
+"""pensieve results: what was recorded. A command of it is a function that returns its lines, or its exit status."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from pensieve.errors import ResultsError
+from pensieve.lab.compose import outputs_folder
+from pensieve.lab.results import listing
+from pensieve.lab.results.store import ResultsStore, open_store
+from pensieve.lab.trial.terminal import console, say
+
+
+def results(argv: Sequence[str] | None, description: str | None) -> int:
+    """Raises PensieveError."""
+    options = _parser(description).parse_args(argv)
+    store = opened(options.url_env)
+    store.interrupt_dead()  # what was killed could not record its end
+    found: int | Iterable[str] = options.run(store, options)
+    if isinstance(found, int):
+        return found
+    for line in found:
+        print(line)
+    sys.stdout.flush()
+    return 0
+
+
+def opened(url_env: str | None) -> ResultsStore:
+    """The database that the environment variable names; None: outputs/results.db. Raises ResultsError where there is none."""
+    url = os.environ.get(url_env) if url_env else None
+    if url_env and not url:
+        raise ResultsError(f"The environment variable {url_env} is not set; export it with the database's URL.")
+    return open_store(outputs_folder(), url, create=False)
+
+
+def _parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--url-env", help="environment variable that holds the URL of another results database")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[..., int | Iterable[str]], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(run=run)
+        return added
+
+    listed = command("list", _list, "sweeps and the newest trials, a line each")
+    listed.add_argument("--sweep", type=int, help="only trials of this sweep")
+    listed.add_argument("--status", choices=("running", "completed", "failed", "interrupted"), help="only such trials")
+    listed.add_argument("--limit", type=int, default=50, metavar="N", help="at most so many (default: 50; 0: all)")
+    shown = command("show", lambda store, asked: listing.show_trial(store, asked.trial), "all that is known of a trial")
+    shown.add_argument("trial", type=int)
+    read = command("read", _read, "a conversation of a trial as text, with where each turn's history came from")
+    read.add_argument("trial", help="its number; latest shows the latest sweep's, beside stateless serving")
+    read.add_argument("--session", help="its name (default: the first measured one)")
+    noted = command("notes", _notes, "what a sweep found, comparison by comparison, and what qualifies its numbers")
+    noted.add_argument("sweep", nargs="?", default="latest", help="its id, or latest (default)")
+    exported = command("export", _export, "a JSON for each baseline of a sweep, and its turns as CSV and Parquet")
+    exported.add_argument("sweep", nargs="?", default="latest", help="its id (default: the latest)")
+    exported.add_argument("--to", type=Path, help="folder (default: outputs/export/sweep-<id>)")
+    repeated = command("reproduce", _reproduce, "run a trial again from its stored configuration and compare")
+    repeated.add_argument("trial", type=int)
+    command("sync-mlflow", _to_mlflow, "write to MLflow what it lacks of the results database (pensieve mlflow sync)")
+    anew = command("rebuild-mlflow", _to_mlflow, "make the MLflow store anew from the results database")
+    anew.set_defaults(anew=True)
+    bundled = command("bundle", _bundle, "a zip of a sweep, of which its figures are drawn on another machine")
+    bundled.add_argument("sweep", type=int)
+    bundled.add_argument("--to", type=Path, help="file (default: outputs/bundle/sweep-<id>.zip)")
+    return parser
+
+
+def _list(store: ResultsStore, asked: argparse.Namespace) -> Iterator[str]:
+    limit = asked.limit if asked.limit > 0 else None
+    if asked.sweep is not None:
+        store.sweep(asked.sweep)  # says where there is none
+    elif asked.status is None:
+        yield from [*listing.list_sweeps(store, limit), ""]
+    yield from listing.list_trials(store, asked.sweep, asked.status, limit)
+
+
+def _read(store: ResultsStore, asked: argparse.Namespace) -> Iterator[str]:
+    from pensieve.lab.commands.read import beside, conversation_lines, conversation_of, side_by_side
+
+    if asked.trial == "latest":
+        sweep = store.sweep_named(asked.trial)
+        if pair := beside(store, sweep):
+            session, said = conversation_of(store, pair[0].id, asked.session)
+            replies = {trial.baseline: conversation_of(store, trial.id, session)[1] for trial in pair[1:]}
+            yield f"Conversation {session} of trials {' and '.join(str(trial.id) for trial in pair)}"
+            console().print(side_by_side({pair[0].baseline: said, **replies}))
+            return
+        trial = next(job.trial.id for job in store.trials_of_sweep(sweep.id) if job.trial is not None)
+    elif asked.trial.isdecimal():
+        trial = int(asked.trial)
+    else:
+        raise ResultsError(
+            f"{asked.trial!r} is no trial; give a number (runners/results.py list shows them), or latest."
+        )
+    session, said = conversation_of(store, trial, asked.session)
+    yield f"Conversation {session} of trial {trial}"
+    yield from conversation_lines(said)
+
+
+def _notes(store: ResultsStore, asked: argparse.Namespace) -> int:
+    from pensieve.lab.results.sweep_table import sweep_table
+
+    console().print(sweep_table(store, store.sweep_named(asked.sweep).id).particulars)
+    return 0
+
+
+def _export(store: ResultsStore, asked: argparse.Namespace) -> Iterable[str]:
+    from pensieve.lab.results.export import export_sweep
+
+    sweep_id = store.sweep_named(asked.sweep).id
+    return map(str, export_sweep(store, sweep_id, asked.to or outputs_folder() / "export" / f"sweep-{sweep_id}"))
+
+
+def _reproduce(store: ResultsStore, asked: argparse.Namespace) -> int:
+    from pensieve.lab.commands.reproduce import reproduce
+
+    return reproduce(store, asked.trial, say)
+
+
+def _to_mlflow(store: ResultsStore, asked: argparse.Namespace) -> Iterable[str]:
+    from pensieve.lab.results.mlflow_runs import rebuild_mlflow, sync_mlflow
+
+    write = rebuild_mlflow if "anew" in asked else sync_mlflow
+    return [f"{write(outputs_folder(), store, say)} trials were written to MLflow from {store.database.shown}."]
+
+
+def _bundle(store: ResultsStore, asked: argparse.Namespace) -> Iterable[str]:
+    from pensieve.lab.results.export import bundle_sweep
+
+    path = asked.to or outputs_folder() / "bundle" / f"sweep-{asked.sweep}.zip"
+    return [str(bundle_sweep(store, asked.sweep, path))]
