@@ -81,13 +81,6 @@ def test_a_trial_and_a_sweep_are_recorded_in_the_database_alone(forked, tmp_path
     assert not (tmp_path / "mlflow.db").exists()
 
 
-def test_without_pyarrow_the_tokens_are_missing_and_nothing_else(bare, tmp_path):
-    done = bare("run", *SHORT, without=("mlflow", "pyarrow", "pandas"))
-    assert done.returncode == 0, done.stderr
-    assert "pyarrow is not installed" in done.stderr
-    assert statuses(tmp_path) == [("pensieve", "completed")]
-
-
 @pytest.mark.slow
 def test_a_bench_runs_and_is_recorded(forked, tmp_path):
     options = ("hardware=cpu", "hardware.threads=1", "bench.repeats=1", "bench.exclusive=false", "bench.model=tiny")
