@@ -11,14 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from pensieve.specs import HardwareSpec, ModelSpec
 
 Run = tuple[int, int]
-
-_AT_ONCE = 128  # iterations of a window whose times are computed together
-_EXACT_BELOW = 1 << 62  # products of numpy's integers
 
 
 def one_after_another(
@@ -109,21 +104,8 @@ class Roofline(Machine):
         tokens, pairs, kv_tokens = self._counts(runs)
         more = sum((stop - start) ** 2 for start, stop in runs)
         while True:
-            yield from self._iterations_s(tokens, pairs, more, kv_tokens, sampled)
-            pairs, kv_tokens = pairs + _AT_ONCE * more, kv_tokens + _AT_ONCE * tokens
-
-    def _iterations_s(self, tokens: int, pairs: int, more: int, kv_tokens: int, sampled: int) -> Iterable[float]:
-        """The next _AT_ONCE iterations, of so many more pairs each: to the bit what `_iteration_s` says of one."""
-        last_pairs, last_kv = pairs + _AT_ONCE * more, kv_tokens + (_AT_ONCE + 1) * tokens
-        if max(last_pairs * self._pair_flops, last_kv * self._kv_bytes) >= _EXACT_BELOW:
-            later = range(1, _AT_ONCE + 1)
-            return [self._iteration_s(tokens, pairs + i * more, kv_tokens + i * tokens, sampled) for i in later]
-        flops = np.arange(pairs + more, last_pairs + 1, more) * self._pair_flops
-        moved = np.arange(kv_tokens + 2 * tokens, last_kv + 1, tokens) * self._kv_bytes
-        attention = np.maximum(flops / self._flops_s, moved / self._bytes_s) / self.hardware.gpus
-        linear, reduce = self._linear_s(tokens, sampled), self._all_reduce_s(tokens)
-        seconds: list[float] = (linear + attention + reduce + self.hardware.step_overhead_s).tolist()
-        return seconds
+            pairs, kv_tokens = pairs + more, kv_tokens + tokens
+            yield self._iteration_s(tokens, pairs, kv_tokens, sampled)
 
     def _counts(self, runs: Iterable[Run], window: int | None = None) -> tuple[int, int, int]:
         """Query positions, pairs of a query and a position it attends to, and positions that are read."""

@@ -1,4 +1,4 @@
-"""llama.cpp itself, in this process and over HTTP, on models of a few thousand weights."""
+"""llama.cpp itself, on models of a few thousand weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from pensieve.core.request import Free, Request
 from pensieve.errors import ConfigError, EngineFailed, EngineMissing, WorkerError
 from pensieve.plugins.engines import llama_cpp
-from pensieve.plugins.engines.llama_cpp import LlamaCpp, LlamaCppHttp, reported
+from pensieve.plugins.engines.llama_cpp import LlamaCpp, reported
 from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.plugins.engines.weights import plain_module
 from tests.engines.small import ask, begun, greedy, prompt, served, setup_of
@@ -34,10 +34,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         os.environ["XDG_CACHE_HOME"] = before
 
 
-def opened(
-    kind: type[Any] = LlamaCpp, family: str = "llama", setup: dict[str, Any] | None = None, **fields: Any
-) -> Any:
-    return begun(kind(setup_of(family, **(setup or {})), **fields))
+def opened(family: str = "llama", setup: dict[str, Any] | None = None, **fields: Any) -> Any:
+    return begun(LlamaCpp(setup_of(family, **(setup or {})), **fields))
 
 
 @pytest.mark.parametrize("family", ["llama", "tied_llama", "gpt2"])
@@ -54,8 +52,8 @@ def test_greedy_tokens_are_those_of_plain_transformers_over_three_turns(family: 
         said = said + record.token_ids + prompt(12, start=turn)
 
 
-def test_over_http_the_tokens_are_the_same_streamed_and_whole() -> None:
-    system = opened(LlamaCppHttp)
+def test_the_tokens_are_the_same_streamed_and_whole() -> None:
+    system = opened()
     expected = greedy(plain_module(setup_of("llama")), prompt(60), 8)
     streamed, whole = served(
         system, ask(1, "a", prompt(60), output=8), ask(2, "b", prompt(60, start=5), output=8, stream=False)
@@ -80,7 +78,7 @@ def test_over_http_the_tokens_are_the_same_streamed_and_whole() -> None:
     assert settings["n_ctx"] == settings["reported_n_ctx"] == settings["n_parallel"] * settings["n_ctx_slot"] == 1024
 
 
-def test_in_this_process_it_reports_what_it_runs_with_and_is_silent_then(capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_reports_what_it_runs_with() -> None:
     fields: dict[str, Any] = {
         "n_batch": 256,
         "n_ubatch": 64,
@@ -98,9 +96,7 @@ def test_in_this_process_it_reports_what_it_runs_with_and_is_silent_then(capfd: 
     }  # fmt: skip
     assert {name: settings[f"reported_{name}"] for name in expected} == expected
     assert (settings["n_batch"], settings["max_batch_tokens"], settings["n_parallel"]) == (256, 64, 2)
-    served(system, ask(1, "a", prompt(50), output=2))
-    system.close()
-    assert capfd.readouterr().err == "", "not a line for each request among a trial's own"
+    assert settings["version"] and "AVX" in settings["build"]
 
 
 GPU_LOG = """
@@ -148,23 +144,6 @@ def test_layers_on_a_device_that_is_not_the_trial_s_are_refused() -> None:
             LlamaCpp(setup_of(device=device), n_gpu_layers=layers).check()
     fields = [LlamaCpp(setup_of(device=device))._fields["n_gpu_layers"] for device in ("cpu", "cuda:0")]
     assert fields == [0, llama_cpp.ALL_LAYERS]
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
-def test_what_a_start_that_fails_had_to_say_is_shown(
-    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def fails(_: Any) -> None:
-        os.write(2, b"no room for the weights\n")
-        raise error
-
-    monkeypatch.setattr(llama_cpp, "LOG_S", 0.0)
-    monkeypatch.setattr("xllamacpp.Server", fails)
-    with pytest.raises(EngineFailed if error is RuntimeError else error):
-        LlamaCpp(setup_of()).start()
-    assert capfd.readouterr().err == "no room for the weights\n"
-    os.write(2, b"as before\n")
-    assert capfd.readouterr().err == "as before\n"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -224,10 +203,9 @@ def test_requests_wait_their_turn_and_a_cancelled_one_ends() -> None:
     assert turns[2].status == "completed"
 
 
-@pytest.mark.parametrize("kind", [LlamaCpp, LlamaCppHttp])
-def test_a_free_output_ends_with_its_end_of_sequence(kind: type[Any]) -> None:
+def test_a_free_output_ends_with_its_end_of_sequence() -> None:
     tokens = greedy(plain_module(setup_of("llama")), prompt(60), 8)
-    system = opened(kind, setup={"eos": frozenset({tokens[3]})})
+    system = opened(setup={"eos": frozenset({tokens[3]})})
     eos_at = tokens.index(tokens[3])
     free = Request(1, "a", 1, prompt(60), Free(8))
     ignoring = Request(2, "b", 1, prompt(60), Free(8, ignore_eos=True), stream=False)
@@ -237,7 +215,7 @@ def test_a_free_output_ends_with_its_end_of_sequence(kind: type[Any]) -> None:
 
 
 def test_a_server_that_is_killed_fails_the_trial_with_its_log() -> None:
-    system = opened(LlamaCppHttp)
+    system = opened()
     [before] = served(system, ask(1, "a", prompt(60)))
     assert before.status == "completed"
     for child in psutil.Process(system._engine._process.pid).children(recursive=True):
@@ -247,21 +225,16 @@ def test_a_server_that_is_killed_fails_the_trial_with_its_log() -> None:
         system.poll(None)
 
 
-@pytest.mark.parametrize("kind", [LlamaCpp, LlamaCppHttp])
-def test_a_start_that_fails_says_what_llama_cpp_said(
-    kind: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_fails_says_what_llama_cpp_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF but not really")
     monkeypatch.setattr("pensieve.plugins.engines.llama_cpp.gguf_file", lambda *_: broken)
     with pytest.raises(EngineFailed, match=r"broken\.gguf"):
-        opened(kind)
+        opened()
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineMissing, match="server_path"):
-        LlamaCppHttp(setup_of(), server_path=str(tmp_path / "llama-server")).check()
+        LlamaCpp(setup_of(), server_path=str(tmp_path / "llama-server")).check()
     with pytest.raises(ConfigError, match="gguf_path"):
         LlamaCpp(setup_of(), gguf_path=str(tmp_path / "no.gguf")).check()
-    with pytest.raises(ConfigError, match="llama_cpp_http"):
-        LlamaCpp(setup_of(), server_path="x").check()

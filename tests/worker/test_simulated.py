@@ -114,14 +114,6 @@ def test_the_iterations_that_follow_cost_what_each_alone_would(window, gpus):
         assert next(following) == cost.iteration_s(alone, 3)
 
 
-def test_products_beyond_64_bits_are_exact_too():
-    """2 ** 25 positions of a model with 2 ** 40 FLOPs a pair: 2 ** 65 an iteration."""
-    cost = Roofline(replace(MODEL, heads=1 << 20, head_dim=1 << 16), MACHINE, 4)
-    following = cost.following_s([(1 << 25, (1 << 25) + 1)], 1)
-    for further in range(1, 200):
-        assert next(following) == cost.iteration_s([((1 << 25) + further, (1 << 25) + further + 1)], 1)
-
-
 def test_tokens_drawn_at_once_are_those_drawn_one_by_one():
     for key in (0, 1, (1 << 63) - 1, 0x9E3779B97F4A7C15 >> 1):
         one_by_one = [drawn_token(key, at, MODEL.vocab) for at in range(3, 203)]

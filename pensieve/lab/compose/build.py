@@ -299,8 +299,7 @@ def _weights_memory_bytes(plan: TrialPlan) -> int | None:
 
 def _divided_worker(plan: TrialPlan, clock: Clock) -> TensorParallelWorker:
     """A process for each device. The type, the sizes and the seed are decided here, once for all of them."""
-    from pensieve.plugins.engines.ranks import Setup
-    from pensieve.plugins.engines.tensor_parallel import TensorParallelWorker
+    from pensieve.plugins.engines.tensor_parallel import Setup, TensorParallelWorker
 
     config, device = plan.config, plan.device
     s = config.scheduler

@@ -12,19 +12,11 @@ from pensieve.errors import ContextLengthError, EngineFailed, RequestFailed
 CONNECT_S = 5.0
 DONE = "[DONE]"
 DATA = "data:"
-REFUSES_KEY, NOT_THERE = 401, 404
+REFUSES_KEY = 401
 
 
 class AnswerBroken(EngineFailed):
     """A server lost one request, or broke off its answer; it may serve the next."""
-
-
-class KeyRefused(EngineFailed):
-    """A server wants another key."""
-
-
-class NotThere(RequestFailed):
-    """A server has no such page, or no such model."""
 
 
 class CompletionsClient:
@@ -126,7 +118,7 @@ class Answer:
         return int(self._response.num_bytes_downloaded)
 
     def pieces(self) -> Iterator[dict[str, Any]]:
-        """The JSON objects of the answer. Raises ContextLengthError, RequestFailed; AnswerBroken, KeyRefused."""
+        """The JSON objects of the answer. Raises ContextLengthError, RequestFailed; AnswerBroken, EngineFailed."""
         import httpx
 
         response = self._response
@@ -163,7 +155,7 @@ def broken(why: str) -> AnswerBroken:
     return AnswerBroken(f"The engine's server broke off in the middle of its answer ({why}).")
 
 
-def _refusal(status: int, body: bytes) -> ContextLengthError | RequestFailed | KeyRefused:
+def _refusal(status: int, body: bytes) -> ContextLengthError | RequestFailed | EngineFailed:
     text = body.decode("utf-8", errors="replace")
     try:
         said = json.loads(text)
@@ -172,8 +164,8 @@ def _refusal(status: int, body: bytes) -> ContextLengthError | RequestFailed | K
     said = said.get("error", said) if isinstance(said, dict) else said
     error = error_of(said if isinstance(said, dict) else {"message": str(said)}, status)
     if status == REFUSES_KEY:
-        return KeyRefused(f"{error} Put its key into the environment variable that baseline.engine.key_env names.")
-    return NotThere(str(error)) if status == NOT_THERE else error
+        return EngineFailed(f"{error} Put its key into the environment variable that baseline.engine.key_env names.")
+    return error
 
 
 def _status_of(error: Any) -> int:

@@ -1,34 +1,31 @@
-"""llama.cpp: its server inside this process, called without HTTP, or in a process of its own, over HTTP.
+"""llama.cpp: its server in a process of its own, over the loopback interface.
 
-Both are the same C++ server (xllamacpp, a wheel that needs no compiler; or a llama-server binary by its path), so what
-differs between the two baselines is the way to it. Prompts are token ids; see gguf_export for how replies become ids again.
+It is the C++ server of xllamacpp, a wheel that needs no compiler, or a llama-server binary by its path. Prompts are token
+ids; see gguf_export for how replies become ids again.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import shutil
 import signal
-import sys
-import tempfile
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, Literal
 
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Free, Request, TokenArray, tokens_of
-from pensieve.errors import ConfigError, EngineFailed, EngineMissing
+from pensieve.core.request import Free, Request
+from pensieve.errors import ConfigError, EngineMissing
 from pensieve.lab.results.digest import content_hash
 from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply
-from pensieve.plugins.engines.completions import CompletionsClient, error_of
+from pensieve.plugins.engines.completions import CompletionsClient
 from pensieve.plugins.engines.gguf_export import refuse_family, tokens_in
-from pensieve.plugins.engines.process import LOG_LINES, EngineProcess, free_port, while_it_serves
+from pensieve.plugins.engines.openai_http import read_completion
+from pensieve.plugins.engines.process import EngineProcess, free_port, while_it_serves
 from pensieve.plugins.engines.weights import gguf_file
 from pensieve.serve.systems.base import Capabilities
 from pensieve.units import ceil_div, parse_capacity
@@ -39,26 +36,25 @@ MOST_SLOTS = 4
 CELLS = 256
 WAITING = 64  # requests that may wait in the server's own queue
 ALL_LAYERS = 10_000  # more than any model has
-SILENT, EVERYTHING = 0, 4  # its levels of log
+EVERYTHING = 4  # of its levels of log
 LOG_S, LOG_POLL_S = 0.3, 0.002  # its log is written by a thread of its own
 IDLE = "all slots are idle"  # the last line of a start
 PATH = "/v1/completions"
 _REPORTED = re.compile(r"llama_context: (n_seq_max|n_ctx|n_ctx_seq|n_batch|n_ubatch|flash_attn|kv_unified)\s*= (\S+)")
 _KV = re.compile(r"llama_kv_cache: size =\s*[\d.]+ MiB.*K \((\w+)\).*V \((\w+)\)")
 _BUFFER = re.compile(r"(?:load_tensors|llama_kv_cache): +(\w+) (?:model|KV) buffer size")
+_SYSTEM = re.compile(r"system_info: n_threads.*?\| (.*)")
 _THREADS = re.compile(r"n_threads = (\d+) \(n_threads_batch = (\d+)\)")
 
 
-class _LlamaCpp(OutsideEngine):
-    """Fields of both baselines.
-
-    n_ctx: cells of KV, divided among the slots; null: the KV budget. n_batch: prompt tokens an iteration; null:
+class LlamaCpp(OutsideEngine):
+    """n_ctx: cells of KV, divided among the slots; null: the KV budget. n_batch: prompt tokens an iteration; null:
     scheduler.max_batch_tokens. n_ubatch: of one forward; null: n_batch. n_parallel: slots; null: at most 4, no more than
     scheduler.max_batch_requests, and few enough to hold the longest conversation. kv_type, flash_attention: f32 without it
     gives the tokens that our engine gives. ram_cache: host memory for the KV of idle slots, "1GiB" or "8192 tokens"; null:
     cache.cpu. n_gpu_layers: those that run on hardware's GPU; null: all, on a CPU none. weights_type: of the exported file.
     gguf_path: a file that is run in place of the model's own weights. kv_unified: slots share all cells instead. server_path:
-    of llama_cpp_http, a llama-server binary; null: the one in xllamacpp. start_timeout_s: until that must be healthy.
+    a llama-server binary; null: the one in xllamacpp. start_timeout_s: until it must be healthy.
     """
 
     def __init__(
@@ -94,6 +90,8 @@ class _LlamaCpp(OutsideEngine):
         batch = n_batch or setup.batch_tokens
         self._gguf_path, self._weights_type = gguf_path, weights_type
         self._server_path, self._timeout_s = server_path, start_timeout_s
+        self._process: EngineProcess | None = None
+        self._client: CompletionsClient | None = None
         self._fields: dict[str, Any] = {
             "n_ctx": cells,
             "n_batch": batch,
@@ -120,7 +118,11 @@ class _LlamaCpp(OutsideEngine):
             refuse_family(self._setup.model.name, self._setup.model.architecture)
         elif not Path(self._gguf_path).expanduser().is_file():
             raise ConfigError(f"baseline.engine.gguf_path={self._gguf_path} is not a file; name a GGUF file.")
-        if find_spec("gguf") is None or (self._needs_wheel() and find_spec("xllamacpp") is None):
+        if self._server_path is not None and not Path(self._server_path).expanduser().is_file():
+            raise EngineMissing(
+                f"baseline.engine.server_path={self._server_path} is not there; name a llama-server binary."
+            )
+        if find_spec("gguf") is None or (self._server_path is None and find_spec("xllamacpp") is None):
             raise EngineMissing(
                 f"baseline={self._setup.baseline} needs xllamacpp and gguf; pip install 'pensieve-lab[llama-cpp]'."
             )
@@ -156,10 +158,8 @@ class _LlamaCpp(OutsideEngine):
         """Raises EngineMissing where the engine put weights or KV elsewhere than the trial's device. gpus: those it reports;
         None: it reports none of its memory."""
         device = self._setup.device
-        if gpus != ("none" if device == "cpu" else f"CUDA{self._fields['main_gpu']}") and (gpus, device) != (
-            None,
-            "cpu",
-        ):
+        right = {"none", None} if device == "cpu" else {f"CUDA{self._fields['main_gpu']}"}
+        if gpus not in right:
             ran = {None: "does not say where it runs", "none": "runs on the CPU"}.get(gpus, f"runs on {gpus}")
             raise EngineMissing(
                 f"llama.cpp {ran}, and the trial is to run on {device}. Install a build for that device (or name it in "
@@ -179,119 +179,31 @@ class _LlamaCpp(OutsideEngine):
         }
 
     def answer(self, request: Request, channel: Channel) -> Reply:
-        """A Free output streams in any case, and ends where its end of sequence comes."""
+        """See base. A Free output streams in any case, and ends where its end of sequence comes."""
         output = request.output
+        streamed = replace(request, stream=request.stream or isinstance(output, Free))
         body = {
             "prompt": list(request.prompt),
             "n_predict": output.max_new_tokens,
             "temperature": 0.0,
             "cache_prompt": True,
-            "stream": request.stream or isinstance(output, Free),
+            "stream": streamed.stream,
         }
-        reading = _Reading(channel, self._setup.ends(request), bool(body["stream"]))
-        sent, received = self._ask(body, reading)
-        return reading.reply(sent, received)
+        process, client = self._process, self._client
+        assert process is not None and client is not None
+        with while_it_serves(process, client.reachable), client.ask(PATH, body) as answer:
+            return read_completion(answer, streamed, channel, tokens_in, self._setup.ends(request))
 
     def forget(self, session: str | None) -> None:
         raise ConfigError("llama.cpp has no way to empty its host-memory prompt cache; start it anew for a cold cache.")
-
-    def _needs_wheel(self) -> bool:
-        return True
-
-    @abstractmethod
-    def _open(self, file: Path) -> tuple[float, dict[str, Any]]:
-        """Serve this file; returns since when (time.perf_counter), and what the engine says of itself."""
-
-    @abstractmethod
-    def _slots(self) -> list[dict[str, Any]]:
-        """The server's own list of its slots."""
-
-    @abstractmethod
-    def _ask(self, body: dict[str, Any], reading: _Reading) -> tuple[int | None, int | None]:
-        """Hand the pieces of the answer to `reading` until it wants no more; returns bytes sent and received."""
-
-
-class LlamaCpp(_LlamaCpp):
-    """llama.cpp inside this process. Its server listens on a loopback port too, which is asked for the slots alone."""
-
-    _server: Any = None
-
-    def check(self) -> None:
-        super().check()
-        if self._server_path is not None:
-            raise ConfigError(
-                "baseline.engine.server_path is of baseline=llama_cpp_http; this one runs in this process."
-            )
-
-    def identity(self) -> dict[str, str]:
-        return {"packages": "xllamacpp"}
-
-    def _open(self, file: Path) -> tuple[float, dict[str, Any]]:
-        import xllamacpp
-
-        silence = _silencer(xllamacpp)
-        params = params_of(file, self._fields, port=0, verbosity=SILENT if silence is None else EVERYTHING)
-        with _stderr_read() as said:
-            try:
-                self._server = xllamacpp.Server(params)
-            except RuntimeError as error:
-                if silence is not None:  # else it has no log to wait for
-                    sleep(LOG_S)
-                    silence(SILENT)
-                last = [line for line in said().splitlines() if line.strip()][-LOG_LINES:]
-                raise EngineFailed("\n".join([f"llama.cpp did not start ({error})", *last])) from error
-            ready = perf_counter()
-            if silence is None:
-                log = said()
-            else:
-                log = _whole(said)
-                silence(SILENT)
-        build = str(xllamacpp.get_system_info()).strip()
-        return ready, {"version": xllamacpp.__version__, "build": build, **reported(log)}
-
-    def _slots(self) -> list[dict[str, Any]]:
-        client = CompletionsClient(self._server.listening_address)
-        try:
-            return client.get("/slots") or []
-        finally:
-            client.close()
-
-    def _ask(self, body: dict[str, Any], reading: _Reading) -> tuple[int | None, int | None]:
-        server = self._server
-        if server is None:
-            raise EngineFailed("llama.cpp was closed.")
-        if body["stream"]:
-            server.handle_completions(body, lambda piece: not reading.take(piece))  # True ends the request
-        else:
-            reading.take(server.handle_completions(body))
-        return None, None
-
-    def close(self) -> None:
-        self._server = None  # its destructor ends its threads
-
-
-class LlamaCppHttp(_LlamaCpp):
-    """llama.cpp's server in a process of its own, over HTTP."""
-
-    _process: EngineProcess | None = None
-    _client: CompletionsClient | None = None
-
-    def check(self) -> None:
-        super().check()
-        if self._server_path is not None and not Path(self._server_path).expanduser().is_file():
-            raise EngineMissing(
-                f"baseline.engine.server_path={self._server_path} is not there; name a llama-server binary."
-            )
 
     def identity(self) -> dict[str, str]:
         if self._server_path is None:
             return {"packages": "xllamacpp"}
         return {"server": content_hash(Path(self._server_path).expanduser())[:12]}
 
-    def _needs_wheel(self) -> bool:
-        return self._server_path is None
-
     def _open(self, file: Path) -> tuple[float, dict[str, Any]]:
+        """Serve this file; returns since when (time.perf_counter), and what the engine says of itself."""
         port = free_port()
         if self._server_path is None:
             call = f"serve({str(file)!r}, {port}, {self._fields!r})"
@@ -301,7 +213,9 @@ class LlamaCppHttp(_LlamaCpp):
             self._process = EngineProcess(self._setup.baseline, self._command(self._server_path, file, port))
         self._client = client = CompletionsClient(f"http://127.0.0.1:{port}")
         self._process.wait_until(client.healthy, self._timeout_s)
-        return perf_counter(), reported(_whole(self._process.log))
+        ready = perf_counter()
+        known = {"version": version("xllamacpp")} if self._server_path is None else {}
+        return ready, known | reported(_whole(self._process.log))
 
     def _command(self, server: str, file: Path, port: int) -> list[str]:
         f = self._fields
@@ -323,15 +237,6 @@ class LlamaCppHttp(_LlamaCpp):
         assert self._client is not None
         return self._client.get("/slots") or []
 
-    def _ask(self, body: dict[str, Any], reading: _Reading) -> tuple[int | None, int | None]:
-        assert self._client is not None and self._process is not None
-        client = self._client
-        with while_it_serves(self._process, client.reachable), client.ask(PATH, body) as answer:
-            for piece in answer.pieces():
-                if not reading.take(piece):
-                    break
-            return answer.sent_bytes, answer.received_bytes
-
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
@@ -339,64 +244,7 @@ class LlamaCppHttp(_LlamaCpp):
             self._process.close()
 
 
-class _Reading:
-    """The pieces of one answer as they come: tokens to the channel, and what the last piece says of the whole."""
-
-    def __init__(self, channel: Channel, eos: frozenset[int], streamed: bool) -> None:
-        self._channel, self._eos, self._streamed = channel, eos, streamed
-        self._tokens: list[int] = []
-        self._finish: str | None = None
-        self._cached: int | None = None
-        self._compute_ms: float | None = None
-
-    def take(self, piece: Mapping[str, Any]) -> bool:
-        """Whether more is wanted. Raises RequestRefused, RequestFailed where the piece is an error; a callback of the
-        engine must not raise, so an error is kept until `reply`."""
-        if "error" in piece:
-            self._error = error_of(piece["error"], int(piece["error"].get("code", 500)))
-            return False
-        wanted = True
-        for choice in piece.get("choices", ()):
-            for token in tokens_in(choice["text"]):
-                if not wanted:
-                    break
-                wanted = self._take(token)
-            if choice.get("finish_reason"):
-                self._finish = self._finish or str(choice["finish_reason"])
-        usage, timings = piece.get("usage") or {}, piece.get("timings") or {}
-        details = usage.get("prompt_tokens_details") or {}
-        self._cached = details.get("cached_tokens", self._cached)
-        if "prompt_ms" in timings:
-            self._compute_ms = timings["prompt_ms"] + timings["predicted_ms"]
-        return wanted
-
-    _error: Exception | None = None
-
-    def _take(self, token: int) -> bool:
-        if not self._streamed:
-            self._tokens.append(token)
-            return True
-        told = self._channel.tell(token)
-        if token in self._eos:
-            self._finish = "eos"
-            return False
-        return told
-
-    def reply(self, sent: int | None, received: int | None) -> Reply:
-        if self._error is not None:
-            raise self._error
-        whole: TokenArray[int] | None = None if self._streamed else tokens_of(self._tokens)
-        return Reply(
-            self._finish,
-            tokens=whole,
-            cached_tokens=self._cached,
-            compute_ms=self._compute_ms,
-            sent_bytes=sent,
-            received_bytes=received,
-        )
-
-
-def params_of(file: Path, fields: Mapping[str, Any], port: int, verbosity: int) -> Any:
+def params_of(file: Path, fields: Mapping[str, Any], port: int, verbosity: int = EVERYTHING) -> Any:
     """xllamacpp's parameters; the names of the fields are those of the baselines."""
     import xllamacpp as x
 
@@ -430,7 +278,7 @@ def serve(file: str, port: int, fields: Mapping[str, Any]) -> None:
     import xllamacpp
 
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # before it has threads, which inherit that
-    server = xllamacpp.Server(params_of(Path(file), fields, port, EVERYTHING))
+    server = xllamacpp.Server(params_of(Path(file), fields, port))
     signal.sigwait([signal.SIGTERM])
     del server
 
@@ -444,6 +292,8 @@ def reported(log: str) -> dict[str, Any]:
         found["reported_devices"] = ", ".join(sorted(name for name in buffers if name[-1].isdigit())) or "none"
     for k, v in _KV.findall(log)[:1]:
         found["reported_kv_type"] = k if k == v else f"{k}/{v}"
+    for build in _SYSTEM.findall(log)[:1]:
+        found["build"] = build.strip(" |")
     for threads, batch in _THREADS.findall(log)[:1]:
         found |= {"reported_threads": int(threads), "reported_threads_batch": int(batch)}
     return found
@@ -455,31 +305,3 @@ def _whole(said: Callable[[], str]) -> str:
     while perf_counter() < ends and IDLE not in said():
         sleep(LOG_POLL_S)
     return said()
-
-
-@contextmanager
-def _stderr_read() -> Iterator[Callable[[], str]]:
-    """What C code writes to standard error while the block runs: a function that returns it so far. A block that raises
-    shows it there after all."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with tempfile.TemporaryFile() as file:
-        descriptor = file.fileno()
-        os.dup2(descriptor, 2)
-        try:
-            yield lambda: os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8", errors="replace")
-        except BaseException:
-            file.seek(0)
-            with os.fdopen(os.dup(kept), "wb") as shown:
-                shutil.copyfileobj(file, shown)
-            raise
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-
-
-def _silencer(xllamacpp: Any) -> Callable[[int], object] | None:
-    """What sets how much the server in this process logs once it runs, a function of its library that the wheel has no name
-    for; None where this build has none: its log is not read then, as it could not be ended again."""
-    name = "_Z30common_log_set_verbosity_tholdi"  # common_log_set_verbosity_thold(int)
-    return getattr(ctypes.CDLL(xllamacpp.xllamacpp.__file__), name, None)

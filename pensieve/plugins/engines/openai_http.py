@@ -1,26 +1,23 @@
-"""Any endpoint that speaks the OpenAI protocol: completions, or responses that continue one another."""
+"""Any endpoint that speaks OpenAI's protocol of completions."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from array import array
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Collection, Mapping, Sequence
 from time import monotonic, sleep
 from typing import Any, Literal
 
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Free, Request, TokenArray, tokens_of
+from pensieve.core.request import Free, Request, tokens_of
 from pensieve.errors import ConfigError, EngineFailed, RequestFailed
 from pensieve.lab.results.digest import text_hash
 from pensieve.lab.results.identity import UNSTATED
 from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply
-from pensieve.plugins.engines.completions import Answer, AnswerBroken, CompletionsClient, NotThere, broken
+from pensieve.plugins.engines.completions import Answer, AnswerBroken, CompletionsClient, broken
 from pensieve.plugins.engines.process import POLL_S
 from pensieve.serve.systems.base import Capabilities
-from pensieve.serve.tokenizer import Tokenizer
 
 KEY_ENV = "OPENAI_API_KEY"
 MODELS = "/models"
@@ -38,10 +35,9 @@ class OpenAIHttp(OutsideEngine):
 
     base_url: with its version, "http://127.0.0.1:8000/v1". model: as the server calls it, which may be otherwise than it
     lists it; null: the first that it lists, which a server without such a list cannot do without.
-    key_env: the environment variable that holds the key, where one is needed. api: completions sends the whole prompt every
-    turn; responses only the new message, with previous_response_id. prompts: ids sends token ids (completions only), text
-    sends what the tokenizer makes of them. session_header: a header that carries the conversation's name (our own server's
-    is X-Session-Id); null: none. start_timeout_s: for how long it may not answer yet.
+    key_env: the environment variable that holds the key, where one is needed. prompts: ids sends token ids, text what the
+    tokenizer makes of them. session_header: a header that carries the conversation's name (our own server's is X-Session-Id);
+    null: none. start_timeout_s: for how long it may not answer yet.
 
     A server's token ids are taken where it gives them (token_ids), else its text is encoded. Cached tokens are those of its
     `usage`, and on which tier where it says so, as ours does; a server that reports none leaves them null. Nothing is asked
@@ -55,7 +51,6 @@ class OpenAIHttp(OutsideEngine):
         base_url: str,
         model: str | None = None,
         key_env: str = KEY_ENV,
-        api: Literal["completions", "responses"] = "completions",
         prompts: Literal["ids", "text"] = "ids",
         session_header: str | None = None,
         start_timeout_s: float = 10.0,
@@ -64,20 +59,16 @@ class OpenAIHttp(OutsideEngine):
         self.at_once = AT_ONCE
         self._setup = setup
         self._base_url, self._model, self._key_env = base_url.rstrip("/"), model, key_env
-        self._api, self._prompts, self._session_header = api, prompts, session_header
+        self._prompts, self._session_header = prompts, session_header
         self._timeout_s = start_timeout_s
         self._client: CompletionsClient | None = None
-        self._last: dict[
-            str, tuple[str, TokenArray[int]]
-        ] = {}  # the id of each conversation's last response, and all said
-        self._unlisted: str | None = None  # until it has answered: that the server lists other models
 
     def check(self) -> None:
         if not self._base_url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"baseline.engine.base_url={self._base_url!r} is no address of a server; write http://127.0.0.1:8000/v1."
             )
-        if self._setup.tokenizer is None and (self._prompts == "text" or self._api == "responses"):
+        if self._setup.tokenizer is None and self._prompts == "text":
             raise ConfigError("baseline=openai_http sends text only with a tokenizer; give the model one.")
 
     def identity(self) -> dict[str, str]:
@@ -116,16 +107,17 @@ class OpenAIHttp(OutsideEngine):
         names = self._listed(client)
         if self._model is None and not names:
             raise EngineFailed(f"The server at {self._base_url} lists no model; name one with baseline.engine.model.")
-        if self._model is not None and names and not any(fnmatchcase(self._model, name) for name in names):
-            self._unlisted = f"The server at {self._base_url} lists no model {self._model}, but {', '.join(names)}"
-            log.warning("%s; it is asked for %s all the same.", self._unlisted, self._model)
+        if self._model is not None and names and self._model not in names:
+            listed = ", ".join(names)
+            log.warning(
+                "The server at %s lists %s; it is asked for %s all the same.", self._base_url, listed, self._model
+            )
         self._model = self._model or names[0]
         settings = {
             "engine": "openai",
             "base_url": self._base_url,
             "served_model": self._model,
-            "api": self._api,
-            "prompts": "text" if self._api == "responses" else self._prompts,
+            "prompts": self._prompts,
             "weights": "the server's",
             # What it has, only its owner knows.
             **dict.fromkeys(("gpu_tokens", "cpu_tokens", "gpu_bytes", "cpu_bytes", "kv_bytes_per_token", "dtype")),
@@ -160,91 +152,24 @@ class OpenAIHttp(OutsideEngine):
             sleep(POLL_S)
 
     def answer(self, request: Request, channel: Channel) -> Reply:
-        """A server that breaks off one answer may give the next: the request fails. One that cannot be reached is gone, and
-        one that has no such model, as its list says, serves nothing."""
-        try:
-            reply = self._asked(request, channel)
-        except AnswerBroken as error:
-            raise RequestFailed(str(error)) from error
-        except NotThere as error:
-            if self._unlisted is None:
-                raise
-            raise EngineFailed(
-                f"{self._unlisted}, and refuses it; correct baseline.engine.model ({str(error).rstrip('.')})."
-            ) from error
-        self._unlisted = None
-        return reply
-
-    def _asked(self, request: Request, channel: Channel) -> Reply:
+        """A server that breaks off one answer may give the next: the request fails. One that cannot be reached is gone."""
         assert self._client is not None
-        headers = {self._session_header: request.session} if self._session_header else {}
-        if self._api == "responses":
-            with self._client.ask("/responses", self._response_body(request), headers) as answer:
-                return self._read_response(request, channel, answer)
-        with self._client.ask("/completions", self.body(request), headers) as answer:
-            return read_completion(answer, request, channel, self._setup)
-
-    def body(self, request: Request) -> dict[str, Any]:
-        ids = list(request.prompt)
-        prompt = ids if self._prompts == "ids" else self._tokenizer.decode(ids)
-        body = completion_body(request, self._model, prompt)
+        ids, tokenizer = list(request.prompt), self._setup.tokenizer
+        body = completion_body(
+            request, self._model, tokenizer.decode(ids) if self._prompts == "text" and tokenizer else ids
+        )
         if self._session_header:
             body["history"] = "whole"  # to our own server: not a message to be appended to what the session holds
-        return body
-
-    def _response_body(self, request: Request) -> dict[str, Any]:
-        last, said = self._last.get(request.session, (None, array("i")))
-        goes_on = last is not None and request.prompt[: len(said)] == said
-        body = {
-            "model": self._model,
-            "input": self._tokenizer.decode(request.prompt[len(said) :] if goes_on else request.prompt),
-            "max_output_tokens": request.output.max_new_tokens,
-            "temperature": 0.0,
-            "stream": request.stream,
-            "store": True,
-        }
-        if goes_on:
-            body["previous_response_id"] = last
-        return body
-
-    def _read_response(self, request: Request, channel: Channel, answer: Answer) -> Reply:
-        """Events of the Responses API, or the one response. Text comes in pieces, whose tokens ours are."""
-        final: Mapping[str, Any] = {}
-        whole, said = "", array("i", request.prompt)
-        for piece in answer.pieces():
-            kind = piece.get("type", "")
-            if kind == "response.output_text.delta":
-                whole += piece["delta"]
-                tokens = self._tokenizer.encode(piece["delta"])
-                if not channel.tell(*tokens):
-                    break
-                said.extend(tokens)
-            elif kind in ("response.completed", "response.incomplete"):
-                final = piece["response"]
-            elif kind in ("response.failed", "error"):
-                raise RequestFailed(f"The engine failed the response: {piece.get('response', piece).get('error')}.")
-            elif piece.get("object") == "response":
-                final = piece
-                whole = "".join(
-                    part.get("text", "") for item in piece.get("output", ()) for part in item.get("content", ())
-                )
-        if not final and not channel.cancelled:
-            raise broken("the response never ended")
-        reply = None if request.stream else tokens_of(self._tokenizer.encode(whole))
-        if "id" in final:
-            self._last[request.session] = str(final["id"]), said + (reply or array("i"))
-        finish = "length" if final.get("status") == "incomplete" else final.get("status")
-        return _reply(answer, finish, reply, final.get("usage"), "input_tokens")
-
-    @property
-    def _tokenizer(self) -> Tokenizer:
-        assert self._setup.tokenizer is not None, "check() comes first"
-        return self._setup.tokenizer
+        headers = {self._session_header: request.session} if self._session_header else {}
+        try:
+            with self._client.ask("/completions", body, headers) as answer:
+                return read_completion(answer, request, channel, encoder(self._setup))
+        except AnswerBroken as error:
+            raise RequestFailed(str(error)) from error
 
     def forget(self, session: str | None) -> None:
         if session is None:
             raise ConfigError("A server cannot be told to empty its cache; restart it, or use cache_state=salted.")
-        self._last.pop(session, None)
 
     def close(self) -> None:
         if self._client is not None:
@@ -280,44 +205,51 @@ def _object(said: Any) -> Mapping[str, Any]:
     return said if isinstance(said, Mapping) else {}
 
 
-def read_completion(answer: Answer, request: Request, channel: Channel, setup: EngineSetup) -> Reply:
-    """The answer of a completions endpoint, streamed or whole. Raises AnswerBroken where a stream ends without an end."""
+def read_completion(
+    answer: Answer,
+    request: Request,
+    channel: Channel,
+    encode: Callable[[str], Sequence[int]],
+    ends: Collection[int] = (),
+) -> Reply:
+    """The answer of a completions endpoint, streamed or whole. encode: of text that comes without ids. ends: ids of which the
+    first ends it, where the server does not know them. Raises AnswerBroken where a stream ends without an end."""
     tokens: list[int] = []
     finish: str | None = None
     usage: Mapping[str, Any] = {}
+    timings: Mapping[str, float] = {}
     for piece in answer.pieces():
         for choice in piece.get("choices", ()):
             ids = choice.get("token_ids")
-            if ids is None and choice.get("text"):
-                ids = _encoded(choice["text"], setup)
+            if ids is None:
+                ids = encode(choice["text"]) if choice.get("text") else ()
             finish = choice.get("finish_reason") or finish
-            if request.stream and not channel.tell(*(ids or ())):
+            ended = next((place for place, token in enumerate(ids, 1) if token in ends), None)
+            wanted = channel.tell(*ids[:ended]) if request.stream else True
+            if ended or not wanted:
+                finish = "eos" if ended else finish
                 return Reply(finish, sent_bytes=answer.sent_bytes, received_bytes=answer.received_bytes)
-            tokens += ids or ()
-        usage = piece.get("usage") or usage
+            tokens += ids
+        usage, timings = piece.get("usage") or usage, piece.get("timings") or timings
     if request.stream and finish is None and not answer.whole:
         raise broken(f"after {len(tokens)} tokens, without an end")
-    return _reply(answer, finish, None if request.stream else tokens_of(tokens), usage, "prompt_tokens")
-
-
-def _reply(
-    answer: Answer, finish: str | None, tokens: TokenArray[int] | None, usage: Mapping[str, Any] | None, prompt: str
-) -> Reply:
-    """prompt: what the usage calls its tokens."""
-    told = usage or {}
-    details = told.get(f"{prompt}_details") or {}
+    details = usage.get("prompt_tokens_details") or {}
     return Reply(
         finish,
-        tokens=tokens,
-        prompt_tokens=told.get(prompt),
+        tokens=None if request.stream else tokens_of(tokens),
+        prompt_tokens=usage.get("prompt_tokens"),
         cached_tokens=details.get("cached_tokens"),
         cached_on_host=details.get("cpu"),
+        compute_ms=timings["prompt_ms"] + timings["predicted_ms"] if "prompt_ms" in timings else None,
         sent_bytes=answer.sent_bytes,
         received_bytes=answer.received_bytes,
     )
 
 
-def _encoded(text: str, setup: EngineSetup) -> list[int]:
-    if setup.tokenizer is None:
-        raise RequestFailed("The server gives text and no token ids, and the model has no tokenizer to encode it.")
-    return setup.tokenizer.encode(text)
+def encoder(setup: EngineSetup) -> Callable[[str], Sequence[int]]:
+    def encode(text: str) -> Sequence[int]:
+        if setup.tokenizer is None:
+            raise RequestFailed("The server gives text and no token ids, and the model has no tokenizer to encode it.")
+        return setup.tokenizer.encode(text)
+
+    return encode

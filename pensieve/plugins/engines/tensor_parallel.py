@@ -1,7 +1,9 @@
-"""A Worker whose model and KV are divided among processes (hardware.gpus=N): the trial's end of it, which sends them plans.
+"""A Worker whose model and KV are divided among processes (hardware.gpus=N): the trial's end of it, and one such process.
 
 Engine, scheduler and cache decide once, in the trial's process. A block is a block on every rank, which holds the block's
-KV of its own heads, so that one plan serves all. Where one of the ranks ends, for whatever reason, nothing could compute
+KV of its own heads, so that one plan serves all. Every rank reads the same commands, performs them with its own TorchWorker,
+and answers. The ranks meet in the collectives of the forward only: between plans each waits at a pipe, which has no time
+limit and tells at once that the other end is gone. Where one of the ranks ends, for whatever reason, nothing could compute
 without it: the error says which, and all of them end.
 """
 
@@ -12,20 +14,44 @@ import pickle
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pensieve.core.clock import Clock
 from pensieve.core.plan import Moved, StartReport, StepPlan, StepResult
+from pensieve.device.asked import ModelAsked
 from pensieve.errors import EngineFailed, PensieveError
 from pensieve.plugins.engines.guard import SIGNALS
-from pensieve.plugins.engines.process import EngineProcess
-from pensieve.plugins.engines.ranks import COLLECT, FORGET, ROOM, START, Failure, Setup, launch
+from pensieve.plugins.engines.process import EngineProcess, own_pipes
+
+if TYPE_CHECKING:
+    from pensieve.device.options import TorchOptions
 
 BLAME_S = 2.0  # how long others are heard when one has failed: another may have failed first
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all ranks start from. asked: the model, with the threads of each; its device does not count. devices: one a rank,
+    "cpu" or "cuda:N". store: the file by which they find each other, which TensorParallelWorker names."""
+
+    asked: ModelAsked
+    devices: tuple[str, ...]
+    options: TorchOptions
+    store: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The last answer: nothing comes after it. at_ns: of perf_counter_ns, which tells who failed first."""
+
+    error: PensieveError
+    at_ns: int
 
 
 class TensorParallelWorker:
@@ -52,36 +78,36 @@ class TensorParallelWorker:
         self.pids = [0] * len(setup.devices)
         try:
             for number in range(len(setup.devices)):
-                main = f"from pensieve.plugins.engines.ranks import main; main({number})"
+                main = f"from pensieve.plugins.engines.tensor_parallel import main; main({number})"
                 self._processes.append(EngineProcess.ours("tensor-parallel", main, environment, talk=True))
             self._answers = [process.receives for process in self._processes]
-            self.pids = self._ask(pickle.dumps(replace(setup, store=Path(self._folder.name) / "store")))
+            self.pids = self._ask(replace(setup, store=Path(self._folder.name) / "store"))
         except BaseException:
             self.close()
             raise
 
     def room(self) -> int:
         """See TorchWorker.room; the least of all ranks."""
-        return int(min(self._ask(ROOM)))
+        return int(min(self._ask(("room", ()))))
 
     def start(self, gpu_blocks: int, cpu_blocks: int) -> StartReport:
         """See TorchWorker.start. The pools in its settings are those of all ranks together."""
-        return Together.start(self._ask(START + pickle.dumps((gpu_blocks, cpu_blocks))))
+        return Together.start(self._ask(("start", (gpu_blocks, cpu_blocks))))
 
     def launch(self, plan: StepPlan) -> None:
-        self._send(launch(plan))
+        self._send(("launch", (plan, time.perf_counter_ns())))
 
     def collect(self, until_ns: int | None) -> StepResult | None:
-        result = self._together.result(self._ask(COLLECT))
+        result = self._together.result(self._ask(("collect", ())))
         while result is not None and result.step is None and not result.moved:
             # Some ranks have a copy behind them that others still have under way.
-            result = self._together.result(self._ask(COLLECT))
+            result = self._together.result(self._ask(("collect", ())))
         if result is None or result.ended_ns is None:
             return result
         return replace(result, ended_ns=result.ended_ns - self._clock_began_ns)
 
     def forget(self) -> None:
-        self._ask(FORGET)
+        self._ask(("forget", ()))
 
     def close(self) -> None:
         """End all ranks. Safe to call twice."""
@@ -89,14 +115,16 @@ class TensorParallelWorker:
             process.close()
         self._folder.cleanup()
 
-    def _send(self, command: bytes) -> None:
+    def _send(self, command: object) -> None:
+        """A method of Rank and what it is given; at first, the setup."""
+        data = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         try:
             for process in self._processes:
-                process.sends.send_bytes(command)
+                process.sends.send_bytes(data)
         except OSError:  # broken, or closed
             raise self._failed({}) from None
 
-    def _ask(self, command: bytes) -> list[Any]:
+    def _ask(self, command: object) -> list[Any]:
         """What each rank answers, in their order."""
         self._send(command)
         found: dict[int, Any] = {}
@@ -195,3 +223,93 @@ class Together:
             warmup_ms=max(report.warmup_ms for report in reports),
             settings={**first.settings, **pools},
         )
+
+
+# -- in the process of a rank ------------------------------------------------------------------------------------------------
+
+
+class MachineClock:
+    """time.perf_counter_ns itself, which all processes of a machine share; the trial's clock began at some value of it."""
+
+    virtual = False
+
+    def now_ns(self) -> int:
+        return time.perf_counter_ns()
+
+    def now_s(self) -> float:
+        return time.perf_counter_ns() / 1e9
+
+
+class Rank:
+    """One process's worker, and when it had the plans that it was sent."""
+
+    def __init__(self, setup: Setup, number: int) -> None:
+        """Loads this rank's part of the model, as all the others do. Raises what load_model raises."""
+        from pensieve.device.model import load_model, resolve_device
+        from pensieve.device.worker import TorchWorker
+        from pensieve.plugins.device.sharding import RankGroup
+
+        device, store = setup.devices[number], setup.store
+        assert store is not None
+        ranks = RankGroup.join(number, len(setup.devices), resolve_device(device), store)
+        asked = setup.asked._replace(device=device)
+        model = load_model(asked, ranks)
+        self.worker: TorchWorker = TorchWorker(model, asked.chunk_tokens, MachineClock(), options=setup.options)
+        self._ready_ns = time.perf_counter_ns()
+        self.size = 0  # of the last command
+        self._sent: list[tuple[int, int]] = []  # size and nanoseconds on the way of each plan that was not collected
+
+    def launch(self, plan: StepPlan, sent_ns: int) -> None:
+        """sent_ns: on the clock that all processes of a machine share."""
+        began_ns = max(self._ready_ns, sent_ns)  # what it waited for us to be ready is not the way
+        self._sent.append((self.size, time.perf_counter_ns() - began_ns))
+        self.worker.launch(plan)
+
+    def collect(self) -> StepResult | None:
+        result = self.worker.collect(None)
+        if result is None or result.step is None:
+            return result
+        size, took_ns = self._sent.pop(0)
+        return replace(result, plan_bytes=size, plan_ns=took_ns)
+
+    def perform(self, command: bytes) -> tuple[str, Any]:
+        """The method that was asked for, and its answer."""
+        name, given = pickle.loads(command)
+        self.size = len(command)
+        own = getattr(self, name, None) or getattr(self.worker, name)
+        answer = own(*given)
+        self._ready_ns = time.perf_counter_ns()
+        return name, answer
+
+
+def main(number: int) -> NoReturn:
+    """A rank's process, until the trial closes its standard input."""
+    commands, answers = own_pipes()
+    ranks = 0
+    try:
+        setup: Setup = commands.recv()
+        ranks = len(setup.devices)
+        rank = Rank(setup, number)
+        answers.send(os.getpid())
+        while True:
+            try:
+                command = commands.recv_bytes()
+            except EOFError:
+                os._exit(0)  # a group is not left in order: the others see their pipes break
+            name, answer = rank.perform(command)
+            if name != "launch":
+                answers.send(answer)
+    except BaseException as error:
+        at_ns = time.perf_counter_ns()
+        traceback.print_exc()
+        with suppress(OSError):
+            answers.send(Failure(_told(error, number, ranks), at_ns))
+        os._exit(1)
+
+
+def _told(error: BaseException, number: int, count: int) -> PensieveError:
+    """What the trial is told of it: an error for the user as it is, anything else with the rank's name."""
+    if isinstance(error, PensieveError):
+        return error
+    first = (str(error).strip().splitlines() or ["no reason given"])[0]
+    return EngineFailed(f"Rank {number} of {count} failed ({type(error).__name__}: {first}).")

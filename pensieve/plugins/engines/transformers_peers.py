@@ -69,7 +69,6 @@ class NativePytorch(OutsideEngine):
         self._setup, self._keep = setup, keep_cache
         self._module: Any = None
         self._kept: OrderedDict[str, _Kept] = OrderedDict()  # the one used longest ago first
-        self._most_kept = 0
 
     def start(self) -> StartReport:
         import torch
@@ -134,7 +133,6 @@ class NativePytorch(OutsideEngine):
         self._kept[session] = kept
         while sum(len(one.tokens) for one in self._kept.values()) > self._setup.kv_tokens:
             self._kept.popitem(last=False)
-        self._most_kept = max(self._most_kept, sum(len(one.tokens) for one in self._kept.values()))
 
     def forget(self, session: str | None) -> None:
         if session is None:

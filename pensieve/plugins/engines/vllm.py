@@ -27,7 +27,7 @@ from pensieve.errors import (
 )
 from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply, kv_settings
 from pensieve.plugins.engines.completions import CompletionsClient
-from pensieve.plugins.engines.openai_http import completion_body, read_completion
+from pensieve.plugins.engines.openai_http import completion_body, encoder, read_completion
 from pensieve.plugins.engines.process import EngineProcess, free_port, while_it_serves
 from pensieve.plugins.engines.weights import model_folder
 from pensieve.serve.systems.base import Capabilities
@@ -336,7 +336,7 @@ class VllmHttp(_Vllm):
             while_it_serves(self._process, self._client.reachable),
             self._client.ask("/v1/completions", body, {"x-session-id": request.session}) as answer,
         ):
-            return read_completion(answer, request, channel, self._setup)
+            return read_completion(answer, request, channel, encoder(self._setup))
 
     def close(self) -> None:
         if self._client is not None:
