@@ -14,6 +14,7 @@ of the replay that window.MeasuredStretches defines: all but those in which only
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -122,13 +123,10 @@ def summarise(measurement: Measurement, started: StartReport | None = None) -> l
     warmup = chosen(measurement.turns, lambda turn: turn.phase == "warmup")
     found = Counter(turn.status for turn in measured)
     metrics = [
-        *_series("ttft_ms", measured, _ttft_ms),
-        *_series("tpot_ms", measured, tpot_ms),
+        *_series(measured, "ttft_ms", "tpot_ms"),
         *_gaps(measured),
-        *_series("latency_ms", measured, _latency_ms),
-        *_series("normalized_latency_ms", measured, _normalized_latency_ms),
-        *_series("queue_ms", measured, lambda turn: turn.queue_ms),
-        *_series("warmup_ms", warmup, _latency_ms),
+        *_series(measured, "latency_ms", "normalized_latency_ms", "queue_ms"),
+        *_series(warmup, "warmup_ms"),
         *_throughputs(measurement, measured),
         *_rates(measured),
         *_counts(measurement, measured),
@@ -138,11 +136,9 @@ def summarise(measurement: Measurement, started: StartReport | None = None) -> l
         *_by_turn(measured),
     ]
     for label, of_label in _by_label(measured):
-        metrics += _series("ttft_ms", of_label, _ttft_ms, label)
-        metrics += _series("latency_ms", of_label, _latency_ms, label)
-        metrics += _rates(of_label, label)
+        metrics += [*_series(of_label, "ttft_ms", "latency_ms", label=label), *_rates(of_label, label)]
     for label, of_label in _by_label(warmup):
-        metrics += _series("warmup_ms", of_label, _latency_ms, label)
+        metrics += _series(of_label, "warmup_ms", label=label)
     return metrics
 
 
@@ -172,31 +168,35 @@ def tpot_ms(turn: TurnRecord) -> float | None:
     return (last - turn.first_token_s) * 1e3 / (turn.output_tokens - 1)
 
 
-def _ttft_ms(turn: TurnRecord) -> float | None:
-    return turn.ttft_ms
-
-
-def _latency_ms(turn: TurnRecord) -> float | None:
-    return turn.latency_ms
-
-
 def _normalized_latency_ms(turn: TurnRecord) -> float | None:
     return None if turn.latency_ms is None or turn.output_tokens == 0 else turn.latency_ms / turn.output_tokens
+
+
+_SERIES: Mapping[str, Callable[[TurnRecord], float | None]] = {
+    "ttft_ms": lambda turn: turn.ttft_ms,
+    "tpot_ms": tpot_ms,
+    "latency_ms": lambda turn: turn.latency_ms,
+    "normalized_latency_ms": _normalized_latency_ms,
+    "queue_ms": lambda turn: turn.queue_ms,
+    "warmup_ms": lambda turn: turn.latency_ms,
+    "total_ms": lambda turn: turn.latency_ms,
+    "per_token_ms": _normalized_latency_ms,
+}
+"""A value of each completed turn."""
 
 
 def _gaps_ms(turn: TurnRecord) -> Sequence[float]:
     return array("d", (np.diff(np.frombuffer(times_s)) * 1e3).tobytes()) if (times_s := turn.times_s()) else ()
 
 
-def _series(
-    name: str, turns: Iterable[TurnRecord], value_of: Callable[[TurnRecord], float | None], label: str = ""
-) -> list[MetricValue]:
-    """Mean and percentiles of a value of each completed turn, by conversation."""
-    groups: dict[str, TokenArray[float]] = {}
+def _series(turns: Iterable[TurnRecord], *names: str, label: str = "") -> list[MetricValue]:
+    """Mean and percentiles of these values, by conversation."""
+    groups: dict[str, dict[str, TokenArray[float]]] = {name: {} for name in names}
     for turn in turns:
-        if turn.status == "completed" and (value := value_of(turn)) is not None:
-            groups.setdefault(turn.session, array("d")).append(value)
-    return _summary(name, groups, label)
+        for name in names if turn.status == "completed" else ():
+            if (value := _SERIES[name](turn)) is not None:
+                groups[name].setdefault(turn.session, array("d")).append(value)
+    return [metric for name in names for metric in _summary(name, groups[name], label)]
 
 
 def _by_turn(measured: Iterable[TurnRecord]) -> list[MetricValue]:
@@ -281,39 +281,45 @@ def _per_second(name: str, count: float | None, seconds: float, turns: int) -> M
     return MetricValue(name, value, n=turns, n_unit="turns")
 
 
-def _rates(turns: Sequence[TurnRecord], label: str = "") -> list[MetricValue]:
+def _history(turn: TurnRecord) -> int:
+    return turn.history_tokens or 0
+
+
+# An engine that only reports cached tokens has no CPU tier of ours: null there means "none seen", not unknown.
+_RATES: Mapping[str, tuple[Callable[[TurnRecord], Sequence[int | None]], Callable[[TurnRecord], int]]] = {
+    "gpu_hit_rate": (lambda turn: (turn.gpu_hit_tokens,), _history),
+    "cpu_hit_rate": (lambda turn: (turn.cpu_hit_tokens,), _history),
+    "disk_hit_rate": (lambda turn: (turn.disk_hit_tokens,), _history),
+    "miss_rate": (lambda turn: (turn.recomputed_tokens,), _history),
+    "prompt_hit_rate": (
+        lambda turn: (
+            turn.gpu_hit_tokens,
+            *(tokens or 0 for tokens in (turn.cpu_hit_tokens, turn.disk_hit_tokens, turn.shared_hit_tokens)),
+        ),
+        lambda turn: turn.prompt_tokens or 0,
+    ),
+}
+"""Tokens that were found, or not, and of how many they are a share."""
+
+
+def _rates(turns: Iterable[TurnRecord], label: str = "") -> list[MetricValue]:
     """Shares of history and of prompt tokens, sums over sums; turns that were never admitted have no counts."""
-    known = chosen(turns, lambda turn: turn.history_tokens is not None and turn.prompt_tokens is not None)
+    groups: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in _RATES}
+    for turn in turns:
+        if turn.history_tokens is None or turn.prompt_tokens is None:
+            continue
+        for name, (parts_of, whole_of) in _RATES.items():
+            top, bottom = groups[name].get(turn.session, (0.0, 0.0))
+            parts = [math.nan if part is None else part for part in parts_of(turn)]
+            groups[name][turn.session] = (top + sum(parts), bottom + whole_of(turn))
+    return [_rate(name, found, label) for name, found in groups.items()]
 
-    def rate(
-        name: str, parts_of: Callable[[TurnRecord], Sequence[int | None]], whole_of: Callable[[TurnRecord], int]
-    ) -> MetricValue:
-        groups: dict[str, tuple[float, float]] = {}
-        for turn in known:
-            parts = [part for part in parts_of(turn) if part is not None]
-            if len(parts) < len(parts_of(turn)):
-                return MetricValue(name, None, label, n=0, n_unit="tokens")
-            top, bottom = groups.get(turn.session, (0.0, 0.0))
-            groups[turn.session] = (top + sum(parts), bottom + whole_of(turn))
-        if not any(bottom for _, bottom in groups.values()):
-            return MetricValue(name, None, label, n=0, n_unit="tokens")
-        return _metric(name, estimate_rate(groups), label, "tokens")
 
-    def history(turn: TurnRecord) -> int:
-        return turn.history_tokens or 0
-
-    def found(turn: TurnRecord) -> Sequence[int | None]:
-        # An engine that only reports cached tokens has no CPU tier of ours: null there means "none seen", not unknown.
-        others = turn.disk_hit_tokens or 0, turn.shared_hit_tokens or 0
-        return turn.gpu_hit_tokens, turn.cpu_hit_tokens or 0, *others
-
-    return [
-        rate("gpu_hit_rate", lambda turn: (turn.gpu_hit_tokens,), history),
-        rate("cpu_hit_rate", lambda turn: (turn.cpu_hit_tokens,), history),
-        rate("disk_hit_rate", lambda turn: (turn.disk_hit_tokens,), history),
-        rate("miss_rate", lambda turn: (turn.recomputed_tokens,), history),
-        rate("prompt_hit_rate", found, lambda turn: turn.prompt_tokens or 0),
-    ]
+def _rate(name: str, groups: Mapping[str, tuple[float, float]], label: str) -> MetricValue:
+    """groups: part and whole of each conversation; a part that nobody knows makes the whole rate unknown."""
+    if any(math.isnan(top) for top, _ in groups.values()) or not any(bottom for _, bottom in groups.values()):
+        return MetricValue(name, None, label, n=0, n_unit="tokens")
+    return _metric(name, estimate_rate(groups), label, "tokens")
 
 
 def _counts(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[MetricValue]:
@@ -384,8 +390,7 @@ def _phases(measured: Sequence[TurnRecord]) -> list[MetricValue]:
     metrics: list[MetricValue] = []
     decoded = chosen(measured, lambda turn: turn.phase == "throughput")
     if decoded:
-        metrics += _series("total_ms", decoded, _latency_ms)
-        metrics += _series("per_token_ms", decoded, _normalized_latency_ms)
+        metrics += _series(decoded, "total_ms", "per_token_ms")
         metrics += [_alone(decoded, "throughput"), *(_alone(turns, label) for label, turns in _by_label(decoded))]
     probes = [t for t in measured if t.phase in ("hit", "miss") and t.status == "completed" and t.ttft_ms is not None]
     if probes:
