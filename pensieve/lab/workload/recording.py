@@ -96,18 +96,18 @@ class Conversation:
 @dataclass(frozen=True, slots=True)
 class Recording:
     """conversations: in order of their first call. rule: which requests make a conversation, and what their prompts
-    share; goes into the record. malformed: lines left out; examples: the first of them, with file, line and reason.
-    one_clock: times count from the first request of the file; if not, from that of each conversation, and nobody knows when
-    one began beside another.
+    share; goes into the record, as facts do. one_clock: times count from the first request of the file; if not, from that of
+    each conversation, and nobody knows when one began beside another. malformed: lines left out; examples: the first of
+    them, with file, line and reason.
     """
 
-    format: str
     conversations: tuple[Conversation, ...]
     rule: str
-    malformed: int = 0
-    examples: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     one_clock: bool = True
+    format: str = "synthetic"
+    malformed: int = 0
+    examples: tuple[str, ...] = ()
 
     @property
     def requests(self) -> int:

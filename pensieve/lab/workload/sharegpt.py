@@ -25,7 +25,7 @@ from pensieve.lab.workload.chance import shuffled, uniform
 from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.formats.reading import OnMalformed, Reader
-from pensieve.lab.workload.formats.text import KINDS, sharegpt
+from pensieve.lab.workload.formats.text import SHAREGPT as FORMAT
 from pensieve.lab.workload.playback import Dialogue, Pauses, Playback, Poisson, Users, lengths_of
 from pensieve.lab.workload.recording import Call, Conversation, Recording, facts_of
 from pensieve.lab.workload.recording import Count as Tokens
@@ -205,8 +205,8 @@ def load_from_hub(name: str, split: str, on_malformed: OnMalformed) -> Recording
             "downloaded JSON file."
         ) from error
     reader, entries = Reader(Path(name), on_malformed), enumerate(rows, start=1)
-    found = (one for n, row in entries for one in reader.parsed(f"{name} ({split}): entry {n}", row, sharegpt))
-    return KINDS["sharegpt"].recording("sharegpt", reader, found)
+    found = (one for n, row in entries for one in reader.parsed(f"{name} ({split}): entry {n}", row, FORMAT.parse))
+    return reader.read("sharegpt", lambda _: FORMAT.recording(found))
 
 
 def draw(published: Published, conversations: int, seed: int, min_turns: int = 1) -> Recording:
@@ -216,7 +216,6 @@ def draw(published: Published, conversations: int, seed: int, min_turns: int = 1
     lognormal with the published means.
     """
     return Recording(
-        format="synthetic",
         conversations=tuple(_conversation(published, number, seed, min_turns) for number in range(conversations)),
         rule=(
             f"Synthetic, not {published.name}'s conversations. Published means: {published.turns} turns, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -14,41 +14,25 @@ from pensieve.lab.workload.formats.converted import converted
 from pensieve.lab.workload.formats.reading import OnMalformed, Reader
 from pensieve.lab.workload.recording import Recording
 
-FORMATS: dict[str, Callable[[Reader], Recording]] = {
-    "openai_jsonl": partial(text.read, "openai_jsonl"),
-    "sharegpt": partial(text.read, "sharegpt"),
-    "lmbenchmark": text.read_lmbenchmark,
-    "agent_jsonl": text.read_agents,
-    "weka": weka.read,
-    "tracelab": tracelab.read,
-    "mooncake": timed.mooncake,
-    "qwen_bailian": timed.qwen_bailian,
-    "ragpulse": timed.ragpulse,
-    "azure": timed.azure,
-    "burstgpt": timed.burstgpt,
-    "mt_bench": partial(text.read, "mt_bench"),
-    "mt_bench_101": partial(text.read, "mt_bench_101"),
-    "traffic": traffic.read,
-    **{name: partial(traffic.read_served, name) for name in served.SERVED},
+_KNOWN: dict[str, tuple[Callable[[Reader], Recording], Collection[str]]] = {
+    "openai_jsonl": (text.OPENAI.read, {"messages"}),
+    "lmbenchmark": (text.lmbenchmark, {"input", "output_length"}),
+    "agent_jsonl": (text.agents, {"session_id", "input", "output"}),
+    "weka": (weka.read, {"requests", "block_size"}),
+    "tracelab": (tracelab.read, {"provider", "round_index", "prefix_tokens", "newly_append_tokens"}),
+    "qwen_bailian": (timed.qwen_bailian, {"chat_id", "parent_chat_id"}),
+    "ragpulse": (timed.ragpulse, {"session_id", "hash_ids"}),
+    "mooncake": (timed.mooncake, {"input_length", "hash_ids"}),
+    "azure": (timed.azure, timed.AZURE),
+    "burstgpt": (timed.burstgpt, timed.BURSTGPT),
+    "mt_bench": (text.MT_BENCH.read, {"question_id", "turns"}),
+    "mt_bench_101": (text.MT_BENCH_101.read, {"history"}),
+    **{name: (partial(traffic.read_served, name), fields) for name, (_, fields) in served.SERVED.items()},
+    "sharegpt": (text.SHAREGPT.read, ()),
+    "traffic": (traffic.read, ()),
 }
-_FIELDS = {
-    "openai_jsonl": {"messages"},
-    "lmbenchmark": {"input", "output_length"},
-    "agent_jsonl": {"session_id", "input", "output"},
-    "weka": {"requests", "block_size"},
-    "tracelab": tracelab.FIELDS,
-    "qwen_bailian": {"chat_id", "parent_chat_id"},
-    "ragpulse": {"session_id", "hash_ids"},
-    "mooncake": {"input_length", "hash_ids"},
-    "azure": set(timed.AZURE),
-    "burstgpt": set(timed.BURSTGPT),
-    "mt_bench": {"question_id", "turns"},
-    "mt_bench_101": {"history"},
-    "lmcache_lookup": served.LMCACHE,
-    "inference_perf": served.INFERENCE_PERF,
-    "aiperf": served.AIPERF,
-}
-"""What the first entry of a file has, by format, the first match first. ShareGPT's has one of several."""
+"""How each is read, and what the first entry of its files has, where that tells it; the first match counts."""
+FORMATS = tuple(_KNOWN)
 
 
 def load(path: str | Path, format: str | None = None, on_malformed: OnMalformed = "fail") -> Recording:
@@ -62,7 +46,7 @@ def load(path: str | Path, format: str | None = None, on_malformed: OnMalformed 
     if not found.exists():
         raise ConfigError(f"workload.path={path} does not exist; give the file (or folder) of the recorded requests.")
     format = format or _format_of(found)
-    recording = FORMATS[format](Reader(found, on_malformed))
+    recording = Reader(found, on_malformed).read(format, _KNOWN[format][0])
     if not recording.conversations:
         raise ConfigError(
             f"workload.path={path} holds no request in the format {format}; is it another workload.format?"
@@ -86,14 +70,15 @@ def _format_of(path: Path) -> str:
     if path.suffix == ".pkl" or (path.is_dir() and any(path.glob("*.pkl"))):
         return "sglang_dump"
     fields = Reader(path, "fail").first_fields()
-    for name, needed in _FIELDS.items():
-        if needed <= fields:
+    for name, (_, needed) in _KNOWN.items():
+        if needed and fields.issuperset(needed):
             return name
     if fields & {"conversations", "data"}:
         return "sharegpt"
-    near = max(_FIELDS, key=lambda name: len(_FIELDS[name] & fields) / len(_FIELDS[name]))
-    lacking = ", ".join(sorted(_FIELDS[near] - fields))
-    lacking = f" It is nearest to {near}, and lacks {lacking}." if fields & _FIELDS[near] else ""
+    told = {name: set(needed) for name, (_, needed) in _KNOWN.items() if needed}
+    near = max(told, key=lambda name: len(told[name] & fields) / len(told[name]))
+    lacking = ", ".join(sorted(told[near] - fields))
+    lacking = f" It is nearest to {near}, and lacks {lacking}." if fields & told[near] else ""
     raise ConfigError(
         f"The format of workload.path={path} cannot be told from its first entry; say which it is with "
         f"workload.format={'|'.join(FORMATS)}.{lacking}"

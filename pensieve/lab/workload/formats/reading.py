@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pensieve.errors import MalformedInput
-from pensieve.lab.workload.recording import Conversation, Recording
+from pensieve.lab.workload.recording import Recording
 
 log = logging.getLogger(__name__)
 
@@ -96,17 +97,10 @@ class Reader:
             else:
                 yield from self.parsed(where, row, parse)
 
-    def recording(
-        self,
-        format: str,
-        conversations: Iterable[Conversation],
-        rule: str,
-        facts: dict[str, Any] | None = None,
-        one_clock: bool = True,
-    ) -> Recording:
-        """What was read, and how much was left out of it."""
-        found = tuple(conversations)
-        return Recording(format, found, rule, self.malformed, tuple(self.examples), facts or {}, one_clock)
+    def read(self, format: str, read: Callable[[Reader], Recording]) -> Recording:
+        """What a format makes of this file, and how much was left out of it."""
+        found = read(self)
+        return replace(found, format=format, malformed=self.malformed, examples=tuple(self.examples))
 
     def reject(self, where: str, reason: str) -> None:
         sentence = f"{where}: {reason}"

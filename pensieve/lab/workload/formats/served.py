@@ -20,7 +20,7 @@ Read = tuple[Facts, list[Exchange]]
 
 def rows_of(format: str, reader: Reader, salt: Salt) -> Read:
     """The rows in order of arrival, which begin at second 0. Raises MalformedInput."""
-    facts, rows = SERVED[format](reader, salt)
+    facts, rows = SERVED[format][0](reader, salt)
     rows.sort(key=lambda one: one.arrival_s or 0.0)
     start_s = rows[0].arrival_s or 0.0 if rows else 0.0
     for place, one in enumerate(rows):
@@ -33,7 +33,6 @@ def rows_of(format: str, reader: Reader, salt: Salt) -> Read:
 
 # LMCache's lookup hashes: JSON lines with the hash of each full chunk that a request asked for.
 
-LMCACHE = {"timestamp", "request_id", "chunk_size", "seq_len", "chunk_hashes"}
 LMCACHE_RULE = "A lookup is a request, the first of each request_id. It has no reply: set workload.max_new_tokens."
 
 
@@ -143,8 +142,6 @@ def _dumped_row(record: Any, salt: Salt) -> Exchange:
 
 # Load generators: inference-perf's per_request_lifecycle_metrics.json and AIPerf's profile_export.jsonl.
 
-INFERENCE_PERF = {"start_time", "end_time", "request", "info"}
-AIPERF = {"metadata", "metrics"}
 AIPERF_RULE = "Prompts are known by their length alone, so no two share anything. x_correlation_id is the session."
 
 
@@ -195,10 +192,10 @@ def _profiled(line: Row, salt: Salt) -> Exchange:
     return row
 
 
-SERVED: dict[str, Callable[[Reader, Salt], Read]] = {
-    "lmcache_lookup": lmcache_lookup,
-    "sglang_dump": sglang_dump,
-    "inference_perf": inference_perf,
-    "aiperf": aiperf,
+SERVED: dict[str, tuple[Callable[[Reader, Salt], Read], set[str]]] = {
+    "lmcache_lookup": (lmcache_lookup, {"timestamp", "request_id", "chunk_size", "seq_len", "chunk_hashes"}),
+    "sglang_dump": (sglang_dump, set()),
+    "inference_perf": (inference_perf, {"start_time", "end_time", "request", "info"}),
+    "aiperf": (aiperf, {"metadata", "metrics"}),
 }
-"""Formats by name. Each raises MalformedInput."""
+"""How each is read, raising MalformedInput, and what its first entry has."""

@@ -28,7 +28,11 @@ class Kind:
     empty: str = ""
     unnamed: str = "conversation.{}"
 
-    def recording(self, format: str, reader: Reader, found: Iterable[Named]) -> Recording:
+    def read(self, reader: Reader) -> Recording:
+        """A JSON list of entries, or one a line."""
+        return self.recording(reader.entries(self.parse))
+
+    def recording(self, found: Iterable[Named]) -> Recording:
         """What `parse` found in each entry, in the order of the file."""
         conversations: dict[str, Conversation] = {}
         empty = 0
@@ -39,7 +43,7 @@ class Kind:
             again = f"{name}.{place}" if name else self.unnamed.format(place)
             unique = again if not name or name in conversations else name
             conversations[unique] = Conversation(unique, calls)
-        return reader.recording(format, conversations.values(), self.rule, {self.empty: empty} if self.empty else {})
+        return Recording(tuple(conversations.values()), self.rule, {self.empty: empty} if self.empty else {})
 
 
 def sharegpt(entry: Row, counted: str | None = None) -> Named:
@@ -69,27 +73,25 @@ def mt_bench_101(entry: Row) -> Named:
     return "", tuple(Call(Text(str(user)), Text(str(bot))) for user, bot in said)
 
 
-KINDS = {
-    "openai_jsonl": Kind(
-        openai_jsonl,
-        "A line is a conversation. A turn is a reply of the assistant and all messages since the reply before it: system, "
-        "user and tool messages are its new text. Messages without a reply are left out.",
-        "conversations_without_a_reply",
-    ),
-    "sharegpt": Kind(
-        sharegpt,
-        "A turn is a person's message and the model's answer right after it. What comes before the first such pair, or "
-        "after the first break of the alternation, is left out. So are conversations without a pair.",
-        "conversations_without_a_pair",
-    ),
-    "mt_bench": Kind(
-        mt_bench,
-        "A line is a conversation, each of its turns a message. It has no replies: they are workload.max_new_tokens long.",
-    ),
-    "mt_bench_101": Kind(
-        mt_bench_101, "A line is a conversation, its turns in the order of its history.", unnamed="mt_bench_101-{}"
-    ),
-}
+OPENAI = Kind(
+    openai_jsonl,
+    "A line is a conversation. A turn is a reply of the assistant and all messages since the reply before it: system, user "
+    "and tool messages are its new text. Messages without a reply are left out.",
+    "conversations_without_a_reply",
+)
+SHAREGPT = Kind(
+    sharegpt,
+    "A turn is a person's message and the model's answer right after it. What comes before the first such pair, or after the "
+    "first break of the alternation, is left out. So are conversations without a pair.",
+    "conversations_without_a_pair",
+)
+MT_BENCH = Kind(
+    mt_bench,
+    "A line is a conversation, each of its turns a message. It has no replies: they are workload.max_new_tokens long.",
+)
+MT_BENCH_101 = Kind(
+    mt_bench_101, "A line is a conversation, its turns in the order of its history.", unnamed="mt_bench_101-{}"
+)
 LMBENCHMARK = (
     "An entry with `conversations` is one, as in ShareGPT; its answers have `num_tokens` tokens where that is given. An "
     "entry with `input` is a request with its whole prompt. It continues the conversation whose last prompt is its prefix, "
@@ -97,14 +99,9 @@ LMBENCHMARK = (
 )
 
 
-def read(format: str, reader: Reader) -> Recording:
-    """A JSON list of entries, or one a line."""
-    return KINDS[format].recording(format, reader, reader.entries(KINDS[format].parse))
-
-
-def read_lmbenchmark(reader: Reader) -> Recording:
+def lmbenchmark(reader: Reader) -> Recording:
     entries = list(reader.entries(_lmbenchmark))
-    talks = KINDS["sharegpt"].recording("lmbenchmark", reader, (talk for prompt, talk in entries if prompt is None))
+    talks = SHAREGPT.recording(talk for prompt, talk in entries if prompt is None)
     prompts: list[list[tuple[str, Call]]] = []
     begun: dict[str, list[list[tuple[str, Call]]]] = {}  # conversations by how their first prompt begins
     for prompt, (_, calls) in entries:
@@ -220,18 +217,14 @@ CONTINUES = 0.5
 Said = tuple[str, str]  # a call: its input and its reply
 
 
-def read_agents(reader: Reader) -> Recording:
+def agents(reader: Reader) -> Recording:
     """The path is one file, or a folder of them."""
     calls: dict[str, list[Said]] = {}
     for file in reader.files("*.jsonl"):
         for session, prompt, reply in reader.entries(_agent_line, file):
             calls.setdefault(session, []).append((prompt, reply))
-    return reader.recording(
-        format="agent_jsonl",
-        conversations=tuple(one for session, each in calls.items() for one in _roles(f"agent-{session}", each)),
-        rule=AGENTS,
-        facts={"sessions_in_file": len(calls)},
-    )
+    conversations = tuple(one for session, each in calls.items() for one in _roles(f"agent-{session}", each))
+    return Recording(conversations, AGENTS, {"sessions_in_file": len(calls)})
 
 
 def _roles(session: str, calls: list[Said]) -> list[Conversation]:

@@ -34,12 +34,12 @@ def _in_order(found: Iterable[_Request], per_s: float = 1.0) -> list[tuple[_Requ
     ]
 
 
-def _conversations(prefix: str, calls: Iterable[tuple[object, Call]]) -> Iterable[Conversation]:
+def _conversations(prefix: str, calls: Iterable[tuple[object, Call]]) -> tuple[Conversation, ...]:
     """Those with one name are a conversation."""
     found: dict[object, list[Call]] = {}
     for name, call in calls:
         found.setdefault(name, []).append(call)
-    return (Conversation(f"{prefix}-{name}", tuple(each)) for name, each in found.items())
+    return tuple(Conversation(f"{prefix}-{name}", tuple(each)) for name, each in found.items())
 
 
 # Azure's LLM inference traces: CSV with a time and two lengths. There are no sessions in it.
@@ -51,7 +51,7 @@ _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?")
 
 def azure(reader: Reader) -> Recording:
     calls = _in_order(reader.csv_rows(AZURE, _azure_row))
-    return reader.recording("azure", _conversations("azure", ((call.order, call) for _, call in calls)), AZURE_RULE)
+    return Recording(_conversations("azure", ((call.order, call) for _, call in calls)), AZURE_RULE)
 
 
 def _azure_row(row: Row) -> _Request:
@@ -94,7 +94,7 @@ def burstgpt(reader: Reader) -> Recording:
         calls.append((name, replace(call, content=Count(asked - said), continues=True)))
         latest[row.who] = (name, asked + row.reply)
     facts = {"requests_without_response": sum(not row.reply for row in rows)}
-    return reader.recording("burstgpt", _conversations("burstgpt", calls), BURSTGPT_RULE, facts)
+    return Recording(_conversations("burstgpt", calls), BURSTGPT_RULE, facts)
 
 
 def _burstgpt_row(row: Row) -> _Request:
@@ -120,7 +120,7 @@ def mooncake(reader: Reader) -> Recording:
     named = ((group[0], calls[index]) for group in groups for index in group)
     facts = {"shared_prefix_blocks": shared}
     rule = MOONCAKE_RULE.format(shared=shared)
-    return reader.recording("mooncake", _conversations("mooncake", named), rule, facts)
+    return Recording(_conversations("mooncake", named), rule, facts)
 
 
 def _mooncake_line(row: Row) -> _Request:
@@ -183,7 +183,7 @@ def qwen_bailian(reader: Reader) -> Recording:
         root[chat] = root.get(parent, chat)
         calls.append((root[chat], call))
     facts = {"requests_whose_parent_is_not_in_the_file": orphans}
-    return reader.recording("qwen_bailian", _conversations("qwen", calls), QWEN_RULE, facts)
+    return Recording(_conversations("qwen", calls), QWEN_RULE, facts)
 
 
 def _qwen_line(row: Row) -> _Request:
@@ -230,7 +230,7 @@ def ragpulse(reader: Reader) -> Recording:
     file = reader.path / TRACE if reader.path.is_dir() else reader.path
     calls = _in_order(reader.entries(_ragpulse_line(lengths), file))
     rule = RAGPULSE_RULE.format(lengths=KNOWN if lengths else UNKNOWN)
-    return reader.recording("ragpulse", _conversations("ragpulse", ((one.who, call) for one, call in calls)), rule)
+    return Recording(_conversations("ragpulse", ((one.who, call) for one, call in calls)), rule)
 
 
 def _component_length(field: str) -> Callable[[Row], tuple[int, int]]:

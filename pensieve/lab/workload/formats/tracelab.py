@@ -14,7 +14,6 @@ from pensieve.core.hint import Hint
 from pensieve.lab.workload.formats.reading import Malformed, Reader, Row, text, whole
 from pensieve.lab.workload.recording import Call, Conversation, Parts, Recording
 
-FIELDS = {"provider", "round_index", "prefix_tokens", "newly_append_tokens"}
 RULE = (
     "A session file is a conversation, and every round carries its whole prompt. A prompt that is not shorter than the one "
     "before it begins with it. A shorter one (the agent compacted or edited) begins with those of its tokens that the "
@@ -71,8 +70,7 @@ def read(reader: Reader) -> Recording:
         )
         calls.setdefault(one.session, []).append(call)
         ended_s[one.session] = one.end_s
-    conversations = (Conversation(name, tuple(own)) for name, own in calls.items())
-    return reader.recording("tracelab", conversations, RULE, dict(facts))
+    return Recording(tuple(Conversation(name, tuple(own)) for name, own in calls.items()), RULE, dict(facts))
 
 
 def _round(row: Row) -> _Round:

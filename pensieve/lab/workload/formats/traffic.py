@@ -38,18 +38,18 @@ STOPS |= {one: one for one in get_args(StopReason)}
 
 
 def read_served(format: str, reader: Reader) -> Recording:
-    return _recording(format, reader, *rows_of(format, reader, Salt(b"of a replay")))
+    return _recording(*rows_of(format, reader, Salt(b"of a replay")))
 
 
 def read(reader: Reader) -> Recording:
-    return _recording("traffic", reader, table.read_facts(reader.path), list(table.read(reader.path)))
+    return _recording(table.read_facts(reader.path), list(table.read(reader.path)))
 
 
-def _recording(format: str, reader: Reader, facts: Facts, found: Sequence[Exchange]) -> Recording:
+def _recording(facts: Facts, found: Sequence[Exchange]) -> Recording:
     asked = asked_in(found, facts)
     left_out = {"requests_left_out": len(found) - len(asked)} if len(found) > len(asked) else {}
     rule, about = f"{RULE} {facts.rule}".strip(), {"recorded_by": facts.source, **left_out}
-    return reader.recording(format, conversations_of(asked, facts), rule, about, facts.one_clock)
+    return Recording(tuple(conversations_of(asked, facts)), rule, about, facts.one_clock)
 
 
 def asked_in(found: Iterable[Exchange], facts: Facts) -> list[Exchange]:

@@ -50,13 +50,9 @@ def read(reader: Reader) -> Recording:
             continue
         sessions[session.name] = session
         facts += session.facts
-    return reader.recording(
-        format="weka",
-        conversations=(one for session in sessions.values() for one in session.conversations),
-        rule=RULE,
-        facts={"sessions_in_file": len(sessions), **dict(sorted(facts.items()))},
-        one_clock=False,
-    )
+    conversations = tuple(one for session in sessions.values() for one in session.conversations)
+    counted = {"sessions_in_file": len(sessions), **dict(sorted(facts.items()))}
+    return Recording(conversations, RULE, counted, one_clock=False)
 
 
 class _Session:
