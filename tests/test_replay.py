@@ -321,31 +321,6 @@ def test_sending_late_is_flagged_beyond_5_ms_and_a_hundredth_of_the_median(first
     assert found["send_lag_ms_p99"] == pytest.approx(8.0)
 
 
-def test_the_end_of_a_conversation_is_found_without_looking_at_all_that_are_under_way():
-    """With thousands of users that took some per cent of a simulation."""
-    compared = 0
-
-    class Name(str):
-        __hash__ = str.__hash__
-
-        def __eq__(self, other: object) -> bool:
-            nonlocal compared
-            compared += 1
-            return str.__eq__(self, other)
-
-    class Ends(Listed):
-        def is_over(self, turn):
-            return True
-
-    system, told = ScriptedSystem(), []
-    system.ended = told.append  # type: ignore[attr-defined]
-    names = [Name(f"user-{number}") for number in range(300)]
-    replay(system, Ends(*(arrival(0.0, number, session=name) for number, name in enumerate(names))))
-    assert sorted(told) == sorted(names)
-    compared_after = compared
-    assert compared_after <= 3 * len(names), "of each, not of each pair"
-
-
 def test_a_conversation_with_a_request_that_waits_or_runs_has_not_ended():
     """Two requests of one conversation, of which the second waits for the first in a system that takes one at a time."""
 

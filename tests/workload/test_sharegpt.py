@@ -10,10 +10,9 @@ import pytest
 
 from pensieve.errors import ConfigError, EngineMissing, MalformedInput
 from pensieve.lab.compose import build_tokenizer, make_workload, plan_trial
-from pensieve.lab.results.identity import config_hash
 from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.workload.sharegpt import SHAREGPT, ULTRACHAT, draw, load_from_hub, sharegpt_workload
-from tests.composed import checked, composed
+from tests.composed import checked
 from tests.scripted import context
 from tests.workload.dry import drive, measured
 
@@ -44,14 +43,6 @@ def test_a_real_file_is_what_is_said(real):
     assert second.continues
 
 
-def test_synthetic_conversations_are_called_so():
-    for dataset, name in (("sharegpt", "ShareGPT"), ("ultrachat", "UltraChat")):
-        facts = sharegpt_workload(context(), dataset=dataset, conversations=20).describe().facts
-        assert facts["synthetic"] is True
-        assert facts["source"] == f"synthetic, published means of {name}"
-        assert facts["rule"].startswith("Synthetic, not")
-
-
 def test_in_steady_state_requests_come_at_the_request_rate():
     workload = sharegpt_workload(
         context(), conversations=500, request_rate=5.0, think_time_s=2.0, max_turns=12, max_new_tokens=8
@@ -74,20 +65,6 @@ def test_a_hub_name_needs_the_package_and_a_path_a_file(monkeypatch, tmp_path):
     for path in ("data/file.json", str(tmp_path / "none"), "file"):
         with pytest.raises(ConfigError, match="does not exist"):
             sharegpt_workload(context(), path=path)
-
-
-def test_a_file_is_identified_by_what_is_in_it(real, tmp_path):
-    def identity(path):
-        from pensieve.lab.compose import resolved
-
-        return config_hash(resolved(composed("workload=sharegpt", f"workload.path={path}")))
-
-    copy = tmp_path / "copy.json"
-    copy.write_bytes(real.read_bytes())
-    same = identity(copy)
-    assert identity(real) == same
-    copy.write_text(json.dumps([entry("other", 2)]))
-    assert identity(copy) != same
 
 
 @pytest.fixture
@@ -152,12 +129,6 @@ def test_the_means_are_the_published_ones_and_the_tails_are_long(published):
     assert min(turns) == 1 and min(messages) >= 1 and min(replies) >= 1
     for values in (turns, messages, replies):
         assert nearest_rank(values, 0.99) > 3.5 * mean(values) > 4 * median(values)
-
-
-def test_the_seed_decides_and_more_conversations_begin_with_the_same():
-    few, more, other = draw(SHAREGPT, 5, 0), draw(SHAREGPT, 9, 0), draw(SHAREGPT, 5, 1)
-    assert more.conversations[:5] == few.conversations
-    assert other.conversations != few.conversations
 
 
 def test_min_turns_lengthens_all():

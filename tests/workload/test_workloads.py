@@ -28,18 +28,6 @@ def test_one_prompt_of_72_tokens_thirty_times_one_at_a_time():
     assert len({a.request.session for a in arrivals}) == 30
 
 
-def test_a_prompt_file_is_used_whole(tmp_path):
-    file = tmp_path / "prompt.txt"
-    file.write_text("Why is the sky blue?")
-    arrivals = drive(DecodeWorkload(context(), prompt_path=str(file)))
-    assert bytes(list(arrivals[0].due().prompt)) == b"Why is the sky blue?"
-    file.write_text(" ")
-    with pytest.raises(ConfigError, match="is empty"):
-        DecodeWorkload(context(), prompt_path=str(file))
-    with pytest.raises(ConfigError, match="cannot be read"):
-        DecodeWorkload(context(), prompt_path=str(tmp_path / "none.txt"))
-
-
 def test_a_prompt_beyond_the_context_is_refused():
     with pytest.raises(ConfigError, match="context is 100"):
         DecodeWorkload(context(max_context=100))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from pensieve.core.request import tokens_of
 from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import Count, Positive, WorkloadContext
 from pensieve.lab.workload.playback import Dialogue, Playback, Users
@@ -24,7 +21,6 @@ class DecodeWorkload(Playback):
         context: WorkloadContext,
         *,
         prompt_tokens: Count = 72,
-        prompt_path: str | None = None,
         new_tokens: Count = 50,
         iterations: Count = 30,
         discard: Count = 5,
@@ -35,10 +31,7 @@ class DecodeWorkload(Playback):
                 f"workload.discard={discard} leaves none of workload.iterations={iterations} to measure; "
                 "raise iterations, or lower discard."
             )
-        if prompt_path is None:
-            prompt = prose(context, prompt_tokens, "decode")
-        else:
-            prompt = tokens_of(list(context.encode(_text(prompt_path))))
+        prompt = prose(context, prompt_tokens, "decode")
         if len(prompt) + new_tokens > context.max_context:
             raise ConfigError(
                 f"Prompt and output are {len(prompt)} + {new_tokens} tokens, and the model's context is "
@@ -59,13 +52,3 @@ class DecodeWorkload(Playback):
             context, (), asked, Users([asked]), lambda *_: 0.0,
             timeout_s=timeout_s, facts=facts, working_set=asked[0].longest,
         )  # fmt: skip
-
-
-def _text(path: str) -> str:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"workload.prompt_path={path} cannot be read as text: {error}.") from error
-    if not text.strip():
-        raise ConfigError(f"workload.prompt_path={path} is empty; write the prompt into it.")
-    return text
