@@ -227,7 +227,7 @@ def _gaps(measured: Sequence[TurnRecord]) -> list[MetricValue]:
             if len(values := _gaps_ms(turn)):
                 groups.setdefault(turn.session, array("d")).extend(values)
         return _summary("itl_ms", groups, n_unit="tokens")
-    mean, percentiles, n = spread(lambda: map(_gaps_ms, completed), list(PERCENTILES.values()))
+    mean, percentiles, n = spread(map(_gaps_ms, completed), list(PERCENTILES.values()))
     found = dict(zip(SUMMARIES, (mean, *percentiles), strict=True))
     return [MetricValue(f"itl_ms_{suffix}", value, n=n, n_unit="tokens") for suffix, value in found.items()]
 

@@ -21,16 +21,16 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pensieve.core.request import TokenArray
 from pensieve.errors import MissingSeries
 from pensieve.lab.metric_registry import NONNEGATIVE, REAL, SHARE, Support
 
@@ -42,7 +42,6 @@ FEWEST_GROUPS = 5
 _GROUPS_BEYOND = 4  # that a percentile with an interval has beyond it, on average
 _MOST_SKEW = 0.75  # by how much the reach of Student's t is lengthened, at most
 _FEW = 20  # groups from which on that falls with the root of their number, as the skewness of their mean does
-_AT_ONCE = 250_000  # values of a series that is not held in memory
 _TAIL = (1.0 - CONFIDENCE) / 2
 
 
@@ -90,47 +89,21 @@ def enough_for(p: float) -> int:
     return math.ceil(10.0 / (1.0 - p) - 1e-9)
 
 
-def spread(
-    values: Callable[[], Iterable[Sequence[float]]], ps: Sequence[float]
-) -> tuple[float | None, list[float | None], int]:
-    """Mean, nearest-rank percentiles and number of values at least 0 that are too many for memory: exact, in a pass over them
-    for each two bytes of a float. values: to go through them, a part at a time.
-
-    The bits of a float that is not negative, read as an integer, are in the order of floats: so the value of a rank is found
-    from its first two bytes on, as the one whose predecessors are counted.
-    """
-    begins = [0] * len(ps)  # of the value wanted, as far as its bytes are known
-    below, n, sums = [0] * len(ps), 0, array("d")
-    for shift in (48, 32, 16, 0):
-        counts = {begin: np.zeros(1 << 16, dtype=np.int64) for begin in begins}
-        for whole in _joined(values()):
-            if shift == 48:
-                n += len(whole)
-                sums.append(math.fsum(whole))
-            bits = (whole + 0.0).view(np.uint64)  # -0.0 would be the largest of all
-            for begin, count in counts.items():
-                own = bits[bits >> np.uint64(shift + 16) == begin] if shift < 48 else bits
-                count += np.bincount((own >> np.uint64(shift)) & np.uint64(0xFFFF), minlength=1 << 16)
+def spread(parts: Iterable[Sequence[float]], ps: Sequence[float]) -> tuple[float | None, list[float | None], int]:
+    """Mean, nearest-rank percentiles and number of values that are too many for memory: exact, in a file without a name."""
+    with TemporaryFile() as file:
+        sums, n = array("d"), 0
+        for part in parts:
+            file.write(array("d", part).tobytes())
+            sums.append(math.fsum(part))
+            n += len(part)
         if not n:
             return None, [None] * len(ps), 0
-        for place, p in enumerate(ps):
-            upto = np.cumsum(counts[begins[place]])
-            digit = int(np.searchsorted(upto, _rank(p, n) - below[place]))
-            below[place] += int(upto[digit - 1]) if digit else 0
-            begins[place] = begins[place] << 16 | digit
-    return math.fsum(sums) / n, [float(np.uint64(begin).view(np.float64)) for begin in begins], n
-
-
-def _joined(parts: Iterable[Sequence[float]]) -> Iterator[Floats]:
-    """Join small parts into fewer, larger ones."""
-    waiting: TokenArray[float] = array("d")
-    for part in parts:
-        waiting.extend(part)
-        if len(waiting) >= _AT_ONCE:
-            yield np.frombuffer(waiting)
-            waiting = array("d")
-    if waiting:
-        yield np.frombuffer(waiting)
+        file.flush()
+        values = np.memmap(file, np.float64, "r+")
+        ranks = [_rank(p, n) - 1 for p in ps]
+        values.partition(sorted(set(ranks)))
+        return math.fsum(sums) / n, [float(values[rank]) for rank in ranks], n
 
 
 def has_interval(groups: int) -> bool:
