@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pensieve.core.cost import CostModel, predicted_s
-from pensieve.core.facts import NOBODY_NOW, Admission, Computed, Facts, Found
+from pensieve.core.facts import Admission, Computed, Found
 from pensieve.core.plan import CPU, GPU, Repeats, StepPlan, StepResult, Tier
 from pensieve.core.request import Request, TokenArray
 from pensieve.core.session import Run, Session, tokens_in
 from pensieve.serve.books.content import Content
-from pensieve.serve.books.holding import Held, Holders, Holding
-from pensieve.serve.books.ledger import Asked, Losses, PositionPrices, Residency, account
+from pensieve.serve.books.holding import Held, Holding
+from pensieve.serve.books.ledger import Lookup, Losses, PositionPrices, account
 from pensieve.serve.record import TurnRecord
 
 _LONG_ROW = 128  # positions of a row whose time the cost model should tell
@@ -41,25 +41,29 @@ class Counts:
     sent_plans: int = 0
 
 
-class Books(Facts):
+@dataclass(slots=True)
+class _Open:
+    """A request that has not ended. lookup: of its prompt, at its admission."""
+
+    request: Request
+    record: TurnRecord
+    lookup: Lookup | None = None
+
+
+class Books(Losses):
     """Keeps the books of one engine. cost: what records go by; None: nothing is priced."""
 
     def __init__(self, chunk_tokens: int, cost: CostModel | None = None) -> None:
+        super().__init__()
         self._size, self._cost = chunk_tokens, cost
         self._prices = PositionPrices(cost, chunk_tokens) if cost is not None else None
         self.counts = Counts()
-        self._losses = Losses()
+        self.holding: Holding | None = None
         self._content: Content | None = None
-        self._holding: Holding | None = None
-        self._holders: dict[Tier, Holders] = {}
-        self._blocks: dict[Tier, int] = {}
         self._earlier: dict[Tier, list[int]] = {}
         self._begun: set[int] = set()  # numbers of sessions that had tokens when a request of them was admitted
         self._inherited: dict[int, int] = {}  # session number -> leading tokens that it began with, of another session
-        self._asked: dict[int, Asked] = {}  # by request
-        self._residency: dict[int, Residency] = {}  # by request, at its admission, without what was read from disk
-        self._records: dict[int, TurnRecord] = {}  # by request that has not ended
-        self._of_session: dict[str, dict[int, None]] = {}  # such requests by session, in their order
+        self._open: dict[int, _Open] = {}  # by request, in their order
         self._awaited_by: dict[int, int] = {}  # request by ticket of a copy that no collected plan has had
 
     def watch_content(self) -> None:
@@ -70,40 +74,40 @@ class Books(Facts):
     def count_holding(self) -> None:
         """Count from now on what each session holds of each tier (holding.py). Called before the first request, if at all.
         Its memory grows with the number of sessions ever asked."""
-        self._holding = Holding()
+        self.holding = Holding()
         for tier, blocks in self._blocks.items():
-            column = self._holders[tier] = self._holding.column(tier, blocks)
-            column.give(self._earlier[tier], NOBODY_NOW)
+            self.holding.tier(tier, blocks, self._earlier[tier])
 
     def holdings(self) -> dict[tuple[str, Tier], Held]:
         """Return what each session has held of each tier, up to the time told last; empty without `count_holding`."""
-        return {} if self._holding is None else self._holding.until_now()
+        return {} if self.holding is None else self.holding.until_now()
 
     # -- time, tiers and sessions -------------------------------------------------------------------------------------
 
     def at(self, now_ns: int) -> None:
-        if self._holding is not None:
+        if self.holding is not None:
             # With plans in flight, the time at which one ended may be before that at which the next was made.
-            self._holding.now_ns = max(self._holding.now_ns, now_ns)
+            self.holding.now_ns = max(self.holding.now_ns, now_ns)
 
     def tier(self, tier: Tier, blocks: int, earlier: Iterable[int] = ()) -> None:
-        self._blocks[tier], self._earlier[tier] = blocks, list(earlier)
+        super().tier(tier, blocks)
+        self._earlier[tier] = list(earlier)
 
     def held(self, tier: Tier, blocks: Sequence[int], session: int) -> None:
-        if self._holding is not None:
-            self._holders[tier].give(blocks, session)
+        if self.holding is not None:
+            self.holding.give(tier, blocks, session)
 
     def freed(self, tier: Tier, blocks: Sequence[int]) -> None:
-        if self._holding is not None:
-            self._holders[tier].take(blocks)
+        if self.holding is not None:
+            self.holding.take(tier, blocks)
 
     def passed_on(self, tier: Tier, blocks: Sequence[int], session: int) -> None:
-        if self._holding is not None:
-            self._holders[tier].pass_on(blocks, session)
+        if self.holding is not None:
+            self.holding.take(tier, blocks, session)
 
     def opened(self, session: Session) -> None:
-        if self._holding is not None:
-            self._holding.open(session.number, session.name)
+        if self.holding is not None:
+            self.holding.open(session.number, session.name)
 
     def began_as(self, session: Session) -> None:
         self._inherited[session.number] = session.computed
@@ -116,89 +120,61 @@ class Books(Facts):
             self._content.truncating(session, length)
 
     def runs(self, session: Session) -> None:
-        if self._holding is not None:
-            self._holding.account(session.number).start()
+        if self.holding is not None:
+            self.holding.run(session.number, True)
 
     def rests(self, session: Session) -> None:
-        if self._holding is not None:
-            self._holding.account(session.number).stop()
+        if self.holding is not None:
+            self.holding.run(session.number, False)
 
     def closed(self, session: Session) -> None:
-        self._losses.closed(session)
+        super().closed(session)
         self._begun.discard(session.number)
         self._inherited.pop(session.number, None)
         if self._content is not None:
             self._content.closed(session)
-        if self._holding is not None:
-            self._holding.close(session.number)
-
-    # -- KV is lost ---------------------------------------------------------------------------------------------------
 
     def room_for(self, session: Session, now_s: float) -> None:
-        self._losses.room_for(session, now_s)
-        if self._holding is not None:
+        super().room_for(session, now_s)
+        if self.holding is not None:
             self.at(round(now_s * 1e9))
-
-    def lost(self, session: Session, start: int, stop: int) -> None:
-        self._losses.lost(session, start, stop)
-
-    def lost_content(self, name: bytes) -> None:
-        self._losses.lost_content(name, self._blocks["gpu"])
-
-    def not_lost(self, session: Session, start: int, stop: int) -> None:
-        self._losses.not_lost(session, start, stop)
-
-    def moved(self, source: Session, target: Session, index: int) -> None:
-        self._losses.moved(source, target, index)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def arrived(self, request: Request, turn: int, now_s: float) -> None:
-        self._records[request.id] = TurnRecord.arrived(request, turn, now_s)
-        self._of_session.setdefault(request.session, {})[request.id] = None
+        self._open[request.id] = _Open(request, TurnRecord.arrived(request, turn, now_s))
 
     def admitting(self, request: Request, session: Session, keep: int, suffix: TokenArray[int]) -> None:
         told = request.history
         if session.tokens:
             self._begun.add(session.number)
-        elif told is not None and told.lost == "kept" and session.number not in self._begun:
-            told = None
-        self._asked[request.id] = Asked.of(session, keep, suffix, told)
+        stale = told is not None and told.lost == "kept" and session.number not in self._begun
+        self._open[request.id].lookup = Lookup(session, keep, suffix, told, stale)
 
     def admitted(self, request: Request, session: Session, admission: Admission, now_s: float) -> None:
-        asked, record = self._asked[request.id], self._records[request.id]
-        assert admission.found is not None
-        residency = asked.residency(session, admission.found, self._losses, self._size)
-        self._residency[request.id] = residency
+        record, lookup, found = self._open[request.id].record, self._open[request.id].lookup, admission.found
+        assert found is not None and lookup is not None
         record.admitted_s = now_s
-        record.elsewhere_tokens, record.anywhere_tokens = self._findable(session, asked, admission.found)
-        residency.enter(record, admission)
-        found = residency.with_disk(admission.read) if admission.read else residency
-        found.enter_disk(record, request, asked.keep)
+        record.elsewhere_tokens, record.anywhere_tokens = self._findable(session, lookup, found)
+        lookup.enter(record, admission, self.loss_in(session, found), self._size)
 
     def resumed(self, request: Request, session: Session, admission: Admission, misread: bool) -> None:
-        record, residency = self._records[request.id], self._residency.get(request.id)
-        if misread and residency is not None:
-            residency.with_disk(admission.read).enter_disk(record, request, self._asked[request.id].keep)
+        record, lookup = self._open[request.id].record, self._open[request.id].lookup
+        if misread and lookup is not None:
+            lookup.enter_disk(record, admission.read)
             return
         again = sum(max(0, min(stop, session.computed) - start) for start, stop in admission.work)
         record.resumed(admission.loaded_tokens, again)
-        self._residency.pop(request.id, None)
+        self._open[request.id].lookup = None
 
     def ended(self, request: Request, status: str, reason: str | None, now_s: float, error: str | None) -> TurnRecord:
-        record = self._records.pop(request.id)
-        own = self._of_session[request.session]
-        del own[request.id]
-        if not own:
-            del self._of_session[request.session]
-        self._asked.pop(request.id, None)
-        self._residency.pop(request.id, None)
+        record = self._open.pop(request.id).record
         record.close(status, reason, now_s, error)
         if self._cost is not None and self._prices is not None:
             account(record, self._cost, self._prices, self._size)
         return record
 
-    def _findable(self, session: Session, asked: Asked, found: Found) -> tuple[int | None, int | None]:
+    def _findable(self, session: Session, lookup: Lookup, found: Found) -> tuple[int | None, int | None]:
         """At most so many leading tokens of its prompt were in another session before, whose blocks may serve this one, and
         in any session, this one included; None: not known. They say what could have been found, not what was."""
         if found.shared:
@@ -211,8 +187,8 @@ class Books(Facts):
         }:  # a block there may serve all sessions that begin alike: nobody counts that
             return None, None
         self._content = None  # no admission here asks for it
-        own = min(asked.history, asked.keep)
-        return min(own, self._inherited.get(session.number, 0)), asked.history
+        own = min(lookup.history, lookup.keep)
+        return min(own, self._inherited.get(session.number, 0)), lookup.history
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -223,7 +199,10 @@ class Books(Facts):
         self.counts.forgotten_sessions += 1
 
     def awaited(self, ticket: int, session: Session) -> None:
-        self._awaited_by[ticket] = next(iter(self._of_session[session.name]))
+        for request_id, one in self._open.items():
+            if one.request.session == session.name:
+                self._awaited_by[ticket] = request_id
+                break
 
     def collected(self, plan: StepPlan | None, result: StepResult) -> None:
         counts = self.counts
@@ -236,28 +215,21 @@ class Books(Facts):
         counts.plan_bytes += result.plan_bytes
         counts.plan_ns += result.plan_ns
         counts.sent_plans += result.plan_bytes > 0
-        if plan is not None and plan.moves:
-            self._count_copies(plan, GPU, CPU, result)
-            self._count_copies(plan, CPU, GPU, result)
-
-    def _count_copies(self, plan: StepPlan, source: Tier, target: Tier, result: StepResult) -> None:
-        """Attribute the bytes that the step moved to the turns that waited for them. Blocks are equally large. What a
-        failed step moved is unknown. The record of a closed request is not changed: it has been given out."""
-        copies = [move for move in plan.moves if move.source == source and move.target == target]
-        moved = result.h2d_bytes if target == GPU else result.d2h_bytes
-        blocks = sum(len(move.src) for move in copies)
-        for move in copies:
-            record = self._records.get(self._awaited_by.pop(move.ticket, -1))
-            if record is not None:
-                known = moved // blocks * len(move.src) if result.error is None else None
-                record.copied("h2d_bytes" if target == GPU else "d2h_bytes", known)
+        moves = () if plan is None else plan.moves
+        for move in moves:
+            waiting = self._open.get(self._awaited_by.pop(move.ticket, -1))
+            if waiting is not None:  # the record of a closed request is not changed: it has been given out
+                alike = [len(one.src) for one in moves if (one.source, one.target) == (move.source, move.target)]
+                moved = result.h2d_bytes if move.target == GPU else result.d2h_bytes
+                known = moved // sum(alike) * len(move.src) if result.error is None else None
+                waiting.record.copied("h2d_bytes" if move.target == GPU else "d2h_bytes", known)
 
     def computed(self, plan: StepPlan, result: StepResult, rows: Sequence[Computed], now_s: float) -> None:
         if len(plan.rows) == 1:
             self._count_prediction(plan.rows[0].runs, result.compute_ns)
-        records, compute_ms, stall_ms = self._records, result.compute_ns / 1e6, result.stall_ns / 1e6
+        compute_ms, stall_ms = result.compute_ns / 1e6, result.stall_ns / 1e6
         for request_id, token, margin in rows:
-            record = records[request_id]
+            record = self._open[request_id].record
             record.step(compute_ms, stall_ms)
             if token is not None:
                 record.token(token, margin, now_s)
@@ -265,15 +237,15 @@ class Books(Facts):
     def repeated(
         self, plan: StepPlan, repeats: Repeats, requests: Sequence[int], tokens: Sequence[TokenArray[int]]
     ) -> None:
-        counts, records = self.counts, self._records
+        counts = self.counts
         counts.steps += len(repeats.ended_ns)
         counts.compute_ns += sum(repeats.compute_ns)
         times_s = array("d", [ended_ns / 1e9 for ended_ns in repeats.ended_ns])
         for request_id, more in zip(requests, tokens, strict=False):
-            records[request_id].more_tokens(more, times_s)
+            self._open[request_id].record.more_tokens(more, times_s)
         compute_ms = [ns / 1e6 for ns in repeats.compute_ns]
         for request_id in requests:
-            records[request_id].more_steps(compute_ms)
+            self._open[request_id].record.more_steps(compute_ms)
         if len(plan.rows) == 1 and not tokens:
             ((start, stop),) = plan.rows[0].runs
             for further, compute_ns in enumerate(repeats.compute_ns, start=1):

@@ -6,28 +6,34 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pensieve.core.cost import CostModel, marginal_s
-from pensieve.core.facts import Admission, Found
-from pensieve.core.request import History, Request, TokenArray
+from pensieve.core.facts import Admission, Facts, Found
+from pensieve.core.plan import Tier
+from pensieve.core.request import History, TokenArray
 from pensieve.core.session import Run, Session, tokens_in, without
 from pensieve.serve.record import Cause, Loss, Miss, Missed, TurnRecord
 
 MOST_EVICTORS = 8
+_NEVER = float("-inf")
 
 REMEMBERED = 16
 """Pools of evicted blocks of whose content the loss is remembered."""
 
 
-class Losses:
+class Losses(Facts):
     """For whom KV was given up, by session and chunk, or by content."""
 
     def __init__(self) -> None:
         self._chunks: dict[int, dict[int, Loss]] = {}  # by session number
-        self._content: OrderedDict[bytes, Loss] = OrderedDict()
+        self._lost_content: OrderedDict[bytes, Loss] = OrderedDict()
         self._for: tuple[str, float] = ("", 0.0)
         self._taker: Loss | None = None
+        self._blocks: dict[Tier, int] = {}
+
+    def tier(self, tier: Tier, blocks: int, earlier: Iterable[int] = ()) -> None:
+        self._blocks[tier] = blocks
 
     def room_for(self, session: Session, now_s: float) -> None:
         self._for, self._taker = (session.name, now_s), None
@@ -35,11 +41,10 @@ class Losses:
     def lost(self, session: Session, start: int, stop: int) -> None:
         self._chunks.setdefault(session.number, {}).update(dict.fromkeys(range(start, stop), self._loss()))
 
-    def lost_content(self, name: bytes, blocks: int) -> None:
-        """blocks: of the tier."""
-        self._content[name] = self._loss()
-        if len(self._content) > REMEMBERED * blocks:
-            self._content.popitem(last=False)
+    def lost_content(self, name: bytes) -> None:
+        self._lost_content[name] = self._loss()
+        if len(self._lost_content) > REMEMBERED * self._blocks["gpu"]:
+            self._lost_content.popitem(last=False)
 
     def not_lost(self, session: Session, start: int, stop: int) -> None:
         own = self._chunks.get(session.number)
@@ -56,7 +61,7 @@ class Losses:
     def closed(self, session: Session) -> None:
         self._chunks.pop(session.number, None)
 
-    def of(self, session: Session, found: Found) -> Callable[[int, bool], Loss | None]:
+    def loss_in(self, session: Session, found: Found) -> Callable[[int, bool], Loss | None]:
         """Return what tells the loss of a chunk. The second argument: the prompt has all of the chunk."""
         own, names, first = self._chunks.get(session.number, {}), found.names, None
 
@@ -65,7 +70,7 @@ class Losses:
             nonlocal first
             if names is not None and not full:
                 return None
-            loss = own.get(index) if names is None else self._content.get(names[index])
+            loss = own.get(index) if names is None else self._lost_content.get(names[index])
             if loss is None and index in found.stranded:
                 loss = first
             first = first or loss
@@ -78,116 +83,102 @@ class Losses:
         return self._taker
 
 
-@dataclass(frozen=True, slots=True)
-class Residency:
-    """Where the history of an admitted prompt was, in tokens, before its plan changed anything.
+class Lookup:
+    """Where the history of a prompt is found when it is admitted, in tokens, before its plan changes anything.
 
     gpu_hit + cpu_hit + disk_hit + recomputed = history; history + new = prompt; shared_hit <= new.
-    on_gpu, on_cpu, on_disk: the positions that were found; those beyond the history are shared hits. missed: why those
-    positions without KV that were computed before, or would have been but for an edit, have none.
+    keep: leading tokens that are its session's own. history: of them, or of what the workload says was said elsewhere, those
+    that were computed before. on_gpu, on_cpu: the positions that were found; those beyond the history are shared hits.
+    missed: why those positions without KV that were computed before, or would have been but for an edit, have none.
     """
 
-    prompt: int
-    history: int
-    on_gpu: tuple[Run, ...]
-    on_cpu: tuple[Run, ...]
-    missed: tuple[Missed, ...]
-    shares: bool = False
-    on_disk: tuple[Run, ...] = ()
-
-    @property
-    def gpu_hit(self) -> int:
-        return tokens_in(_below(self.on_gpu, self.history))
-
-    @property
-    def cpu_hit(self) -> int:
-        return tokens_in(_below(self.on_cpu, self.history))
-
-    @property
-    def shared_hit(self) -> int:
-        if not self.shares:
-            return 0
-        found = tokens_in(self.on_gpu) + tokens_in(self.on_cpu) + tokens_in(self.on_disk)
-        return found - self.gpu_hit - self.cpu_hit - self.disk_hit
-
-    @property
-    def disk_hit(self) -> int:
-        return tokens_in(_below(self.on_disk, self.history))
-
-    def with_disk(self, read: Iterable[Run]) -> Residency:
-        """Return a copy that counts these positions as found on disk, and no longer as missed."""
-        missed, found = list(self.missed), list(self.on_disk)
-        for start, stop in read:
-            end = stop if self.shares else min(stop, self.history)
-            if start < end:
-                found.append((start, end))
-            left = [replace(one, stop=min(one.stop, start)) for one in missed]
-            left += [replace(one, start=max(one.start, end)) for one in missed]
-            missed = sorted((one for one in left if one.start < one.stop), key=lambda one: one.start)
-        return replace(self, missed=joined(missed), on_disk=tuple(found))
-
-    def enter(self, record: TurnRecord, admission: Admission) -> None:
-        """Record where its history was, and which positions were found and are not computed again."""
-        record.prompt_tokens, record.history_tokens = self.prompt, self.history
-        record.gpu_hit_tokens, record.cpu_hit_tokens = self.gpu_hit, self.cpu_hit
-        record.new_tokens, record.shared_hit_tokens = self.prompt - self.history, self.shared_hit
-        record.cpu_recomputed_tokens = admission.again_tokens
-        loaded = without(self.on_cpu, admission.work) if admission.again_tokens else self.on_cpu
-        record.found = (self.on_gpu, loaded)
-
-    def enter_disk(self, record: TurnRecord, request: Request, keep: int) -> None:
-        """Record, after `enter` or where what was read from disk was something else, what came from there, and why each
-        prompt position without KV had none."""
-        assert record.gpu_hit_tokens is not None and record.cpu_hit_tokens is not None
-        disk = record.disk_hit_tokens = self.disk_hit
-        record.recomputed_tokens = self.history - record.gpu_hit_tokens - record.cpu_hit_tokens - disk
-        if self.on_disk:
-            record.shared_hit_tokens = self.shared_hit
-        record.found = (*record.found[:2], self.on_disk)
-        record.missed = explained(self, request.history, keep)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A prompt as it is about to be admitted. keep: leading tokens that are its session's own. history: of them, or of what
-    the workload says was said elsewhere, those that were computed before. edited: positions at which other tokens were."""
-
-    prompt: int
-    keep: int
-    history: int
-    edited: tuple[Missed, ...]
-
-    @classmethod
-    def of(cls, session: Session, keep: int, suffix: TokenArray[int], told: History | None) -> Asked:
-        """told: by whoever asks; None: nothing, or what they say is of a session that was forgotten."""
-        prompt = keep + len(suffix)
-        known = min(keep, session.computed) if told is None else told.tokens
-        history = min(known, prompt - 1)
-        edited: tuple[Missed, ...] = ()
+    def __init__(self, session: Session, keep: int, suffix: TokenArray[int], told: History | None, stale: bool) -> None:
+        """told: by whoever asks. stale: that is of a session that was forgotten."""
+        self.keep, self.prompt, self._told = keep, keep + len(suffix), told
+        known = min(keep, session.computed) if told is None or stale else told.tokens
+        self.history = min(known, self.prompt - 1)
+        self.on_gpu: tuple[Run, ...] = ()
+        self.on_cpu: tuple[Run, ...] = ()
+        self.missed: tuple[Missed, ...] = ()
         if keep < len(session.tokens) and suffix and suffix[0] != session.tokens[keep]:
-            edited = joined([Missed(max(history, keep), min(session.computed, keep + len(suffix)), "edited")])
-        return cls(prompt, keep, history, edited)
+            end = min(session.computed, keep + len(suffix))
+            self.missed = joined([Missed(max(self.history, keep), end, "edited")])
 
-    def residency(self, session: Session, found: Found, losses: Losses, chunk_tokens: int) -> Residency:
-        """What it has found. session: whose KV it is."""
-        own = min(self.history, self.keep)
-        on_gpu, on_cpu = found.gpu, found.cpu
-        if not found.shared:
-            on_gpu, on_cpu = _below(on_gpu, own), _below(on_cpu, own)
-        loss_of = losses.of(session, found)
+    def enter(
+        self, record: TurnRecord, admission: Admission, loss_of: Callable[[int, bool], Loss | None], size: int
+    ) -> None:
+        """Record what the admission has found, and which positions are not computed again."""
+        found = admission.found
+        assert found is not None
+        own, self._shares = min(self.history, self.keep), found.shared
+        self.on_gpu = found.gpu if found.shared else _below(found.gpu, own)
+        self.on_cpu = found.cpu if found.shared else _below(found.cpu, own)
         missed: list[Missed] = []
-        for start, stop in without(((0, own),), (*on_gpu, *on_cpu)):
-            index = start // chunk_tokens
-            loss = loss_of(index, (index + 1) * chunk_tokens <= own)
-            for end in range((index + 1) * chunk_tokens, stop, chunk_tokens):
-                following = loss_of(end // chunk_tokens, end + chunk_tokens <= own)
+        for start, stop in without(((0, own),), (*self.on_gpu, *self.on_cpu)):
+            index = start // size
+            loss = loss_of(index, (index + 1) * size <= own)
+            for end in range((index + 1) * size, stop, size):
+                following = loss_of(end // size, end + size <= own)
                 if following is not loss:
                     missed.append(_lost(start, end, loss))
                     start, loss = end, following
             missed.append(_lost(start, stop, loss))
-        elsewhere = without(((own, self.history),), (*on_gpu, *on_cpu))  # known to the workload, at another place
-        missed += (Missed(start, stop, "edited") for start, stop in elsewhere)
-        return Residency(self.prompt, self.history, on_gpu, on_cpu, (*joined(missed), *self.edited), found.shared)
+        for start, stop in without(((own, self.history),), (*self.on_gpu, *self.on_cpu)):
+            missed.append(Missed(start, stop, "edited"))  # known to the workload, at another place
+        self.missed = (*joined(missed), *self.missed)
+        record.prompt_tokens, record.history_tokens = self.prompt, self.history
+        record.gpu_hit_tokens, record.cpu_hit_tokens = self._hit(self.on_gpu), self._hit(self.on_cpu)
+        record.new_tokens, record.cpu_recomputed_tokens = self.prompt - self.history, admission.again_tokens
+        loaded = without(self.on_cpu, admission.work) if admission.again_tokens else self.on_cpu
+        record.found = (self.on_gpu, loaded)
+        self.enter_disk(record, admission.read)
+
+    def enter_disk(self, record: TurnRecord, read: Iterable[Run]) -> None:
+        """Record, after `enter` or where what was read from disk was something else, what came from there, and why each
+        prompt position without KV had none."""
+        assert record.gpu_hit_tokens is not None and record.cpu_hit_tokens is not None
+        on_disk: tuple[Run, ...] = ()
+        missed = self.missed
+        for start, end in read:
+            stop = end if self._shares else min(end, self.history)
+            if start < stop:
+                on_disk = (*on_disk, (start, stop))
+                halves = ((replace(m, stop=min(m.stop, start)), replace(m, start=max(m.start, stop))) for m in missed)
+                missed = joined(half for both in halves for half in both)
+        hits = record.gpu_hit_tokens + record.cpu_hit_tokens + self._hit(on_disk)
+        found = (*self.on_gpu, *self.on_cpu, *on_disk)
+        record.disk_hit_tokens = self._hit(on_disk)
+        record.recomputed_tokens = self.history - hits
+        record.shared_hit_tokens = tokens_in(found) - hits if self._shares else 0
+        record.found = (*record.found[:2], on_disk)
+        record.missed = self._explained(missed, found)
+
+    def _hit(self, runs: tuple[Run, ...]) -> int:
+        return tokens_in(_below(runs, self.history))
+
+    def _explained(self, missed: Sequence[Missed], found: Sequence[Run]) -> tuple[Missed, ...]:
+        """Explain every prompt position without KV. Where the engine does not know the conversation, whoever asks says why;
+        what is left was never said before."""
+        told, runs, later = self._told, list[Missed](), list[Missed]()
+        for one in missed:
+            if one.stop > self.history:
+                later.append(one)
+            elif told is not None and told.lost == "restarted" and one.cause in ("never_stored", "edited"):
+                runs.append(
+                    replace(one, cause="restarted")
+                )  # what was said elsewhere is in no token that the engine has
+            else:
+                runs.append(one)
+        if told is not None and told.lost == "kept" and not self.keep and not self.history:
+            later.append(Missed(0, min(told.tokens, self.prompt), "expired"))
+        for place, end in without(((self.history, self.prompt),), found):
+            for one in later:
+                start, stop = max(one.start, place), min(one.stop, end)
+                if start < stop:
+                    runs += (Missed(place, start, "new"), Missed(start, stop, one.cause, one.loss))
+                    place = stop
+            runs.append(Missed(place, end, "new"))
+        return joined(runs)
 
 
 def _lost(start: int, stop: int, loss: Loss | None) -> Missed:
@@ -198,27 +189,6 @@ def _below(runs: tuple[Run, ...], position: int) -> tuple[Run, ...]:
     if not runs or runs[-1][1] <= position:
         return runs
     return tuple((start, min(stop, position)) for start, stop in runs if start < position)
-
-
-def explained(residency: Residency, told: History | None, keep: int) -> tuple[Missed, ...]:
-    """Explain every prompt position without KV. Where the engine does not know the conversation, whoever asks says why; what
-    is left was never said before. keep: tokens of the session that the turn leaves as they are."""
-    runs = [one for one in residency.missed if one.stop <= residency.history]
-    if told is not None and told.lost == "restarted":
-        lost = ("never_stored", "edited")  # what was said elsewhere is in no token that the engine has
-        runs = [replace(one, cause="restarted") if one.cause in lost else one for one in runs]
-    later = [one for one in residency.missed if one.stop > residency.history]
-    if told is not None and told.lost == "kept" and not keep and not residency.history:
-        later.append(Missed(0, min(told.tokens, residency.prompt), "expired"))
-    found = (*residency.on_gpu, *residency.on_cpu, *residency.on_disk)
-    for place, end in without(((residency.history, residency.prompt),), found):
-        for one in later:
-            start, stop = max(one.start, place), min(one.stop, end)
-            if start < stop:
-                runs += (Missed(place, start, "new"), Missed(start, stop, one.cause, one.loss))
-                place = stop
-        runs.append(Missed(place, end, "new"))
-    return joined(runs)
 
 
 class PositionPrices:
@@ -269,32 +239,26 @@ def ledger_of(missed: Sequence[Missed], waited_ms: float, cost: CostModel, chunk
     """Divide the time that a turn waited for its first token among the causes of its missed positions, in proportion to
     what the cost model says each position takes to compute. Returns a line for each cause and evicting conversation (the
     MOST_EVICTORS largest): their tokens add up to the positions missed, their ms to waited_ms."""
-    seconds: dict[tuple[Cause, str | None], float] = {}
-    tokens: dict[tuple[Cause, str | None], int] = {}
-    when: dict[tuple[Cause, str | None], float] = {}
+    lines: dict[tuple[Cause, str | None], list[float]] = {}  # tokens, seconds, and when the last of them was given up
     for one in missed:
-        key = (one.cause, one.loss.by if one.loss else None)
-        seconds[key] = seconds.get(key, 0.0) + marginal_s(cost, one.start, one.stop, chunk_tokens)
-        tokens[key] = tokens.get(key, 0) + one.stop - one.start
-        if one.loss is not None:
-            when[key] = max(when.get(key, one.loss.at_s), one.loss.at_s)
-    named = sorted((key for key in tokens if key[1] is not None), key=lambda key: (-tokens[key], key))
-    for key in named[MOST_EVICTORS:]:
-        rest = (key[0], None)
-        tokens[rest] = tokens.get(rest, 0) + tokens.pop(key)
-        seconds[rest] = seconds.get(rest, 0.0) + seconds.pop(key)
-        when[rest] = max(when.get(rest, when[key]), when.pop(key))
-    total = sum(seconds.values())
-    count = sum(tokens.values())
+        line = lines.setdefault((one.cause, one.loss.by if one.loss else None), [0, 0.0, _NEVER])
+        line[0] += one.stop - one.start
+        line[1] += marginal_s(cost, one.start, one.stop, chunk_tokens)
+        line[2] = max(line[2], one.loss.at_s if one.loss else _NEVER)
+    named = sorted((key for key in lines if key[1] is not None), key=lambda key: (-lines[key][0], key))
+    for cause, by in named[MOST_EVICTORS:]:
+        more, rest = lines.pop((cause, by)), lines.setdefault((cause, None), [0, 0.0, _NEVER])
+        rest[:] = [rest[0] + more[0], rest[1] + more[1], max(rest[2], more[2])]
+    count, total, _ = map(sum, zip(*lines.values(), strict=True))
     return tuple(
         Miss(
             cause,
-            tokens[cause, by],
-            waited_ms * (seconds[cause, by] / total if total else tokens[cause, by] / count),
+            int(tokens),
+            waited_ms * (seconds / total if total else tokens / count),
             by,
-            when.get((cause, by)),
+            at_s if at_s > _NEVER else None,
         )
-        for cause, by in tokens
+        for (cause, by), (tokens, seconds, at_s) in lines.items()
     )
 
 

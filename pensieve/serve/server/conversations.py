@@ -14,6 +14,7 @@ import unicodedata
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from pensieve.core.request import Fork, TokenArray, text_of
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 4
 LONGEST_NAME = 256
+_TOKENS = attrgetter("tokens")
 _NEIGHBOURS = 8  # on either side of where a prompt would be sorted in
 
 
@@ -196,7 +198,7 @@ class Conversations:
         best: tuple[Conversation, int] | None = None
         with self.lock:
             ordered = self._sorted.get(tenant, [])
-            place = bisect.bisect_right(ordered, prompt, key=lambda c: c.tokens)
+            place = bisect.bisect_right(ordered, prompt, key=_TOKENS)
             for neighbour in (*reversed(ordered[max(0, place - _NEIGHBOURS) : place]), *ordered[place : place + 1]):
                 shared = common_prefix(neighbour.tokens, prompt)
                 whole = shared == len(neighbour.tokens)
@@ -216,7 +218,7 @@ class Conversations:
             now = self._now()
             made = Conversation(tenant, chosen, self._engine_name(tenant, chosen), name is not None, now, now)
             known[chosen] = made
-            bisect.insort_right(self._sorted.setdefault(tenant, []), made, key=lambda c: c.tokens)
+            bisect.insort_right(self._sorted.setdefault(tenant, []), made, key=_TOKENS)
             return made
 
     def fork(self, parent: Conversation, keep: int) -> Conversation:
@@ -294,7 +296,7 @@ class Conversations:
                 conversation.engine_name += "~"
             known[conversation.id] = conversation
             self._engine_names.add(conversation.engine_name)
-            bisect.insort_right(self._sorted.setdefault(conversation.tenant, []), conversation, key=lambda c: c.tokens)
+            bisect.insort_right(self._sorted.setdefault(conversation.tenant, []), conversation, key=_TOKENS)
             self._tokens[conversation.tenant] += len(conversation.tokens)
             for place, mark in enumerate(conversation.marks):
                 if mark.key is not None:
@@ -316,11 +318,11 @@ class Conversations:
         del ordered[self._place(ordered, conversation)]
         self._tokens[conversation.tenant] += len(tokens) - len(conversation.tokens)
         conversation.tokens = tokens
-        bisect.insort_right(ordered, conversation, key=lambda c: c.tokens)
+        bisect.insort_right(ordered, conversation, key=_TOKENS)
 
     @staticmethod
     def _place(ordered: list[Conversation], conversation: Conversation) -> int:
-        place = bisect.bisect_left(ordered, conversation.tokens, key=lambda c: c.tokens)
+        place = bisect.bisect_left(ordered, conversation.tokens, key=_TOKENS)
         while ordered[place] is not conversation:
             place += 1
         return place
