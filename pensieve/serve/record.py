@@ -199,11 +199,6 @@ class TurnRecord:
 
     # -- in the engine ------------------------------------------------------------------------------------------------
 
-    def resumed(self, swapped_tokens: int, recomputed_tokens: int) -> None:
-        """Add what an admission after a preemption cost."""
-        self.resumed_swapped_tokens += swapped_tokens
-        self.resumed_recomputed_tokens += recomputed_tokens
-
     def step(self, compute_ms: float, stall_ms: float) -> None:
         """Add the times of an iteration in which it had a row."""
         self.compute_ms = (self.compute_ms or 0.0) + compute_ms

@@ -7,7 +7,6 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -399,7 +398,7 @@ def test_who_looks_waits_once_for_a_replica_that_does_not_answer(monkeypatch):
         ends = time.monotonic() + PATIENCE_S
         while not system.counters().get("steps"):  # the one that answers is told of, as soon as it is quick enough
             assert time.monotonic() < ends
-        system.replicas._told_at[True] = float("-inf")
+        system.replicas._told_at = float("-inf")
         assert system.places("a").count("G")
         asked = len(actors.served)
         assert system.places("a").count("G") and system.gauges()
@@ -479,28 +478,6 @@ def choice(router, running, routing):
     [rank] = asyncio.run(router.choose_replicas(running, pending))
     assert pending.routing_context.should_backoff, "or a full replica would be asked again without end"
     return rank
-
-
-def test_ray_serve_gets_the_bounds_of_the_replicas_and_the_time_to_drain(monkeypatch):
-    asked = {}
-
-    def deployment(body, **options):
-        asked.clear()
-        asked.update(options)
-        return SimpleNamespace(bind=lambda fields: (body, fields))
-
-    monkeypatch.setattr(deployment_module.serve, "start", lambda **_: None)
-    monkeypatch.setattr(deployment_module.serve, "deployment", deployment)
-    monkeypatch.setattr(deployment_module.serve, "run", lambda application, **_: application)
-    scaling = Scaling(1, 4, turns=3, up_s=5, down_s=60, drain_s=7)
-    system = Deployment({"model": "tiny"}, scaling, "affinity")
-    assert system._deployed() == (EngineReplica, {"model": "tiny"})
-    between = asked["autoscaling_config"]
-    assert (between.min_replicas, between.max_replicas, between.target_ongoing_requests) == (1, 4, 3)
-    assert (between.upscale_delay_s, between.downscale_delay_s) == (5, 60)
-    assert asked["graceful_shutdown_timeout_s"] == 7 and "num_replicas" not in asked
-    Deployment({}, Scaling(3, 3), "affinity")._deployed()
-    assert asked["num_replicas"] == 3 and "autoscaling_config" not in asked
 
 
 def test_ray_is_told_one_replica_that_of_the_hash():

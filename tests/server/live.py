@@ -36,7 +36,7 @@ def serving(
     """The state of the HTTP server, and its address. state: where it keeps conversations."""
     app = App(ServeSettings(port=0, **fields), Tenants(keys), "tiny")
     app.prepare(server, state)
-    app.ready(server)
+    app.server = server
     http = uvicorn.Server(uvicorn_config(app))
     thread = threading.Thread(target=http.run, daemon=True)
     thread.start()

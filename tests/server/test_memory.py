@@ -38,18 +38,6 @@ def test_pages_of_long_bodies_go_back_to_the_system():
     assert kept
 
 
-def test_what_is_there_when_the_server_is_warm_is_left_to_itself():
-    cycle = []
-    cycle.append(cycle)
-    try:
-        statistics.settle()
-        assert gc.get_freeze_count() > 10_000
-        assert not any(one is cycle for one in gc.get_objects())
-    finally:
-        gc.unfreeze()
-        gc.freeze()  # as tests/conftest.py leaves it for all tests
-
-
 def test_what_requests_leave_is_collected_however_much_is_here_to_stay():
     """The collector would else wait until a quarter as much has come: 36,000 objects, two a turn."""
     thresholds = gc.get_threshold()

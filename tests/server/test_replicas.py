@@ -45,29 +45,6 @@ def test_a_number_that_is_none_is_refused_in_one_sentence(given):
     assert "\n" not in str(refused.value)
 
 
-def test_one_replica_is_in_this_process_as_ever(monkeypatch):
-    made = []
-
-    class Made(Exception):
-        pass
-
-    def make(kind):
-        def engine(*_, **__):
-            made.append(kind)
-            raise Made
-
-        return engine
-
-    monkeypatch.setattr(command, "server_of", make("one"))
-    monkeypatch.setattr(command, "replicated_server", make("several"))
-    for replicas in (1, "1..1", 2, "1..2"):
-        app = App(ServeSettings.model_validate({"replicas": replicas}), command.tenants_of(ServeSettings()), "tiny")
-        app.loop.set_result(asyncio.new_event_loop())
-        command._load(app, composed("hardware=sim_h100"), http(should_exit=False))
-        app.loop.result().close()
-    assert made == ["one", "one", "several", "several"]
-
-
 def http(should_exit):
     return type("Http", (), {"should_exit": should_exit})()
 
@@ -240,7 +217,7 @@ def test_kill_9_of_a_replica_under_load(tmp_path):
     )
     assert counted["restarted_requests"] >= 1
     mine = {f"{tenant}/{name}" for name, tenant in WHO}
-    gone = {home for home in first.values() if home not in last.values() or home not in system.replicas._told}
+    gone = {home for home in first.values() if home not in last.values()}
     moved = {session for session in mine if first[session] in gone}
     assert len(gone) == 1 and 0 < len(moved) < len(mine), "both replicas served when one of them was killed"
     assert all(last[session] == first[session] for session in mine - moved), "only those of the dead one move"

@@ -14,17 +14,15 @@ import httpx
 import pytest
 
 pytest.importorskip("fastapi")
-import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve.errors import ConfigError
 from pensieve.plugins.engines.process import free_port
-from pensieve.serve.server import command, create_server, statistics
-from pensieve.serve.server.app import App
+from pensieve.serve.server import create_server
 from pensieve.serve.server.command import open_state
 from pensieve.serve.server.conversations import Conversations
 from pensieve.serve.server.responses import ResponseStore
-from pensieve.serve.server.settings import ServeSettings, Tenants
+from pensieve.serve.server.settings import ServeSettings
 from pensieve.serve.server.state import StateFile
 from tests.server.live import PATIENCE_S, REAL, SIMULATED, healthy, serving, until
 from tests.server.test_chat import composed
@@ -87,29 +85,6 @@ def respond(client, text, previous=None, headers=ALICE, **fields):
     }
     reply = client.post("/v1/responses", json=body, headers=headers)
     return reply.json() if reply.status_code == 200 else reply.status_code
-
-
-@pytest.mark.parametrize("state", ["off", "kept"])
-def test_all_is_taken_before_a_server_is_ready(state, tmp_path, monkeypatch):
-    """And behind what it keeps from before, which the collector would else go through."""
-    taken = []
-
-    def restore(*_):
-        taken.append("conversations")
-        return 3
-
-    monkeypatch.setattr(StateFile, "restore", restore)
-    monkeypatch.setattr(statistics, "settle", lambda: taken.append(app.server))
-    settings = ServeSettings(state="off" if state == "off" else str(tmp_path / "serve.db"))
-    app = App(settings, Tenants(), "tiny")
-    try:
-        command._load(app, composed("hardware=sim_h100"), uvicorn.Server(command.uvicorn_config(app)))
-        assert app.failure is None and app.server is not None
-        before = [] if state == "off" else ["conversations"]
-        assert taken == [*before, None]
-    finally:
-        for close in app.on_close:
-            close()
 
 
 def chat(client, text, headers=ALICE, **fields):

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import TimeoutError as Late
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
@@ -72,9 +72,8 @@ class Deployment:
         self._app = f"pensieve-{id(self):x}"
         self._cluster = RayCluster(scaling.most, gpus * scaling.most, environment=environment)
         self._asking = threading.Lock()  # of what follows
-        self._told: dict[str, ReplicaReport] = {}  # by replicas that run, when they answered last
-        self._told_counters: dict[str, dict[str, float]] = {}  # the same of all there ever were
-        self._told_at = {places: float("-inf") for places in (False, True)}  # by whether places were asked for
+        self._told: dict[str, ReplicaReport] = {}  # by replica, those that ended included
+        self._told_at = float("-inf")
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -153,36 +152,21 @@ class Deployment:
 
     # -- what they tell -----------------------------------------------------------------------------------------------
 
-    def counters(self) -> list[dict[str, float]]:
-        """Of each replica that there ever was, those that ended up to when they were asked last."""
-        with self._asking:
-            self._ask_all(CALL_S)
-            return list(self._told_counters.values())
-
-    def told(self, homes: Callable[[], Mapping[str, list[str]]] | None = None) -> dict[str, ReplicaReport]:
-        """Of each replica that runs, up to PLACES_S old; older where one does not answer in time. homes: by replica, the
-        conversations whose places it tells too, which cost as much as there are; counts and gauges are kept anyway."""
-        if self._asking.acquire(timeout=GLANCE_S):
+    def reports(self, homes: Callable[[], Mapping[str, list[str]]], fresh: bool = False) -> dict[str, ReplicaReport]:
+        """Of each replica that there ever was, up to PLACES_S old; older where one has ended, or does not answer in time: it
+        is not asked again at once, or everybody would wait for it. homes: by replica, whose places it tells.
+        fresh: ask them all first, and wait longer."""
+        patience_s = CALL_S if fresh else GLANCE_S
+        if self._asking.acquire(timeout=patience_s):
             try:
-                if time.monotonic() - self._told_at[homes is not None] > PLACES_S:
-                    self._ask_all(GLANCE_S, None if homes is None else homes())
+                if fresh or time.monotonic() - self._told_at > PLACES_S:
+                    with suppress(Late):
+                        found = self.now(self.each("tell", homes(), patience_s), 2 * patience_s)
+                        self._told |= {one.replica: one for one in found}
+                    self._told_at = time.monotonic()
             finally:
                 self._asking.release()
         return self._told
-
-    def _ask_all(self, patience_s: float, homes: Mapping[str, list[str]] | None = None) -> None:
-        """By one thread at a time, so that what is told never gets older. For a replica that does not answer stands what it
-        told before; it is not asked again at once, or everybody would wait for it."""
-        found: list[ReplicaReport] = []
-        with suppress(Late):
-            found = self.now(self.each("tell", homes or {}, patience_s), 2 * patience_s)
-        self._told_counters.update((one.replica, one.counters) for one in found)
-        before = self._told
-        if homes is None:
-            found = [replace(one, places=before[one.replica].places) if one.replica in before else one for one in found]
-        told = before | {one.replica: one for one in found}
-        self._told = {name: told[name] for name in self.up if name in told}
-        self._told_at |= dict.fromkeys((False, homes is not None), time.monotonic())
 
     # -- calls --------------------------------------------------------------------------------------------------------
 

@@ -162,29 +162,28 @@ class ReplicaSystem:
 
     def places(self, session: str) -> str:
         """Where its KV is, in the replica of its last turn; up to PLACES_S old."""
-        home = self._home.get(session)
-        if home is None:
-            return ""
-        told = self.replicas.told(self._homes).get(home[0])
+        home, _ = self._home.get(session, ("", 0))
+        told = self.replicas.reports(self._homes).get(home) if home in self.up else None
         return "" if told is None else told.places.get(session, "")
 
     def counters(self) -> dict[str, float]:
         """Sums over the replicas, those that ended included up to when they were asked last; moved_turns: served elsewhere
         than the turn before; restarted_requests: asked again since their replica ended."""
-        every = self.replicas.counters()
+        every = self.replicas.reports(self._homes, fresh=True).values()
         with self._lock:
             found = Counter(self._counted)
-        for counters in every:
-            found.update(counters)
+        for one in every:
+            found.update(one.counters)
         return dict(found)
 
     def gauges(self) -> dict[str, tuple[float, str]]:
         found: dict[str, tuple[float, str]] = {}
-        told = self.replicas.told()
-        for one in told.values():
+        told = self.replicas.reports(self._homes)
+        running = [told[name] for name in self.up if name in told]
+        for one in running:
             for name, (value, unit) in one.gauges.items():
                 found[name] = (found.get(name, (0.0, unit))[0] + value, unit)
-        return {**found, "replicas": (len(told), "replicas")}
+        return {**found, "replicas": (len(running), "replicas")}
 
     def settings(self) -> dict[str, Any]:
         """Of one replica; tokens and bytes of the tiers are those of the least number of them together."""

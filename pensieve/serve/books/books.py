@@ -163,8 +163,9 @@ class Books(Losses):
         if misread and lookup is not None:
             lookup.enter_disk(record, admission.read)
             return
-        again = sum(max(0, min(stop, session.computed) - start) for start, stop in admission.work)
-        record.resumed(admission.loaded_tokens, again)
+        for start, stop in admission.work:
+            record.resumed_recomputed_tokens += max(0, min(stop, session.computed) - start)
+        record.resumed_swapped_tokens += admission.loaded_tokens
         self._open[request.id].lookup = None
 
     def ended(self, request: Request, status: str, reason: str | None, now_s: float, error: str | None) -> TurnRecord:

@@ -64,7 +64,7 @@ class App:
         """That serves, in the process's main thread."""
 
     def prepare(self, server: Server, state: StateFile | None = None) -> None:
-        """All but the word that requests are served from now on (`ready`), with the conversations of before. state: where
+        """All but the word that requests are served from now on (`server`), with the conversations of before. state: where
         they are kept; raises ConfigError for one that cannot be read."""
         s = self.settings
         server.conversations.limit(s.max_sessions, s.max_stored_tokens, s.keep_alive_s)
@@ -76,10 +76,6 @@ class App:
             self.on_close.append(state.close)
         self.meters = Meters(server)
         server.observe(lambda turn, record: self.meters.turn_ended(record))
-
-    def ready(self, server: Server) -> None:
-        """From now on requests are served by this server, which is prepared."""
-        self.server = server
 
     @property
     def warm(self) -> Server:

@@ -181,7 +181,7 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
             state.on_close.append(recording.close)
         state.prepare(server, kept)
         statistics.settle()  # behind all that stays, the conversations of before too
-        state.ready(server)
+        state.server = server
     except Exception as error:  # or nobody would learn why it never gets ready
         if server is not None:
             server.close()

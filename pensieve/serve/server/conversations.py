@@ -153,9 +153,9 @@ class Conversations:
         self._by_key: dict[tuple[str, bytes], tuple[Conversation, int]] = {}
         self._engine_names: set[str] = set()
         self._numbers = itertools.count(1)
-        self.on_settled: Callable[[Conversation], None] = _nothing
+        self.on_settled: Callable[[Conversation], None] = nothing
         """Told of each turn that stands."""
-        self.on_removed: Callable[[Conversation], None] = _nothing
+        self.on_removed: Callable[[Conversation], None] = nothing
 
     def limit(self, most: int, most_tokens: int, keep_alive_s: float | None) -> None:
         """most: conversations that a tenant may have; most_tokens: in all of them when a new one begins. Beyond, the unnamed
@@ -386,5 +386,5 @@ class Conversations:
         return chosen
 
 
-def _nothing(*_: object) -> None:
+def nothing(*_: object) -> None:
     """Nobody wants to know."""

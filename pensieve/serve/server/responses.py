@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.server.conversations import Conversation, Conversations, Mark, Message
+from pensieve.serve.server.conversations import Conversation, Conversations, Mark, Message, nothing
 from pensieve.serve.server.dialogue import Dialogue
 from pensieve.serve.server.feed import sse_data
 from pensieve.serve.server.schemas import ResponseBody, text_of_parts, usage
@@ -43,8 +43,8 @@ class ResponseStore:
         self._conversations, self._most = conversations, most
         self._stored: defaultdict[str, dict[str, Stored]] = defaultdict(dict)  # by tenant, the oldest first
         self._lock = threading.Lock()
-        self.on_added: Callable[[str, Stored], None] = _nothing
-        self.on_deleted: Callable[[str], None] = _nothing
+        self.on_added: Callable[[str, Stored], None] = nothing
+        self.on_deleted: Callable[[str], None] = nothing
 
     def add(self, response_id: str, stored: Stored) -> None:
         with self._lock:
@@ -78,10 +78,6 @@ class ResponseStore:
         with self._conversations.lock:
             if not conversation.claimed() and conversation.idle and not conversation.named:
                 self._conversations.remove(conversation)
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing with a response that is dropped: nobody keeps a copy."""
 
 
 _NOTHING_SAID = {"type": "function", "description": None, "parameters": None, "strict": None}

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 from pensieve.core.cost import CostModel
 from pensieve.core.event import Event
@@ -22,15 +22,8 @@ from pensieve.serve.systems.profiling import profile_of
 log = logging.getLogger(__name__)
 
 
-class _Command(NamedTuple):
-    """failed: told, in the engine's thread, what `run` raised."""
-
-    run: Callable[[], None]
-    failed: Callable[[Exception], None]
-
-
-def _only_logged(_: Exception) -> None:
-    """Nobody waits for the command."""
+_Command = tuple[Callable[[], None], Callable[[Exception], None] | None]
+"""What to do in the engine's thread, and who is told there what that raised; None: nobody waits for it."""
 
 
 _HANDOVER_S = 0.0003
@@ -68,8 +61,8 @@ class ThreadedSystem(EngineSystem):
     def _submit(self, request: Request) -> None:
         self._send(lambda: self.engine.submit(request), lambda error: self.engine.failed(request, error))
 
-    def _send(self, run: Callable[[], None], failed: Callable[[Exception], None] = _only_logged) -> None:
-        self._inbox.put(_Command(run, failed))
+    def _send(self, run: Callable[[], None], failed: Callable[[Exception], None] | None = None) -> None:
+        self._inbox.put((run, failed))
 
     def drive(self, awaited: Future[Any]) -> None:
         wait((awaited,))
@@ -159,11 +152,13 @@ class ThreadedSystem(EngineSystem):
                     break  # a conversation's time is up: the step forgets it
                 if command is None:
                     return
+                run, failed = command
                 try:
-                    command.run()
+                    run()
                 except Exception as error:  # no reason to stop the engine, which serves others
                     log.exception("A command failed; the engine goes on.")
-                    command.failed(error)
+                    if failed is not None:
+                        failed(error)
                 idle = False
             events = engine.step(None)
             if self._listeners:
