@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from analysis import style
 from analysis.forms import DASHED, Form, estimate, shown, value_of, wide
-from analysis.quantities import Quantity, columns, size
+from analysis.quantities import Quantity, size
 from analysis.registry import Row
 from pensieve.lab.statistics import Estimate
 
@@ -47,8 +47,8 @@ class Side(BaseModel, extra="forbid"):
 
     parts: by label, their columns; or the one column that holds the labels, where a bar's parts are rows. per: so many of a
     part are one. ends: what has an interval between two parts. mark: a column whose value is marked on the bar. line: a value
-    at which a line stands, or the column whose first value it is; line_says: its name. origin: where bars begin. limits: of
-    the axes; least: what they show at most below the origin. nothing: stands where a baseline has none of them, or all are 0.
+    at which a line stands; line_says: its name. origin: where bars begin. limits: of the axes; least: what they show at most
+    below the origin. nothing: stands where a baseline has none of them, or all are 0.
     """
 
     says: str
@@ -57,7 +57,7 @@ class Side(BaseModel, extra="forbid"):
     per: float = 1.0
     ends: list[str] = []
     mark: str = ""
-    line: float | str | None = None
+    line: float | None = None
     line_says: str = ""
     origin: float = 0.0
     limits: tuple[float, float] | None = None
@@ -87,8 +87,8 @@ class Side(BaseModel, extra="forbid"):
         text = rows[0].get("_text", "" if parts else "not reported")
         return Bar(estimate(None), text, gid, parts=parts, ends=[one for one in ends if one is not None])
 
-    def scale(self, axes: Axes, values: Sequence[float], most: int) -> str:
-        """Returns what the caption says of it. most: ticks.
+    def scale(self, axes: Axes, values: Sequence[float], most: int) -> None:
+        """most: ticks.
 
         From 0 on, and linear, unless only a logarithm shows both the smallest and the largest. The bars have their values
         beside them: one tick is enough to read a logarithm by, and more run into each other in half a column.
@@ -112,10 +112,8 @@ class Side(BaseModel, extra="forbid"):
         elif self.line is not None or self.origin:
             axes.margins(x=0.2)  # for the numbers beyond the intervals
             axes.autoscale_view()
-        if self.least is None or axes.get_xlim()[0] >= self.least:
-            return ""
-        axes.set_xlim(left=self.least)  # what loses more would leave all others no width
-        return f". What is below {self.least:g} % is cut off there"
+        if self.least is not None:
+            axes.set_xlim(left=max(self.least, axes.get_xlim()[0]))  # what loses more would leave all others no width
 
 
 Groups = Mapping[str, Sequence[Row]]
@@ -123,13 +121,9 @@ Groups = Mapping[str, Sequence[Row]]
 
 
 class Bars(Form):
-    """A group of bars a baseline, or a `_name`, in each of the `sides`; one below the other for each `_section`.
-
-    long: the CSV has a line a quantity.
-    """
+    """A group of bars a baseline, or a `_name`, in each of the `sides`; one below the other for each `_section`."""
 
     sides: list[Side]
-    long: bool = False
 
     @property
     def every(self) -> Sequence[Quantity]:
@@ -140,11 +134,11 @@ class Bars(Form):
     def needed(self) -> Sequence[Quantity]:
         return self.sides[0].quantities
 
-    def drawn(self, rows: Sequence[Row]) -> tuple[Picture, str]:
+    def drawn(self, rows: Sequence[Row]) -> Picture:
         sections: dict[str, dict[str, list[Row]]] = {}
         for row in rows:
             sections.setdefault(row.get("_section", ""), {}).setdefault(_name(row), []).append(row)
-        sides, said = self.sides, ""
+        sides = self.sides
         rooms = {
             section: [max(1, *(len(side.bars(own, "")) for side in sides)) for own in groups.values()]
             for section, groups in sections.items()
@@ -160,9 +154,9 @@ class Bars(Form):
             for axes, side in zip(line, sides, strict=True):
                 axes.set_ylim(height, 0)
                 values[side.says] += self._groups(axes, side, section, groups, rooms[section], names=axes is line[0])
-                _line(axes, side, rows)
+                _line(axes, side)
         for axes, side in zip(grid[-1], sides, strict=True):
-            said += side.scale(axes, [one for one in values[side.says] if one], 3 if len(sides) > 1 else 5)
+            side.scale(axes, [one for one in values[side.says] if one], 3 if len(sides) > 1 else 5)
         marked = any(row.get(side.mark) is not None for side in sides for row in rows)
         handles: list[Any] = list(style.parts_key([part for part in style.PARTS if part in _parts(sides, rows)]))
         handles += [Line2D([], [], **_MARK, label=BOUND)] * marked
@@ -170,7 +164,7 @@ class Bars(Form):
         handles += [Line2D([], [], color="black", label=name, **DASHED) for name in named]
         if handles:
             style.legend(picture, handles)
-        return picture, said + f"; {BOUND}: what a policy that knows the future could find with the same room" * marked
+        return picture
 
     def _groups(
         self, axes: Axes, side: Side, section: str, groups: Groups, rooms: Sequence[int], *, names: bool
@@ -201,18 +195,6 @@ class Bars(Form):
             label.set(color=ink, fontweight="bold")
         return values
 
-    def csv(self, rows: Sequence[Row]) -> list[Row]:
-        if not self.long:
-            return super().csv(rows)
-        empty = {"n": 0, "n_seeds": 0}
-        return [
-            {
-                "baseline": row["baseline"], "quantity": one.name,
-                **columns("value", row[one.name]), **({} if row[one.name] else empty), "trials": row["trials"],
-            }
-            for row in rows for one in self.every
-        ]  # fmt: skip
-
 
 def _name(row: Row) -> str:
     return str(row["_name"] if "_name" in row else row["baseline"])
@@ -223,14 +205,11 @@ def _parts(sides: Sequence[Side], rows: Sequence[Row]) -> set[str]:
     return {part for side in sides for row in rows if side.parts for bar in side.bars([row], "") for part in bar.parts}
 
 
-def _line(axes: Axes, side: Side, rows: Sequence[Row]) -> None:
-    at = side.line
-    if isinstance(at, str):
-        at = next((row[at] for row in rows if row[at] is not None), None)
-    if at is not None and side.line_says:
-        axes.axvline(at, color="black", gid="line", zorder=0, **DASHED)
-    elif at is not None:
-        axes.axvline(at, color=style.WARNING, linewidth=1.1, gid="limit")
+def _line(axes: Axes, side: Side) -> None:
+    if side.line is not None and side.line_says:
+        axes.axvline(side.line, color="black", gid="line", zorder=0, **DASHED)
+    elif side.line is not None:
+        axes.axvline(side.line, color=style.WARNING, linewidth=1.1, gid="limit")
 
 
 def _bar(axes: Axes, one: Bar, y: float, origin: float, colour: str) -> None:

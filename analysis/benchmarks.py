@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from analysis import style
-from analysis.forms import Data, Form
+from analysis.forms import Form
 from analysis.quantities import moved
-from analysis.registry import Row
+from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Panel, Source
 from pensieve.errors import MissingSeries
 from pensieve.lab.metrics import MetricValue
@@ -33,7 +33,7 @@ _COLOURS = {
 }
 
 
-def cases(source: Source, form: Form, *, target: str, needed: Sequence[str] = ()) -> Iterator[Data]:
+def cases(source: Source, form: Form, *, target: str, needed: Sequence[str] = ()) -> Iterator[Plot]:
     """Every case with all its backends, as multiples of its limit, in the order in which they were measured. needed: only
     cases of these backends, which must have all of them.
 
@@ -54,7 +54,7 @@ def cases(source: Source, form: Form, *, target: str, needed: Sequence[str] = ()
     }
     cells = [Cell(name, {}, [job for job, _ in every if job.last.baseline == name]) for name in backends]
     trials = {job.trial.id: job.trial for job, _ in every if job.trial}
-    yield Data(Panel(source.sweep, {}, cells, source.trace(list(trials.values()))), rows, words=words)
+    yield Plot(Panel(source.sweep, {}, cells, source.trace(list(trials.values()))), rows, words=words)
 
 
 def _measured(source: Source, target: str, needed: Sequence[str]) -> tuple[dict[str, list[Measured]], dict[str, str]]:

@@ -10,9 +10,9 @@ import pandas as pd
 
 from analysis import style
 from analysis.alike import panels_of_engines
-from analysis.forms import Data, Form
+from analysis.forms import Form
 from analysis.quantities import as_estimate, median, moved
-from analysis.registry import Row
+from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Source
 from pensieve.errors import MissingSeries
 from pensieve.lab import tables
@@ -34,7 +34,7 @@ _IDEAL = (
 )
 
 
-def by_turn(source: Source, form: Form) -> Iterator[Data]:
+def by_turn(source: Source, form: Form) -> Iterator[Plot]:
     """The median of each turn, and the ideal where any turn had all of its history in GPU memory."""
     for panel in source.panels():
         turns = {cell.baseline: source.turns(cell).dropna(subset="ttft_ms") for cell in panel.cells}
@@ -49,7 +49,7 @@ def by_turn(source: Source, form: Form) -> Iterator[Data]:
             for name, found in [*lines.items(), (style.IDEAL, ideal)]
             for turn, one in found.items()
         ]
-        yield Data(panel, rows, said=_IDEAL if ideal else "")
+        yield Plot(panel, rows, said=_IDEAL if ideal else "")
 
 
 def _medians(turns: pd.DataFrame, values: pd.Series[Any]) -> dict[int, Estimate]:
@@ -85,7 +85,7 @@ def has_classes(source: Source) -> bool:
     return any(source.has_metric("ttft_ms_p50", one) for one in CLASSES)
 
 
-def speed_ups(source: Source, form: Form, *, column: str, parts: Mapping[str, str], what: str) -> Iterator[Data]:
+def speed_ups(source: Source, form: Form, *, column: str, parts: Mapping[str, str], what: str) -> Iterator[Plot]:
     """Of every baseline over stateless, in each part of the turns, as pandas' query has them. Raises MissingSeries where one
     shares no turn of any part, saying that `what` is missing."""
     for panel in source.panels():
@@ -106,12 +106,12 @@ def speed_ups(source: Source, form: Form, *, column: str, parts: Mapping[str, st
                     "baseline": cell.baseline, column: part,
                     "ttft_speed_up": one.ratio, "ci_low": one.ci_low, "ci_high": one.ci_high,
                     "n_conversations": one.n, "n_seeds": one.n_seeds, "trials": cell.ids,
-                    "_ttft_speed_up": as_estimate(one),
+                    "_ttft_speed_up": as_estimate(one), "_section": part,
                 }
                 for part, one in ratios.items() if one is not None
             ]  # fmt: skip
             table.append({"baseline": cell.baseline, **{part: tables.estimated(one) for part, one in ratios.items()}})
-        yield Data(panel, rows, table=table)
+        yield Plot(panel, rows, table=table)
 
 
 # A changing prefix
@@ -171,7 +171,7 @@ def _first_tokens(steps: pd.DataFrame) -> Estimate:
     return median(steps["ttft_ms"])
 
 
-def queries(source: Source, form: Form) -> Iterator[Data]:
+def queries(source: Source, form: Form) -> Iterator[Plot]:
     """A hit and a miss of each cell. degradation: (miss - hit) / hit in %, of the mean TTFT, paired by round."""
     for panel in panels_of_engines(source, BLOCKS):
         rows: list[Row] = []
@@ -202,10 +202,10 @@ def queries(source: Source, form: Form) -> Iterator[Data]:
                         "_ttft_ms_median_text": f"{kind} {found.value:,.1f}{f' ({beside})' if missed else ''}",
                     }
                 )
-        yield Data(panel, rows)
+        yield Plot(panel, rows)
 
 
-def stages(source: Source, form: Form) -> Iterator[Data]:
+def stages(source: Source, form: Form) -> Iterator[Plot]:
     """A miss [B, Q] replaces the warmed [A, B]; the re-warm-up [A, B] shows what that cost the next request."""
     for panel in source.panels():
         rows: list[Row] = []
@@ -229,4 +229,4 @@ def stages(source: Source, form: Form) -> Iterator[Data]:
                         "_text": f"{'' if known else 'not reported; '}{time.value:,.1f} ms",
                     }
                 )
-        yield Data(panel, rows)
+        yield Plot(panel, rows)

@@ -7,7 +7,7 @@ The map of analysis/sizes.py is a form of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 
@@ -19,11 +19,9 @@ from pydantic import BaseModel
 from analysis import style
 from analysis.quantities import Found, Quantity, columns
 from analysis.registry import Plot, Row
-from analysis.sweep import NO_VALUE, Cell, Panel, Source, in_order, number
+from analysis.sweep import NO_VALUE, Cell, Source, in_order, number
 from pensieve.lab import tables
-from pensieve.lab.metric_registry import PERCENTILES
-from pensieve.lab.results.trials import field_of
-from pensieve.lab.statistics import Estimate, enough_for
+from pensieve.lab.statistics import Estimate
 
 DOTTED: dict[str, Any] = {"linewidth": 0.9, "linestyle": (0, (1, 1.5))}
 DASHED: dict[str, Any] = {"linewidth": 1.0, "linestyle": (0, (3, 1.5))}
@@ -32,13 +30,12 @@ Points = Sequence[tuple[float, Estimate]]
 
 class Axis(BaseModel, frozen=True, extra="forbid"):
     """axis: a swept field, or a column of the rows. name: its column in the CSV. says: what the axis is called. log: a
-    logarithm, with a tick at each value. per: so many of it are one there. whole: its values are counts."""
+    logarithm, with a tick at each value. whole: its values are counts."""
 
     axis: str
     name: str = ""
     says: str = ""
     log: bool = False
-    per: float = 1.0
     whole: bool = False
 
     @property
@@ -53,38 +50,20 @@ class Axis(BaseModel, frozen=True, extra="forbid"):
 
 class Series(Quantity, frozen=True):
     """A quantity of a line. over: what it stands over, where that is not the figure's own axis; diagonal: both are equal on a
-    dotted line. look: on the axes of the quantity before, "dotted", or "thin" and grey, once for all lines."""
+    dotted line. dotted: on the axes of the quantity before."""
 
     over: Axis | None = None
     diagonal: bool = False
-    look: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """What is drawn of one panel. rows: a mapping a point with the same keys, its columns in the CSV. An Estimate becomes
-    several of them. What begins with _ is for the drawing alone:
-
-    _line, _section, _name, _colour, _text: of the line or the bar. _X: what is drawn in place of column X.
-
-    words: for {} in the lead; said: goes behind it. more: the title's end. table: where it is not that of the form.
-    """
-
-    panel: Panel
-    rows: Sequence[Row]
-    said: str = ""
-    words: Mapping[str, str] = field(default_factory=dict)
-    more: str = ""
-    table: tables.Table | None = None
+    dotted: bool = False
 
 
 class Form(BaseModel, extra="forbid"):
     """A table; and what all forms share.
 
-    rows: a function(source, form) that yields Data, by its dotted name; by default a row a cell, of the `quantities`, along
-    the axis `along` (of several the one that was swept) and `by`, in each of the `facets`: names that stand for {} in their
-    `where`; facet: their column in the CSV. keys: what the table calls the columns before the quantities. lacks: what a cell
-    without numbers has none of. more: a field of the trials, and what its values add to the title.
+    rows: a function(source, form) that yields plots without lead and picture, by its dotted name; by default a row a cell, of
+    the `quantities`, along the axis `along` (of several the one that was swept) and `by`, in each of the `facets`: names that
+    stand for {} in their `where`; facet: their column in the CSV. keys: what the table calls the columns before the
+    quantities. lacks: what a cell without numbers has none of.
     """
 
     lead: str
@@ -97,19 +76,15 @@ class Form(BaseModel, extra="forbid"):
     keys: dict[str, str] = {}
     partial: bool = False
     lacks: str = "turn that counts"
-    more: dict[str, str] = {}
     given: dict[str, Any] = {}
 
     def plots(self, source: Source) -> Iterator[Plot]:
-        for data in resolve_name(self.rows)(source, self, **self.given):
-            picture, said = self.drawn(data.rows)
-            lead = self.lead.format(**data.words) + said + data.said
-            table = self.table(data.rows) if data.table is None else data.table
-            yield Plot(data.panel, picture, lead, self.csv(data.rows), table, data.more)
+        for plot in resolve_name(self.rows)(source, self, **self.given):
+            lead, table = self.lead.format(**plot.words) + plot.said, plot.table or self.table(plot.rows)
+            yield replace(plot, rows=self.csv(plot.rows), lead=lead, table=table, picture=self.drawn(plot.rows))
 
-    def drawn(self, rows: Sequence[Row]) -> tuple[Picture | None, str]:
-        """The picture, and what it adds to the caption."""
-        return None, ""
+    def drawn(self, rows: Sequence[Row]) -> Picture | None:
+        return None
 
     @property
     def every(self) -> Sequence[Quantity]:
@@ -118,7 +93,7 @@ class Form(BaseModel, extra="forbid"):
     @property
     def needed(self) -> Sequence[Quantity]:
         """A cell without any of them is missing."""
-        return self.every
+        return [one for one in self.every if one.says] or self.every
 
     def axis(self, source: Source) -> Axis | None:
         if not isinstance(self.along, list):
@@ -137,7 +112,7 @@ class Form(BaseModel, extra="forbid"):
             for row in rows
         ]
 
-    def table(self, rows: Sequence[Row]) -> tables.Table | None:
+    def table(self, rows: Sequence[Row]) -> tables.Table:
         """Keys and quantities; of these only what any row has."""
         counted = [one for one in self.every if any(row.get(one.name) is not None for row in rows)]
         names = {one.name for one in self.every}
@@ -181,7 +156,7 @@ def estimate(found: Found) -> Estimate:
     return found if isinstance(found, Estimate) else Estimate(found or 0.0, None, None, 0, 0)
 
 
-def cells(source: Source, form: Form) -> Iterator[Data]:
+def cells(source: Source, form: Form) -> Iterator[Plot]:
     """A row a cell and facet, line by line in the order of the axis. Raises MissingSeries where one has no number."""
     along, by = form.axis(source), form.by
     axes = [axis for axis in (by, along) if axis]
@@ -194,7 +169,7 @@ def cells(source: Source, form: Form) -> Iterator[Data]:
                 own = [cell for cell in some if (cell.at[by.axis] if by else cell.baseline) == line]
                 for cell in sorted(own, key=lambda cell: order.index(cell.at[along.axis]) if along else 0):
                     rows += _of_cell(source, form, cell, line, axes)
-            yield Data(panel, rows, more=_more(form.more, some))
+            yield Plot(panel, rows)
 
 
 def _of_cell(source: Source, form: Form, cell: Cell, line: str, axes: Sequence[Axis]) -> list[Row]:
@@ -214,12 +189,6 @@ def _of_cell(source: Source, form: Form, cell: Cell, line: str, axes: Sequence[A
     return rows
 
 
-def _more(fields: Mapping[str, str], cells: Sequence[Cell]) -> str:
-    found = {name: {field_of(trial, name) for cell in cells for trial in cell.trials} - {None} for name in fields}
-    each = {name: " or ".join(f"{value:g}" for value in sorted(map(float, own))) for name, own in found.items()}
-    return "".join(fields[name].format(text) for name, text in each.items() if text)
-
-
 # Lines
 
 
@@ -227,26 +196,14 @@ class Lines(Form):
     """A line a baseline, or a value of the axis `by`. Each quantity that `says` something has axes of its own, in each facet.
 
     beside: axes next to each other. log: never from zero; False: always; else where only a logarithm shows all. band: an
-    interval is a band. joined: False: nothing lies between two values of the axis. crosses: a count of a cell; the line has a
-    cross where it is first above 0. even: a level, and its name.
+    interval is a band.
     """
 
     beside: bool = False
     log: bool | None = None
     band: bool = False
-    joined: bool = True
-    crosses: Quantity | None = None
-    even: tuple[float, str] | None = None
 
-    @property
-    def every(self) -> Sequence[Quantity]:
-        return [*self.quantities, *([self.crosses] if self.crosses else [])]
-
-    @property
-    def needed(self) -> Sequence[Quantity]:
-        return self.quantities
-
-    def drawn(self, rows: Sequence[Row]) -> tuple[Picture, str]:
+    def drawn(self, rows: Sequence[Row]) -> Picture:
         names = list(dict.fromkeys(row.get("_line", row["baseline"]) for row in rows))
         every = self.along if isinstance(self.along, list) else [self.along]
         along = next((axis for axis in every if axis and axis.column in rows[0]), Axis(axis=""))
@@ -255,7 +212,7 @@ class Lines(Form):
             (facet, one, one.over or along)
             for facet in facets
             for one in self.quantities
-            if one.says and not one.look and (one.over is None or all(shown(one.over.column, row) for row in rows))
+            if one.says and (one.over is None or all(shown(one.over.column, row) for row in rows))
         ]
         panes.sort(key=lambda pane: pane[1].diagonal)  # last, wherever the CSV has it
         shape = (1, len(panes)) if self.beside else (len(panes), 1)
@@ -263,78 +220,44 @@ class Lines(Form):
         picture, grid = style.new_grid(max(2.0, 0.6 + shape[0]), *shape, sharex=shared, sharey=self.beside)
         for place, (axes, (facet, one, axis)) in enumerate(zip(picture.axes, panes, strict=True)):
             axes.set_ymargin(0.12)  # the highest marker whole
-            with_it = [other for other in self.quantities if other is one or (other.look and one.over is None)]
-            self._lines(axes, self._in(rows, facet), names, with_it, axis)
-            if not self.joined:
-                axes.set_xlim(-0.45, len(_steps(rows, axis)) - 0.55)
+            own = self._in(rows, facet)
+            self._lines(axes, own, names, one, axis)
             if axes in [row[0] for row in grid]:
                 axes.set_ylabel(one.says.replace("{}", facet))
             if self.beside and facet:
                 axes.set_title(facet, fontweight="bold", color=style.GREY)
             if axes in grid[-1] or axis != panes[place + 1][2]:
                 axes.set_xlabel(axis.says)
-            named = any(isinstance(row.get(axis.column), str) for row in rows)
-            _ticks(axes, _steps(rows, axis), named, axis)
-        said = _thin(rows, self.quantities)
-        if self.crosses and any(value_of(row[self.crosses.name]) for row in rows):
-            for axes, facet in zip(picture.axes, facets, strict=True):
-                self._cross(axes, self._in(rows, facet), along, self.crosses)
-            said += f"; × {self.crosses.says}"
+            _ticks(axes, _steps(rows, axis), any(isinstance(row.get(axis.column), str) for row in rows), axis)
         style.legend(picture)
-        return picture, said
+        return picture
 
     def _in(self, rows: Sequence[Row], facet: str) -> list[Row]:
         return [row for row in rows if not self.facet or row[self.facet] == facet]
 
-    def _lines(self, axes: Axes, rows: Sequence[Row], names: Sequence[str], ones: Sequence[Series], axis: Axis) -> None:
-        at, apart = _steps(rows, axis), 0.0 if self.joined else min(0.18, 0.6 / len(names))
+    def _lines(self, axes: Axes, rows: Sequence[Row], names: Sequence[str], one: Series, axis: Axis) -> None:
+        at, dotted = _steps(rows, axis), [other for other in self.quantities if other.dotted]
         drawn: list[float] = []
         for order, (name, look) in enumerate(style.looks(names).items()):
             own = [row for row in rows if row.get("_line", row["baseline"]) == name]
-            aside = (order - (len(names) - 1) / 2) * apart
-            for one in ones:
-                known = [(row, found) for row in own if (found := shown(one.name, row)) is not None]
-                points = [(at[str(shown(axis.column, row))] + aside, estimate(found)) for row, found in known]
-                if not points or (one.look == "thin" and order):
-                    continue
-                xy = zip(*((x, found.value) for x, found in points), strict=True)
-                if one.look == "thin":
-                    axes.plot(*xy, color=style.GREY, linewidth=0.7, label=one.text, gid=one.text)
-                elif one.look:
-                    axes.plot(*xy, color=look[0], gid=f"{name}/{one.text}", **DOTTED)
-                else:
-                    _line(axes, name, points, look, order=order, band=self.band, joined=self.joined)
+            for other in (one, *dotted):
+                known = [(row, found) for row in own if (found := shown(other.name, row)) is not None]
+                points = [(at[str(shown(axis.column, row))], estimate(found)) for row, found in known]
+                if points and other.dotted:
+                    xy = zip(*((x, found.value) for x, found in points), strict=True)
+                    axes.plot(*xy, color=look[0], gid=f"{name}/{other.text}", **DOTTED)
+                elif points:
+                    _line(axes, name, points, look, order, self.band)
                 drawn += [found.value for _, found in points]
-        for one in ones:
-            if one.look == "dotted":
-                axes.plot([], [], color=style.GREY, label=one.text, **DOTTED)
-            if one.diagonal:
-                most = [0, max(at.values())]
-                axes.plot(most, most, color=style.GREY, gid="all offered", **DOTTED)
-        if self.even:
-            level, name = self.even
-            axes.axhline(level, color=style.colour(name), label=name, **DASHED)
+        for other in dotted:
+            axes.plot([], [], color=style.GREY, label=other.text, **DOTTED)
+        if one.diagonal:
+            most = [0, max(at.values())]
+            axes.plot(most, most, color=style.GREY, gid="all offered", **DOTTED)
         if self.log or (self.log is None and wide(drawn)):
-            plain_log(axes, "y")
+            plain_log(axes)
         else:
             axes.set_ylim(bottom=0)
-
-    def _cross(self, axes: Axes, rows: Sequence[Row], along: Axis, cross: Quantity) -> None:
-        """Where a line's count is first above 0: on the line, or where it would go on."""
-        at = _steps(rows, along)
-        for name, (colour, _) in style.looks(row["_line"] for row in rows).items():
-            own = [row for row in rows if row["_line"] == name]
-            first = next((at[str(row[along.column])] for row in own if value_of(row[cross.name])), None)
-            if first is None:
-                continue
-            known = [
-                (abs(at[str(row[along.column])] - first), value)
-                for row in own for one in self.quantities if (value := value_of(row[one.name]))
-            ]  # fmt: skip
-            axes.plot(
-                [first], [min(known)[1] if known else 1.0], marker="x", markersize=7, markeredgewidth=1.6,
-                color=colour, linestyle="none", gid=f"{name}/{cross.says}", label=cross.says,
-            )  # fmt: skip
 
 
 def _known(row: Row, quantities: Sequence[Quantity]) -> bool:
@@ -353,52 +276,38 @@ def _ticks(axes: Axes, steps: Mapping[str, float], named: bool, axis: Axis) -> N
     if named:
         axes.set_xticks(range(len(steps)), ["unlimited" if value == NO_VALUE else value for value in steps])
     elif axis.log:
-        _mark_counts(axes, sorted(steps.values())[:: 1 + len(steps) // 9])
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(sorted(steps.values())[:: 1 + len(steps) // 9]))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     elif axis.whole:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     else:
         axes.set_xlim(left=0)
-    if axis.per != 1:
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / axis.per:.2g}"))
 
 
-def _thin(rows: Sequence[Row], quantities: Sequence[Quantity]) -> str:
-    """What a 99th percentile of few turns is worth."""
-    every = [row[one.name] for row in rows for one in quantities if one.how == "p99"]
-    fewest = min((one.n for one in every if isinstance(one, Estimate)), default=None)
-    enough = enough_for(PERCENTILES["p99"])
-    if fewest is None or fewest >= enough:
-        return ""
-    return f" (a p99 of fewer than {enough:,} turns rests on less than ten; the fewest here are {fewest})"
-
-
-def _line(
-    axes: Axes, name: str, points: Points, look: tuple[str, str], *, order: int = 0, band: bool = False, joined: bool = True
-) -> None:  # fmt: skip
-    """Points with whiskers, or a band, where an estimate has an interval; a lower order lies on top. joined: False where x
-    is a category, since nothing lies between two of them. look: colour and marker.
+def _line(axes: Axes, name: str, points: Points, look: tuple[str, str], order: int, band: bool) -> None:
+    """Points with whiskers, or a band, where an estimate has an interval; a lower order lies on top. look: colour and marker.
 
     The line's gid is `name`, the interval's `name/interval`.
     """
     (colour, marker), above = look, 3 - order / 100
+    xs, values = [x for x, _ in points], [one.value for _, one in points]
     if name == style.IDEAL:
-        axes.plot(
-            [x for x, _ in points], [one.value for _, one in points], color=colour, gid=name, label=name, **DASHED
-        )
+        axes.plot(xs, values, color=colour, gid=name, label=name, **DASHED)
         return
     axes.plot(
-        [x for x, _ in points], [one.value for _, one in points], color=colour, marker=marker,
-        markersize=3.5, linewidth=1.3 if joined else 0, gid=name, label=name, zorder=above,
+        xs, values, color=colour, marker=marker, markersize=3.5, linewidth=1.3, gid=name, label=name, zorder=above,
         clip_on=False,  # a marker at the top of the axes is whole
     )  # fmt: skip
     known = [(x, one.ci_low, one.ci_high) for x, one in points if one.ci_low is not None and one.ci_high is not None]
     if not known:
         return
-    xs, low, high = zip(*known, strict=True)
+    at, low, high = zip(*known, strict=True)
     if band:
-        axes.fill_between(xs, low, high, color=colour, alpha=0.16, linewidth=0, gid=f"{name}/interval")
+        axes.fill_between(at, low, high, color=colour, alpha=0.16, linewidth=0, gid=f"{name}/interval")
     else:
-        axes.vlines(xs, low, high, color=colour, linewidth=0.9, alpha=0.7, zorder=above, gid=f"{name}/interval")
+        axes.vlines(at, low, high, color=colour, linewidth=0.9, alpha=0.7, zorder=above, gid=f"{name}/interval")
 
 
 def wide(values: Sequence[float]) -> bool:
@@ -406,18 +315,9 @@ def wide(values: Sequence[float]) -> bool:
     return bool(values) and min(values) > 0 and max(values) > 20 * min(values)
 
 
-def _mark_counts(axes: Axes, counts: Sequence[float]) -> None:
-    """A logarithmic x axis with a tick at each of these numbers and nowhere else."""
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(counts))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-
-
-def plain_log(axes: Axes, which: str, subs: Sequence[float] = (1.0, 2.0, 5.0)) -> None:
-    """A logarithmic axis whose ticks are plain numbers. which: "x" or "y"."""
-    getattr(axes, f"set_{which}scale")("log")
-    axis = getattr(axes, f"{which}axis")
-    axis.set_major_locator(LogLocator(subs=subs))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+def plain_log(axes: Axes) -> None:
+    """A logarithmic y axis whose ticks are plain numbers."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))

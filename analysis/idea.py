@@ -76,7 +76,7 @@ def draw(store: ResultsStore, sweep_id: int | None, path: Path) -> list[Path]:
         for turn, one in talks[name][session].iterrows()
     ]
     shown = {part: column for part, column in PARTS.items() if any(row[column] for row in rows) or part != "disk hit"}
-    figure, _ = Bars(lead="", sides=[Side(says="prompt tokens", parts=shown)]).drawn(rows)
+    figure = Bars(lead="", sides=[Side(says="prompt tokens", parts=shown)]).drawn(rows)
     trial, other = (trials[name] for name in SHOWN)
     assert trial is not None and other is not None
     title = "Where a conversation's tokens are when its next message comes"

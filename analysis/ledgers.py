@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from analysis.forms import Data, Form
+from analysis.forms import Form
 from analysis.quantities import over_seeds
-from analysis.registry import Row
+from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Panel, Source
 from pensieve.core.plan import Tier
 from pensieve.errors import MissingSeries
@@ -44,13 +44,13 @@ def has_misses(source: Source) -> bool:
     return not is_map(source.sweep) and any(source.store.miss_sums(trial.id) for trial in source.trials)
 
 
-def misses(source: Source, form: Form) -> Iterator[Data]:
+def misses(source: Source, form: Form) -> Iterator[Plot]:
     """By cause: tokens missed and seconds of first tokens that took, a trial, and the share of those who evicted most."""
     for panel in _panels(source):
         rows = [row for cell in panel.cells for row in _causes(source, cell)]
         if not rows:
             raise source.lacks("turn with a ledger of misses")
-        yield Data(panel, rows)
+        yield Plot(panel, rows)
 
 
 def _causes(source: Source, cell: Cell) -> Iterator[Row]:
@@ -97,7 +97,7 @@ def _basis(source: Source) -> str:
     return f"at the prices {said}"
 
 
-def held(source: Source, form: Form) -> Iterator[Data]:
+def held(source: Source, form: Form) -> Iterator[Plot]:
     """A row a baseline and tier. paid_back: GPU time saved over memory kept idle. worthwhile: the share of its conversations
     that have paid back."""
     for panel in _panels(source):
@@ -106,7 +106,7 @@ def held(source: Source, form: Form) -> Iterator[Data]:
             raise source.lacks("trial with a ledger of holding")
         said = f". Paid back: GPU time saved over memory kept idle, {_basis(source)}"
         said += "; worth it: conversations that have paid back"
-        yield Data(panel, rows, said=said if source.prices.given else "")
+        yield Plot(panel, rows, said=said if source.prices.given else "")
 
 
 def _tiers(source: Source, cell: Cell) -> Iterator[Row]:
@@ -139,7 +139,7 @@ def has_prices(source: Source) -> bool:
     return source.prices.given and has_holdings(source) and any(prefill_seconds(job.metrics) for job in source.jobs)
 
 
-def break_even(source: Source, form: Form) -> Iterator[Data]:
+def break_even(source: Source, form: Form) -> Iterator[Plot]:
     """A line a baseline and tier; those with the same GPUs and memory have one."""
     for panel in _panels(source):
         lines: dict[str, list[Row]] = {}
@@ -159,7 +159,7 @@ def break_even(source: Source, form: Form) -> Iterator[Data]:
             {**row, "_line": drawn[name]} if name in drawn else {**row, "_line": "", "_break_even_s": None}
             for name, own in lines.items() for row in own
         ]  # fmt: skip
-        yield Data(panel, rows, words={"basis": _basis(source)})
+        yield Plot(panel, rows, words={"basis": _basis(source)})
 
 
 def _short(lines: Sequence[str], several: int) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from analysis.forms import Data, Form, cells
+from analysis.forms import Form, cells
 from analysis.quantities import over_seeds
-from analysis.registry import Row
+from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Panel, Source, number
 from pensieve.errors import MissingSeries
 from pensieve.lab import tables
@@ -52,7 +52,7 @@ def offered_rate(source: Source, cell: Cell) -> float | None:
     return rate_of(cell.trials)
 
 
-def curves(source: Source, form: Form) -> Iterator[Data]:
+def curves(source: Source, form: Form) -> Iterator[Plot]:
     """Over the rate that was achieved: under load that waits for replies a slow baseline is asked less. Points are joined in
     the order of the offered load. Where a rate was offered, a system parts from the dotted line where it is saturated."""
     axis = form.axis(source)
@@ -63,20 +63,18 @@ def curves(source: Source, form: Form) -> Iterator[Data]:
         yield replace(data, said=said + (f"; dotted: all that was offered{_starting(data.rows)}" if offered else ""))
 
 
-def kept(source: Source, form: Form) -> Iterator[Data]:
+def kept(source: Source, form: Form) -> Iterator[Plot]:
     for data in _whole(source, form):
-        offered = all(row["offered_req_s"] is not None for row in data.rows)
         fewest = min(row["goodput_req_s"].groups for row in data.rows)
-        said = f"; thin: the offered rate{_starting(data.rows)}" if offered else ""
-        said += f", n = {fewest}, no interval" if fewest < FEWEST_GROUPS else ""
+        said = f", n = {fewest}, no interval" if fewest < FEWEST_GROUPS else ""
         yield replace(data, words={"kept": _objective(data.panel)}, said=said)
 
 
-def _whole(source: Source, form: Form) -> Iterator[Data]:
+def _whole(source: Source, form: Form) -> Iterator[Plot]:
     """Every cell with all of its quantities but the offered rate."""
     for data in cells(source, form):
         for row in data.rows:
-            if any(row[one.name] is None for one in form.needed if one.how):
+            if any(row[one.name] is None for one in form.every if one.how):
                 at = ", ".join(f"{axis}={value}" for axis, value in row["_cell"].at.items())
                 raise source.lacks(f"{form.lacks} of {row['baseline']} with {at}")
         yield data
@@ -135,7 +133,7 @@ def _over(ours: BySeed, theirs: BySeed) -> PairedRatio | None:
     return positive_ratio(*sides)
 
 
-def at_the_papers_latency(source: Source, form: Form) -> Iterator[Data]:
+def at_the_papers_latency(source: Source, form: Form) -> Iterator[Plot]:
     """A line a system and statistic, since the paper says 90th percentile in one place and mean in another. Where a system
     saturates is where it has to be measured, so not all have run at all loads."""
     axis = load_axis(source)
@@ -200,4 +198,4 @@ def at_the_papers_latency(source: Source, form: Form) -> Iterator[Data]:
         ) * partly
         if any(abs(row["difference_pct"] or 0.0) > EXPLAINED_PCT for row in rows):
             said += f"; a difference over {EXPLAINED_PCT} % wants an explanation (docs/paper.md)"
-        yield Data(panel, rows, said, words, table=table)
+        yield Plot(panel, rows, said=said, words=words, table=table)

@@ -14,9 +14,9 @@ from pydantic import Field
 
 from analysis import style
 from analysis.bars import Bars, Side
-from analysis.forms import Data, Form, cells
+from analysis.forms import Form, cells
 from analysis.quantities import Quantity, Shares, as_estimate, moved, over_seeds, shares
-from analysis.registry import Row
+from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Panel, Source
 from pensieve.errors import MissingSeries
 from pensieve.lab.metric_registry import REAL
@@ -52,7 +52,7 @@ def shows_sizes(source: Source) -> bool:
     return source.has_metric("gpu_hit_rate") and (plain or size_axis(source) is not None)
 
 
-def where_found(source: Source, form: Form) -> Iterator[Data]:
+def where_found(source: Source, form: Form) -> Iterator[Plot]:
     """The shares of each cell, beside the quantities of the form. A sweep over the size has a part of the picture for each
     baseline, any other one bar a cell."""
     axis = size_axis(source)
@@ -151,7 +151,7 @@ def has_gap(source: Source) -> bool:
     return len(swept) > 1 and START in swept and source.has_metric("bound_hit_rate")
 
 
-def gaps(source: Source, form: Form) -> Iterator[Data]:
+def gaps(source: Source, form: Form) -> Iterator[Plot]:
     """A panel a baseline and whatever else is swept: by size of the cache, the policies in order of their hits. Bars begin at
     what START finds, 0 %, and 100 % is the bound."""
     size = size_axis(source)
@@ -165,7 +165,7 @@ def gaps(source: Source, form: Form) -> Iterator[Data]:
                 found = [_policy(own, form, cell, policies, _tokens(cell, size)) for cell in policies.values()]
                 rows += sorted(found, key=lambda row: -row["hit_pct"].value)
             group = {"baseline": name, **panel.group} if len(bounded) > 1 else panel.group
-            yield Data(replace(panel, group=group), rows)
+            yield Plot(replace(panel, group=group), rows)
 
 
 def _policy(source: Source, form: Form, cell: Cell, policies: Mapping[str, Cell], size: str) -> Row:
@@ -262,7 +262,7 @@ class Changes(Bars):
         return self.names.get(value) or self.reads.format(float(value) if ":" in self.reads else value)
 
 
-def changes(source: Source, form: Changes) -> Iterator[Data]:
+def changes(source: Source, form: Changes) -> Iterator[Plot]:
     axis, reference = form.varied, form.reference
     typed = varying_axes(source.sweep.overrides, source.trials)
     others = [other for other in typed if other != axis]
@@ -284,7 +284,7 @@ def changes(source: Source, form: Changes) -> Iterator[Data]:
             rows += section
         if len(baselines) > 1:
             panel = replace(panel, group={"baseline": baseline, **panel.group})
-        yield Data(panel, rows, words={"found": "; ".join(found), "reference": form.said(reference)})
+        yield Plot(panel, rows, words={"found": "; ".join(found), "reference": form.said(reference)})
 
 
 def _section(

@@ -86,21 +86,19 @@ class Quantity(BaseModel, frozen=True, extra="forbid"):
     function(source, cell) by its dotted name; one of this module needs no dot.
 
     how: of a column "mean" or a percentile ("p90") over the turns; of a metric "seeds", its mean over seeds, or "sum".
-    where: which turns, as pandas' query has it. label: of a metric; scale: so many of it are one.
-    name: its column in the CSV; prefix: of its interval there; interval: False leaves that out, counts: its n. says: over its
-    axis, and in a table. text: beside a bar, as str.format has it; unit: "bytes" or "digits", which make a text of the number
+    where: which turns, as pandas' query has it. scale: so many of a metric are one.
+    name: its column in the CSV; prefix: of its interval there; interval: False leaves that out. says: over its axis,
+    and in a table. text: beside a bar, as str.format has it; unit: "bytes" or "digits", which make a text of the number
     first. hatched: a second kind of bar. drawn: False: in the CSV alone.
     """
 
     of: str = ""
     how: str = ""
     where: str = ""
-    label: str = ""
     scale: float = 1.0
     name: str = ""
     prefix: str = ""
     interval: bool = True
-    counts: bool = True
     says: str = ""
     text: str = "{:,.1f}"
     unit: str = ""
@@ -113,9 +111,9 @@ class Quantity(BaseModel, frozen=True, extra="forbid"):
             own: Found = resolve_name(self.of if "." in self.of else f"{__name__}.{self.of}")(source, cell)
             return own
         if self.how == "sum":
-            return sum(cell.metric(self.of, self.label).values())
+            return sum(cell.metric(self.of).values())
         if self.how == "seeds":
-            one_a_trial = cell.metric(self.of, self.label)
+            one_a_trial = cell.metric(self.of)
             return over_seeds({key: value / self.scale for key, value in one_a_trial.items()}) if one_a_trial else None
         turns = _those(source.turns(cell), self.where)
         every = values_of(turns, self.of) if self.of.isidentifier() else pd.Series(turns.eval(self.of), turns.index)
@@ -132,8 +130,7 @@ class Quantity(BaseModel, frozen=True, extra="forbid"):
         """Of the CSV: the value, and of an estimate its interval and counts."""
         if isinstance(found, float | int) or not self.interval:
             return {self.name: found.value if isinstance(found, Estimate) else found}
-        every = columns(self.name, found, self.prefix)
-        return every if self.counts else dict(list(every.items())[:3])
+        return columns(self.name, found, self.prefix)
 
     def head(self, facet: str = "") -> str:
         """Of a table."""

@@ -7,7 +7,7 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -32,18 +32,20 @@ LAST = 1000  # the place of a figure that names none
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One panel, drawn. lead: what a point and its interval are. rows: what is drawn, a mapping a point with the same keys.
+    """One panel. rows: a mapping a point with the same keys, its columns in the CSV; an Estimate becomes several of them.
+    What begins with _ is for the drawing alone: _line, _section, _name, _colour, _text of the line or bar; _X in place of X.
 
-    picture: None where the figure is a table, which is text. table: its numbers as cells. more: the title's end, where the
-    trials give it one.
+    lead: what a point and its interval are; said: goes behind it, words: for {} in it. table: its numbers as cells, where
+    they are not those of the form. picture: None where the figure is a table, which is text.
     """
 
     panel: Panel
-    picture: Picture | None
-    lead: str
     rows: Sequence[Row]
+    lead: str = ""
+    said: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)
     table: Table | None = None
-    more: str = ""
+    picture: Picture | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ def _holds(applies: Mapping[str, Any], source: Source) -> bool:
 def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
     """Title and a line of small print around the picture, and its files; the panel's group goes before the columns of the
     CSV. What does not fit the line is the caption, for whoever sets the figure."""
-    panel, origin, title = plot.panel, plot.panel.provenance, of.title + plot.more
+    panel, origin, title = plot.panel, plot.panel.provenance, of.title
     warning = f"MIXED: {'; '.join(origin.mixed)}" if origin.mixed else ""
     drawn = _interval_drawn(plot)
     lead = plot.lead if drawn else f"{plot.lead}; no interval is due below {FEWEST_GROUPS} seeds"

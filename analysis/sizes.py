@@ -48,9 +48,8 @@ def size_map(source: Source) -> Iterator[Plot]:
     for disk, size in enumerate(q.disk):
         group = {DISK: size or "0"} if q.disks else {}
         drawn = [{k: v for k, v in row.items() if k != DISK} for row in rows if row[DISK] == (size or "0")]
-        yield Plot(
-            Panel(source.sweep, group, (), origin), _drawn(found, disk), f"{sentence} {_ran(found, disk)}", drawn
-        )
+        lead = f"{sentence} {_ran(found, disk)}"
+        yield Plot(Panel(source.sweep, group, (), origin), drawn, lead, picture=_drawn(found, disk))
 
 
 def _drawn(found: SizeMap, disk: int) -> Any:

@@ -33,8 +33,8 @@ def timed(session, number, phase, ms, **given):
     return record
 
 
-def agents(costs, refused_from=None, store=None):
-    """Agent a takes 1 + a / 10 times as long; from so many agents on the reflection of agent 0 is refused, by baseline."""
+def agents(costs, store=None):
+    """Agent a takes 1 + a / 10 times as long; of 16 agents the reflection of agent 0 is refused."""
 
     def turns(at, seed):
         n, found = int(at["workload.agents"]), []
@@ -42,7 +42,7 @@ def agents(costs, refused_from=None, store=None):
             found.append(timed(f"warmup-{agent}", 1, "warmup", 9000.0))
             for number, stage in enumerate(("reason", "reflect"), 1):
                 found.append(timed(f"agent-{agent}", number, stage, costs[at["baseline"]][stage] * (1 + agent / 10)))
-        if n >= (refused_from or {}).get(at["baseline"], 1000):
+        if n == 16:
             found[2].status, found[2].finish_reason, found[2].latency_ms = "refused", "capacity", None
         return found
 
@@ -62,7 +62,8 @@ def decoding():
             found.append(one)
         return found
 
-    return fill(ResultsStore(MEMORY), {"baseline": ["pensieve", "stateless"]}, turns, workload="decode")
+    axes = {"baseline": ["pensieve", "stateless"]}
+    return fill(ResultsStore(MEMORY), axes, turns, lambda at, seed: {"sent_bytes": 512e3}, workload="decode")
 
 
 def test_a_point_is_the_percentile_of_its_facet_and_a_baseline_has_its_colour(drawn, tmp_path):
@@ -73,17 +74,9 @@ def test_a_point_is_the_percentile_of_its_facet_and_a_baseline_has_its_colour(dr
     assert flat(zip(*reason["pensieve"].get_data(), strict=True)) == pytest.approx([1, 100, 4, 130, 16, 250])
     assert reflect["stateless"].get_ydata() == pytest.approx([200, 260, 500])
     assert all(to_hex(line.get_color()).upper() == style.colour(name) for name, line in reason.items())
-    assert "the fewest here are 2" in drawn["agent_scaling"].caption and not drawn["agent_scaling"].clipped
+    assert not drawn["agent_scaling"].clipped
     row = next(row for row in rows_of(tmp_path, "agent_scaling") if row["stage"] == "reflect" and row["agents"] == "4")
     assert (row["baseline"], row["n"], row["out_of_memory_turns"]) == ("pensieve", "8", "0")
-
-
-def test_a_cross_stands_where_memory_first_ran_out(drawn, tmp_path):
-    FIGURES["agent_scaling"].draw(agents(COSTS, {"stateless": 4, "gpu_only": 16}), tmp_path)
-    found = drawn["agent_scaling"].lines
-    assert [x for x, _ in found["stateless/memory ran out"]] == [4.0]
-    assert [x for x, _ in found["gpu_only/memory ran out"]] == [16.0]
-    assert "pensieve/memory ran out" not in found and "× memory ran out" in drawn["agent_scaling"].caption
 
 
 def test_a_cell_that_no_trial_completed_is_left_out_and_named(drawn, store, tmp_path):
@@ -120,12 +113,13 @@ def test_bars_are_quantities_and_what_nobody_counted_is_not_drawn_as_none(drawn,
     assert widths["stateless/compute_ms_per_token"] == pytest.approx(5.0)
     assert widths["stateless/sent_bytes_per_token"] == 1024.0 and "stateless/received_bytes_per_token" not in widths
     assert {"sent 1.02 kB", "all 10", "no network"} <= set(drawn["disaggregation"].texts)
-    rows = {(row["baseline"], row["quantity"]): row["value"] for row in rows_of(tmp_path, "disaggregation")}
-    assert rows["stateless", "sent_bytes_per_token"] == "1024.0" and rows["pensieve", "sent_bytes_per_token"] == ""
+    rows = {row["baseline"]: row["sent_bytes_per_token"] for row in rows_of(tmp_path, "disaggregation")}
+    assert rows == {"pensieve": "", "stateless": "1024.0"}
 
 
 def test_a_cell_without_numbers_is_told_with_the_command(store, tmp_path):
-    source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: [turn("a", 1, phase="warmup")], workload="decode")
+    warm, sent = [turn("a", 1, phase="warmup")], {"sent_bytes": 0.0}
+    source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: warm, lambda at, seed: sent, workload="decode")
     with pytest.raises(MissingSeries, match=r"no completed request that decodes by itself of pensieve; run"):
         FIGURES["disaggregation"].draw(source, tmp_path)
 
@@ -168,7 +162,6 @@ def test_the_skew_of_replicas_is_that_of_their_readings(drawn, store, tmp_path):
         50.0,
     ]  # 3 of 6 under way, over a replica's share
     assert {(row["recomputed_pct"], row["moved_turns"]) for row in rows.values()} == {("10.0", "6.0")}
-    assert "fewer than 1,000 turns" in drawn["cluster"].caption
 
 
 def test_a_hint_is_worth_the_share_of_the_gap_that_it_closes(drawn, store, tmp_path):
@@ -222,4 +215,3 @@ def test_what_was_achieved_stands_over_what_was_offered_and_latency_over_that(dr
     assert drawn["throughput_latency"].lines["all offered"] == [(0, 0), (4, 4)]
     found = drawn["goodput"].lines
     assert (found["pensieve"], found["pensieve/all turns"]) == ([(2, 0.5), (4, 1)], [(2, 1), (4, 2)])
-    assert found["offered"] == [(2, 2), (4, 4)]
