@@ -120,7 +120,7 @@ def _unlike(cells: Iterable[Cell]) -> list[str]:
     found: dict[str, None] = {}
     for trials in places.values():
         for name, same in _ALIKE.items():
-            known = _first_of_each(trials, name)
+            known = [trial for trial in trials if _value(trial, name) is not None]
             if not all(same(one, other, name) for one, other in combinations(known, 2)):
                 said: dict[str, str] = {}
                 for trial in known:
@@ -128,18 +128,6 @@ def _unlike(cells: Iterable[Cell]) -> list[str]:
                 values = [f"{value} for {baseline}" for value, baseline in said.items()]
                 found[f"{name} is {' and '.join(values)}"] = None
     return list(found)
-
-
-def _first_of_each(trials: Iterable[Trial], name: str) -> list[Trial]:
-    """Those that report it; of trials that report the same of everything that is asked, the first."""
-    found: dict[str, Trial] = {}
-    for trial in trials:
-        if _value(trial, name) is not None:
-            engine = trial.engine or {}
-            read = ("gpu_tokens", "cpu_tokens", "n_parallel", "configured_kv_unified", "kv_bytes_per_token")
-            key = (_value(trial, name), "configured_ram_cache_mib" in engine, _at_once(trial), *map(engine.get, read))
-            found.setdefault(str(key), trial)
-    return list(found.values())
 
 
 def _value(trial: Trial, name: str) -> Any:

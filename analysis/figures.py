@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from analysis import registry
 from analysis.registry import Drawing, Figure
-from analysis.sweep import Source, all_sweeps, latest_of, open_source
+from analysis.sweep import Source, latest_of, open_source
 from pensieve.errors import MissingSeries, PensieveError, ResultsError
 from pensieve.lab import tables
 from pensieve.lab.compose.folder import outputs_folder
@@ -37,32 +37,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         store = chosen_store(options)
         if options.names:
             problems.extend(_draw_named(store, options))
-        elif options.all:
-            for sweep in all_sweeps(store):
-                problems.extend(_draw_supported(chosen_source(store, options, sweep), _folder_of(options, sweep))[1])
         else:
             source = chosen_source(store, options, options.sweep)
-            drawings, failed = _draw_supported(source, _folder_of(options, source.sweep.id))
+            drawings, failed = draw_all(source, _folder_of(options, source.sweep.id))
             problems.extend(failed)
+            _print_paths(drawings)
             for line in not_drawn(source, options.missing):
                 print(line, file=sys.stderr)
             if not drawings and not failed:
-                print(_no_figure(source), file=sys.stderr)
+                print(f"Sweep {source.sweep.id} supports no figure; `{source.command}` completes it.", file=sys.stderr)
 
     status = guarded(options, draw)
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else status
-
-
-def _no_figure(source: Source) -> str:
-    if (
-        source.jobs
-        and all(job.trial is not None for job in source.jobs)
-        and len(source.jobs) >= source.sweep.n_expected
-    ):
-        return f"Sweep {source.sweep.id} is complete, and no figure is of what it ran."
-    return f"Sweep {source.sweep.id} supports no figure; run `{source.command}` to complete it."
 
 
 def draw_all(source: Source, folder: Path) -> tuple[list[Drawing], list[str]]:
@@ -97,16 +85,10 @@ def not_drawn(source: Source, named: bool) -> list[str]:
     return [f"{count} figures need other experiments (--missing names them)."] if count else []
 
 
-def _draw_supported(source: Source, folder: Path) -> tuple[list[Drawing], list[str]]:
-    drawings, problems = draw_all(source, folder)
-    _print_paths(drawings)
-    return drawings, problems
-
-
 def _folder_of(options: argparse.Namespace, sweep_id: int) -> Path:
     """A folder a sweep, to which `latest` then points; --to names another."""
     if options.to is not None:
-        return options.to / f"sweep-{sweep_id}" if options.all else Path(options.to)
+        return Path(options.to)
     folder = figures_folder(outputs_folder(), sweep_id)
     folder.mkdir(parents=True, exist_ok=True)
     link, new = folder.with_name(LATEST), folder.with_name(f".{LATEST}-{os.getpid()}")
@@ -227,7 +209,6 @@ def _parser() -> argparse.ArgumentParser:
         help="further sweeps of the same overlay, read as one with it: each system at loads of its own",
     )  # fmt: skip
     found.add_argument("--to", type=Path, help="folder to write to (default: figures/sweep-ID in the outputs folder)")
-    found.add_argument("--all", action="store_true", help="every sweep of the database, a folder each")
     found.add_argument(
         "--missing", action="store_true", help="name the figures that need other experiments, with commands"
     )

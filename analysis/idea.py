@@ -9,7 +9,6 @@ or disk, what was computed again, and what is new.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -17,12 +16,13 @@ import pandas as pd
 
 from analysis import style
 from analysis.bars import Bars, Side
+from analysis.figures import chosen_store, guarded, source_options
 from analysis.sweep import Source, open_source
 from pensieve.core.request import is_measured
-from pensieve.errors import MissingSeries, PensieveError
+from pensieve.errors import MissingSeries
 from pensieve.lab.compose.folder import outputs_folder
 from pensieve.lab.results.schema import Trial
-from pensieve.lab.results.store import ResultsStore, open_store
+from pensieve.lab.results.store import ResultsStore
 
 COMMAND = (
     "python runners/run.py -m hardware=sim_a100_80g model=llama3_8b cache=small seed=0 baseline=pensieve,stateless"
@@ -90,19 +90,15 @@ def draw(store: ResultsStore, sweep_id: int | None, path: Path) -> list[Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", type=int, help="default: the latest")
+    parser = source_options(__doc__ or "")
     parser.add_argument("--to", type=Path, help="default: idea.png in the figures of the outputs folder")
     options = parser.parse_args()
-    outputs = outputs_folder()
-    try:
-        store = open_store(outputs, create=False)
-        for path in draw(store, options.sweep, options.to or outputs / "figures" / "idea.png"):
-            print(path)
-    except PensieveError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+
+    def drawn() -> None:
+        path = options.to or outputs_folder() / "figures" / "idea.png"
+        print(*draw(chosen_store(options), options.sweep, path), sep="\n")
+
+    return guarded(options, drawn)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 from analysis.forms import Form, cells
-from analysis.quantities import over_seeds
+from analysis.quantities import as_estimate, over_seeds
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Panel, Source, number
 from pensieve.errors import MissingSeries
-from pensieve.lab import tables
 from pensieve.lab.compose.folder import conf_folder
 from pensieve.lab.results.claims import Claim, crossing, read_claims, unmet
 from pensieve.lab.results.frame import TrialGroup, positive_ratio
@@ -35,7 +34,6 @@ LOADS = (
 NOT_REACHED = "; the window of some trials began before the offered rate was reached, which is that of steady state"
 STATISTICS = ("mean", "p90")
 MEASURE = "throughput_at_latency_ratio"
-EXPLAINED_PCT = 15  # a difference beyond this wants an experiment that explains it
 
 
 def load_axis(source: Source) -> str | None:
@@ -148,54 +146,30 @@ def at_the_papers_latency(source: Source, form: Form) -> Iterator[Plot]:
             raise MissingSeries(
                 f"Sweep {source.sweep.id} has none of {', '.join(claim.against)} to compare with; add baseline=stateless."
             )
-        table: list[dict[str, str]] = []
         rows: list[Row] = []
-        partly = False
         for statistic in STATISTICS:
             reached = rates_at(panel, axis, limit, statistic)
             for name, values in reached.items():
-                rate = over_seeds(values) if values else None
                 ratio = _over(values, reached[reference]) if name != reference else None
                 paper = bounds.claimed if name in claim.of else None
-                difference = 100 * (ratio.ratio / paper - 1) if ratio and paper else None
                 ran = {(trial.seed, trial.repeat) for cell in panel.of(name) for trial in cell.trials}
-                partly = partly or 0 < len(values) < len(ran)
-                percent = tables.NONE if difference is None else f"{round(difference):+d} %".replace("-", "−")
-                table.append(
-                    {
-                        "system": name,
-                        "latency": statistic,
-                        f"requests/s at\n{limit:g} ms/token": tables.estimated(rate),
-                        "seeds that\nreached it": f"{len(values)} of {len(ran)}",
-                        f"over\n{reference}": "1" if name == reference else tables.estimated(ratio),
-                        "the paper\nover vLLM": tables.NONE if paper is None else f"{paper:.2f}",
-                        "difference": percent,
-                    }
-                )
                 rows.append(
                     {
                         "baseline": name,
                         "statistic": statistic,
                         "limit_ms_per_token": limit,
-                        "requests_per_s": rate,
-                        f"over_{reference}": ratio and ratio.ratio,
-                        "ratio_ci_low": ratio and ratio.ci_low,
-                        "ratio_ci_high": ratio and ratio.ci_high,
+                        "requests_per_s": over_seeds(values) if values else None,
+                        "reached": f"{len(values)} of {len(ran)}",
+                        "reference": reference,
+                        "ratio": ratio and as_estimate(ratio),
                         "paper": paper,
-                        "difference_pct": difference,
+                        "difference_pct": 100 * (ratio.ratio / paper - 1) if ratio and paper else None,
                         "trials": " ".join(cell.ids for cell in panel.of(name)),
                     }
                 )
         groups = [TrialGroup(cell.at, {cell.baseline: cell.trials}) for cell in panel.cells]
         words = {
             "cut": "".join(f"{note.text} " for note in load_changed(groups)),
-            "simulated": "Simulated. " if all(trial.simulated for trial in trials) else "",
             "paper": f"{claim.source}, {claim.text}",
         }
-        said = (
-            ". Seeds whose loads do not reach the limit are left out, so requests/s of two systems may be of different "
-            "seeds. The ratio is of those that both reached"
-        ) * partly
-        if any(abs(row["difference_pct"] or 0.0) > EXPLAINED_PCT for row in rows):
-            said += f"; a difference over {EXPLAINED_PCT} % wants an explanation (docs/paper.md)"
-        yield Plot(panel, rows, said=said, words=words, table=table)
+        yield Plot(panel, rows, words=words)

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import log
 from statistics import fmean
-from typing import Any
 
 import pandas as pd
 from pydantic import Field
@@ -17,14 +15,13 @@ from analysis.bars import Bars, Side
 from analysis.forms import Form, cells
 from analysis.quantities import Quantity, Shares, as_estimate, moved, over_seeds, shares
 from analysis.registry import Plot, Row
-from analysis.sweep import Cell, Panel, Source
+from analysis.sweep import Cell, Source
 from pensieve.errors import MissingSeries
 from pensieve.lab.metric_registry import REAL
-from pensieve.lab.results.findings import RECOMPUTED as HISTORY_RECOMPUTED
-from pensieve.lab.results.findings import REFERENCE, Finding
+from pensieve.lab.results.findings import REFERENCE
 from pensieve.lab.results.frame import PAPERS, START, conversation_sums, found_more, gap_closed, paired, values_of
 from pensieve.lab.results.trials import varying_axes
-from pensieve.lab.statistics import FEWEST_GROUPS, Estimate, PairedRatio, paired_ratio
+from pensieve.lab.statistics import Estimate, PairedRatio, paired_ratio
 
 SIZES = {"cache": "cache", "cache.gpu": "GPU cache (tokens)", "cache.cpu": "CPU cache (tokens)"}
 AXIS = "eviction"
@@ -62,7 +59,7 @@ def where_found(source: Source, form: Form) -> Iterator[Plot]:
         if parts is None:
             raise source.lacks("turn with history whose engine says what it found")
         several = len({row["baseline"] for row in data.rows}) > 1
-        rows, names = [], [one.name for one in form.every]
+        rows = []
         for row, found in zip(data.rows, every, strict=True):
             cell: Cell = row["_cell"]
             rows.append(
@@ -77,7 +74,7 @@ def where_found(source: Source, form: Form) -> Iterator[Plot]:
                     "hit_ci_low": found.hit.ci_low if found else None,
                     "hit_ci_high": found.hit.ci_high if found else None,
                     "n_conversations": found.hit.n if found else 0,
-                    **{name: row[name] for name in names},
+                    **{one.name: row[one.name] for one in form.every},
                     "bound_hit_pct": _bound(cell),
                     "trials": cell.ids,
                     "_gpu": found and found.gpu,
@@ -86,8 +83,7 @@ def where_found(source: Source, form: Form) -> Iterator[Plot]:
                     **_place(cell, axis, several),
                 }
             )
-        words = {"papers": _papers_policy(data.panel, source), "few": _few(rows, names)}
-        yield replace(data, rows=rows, words=words)
+        yield replace(data, rows=rows)
 
 
 def _column(part: str) -> str:
@@ -117,30 +113,6 @@ def _bound(cell: Cell) -> float | None:
     """In percent; a server that stores nothing has none."""
     values = {} if cell.baseline == REFERENCE else cell.metric("bound_hit_rate")
     return 100.0 * over_seeds(values).value if values else None
-
-
-def _few(rows: Sequence[Row], names: Sequence[str]) -> str:
-    every = [row[name] for row in rows for name in names]
-    fewest = min((found.groups for found in every), default=FEWEST_GROUPS)
-    if fewest >= FEWEST_GROUPS or all(found.ci_low is not None for found in every):
-        return ""
-    return f"; counts and rates are means over seeds, n = {fewest}, no interval"
-
-
-def _papers_policy(panel: Panel, source: Source) -> str:
-    """How much more or less of the history it recomputes than each other policy, of each baseline."""
-    found = []
-    for baseline in panel.baselines:
-        cells = {cell.at.get(AXIS): cell for cell in panel.of(baseline)}
-        if (paper := cells.pop(PAPERS, None)) is not None:
-            turns = source.turns(paper)
-            beside = {
-                str(name): more for name, cell in cells.items() if (more := found_more(source.turns(cell), turns))
-            }
-            if beside:
-                each = [Finding(HISTORY_RECOMPUTED, {}, PAPERS, name, more).text for name, more in beside.items()]
-                found.append(f"{HISTORY_RECOMPUTED}, {PAPERS}: {', '.join(each)}; ")
-    return "".join(found)
 
 
 # From least recently used to the bound
@@ -254,8 +226,8 @@ class Changes(Bars):
     rows: str = "analysis.policies.changes"
     sides: list[Side] = Field(SIDES)
     lead: str = (
-        "Found: {found}. Bars: against {reference}, whose own means stand beside it, over the same turns, with the 95 % "
-        "interval over seeds and conversations"
+        "Bars: against {reference}, whose own means stand beside it, over the same turns, with the 95 % interval over seeds "
+        "and conversations"
     )
 
     def said(self, value: str) -> str:
@@ -263,19 +235,17 @@ class Changes(Bars):
 
 
 def changes(source: Source, form: Changes) -> Iterator[Plot]:
-    axis, reference = form.varied, form.reference
-    typed = varying_axes(source.sweep.overrides, source.trials)
-    others = [other for other in typed if other != axis]
+    axis = form.varied
+    others = [other for other in varying_axes(source.sweep.overrides, source.trials) if other != axis]
     baselines = source.baselines()
     for baseline in baselines:
         [panel] = source.of_baselines([baseline]).panels(axis, *others)
         places: dict[tuple[str, ...], dict[str, Cell]] = {}
         for cell in panel.cells:
             places.setdefault(tuple(cell.at[other] for other in others), {})[cell.at[axis]] = cell
-        rows, found = list[Row](), []
+        rows: list[Row] = []
         for place, at in places.items():
             section = _section(source, form, dict(zip(others, place, strict=True)), at, panel.values(axis))
-            found.append(_finding(form, section))
             if form.within in others:
                 section = [row for row in section if row[form.varied] != form.reference]
                 at_it = place[others.index(form.within)]
@@ -284,7 +254,7 @@ def changes(source: Source, form: Changes) -> Iterator[Plot]:
             rows += section
         if len(baselines) > 1:
             panel = replace(panel, group={"baseline": baseline, **panel.group})
-        yield Plot(panel, rows, words={"found": "; ".join(found), "reference": form.said(reference)})
+        yield Plot(panel, rows, words={"reference": form.said(form.reference)})
 
 
 def _section(
@@ -362,24 +332,3 @@ def _text(name: str, moved: Estimate, own: float, reference: bool) -> str:
     if reference:
         return f"{own:.1f} {'%' if name == MOVED[2] else 'ms'}"
     return f"{moved.value:+.1f}" if name == MOVED[2] else f"{moved.value:.{3 if abs(moved.value - 1) < 0.05 else 2}f}"
-
-
-def _finding(form: Changes, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Of a section what moved the first token most, in a sentence."""
-    reference, name = form.said(form.reference), rows[0]["_section"]
-    others = [row for row in rows if row[form.varied] != form.reference]
-    if not others:
-        return f"at {name} only {reference} was measured"
-    if all(row["no_turn_differs"] for row in others):
-        return f"at {name} no turn differs"
-    most = max(others, key=lambda row: abs(log(row["ttft_ratio"].value)))
-    return (
-        f"at {name}, {most['_name']} in place of {reference} makes the mean first token {_times(most['ttft_ratio'])} "
-        f"({most['reference_ttft_ms_mean']:.1f} ms), latency a token {_times(most['latency_ratio'])}, history found "
-        f"{most['found_points'].value:+.1f} points"
-    )
-
-
-def _times(one: Estimate) -> str:
-    interval = "" if one.ci_low is None or one.ci_high is None else f" [{one.ci_low:.3f}, {one.ci_high:.3f}]"
-    return f"{one.value:.3f} times{interval}"

@@ -280,11 +280,6 @@ def latest_of(store: ResultsStore, workload: str) -> int | None:
     return None if latest is None else int(latest)
 
 
-def all_sweeps(store: ResultsStore) -> list[int]:
-    with store.database.reading() as connection:
-        return [int(one) for one in connection.execute(select(Sweep.id).order_by(Sweep.id)).scalars()]
-
-
 def number(value: str) -> float | None:
     """What a swept value comes to: a number as it is, a size ("2 ktokens", "1GiB") in tokens or bytes; None for a name."""
     found = _size(value)

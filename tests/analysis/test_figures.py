@@ -105,7 +105,7 @@ def test_a_sweep_that_supports_nothing_says_how_it_is_completed(outputs, capsys)
     assert figures.main([]) == 1
     assert "No sweep of the results database has a completed trial" in capsys.readouterr().err
     assert figures.main(["--sweep", "1"]) == 0
-    assert capsys.readouterr().err.splitlines()[-1] == "Sweep 1 supports no figure; run `run.py -m` to complete it."
+    assert capsys.readouterr().err.splitlines()[-1] == "Sweep 1 supports no figure; `run.py -m` completes it."
 
 
 def test_every_file_of_conf_figure_names_a_command_whose_overlay_there_is():
