@@ -152,13 +152,6 @@ def thin_percentiles(metrics: Iterable[MetricValue]) -> list[str]:
     return [f"{metric.name}[{metric.label}]" if metric.label else metric.name for metric in metrics if metric.thin]
 
 
-def slo_metrics(turns: Sequence[TurnRecord], start_s: float, end_s: float, slo: Slo) -> list[MetricValue]:
-    """Goodput and attainment under an objective. turns: all of a trial, [start_s, end_s]: its window."""
-    measured = chosen(turns, lambda turn: is_measured(turn.phase))
-    measurement = Measurement(turns, start_s, end_s, measured_from_s=start_s, ended_s=end_s)
-    return _slo(measurement, measured, slo) if slo != Slo() else []
-
-
 def tpot_ms(turn: TurnRecord) -> float | None:
     """(last token - first token) / (output tokens - 1); None below two tokens."""
     if turn.first_token_s is None or turn.finished_s is None or turn.output_tokens < 2:
@@ -253,7 +246,7 @@ def _metric(name: str, estimate: Estimate, label: str, n_unit: str) -> MetricVal
 
 
 def _throughputs(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[MetricValue]:
-    inside, seconds = _in_window(measurement, measured)
+    inside, seconds = _in_window(measured, measurement.measure_start_s, measurement.measure_end_s)
     count, outputs = len(inside), sum(turn.output_tokens for turn in inside)
     known = all(turn.prompt_tokens is not None for turn in inside)
     total = sum(turn.prompt_tokens or 0 for turn in inside) + outputs if known else None
@@ -267,10 +260,9 @@ def _throughputs(measurement: Measurement, measured: Sequence[TurnRecord]) -> li
     ]
 
 
-def _in_window(measurement: Measurement, measured: Sequence[TurnRecord]) -> tuple[Sequence[TurnRecord], float]:
+def _in_window(measured: Sequence[TurnRecord], start: float, end: float) -> tuple[Sequence[TurnRecord], float]:
     """The turns that completed in the window, and its seconds; none where all completed outside of it: then it says nothing
     of how fast they were served."""
-    start, end = measurement.measure_start_s, measurement.measure_end_s
     ended = chosen(measured, lambda turn: turn.status == "completed" and turn.finished_s is not None)
     inside = chosen(ended, lambda turn: start <= (turn.finished_s or 0.0) <= end)
     return inside, 0.0 if len(ended) and not len(inside) else end - start
@@ -439,7 +431,12 @@ def _by_round(turns: Iterable[TurnRecord]) -> dict[tuple[int, str], float]:
     return {key: sum(values) / len(values) for key, values in found.items()}
 
 
-def _slo(measurement: Measurement, measured: Sequence[TurnRecord], slo: Slo) -> list[MetricValue]:
+def slo_metrics(turns: Sequence[TurnRecord], start_s: float, end_s: float, slo: Slo) -> list[MetricValue]:
+    """Goodput and attainment under an objective. turns: all of a trial, [start_s, end_s]: its window."""
+    if slo == Slo():
+        return []
+    measured = chosen(turns, lambda turn: is_measured(turn.phase))
+
     def met(turn: TurnRecord) -> bool:
         if turn.status != "completed" or turn.ttft_ms is None:
             return False
@@ -451,7 +448,7 @@ def _slo(measurement: Measurement, measured: Sequence[TurnRecord], slo: Slo) -> 
     for turn in measured:
         top, bottom = groups.get(turn.session, (0.0, 0.0))
         groups[turn.session] = (top + met(turn), bottom + 1.0)
-    inside, seconds = _in_window(measurement, measured)
+    inside, seconds = _in_window(measured, start_s, end_s)
     good = sum(map(met, inside))
     goodput = _per_second("goodput_req_s", good, seconds, good)
     if not groups:

@@ -89,6 +89,17 @@ def _held_whole(turn: TurnRecord) -> bool:
     return turn.status == "completed" and turn.prompt_tokens is not None and 0 < known >= turn.prompt_tokens - 1
 
 
+@dataclass(slots=True)
+class _Sent:
+    """A request in flight. at_s: when it was sent. tokens: of its reply, as they stream. overdue: past its deadline in a
+    system that cannot cancel."""
+
+    request: Request
+    at_s: float
+    tokens: int = 0
+    overdue: bool = False
+
+
 class _Run:
     """The state of one replay."""
 
@@ -123,15 +134,12 @@ class _Run:
         self.said = Transcripts()
         self.said_s: dict[str, float] = {}  # when the last turn of a conversation ended
         self.under_way: set[str] = set()  # conversations with a request in flight
-        self.in_flight: dict[int, Request] = {}  # as sent
+        self.in_flight: dict[int, _Sent] = {}
         self.asked: Counter[str] = Counter()  # by session, its requests that are held or in flight
-        self.sent_s: dict[int, float] = {}
-        self.overdue: set[int] = set()  # past their deadline in a system that cannot cancel
         self.ordinals: dict[int, int] = {}  # of those that are not over
-        self.scheduled = 0
+        self.scheduled = count()
         self.due: dict[str, list[int]] = {}  # of each session, when the arrivals in the heap are due
         self.arrived: dict[str, int] = {}  # the first arrival of each measured session
-        self.streamed: Counter[int] = Counter()
         self.output_tokens = 0
         self.turns = TurnLog()
         self.batched = 0
@@ -265,8 +273,7 @@ class _Run:
         for arrival in arrivals:
             request, ns = arrival.request, self.origin_ns + round(arrival.at_s * 1e9)
             assert request.id not in self.ordinals, f"request {request.id} was scheduled twice"
-            self.ordinals[request.id] = self.scheduled
-            self.scheduled += 1
+            self.ordinals[request.id] = next(self.scheduled)
             heapq.heappush(self.heap, (ns, ARRIVE, next(self.sequence), arrival))
             heapq.heappush(self.due.setdefault(request.session, []), ns)
             if self.ahead is not None:
@@ -324,8 +331,7 @@ class _Run:
             due_s = max(request.intended_s, self.said_s.get(request.session, 0.0))
             now = self.system.clock.now_s()
             self.lags.append(max(0.0, now - due_s))
-            self.sent_s[request.id] = now
-            self.in_flight[request.id] = request
+            self.in_flight[request.id] = _Sent(request, now)
             self.stretches.sending(request)
             self.system.submit(request)
 
@@ -350,7 +356,7 @@ class _Run:
             if self.system.can.cancels:
                 self.system.cancel(request_id, "timeout")
             else:
-                self.overdue.add(request_id)
+                self.in_flight[request_id].overdue = True
 
     def _end_here(self, request: Request) -> None:
         """End a request that the system never had as a timeout."""
@@ -391,17 +397,18 @@ class _Run:
     def _take(self, events: Sequence[Event]) -> None:
         for event in events:
             if event.kind != "finished":
-                self.streamed[event.request_id] += event.tokens
+                self.in_flight[event.request_id].tokens += event.tokens
                 self.output_tokens += event.tokens
                 continue
             turn = event.turn
             assert turn is not None
             assert event.request_id in self.in_flight, f"request {event.request_id} finished twice, or was never sent"
-            request = self.in_flight.pop(event.request_id)
-            turn.sent(self.sent_s.pop(event.request_id))
-            if event.request_id in self.overdue:
+            sent = self.in_flight.pop(event.request_id)
+            request = sent.request
+            turn.sent(sent.at_s)
+            if sent.overdue:
                 turn.overdue()
-            self.output_tokens += turn.output_tokens - self.streamed.pop(event.request_id, 0)
+            self.output_tokens += turn.output_tokens - sent.tokens
             self.under_way.discard(request.session)
             self.said.note(request, turn)
             self.said_s[request.session] = turn.finished_s or 0.0
