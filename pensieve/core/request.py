@@ -64,10 +64,10 @@ def text_of(value: object, name: str) -> str:
     return value
 
 
-def _whole(value: object, name: str, least: int, beyond: int = 2**63) -> int:
+def _whole(value: object, name: str, least: int) -> int:
     """As Python's own number: numpy's overflow."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not least <= int(value) < beyond:
-        raise ConfigError(f"{name} must be a whole number in [{least}, {beyond}), not {value!r}.")
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not least <= int(value) < 2**63:
+        raise ConfigError(f"{name} must be a whole number in [{least}, 2^63), not {value!r}.")
     return int(value)
 
 

@@ -75,8 +75,8 @@ class LowerTier:
     def finish(self, moved: Iterable[Moved]) -> None:
         """These moves are over, among them some that are none of its own."""
 
-    def forget(self, session: Session, first: int = 0) -> None:
-        """Delete the chunks of the session from `first` on from the store, also those that a fork has in common with it."""
+    def forget(self, session: Session) -> None:
+        """Delete the chunks of the session from the store, also those that a fork has in common with it."""
 
     def report_to(self, facts: Facts) -> None:
         """Tell from now on which session a block serves: the one that wrote or read it last."""

@@ -73,7 +73,10 @@ class VllmOffload(PrefixCache):
         slots = cpu_blocks // blocks_per_chunk
         self.cpu_blocks = slots * blocks_per_chunk
         self._policy = as_policy(policy) if order == "eviction" else None
-        self.cpu = CpuTier(slots, blocks_per_chunk, _order(order, slots, blocks_per_chunk, self._policy))
+        kept: CpuOrder = Lru() if order == "lru" else Arc(slots)
+        if self._policy is not None:
+            kept = FromTail(self._policy, blocks_per_chunk)
+        self.cpu = CpuTier(slots, blocks_per_chunk, kept)
         self._prompt_only = offload_prompt_only
         self.stores_replies = not offload_prompt_only
         self._uses: dict[int, Use] = {}  # session number -> of its request, from its admission to its end
@@ -341,9 +344,3 @@ class VllmOffload(PrefixCache):
     def _lose(self, name: BlockHash) -> None:
         if not self.cpu.has_block(name):
             super()._lose(name)
-
-
-def _order(order: Order, slots: int, per: int, policy: EvictionPolicy | None) -> CpuOrder:
-    if policy is not None:
-        return FromTail(policy, per)
-    return Lru() if order == "lru" else Arc(slots)

@@ -152,8 +152,8 @@ class DiskTier(LowerTier):
 
     # -- sessions -----------------------------------------------------------------------------------------------------
 
-    def forget(self, session: Session, first: int = 0) -> None:
-        self._remove(session.named(session.computed, self._size)[first:])
+    def forget(self, session: Session) -> None:
+        self._remove(session.named(session.computed, self._size))
 
     def report_to(self, facts: Facts) -> None:
         self._facts = facts
