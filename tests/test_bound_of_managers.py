@@ -183,32 +183,6 @@ def within_its_bound(manager, chance, most_turns=14, **sizes):
     return shared
 
 
-def test_two_conversations_with_equal_openings_that_arrive_together():
-    """Each finds the other's blocks, so that nothing of its own need be kept: hits of 1.00 stood beside a bound of 0.77."""
-    engine = make_engine(cache=PrefixCache, gpu_blocks=9, chunk_tokens=4)
-    assert isinstance(engine.cache, PrefixCache)
-    engine.facts.watch_content()
-    records = []
-    opening = list(range(1, 17))
-    for turn, length in ((1, 8), (2, 16)):
-        for number, session in enumerate("ab"):
-            prompt = tokens_of(opening[:length])
-            engine.submit(Request(10 * turn + number, session, turn, prompt, Forced(tokens_of([9]))))
-        assert isinstance(engine.clock, VirtualClock)
-        while engine.busy:
-            records += [event.turn for event in engine.step(None) if event.turn is not None]
-        engine.clock.advance_to(engine.clock.now_ns() + 10**9)
-    own = [turn for turn in records if turn.history_tokens]
-    hits = sum(turn.gpu_hit_tokens or 0 for turn in own)
-    bound = offline_bound(records, capacity_tokens=8)
-    assert bound is not None and hits == 16
-    assert hits <= bound.hit_tokens <= bound.history_tokens
-    for turn in records:
-        turn.elsewhere_tokens, turn.anywhere_tokens = 0, turn.history_tokens
-    beaten = offline_bound(records, capacity_tokens=8)
-    assert beaten is not None and hits > beaten.hit_tokens, "which is why what conversations share has to be known"
-
-
 # -- by trying everything ---------------------------------------------------------------------------------------------
 
 Node = tuple[Any, ...]

@@ -26,7 +26,6 @@ from pensieve.serve.books.books import Books
 from pensieve.serve.books.holding import EARLIER, Held
 from tests.simulated import make_engine, request
 from tests.test_bound_of_managers import Dear, trace
-from tests.test_windows import CASES, drive
 
 
 def positions_s(cost, start, stop, chunk_tokens):
@@ -144,15 +143,6 @@ def test_accounts_add_up_to_what_the_tiers_gave_away(name):
     assert tiers == {"gpu"} | ({"cpu"} if name.startswith(("pensieve", "vllm_offload")) else set()) | (
         {"disk"} if "disk" in name else set()
     )
-
-
-@pytest.mark.parametrize("case", ["two tiers", "gpu only", "prefix cache", "slots", "two tiers, short memory"])
-def test_windows_hold_what_single_iterations_hold(case, monkeypatch):
-    """A block that a repeated plan took counts from the iteration that needed it."""
-    parts = {**CASES[case], "holding": True}
-    with_windows, single = (held(drive(3, monkeypatch, windows, **parts)[2]) for windows in (True, False))
-    assert with_windows == single
-    assert with_windows
 
 
 def moment(engine, ns):

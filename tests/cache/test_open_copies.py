@@ -12,7 +12,7 @@ from pensieve.core.plan import Moved
 from pensieve.core.policies.lru import Lru
 from pensieve.core.session import Session
 from tests.calls import calls_of
-from tests.simulated import policy_context, with_chunks
+from tests.simulated import policy_context
 
 
 def cache_of(blocks: int) -> TwoTierCache:
@@ -153,23 +153,3 @@ def test_the_counts_hold_through_random_moves(seed: int) -> None:
         cache.forget(session)
     cache.check()
     assert cache.tiers.gpu.free == cache.tiers.cpu.free == 48, "every block came back"
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_duplicates_given_up_together_leave_the_pool_as_one_by_one(seed: int) -> None:
-    """Down to which block is handed out next, and from the oldest on."""
-    rng, pools = random.Random(seed), []
-    order = rng.sample(range(40), 30)
-    for at_once in (True, False):
-        tiers = TwoTierCache(policy=Lru(policy_context()), chunk_tokens=4, gpu_blocks=8, cpu_blocks=64).tiers
-        sessions = [with_chunks(Session(str(number), number, 0.0, 0.0), 20) for number in range(2)]
-        blocks = tiers.cpu.allocate(64)
-        for index, block in zip(range(40), random.Random(seed + 9).sample(blocks, 40), strict=True):
-            sessions[index // 20].chunks.cpu[index % 20] = block
-        for index in sorted(order) if seed % 2 else order:
-            tiers.duplicates[index // 20, index % 20] = sessions[index // 20].leaf
-        for _ in range(1 if at_once else 17):
-            tiers.free_duplicates(17 if at_once else 1)
-        assert len(tiers.duplicates) == 13 and tiers.cpu.free == 17
-        pools.append((list(tiers.duplicates), tiers.cpu.allocate(9), tiers.cpu.allocate_after(None, 8)))
-    assert pools[0] == pools[1]

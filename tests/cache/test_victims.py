@@ -186,7 +186,9 @@ def test_what_several_conversations_have_goes_by_what_it_is_worth_to_all(make: t
 @pytest.mark.parametrize("make", [*TELLING, Ragged, Halved])
 def test_scores_are_what_score_says(make: type[EvictionPolicy]) -> None:
     policy = make(policy_context())  # type: ignore[call-arg]
-    assert (policy.together is not None) == (make in (RetentionValue, AdaptiveRetention, WholeRetention)), "nor inherited"
+    assert (policy.together is not None) == (make in (RetentionValue, AdaptiveRetention, WholeRetention)), (
+        "nor inherited"
+    )
     for session in (Session("a", 3, 1.0, 2.5, next_use_s=7.0), Session("b", 4, 0.0, 3.0)):
         each = [policy.score(policy.bucket(session, i), policy.order(session, i), 9.0) for i in range(5, 40)]
         assert list(policy.scores(session, 5, 40, 9.0)) == each

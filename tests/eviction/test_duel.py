@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import OrderedDict
 from typing import ClassVar
@@ -113,17 +112,6 @@ def test_who_leads_loses_no_point_and_a_good_challenger_gains_what_it_can(favour
             thrown += challenger + recency
             contest.ask(0, 1, before)
     assert least < gained / thrown < most, gained / thrown
-
-
-def test_the_lead_is_lost_where_it_finds_less():
-    contest = Duel(1, least_recent, tokens)
-    contest._shadows = Coin(0, -1, 1.0), Coin(0, 1, 1.0)
-    while not contest.leads:
-        contest.ask(0, 1, 0.0)
-    contest._shadows = Coin(1, -1, 0.4), Coin(1, 1, 0.4)
-    while contest.leads:
-        contest.ask(0, 1, 0.0)
-    assert contest._more <= -math.sqrt(contest._squares)
 
 
 def test_a_model_of_a_sample_is_small_and_finds_as_large_a_share():
