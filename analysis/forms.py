@@ -196,12 +196,13 @@ class Lines(Form):
     """A line a baseline, or a value of the axis `by`. Each quantity that `says` something has axes of its own, in each facet.
 
     beside: axes next to each other. log: never from zero; False: always; else where only a logarithm shows all. band: an
-    interval is a band.
+    interval is a band. crosses: a count among the quantities, and its name; a line has a cross where it is first above 0.
     """
 
     beside: bool = False
     log: bool | None = None
     band: bool = False
+    crosses: tuple[str, str] | None = None
 
     def drawn(self, rows: Sequence[Row]) -> Picture:
         names = list(dict.fromkeys(row.get("_line", row["baseline"]) for row in rows))
@@ -248,6 +249,7 @@ class Lines(Form):
                     axes.plot(*xy, color=look[0], gid=f"{name}/{other.text}", **DOTTED)
                 elif points:
                     _line(axes, name, points, look, order, self.band)
+                    self._cross(axes, name, look[0], known, points)
                 drawn += [found.value for _, found in points]
         for other in dotted:
             axes.plot([], [], color=style.GREY, label=other.text, **DOTTED)
@@ -258,6 +260,16 @@ class Lines(Form):
             plain_log(axes)
         else:
             axes.set_ylim(bottom=0)
+
+    def _cross(
+        self, axes: Axes, name: str, colour: str, known: Sequence[tuple[Row, Any]], points: Sequence[Any]
+    ) -> None:
+        count, text = self.crosses or ("", "")
+        first = next(
+            (point for (row, _), point in zip(known, points, strict=True) if count and value_of(row[count])), None
+        )
+        if first is not None:
+            axes.plot(first[0], first[1].value, "x", color=colour, markersize=9, gid=f"{name}/{text}", label=text)
 
 
 def _known(row: Row, quantities: Sequence[Quantity]) -> bool:
