@@ -32,24 +32,13 @@ from pensieve.specs import ModelSpec
 from tests.exact import CheckedEngine, Paths, Readings, WatchedWorker
 from tests.simulated import policy_context
 from tests.soak import Episode, perform
-from tests.worker.torch.driver import plain_logits
+from tests.worker.torch.driver import ARCHITECTURES, plain_logits
 
 from .standin.findings import Finding, listed
 from .standin.machine import Machine
 
 CHUNK, GPU_BLOCKS, CPU_BLOCKS, CONTEXT, REQUESTS = 8, 18, 24, 512, 4
-_COMMON = {
-    "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 97, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-}  # fmt: skip
-SIZES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **_COMMON},
-    "qwen3": {"model_type": "qwen3", **_COMMON},
-    "gemma2": {"model_type": "gemma2", **_COMMON, "sliding_window": 20},
-    "mistral": {"model_type": "mistral", **_COMMON, "sliding_window": 20},
-    "olmo2": {"model_type": "olmo2", **_COMMON},
-    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": 97},
-}
+SIZES: dict[str, dict[str, Any]] = {**ARCHITECTURES, "olmo2": {**ARCHITECTURES["llama"], "model_type": "olmo2"}}
 _TOLERANCE = 1e-3  # of a logit: two tokens this close are a tie
 
 

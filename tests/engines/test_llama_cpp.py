@@ -138,14 +138,6 @@ def test_it_runs_on_the_trial_s_device_by_its_own_report(
     assert closed == ([] if says is None else [True])
 
 
-def test_layers_on_a_device_that_is_not_the_trial_s_are_refused() -> None:
-    for device, layers in (("cpu", 10), ("cuda:0", 0)):
-        with pytest.raises(ConfigError, match=rf"n_gpu_layers={layers} does not run on {device}"):
-            LlamaCpp(setup_of(device=device), n_gpu_layers=layers).check()
-    fields = [LlamaCpp(setup_of(device=device))._fields["n_gpu_layers"] for device in ("cpu", "cuda:0")]
-    assert fields == [0, llama_cpp.ALL_LAYERS]
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_prompt_beyond_its_slot_is_refused_and_an_output_beyond_it_fails(stream: bool) -> None:
     """n_ctx is divided among the slots: 1,024 cells in four of them."""

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from pensieve.core.request import Length, Request
-from pensieve.device.asked import ModelAsked
 from pensieve.errors import CapacityError, EngineMissing, MemoryRanOut, RequestFailed
 from pensieve.plugins.engines.base import EngineSetup
 from pensieve.plugins.engines.memory_watch import resident_bytes
@@ -49,25 +48,6 @@ def test_a_replica_keeps_its_conversation_and_computes_only_what_is_new() -> Non
             replica.answer(message(4, "b", 2, prompt(400)))
     finally:
         replica.close()
-
-
-def test_a_replica_loads_its_model_within_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-
-    def load(asked: ModelAsked) -> None:
-        assert asked.memory_bytes is not None
-        seen.append(asked.memory_bytes)
-        raise RuntimeError("not enough memory")
-
-    monkeypatch.setattr("pensieve.plugins.engines.ray_agents.forbid_more", seen.append)
-    monkeypatch.setattr("pensieve.device.model.load_model", load)
-    setup = setup_of()
-    kv = 256 * setup.model.kv_bytes_per_token
-    for share, weights in ((None, 2**31 - kv), (2**29, 2**29 - kv)):
-        seen.clear()
-        with pytest.raises(MemoryError):
-            Replica(setup, 256, 2**31, share).load()
-        assert seen == [2**31, weights], "of what the kernel grants, and of what may be packed"
 
 
 @pytest.mark.parametrize(

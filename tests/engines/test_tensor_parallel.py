@@ -19,7 +19,7 @@ import pytest
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import WallClock
 from pensieve.core.event import Event
-from pensieve.core.plan import Moved, StartReport, StepResult
+from pensieve.core.plan import Moved, StepResult
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request, Sampling
 from pensieve.core.scheduler.composition import SchedulerSettings
@@ -29,48 +29,20 @@ from pensieve.device.worker import TorchWorker
 from pensieve.errors import EngineFailed, UnsupportedModel, WorkerError
 from pensieve.plugins.device.sharding import refuse_unsharded
 from pensieve.plugins.engines.tensor_parallel import Failure, Setup, TensorParallelWorker, Together
-from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.threaded_system import ThreadedSystem
 from pensieve.specs import HardwareSpec
 from tests.engines.test_process import until
-from tests.simulated import TalkingEngine, policy_context
-from tests.worker.torch.driver import plain_generate, random_tokens, tiny_model, tiny_spec
+from tests.simulated import TalkingEngine
+from tests.worker.torch.driver import engine_on, plain_generate, random_tokens, served, tiny_model, tiny_spec
 
 CHUNK = 8
 PATIENCE_S = 100.0  # for what happens at once where nothing is wrong
 load = remember(tiny_model)
 
 
-class Served:
-    """An engine over a worker that is started anew with these pools."""
-
-    def __init__(self, worker: Any, gpu_blocks: int, cpu_blocks: int, **settings: Any) -> None:
-        policy = RetentionValue(policy_context(CHUNK, gpu_blocks, cpu_blocks))
-        self.cache = TwoTierCache(policy=policy, chunk_tokens=CHUNK, gpu_blocks=gpu_blocks, cpu_blocks=cpu_blocks)
-        self.started: StartReport = worker.start(gpu_blocks, cpu_blocks)
-        self.engine = TalkingEngine(
-            cache=self.cache,
-            settings=SchedulerSettings(**settings),
-            worker=worker,
-            clock=WallClock(),
-            max_context=512,
-            facts=Books(CHUNK),
-        )
-
-    def run(self, *requests: Request) -> dict[int, TurnRecord]:
-        for request in requests:
-            self.engine.say(request)
-        finished: dict[int, TurnRecord] = {}
-        while self.engine.busy:
-            finished |= {e.request_id: e.turn for e in self.engine.step(None) if e.turn is not None}
-            self.cache.check()
-        assert {turn.status for turn in finished.values()} == {"completed"}
-        return finished
-
-    def history(self, session: str) -> list[int]:
-        known = self.cache.sessions.get(session)
-        return [] if known is None else list(known.tokens)
+def serving(worker: Any, gpu_blocks: int, cpu_blocks: int) -> TalkingEngine:
+    return engine_on(worker, gpu_blocks, cpu_blocks, CHUNK, policy=RetentionValue)
 
 
 class Talking:
@@ -92,7 +64,7 @@ class Talking:
         self.over.set_exception(error)
 
 
-def exact_turns(served: Served, reference: Any, turns: int, sessions: str, output: int) -> list[TurnRecord]:
+def exact_turns(engine: TalkingEngine, reference: Any, turns: int, sessions: str, output: int) -> list[TurnRecord]:
     """Rounds of one request a session, all of a round at once; each reply is transformers' generate over its history."""
     number, records = 0, []
     for turn in range(1, turns + 1):
@@ -101,8 +73,9 @@ def exact_turns(served: Served, reference: Any, turns: int, sessions: str, outpu
             number += 1
             prompt = random_tokens(11 + 5 * (number % 4), number)
             batch.append(Request(number, session, turn, prompt, Length(output)))
-            expected[number] = plain_generate(reference, [*served.history(session), *prompt], output)
-        finished = served.run(*batch)
+            known = engine.cache.sessions.get(session)
+            expected[number] = plain_generate(reference, [*(known.tokens if known else ()), *prompt], output)
+        finished = served(engine, *batch)
         assert {n: list(record.token_ids) for n, record in finished.items()} == expected
         records += finished.values()
     return records
@@ -126,27 +99,28 @@ def group() -> Iterator[TensorParallelWorker]:
 
 @pytest.mark.slow
 def test_gpu_hit_cpu_restore_dropped_and_recomputed_equal_generate(group: TensorParallelWorker) -> None:
-    served = Served(group, gpu_blocks=20, cpu_blocks=10)
-    records = exact_turns(served, load("llama"), turns=4, sessions="abcd", output=5)
+    engine = serving(group, gpu_blocks=20, cpu_blocks=10)
+    records = exact_turns(engine, load("llama"), turns=4, sessions="abcd", output=5)
     for where in ("gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens"):
         assert sum(getattr(record, where) or 0 for record in records) > 0, f"no {where}: the test shows nothing"
-    counters = served.engine.facts.counts
+    counters = engine.facts.counts
     assert counters.sent_plans == counters.steps > 0
     assert counters.plan_bytes > 100 * counters.steps and counters.plan_ns > 0
     block_bytes = CHUNK * tiny_spec("llama").kv_bytes_per_token
-    assert counters.h2d_bytes == served.cache.counters.swapped_in_blocks * block_bytes, (
+    assert counters.h2d_bytes == engine.cache.counters.swapped_in_blocks * block_bytes, (
         "both halves of a block are counted"
     )
-    assert served.started.settings["ranks"] == 2 and served.started.settings["collectives"] == "gloo"
-    assert served.started.settings["gpu_pool_bytes"] == 20 * block_bytes, "each rank has its heads of the pool, no more"
+    settings = group.start(20, 10).settings
+    assert settings["ranks"] == 2 and settings["collectives"] == "gloo"
+    assert settings["gpu_pool_bytes"] == 20 * block_bytes, "each rank has its heads of the pool, no more"
 
 
 @pytest.mark.slow
 def test_preempted_requests_equal_generate(group: TensorParallelWorker) -> None:
-    served = Served(group, gpu_blocks=8, cpu_blocks=8)
+    engine = serving(group, gpu_blocks=8, cpu_blocks=8)
     prompts = {number: random_tokens(20, number) for number in (1, 2)}
-    finished = served.run(*(Request(n, f"s{n}", 1, prompt, Length(24)) for n, prompt in prompts.items()))
-    assert served.engine.scheduler.counters.preempted > 0
+    finished = served(engine, *(Request(n, f"s{n}", 1, prompt, Length(24)) for n, prompt in prompts.items()))
+    assert engine.scheduler.counters.preempted > 0
     for number, prompt in prompts.items():
         assert list(finished[number].token_ids) == plain_generate(load("llama"), prompt, 24)
 
@@ -157,7 +131,7 @@ def test_tokens_drawn_by_chance_are_those_of_one_process(group: TensorParallelWo
         requests = [Request(n, f"s{n}", 1, random_tokens(9, n), Length(10)) for n in (1, 2)]
         for request in requests:
             request.sampling = Sampling(temperature=1.0, top_p=0.9, seed=5)
-        finished = Served(worker, gpu_blocks=20, cpu_blocks=0).run(*requests)
+        finished = served(serving(worker, gpu_blocks=20, cpu_blocks=0), *requests)
         return [list(finished[number].token_ids) for number in (1, 2)]
 
     assert drawn(group) == drawn(TorchWorker(load("llama"), CHUNK, WallClock()))

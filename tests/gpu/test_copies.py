@@ -21,15 +21,13 @@ from pensieve.device.worker import TorchWorker
 from pensieve.errors import EngineMissing
 from pensieve.specs import ModelSpec
 
+from .small import SIZES
+
 CHUNK, BLOCKS = 32, 600
-SIZES = {
-    "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512, "vocab_size": 512, "max_position_embeddings": 1024,
-}  # fmt: skip
 
 
 def spec() -> ModelSpec:
-    return ModelSpec.from_architecture("small", SIZES)
+    return ModelSpec.from_architecture("small", SIZES["llama"])
 
 
 def tensors() -> KvTensors:

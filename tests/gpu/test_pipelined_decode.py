@@ -9,18 +9,14 @@ from functools import cache
 import pytest
 import torch
 
-from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import WallClock
 from pensieve.core.plan import Row, Sample, StepPlan
-from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request, Sampling
-from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
-from pensieve.serve.books.books import Books
-from tests.simulated import TalkingEngine, policy_context
-from tests.worker.torch.driver import random_tokens
+from tests.simulated import run
+from tests.worker.torch.driver import engine_on, random_tokens
 
 from .small import small_model
 
@@ -34,12 +30,7 @@ def model() -> LoadedModel:
 def served(depth: int, graphs: bool) -> tuple[dict[int, list[int]], TorchWorker]:
     options = TorchOptions(depth=depth, graphs=graphs, max_batch_tokens=256, max_batch_requests=12)
     worker = TorchWorker(model(), CHUNK, WallClock(), options=options)
-    store = TwoTierCache(policy=Lru(policy_context(CHUNK, 40, 40)), chunk_tokens=CHUNK, gpu_blocks=40, cpu_blocks=40)
-    worker.start(40, 40)
-    settings = SchedulerSettings(max_batch_tokens=256, max_batch_requests=12)
-    engine = TalkingEngine(
-        cache=store, settings=settings, worker=worker, clock=WallClock(), max_context=1024, facts=Books(CHUNK)
-    )
+    engine = engine_on(worker, 40, 40, CHUNK, 1024, max_batch_tokens=256, max_batch_requests=12)
     tokens: dict[int, list[int]] = {}
     number = 0
     for turn in (1, 2, 3):
@@ -48,12 +39,9 @@ def served(depth: int, graphs: bool) -> tuple[dict[int, list[int]], TorchWorker]
             sampling = Sampling(temperature=0.0 if name < "g" else 1.0, top_k=20, top_p=0.9, seed=3)
             prompt = array("i", random_tokens(9 + 7 * (number % 9), number))
             engine.say(Request(number, name, turn, prompt, Length(12 + number % 5), sampling))
-        while engine.busy:
-            for event in engine.step(None):
-                if event.turn is not None:
-                    assert event.turn.status == "completed", event.turn.error
-                    tokens[event.request_id] = list(event.turn.token_ids)
-            store.check()
+        turns = run(engine)
+        assert {turn.status for turn in turns.values()} == {"completed"}
+        tokens |= {one: list(turn.token_ids) for one, turn in turns.items()}
     return tokens, worker
 
 

@@ -6,7 +6,6 @@ import heapq
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import count
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -37,10 +36,6 @@ class Failures:
     mean_s: float | None = None
     restart_s: float = 30.0
 
-
-CHOICES_KEPT = 2**15
-"""A turn's replica is asked for when turns before it are announced, and when it is sent: of routers to which nothing that
-happens in between makes a difference, the answer is kept meanwhile."""
 
 COUNTED = ("moved_turns", "replica_failures", "restarted_requests", "migrated_turns")
 """Counts of the cluster itself: 0 where there was none."""
@@ -138,8 +133,6 @@ class ClusterSystem:
         self._loads = np.zeros(replicas, np.int64)  # requests under way, by replica
         self._all = self._group(self._replicas)
         self._up, self._up_until_ns = self._all, 0  # who is up, and how long they are
-        blind = router in LOAD_BLIND and self._failures.mean_s is None
-        self._always = lru_cache(CHOICES_KEPT)(self._chosen_blindly) if blind else None
         self._counted: Counter[str] = Counter()  # by replicas that have failed, and of the cluster itself
         self._counts_windows = False
         self._outlook: Outlook | None = None
@@ -387,18 +380,11 @@ class ClusterSystem:
 
     def _choose(self, request: Asked, now: int) -> int:
         """The replica that serves it."""
-        if self._always is not None:
-            return self._always(request.session, request.turn)
         group = self._all if self._failures.mean_s is None else self._those_up(now)
         if not group.members:
             return min(self._replicas, key=lambda one: one.up_ns).number
         fleet = Fleet(group.members, group.numbers, self._loads[group.numbers], group.holding)
         return self._router(request, fleet, self._seed).number
-
-    def _chosen_blindly(self, session: str, turn: int) -> int:
-        """By a router that goes by the request and by who is up alone, where that is everybody."""
-        fleet = Fleet(self._all.members, self._all.numbers, self._loads, self._all.holding)
-        return self._router(Turn(session, turn), fleet, self._seed).number
 
     def _those_up(self, now: int) -> _Group:
         if now >= self._up_until_ns:
@@ -417,7 +403,8 @@ class ClusterSystem:
 
     def _destination(self, session: str, turn: int) -> int | None:
         """As outlook.Destination."""
-        return self._always(session, turn) if self._always is not None and self._migration is None else None
+        foreseen = self._router in LOAD_BLIND and self._failures.mean_s is None and self._migration is None
+        return self._choose(Turn(session, turn), 0) if foreseen else None
 
     def _as_sent(self, request: Request, replica: Replica) -> Request:
         """What was said before is its history where the conversation's last turn was served elsewhere."""

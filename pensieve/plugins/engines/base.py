@@ -136,8 +136,8 @@ class OutsideEngine(Protocol):
         ...
 
     def forget(self, session: str | None) -> None:
-        """Free a conversation; None: the whole cache. Raises ConfigError where the engine has no way to do that."""
-        ...
+        """Free a conversation; None: the whole cache. An engine that keeps nothing leaves this out. Raises ConfigError where
+        the engine has no way to do that."""
 
     def counters(self) -> dict[str, float]:
         return {}

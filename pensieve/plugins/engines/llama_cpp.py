@@ -28,7 +28,7 @@ from pensieve.plugins.engines.openai_http import read_completion
 from pensieve.plugins.engines.process import EngineProcess, free_port, while_it_serves
 from pensieve.plugins.engines.weights import gguf_file
 from pensieve.serve.systems.base import Capabilities
-from pensieve.units import ceil_div, parse_capacity
+from pensieve.units import ceil_div
 
 KvType = Literal["f32", "f16", "q8_0"]
 KV_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}  # a value; q8_0: 32 of them and a scale
@@ -51,10 +51,10 @@ class LlamaCpp(OutsideEngine):
     """n_ctx: cells of KV, divided among the slots; null: the KV budget. n_batch: prompt tokens an iteration; null:
     scheduler.max_batch_tokens. n_ubatch: of one forward; null: n_batch. n_parallel: slots; null: at most 4, no more than
     scheduler.max_batch_requests, and few enough to hold the longest conversation. kv_type, flash_attention: f32 without it
-    gives the tokens that our engine gives. ram_cache: host memory for the KV of idle slots, "1GiB" or "8192 tokens"; null:
-    cache.cpu. n_gpu_layers: those that run on hardware's GPU; null: all, on a CPU none. weights_type: of the exported file.
-    gguf_path: a file that is run in place of the model's own weights. kv_unified: slots share all cells instead. server_path:
-    a llama-server binary; null: the one in xllamacpp. start_timeout_s: until it must be healthy.
+    gives the tokens that our engine gives. weights_type: of the exported file. gguf_path: a file that is run in place of the
+    model's own weights. kv_unified: slots share all cells instead. server_path: a llama-server binary; null: the one in
+    xllamacpp. start_timeout_s: until it must be healthy. The KV of idle slots may take cache.cpu of host memory. All layers
+    run on the GPU of hardware=, on a CPU none does.
     """
 
     def __init__(
@@ -67,8 +67,6 @@ class LlamaCpp(OutsideEngine):
         n_parallel: int | None = None,
         kv_type: KvType = "f32",
         flash_attention: bool = False,
-        n_gpu_layers: int | None = None,
-        ram_cache: str | None = None,
         weights_type: Literal["f32", "f16"] = "f32",
         gguf_path: str | None = None,
         kv_unified: bool = False,
@@ -81,9 +79,6 @@ class LlamaCpp(OutsideEngine):
         self._setup = setup
         each = ceil_div((setup.longest_tokens or 0) + setup.block_tokens, CELLS) * CELLS
         self._per_token = setup.model.kv_bytes_per_token / setup.model.dtype_bytes * KV_BYTES[kv_type]
-        host = setup.host_tokens
-        if ram_cache is not None:
-            host = parse_capacity(ram_cache, "baseline.engine.ram_cache").in_tokens(int(self._per_token))
         slots = n_parallel or max(1, min(MOST_SLOTS, setup.batch_requests, setup.kv_tokens // each))
         share = CELLS if kv_unified else CELLS * slots
         cells = n_ctx or max(share, setup.kv_tokens // share * share)  # a slot has a multiple of CELLS, rounded up
@@ -100,20 +95,14 @@ class LlamaCpp(OutsideEngine):
             "threads": setup.threads,
             "kv_type": kv_type,
             "flash_attention": flash_attention,
-            "n_gpu_layers": n_gpu_layers if n_gpu_layers is not None else ALL_LAYERS * (setup.device != "cpu"),
+            "n_gpu_layers": ALL_LAYERS * (setup.device != "cpu"),
             "main_gpu": int(setup.device.partition(":")[2] or 0),
-            "ram_cache_mib": int(host * self._per_token) // 2**20,
+            "ram_cache_mib": int(setup.host_tokens * self._per_token) // 2**20,
             "kv_unified": kv_unified,
             "slot_prompt_similarity": slot_prompt_similarity,
         }
 
     def check(self) -> None:
-        layers, device = self._fields["n_gpu_layers"], self._setup.device
-        if (layers == 0) != (device == "cpu"):
-            raise ConfigError(
-                f"baseline.engine.n_gpu_layers={layers} does not run on {device}, the device of hardware=; leave it null, or "
-                "choose the hardware that it runs on."
-            )
         if self._gguf_path is None:
             refuse_family(self._setup.model.name, self._setup.model.architecture)
         elif not Path(self._gguf_path).expanduser().is_file():

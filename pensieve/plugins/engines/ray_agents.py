@@ -279,9 +279,6 @@ class RayServerless(_RayAgents):
         result: Reply = reply
         return result
 
-    def forget(self, session: str | None) -> None:
-        """Nothing is ever kept."""
-
     def _processes(self) -> Mapping[int, float]:
         """Ray's workers that serve at this moment, which are descendants of this process."""
         workers = [one for one in psutil.Process().children(recursive=True) if answer_once.__name__ in _name(one)]
@@ -300,9 +297,8 @@ def _name(process: psutil.Process) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """pid: of the process. load_s: weights to memory, without imports. start_s: of the whole, imports included."""
+    """load_s: weights to memory, without imports. start_s: of the whole, imports included."""
 
-    pid: int
     load_s: float
     start_s: float
 
@@ -377,7 +373,7 @@ class Replica:
             raise
         self._offset_s = time.perf_counter() - clock.now_s()
         assert report.load_s is not None, "a process of its own shares no model"
-        return Started(os.getpid(), report.load_s, time.perf_counter() - began)
+        return Started(report.load_s, time.perf_counter() - began)
 
     def answer(self, request: Request) -> Reply:
         """Raises RequestRefused, RequestFailed, and MemoryError where the kernel gives no more."""

@@ -7,16 +7,14 @@ import os
 import queue
 import threading
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from time import perf_counter
 from typing import Any
 
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Request, TokenArray
-from pensieve.core.session import common_prefix
 from pensieve.errors import ConfigError, EngineFailed, EngineMissing, RequestFailed
 from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply, kv_settings
 from pensieve.plugins.engines.weights import plain_module
@@ -48,27 +46,14 @@ def _settings(setup: EngineSetup, module: Any, engine: str, tokens: int | None) 
     }
 
 
-@dataclass(slots=True)
-class _Kept:
-    """The cache of one conversation, and the tokens whose KV it holds."""
-
-    cache: Any
-    tokens: TokenArray[int]
-
-
 class NativePytorch(OutsideEngine):
-    """transformers' generate, one request at a time. The whole history is sent every turn; with keep_cache each
-    conversation keeps its DynamicCache, and what two prompts have in common is not computed again.
+    """transformers' generate, one request at a time. The whole history is sent every turn, and nothing is kept."""
 
-    keep_cache: within the KV budget; the conversation used longest ago goes first. Without it nothing is kept.
-    """
-
-    def __init__(self, setup: EngineSetup, *, keep_cache: bool = False) -> None:
+    def __init__(self, setup: EngineSetup) -> None:
         self.can = Capabilities(max_in_flight=1)
         self.at_once = 1
-        self._setup, self._keep = setup, keep_cache
+        self._setup = setup
         self._module: Any = None
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()  # the one used longest ago first
 
     def start(self) -> StartReport:
         import torch
@@ -78,26 +63,17 @@ class NativePytorch(OutsideEngine):
         loaded = perf_counter()
         self._module(input_ids=torch.zeros(1, 8, dtype=torch.long, device=self._module.device), use_cache=False)
         ready = perf_counter()
-        budget = self._setup.kv_tokens if self._keep else None
-        settings = _settings(self._setup, self._module, "transformers generate", budget)
-        settings |= {"attention": self._module.config._attn_implementation, "keep_cache": self._keep}
+        settings = _settings(self._setup, self._module, "transformers generate", None)
+        settings["attention"] = self._module.config._attn_implementation
         return StartReport(loaded - began, (ready - loaded) * 1e3, settings)
 
     def answer(self, request: Request, channel: Channel) -> Reply:
         import torch
-        from transformers import DynamicCache, GenerationConfig
+        from transformers import GenerationConfig
 
         admitted_s = perf_counter()
         module, prompt = self._module, request.prompt
-        kept = self._kept.pop(request.session, None)
-        cached = 0
-        cache = DynamicCache(config=module.config)
-        if kept is not None:
-            cached = min(common_prefix(prompt, kept.tokens), len(prompt) - 1)
-            cache = kept.cache
-            if len(kept.tokens) > cached:
-                cache.crop(cached - len(kept.tokens))  # negative: how many tokens to take off
-        telling = _Telling(channel, len(prompt))
+        telling = _Telling(channel)
         generation = GenerationConfig(
             do_sample=False,
             max_new_tokens=request.output.max_new_tokens,
@@ -111,51 +87,35 @@ class NativePytorch(OutsideEngine):
                 module.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
-                    past_key_values=cache,
                     generation_config=generation,
                     streamer=telling,
                     stopping_criteria=[telling.stop],
                 )
         except (RuntimeError, IndexError, ValueError) as error:
             raise RequestFailed(f"transformers failed the request: {error}") from error
-        if self._keep:
-            held = cache.get_seq_length()  # the last token has no KV
-            self._keep_cache(request.session, _Kept(cache, (prompt + telling.tokens)[:held]))
         ended = telling.tokens and telling.tokens[-1] in end_tokens(self._setup, request)
         return Reply(
             "eos" if ended else "length",
-            cached_tokens=cached,
+            cached_tokens=0,
             admitted_s=admitted_s,
             compute_ms=(perf_counter() - admitted_s) * 1e3,
         )
 
-    def _keep_cache(self, session: str, kept: _Kept) -> None:
-        self._kept[session] = kept
-        while sum(len(one.tokens) for one in self._kept.values()) > self._setup.kv_tokens:
-            self._kept.popitem(last=False)
-
-    def forget(self, session: str | None) -> None:
-        if session is None:
-            self._kept.clear()
-        else:
-            self._kept.pop(session, None)
-
     def close(self) -> None:
-        self._kept.clear()
         self._module = None
 
 
 class _Telling:
     """A streamer of generate: the prompt comes first, then each token as soon as it is drawn."""
 
-    def __init__(self, channel: Channel, prompt: int) -> None:
-        self._channel, self._prompt = channel, prompt
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._begun = channel, False
         self.tokens: TokenArray[int] = array("i")
         self._wanted = True
 
     def put(self, value: Any) -> None:
-        if self._prompt:
-            self._prompt = 0
+        if not self._begun:
+            self._begun = True
             return
         token = int(value)
         self.tokens.append(token)

@@ -5,19 +5,27 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
+from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import WallClock
 from pensieve.core.plan import Move, Row, Sample, StepPlan, StepResult
+from pensieve.core.policies.lru import Lru
+from pensieve.core.request import Request
+from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.device.asked import ModelAsked
 from pensieve.device.attention import IMPLEMENTATION
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.options import TorchOptions
 from pensieve.device.transfers.link import Link
 from pensieve.device.worker import TorchWorker
+from pensieve.serve.books.books import Books
+from pensieve.serve.record import TurnRecord
 from pensieve.specs import ModelSpec
+from tests.simulated import TalkingEngine, policy_context, run
 
 _COMMON = {
     "hidden_size": 64,
@@ -102,6 +110,35 @@ def _generate(model: LoadedModel, prompt: Sequence[int], new_tokens: int) -> lis
         return output[0, len(prompt) :].tolist()
     finally:
         model.module.set_attn_implementation(IMPLEMENTATION)
+
+
+def engine_on(
+    worker: Any,
+    gpu_blocks: int,
+    cpu_blocks: int,
+    chunk: int = 8,
+    max_context: int = 512,
+    policy: Any = Lru,
+    **settings: int,
+) -> TalkingEngine:
+    """An engine over a worker that is started with these pools."""
+    pools = {"chunk_tokens": chunk, "gpu_blocks": gpu_blocks, "cpu_blocks": cpu_blocks}
+    worker.start(gpu_blocks, cpu_blocks)
+    return TalkingEngine(
+        cache=TwoTierCache(policy=policy(policy_context(chunk, gpu_blocks, cpu_blocks)), **pools),
+        settings=SchedulerSettings(**settings),
+        worker=worker,
+        clock=WallClock(),
+        max_context=max_context,
+        facts=Books(chunk),
+    )
+
+
+def served(engine: TalkingEngine, *requests: Request) -> dict[int, TurnRecord]:
+    """Their turns, by id."""
+    for request in requests:
+        engine.say(request)
+    return run(engine)
 
 
 def converse(model: LoadedModel, driver: Driver, turns: Iterable[tuple[int, int]]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.plan import Row, Sample, swap_in, swap_out
+from pensieve.core.plan import swap_in, swap_out
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request, Sampling
 from pensieve.core.scheduler.composition import SchedulerSettings
@@ -92,17 +92,6 @@ def test_a_replay_waits_for_what_is_loaded() -> None:
     driver.check_logits(0)
 
 
-def test_what_cannot_be_recorded_runs_eagerly_and_says_why() -> None:
-    driver = driver_of(model_of("llama"), Tracer(refuses=True))
-    assert driver.worker.settings()["graphs"] == (
-        "not recorded: RuntimeError: operation not permitted when stream is capturing"
-    )
-    driver.step(driver.prompt_row(0, random_tokens(9, 0)))
-    for _ in range(3):
-        driver.step(driver.decode_row(0))
-        driver.check_logits(0)
-
-
 def test_padding_writes_to_a_block_of_its_own() -> None:
     driver = driver_of(model_of("llama"), Tracer(), requests=4)
     tensors = driver.worker.tensors
@@ -143,21 +132,3 @@ def test_an_engine_on_graphs_serves_every_token_of_the_plain_model(depth: int) -
     assert engine.paths.turns == 18
     assert recorder.replayed > 20
     assert engine.paths.cpu_restore > 0
-
-
-def test_a_slot_samples_for_the_next_plan_before_anyone_reads_it() -> None:
-    """Two plans are launched, then collected: the second computes the token that the first sampled."""
-    driver = Driver(model_of("llama"), options=TorchOptions(depth=2, recorder=Tracer(), max_batch_requests=1))
-    driver.step(driver.prompt_row(70, random_tokens(20, 1)))  # a slot beyond what was foreseen
-    known = len(driver.tokens[70])
-    deltas = driver.allocate(70, known + 2)
-    worker = driver.worker
-    for ahead in range(2):
-        position = known - 1 + ahead
-        worker.launch(driver.plan([Row(70, ((position, position + 1),), None, Sample(position + 1))], deltas))
-        deltas = []
-    for _ in range(2):
-        result = worker.collect(None)
-        assert result is not None
-        driver.tokens[70].append(result.tokens[70])
-        driver.check_logits(70)

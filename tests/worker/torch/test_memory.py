@@ -7,19 +7,14 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.clock import WallClock
-from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request
-from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.device.memory import find_room, largest_rows, rounded
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
-from pensieve.serve.books.books import Books
-from tests.simulated import TalkingEngine, policy_context
 
-from .driver import plain_generate, random_tokens
+from .driver import engine_on, plain_generate, random_tokens, served
 
 GIB = 2**30
 
@@ -54,26 +49,9 @@ def test_out_of_memory_at_start_is_a_sentence_and_frees_everything(llama, call):
     assert worker.start(16, 4).settings["gpu_pool_bytes"] > 0
 
 
-def engine_on(model, forward, depth):
+def started(model, forward, depth):
     worker = TorchWorker(replace(model, forward=forward), 8, WallClock(), options=TorchOptions(depth=depth))
-    cache = TwoTierCache(policy=Lru(policy_context(8, 40, 40)), chunk_tokens=8, gpu_blocks=40, cpu_blocks=40)
-    worker.start(40, 40)
-    settings = SchedulerSettings(max_batch_tokens=64, max_batch_requests=4)
-    return TalkingEngine(
-        cache=cache, settings=settings, worker=worker, clock=WallClock(), max_context=512, facts=Books(8)
-    )
-
-
-def served(engine, *requests):
-    for request in requests:
-        engine.say(request)
-    turns = {}
-    while engine.busy:
-        for event in engine.step(None):
-            if event.turn is not None:
-                turns[event.request_id] = event.turn
-        engine.cache.check()
-    return turns
+    return engine_on(worker, 40, 40, max_batch_tokens=64, max_batch_requests=4)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
@@ -82,7 +60,7 @@ def served(engine, *requests):
 def test_in_flight_it_fails_the_step_and_the_next_requests_are_exact(llama, depth, after, error):
     """In the prefill, and in the middle of decoding (at depth 2 with a plan launched behind it)."""
     forward = Stumbling(llama, set(), error)
-    engine = engine_on(llama, forward, depth)
+    engine = started(llama, forward, depth)
     first, second = random_tokens(20, 1), random_tokens(9, 2)
     before = served(engine, Request(1, "a", 1, first, Length(5)))[1]
     forward.failing = {forward.calls + after}
@@ -101,7 +79,7 @@ def test_in_flight_it_fails_the_step_and_the_next_requests_are_exact(llama, dept
 
 
 def test_copies_that_fail_fail_their_step(llama, monkeypatch):
-    engine = engine_on(llama, llama.forward, 2)
+    engine = started(llama, llama.forward, 2)
     worker = engine.worker
     with monkeypatch.context() as patch:
 

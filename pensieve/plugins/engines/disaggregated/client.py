@@ -119,9 +119,6 @@ class _Disaggregated(OutsideEngine):
             received_bytes=wire.received_bytes - received,
         )
 
-    def forget(self, session: str | None) -> None:
-        """Nothing outlives its request."""
-
     def close(self) -> None:
         if self._process is not None:
             self._process.close()
