@@ -99,14 +99,13 @@ class VarlenBackend:
 def _function() -> Any:
     try:
         from torch.nn.attention.varlen import varlen_attn
-    except ImportError as error:
-        raise EngineMissing(
-            f"torch {torch.__version__} has no varlen_attn; use attention_backend=triton, or a newer torch."
-        ) from error
-    missing = [name for name in _NEEDED if name not in inspect.signature(varlen_attn).parameters]
+
+        missing = [name for name in _NEEDED if name not in inspect.signature(varlen_attn).parameters]
+    except ImportError:
+        missing = ["varlen_attn"]
     if missing:
         raise EngineMissing(
-            f"varlen_attn of torch {torch.__version__} takes no {', '.join(missing)}, which paged attention needs; use "
-            "attention_backend=triton, or a newer torch."
+            f"torch {torch.__version__} has no varlen attention with {', '.join(missing)}; use attention_backend=triton, or "
+            "a newer torch."
         )
     return varlen_attn

@@ -101,7 +101,6 @@ def _saved(model, folder, files, changed):
 _V = "model.layers.1.self_attn.v_proj.weight"
 
 
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("files", ["one", "several"])
 @pytest.mark.parametrize(
     ("name", "kept", "words"),
@@ -113,16 +112,13 @@ _V = "model.layers.1.self_attn.v_proj.weight"
         ("gpt2", lambda name: name != "transformer.wte.weight", r"lack .*transformer\.wte\.weight; fetch"),
     ],
 )
-def test_weights_that_lack_a_tensor_are_not_served(
-    name, kept, words, files, fused, tmp_path,
-    model_of,
-):  # fmt: skip
+def test_weights_that_lack_a_tensor_are_not_served(name, kept, words, files, tmp_path, model_of):
     def drop(tensors):
         for one in [one for one in tensors if not kept(one)]:
             del tensors[one]
 
     with pytest.raises(WeightsMissing, match=words):
-        _load(tiny_spec(name), _saved(model_of(name), tmp_path, files, drop), fused=fused)
+        _load(tiny_spec(name), _saved(model_of(name), tmp_path, files, drop))
 
 
 def test_a_tensor_of_another_shape_is_named(llama, tmp_path):
@@ -156,20 +152,18 @@ def test_tied_heads_and_buffers_that_are_no_weights_load(name, more, tmp_path, m
     assert torch.equal(plain_logits(loaded, tokens), plain_logits(model, tokens))
 
 
-def test_no_such_folder(tmp_path):
-    with pytest.raises(WeightsMissing, match=r"no config\.json.*model\.weights=random"):
-        _load(tiny_spec("llama"), str(tmp_path / "none"))
-
-
-def test_a_folder_that_is_not_a_known_model(tmp_path):
+@pytest.mark.parametrize(
+    ("weights", "error", "words"),
+    [
+        ("{folder}/none", WeightsMissing, r"no config\.json.*model\.weights=random"),
+        ("{folder}", UnsupportedModel, "not_a_model"),
+        ("hub", WeightsMissing, r"no published weights; set model\.weights=random"),
+    ],
+)
+def test_weights_that_are_not_there_are_told_in_a_sentence(weights, error, words, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "not_a_model"}')
-    with pytest.raises(UnsupportedModel, match="not_a_model"):
-        _load(tiny_spec("llama"), str(tmp_path))
-
-
-def test_a_model_without_published_weights():
-    with pytest.raises(WeightsMissing, match=r"no published weights; set model\.weights=random"):
-        _load(tiny_spec("llama"), "hub")
+    with pytest.raises(error, match=words):
+        _load(tiny_spec("llama"), weights.format(folder=tmp_path))
 
 
 @pytest.mark.parametrize(
