@@ -56,12 +56,7 @@ def show(table: Table, title: str, note: str, console: Console | None = None) ->
     where = console or Console(highlight=False)
     if console is None and not where.is_terminal:
         where.width = WIDTH
-    found = RichTable(title=title, title_justify="left")
-    for index, column in enumerate(table[0]):
-        found.add_column(column, justify="left" if index == 0 else "right")
-    for line in table:
-        found.add_row(*line.values())
-    where.print(found)
+    where.print(grid(table, title, fold=True))
     where.print(note, markup=False)
 
 

@@ -7,8 +7,8 @@ import pytest
 from analysis import registry, report
 from pensieve.errors import MissingSeries
 from pensieve.lab.results import mlflow_runs
-from pensieve.lab.results.claims import recorded_claims
 from pensieve.lab.results.store import open_store
+from tests.results.synthetic import recorded_claims
 from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields
 
 FAST = [40.0, 42.0, 44.0, 44.0, 44.0]

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sqlalchemy import select
+
 from pensieve.lab.results.claims import MEASURES, Claim, Measured, Sides
 from pensieve.lab.results.frame import Frame
+from pensieve.lab.results.schema import ClaimRow
 from pensieve.lab.results.store import ResultsStore
 from pensieve.serve.record import TurnRecord
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn
@@ -93,3 +96,10 @@ def claim(**changed: Any) -> Claim:
         }
         | changed
     )
+
+
+def recorded_claims(store: ResultsStore, sweep_id: int) -> Sequence[Any]:
+    """Rows of table claim."""
+    query = select(ClaimRow.__table__).where(ClaimRow.sweep_id == sweep_id).order_by(ClaimRow.name)
+    with store.database.reading() as connection:
+        return connection.execute(query).all()

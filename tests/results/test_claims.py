@@ -18,13 +18,12 @@ from pensieve.lab.results.claims import (
     judge_sweep,
     read_claims,
     record_claims,
-    recorded_claims,
     unmet,
 )
 from pensieve.lab.results.frame import Frame
 from pensieve.lab.results.schema import ClaimRow, Trial
 from pensieve.lab.results.store import ResultsStore
-from tests.results.synthetic import claim, measure, numbered, sweep, talk
+from tests.results.synthetic import claim, measure, numbered, recorded_claims, sweep, talk
 from tests.results.trials import MEMORY, add_trial, open_sweep, trial_fields, turn
 
 # The file of claims: what it may hold, what is said where it may not, and the one that ships.

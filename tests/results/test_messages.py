@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from pensieve.lab.metrics import MetricValue
-from pensieve.lab.results.findings import LAST_TTFT, RECOMPUTED, Finding
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import SweepTable, sweep_table
-from pensieve.lab.statistics import PairedRatio
 from pensieve.serve.record import TurnRecord
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep, trial_fields, turn
 
@@ -132,7 +130,6 @@ decoders(
     semantic_blind=(300.0, 600.0, 300.0), native_pytorch=(10.0, 20.0, 10.0), fully_aware=(12.0, 24.0, 12.0),
 )  # fmt: skip
 decoders("the lowest by its ratios, not its mean", even=(10.0,) * 4, skewed=(1.0, 1.0, 1.0, 60.0))
-decoders("one decoder", stateless=(10.0, 20.0))
 for done, whose in ((5, "ray_keepalive"), (4, "ray_keepalive"), (4, "pensieve")):
     lost = {"statuses": {"completed": done, "failed": 10 - done}}
     own = [{"baseline": name, "ttft": FLAT} for name in ("pensieve", "ray_keepalive", "stateless")]
@@ -152,11 +149,10 @@ for counts in ((521.0, 9.0, 0.0), (521.0, 9.0, 0.1), (0.0, 0.0, 0.0), (0.0, 1.0,
     )
 QUIET: Trial = {"flags": {"others_cpu_share": 0.01}}
 BUSY: Trial = {"flags": {"others_cpu_share": 0.62}}
-both("quiet machine", **QUIET)
 case("busy machine", {**OURS, **QUIET}, {**EVEN, **QUIET}, {**THEIRS, **BUSY})
 for flag in ("contaminated", "cache_state_unverified"):
     case(flag, OURS, {**THEIRS, "flags": {flag: "It held 64 tokens."}})
-for error in (788.0, -60.0, 12.0):
+for error in (788.0, 12.0):
     near = {**metrics(OURS, cost_model_error_pct=5.0), "cache": "small"}
     case(f"cost model off by {error}", metrics(OURS, cost_model_error_pct=error), near)
 far = [{**metrics(OURS, cost_model_error_pct=error), "repeat": repeat} for repeat, error in enumerate((-60.0, 788.0))]
@@ -191,7 +187,6 @@ for load, window, ours, theirs in (
     ("open", {}, (15.6, 80.0), (13.4, 100.0)),
     ("closed", {}, (13.4, 80.0), (13.4, 100.0)),
     ("partly open", {"window": "too small"}, (13.4, 80.0), (13.4, 100.0)),
-    ("closed", {}, (13.6, 98.0), (13.4, 100.0)),
     ("closed", {}, (10.0, 120.0), (13.4, 100.0)),
 ):
     slower = [
@@ -212,8 +207,8 @@ case(
 both("bound", metrics={"bound_hit_rate": 0.9})
 case("window flags of one", {**OURS, "flags": {"halves": "x", "drain_share": 0.4}}, THEIRS, seeds=2)
 both("window flags of all", flags={"halves": "x"}, seeds=2)
-for cap in ({}, {"think_time_cap_s": 1.25}):
-    both(f"load {cap}", engine={"workload": {"load": "closed", "sessions": 10, "think_time_s": 0.5, **cap}}, seeds=2)
+CAPPED = {"load": "closed", "sessions": 10, "think_time_s": 0.5, "think_time_cap_s": 1.25}
+both("load", engine={"workload": CAPPED}, seeds=2)
 
 
 def by_hand(given: list[tuple[str, int, float]], metric: str, **flags: str) -> SweepTable:
@@ -270,24 +265,6 @@ def messages(table: SweepTable) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_told_of_a_sweep(name: str) -> None:
     assert json.loads(json.dumps(messages(CASES[name]()))) == json.loads(GOLDEN.read_text())[name]
-
-
-@pytest.mark.parametrize(
-    ("found", "text"),
-    [
-        ((4.35, 2.21, 5.65), "4.35× lower than other (95 % CI 2.21–5.65)"),
-        ((0.25, 0.2, 0.5), "4.00× higher than other (95 % CI 2.00–5.00)"),
-        ((1.04, 0.95, 1.13), "not told apart from other (1.04×, 95 % CI 0.95–1.13)"),
-        ((8.0, None, None), "8.00× lower than other"),
-        ((1.003, None, None), "not told apart from other (1.00×)"),
-        ((12.34, 9.5, 17.3), "12.3× lower than other (95 % CI 9.50–17.3)"),
-        ((-0.02, -0.03, -0.01), "2.0 points lower than other (95 % CI 1.0 to 3.0)"),
-        ((-0.002, -0.1, 0.1), "not told apart from other (-0.2 points, 95 % CI -10.0 to 10.0)"),
-    ],
-)
-def test_a_finding_in_words(found: tuple[float, float | None, float | None], text: str) -> None:
-    quantity = RECOMPUTED if "points" in text else LAST_TTFT
-    assert Finding(quantity, {}, "one", "other", PairedRatio(*found, 15, 5)).text == text
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
-from sqlalchemy import Row, delete, insert, select
+from sqlalchemy import delete, insert
 
 from pensieve.errors import ConfigError, MissingSeries
 from pensieve.lab.metric_registry import metric_of
@@ -423,13 +423,6 @@ def record_claims(store: ResultsStore, sweep_id: int, judged: Sequence[Judged]) 
         connection.execute(delete(ClaimRow).where(ClaimRow.sweep_id == sweep_id))
         if rows:
             connection.execute(insert(ClaimRow), rows)
-
-
-def recorded_claims(store: ResultsStore, sweep_id: int) -> Sequence[Row[Any]]:
-    """The recorded verdicts of the sweep, in order of name: rows of table claim."""
-    query = select(ClaimRow.__table__).where(ClaimRow.sweep_id == sweep_id).order_by(ClaimRow.name)
-    with store.database.reading() as connection:
-        return connection.execute(query).all()
 
 
 def _judged(claim: Claim, evidence: Frame, group: TrialGroup, over: str | None, several: bool) -> Judged:

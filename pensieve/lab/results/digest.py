@@ -307,11 +307,6 @@ def _source(path: Path, module: str) -> Source:
     return Source(digest, sorted(set(_imports(tree, module, path.parent))), offered)
 
 
-def source_hash(path: Path) -> str:
-    """The hash of a Python file's syntax, or of the bytes of any other file, or of one that does not parse."""
-    return _source(path, path.stem).digest
-
-
 def _tree(path: Path) -> ast.Module | None:
     try:
         return ast.parse(path.read_bytes())
