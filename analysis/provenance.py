@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pensieve.errors import MixedPanel
 from pensieve.lab.results.schema import Sweep, Trial
-from pensieve.lab.results.trials import Mixture
+from pensieve.lab.results.trials import mixtures
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +40,13 @@ class Provenance:
     mixed: tuple[str, ...]
 
 
-def trace(
-    sweep: Sweep,
-    trials: Sequence[Trial],
-    mixtures: Sequence[Mixture],
-    conversations: int,
-    incomplete: int,
-    allow_mixed: bool,
-) -> Provenance:
-    """mixtures: why times of these trials must not be compared. Raises MixedPanel where there is such a reason;
-    allow_mixed: note it instead."""
-    mixed = tuple(_clause(one) for one in mixtures)
+def trace(sweep: Sweep, trials: Sequence[Trial], conversations: int, incomplete: int, allow_mixed: bool) -> Provenance:
+    """Raises MixedPanel where times of these trials must not be compared; allow_mixed: note it instead."""
+    reasons = mixtures(trials)
+    mixed = tuple(f"{one.what} ({ranges(one.trials)})" if one.trials else one.what for one in reasons)
     if mixed and not allow_mixed:
         raise MixedPanel(
-            f"One panel would hold {mixed[0]}; {mixtures[0].remedy}, or draw it with --allow-mixed, which it then says."
+            f"One panel would hold {mixed[0]}; {reasons[0].remedy}, or draw it with --allow-mixed, which it then says."
         )
     return Provenance(
         sweep=sweep.id,
@@ -78,6 +71,7 @@ def trace(
 
 def footnote(of: Provenance, lead: str) -> str:
     """The caption of a figure, without its title. lead: what a point and its interval are."""
+    cache = f"{' and '.join(of.cache_state)} at the start" if of.cache_state else "state at the start not recorded"
     served = of.conversations > 0 or bool(of.load)  # a benchmark of a part has neither conversations nor a load
     parts = [
         lead.rstrip("."),
@@ -90,7 +84,7 @@ def footnote(of: Provenance, lead: str) -> str:
             else []
         ),
         f"{_how(of)} {', '.join(of.devices)}{', ' + ', '.join(of.dtypes) if of.dtypes else ''}",
-        *([f"load {' and '.join(of.load) or 'not recorded'}", _cache_state(of)] if served else []),
+        *([f"load {' and '.join(of.load) or 'not recorded'}", f"cache {cache}"] if served else []),
         f"code {', '.join(code[:8] for code in of.code)}",
         f"sweep {of.sweep}, trials {ranges(of.trials)}",
     ]
@@ -114,12 +108,6 @@ def brief(of: Provenance, intervals: bool) -> str:
     return "; ".join([*parts, f"sweep {of.sweep}"])
 
 
-def _cache_state(of: Provenance) -> str:
-    if of.cache_state:
-        return f"cache {' and '.join(of.cache_state)} at the start"
-    return "cache state at the start not recorded"
-
-
 def ranges(ids: Sequence[int]) -> str:
     """1, 2, 3, 7 as "1-3, 7"."""
     runs: list[list[int]] = []
@@ -129,10 +117,6 @@ def ranges(ids: Sequence[int]) -> str:
         else:
             runs.append([one, one])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def _clause(mixture: Mixture) -> str:
-    return f"{mixture.what} ({ranges(mixture.trials)})" if mixture.trials else mixture.what
 
 
 def _declared(trial: Trial, name: str) -> str | None:

@@ -12,12 +12,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from analysis import style
-from analysis.provenance import trace
 from analysis.registry import Plot
 from analysis.sweep import Panel, Source
-from pensieve.lab.results.frame import conversations_of
 from pensieve.lab.results.size_map import Place, SizeMap, is_map, read_map, spaced
-from pensieve.lab.results.trials import mixtures
 
 DISK = "cache.disk"
 BORDERS: dict[str, dict[str, Any]] = {  # both are seen on either map, and on a dark ground
@@ -37,13 +34,7 @@ def is_size_map(source: Source) -> bool:
 def size_map(source: Source) -> Iterator[Plot]:
     found = read_map(source.store, source.sweep)
     q, sentence = found.question, found.sentence()
-    # Every cell is asked the same: the conversations of one cell stand for all.
-    at_most = [job.trial for job in found.cells[q.corner].values() if job.trial is not None]
-    conversations = {key for trial in at_most for key in conversations_of(source.turns_of(trial))}
-    origin = trace(
-        source.sweep, source.trials, mixtures(source.trials), len(conversations), len(found.failed),
-        allow_mixed=source.allow_mixed,
-    )  # fmt: skip
+    origin = source.trace(source.trials, len(found.failed))
     rows = list(found.rows())
     for disk, size in enumerate(q.disk):
         group = {DISK: size or "0"} if q.disks else {}

@@ -16,7 +16,7 @@ from pensieve.lab.results.frame import Frame, conversations_of
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.schema import Sweep, SweepTrial, Trial
 from pensieve.lab.results.store import JobResult, ResultsStore
-from pensieve.lab.results.trials import axis_value, listed_values, mixtures, varying_axes
+from pensieve.lab.results.trials import axis_value, listed_values, varying_axes
 from pensieve.units import parse_capacity
 
 DEFAULT_COMMAND = "python runners/run.py -m"
@@ -176,7 +176,7 @@ class Source(Frame):
             if trial.id not in self._conversations:
                 self._conversations[trial.id] = frozenset(conversations_of(self.turns_of(trial)))
         conversations = frozenset[Any]().union(*(self._conversations[trial.id] for trial in trials))
-        return trace(self.sweep, trials, mixtures(trials), len(conversations), incomplete, self.allow_mixed)
+        return trace(self.sweep, trials, len(conversations), incomplete, self.allow_mixed)
 
     def _cells(
         self,

@@ -4,11 +4,18 @@ import pytest
 from hydra import initialize_config_dir
 
 from pensieve.lab.bench import serve
+from pensieve.lab.bench.serve import MARGIN, Point, Reached, Turn, all_hit_ratio, at_latency, common_latency, turn_s
 from pensieve.lab.compose import conf_folder, read_option
 from pensieve.lab.compose.machine import find_device
 from pensieve.lab.compose.schema import HardwareConfig
+from pensieve.sim.roofline import Roofline
+from pensieve.specs import HardwareSpec
 from tests.bench.bench import make_bench
+from tests.worker.torch.driver import tiny_spec
 
+MACHINE = HardwareSpec("sim", True, flops=1e12, memory_bw=1e9)
+SLOW = [Point(1, 10.0, 8.0), Point(2, 15.0, 20.0)]
+FAST = [Point(1, 11.0, 4.0), Point(2, 20.0, 6.0)]
 CHAT = {"think_time_s": 1.0, "min_turns": 2, "max_turns": 3, "max_new_tokens": 16, "warmup_turns": 1}
 
 
@@ -37,3 +44,36 @@ def test_a_cell_puts_every_baseline_beside_the_roofline_ratio(tmp_path, monkeypa
     assert jobs[0].last.id == ran["pensieve"].engine["curve"][0]["trial_id"]
     (gap,) = bench.gaps
     assert "no peer ran beside it (transformers_cb: " in gap
+
+
+@pytest.mark.parametrize(
+    ("points", "latency", "reached"),
+    [
+        (SLOW, 14.0, Reached(12.5, "")),
+        (SLOW, 8.0, Reached(10.0, "")),
+        (FAST, 10.0, Reached(20.0, ">=")),
+        (SLOW, 7.0, Reached(10.0, "<=")),
+    ],
+)
+def test_between_two_loads_it_is_linear_and_beyond_them_only_bounded(points, latency, reached):
+    assert at_latency(points, latency) == reached
+    assert common_latency({"slow": SLOW, "fast": FAST}) == MARGIN * 8.0, "one that every system keeps to"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_curve_that_dips_is_left_where_it_crosses_last(order: int) -> None:
+    points = [Point(1, 10.0, 12.0), Point(2, 18.0, 9.0), Point(3, 20.0, 14.0)][::order]
+    assert at_latency(points, 10.0) == Reached(pytest.approx(18.4), "")  # type: ignore[arg-type]
+
+
+def test_a_prompt_and_its_decode_steps_add_up() -> None:
+    line, turn = Roofline(tiny_spec("llama"), MACHINE, 32), Turn(100, 20, 10)
+    step = line.iteration_s([(125, 126)] * 2, 2)
+    assert turn_s(line, [turn], 2, keeps=True) == pytest.approx(line.iteration_s([(100, 120)], 1) + 10 * step / 2)
+    assert turn_s(line, [turn], 2, keeps=False) == pytest.approx(line.iteration_s([(0, 120)], 1) + 10 * step / 2)
+
+
+def test_longer_histories_gain_more_and_none_gains_nothing() -> None:
+    line = Roofline(tiny_spec("llama"), MACHINE, 32)
+    assert all_hit_ratio(line, [Turn(0, 40, 8)], 4) == 1.0
+    assert all_hit_ratio(line, [Turn(4000, 20, 10)], 8) > all_hit_ratio(line, [Turn(400, 20, 10)], 8) > 1.0
