@@ -7,7 +7,7 @@ import csv
 import pytest
 from matplotlib.colors import to_hex
 
-from analysis import style
+from analysis import load, style
 from analysis.quantities import Quantity, moved
 from analysis.registry import FIGURES
 from analysis.sweep import open_source
@@ -215,3 +215,19 @@ def test_what_was_achieved_stands_over_what_was_offered_and_latency_over_that(dr
     assert drawn["throughput_latency"].lines["all offered"] == [(0, 0), (4, 4)]
     found = drawn["goodput"].lines
     assert (found["pensieve"], found["pensieve/all turns"]) == ([(2, 0.5), (4, 1)], [(2, 1), (4, 2)])
+
+
+def test_the_table_at_the_papers_latency_has_a_line_a_system_and_its_ratio(store, tmp_path, monkeypatch):
+    def metrics(at, seed):
+        load = float(at["workload.relative_rate"])
+        times = dict.fromkeys(("normalized_latency_ms_mean", "normalized_latency_ms_p90"), 120.0 * load - 60.0)
+        return {"throughput_req_s": load * (2 if at["baseline"] == "pensieve" else 1), **times}
+
+    axes = {"workload.relative_rate": ["1", "2"], "baseline": ["pensieve", "stateless"]}
+    source = fill(store, axes, lambda at, seed: [answered("a", 1, 10.0)], metrics)
+    claim = next(one for one in load._claims() if one.arguments["limit"] == 120)
+    monkeypatch.setattr(load, "compared", lambda trials: claim)
+    [drawing] = FIGURES["paper_throughput"].draw(source, tmp_path)
+    ours, theirs, *_ = drawing.table
+    assert [*ours.values()][:7] == ["pensieve", "mean", "120", "2 of 2", "stateless", "3.00", "2.00"]
+    assert [theirs[head] for head in ("system", "requests/s", "ratio")] == ["stateless", "1.50", "–"]
