@@ -7,9 +7,7 @@ from pensieve.device import choice
 from pensieve.errors import EngineMissing
 from pensieve.lab.commands.doctor import Machine, _attention
 
-
-def _machine(version: str | None) -> Machine:
-    return Machine(version, "none", "cpu", "a CPU", 2**30, 2**30)
+MACHINE = Machine("2.0", "none", "cpu", "a CPU", 2**30, 2**30)
 
 
 def test_the_doctor_says_which_attention_serves_and_warns_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,10 +19,9 @@ def test_the_doctor_says_which_attention_serves_and_warns_of_the_reference(monke
         return load(name, device, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(choice, "load_backend", load_backend)
-    said = _attention(_machine("2.0"))
+    said = _attention(MACHINE)
     assert said.startswith("reference serves attention_backend=auto in float32. WARNING: ")
     assert "Not native: There is no compiler." in said
     monkeypatch.setattr(choice, "load_backend", lambda name, *where: load("reference", *where))
-    said = _attention(_machine("2.0"))
+    said = _attention(MACHINE)
     assert said.startswith("native serves attention_backend=auto in float32. A model that fails")
-    assert _attention(_machine(None)) == "unknown without torch"

@@ -1,7 +1,7 @@
 import pytest
 
 from pensieve.lab.commands.inspection import inspection_lines, inspection_of, print_inspections
-from pensieve.lab.commands.run import is_inspection
+from pensieve.lab.commands.run import inspected
 from pensieve.lab.compose import options, plan_trial
 from tests.composed import SHORT, checked
 
@@ -11,7 +11,6 @@ NEEDS_A_FILE = {"trace"}
 @pytest.mark.parametrize("workload", sorted(set(options("workload")) - NEEDS_A_FILE))
 def test_every_workload_can_be_inspected_without_an_engine(workload):
     config = checked(f"workload={workload}", "workload.inspect=true")
-    assert is_inspection(config)
     plan = plan_trial(config)
     found = inspection_of(plan)
     assert found.plan.load in ("open", "closed", "partly open")
@@ -40,7 +39,7 @@ def test_the_same_workload_is_shown_once(capsys):
 
 
 def test_nothing_is_inspected_unless_asked():
-    assert not is_inspection(checked())
+    assert not inspected([checked()])
 
 
 @pytest.mark.parametrize(("workload", "context"), [("sharegpt", 2048), ("chat", 256)])

@@ -41,7 +41,7 @@ REFUSED = [
     ),
     (("experiment_name=${nowhere}",), ConfigError, ["cannot be resolved"]),
     (("trial.profile=true",), ConfigError, ["trial.profile=true traces what torch does"]),
-    (("trial.trace=true", "hardware=cpu"), ConfigError, ["trial.trace=true draws what a simulated machine does"]),
+    (("trial.trace=true", "hardware=cpu"), ConfigError, ["trial.trace=true draws what one simulated machine does"]),
     (("+workload.user=3",), ConfigError, ["workload.user", "did you mean workload.users"]),
     # -- the plan
     (("cache.gpu=4096",), ConfigError, ["cache.gpu=4096", "8192 tokens"]),
@@ -61,8 +61,8 @@ REFUSED = [
     ((*TWO, "model.quantization=int8"), ConfigError, [*DIVIDED, "model.quantization=int8"]),
     ((*TWO, "trial.profile=true"), ConfigError, [*DIVIDED, "trial.profile=true"]),
     ((*TWO, "baseline=llama_cpp"), ConfigError, [*DIVIDED, "baseline=llama_cpp"]),
-    ((*REPLICAS, "baseline=llama_cpp"), ConfigError, ["use hardware=local, or a baseline in the engine"]),
-    ((*REPLICAS, "trial.profile=true"), ConfigError, ["use hardware=local, or leave trial.profile out"]),
+    ((*REPLICAS, "baseline=llama_cpp"), ConfigError, ["starts replicas", "leave one of the two out"]),
+    ((*REPLICAS, "trial.profile=true"), ConfigError, ["starts replicas", "leave one of the two out"]),
     ((*AUTO, "baseline=gpu_only", "baseline.kv_budget=total"), ConfigError, ["kv_budget=device"]),
     (
         (*AUTO, "model=llama2_70b"),

@@ -73,9 +73,3 @@ def test_each_begins_with_its_command_and_what_it_shows(name):
     assert name.rpartition("/")[0] in FOLDERS
     own = {"machine/fidelity_vllm": "prefix_cache", "peers/llama_cpp_cascade": "llama_cpp"}
     assert plain(composed(name)).baseline.name == own.get(name, "pensieve")
-
-
-def test_sharegpt_overlays_have_their_models_and_replies():
-    for name, model, replies in (("full", "llama3_8b", 1024), ("gemma", "gemma2_27b_it", 512)):
-        cfg = composed(f"users/sharegpt_{name}")
-        assert (cfg.model.name, cfg.workload.max_new_tokens) == (model, replies)

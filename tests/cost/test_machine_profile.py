@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -375,12 +378,15 @@ def test_a_real_machine_takes_its_costs_from_the_file_and_a_simulated_one_its_ti
 
 def test_the_runners_folder_hides_no_module_of_the_standard_library():
     """`python runners/run.py` puts runners/ first on the path, and cProfile imports profile."""
-    for runner in (Path(__file__).parents[2] / "runners").glob("*.py"):
-        assert "sys.path[0] = str(Path(__file__).resolve().parents[1])" in runner.read_text(), runner.name
+    runners = Path(__file__).parents[2] / "runners"
+    program = "import sys; sys.path[0] = sys.argv[1]; import _verb, profile; assert 'runners' not in profile.__file__"
+    subprocess.run([sys.executable, "-c", program, str(runners)], check=True)
+    for runner in runners.glob("[a-z]*.py"):
+        assert re.findall(r"import \w+", runner.read_text()) == ["import call"], runner.name
 
 
 def test_a_profile_is_of_our_engine():
     fields = composed("baseline=vllm", "hardware=cpu", "tracking=off")
     config = {name: value for name, value in resolved(fields).items() if name != "workload"}
-    with pytest.raises(ConfigError, match=r"^baseline=vllm is an engine of others"):
+    with pytest.raises(ConfigError, match=r"^A profile is of .* baseline=vllm"):
         profile({**config, "profile": {}})

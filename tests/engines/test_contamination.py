@@ -11,7 +11,8 @@ import pytest
 
 from pensieve.lab.compose import resolved
 from pensieve.lab.results.trials import mixtures
-from pensieve.lab.trial import Job, run_trial
+from pensieve.lab.trial.job import Job
+from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.tracking import Tracking, open_tracking
 from tests.composed import checked, composed
 from tests.engines.endpoint import Endpoint

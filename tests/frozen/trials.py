@@ -10,7 +10,8 @@ import pytest
 from sqlalchemy import Connection, text
 
 from pensieve.lab.compose import resolved
-from pensieve.lab.trial import Job, run_trial
+from pensieve.lab.trial.job import Job
+from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.tracking import Tracking, open_tracking
 from tests.composed import checked, composed
 from tests.frozen.rows import HOLDING, METRICS, MISS, TIMES, TURN, Rows

@@ -185,7 +185,8 @@ from pathlib import Path
 import pensieve
 from pensieve.lab.compose import resolved
 from pensieve.lab.results.digest import NOT_CODE, NOT_SIMULATED, code_of
-from pensieve.lab.trial import Job, run_trial
+from pensieve.lab.trial.job import Job
+from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.tracking import open_tracking
 from tests.composed import SHORT, checked, composed
 words = (*SHORT, *sys.argv[1:])

@@ -140,7 +140,8 @@ def test_an_older_schema_is_upgraded(url):
 @pytest.mark.slow
 def test_tracking_postgres_and_no_password_in_any_record(url, tmp_path, monkeypatch):
     from pensieve.lab.compose import check, resolved
-    from pensieve.lab.trial import Job, run_trial
+    from pensieve.lab.trial.job import Job
+    from pensieve.lab.trial.run import run_trial
     from pensieve.lab.trial.tracking import open_tracking
 
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))

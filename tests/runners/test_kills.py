@@ -9,7 +9,6 @@ import time
 import pytest
 
 from pensieve.errors import TrialRunning
-from pensieve.lab.results.mlflow_runs import rebuild_mlflow
 from pensieve.lab.results.mlflow_store import client_of
 from pensieve.lab.results.store import open_store
 from pensieve.lab.trial import run as run_module
@@ -113,23 +112,6 @@ def kill_and_resume(outputs, kills, arguments):
 @pytest.mark.timeout(900)
 def test_one_process_killed_at_random_moments(tmp_path, warm):
     kill_and_resume(tmp_path / "outputs", 6, SWEEP)
-
-
-@pytest.mark.slow
-def test_a_sweep_without_its_mlflow_store_is_rebuilt_later(tmp_path, warm):
-    outputs = tmp_path / "outputs"
-    outputs.mkdir()
-    (outputs / "mlflow.db").write_bytes(b"not a database" * 100)
-    ended(outputs, *SWEEP)
-    assert "Nothing was logged to MLflow" in said(outputs)
-    assert "the results database is complete without it" in said(outputs)
-    check_whole(outputs, JOBS)
-    assert query(outputs, "select count(*) from trial where mlflow_run_id is not null") == [(0,)]
-    rebuilding = FORK.Process(target=rebuild_mlflow, args=(outputs, open_store(outputs), print))
-    rebuilding.start()
-    rebuilding.join()
-    assert rebuilding.exitcode == 0
-    check_mlflow(outputs)
 
 
 def test_a_command_repeated_at_once_waits_for_the_worker_that_was_left(tmp_path, monkeypatch):

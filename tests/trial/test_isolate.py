@@ -64,7 +64,7 @@ def test_a_process_that_dies_costs_one_trial(tracking, monkeypatch, crash, sente
     assert again.trial_id == 2
 
 
-def test_retries_run_until_one_completes(tracking, monkeypatch):
+def test_retries_run_until_one_completes_or_they_end(tracking, monkeypatch):
     monkeypatch.setenv("CRASH", "error")
     monkeypatch.setenv("CRASHES", "2")
     said = []
@@ -74,14 +74,9 @@ def test_retries_run_until_one_completes(tracking, monkeypatch):
     assert [tracking.store.trial(number).status for number in (1, 2)] == ["failed", "failed"]
     assert len(said) == 2
     assert "it broke" in said[0]
-
-
-@pytest.mark.slow
-def test_retries_have_an_end_and_isolated_ones_too(tracking, monkeypatch):
-    monkeypatch.setenv("CRASH", "kill")
-    outcome = run(tracking, "trial.retries=1", "trial.isolate=true", CRASHING)
-    assert outcome.status == "failed"
-    assert tracking.store.trial(outcome.trial_id).attempt == 2
+    monkeypatch.setenv("CRASHES", "1000")
+    ended = run(tracking, "trial.retries=1", "seed=1", CRASHING, preflight=False)
+    assert (ended.status, tracking.store.trial(ended.trial_id).attempt) == ("failed", 2)
 
 
 def test_what_would_fail_again_is_not_tried_again(tracking):

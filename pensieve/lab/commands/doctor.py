@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -49,9 +48,9 @@ PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """memory_bytes: of the device that would hold weights and GPU tier. None: torch is not installed."""
+    """memory_bytes: of the device that would hold weights and GPU tier."""
 
-    torch: str | None
+    torch: str
     gpu: str
     kind: str
     label: str
@@ -69,9 +68,6 @@ def report(cache_name: str = "small") -> int:
     machine = inspect_machine()
     database, database_sound = _database()
     fitting, models = _models(machine, cache)
-    problem = None if database_sound else database
-    if machine.torch is None:
-        problem = "torch is not installed, so only simulated hardware runs: make install"
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column()
@@ -80,18 +76,16 @@ def report(cache_name: str = "small") -> int:
     out = console()
     out.print(facts, models, sep="\n")
     lines = ["Weights that are not at hand come from the hub; model.weights=random needs none."]
-    lines += [f"Mend this first: {problem}"] if problem else []
+    lines += [] if database_sound else [f"Mend this first: {database}"]
     for line in [*lines, "Next:", *(f"  {command}" for command in _next(machine, fitting))]:
         out.print(line, soft_wrap=True, highlight=False)
-    return 1 if problem else 0
+    return 0 if database_sound else 1
 
 
 def inspect_machine() -> Machine:
-    host = host_memory_bytes()
-    if importlib.util.find_spec("torch") is None:
-        return Machine(None, "unknown without torch", "cpu", cpu_label(), host, host)
     import torch
 
+    host = host_memory_bytes()
     device = find_device(HardwareConfig(name="local", simulated=False))
     if device.kind == "cuda":
         gpu = f"{device.label}, {format_bytes(device.gpu_bytes)} (CUDA {torch.version.cuda})"
@@ -102,7 +96,7 @@ def inspect_machine() -> Machine:
 def _facts(machine: Machine, database: str) -> Iterator[tuple[str, str]]:
     outputs = outputs_folder()
     yield "Python", f"{platform.python_version()} ({sys.executable})"
-    yield "torch", machine.torch or "not installed"
+    yield "torch", machine.torch
     yield (
         "packages",
         ", ".join(f"{name} {version(name) if installed(module) else 'missing'}" for name, module in PACKAGES),
@@ -174,7 +168,7 @@ def _need(spec: ModelSpec, cache: CacheConfig, machine: Machine) -> int:
 def _next(machine: Machine, fitting: list[str]) -> Iterator[str]:
     yield f"{typed('run')} -m                                   the tiny model, every baseline"
     larger = [name for name in ("llama3_8b", "opt_125m", "gpt2") if name in fitting]
-    if machine.torch is not None and larger:
+    if larger:
         yield f"{typed('run')} model={larger[0]} cache=small -m"
     if machine.kind == "cpu":
         yield f"{typed('run')} model=llama3_8b cache=small hardware=sim_a100_80g workload=chat_steady -m     simulated"
@@ -195,8 +189,6 @@ def _compiler() -> str:
 
 def _attention(machine: Machine) -> str:
     """Which attention backend auto chooses here, and why no faster one."""
-    if machine.torch is None:
-        return "unknown without torch"
     import torch
 
     from pensieve.device.choice import attention_here

@@ -13,17 +13,15 @@ import time
 import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Literal
 
 from pensieve.errors import HardwareMissing, typed
 from pensieve.lab.compose import outputs_folder
 from pensieve.lab.trial.terminal import say
 
-Verdict = Literal["passed", "failed", "out of time"]
 _ROOM_FOR_8B = 22 * 2**30
 _ASK_S = 60  # of a command that describes the machine
 
@@ -35,18 +33,6 @@ class Step:
     name: str
     command: tuple[str, ...]
     limit_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """said: the last line that the step wrote. log: its output, in the file."""
-
-    name: str
-    command: str
-    verdict: Verdict
-    seconds: float
-    said: str
-    log: str
 
 
 def steps_for(gpu_bytes: int) -> tuple[Step, ...]:
@@ -85,29 +71,33 @@ def gpu_run(checkout: Path, steps: Sequence[Step] | None = None) -> int:
     say(f"{facts['gpu']}: {len(steps)} steps, at most {total:.0f} minutes; the first ones compile kernels.")
     folder = outputs_folder() / "gpu" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
     folder.mkdir(parents=True)
-    outcomes = perform(steps, checkout, folder)
-    bundle = pack(facts, outcomes, folder)
-    passed = sum(outcome.verdict == "passed" for outcome in outcomes)
-    say(f"{passed} of {len(outcomes)} steps passed. Everything is in {bundle}.")
+    verdicts = [_perform(step, checkout, folder) for step in steps]
+    (folder / "environment.json").write_text(json.dumps(facts, indent=1))
+    (folder / "verdicts.json").write_text(json.dumps(verdicts, indent=1))
+    bundle = folder.with_suffix(".zip")
+    with zipfile.ZipFile(bundle, "w", zipfile.ZIP_DEFLATED) as packed:
+        for file in sorted(folder.iterdir()):
+            if file.suffix in (".json", ".log", ".db"):
+                packed.write(file, file.name)
+    passed = sum(one["verdict"] == "passed" for one in verdicts)
+    say(f"{passed} of {len(verdicts)} steps passed. Everything is in {bundle}.")
     say("Attach that file to an issue of the project, whatever the verdicts; docs/first_gpu_run.md says what is in it.")
-    return 0 if passed == len(outcomes) else 1
+    return 0 if passed == len(verdicts) else 1
 
 
-def perform(steps: Sequence[Step], checkout: Path, folder: Path) -> list[Outcome]:
-    """Run the steps one after the other, whatever becomes of each."""
-    outcomes: list[Outcome] = []
-    for step in steps:
-        log, command = folder / f"{step.name}.log", shlex.join(("python", *step.command))
-        say(f"{step.name} (at most {step.limit_s:.0f} s) ...")
-        began, verdict = time.monotonic(), _verdict(step, checkout, log)
-        seconds = round(time.monotonic() - began, 1)
-        said = (log.read_text(errors="replace").strip().splitlines() or [""])[-1].strip()[:200]
-        say(f"  {verdict} after {seconds:.0f} s: {said}")
-        outcomes.append(Outcome(step.name, command, verdict, seconds, said, log.name))
-    return outcomes
+def _perform(step: Step, checkout: Path, folder: Path) -> dict[str, str | float]:
+    """Run a step, whatever becomes of it: its verdict, and the last line that it wrote."""
+    log = folder / f"{step.name}.log"
+    say(f"{step.name} (at most {step.limit_s:.0f} s) ...")
+    began, verdict = time.monotonic(), _verdict(step, checkout, log)
+    seconds = round(time.monotonic() - began, 1)
+    said = (log.read_text(errors="replace").strip().splitlines() or [""])[-1].strip()[:200]
+    say(f"  {verdict} after {seconds:.0f} s: {said}")
+    told = {"name": step.name, "command": shlex.join(("python", *step.command)), "verdict": verdict}
+    return {**told, "seconds": seconds, "said": said, "log": log.name}
 
 
-def _verdict(step: Step, checkout: Path, log: Path) -> Verdict:
+def _verdict(step: Step, checkout: Path, log: Path) -> str:
     variables = {**os.environ, "PENSIEVE_OUTPUTS": str(log.parent), "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -149,15 +139,3 @@ def _said(command: Sequence[str]) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
-
-
-def pack(facts: dict[str, str], outcomes: Sequence[Outcome], folder: Path) -> Path:
-    """environment.json, verdicts.json, the logs and the results database, in one file beside the folder."""
-    (folder / "environment.json").write_text(json.dumps(facts, indent=1))
-    (folder / "verdicts.json").write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
-    bundle = folder.with_suffix(".zip")
-    with zipfile.ZipFile(bundle, "w", zipfile.ZIP_DEFLATED) as packed:
-        for file in sorted(folder.iterdir()):
-            if file.suffix in (".json", ".log", ".db"):
-                packed.write(file, file.name)
-    return bundle

@@ -7,7 +7,7 @@ tables take longer than everything until then.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -23,8 +23,14 @@ if TYPE_CHECKING:
     from pensieve.lab.trial.sweep import OpenSweep
 
 
-def is_inspection(config: TrialConfig) -> bool:
-    return bool(config.workload.get("inspect"))
+def inspected(configs: Sequence[TrialConfig]) -> bool:
+    """Whether workloads were to be described alone (workload.inspect); they are printed then."""
+    if not any(config.workload.get("inspect") for config in configs):
+        return False
+    from pensieve.lab.commands.inspection import print_inspections
+
+    print_inspections(configs)
+    return True
 
 
 class SweepCallback(Callback):
@@ -35,38 +41,29 @@ class SweepCallback(Callback):
 
     def on_multirun_start(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
         with in_a_sentence(hydra_goes_on=True):
-            self._start(config)
+            refuse_missing_launcher(config)
+            jobs = plan_jobs(config)
+            configs, checked, plans = [], [], []
+            for cfg in compose_jobs(config, jobs):  # a mistake is told before the other jobs are composed
+                configs.append(resolved(cfg))
+                checked.append(check(configs[-1]))
+                plans += [] if checked[-1].workload.get("inspect") else [plan_trial(checked[-1])]
+            if inspected(checked):
+                sys.exit(0)
+
+            from pensieve.lab.trial.sweep import open_sweep
+
+            self._sweep = open_sweep(config, jobs, configs, plans)
+            if not asks_hydra(config):
+                self._sweep.run(config, jobs, configs, plans)  # Hydra would compose each of them twice more
+                sys.exit(0 if self._sweep.finish() else 1)
 
     def on_multirun_end(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
+        """Table, MLflow, figures; leaves with status 1 where a trial did not complete."""
         if self._sweep is not None:
             with in_a_sentence(hydra_goes_on=True):
-                self._finish(self._sweep)
-
-    def _finish(self, sweep: OpenSweep) -> None:
-        """Table, MLflow, figures; leaves with status 1 where a trial did not complete."""
-        if not sweep.finish():
-            sys.exit(1)
-
-    def _start(self, config: DictConfig) -> None:
-        refuse_missing_launcher(config)
-        jobs = plan_jobs(config)
-        configs, checked, plans = [], [], []
-        for cfg in compose_jobs(config, jobs):  # a mistake is told before the other jobs are composed
-            configs.append(resolved(cfg))
-            checked.append(check(configs[-1]))
-            if not is_inspection(checked[-1]):
-                plans.append(plan_trial(checked[-1]))
-        if len(plans) < len(checked):
-            _inspect(checked)
-            sys.exit(0)
-
-        from pensieve.lab.trial.sweep import open_sweep
-
-        self._sweep = open_sweep(config, jobs, configs, plans)
-        if not asks_hydra(config):
-            self._sweep.run(config, jobs, configs, plans)  # Hydra would compose each of them twice more
-            self._finish(self._sweep)
-            sys.exit(0)
+                if not self._sweep.finish():
+                    sys.exit(1)
 
 
 def run_job(cfg: DictConfig) -> None:
@@ -77,22 +74,11 @@ def run_job(cfg: DictConfig) -> None:
         run_composed(cfg)
         return
     with in_a_sentence():
-        _single(cfg)
+        config = check(cfg)
+        if inspected([config]):
+            return
+        plan_trial(config)  # a mistake is told before the libraries of a trial are imported
 
+        from pensieve.lab.trial.sweep import run_single
 
-def _single(cfg: DictConfig) -> None:
-    config = check(cfg)
-    if is_inspection(config):
-        _inspect([config])
-        return
-    plan_trial(config)  # a mistake is told before the libraries of a trial are imported
-
-    from pensieve.lab.trial.sweep import run_single
-
-    run_single(cfg, config)
-
-
-def _inspect(configs: Iterable[TrialConfig]) -> None:
-    from pensieve.lab.commands.inspection import print_inspections
-
-    print_inspections(configs)
+        run_single(cfg, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -191,31 +192,31 @@ def _check_divided(config: TrialConfig, device: Device, model: ModelSpec, disk_b
             f"hardware.gpus={gpus}: model={model.name} has {heads} KV heads, which cannot be divided evenly among {gpus}; "
             f"use hardware.gpus={fewer}, or another model."
         )
-    whole = {
-        f"baseline={config.baseline.name} is an engine of others": config.baseline.engine is not None,
-        f"model.quantization={config.model.quantization} rounds whole projections": config.model.quantization
-        is not None,
-        f"cache.disk={config.cache.disk} keeps whole chunks": disk_blocks > 0,
-        "trial.profile=true traces one process": config.trial.profile,
-    }
-    for reason in (reason for reason, asked in whole.items() if asked):
-        raise ConfigError(
-            f"hardware.gpus={gpus} divides the model among processes, and {reason}; leave one of the two out."
-        )
+    _refuse_with(
+        f"hardware.gpus={gpus} divides the model among processes",
+        {
+            f"baseline={config.baseline.name} is an engine of others": config.baseline.engine is not None,
+            f"model.quantization={config.model.quantization} rounds whole projections": bool(config.model.quantization),
+            f"cache.disk={config.cache.disk} keeps whole chunks": disk_blocks > 0,
+            "trial.profile=true traces one process": config.trial.profile,
+        },
+    )
 
 
 def _check_replicated(config: TrialConfig) -> None:
     """Raises ConfigError for what real replicas do not do."""
-    if config.baseline.engine is not None:
-        raise ConfigError(
-            f"hardware.router={config.hardware.router} starts replicas of our engine, and baseline={config.baseline.name} is "
-            "an engine of others; use hardware=local, or a baseline in the engine."
-        )
-    if config.trial.profile:
-        raise ConfigError(
-            f"trial.profile=true traces one process, and hardware.router={config.hardware.router} starts one for each "
-            "replica; use hardware=local, or leave trial.profile out."
-        )
+    _refuse_with(
+        f"hardware.router={config.hardware.router} starts replicas of our engine, a process each",
+        {
+            f"baseline={config.baseline.name} is an engine of others": config.baseline.engine is not None,
+            "trial.profile=true traces one process": config.trial.profile,
+        },
+    )
+
+
+def _refuse_with(what: str, given: Mapping[str, bool]) -> None:
+    for reason in (reason for reason, asked in given.items() if asked):
+        raise ConfigError(f"{what}, and {reason}; leave one of the two out.")
 
 
 def _check_disk(config: TrialConfig, device: Device, disk_blocks: int) -> None:

@@ -39,25 +39,15 @@ def preflight(plan: TrialPlan) -> None:
 
 
 def check_measurable(plan: TrialPlan) -> None:
-    """Raises HardwareMissing or ConfigError for a machine of which there can be no profile."""
+    """Raises ConfigError for a machine of which there can be no profile."""
     config = plan.config
-    if plan.device.simulated:
-        raise HardwareMissing(
-            f"hardware={config.hardware.name} is simulated, and a profile is of a real machine; use hardware=local."
-        )
-    if config.baseline.engine is not None:
+    several = plan.device.divided or config.hardware.router != "single"
+    if plan.device.simulated or config.baseline.engine is not None or several or not plan.cpu_blocks:
         raise ConfigError(
-            f"baseline={config.baseline.name} is an engine of others, and a profile is of ours; leave it out."
-        )
-    if plan.device.divided or config.hardware.router != "single":
-        raise ConfigError(
-            f"hardware.gpus={plan.device.count}, hardware.router={config.hardware.router}: a profile is of one device; use "
-            "hardware.gpus=1 and hardware.router=single."
-        )
-    if not plan.cpu_blocks:
-        raise ConfigError(
-            f"A profile has the copies between both tiers too, and baseline={config.baseline.name} with "
-            f"cache.cpu={config.cache.cpu} has one; use baseline=pensieve, and give cache.cpu a size."
+            f"A profile is of one real device, our engine, and copies between two tiers. Here are "
+            f"hardware={config.hardware.name} hardware.gpus={plan.device.count} hardware.router={config.hardware.router} "
+            f"baseline={config.baseline.name} cache.cpu={config.cache.cpu}; use hardware=local baseline=pensieve, one device "
+            "and a cache.cpu."
         )
 
 

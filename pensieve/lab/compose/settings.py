@@ -75,28 +75,13 @@ def check(cfg: DictConfig | Mapping[str, Any]) -> TrialConfig:
             f"trial.profile=true traces what torch does, and hardware={config.hardware.name} is simulated without torch; "
             "use hardware=local."
         )
-    if config.trial.trace and not config.hardware.simulated:
+    drawable = config.hardware.simulated and config.hardware.router == "single" and config.baseline.simulated is None
+    if config.trial.trace and not drawable:
         raise ConfigError(
-            f"trial.trace=true draws what a simulated machine does, and hardware={config.hardware.name} is real; "
-            "use trial.profile=true, or hardware=sim_h100."
+            "trial.trace=true draws what one simulated machine does with our engine; use hardware=sim_h100, say, "
+            "hardware.router=single and a baseline in the engine. trial.profile=true traces a real one."
         )
-    if config.trial.trace:
-        _check_drawable(config)
     return config
-
-
-def _check_drawable(config: TrialConfig) -> None:
-    """Raises ConfigError where there is not one machine that runs our iterations."""
-    if config.hardware.router != "single":
-        raise ConfigError(
-            f"trial.trace=true draws one machine, and hardware.router={config.hardware.router} is in front of "
-            "several; use hardware.router=single hardware.replicas=1."
-        )
-    if config.baseline.simulated is not None:
-        raise ConfigError(
-            f"trial.trace=true draws the iterations of our engine, and baseline={config.baseline.name} is a model of "
-            "another. Choose a baseline in the engine, or leave trial.trace out."
-        )
 
 
 def check_node(model: type[Node], config: Mapping[str, Any], name: str) -> Node:

@@ -21,7 +21,8 @@ from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.size_map import Question, SizeMap, read_map
 from pensieve.lab.results.store import open_store
 from pensieve.lab.statistics import nearest_rank
-from pensieve.lab.trial import Job, run_trial
+from pensieve.lab.trial.job import Job
+from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.tracking import open_tracking
 from tests.composed import hydra_session
 
