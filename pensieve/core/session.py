@@ -320,7 +320,7 @@ class Session:
         self.waiting = tuple(sorted((*self.waiting, arrival)))
 
     def unmark_waiting(self, arrival: int) -> None:
-        self.waiting = tuple([waiting for waiting in self.waiting if waiting != arrival])
+        self.waiting = tuple(filter(arrival.__ne__, self.waiting))
 
 
 def chunks_of(tokens: int, chunk_tokens: int) -> int:

@@ -87,29 +87,31 @@ class OpenCopies:
         for moved in moves:
             moved.ticket, moved.fates = ticket, bytearray(len(moved.gpu))
             self._of.setdefault(moved.node.number, []).append(moved)
-            self._count(moved, 1)
+            self._count(moved, [(moved.first, moved.first + len(moved.gpu))], 1)
         return ticket
 
     def ticket(self) -> int:
         self._last_ticket += 1
         return self._last_ticket
 
-    def close(self, ticket: int) -> list[CopyRun]:
-        """Close the ticket of copies that are done or failed; returns these. Nothing where it is not open: of a move to a
-        tier below."""
-        moves = self.open_moves.pop(ticket, [])
-        for moved in moves:
+    def close(self, ticket: int) -> list[tuple[CopyRun, list[ChunkRun]]]:
+        """Close the ticket of copies that are done or failed; returns these, and which of their chunks exist still. Nothing
+        where it is not open: of a move to a tier below."""
+        closed = []
+        for moved in self.open_moves.pop(ticket, ()):
+            existing = moved.runs(ABANDONED)
+            closed.append((moved, existing))
             own = self._of[moved.node.number]
             own.remove(moved)
             if not own:
                 del self._of[moved.node.number]
-            self._count(moved, -1)
+            self._count(moved, existing, -1)
             if any(moved.fates):
                 for fate, gpu, cpu in zip(moved.fates, moved.gpu, moved.cpu, strict=True):
                     if fate != ALIVE:
                         self._let_go((True, gpu))
                         self._let_go((False, cpu))
-        return moves
+        return closed
 
     def split(self, node: Node, upper: Node, count: int) -> None:
         """The first `count` chunks of a node have become those of another one."""
@@ -206,10 +208,10 @@ class OpenCopies:
         assert plans == sorted(plans)
         assert all(plan >= self._oldest for plan in plans), "a block waits for a plan that is over"
 
-    def _count(self, moved: CopyRun, more: int) -> None:
-        """A copy begins (1) or is over (-1)."""
+    def _count(self, moved: CopyRun, existing: list[ChunkRun], more: int) -> None:
+        """A copy of chunks, these of which exist, begins (1) or is over (-1)."""
         copying = moved.node.chunks.copying
-        for start, stop in moved.runs(ABANDONED):
+        for start, stop in existing:
             copying[start:stop] = copying[start:stop].translate(_ONE_MORE if more > 0 else _ONE_LESS)
         if moved.outward and not moved.node.running:
             self.outgoing += more * moved.fates.count(ALIVE)

@@ -37,11 +37,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Sequence
-from itertools import islice
-from operator import lt
+from itertools import chain, islice
+from operator import attrgetter, lt
 
 from pensieve.core.cache.base import NO_LOWER_TIER, Broken, CacheCounters, LowerTier
-from pensieve.core.cache.copies import ABANDONED, ALIVE, CopyRun, OpenCopies
+from pensieve.core.cache.copies import ALIVE, CopyRun, OpenCopies
 from pensieve.core.cache.pool import BlockPool
 from pensieve.core.cache.victims import TailIndex, Victim, VictimIndex
 from pensieve.core.facts import SILENT, Facts, Found
@@ -114,7 +114,7 @@ class Tiers:
             if view in node.chunks.view:
                 victims.remove(node)
         self.copies.pin(node, runs=True)
-        node.chunks.view = bytearray(len(node.chunks))
+        node.chunks.view = bytearray(len(node.chunks.view))
 
     def unpin(self, node: Node) -> None:
         """Release the chunks of a node of which a session has stopped, unless another one runs: blocks without KV are freed,
@@ -134,7 +134,7 @@ class Tiers:
         for index, block in enumerate(chunks.cpu):
             if block != NO_BLOCK:
                 self.duplicates.pop((node.number, index), None)
-        unused = len(chunks)
+        unused = len(chunks.view)
         while unused and chunks.gpu[unused - 1] == NO_BLOCK and chunks.cpu[unused - 1] == NO_BLOCK:
             if isinstance(node, Stem) or (node.start + unused - 1) * self.chunk_tokens < node.session.computed:
                 break  # dropped, not unused: the record of a missing chunk stays
@@ -322,11 +322,12 @@ class Tiers:
             moves.append(CopyRun(node, start, True, *columns))
         if not moves:
             return
-        ticket = self.copies.open(moves)
-        gpu, cpu = [block for one in moves for block in one.gpu], [block for one in moves for block in one.cpu]
-        move = Move(ticket, GPU, CPU, tuple(gpu), tuple(cpu), urgent=waiting is not None)
+        gpu, cpu = chain.from_iterable(map(_GPU_BLOCKS, moves)), chain.from_iterable(map(_CPU_BLOCKS, moves))
+        move = Move(self.copies.open(moves), GPU, CPU, tuple(gpu), tuple(cpu), urgent=waiting is not None)
         self.counters.swapped_out_blocks += len(move.src)
-        self._plan(move, waiting)
+        self.planned.append(move)
+        if waiting is not None:
+            self.facts.awaited(move.ticket, waiting)
 
     def copy_in(self, session: Session, runs: Iterable[ChunkRun]) -> int:
         """Start to load these chunks of a session into the GPU blocks that they have; returns how many they are. Their KV
@@ -340,16 +341,12 @@ class Tiers:
             chunks.gpu_len[start:stop] = lengths
         if not moves:
             return 0
-        gpu, cpu = [block for one in moves for block in one.gpu], [block for one in moves for block in one.cpu]
+        gpu, cpu = chain.from_iterable(map(_GPU_BLOCKS, moves)), chain.from_iterable(map(_CPU_BLOCKS, moves))
         move = Move(self.copies.open(moves), CPU, GPU, tuple(cpu), tuple(gpu), urgent=True)
         self.counters.swapped_in_blocks += len(move.src)
-        self._plan(move, session)
-        return len(move.src)
-
-    def _plan(self, move: Move, waiting: Session | None) -> None:
         self.planned.append(move)
-        if waiting is not None:
-            self.facts.awaited(move.ticket, waiting)
+        self.facts.awaited(move.ticket, session)
+        return len(move.src)
 
     def read_in(self, session: Session, runs: Sequence[ChunkRun]) -> int:
         """Start to read full chunks without KV from the tier below into the GPU blocks that they have; returns the ticket.
@@ -370,8 +367,7 @@ class Tiers:
         copied: dict[int, Node] = {}
         read: dict[int, Node] = {}
         for ticket, ok, _ in over:
-            for moved in self.copies.close(ticket):
-                existing = moved.runs(ABANDONED)
+            for moved, existing in self.copies.close(ticket):
                 if self._record_end(moved, existing, ok) and moved.node.running:
                     (read if moved.from_below else copied)[moved.node.number] = moved.node
                 for start, stop in existing:
@@ -427,8 +423,8 @@ class Tiers:
     def _cut(self, node: Node, first: int) -> None:
         """Delete the records from chunk `first` on."""
         chunks = node.chunks
-        if first < len(chunks):
-            self._not_lost(node, first, len(chunks))
+        if first < len(chunks.view):
+            self._not_lost(node, first, len(chunks.view))
             chunks.cut(first)
 
     def _not_lost(self, node: Node, start: int, stop: int) -> None:
@@ -449,6 +445,7 @@ class Tiers:
             self.reorder(node)  # another chunk may be its last
 
 
+_GPU_BLOCKS, _CPU_BLOCKS = attrgetter("gpu"), attrgetter("cpu")
 _, _DIRTY, _CLEAN, _CPU_ONLY = map(int, View)
 
 

@@ -20,6 +20,7 @@ from pensieve.core.policies.base import EvictionPolicy, as_policy
 from pensieve.core.request import TokenArray
 from pensieve.core.session import (
     NO_BLOCK,
+    NO_BLOCKS,
     Node,
     Run,
     Session,
@@ -285,7 +286,10 @@ class TwoTierCache(CacheManager):
         stranded = self._strand(session) if self.tiers.from_tail else None
         if suffix is None:
             return self._start(session, None, now_s)
-        found = self._found(session, keep)
+        length = len(session.tokens) if self.tiers.shares else keep
+        found = found_in(session, length, self.chunk_tokens, self.room.loaded_early.get(session.number, ()))
+        if self.tiers.shares:
+            found = found._replace(shared=True, names=session.named(length, self.chunk_tokens))
         return self._start(session, found._replace(stranded=stranded) if stranded else found, now_s)
 
     def _strand(self, session: Session) -> frozenset[int]:
@@ -305,15 +309,6 @@ class TwoTierCache(CacheManager):
 
     def _used(self, session: Session) -> None:
         """The chunks of a session are kept for its sake from now on, also those that others have, where sessions share."""
-
-    def _found(self, session: Session, keep: int) -> Found:
-        """Where a session that is about to run has KV. keep: leading tokens that it had before."""
-        early = self.room.loaded_early.get(session.number, ())
-        if not self.tiers.shares:
-            return found_in(session, keep, self.chunk_tokens, early)
-        length = len(session.tokens)
-        found = found_in(session, length, self.chunk_tokens, early)
-        return found._replace(shared=True, names=session.named(length, self.chunk_tokens))
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
         leaf = session.leaf
@@ -341,10 +336,13 @@ class TwoTierCache(CacheManager):
         session.start(now_s)
         self.facts.runs(session)
         self._running += 1
+        lacking, needed = [], 0
         for node in nodes:
             tiers.pin(node)
-        lacking = [(node.chunks.gpu, start, stop) for node in nodes for start, stop in node.chunks.without_gpu()]
-        blocks = iter(self.room.take_gpu(session, sum([stop - start for _, start, stop in lacking]), now_s))
+            for start, stop in node.chunks.without_gpu():
+                lacking.append((node.chunks.gpu, start, stop))
+                needed += stop - start
+        blocks = iter(self.room.take_gpu(session, needed, now_s))
         for column, start, stop in lacking:
             column[start:stop] = array("i", islice(blocks, stop - start))
         chunks = session.chunks
@@ -358,7 +356,7 @@ class TwoTierCache(CacheManager):
         for node in nodes:
             if node.chunks.cpu.count(NO_BLOCK) < len(node.chunks.cpu):
                 tiers.update_duplicates(node, range(len(node.chunks.cpu)))
-        chunks = session.chunks
+        chunks = session.chunks if leaf.parent is not None else chunks  # of several nodes it is a copy
         return Admission(
             missing_runs(chunks, length, size),
             tuple(chunks.gpu),
@@ -402,12 +400,12 @@ class TwoTierCache(CacheManager):
         assert chunks.gpu_len[first] == start - first * size, "KV is computed in ascending order"
         chunks.gpu_len[last] = stop - last * size
         if first == last:
-            held = [last] if chunks.cpu[last] != NO_BLOCK else []
+            held = chunks.cpu[last] != NO_BLOCK
         else:
             chunks.gpu_len[first:last] = self.tiers.full * (last - first)
-            held = [index for index, block in enumerate(chunks.cpu[first : last + 1], first) if block != NO_BLOCK]
+            held = chunks.cpu[first : last + 1] != NO_BLOCKS * (last + 1 - first)
         if held:
-            self.tiers.update_duplicates(node, held)
+            self.tiers.update_duplicates(node, range(first, last + 1))
 
     def plans(self, oldest: int, following: int) -> None:
         self.tiers.copies.plans(oldest, following)
