@@ -163,14 +163,17 @@ def _beside_the_papers_policy(found: Frame, groups: Sequence[TrialGroup]) -> lis
 
 
 def headline(found: Frame, made: Sequence[Finding]) -> str | None:
-    """The sweep in one sentence; None where it compares nothing, or policies in several settings."""
+    """The sweep in one sentence; where it compares nothing, or policies in several settings, no more than that it is
+    simulated, and None for a real one."""
+    simulated = "Simulated. " if found.trials and all(trial.simulated for trial in found.trials) else ""
+    nothing = simulated.strip() or None
     if not made:
-        return None
+        return nothing
     first = made[0]
     told = [one for one in made if one.quantity == first.quantity]
     names = Counter({tuple(one.at.items()): one.name for one in told}.values())
     if names.total() > 1 and first.in_points:
-        return None
+        return nothing
     if names.total() == 1:
         at = "".join(f", {axis}={value}" for axis, value in first.at.items() if value != first.name)
         each = f"{first.name} {', '.join(one.text for one in told)}{_without_interval(told)}"
@@ -182,7 +185,6 @@ def headline(found: Frame, made: Sequence[Finding]) -> str | None:
     else:
         at = f" over {names.total()} settings"
         each = ", ".join(f"{name} lowest in {count}" for name, count in names.most_common())
-    simulated = "Simulated. " if all(trial.simulated for trial in found.trials) else ""
     return f"{simulated}{first.quantity}{at}: {each}."
 
 
