@@ -73,7 +73,9 @@ def test_a_point_is_the_percentile_of_its_facet_and_a_baseline_has_its_colour(dr
     )
     assert flat(zip(*reason["pensieve"].get_data(), strict=True)) == pytest.approx([1, 100, 4, 130, 16, 250])
     assert reflect["stateless"].get_ydata() == pytest.approx([200, 260, 500])
-    assert all(to_hex(line.get_color()).upper() == style.colour(name) for name, line in reason.items())
+    assert all(to_hex(line.get_color()).upper() == style.colour(name.split("/")[0]) for name, line in reason.items())
+    ended = {name: list(line.get_xdata()) for name, line in reason.items() if name.endswith("/memory ran out")}
+    assert ended == {f"{name}/memory ran out": [16] for name in COSTS}, "the first number of agents that had no room"
     assert not drawn["agent_scaling"].clipped
     row = next(row for row in rows_of(tmp_path, "agent_scaling") if row["stage"] == "reflect" and row["agents"] == "4")
     assert (row["baseline"], row["n"], row["out_of_memory_turns"]) == ("pensieve", "8", "0")
