@@ -9,7 +9,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, Rectangle
 
 from analysis import style
 from analysis.registry import Plot
@@ -65,11 +64,11 @@ def _drawn(found: SizeMap, disk: int) -> Any:
 
 
 def _heat(axes: Axes, found: SizeMap, disk: int, name: str, title: str, scale: float, norm: Normalize) -> None:
-    """Every cell coloured; those that did not run paler, with a dot in the place of their number."""
+    """Every cell that has run is coloured, and has its number where there is room."""
     q = found.question
     values = np.full((len(q.gpu), len(q.cpu)), np.nan)
-    for place, value in found.everywhere(name).items():
-        if place[2] == disk:
+    for place in found.cells:
+        if place[2] == disk and (value := found.mean(place, name)) is not None:
             values[place[:2]] = value * scale
     image = axes.imshow(
         values, origin="lower", aspect="auto", cmap="YlGnBu" if name == "found" else "YlOrBr", norm=norm
@@ -88,15 +87,11 @@ def _heat(axes: Axes, found: SizeMap, disk: int, name: str, title: str, scale: f
     )
     axes.set_yticks(range(len(q.gpu)), [spaced(size) for size in q.gpu], fontsize=5.5)
     for (gpu, cpu), value in np.ndenumerate(values):
-        run = (gpu, cpu, disk) in found.cells
-        if not run:
-            pale = Rectangle((cpu - 0.5, gpu - 0.5), 1, 1, facecolor="white", alpha=0.45, linewidth=0)
-            pale.set_gid(f"{name}/interpolated")
-            axes.add_patch(pale)
         if max(values.shape) <= MOST_WRITTEN and not np.isnan(value):
-            dark = run and np.dot(image.cmap(norm(value))[:3], (0.3, 0.59, 0.11)) < 0.5
-            text = _short(value) if run else "·"
-            axes.text(cpu, gpu, text, ha="center", va="center", fontsize=4.6, color="white" if dark else "black")
+            dark = np.dot(image.cmap(norm(value))[:3], (0.3, 0.59, 0.11)) < 0.5
+            axes.text(
+                cpu, gpu, _short(value), ha="center", va="center", fontsize=4.6, color="white" if dark else "black"
+            )
 
 
 def _border(axes: Axes, found: SizeMap, disk: int, suffices: Callable[[Place], bool], gid: str) -> None:
@@ -124,8 +119,6 @@ def _key(found: SizeMap, disk: int) -> list[Any]:
     handles: list[Any] = [Line2D([], [], label=fronts[gid][0], **BORDERS[gid]) for gid in drawn]
     if any(found.pick(whole) in drawn.get(gid, ()) for gid, (_, _, whole) in fronts.items()):
         handles.append(Line2D([], [], label="named in the answer", **{**NAMED, "markersize": 6}))
-    if sum(place[2] == disk for place in found.cells) < len(q.gpu) * len(q.cpu):
-        handles.append(Patch(facecolor="#E8EFEF", edgecolor=style.EDGE, linewidth=0.4, label="· interpolated"))
     return handles
 
 

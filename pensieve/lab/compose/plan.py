@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pensieve.core.scheduler.composition import high_watermark
-from pensieve.core.scheduler.copy_ahead import choose_copy_ahead
 from pensieve.errors import ConfigError, EngineMissing, HardwareMissing, UnsupportedModel
 from pensieve.lab.compose.machine import Device, find_device, free_host_memory_bytes, hardware_spec
 from pensieve.lab.compose.schema import ModelConfig, TrialConfig
@@ -84,15 +82,6 @@ class TrialPlan:
         m, s = self.model, self.config.scheduler
         states = s.max_batch_tokens * (6 * m.hidden + 3 * m.widest_mlp + 4 * m.heads * m.head_dim) * m.dtype_bytes
         return states + s.max_batch_requests * m.vocab * 4
-
-    @property
-    def copy_ahead(self) -> str:
-        """What scheduler.copy_ahead comes to; "none" without a CPU tier."""
-        s = self.config.scheduler
-        if not self.cpu_blocks:
-            return "none"
-        kept_clean = high_watermark(s.swap_out_stop, self.gpu_blocks)
-        return choose_copy_ahead(s.copy_ahead, self.cpu_blocks, self.hardware.one_memory, kept_clean).mode
 
     def budget(self) -> str:
         """The budgets in tokens, as a line for people."""

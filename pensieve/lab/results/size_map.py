@@ -1,7 +1,7 @@
 """A map of cache sizes: what the trials of its cells say, the smallest sizes that suffice, and what that is in a sentence.
 
-A map is a sweep over cache.gpu, cache.cpu and cache.disk in which not every cell has run. A cell is named by its place, the
-indices of its sizes; `commands.size` runs the cells and this reads them, so that the command, the table and the figure agree.
+A map is a sweep over cache.gpu, cache.cpu and cache.disk. A cell is named by its place, the indices of its sizes;
+`commands.size` runs the cells and this reads them, so that the command, the table and the figure agree.
 
 Two questions are asked of a cell. Whether it *reaches* the share `knee` of what the largest sizes of the map find, paired
 by seed; the smallest cells that do are the knee. Whether it *meets* the objective: the mean over its seeds of a percentile
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -74,7 +74,7 @@ class Question(BaseModel):
     share of history tokens that had KV; prompt: of all prompt tokens, what others said included. slo_ttft_ms: the objective
     of that percentile; None: not asked."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)  # maps of before had `modes`
 
     gpu: tuple[str, ...]
     cpu: tuple[str, ...]
@@ -86,7 +86,6 @@ class Question(BaseModel):
     prices: Prices = Prices()
     devices: int = 1
     disk: tuple[str, ...] = (NO_DISK,)
-    modes: tuple[tuple[str, ...], ...] = ()  # how copies are made ahead, by GPU and CPU size; (): in all cells alike
 
     @field_validator("disk", mode="before")
     @classmethod
@@ -129,14 +128,6 @@ class Question(BaseModel):
         """GPU, CPU and disk, as typed."""
         gpu, cpu, disk = place
         return self.gpu[gpu], self.cpu[cpu], self.disk[disk]
-
-    def mode(self, place: Place) -> str:
-        """Cells of one mode are one map: among them alone more memory is taken not to be worse. With copy_ahead=auto a larger
-        CPU tier can be the first that copies as the paper does, and find less than the one before it. A disk reads and writes
-        beside everything else, and may be no help: with one is another map than without."""
-        gpu, cpu, disk = place
-        ahead = self.modes[gpu][cpu] if self.modes else ""
-        return ahead if self.disk[disk] == NO_DISK else f"{ahead} beside a disk"
 
     def job(self, place: Place, seed: int) -> int:
         """The number of the trial of a cell and a seed among the jobs of the sweep."""
@@ -261,31 +252,7 @@ class SizeMap:
                     found.add((*place[:axis], index - 1, *place[axis + 1 :]))
         return {place for place in found if min(place) >= 0}
 
-    def interpolated(self, name: str) -> dict[Place, float]:
-        """Of the cells that have not run, linear between those of their mode and disk that have, and no better than a larger
-        one of these nor worse than a smaller one, where these agree. Cells that lie beyond all of these are left out."""
-        q, falling = self.question, metric_of(name).better == "lower"
-        found: dict[Place, float] = {}
-        for one in dict.fromkeys((q.mode(place), place[2]) for place in q.places):
-            plane = [place for place in q.places if (q.mode(place), place[2]) == one]
-            ran = [place for place in plane if place in self.cells]
-            known = {place: value for place in ran if (value := self.mean(place, name)) is not None}
-            linear = _linear(known, [place for place in plane if place not in self.cells])
-            found |= {place: _between(place, value, known, falling) for place, value in linear.items()}
-        return found
-
-    def everywhere(self, name: str) -> dict[Place, float]:
-        """The means of the cells that have run, and `interpolated`."""
-        means = {place: value for place in self.cells if (value := self.mean(place, name)) is not None}
-        return means | self.interpolated(name)
-
     # -- in words -----------------------------------------------------------------------------------------------------
-
-    @property
-    def inferred(self) -> str:
-        """What the answer rests on beside trials; "" where every cell has run."""
-        every, ran = math.prod(self.question.shape), len(self.cells)
-        return "" if ran == every else f"({ran} of {every} cells ran; the others follow if more memory is not worse)"
 
     def name(self, place: Place) -> str:
         """ "40 GB of GPU and 90 GB of CPU KV"."""
@@ -340,23 +307,21 @@ class SizeMap:
     # -- as rows ------------------------------------------------------------------------------------------------------
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """A row a cell of the whole map; `run` False: interpolated."""
-        q, shown = self.question, {name: self.everywhere(name) for name in SHOWN}
+        """A row a cell; `run`: whether it has, in a map that is not complete."""
+        q = self.question
         for place in q.places:
-            gpu, cpu, disk = q.sizes(place)
-            run = place in self.cells
-            row: dict[str, Any] = {"cache.gpu": gpu, "cache.cpu": cpu, "cache.disk": disk or "0", "run": run}
-            row["seeds"] = len(self.cells.get(place, ()))
+            (gpu, cpu, disk), trials = q.sizes(place), self.cells.get(place, {})
+            row: dict[str, Any] = {"cache.gpu": gpu, "cache.cpu": cpu, "cache.disk": disk or "0", "run": bool(trials)}
+            row["seeds"] = len(trials)
             for name in SHOWN:
-                found = self.estimate(place, name) if run else None
-                row[name] = found.value if found else shown[name].get(place)
-                row[f"{name}_ci_low"] = found.ci_low if found else None
-                row[f"{name}_ci_high"] = found.ci_high if found else None
-            row["reaches"] = self.reaches(place) if run else None
-            row["meets"] = self.meets(place) if run and q.slo_ttft_ms is not None else None
-            row["cost_an_hour"] = self.an_hour(place) if run else None
-            trials = self.cells.get(place, {}).values()
-            row["trials"] = " ".join(str(job.trial.id) for job in trials if job.trial)
+                found = self.estimate(place, name) if trials else None
+                row[name] = found and found.value
+                row[f"{name}_ci_low"] = found and found.ci_low
+                row[f"{name}_ci_high"] = found and found.ci_high
+            row["reaches"] = self.reaches(place) if trials else None
+            row["meets"] = self.meets(place) if trials and q.slo_ttft_ms is not None else None
+            row["cost_an_hour"] = self.an_hour(place) if trials else None
+            row["trials"] = " ".join(str(job.trial.id) for job in trials.values() if job.trial)
             yield row
 
 
@@ -377,45 +342,9 @@ def read_map(store: ResultsStore, sweep: Sweep) -> SizeMap:
     return SizeMap(question, dict(sorted(trials.items())), failed)
 
 
-def _linear(known: Mapping[Place, float], wanted: Sequence[Place]) -> dict[Place, float]:
-    """Those of `wanted` that lie between known ones of the same disk."""
-    if not known or not wanted:
-        return {}
-    at, values = np.array([place[:2] for place in known]), np.array(list(known.values()))
-    between = np.array([place[:2] for place in wanted])
-    for along, across in ((0, 1), (1, 0)):
-        if (at[:, across] == at[0, across]).all():
-            order = np.argsort(at[:, along])
-            found = np.interp(between[:, along], at[order, along], values[order], left=np.nan, right=np.nan)
-            return _numbers(wanted, np.where(between[:, across] == at[0, across], found, np.nan))
-    if len(known) < 3:
-        return {}
-    from scipy.interpolate import LinearNDInterpolator
-    from scipy.spatial import QhullError
-
-    try:
-        return _numbers(wanted, LinearNDInterpolator(at, values)(between))
-    except QhullError:  # all on one line, askew
-        return {}
-
-
-def _numbers(places: Sequence[Place], values: Iterable[float]) -> dict[Place, float]:
-    """Without those that are not a number."""
-    return {place: float(value) for place, value in zip(places, values, strict=True) if value == value}
-
-
 def within(smaller: Place, larger: Place) -> bool:
     """No tier of it is larger."""
     return all(one <= other for one, other in zip(smaller, larger, strict=True))
-
-
-def _between(place: Place, value: float, known: Mapping[Place, float], falling: bool) -> float:
-    """The value, at least that of the smaller cells and at most that of the larger ones, or the other way round."""
-    smaller = [found for other, found in known.items() if within(other, place)]
-    larger = [found for other, found in known.items() if within(place, other)]
-    least, most = (larger, smaller) if falling else (smaller, larger)
-    low, high = max(least, default=value), min(most, default=value)
-    return min(max(value, low), high) if low <= high else value
 
 
 def is_map(sweep: Sweep) -> bool:

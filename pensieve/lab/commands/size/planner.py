@@ -1,8 +1,7 @@
-"""The capacity planner: a map of cache sizes for a load on a machine, each cell an ordinary trial, run where it matters.
+"""The capacity planner: a map of cache sizes for a load on a machine, each cell an ordinary trial.
 
-The first seed runs a coarse grid and then the cells around the knee and the objective's border (refine.py); the other
-seeds run the cells on which the answer depends (SizeMap.deciding). What to run next follows from what is known, so the same
-command goes on where it was stopped, and finds trials that other commands ran.
+The first seed runs every cell, the other seeds those on which the answer depends (SizeMap.deciding). What to run next follows
+from what is known, so the same command goes on where it was stopped, and finds trials that other commands ran.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from pensieve.lab.commands.size.question import Load, SizeSettings, check_question, question_of, read
-from pensieve.lab.commands.size.refine import Answers, lacking
 from pensieve.lab.compose import TrialConfig, check, resolved
 from pensieve.lab.compose.explain import explain
 from pensieve.lab.results.digest import code_hash
@@ -144,23 +142,12 @@ class _Planner:
     def _wanted(self, known: SizeMap) -> list[Task]:
         q = self.question
 
-        def answers(place: Place) -> Answers | None:
-            if q.seeds[0] not in known.cells.get(place, ()):
-                return None
-            return known.reaches(place), known.meets(place)
-
         def lacks(cells: Iterable[Place], seeds: Sequence[int]) -> list[Task]:
             tasks = [(place, seed) for place in sorted(cells) for seed in seeds]
             there = {} if self.config.force else known.cells
             return [task for task in tasks if task not in self.done and task[1] not in there.get(task[0], ())]
 
-        if not self.settings.refine:
-            return lacks(q.places, q.seeds)
-        failed = {place for place, seed in self.failures if seed == q.seeds[0]}
-        first = lacks(lacking(q.shape, answers, failed, q.mode), q.seeds[:1])
-        if first or len(q.seeds) == 1:  # what follows from the only seed needs no trial of it
-            return first
-        return lacks(known.deciding, q.seeds)
+        return lacks(q.places, q.seeds[:1]) or lacks(known.deciding, q.seeds)
 
     def _asked(self, task: Task) -> Asked:
         place, seed = task
@@ -195,7 +182,7 @@ class _Planner:
     def report(self, found: SizeMap) -> int:
         status = "failed" if self.failures else "completed"
         self.close(status)
-        print(found.load() or "", f"{found.sentence()} {found.inferred}".rstrip(), sep="\n")
+        print(found.load() or "", found.sentence(), sep="\n")
         console().print(*(grid(lines, title, fold=True) for title, lines in tables_of(found).items()), sep="\n")
         print(*places(self.tracking), sep="\n", flush=True)
         for sentence in dict.fromkeys(self.failures.values()):
@@ -275,18 +262,19 @@ def _map_title(q: Question, disk: int) -> str:
     slo = "" if q.slo_ttft_ms is None else f", + meets {q.slo_ttft_ms:g} ms"
     beside = f"; cache.disk = {q.axes['cache.disk'][disk]}" if q.disks else ""
     what = f"Share found (%), and TTFT {q.percentile} (ms) under it"
-    return f"{what}: * reaches {q.knee:.0%} of the most{slo}, ~ interpolated{beside}"
+    return f"{what}: * reaches {q.knee:.0%} of the most{slo}{beside}"
 
 
 def _map_lines(found: SizeMap, disk: int) -> Table:
     """GPU sizes down, CPU sizes across; in each cell what is found, and the time to first token under it."""
-    q, shares, late = found.question, found.everywhere("found"), found.everywhere(found.objective)
+    q = found.question
 
     def cell(place: Place) -> str:
-        ran = place in found.cells
-        marks = "*" * found.reaches(place) + "+" * found.meets(place) if ran else "~"
-        ttft = significant(late[place]) if place in late else NONE
-        return f"{marks}{percent(shares.get(place))}\n{'' if ran else '~'}{ttft}"
+        if place not in found.cells:
+            return NONE
+        late = found.mean(place, found.objective)
+        marks = "*" * found.reaches(place) + "+" * found.meets(place)
+        return f"{marks}{percent(found.mean(place, 'found'))}\n{NONE if late is None else significant(late)}"
 
     return [
         {"GPU \\ CPU": size, **{beside: cell((gpu, cpu, disk)) for cpu, beside in enumerate(q.cpu)}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -35,12 +35,11 @@ class SizeSettings(BaseModel):
     gpu: list[Size] | None = None
     cpu: list[Size] | None = None
     disk: list[Size] | None = None
-    points: int = Field(12, ge=1)
+    points: int = Field(6, ge=1)
     seeds: list[int] = Field([0, 1, 2, 3, 4], min_length=1)
     of: Literal["history", "prompt"] = "history"
     knee: float = Field(0.99, gt=0.0, le=1.0)
     percentile: Literal["p50", "p90", "p99"] = "p90"
-    refine: bool = True
     processes: int | None = Field(None, ge=1)
     prices: Prices = Prices()
 
@@ -97,7 +96,6 @@ def question_of(settings: SizeSettings, load: Load, config: TrialConfig) -> Ques
     return Question(
         gpu=sizes[0],
         cpu=sizes[1],
-        modes=_modes(load, *sizes, settings.seeds[0]),
         seeds=tuple(dict.fromkeys(settings.seeds)),
         of=settings.of,
         knee=settings.knee,
@@ -107,13 +105,6 @@ def question_of(settings: SizeSettings, load: Load, config: TrialConfig) -> Ques
         devices=plan.device.count,
         disk=tuple(size if _amount(size) else NO_DISK for size in _ascending(disks, "size.disk")),
     )
-
-
-def _modes(load: Load, gpu: Sequence[str], cpu: Sequence[str], seed: int) -> tuple[tuple[str, ...], ...]:
-    """How copies are made ahead in each cell, by GPU and CPU size. A tier's blocks follow from its own size."""
-    rows = [load.plan(size, cpu[-1], NO_DISK, seed) for size in gpu]
-    columns = [load.plan(gpu[-1], size, NO_DISK, seed).cpu_blocks for size in cpu]
-    return tuple(tuple(replace(row, cpu_blocks=blocks).copy_ahead for blocks in columns) for row in rows)
 
 
 def _ascending(sizes: Sequence[Size], field: str) -> tuple[str, ...]:
