@@ -7,16 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("ray")
-pytest.importorskip("grpc_reflection")
-
 from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.lab.compose import check, plan_trial
 from pensieve.lab.compose.build import _weights_memory_bytes
 from pensieve.lab.compose.machine import find_device, memory_limit_bytes
 from pensieve.lab.trial.identity import device_facts
 from pensieve.plugins.replicas import system as build_module
-from pensieve.plugins.replicas.deployment import Scaling
 from pensieve.plugins.replicas.system import build_replicas
 from tests.composed import checked
 
@@ -26,7 +22,7 @@ REAL = ("hardware=replicas", "hardware.device=cpu", "model.weights=random")
 def test_each_replica_gets_the_configuration_of_one_engine_and_its_share_of_the_cores():
     config = checked(*REAL, "hardware.replicas=2", "hardware.router=random", "eviction=lru")
     plan = plan_trial(config)
-    one = check(build_replicas(plan, Scaling(2, 2), "random").replicas.fields)
+    one = check(build_replicas(plan, 2, "random").replicas.fields)
     assert (one.hardware.replicas, one.hardware.router) == (1, "single")
     assert one.hardware.threads is not None and 1 <= one.hardware.threads <= max(1, build_module.physical_cores() // 2)
     for group in ("model", "cache", "eviction", "scheduler", "baseline", "seed", "attention_backend"):
@@ -34,29 +30,26 @@ def test_each_replica_gets_the_configuration_of_one_engine_and_its_share_of_the_
     same = {"threads", "replicas", "router"}
     assert one.hardware.model_dump(exclude=same) == config.hardware.model_dump(exclude=same)
     given = plan_trial(checked(*REAL, "hardware.threads=3"))
-    assert build_replicas(given, Scaling(2, 4), "affinity").replicas.fields["hardware"]["threads"] == 3
+    assert build_replicas(given, 4, "affinity").replicas.fields["hardware"]["threads"] == 3
 
 
 def test_replicas_that_do_not_fit_together_are_refused_before_any_starts(monkeypatch):
     plan = plan_trial(checked(*REAL))
     need = plan.model.weight_bytes + plan.gpu_bytes + plan.cpu_bytes + plan.activation_bytes
     monkeypatch.setattr(build_module, "free_device_bytes", lambda _: 3 * need)
-    build_replicas(plan, Scaling(1, 3), "affinity")
+    build_replicas(plan, 3, "affinity")
     with pytest.raises(HardwareMissing, match=r"Of 4 replicas.*are free"):
-        build_replicas(plan, Scaling(1, 4), "affinity")
+        build_replicas(plan, 4, "affinity")
 
 
 def test_each_replica_gets_its_share_of_the_memory_that_all_of_them_may_have():
-    """By which it packs its weights, or does not. Where the number follows the load, of the most that there may be."""
+    """By which it packs its weights, or does not."""
     plan = plan_trial(checked(*REAL, "hardware.cpu_memory=8GiB"))
-    given = [check(build_replicas(plan, Scaling(1, most), "affinity").replicas.fields) for most in (1, 2, 4)]
+    given = [check(build_replicas(plan, most, "affinity").replicas.fields) for most in (1, 2, 4)]
     assert [memory_limit_bytes(one.hardware) for one in given] == [8 * 2**30, 4 * 2**30, 2 * 2**30]
     beside = [_weights_memory_bytes(plan_trial(one)) for one in given]
     assert beside == [8 * 2**30 // most - plan.gpu_bytes - plan.cpu_bytes for most in (1, 2, 4)]
-    assert (
-        build_replicas(plan_trial(checked(*REAL)), Scaling(2, 2), "affinity").replicas.fields["hardware"]["cpu_memory"]
-        is None
-    )
+    assert build_replicas(plan_trial(checked(*REAL)), 2, "affinity").replicas.fields["hardware"]["cpu_memory"] is None
 
 
 def gpus(monkeypatch, count):
@@ -86,7 +79,7 @@ def test_a_gpu_by_its_number_is_refused_for_replicas(monkeypatch):
     config = plan.config.model_copy(update={"hardware": hardware})
     on_gpu = replace(plan, config=config, device=replace(plan.device, kind="cuda", name="cuda:1"))
     with pytest.raises(ConfigError, match=r"hardware\.device=cuda:1 .*use hardware\.device=cuda\.$"):
-        build_replicas(on_gpu, Scaling(2, 2), "affinity")
+        build_replicas(on_gpu, 2, "affinity")
 
 
 def test_failures_are_of_simulated_replicas_and_real_ones_are_marked_by_their_ray():

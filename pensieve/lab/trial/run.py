@@ -74,7 +74,7 @@ from pensieve.lab.workload.cache_state import check_start, contamination, unveri
 from pensieve.lab.workload.vllm_run import VllmRun
 from pensieve.plugins.device import shelf
 from pensieve.plugins.engines.memory_watch import MemoryWatch, this_process, with_children
-from pensieve.plugins.engines.ray_cluster import check_serve
+from pensieve.plugins.engines.ray_cluster import check_ray
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import System
 from pensieve.serve.systems.engine_system import EngineSystem
@@ -444,13 +444,11 @@ def trial_columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, An
 
 
 def _replicas(plan: TrialPlan) -> System:
-    """Real ones. Raises EngineMissing where Ray Serve is not installed."""
-    check_serve("hardware.replicas")
-    from pensieve.plugins.replicas.deployment import Scaling
+    """Real ones. Raises EngineMissing where Ray is not installed."""
+    check_ray("hardware.replicas above 1")
     from pensieve.plugins.replicas.system import build_replicas
 
-    hardware = plan.config.hardware
-    return build_replicas(plan, Scaling(hardware.replicas, hardware.replicas), hardware.router)
+    return build_replicas(plan, plan.config.hardware.replicas, plan.config.hardware.router)
 
 
 def _effective(system: System, plan: TrialPlan, described: WorkloadPlan, started: StartReport) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class _RayAgents(OutsideEngine):
         return limit, None if limit is None else limit // self._at_a_time
 
     def check(self) -> None:
-        check_ray(self._setup.baseline)
+        check_ray(f"baseline={self._setup.baseline}")
 
     def identity(self) -> dict[str, str]:
         return {"ray": ray_version()}

@@ -21,19 +21,12 @@ LOOPBACK = "127.0.0.2"
 
 STORE_BYTES = 80_000_000  # requests and replies are small; 75 MB is the least that Ray takes
 READY = "Ray runtime started"
-NO_RAY = "baseline={} needs Ray; install it with pip install 'pensieve-lab[ray]'."
 
 
-def check_ray(baseline: str) -> None:
-    """Raises EngineMissing where Ray is not installed."""
+def check_ray(asks: str) -> None:
+    """Raises EngineMissing where Ray is not installed. asks: the option that needs it."""
     if importlib.util.find_spec("ray") is None:
-        raise EngineMissing(NO_RAY.format(baseline))
-
-
-def check_serve(field: str) -> None:
-    """Raises EngineMissing where Ray Serve is not installed. field: that asks for it."""
-    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("grpc_reflection") is None:
-        raise EngineMissing(f"{field} above 1 needs Ray Serve; install it with pip install 'pensieve-lab[ray]'.")
+        raise EngineMissing(f"{asks} needs Ray; install it with pip install 'pensieve-lab[ray]'.")
 
 
 def ray_version() -> str:

@@ -1,1 +1,1 @@
-"""Several engines as processes of Ray Serve, behind one System: who routes to them, what runs in each, and who asks them."""
+"""Several engines as actors of Ray, behind one System: how they live, what runs in each, and who asks them."""

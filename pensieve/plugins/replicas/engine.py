@@ -13,13 +13,11 @@ from typing import Any
 
 from pensieve.core.event import Event
 from pensieve.core.plan import StartReport
-from pensieve.core.request import History, Request
+from pensieve.core.request import Request
 from pensieve.errors import WorkerError
 from pensieve.lab.compose import build_system, build_tokenizer, check, check_free_memory, plan_trial
-from pensieve.plugins.replicas.call_routing import CallRouting
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import AnsweringSystem
-from pensieve.serve.systems.engine_system import EngineSystem
 
 CRASHED = 70  # the exit status of a replica whose engine stopped
 
@@ -27,18 +25,9 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """The first thing that a turn's stream tells. request_id: by which it can be cancelled, at this replica."""
-
-    replica: str
-    request_id: int
-
-
-@dataclass(frozen=True, slots=True)
 class Described:
     """A replica that is ready."""
 
-    replica: str
     report: StartReport
     settings: dict[str, Any]
     chunk_tokens: int
@@ -48,45 +37,44 @@ class Described:
 class ReplicaReport:
     """What a replica counts and holds at a moment. places: of each conversation that was asked for and is known."""
 
-    replica: str
     counters: dict[str, float]
     gauges: dict[str, tuple[float, str]]
     places: dict[str, str]
 
 
 class EngineReplica:
-    """An actor of Ray Serve. Times that come and go are seconds since 1970, which processes agree on. Each call's first
-    argument is for the router.
+    """An actor of Ray. Times that come and go are seconds since 1970, which processes agree on.
 
-    An engine that crashed serves nobody any more, so it ends its process: Ray starts another, and whoever asked asks again.
+    An engine that crashed serves nobody any more, so it ends its process: another is started, and whoever asked asks again.
     """
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        """fields: of a trial's configuration."""
-        from ray import serve
+    _system: AnsweringSystem
+    _origin_s: float
 
-        self._id = str(serve.get_replica_context().replica_id.unique_id)
-        self._system, self._report = _started(fields)
-        clock = self._system.clock
-        self._origin_s = time.time() - clock.now_s()
+    async def start(self, fields: Mapping[str, Any]) -> Described:
+        """Serve from now on. fields: of a trial's configuration. Raises as build_system does."""
+        return await asyncio.to_thread(self._start, fields)
 
-    async def __call__(self, _: CallRouting) -> Described:
-        return Described(self._id, self._report, self._system.settings(), self._system.chunk_tokens)
+    def _start(self, fields: Mapping[str, Any]) -> Described:
+        config = check(fields)
+        plan = plan_trial(config)
+        check_free_memory(plan)
+        self._system = build_system(plan, build_tokenizer(config.model, plan.model.vocab, simulated=False))
+        report = self._system.start()
+        self._origin_s = time.time() - self._system.clock.now_s()
+        return Described(report, self._system.settings(), self._system.chunk_tokens)
 
-    async def answer(self, routing: CallRouting, request: Request) -> AsyncIterator[Begun | list[Event]]:
-        """One turn. Where the conversation's last one was served elsewhere, what was said before is its history here, found
-        or computed again."""
-        known = request.history
-        if routing.home and routing.home != self._id and known is not None and known.lost != "edited":
-            computed = min(known.tokens, max(routing.held_tokens - 1, 0))
-            if computed:
-                request = replace(request, history=History(computed, "restarted"))
-        request = replace(request, intended_s=request.intended_s - self._origin_s)
+    async def lives(self) -> None:
+        """Never returns: whoever called it learns at once that the process has ended."""
+        await asyncio.Event().wait()
+
+    async def answer(self, request: Request) -> AsyncIterator[list[Event]]:
+        """One turn. The first part is empty: from then on it can be cancelled."""
         relay = _Relay(asyncio.get_running_loop())
-        self._system.begin(request, relay)
+        self._system.begin(replace(request, intended_s=request.intended_s - self._origin_s), relay)
         ended = False
         try:
-            yield Begun(self._id, request.id)
+            yield []
             while not ended:
                 events = await relay.happenings()
                 ended = events[-1].turn is not None
@@ -95,19 +83,19 @@ class EngineReplica:
             if not ended:  # whoever asked has gone
                 self._system.cancel(request.id, "cancelled")
 
-    async def cancel(self, _: CallRouting, request_id: int, status: str) -> None:
+    async def cancel(self, request_id: int, status: str) -> None:
         self._system.cancel(request_id, status)
 
-    async def release(self, _: CallRouting, session: str) -> None:
+    async def release(self, session: str) -> None:
         self._system.release(session)
 
-    async def forget(self, _: CallRouting) -> None:
+    async def forget(self) -> None:
         """Everything; returns when it is done."""
         await asyncio.to_thread(self._system.forget, None)
 
-    async def tell(self, _: CallRouting, sessions: tuple[str, ...]) -> ReplicaReport:
+    async def tell(self, sessions: tuple[str, ...]) -> ReplicaReport:
         places = {name: where for name in sessions if (where := self._system.places(name))}
-        return ReplicaReport(self._id, self._system.counters(), self._system.gauges(), places)
+        return ReplicaReport(self._system.counters(), self._system.gauges(), places)
 
     def _as_told(self, event: Event) -> Event:
         if event.turn is not None:
@@ -121,15 +109,6 @@ def moved(turn: TurnRecord, by_s: float) -> None:
     turn.misses = tuple(
         miss if miss.evicted_s is None else replace(miss, evicted_s=miss.evicted_s + by_s) for miss in turn.misses
     )
-
-
-def _started(fields: Mapping[str, Any]) -> tuple[AnsweringSystem, StartReport]:
-    config = check(fields)
-    plan = plan_trial(config)
-    check_free_memory(plan)
-    system = build_system(plan, build_tokenizer(config.model, plan.model.vocab, simulated=False))
-    assert isinstance(system, EngineSystem) and not system.clock.virtual
-    return system, system.start()
 
 
 class _Relay:

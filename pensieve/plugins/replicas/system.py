@@ -1,4 +1,4 @@
-"""Several engines on Ray Serve, as one system: turns go where their conversation's KV is, and none is lost with a replica."""
+"""Several engines on Ray, as one system: turns go where their conversation's KV is, and none is lost with a replica."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import ray
+import numpy as np
 
 from pensieve.core.clock import Clock, WallClock
 from pensieve.core.event import Event
@@ -24,9 +24,10 @@ from pensieve.lab.compose.machine import free_device_bytes, memory_limit_bytes
 from pensieve.lab.compose.plan import TrialPlan
 from pensieve.lab.compose.preflight import check_memory
 from pensieve.lab.compose.weights import check_weights
-from pensieve.plugins.replicas.call_routing import CallRouting
-from pensieve.plugins.replicas.deployment import Deployment, Scaling
-from pensieve.plugins.replicas.engine import Begun, Described, moved
+from pensieve.plugins.cluster.cluster_system import Turn
+from pensieve.plugins.cluster.routing import ROUTERS, Fleet
+from pensieve.plugins.replicas.actors import Actors, Replica
+from pensieve.plugins.replicas.engine import Described, moved
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import Capabilities, Listener, Outbox
 from pensieve.serve.systems.engine_system import ENGINE_CLOSED, Answer
@@ -40,15 +41,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """A request on its way. told: its tokens so far, of whichever attempt; place: of the next one in this attempt. sent: as
-    what it was begun, at which replica. cut: the status with which somebody has ended it. moved: another replica served the
-    turn before."""
+    """A request on its way.
+
+    told: its tokens so far, of whichever attempt; place: of the next one in this attempt. serves: the replica that has it,
+    where its id is `sent`. cut: the status with which somebody has ended it. moved: another one served the turn before.
+    """
 
     request: Request
     listener: Listener
     told: list[int] = field(default_factory=list)
     place: int = 0
-    sent: Begun | None = None
+    serves: Replica | None = None
+    sent: int = 0
     cut: str | None = None
     moved: bool = False
 
@@ -60,21 +64,24 @@ class ReplicaSystem:
     again. The noise of sampling depends on the position alone, so they are the same ones; should rounding in 16 bits have
     made another of one of them, the turn fails, rather than go on from what nobody was told.
 
-    replicas: not started yet. connected: called when this process is connected to Ray, before any replica starts; what it
-    raises ends the start. Any thread may call anything here.
+    replicas: not started yet. router: of plugins/cluster/routing.py, under `seed`. connected: as of Actors.start. Any thread
+    may call anything here.
     """
 
-    def __init__(self, replicas: Deployment, connected: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, replicas: Actors, router: str, seed: int = 0, connected: Callable[[], object] | None = None
+    ) -> None:
         self.clock: Clock = WallClock()
         self.can = Capabilities()
         self.replicas, self._connected = replicas, connected
+        self._router, self._seed = router, seed
         self._outbox = Outbox(self.clock, lambda: WorkerError(ENGINE_CLOSED) if self._closed else None)
         self._said = Transcripts()  # of conversations whose requests are submitted
         self._closed = False
         self._lock = threading.Lock()  # of what follows
         self._tickets: dict[int, _Ticket] = {}
-        self._home: dict[str, tuple[str, int]] = {}  # of each conversation, the replica of its last turn and its tokens
-        self._served: dict[str, set[str]] = {}  # all replicas that may hold something of it
+        self._home: dict[str, Replica] = {}  # of each conversation, that of its last turn
+        self._served: dict[str, set[Replica]] = {}  # all that may hold something of it
         self._family: dict[str, str] = {}  # of forks, the conversation that they come from
         self._counted: Counter[str] = Counter()  # by this object
         self._ids = itertools.count(1)
@@ -139,22 +146,20 @@ class ReplicaSystem:
         with self._lock:
             for known in (self._home, self._served, self._family):
                 known.clear()
+        for replica in self.replicas.up:
+            replica.homes.clear()
         self.replicas.now(self.replicas.each("forget"))
 
     def release(self, session: str, tenant: str = "", left: TokenArray[int] | None = None) -> None:
         """left: ignored, since a replica's disk ends with it."""
         self._said.forget(session)
         with self._lock:
-            self._home.pop(session, None)
+            if (home := self._home.pop(session, None)) is not None:
+                home.homes.pop(session, None)
             self._family.pop(session, None)
             served = self._served.pop(session, set())
-        for replica in served.intersection(self.up):
-            self.replicas.soon(self.replicas.quietly("release", CallRouting(to=replica), session))
-
-    @property
-    def up(self) -> list[str]:
-        """The ids of the replicas that run now."""
-        return self.replicas.up
+        for replica in served.intersection(self.replicas.up):
+            self.replicas.soon(self.replicas.quietly(replica, "release", session))
 
     @property
     def chunk_tokens(self) -> int:
@@ -162,14 +167,15 @@ class ReplicaSystem:
 
     def places(self, session: str) -> str:
         """Where its KV is, in the replica of its last turn; up to PLACES_S old."""
-        home, _ = self._home.get(session, ("", 0))
-        told = self.replicas.reports(self._homes).get(home) if home in self.up else None
-        return "" if told is None else told.places.get(session, "")
+        home = self._home.get(session)
+        if home is None or home not in self.replicas.up or (told := self.replicas.reports().get(home)) is None:
+            return ""
+        return told.places.get(session, "")
 
     def counters(self) -> dict[str, float]:
         """Sums over the replicas, those that ended included up to when they were asked last; moved_turns: served elsewhere
         than the turn before; restarted_requests: asked again since their replica ended."""
-        every = self.replicas.reports(self._homes, fresh=True).values()
+        every = self.replicas.reports(fresh=True).values()
         with self._lock:
             found = Counter(self._counted)
         for one in every:
@@ -178,19 +184,18 @@ class ReplicaSystem:
 
     def gauges(self) -> dict[str, tuple[float, str]]:
         found: dict[str, tuple[float, str]] = {}
-        told = self.replicas.reports(self._homes)
-        running = [told[name] for name in self.up if name in told]
+        told = self.replicas.reports()
+        running = [told[one] for one in self.replicas.up if one in told]
         for one in running:
             for name, (value, unit) in one.gauges.items():
                 found[name] = (found.get(name, (0.0, unit))[0] + value, unit)
         return {**found, "replicas": (len(running), "replicas")}
 
     def settings(self) -> dict[str, Any]:
-        """Of one replica; tokens and bytes of the tiers are those of the least number of them together."""
-        one, scaling = self._described.settings, self.replicas.scaling
+        """Of one replica; tokens and bytes of the tiers are those of all together."""
+        one, count = self._described.settings, self.replicas.count
         summed = ("gpu_tokens", "cpu_tokens", "disk_tokens", "gpu_bytes", "cpu_bytes")
-        bounds = {"replicas": scaling.least, "most_replicas": scaling.most, "router": self.replicas.router}
-        return {**one, **{name: one[name] * scaling.least for name in summed}, **bounds}
+        return {**one, **{name: one[name] * count for name in summed}, "replicas": count, "router": self._router}
 
     def close(self) -> None:
         """Requests under way end with WorkerError. Safe after a start that failed, and twice."""
@@ -219,35 +224,41 @@ class ReplicaSystem:
                 return  # closed: it has been told
         turn = event.turn
         assert turn is not None
-        if turn.stands and ticket.sent is not None:
-            self._stands(ticket.request, turn, ticket.sent.replica)
+        if turn.stands and ticket.serves is not None:
+            self._stands(ticket.request, turn, ticket.serves)
         ticket.listener.happened(event)
 
     async def _answered(self, ticket: _Ticket) -> Event:
         """Its last event, of the first attempt whose replica lives to tell it."""
+        import ray
+
         for _ in range(ATTEMPTS):
+            replica = self._chosen(ticket.request, await self.replicas.some_up())
+            replica.in_flight += 1
             try:
-                return await self._attempt(ticket)
+                return await self._attempt(ticket, replica)
             except ray.exceptions.RayActorError:
+                self.replicas.gone(replica)
                 with self._lock:
                     self._counted["restarted_requests"] += 1
-                ticket.sent, ticket.place = None, 0
+                ticket.serves, ticket.place = None, 0
                 if ticket.cut is not None:
                     return _over(ticket, ticket.cut, self.clock.now_s())
+            finally:
+                replica.in_flight -= 1
         said = f"{ATTEMPTS} replicas ended while they served this request, so it is not tried again."
         return _over(ticket, "failed", self.clock.now_s(), said)
 
-    async def _attempt(self, ticket: _Ticket) -> Event:
+    async def _attempt(self, ticket: _Ticket, replica: Replica) -> Event:
         request, origin_s = ticket.request, self._origin_s
-        routing = self._routing(request)
-        asked = replace(request, id=next(self._ids), intended_s=request.intended_s + origin_s)
-        async for part in self.replicas.answers(routing, asked):
-            if isinstance(part, Begun):
-                ticket.sent = part
-                self._begun(ticket, routing, part.replica)
+        asked = replace(self._as_sent(request, replica), id=next(self._ids), intended_s=request.intended_s + origin_s)
+        async for promised in replica.actor.answer.options(num_returns="streaming").remote(asked):
+            part: list[Event] = await promised
+            if not part:
+                ticket.serves, ticket.sent = replica, asked.id
+                self._begun(ticket, replica)
                 if ticket.cut is not None:
                     await self._cut(ticket)
-                continue
             for event in part:
                 told: Event = event._replace(request_id=request.id, at_s=event.at_s - origin_s)
                 if event.turn is not None:
@@ -270,39 +281,47 @@ class ReplicaSystem:
         return True
 
     async def _cut(self, ticket: _Ticket) -> None:
-        sent = ticket.sent
-        if sent is not None:
-            await self.replicas.quietly("cancel", CallRouting(to=sent.replica), sent.request_id, ticket.cut)
+        if ticket.serves is not None:
+            await self.replicas.quietly(ticket.serves, "cancel", ticket.sent, ticket.cut)
 
     # -- where conversations are --------------------------------------------------------------------------------------
 
-    def _routing(self, request: Request) -> CallRouting:
+    def _chosen(self, request: Request, up: list[Replica]) -> Replica:
+        """By the router; a fork as the conversation that it comes from."""
         with self._lock:
             if request.fork is not None:
                 self._family[request.session] = self._family.get(request.fork.session, request.fork.session)
-            home, tokens = self._home.get(request.session, (None, 0))
-            return CallRouting(self._family.get(request.session, request.session), request.turn, None, home, tokens)
+            family = self._family.get(request.session, request.session)
+        numbers = np.array([one.number for one in up], np.uint64)
+        fleet = Fleet(up, numbers, np.array([one.in_flight for one in up]), lambda _: up)
+        chosen = ROUTERS[self._router](Turn(family, request.turn), fleet, self._seed)
+        assert isinstance(chosen, Replica)
+        return chosen
 
-    def _begun(self, ticket: _Ticket, routing: CallRouting, replica: str) -> None:
+    def _as_sent(self, request: Request, replica: Replica) -> Request:
+        """Where the conversation's last turn was served elsewhere, what was said before is its history there, found or
+        computed again."""
+        home, known = self._home.get(request.session), request.history
+        if home in (None, replica) or known is None or known.lost == "edited":
+            return request
+        assert home is not None
+        computed = min(known.tokens, max(home.held_tokens(request.session) - 1, 0))
+        return replace(request, history=History(computed, "restarted")) if computed else request
+
+    def _begun(self, ticket: _Ticket, replica: Replica) -> None:
+        session = ticket.request.session
         with self._lock:
-            self._served.setdefault(ticket.request.session, set()).add(replica)
-            if (
-                routing.home not in (None, replica) and not ticket.moved
-            ):  # a turn counts once, however often it is asked
+            self._served.setdefault(session, set()).add(replica)
+            if self._home.get(session) not in (None, replica) and not ticket.moved:  # once, however often it is asked
                 ticket.moved = True
                 self._counted["moved_turns"] += 1
 
-    def _stands(self, request: Request, turn: TurnRecord, replica: str) -> None:
+    def _stands(self, request: Request, turn: TurnRecord, replica: Replica) -> None:
         with self._lock:
-            self._home[request.session] = (replica, len(request.prompt) + len(turn.token_ids))
-
-    def _homes(self) -> dict[str, list[str]]:
-        """The conversations of each replica."""
-        homes: dict[str, list[str]] = {}
-        with self._lock:
-            for session, (replica, _) in self._home.items():
-                homes.setdefault(replica, []).append(session)
-        return homes
+            if (before := self._home.get(request.session)) is not None:
+                before.homes.pop(request.session, None)
+            self._home[request.session] = replica
+            replica.homes[request.session] = len(request.prompt) + len(turn.token_ids)
 
     @property
     def _origin_s(self) -> float:
@@ -339,13 +358,12 @@ class _ToOutbox:
 
 def build_replicas(
     plan: TrialPlan,
-    scaling: Scaling,
+    count: int,
     router: str,
     environment: Mapping[str, str] | None = None,
     connected: Callable[[], object] | None = None,
 ) -> ReplicaSystem:
-    """The system of a real machine's replicas, not started yet. environment: as of Deployment;
-    connected: as of ReplicaSystem.
+    """The system of a real machine's replicas, not started yet. environment: as of Actors; connected: as of ReplicaSystem.
 
     Raises HardwareMissing where so many do not fit: before the first of them starts, not after the last. WeightsMissing.
     """
@@ -356,35 +374,36 @@ def build_replicas(
         raise ConfigError(
             f"hardware.device={config.hardware.device} with replicas: each gets GPUs of its own; use hardware.device=cuda."
         )
-    _check_room(plan, scaling.most, gpus)
+    _check_room(plan, count, gpus)
     check_weights(config.model)
     fields = config.model_dump()
-    threads = config.hardware.threads or max(1, physical_cores() // scaling.most)
     limit = memory_limit_bytes(config.hardware)  # of all of them together
-    fields["hardware"] = {
-        **fields["hardware"],
-        "threads": threads,
-        "cpu_memory": None if limit is None else f"{limit // scaling.most} B",
+    fields["hardware"] |= {
+        "threads": config.hardware.threads or max(1, physical_cores() // count),
+        "cpu_memory": None if limit is None else f"{limit // count} B",
         "replicas": 1,
         "router": "single",
     }
-    replicas = Deployment(fields, scaling, router, seed=config.seed, gpus=gpus, environment=environment)
-    return ReplicaSystem(replicas, connected)
+    return ReplicaSystem(Actors(fields, count, gpus=gpus, environment=environment), router, config.seed, connected)
 
 
-def _check_room(plan: TrialPlan, most: int, gpus: int) -> None:
+def _check_room(plan: TrialPlan, count: int, gpus: int) -> None:
     free = free_device_bytes(plan.device)
     if not gpus:
         try:
-            check_memory(plan, min(free, plan.device.gpu_bytes) // most)  # the latter is hardware.cpu_memory, where set
+            check_memory(
+                plan, min(free, plan.device.gpu_bytes) // count
+            )  # the latter is hardware.cpu_memory, where set
         except HardwareMissing as error:
-            raise HardwareMissing(f"Of {most} replicas each has its share of this machine's memory: {error}") from error
+            raise HardwareMissing(
+                f"Of {count} replicas each has its share of this machine's memory: {error}"
+            ) from error
         return
     import torch
 
-    count = torch.cuda.device_count()
-    if count < most * gpus:
+    there = torch.cuda.device_count()
+    if there < count * gpus:
         raise HardwareMissing(
-            f"{most} replicas with hardware.gpus={gpus} need {most * gpus} GPUs, and this machine has {count}; use fewer."
+            f"{count} replicas with hardware.gpus={gpus} need {count * gpus} GPUs, and this machine has {there}; use fewer."
         )
     check_memory(plan, free)

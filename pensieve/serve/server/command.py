@@ -166,7 +166,7 @@ def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
     server = kept = None
     try:
         kept = open_state(state.settings, config)
-        if state.settings.replicas.most > 1:
+        if state.settings.replicas > 1:
             loop = state.loop.result()  # once it has ended, calling it raises RuntimeError: nothing is to load any more
             connected = partial(loop.call_soon_threadsafe, _take_sigterm_back)
             server = replicated_server(config, state.settings, connected)

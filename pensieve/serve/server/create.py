@@ -18,7 +18,7 @@ from pensieve.lab.compose import (
     read_option,
 )
 from pensieve.lab.compose.target import locate
-from pensieve.plugins.engines.ray_cluster import check_serve
+from pensieve.plugins.engines.ray_cluster import check_ray
 from pensieve.serve.server.api import Server
 from pensieve.serve.server.settings import ServeSettings
 
@@ -75,23 +75,20 @@ def server_of(config: Mapping[str, Any], keeps_disk: bool = False, say: Callable
 def replicated_server(
     config: Mapping[str, Any], settings: ServeSettings, connected: Callable[[], object] | None = None
 ) -> Server:
-    """A server over several engines on Ray Serve: conversations, tenants and HTTP are in this process; the replicas hold
-    engines and KV, and nothing else. connected: as of ReplicaSystem. Raises EngineMissing where Ray is not installed."""
-    check_serve("serve.replicas")
-    from pensieve.plugins.replicas.deployment import Scaling
+    """A server over several engines on Ray: conversations, tenants and HTTP are in this process; the replicas hold engines
+    and KV, and nothing else. connected: as of ReplicaSystem. Raises EngineMissing where Ray is not installed."""
+    check_ray("serve.replicas above 1")
     from pensieve.plugins.replicas.system import build_replicas
 
-    plan, (least, most) = plan_live(config), settings.replicas
+    plan = plan_live(config)
     if plan.device.simulated:
         raise ConfigError(
-            f"serve.replicas={least if least == most else f'{least}..{most}'} are processes, and "
-            f"hardware={plan.config.hardware.name} is simulated; use hardware=local, or simulate them with runners/run.py "
-            "and hardware.replicas."
+            f"serve.replicas={settings.replicas} are processes, and hardware={plan.config.hardware.name} is simulated; use "
+            "hardware=local, or simulate them with runners/run.py and hardware.replicas."
         )
-    scaling = Scaling(least, most, settings.replica_turns, settings.scale_up_s, settings.scale_down_s, settings.drain_s)
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
     without_keys = {settings.keys_env: ""}  # the replicas know no clients
-    system = build_replicas(plan, scaling, settings.router, without_keys, connected)
+    system = build_replicas(plan, settings.replicas, settings.router, without_keys, connected)
     return Server(system, tokenizer, plan.config.seed)
 
 

@@ -7,9 +7,9 @@ import ipaddress
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from pensieve.errors import ConfigError
 
@@ -19,33 +19,13 @@ OPERATOR = "operator"
 """The tenant that may read /metrics, where there are several."""
 
 
-class Replicas(NamedTuple):
-    """How many engines serve: as many as the load asks for, within these bounds."""
-
-    least: int
-    most: int
-
-
-def _replicas(value: Any) -> Replicas:
-    """From 3, or "1..3"."""
-    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", str(value))
-    if found is None or isinstance(value, bool):
-        raise ValueError("it is a number of replicas, or the least and the most of them: 1..4")
-    least, most = int(found[1]), int(found[2] or found[1])
-    if not 1 <= least <= most:
-        raise ValueError("there is at least one replica, and the most are no fewer than the least")
-    return Replicas(least, most)
-
-
 class ServeSettings(BaseModel):
     """keys_env: name of the environment variable with the clients' keys. temperature: see Server.sampling.
 
     max_*: limits of each tenant; max_queue and max_connections are of all together. receive_s: how long a client may take to
     send a request. record: the file of recorded traffic; true: traffic.parquet in the outputs folder. state: where
     conversations outlive the server: auto (in the outputs folder, if no other server keeps its own there), off, or a file.
-    replicas: one is in this process, several are actors of Ray Serve; router: which of them serves a turn; replica_turns:
-    turns under way a replica that autoscaling aims at; scale_up_s, scale_down_s: for how long the load must have been above
-    or below.
+    replicas: one is in this process, several are actors of Ray; router: which of them serves a turn.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -66,11 +46,8 @@ class ServeSettings(BaseModel):
     state: str | Literal[False] = "off"
     record: str | bool = False
     page: bool = True
-    replicas: Annotated[Replicas, BeforeValidator(_replicas)] = Replicas(1, 1)
+    replicas: Positive = 1
     router: Literal["affinity", "affinity_bounded", "least_loaded", "prefix_aware", "random"] = "affinity"
-    replica_turns: Annotated[float, Field(gt=0)] = 8.0
-    scale_up_s: Annotated[float, Field(ge=0)] = 10.0
-    scale_down_s: Annotated[float, Field(ge=0)] = 300.0
 
 
 class Tenants:
