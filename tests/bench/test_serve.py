@@ -26,7 +26,7 @@ def test_a_cell_puts_every_baseline_beside_the_roofline_ratio(tmp_path, monkeypa
     bench.hardware = HardwareConfig.model_validate(read_option("hardware", "sim_h100"))
     bench.machine = find_device(bench.hardware)
     cell = serve.Cell("sharegpt", CHAT, "users", (2, 8), "8192 tokens", "8192 tokens", 1.0)
-    monkeypatch.setattr(serve, "cells", lambda gpu, full: [cell])
+    monkeypatch.setattr(serve, "cells", lambda gpu: [cell])
     with initialize_config_dir(str(conf_folder()), version_base="1.3"):
         serve.run(bench)
     (result,) = bench.results["serve"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -23,13 +22,11 @@ TARGETS = {
 
 
 class Options(BaseModel):
-    """The fields of `bench` in conf/bench.yaml. None: the target's own choice. size: auto is small."""
+    """The fields of `bench` in conf/bench.yaml. None: the target's own choice."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    size: Literal["auto", "small", "full"] = "auto"
     repeats: Annotated[int, Field(ge=1)] | None = None
     model: Annotated[str | None, BeforeValidator(lambda name: None if name == "auto" else name)] = None
-    markdown: Path | None = None
     only: str | None = None
     exclusive: bool = True
     seed: int = Field(0, ge=0)

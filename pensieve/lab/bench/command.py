@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -16,17 +15,15 @@ from pensieve.errors import ConfigError, HardwareMissing, PensieveError
 from pensieve.lab import tables
 from pensieve.lab.bench import TARGETS, Options
 from pensieve.lab.bench.case import table
-from pensieve.lab.bench.session import Bench, command
+from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.timer import explain
 from pensieve.lab.compose.machine import Device, cores, find_device
 from pensieve.lab.compose.schema import HardwareConfig, TrackingConfig
 from pensieve.lab.compose.settings import check_node
-from pensieve.lab.results.environment import environment, gpus
 from pensieve.lab.trial.liveness import device_lock
 from pensieve.lab.trial.terminal import say
 from pensieve.lab.trial.tracking import open_named
 from pensieve.plugins.device.shelf import open_shelf
-from pensieve.units import format_bytes
 
 TRIALS = ("serve",)  # targets made of trials: each takes the device for itself, which may be simulated
 WIDTH = 100
@@ -68,8 +65,6 @@ def run_command(
     bench.close("failed" if failures else "completed")
     for sentence in bench.sentences:
         print(sentence)
-    if options.markdown:
-        _append(options.markdown.expanduser(), _markdown(bench, failures))
     if not options.exclusive:
         print("Not alone on the device (bench.exclusive=false): these records are marked contended.")
     kept = f"Recorded as sweep {bench.sweep_id}, {bench.trials} trials, in {tracking.store.database.shown}."
@@ -113,38 +108,3 @@ def _show(bench: Bench) -> None:
         console.print(tables.grid(table(results), f"bench {bench.target}", ("backend", "unit"), fold=True))
         for remark in (remark for result in results for remark in result.remarks):
             console.print(remark, markup=False, highlight=False)
-
-
-def _markdown(bench: Bench, failures: Sequence[str]) -> str:
-    """The command, what it ran on, and a table a target."""
-    found = environment()
-    packages, git = found["packages"], found["git"]
-    names = ("torch", "transformers", "triton", "pensieve-lab")
-    versions = ", ".join(f"{name} {packages[name]}" for name in names if name in packages)
-    rates = {name.replace("_", " "): f"{rate / 1e9:,.4g} x 10^9 a second" for name, rate in bench.limits.items()}
-    facts = [
-        f"device: {bench.machine.label}",
-        *(
-            f"GPU: {gpu['name']}, {format_bytes(gpu['memory_bytes'] or 0)}, driver {gpu['driver']}, SM clock "
-            f"{gpu['sm_mhz']} of {gpu['sm_mhz_max']} MHz, memory clock {gpu['memory_mhz']} MHz"
-            for gpu in gpus()  # the clocks of now, not of a device that had nothing to do yet
-        ),
-        f"{versions}, Python {found['python']}, {found['torch_threads']} CPU thread(s)",
-        f"commit {git['commit'] or 'unknown'}{' with changes' if git['dirty'] else ''}",
-        *(f"{name} measured in this run: {rate}" for name, rate in rates.items()),
-    ]
-    parts = [f"`{command()}`\n", *(f"- {fact}" for fact in facts), ""]
-    for target, results in bench.results.items():
-        remarks = "\n".join(f"- {remark}" for result in results for remark in result.remarks)
-        parts.append(tables.markdown(table(results), target, remarks))
-    return "\n".join([*parts, *(f"- {sentence}" for sentence in [*bench.sentences, *failures]), ""])
-
-
-def _append(path: Path, text: str) -> None:
-    """Append text to the file, after an empty line; make the file if there is none."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        before = path.read_text(encoding="utf-8").rstrip("\n") + "\n\n" if path.is_file() else ""
-        path.write_text(before + text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"bench.markdown={path} cannot be written ({error.strerror}).") from None

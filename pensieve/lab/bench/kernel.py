@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -61,7 +61,7 @@ def run(bench: Bench) -> None:
     """Measure and record all cases. Raises a PensieveError where the backend that serves here cannot be loaded."""
     shape = _SHAPES[bench.device.type]
     backends, absent = find_backends(bench.device, bench.dtype, shape)
-    for asked in cases(bench.on_gpu, bench.full):
+    for asked in cases(bench.on_gpu):
         _measure(bench, shape, backends, absent, asked)
     ours = f"{backends[OURS].name} ({backends[OURS].version})"
     bench.note(f"Attention of {shape.heads} query and {shape.kv_heads} KV heads of {shape.dim}; ours is {ours}.")
@@ -82,16 +82,16 @@ def find_backends(
     return {OURS: found.pop(serving), **found}, absent
 
 
-def cases(on_gpu: bool, full: bool) -> list[Asked]:
+def cases(on_gpu: bool) -> list[Asked]:
     if on_gpu:
         decodes = [(batch, context) for batch in (1, 64) for context in (1024, 4096, 16384)]
         append, over, mixed, mixed_over, prefill = 8, 4096, 56, 2048, 512
         recovered, runs, tokens = 4096, 4, 256
     else:
-        decodes = [(1, 1024), (8, 512), *([(1, 4096), (8, 2048)] if full else [])]
+        decodes = [(1, 1024), (8, 512)]
         append, over, mixed, mixed_over, prefill = 2, 512, 7, 256, 128
         recovered, runs, tokens = 512, 4, 32
-    batch, past = (32, 2048) if on_gpu or full else (4, 512)
+    batch, past = (32, 2048) if on_gpu else (4, 512)
     both = [*([[(mixed_over - 1, mixed_over)]] * mixed), [(0, prefill)]]
     return [
         *(Asked("decode", f"decode {n} over {ctx}", [[(ctx - 1, ctx)]] * n, ctx, 1) for n, ctx in decodes),
@@ -99,21 +99,16 @@ def cases(on_gpu: bool, full: bool) -> list[Asked]:
         Asked("mixed", f"mixed: {mixed} decode over {mixed_over}, prefill {prefill}", both, mixed_over, prefill),
         Asked(
             "recovery", f"recovery: {runs} runs of {tokens} in {recovered}",
-            [recovery_runs(recovered, runs, tokens)[0]], recovered, tokens,
+            [recovery_runs(recovered, runs, tokens)], recovered, tokens,
         ),
         Asked("paper", f"paper: batch {batch}, 8 queries, {past} past", [[(past, past + 8)]] * batch, past, 8),
     ]  # fmt: skip
 
 
-def recovery_runs(context: int, runs: int, tokens: int) -> tuple[Runs, Runs]:
-    """`runs` runs of `tokens` positions, ending at equal shares of a context, and one run with as many pairs of query and
-    key: the difference in time is what it costs that there are several runs."""
+def recovery_runs(context: int, runs: int, tokens: int) -> Runs:
+    """`runs` runs of `tokens` positions, ending at equal shares of a context."""
     step = context // runs
-    several = [(step * (i + 1) - tokens, step * (i + 1)) for i in range(runs)]
-    wanted = sum(pairs(start, stop) for start, stop in several)
-    total = runs * tokens
-    stop = round((wanted + total * (total - 1) / 2) / total)
-    return several, [(stop - total, stop)]
+    return [(step * (i + 1) - tokens, step * (i + 1)) for i in range(runs)]
 
 
 def pairs(start: int, stop: int) -> int:
@@ -124,22 +119,18 @@ def pairs(start: int, stop: int) -> int:
 def _measure(
     bench: Bench, shape: Shape, backends: Mapping[str, AttentionBackend], absent: Mapping[str, str], asked: Asked
 ) -> None:
-    make = partial(make_inputs, shape=shape, device=bench.device, dtype=bench.dtype, seed=bench.options.seed)
-    inputs, ours = make(asked.rows), backends[OURS]
+    inputs, ours = make_inputs(asked.rows, shape, bench.device, bench.dtype, bench.options.seed), backends[OURS]
     calls: dict[str, Call] = {name: paged(backend, inputs) for name, backend in backends.items()}
     calls["copied_out"] = copied_out(inputs)
     if inputs.uniform:
         calls["contiguous"] = contiguous(inputs)
     if asked.kind == "paper":
         calls["one_at_a_time"] = one_at_a_time(ours, inputs)
-    if asked.kind == "recovery":  # in as many layers: the caches see the same
-        one = recovery_runs(asked.context, len(asked.rows[0]), asked.new)[1]
-        calls["one_run"] = paged(ours, make([one], layers=inputs.layers))
     replays = {name: _captured(call, bench.device) for name, call in calls.items()}
     with torch.inference_mode():
         best = {name: replays[name] or call for name, call in calls.items()}
         times = interleaved(best, bench.rounds(_ROUNDS[bench.device.type]), bench.device)
-    used = {**backends, "one_at_a_time": ours, "one_run": ours}
+    used = {**backends, "one_at_a_time": ours}
     measured = [
         replace(
             times[name], version=used[name].version if name in used else _TORCH,

@@ -92,10 +92,10 @@ def prompts(batch: int, context: int, vocab: int) -> list[list[int]]:
 
 
 class Generate:
-    """A decode step of `module.generate` over a cache that holds the context already (dynamic), or its own (static)."""
+    """A decode step of `module.generate` over a cache that holds the context already."""
 
-    def __init__(self, module: Any, batch: int, context: int, vocab: int, static: bool = False) -> None:
-        self._module, self._context, self._static = module, context, static
+    def __init__(self, module: Any, batch: int, context: int, vocab: int) -> None:
+        self._module, self._context = module, context
         self._ids = torch.tensor(prompts(batch, context + 1, vocab), device=module.device)
         self._cache: Any = None
 
@@ -123,10 +123,9 @@ class Generate:
                 do_sample=False,
                 pad_token_id=0,
                 stopping_criteria=StoppingCriteriaList([clock]),
-                **({"cache_implementation": "static"} if self._static else {"past_key_values": self._filled()}),
+                past_key_values=self._filled(),
             )
-        if self._cache is not None:
-            self._cache.crop(self._context - self._cache.get_seq_length())  # negative: how many tokens to take off
+        self._cache.crop(self._context - self._cache.get_seq_length())  # negative: how many tokens to take off
         return clock.gap_ms()
 
 

@@ -49,32 +49,22 @@ class Cell:
         return [f"workload={self.workload}", *(f"workload.{name}={value}" for name, value in fields.items()), *sizes]
 
 
-def cells(gpu: bool, full: bool) -> list[Cell]:
+def cells(gpu: bool) -> list[Cell]:
     """On a CPU a small model and short conversations. On a GPU loads beyond what the device can do, in KV that is too
-    small for them, and as short as 24 trials within some minutes need it; full: whole replies, 5 s of thinking, 40 GB as
-    well."""
+    small for them, and as short as 24 trials within some minutes need it."""
     if not gpu:
-        think, act, tiers = 0.5, 0.5, [("1024 tokens", "2048 tokens")]
+        think, act, tier = 0.5, 0.5, ("1024 tokens", "2048 tokens")
         users, agents = [2, 5], [2, 4]
         chat: dict[str, object] = {"max_turns": 3, "max_new_tokens": 12}
         steps: dict[str, object] = {"steps": 2, "reason_tokens": 96, "reason_output": 8, "reflect_output": 8}
-    elif not full:
-        think, act, tiers = 0.25, 0.5, [("2GB", "4GB")]
+    else:
+        think, act, tier = 0.25, 0.5, ("2GB", "4GB")
         users, agents = [32, 128], [16, 32]
         chat = {"max_turns": 3, "max_new_tokens": 64}
         steps = {"steps": 2, "reason_tokens": 512}
-    else:
-        think, act, tiers = 5.0, 5.0, [("8GB", "40GB"), ("40GB", "40GB")]
-        users, agents = [64, 192, 384], [32, 96, 192]
-        chat = {"max_turns": 8, "max_new_tokens": 512}
-        steps = {"steps": 6, "reason_tokens": 512}
     chat |= {"think_time_s": think, "min_turns": 2, "warmup_turns": 1}
     steps |= {"act_s": act}
-    found = []
-    for tier in tiers:
-        found.append(Cell("sharegpt", chat, "users", users, *tier, think))
-        found.append(Cell("agents", steps, "agents", agents, *tier, act))
-    return found
+    return [Cell("sharegpt", chat, "users", users, *tier, think), Cell("agents", steps, "agents", agents, *tier, act)]
 
 
 def run(bench: Bench) -> None:
@@ -82,7 +72,7 @@ def run(bench: Bench) -> None:
     like_gpu = bench.on_gpu or bench.machine.simulated
     bench.model = bench.options.model or ("llama3_8b" if like_gpu else "tiny")
     only = bench.options.only or ""
-    wanted = [cell for cell in cells(like_gpu, bench.full) if only in cell.label]
+    wanted = [cell for cell in cells(like_gpu) if only in cell.label]
     if not wanted:
         raise ConfigError(f"bench.only={only} names no cell of serve; try sharegpt or agents.")
     for cell in wanted:
@@ -151,7 +141,7 @@ def _compose(bench: Bench, cell: Cell, load: int, baseline: str) -> Any:
         hardware += [f"hardware.threads={bench.threads}"] if bench.threads else []
     if bench.on_gpu or bench.machine.simulated:
         hardware += [f"scheduler.max_batch_tokens={GPU_BATCH_TOKENS}"]
-        hardware += [f"scheduler.max_batch_requests={256 if bench.full else 128}"]
+        hardware += ["scheduler.max_batch_requests=128"]
     overrides = [
         *(f"model={bench.model}", "model.weights=random", "cache=demo", f"baseline={baseline}", *hardware),
         *cell.overrides(load),

@@ -65,10 +65,6 @@ class Bench:
         return bool(self.device.type == "cuda")
 
     @property
-    def full(self) -> bool:
-        return self.options.size == "full"
-
-    @property
     def dtype(self) -> torch.dtype:
         """What models run in on this device."""
         return torch.bfloat16 if self.on_gpu else torch.float32
@@ -114,7 +110,7 @@ class Bench:
 
     def open(self, name: str, overrides: Mapping[str, str]) -> None:
         """Begin the sweep of the command. overrides: what was typed."""
-        typed = [f"{key}={value}" for key, value in overrides.items() if key != "bench.markdown"]
+        typed = [f"{key}={value}" for key, value in overrides.items()]
         self.sweep_id = self.tracking.store.open_sweep(
             key=sweep_key(["bench", f"device={self.machine.identity}", *typed], {}), name=f"bench_{name}",
             experiment=BENCH, command=command(), overrides=overrides, n_expected=0, host=host(), git_commit=git_commit(),

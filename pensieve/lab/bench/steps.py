@@ -35,15 +35,13 @@ from pensieve.sim.roofline import attended_pairs
 from pensieve.specs import ModelSpec
 from pensieve.units import ceil_div
 
-# (requests, context) of decode, and tokens of prefill; what bench.size=full adds.
+# (requests, context) of decode, and tokens of prefill.
 _DECODES = {"cuda": ((1, 1024), (32, 1024), (64, 1024), (128, 1024)), "cpu": ((1, 500), (8, 512))}
-_MORE_DECODES = {"cuda": ((64, 4096), (8, 8192)), "cpu": ((8, 1024),)}
-_PREFILLS = {"cuda": (2048,), "cpu": (768,)}
-_MORE_PREFILLS = {"cuda": (512, 8192), "cpu": (276,)}
+_PREFILLS = {"cuda": (2048, 8192), "cpu": (768,)}
 _BATCHED = "transformers_cb"
 _STEPS = {"cuda": 32, "cpu": 8}
 _PEER_STEPS = {"cuda": 12, "cpu": 8}  # of generate: some 30 ms a step on any GPU, since Python launches its kernels
-# Tokens of a batch on a GPU, up to which continuous batching is tried in the small size: without FlashAttention it attends
+# Tokens of a batch on a GPU, up to which continuous batching is tried: without FlashAttention it attends
 # through a mask over all of its pages, which takes half a minute for the prompts of 128 x 1024 tokens.
 _MOST_BATCHED = 32 * 1024
 _PREFILL_TOKENS = 8192  # of one plan
@@ -54,7 +52,7 @@ def run_decode(bench: Bench) -> None:
     """Target decode: batches of conversations, one token each a step. Raises PensieveError."""
     model = load(bench)
     module, kind = plain_module(model), bench.device.type
-    for batch, context in (*_DECODES[kind], *(_MORE_DECODES[kind] if bench.full else ())):
+    for batch, context in _DECODES[kind]:
         _measure_decode(bench, model, module, batch, context)
     bench.note(
         "limit: weights and KV of a step at the copy bandwidth measured in this run, or its operations at the matrix rate "
@@ -74,16 +72,17 @@ def floor_ms(spec: ModelSpec, batch: int, context: int, copy_bytes_s: float, mat
 def _measure_decode(bench: Bench, model: LoadedModel, module: Any, batch: int, context: int) -> None:
     spec, kind = model.spec, bench.device.type
     bench.measure_limits()
-    if bench.on_gpu and not bench.full and batch * context > _MOST_BATCHED:
-        batched = Measured(_BATCHED, error="left out of the small size, for its time; bench.size=full runs it")
+    if bench.on_gpu and batch * context > _MOST_BATCHED:
+        batched = Measured(_BATCHED, error="left out for its time")
     else:
         batched = attempt(_BATCHED, lambda: _batched_ms(module, spec, batch, context, _STEPS[kind]))
     stepper = Stepper(model, batch, context, _options(bench, batch))
     stepper.fill()
-    ways: dict[str, Callable[[], float]] = {OURS: lambda: stepper.decode(batch, _STEPS[kind])}
-    for static in (False, True) if bench.full else (False,):
-        peer = Generate(module, batch, context, spec.vocab, static)
-        ways[f"transformers_{'static' if static else 'generate'}"] = partial(peer.step_ms, _PEER_STEPS[kind])
+    peer = Generate(module, batch, context, spec.vocab)
+    ways: dict[str, Callable[[], float]] = {
+        OURS: lambda: stepper.decode(batch, _STEPS[kind]),
+        "transformers_generate": partial(peer.step_ms, _PEER_STEPS[kind]),
+    }
     times = in_turn(ways, bench.rounds(5))
     engine = stepper.worker.settings()
     stepper.close()
@@ -111,7 +110,7 @@ def run_prefill(bench: Bench) -> None:
     """Target prefill: one prompt, up to the token that follows it. Raises PensieveError."""
     model = load(bench)
     module, kind = plain_module(model), bench.device.type
-    for tokens in (*_PREFILLS[kind], *(_MORE_PREFILLS[kind] if bench.full else ())):
+    for tokens in _PREFILLS[kind]:
         _measure_prefill(bench, model, module, tokens)
     bench.note(
         "limit: the prompt's operations (a multiply and an add count two) at the rate of a large square product measured "

@@ -18,18 +18,12 @@ from pensieve.device.transfers.transfer import Transfer
 from pensieve.device.worker import TorchWorker
 from pensieve.lab.bench.case import OURS, Case
 from pensieve.lab.bench.models import CHUNK, load, perform_ms
-from pensieve.lab.bench.restore import measure_restores
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.timer import in_turn, interleaved
-from pensieve.plugins.device.thread_link import ThreadLink, copy_and_wait
+from pensieve.plugins.device.thread_link import ThreadLink
 from pensieve.specs import ModelSpec
 
-SLOW_LINK = 12.5e9  # bytes/s of PCIe Gen4 x8, as large copies reach it: what a GPU with a faster link is held to
-# On a CPU: loading a token over computing it, by PCIe Gen4 x8 and Gen5 x16 (48 GB/s) to an H200 with an 8B model in bf16.
-# The stand-in for the link is as much slower than this machine's compute.
-LINKS = {"gen4_x8": 0.35, "gen5_x16": 0.09}
-_LEARNED = ("gpt2", "opt")  # positions beyond max_context do not exist; rotary ones do, and speed is what is asked
-_GPU, _GPU_FULL, _CPU = (8192,), (8192, 16384, 32768), (1024,)  # tokens that are restored
+_RESTORED, _NEW = {"cuda": 8192, "cpu": 1024}, {"cuda": 512, "cpu": 64}  # tokens: loaded, and computed over them
 _FRAGMENT_BLOCKS = (1, 2, 8, 32)
 
 
@@ -37,23 +31,13 @@ def run(bench: Bench) -> None:
     """Target swap. Raises PensieveError."""
     model = load(bench)
     _fragments(bench, model.spec)
-    for tokens in (_GPU_FULL if bench.full else _GPU) if bench.on_gpu else _CPU:
-        if tokens + 512 > model.spec.max_context:
-            if model.spec.model_type in _LEARNED:
-                continue
-            model = replace(model, spec=replace(model.spec, max_context=tokens + 512))
-        _pipelined(bench, model, tokens)
-        if bench.on_gpu:
-            measure_restores(bench, model, tokens, None, {"own_link": None})
-            slow = ThreadLink(SLOW_LINK, copy_and_wait, bench.device)
-            measure_restores(bench, model, tokens, slow, {"gen4_x8": None})
-        else:
-            measure_restores(bench, model, tokens, ThreadLink(), LINKS)
-    bench.note(
-        f"gen4_x8: copies held back to {SLOW_LINK / 1e9} GB/s by the host. own_link: the machine's." if bench.on_gpu else
-        "A CPU has no link between its tiers: a thread with a bandwidth stands in, as slow beside this machine's compute as "
-        "the named link is beside an H200's. swap_in_gb_s is of RAM to RAM."
-    )  # fmt: skip
+    tokens = min(_RESTORED[bench.device.type], model.spec.max_context - _NEW["cuda"])
+    _pipelined(bench, model, tokens // CHUNK * CHUNK)
+    if not bench.on_gpu:
+        bench.note(
+            "A CPU has no link between its tiers: a thread with a bandwidth stands in, slow enough that a restore takes as "
+            "long as the compute beside it. swap_in_gb_s is of RAM to RAM."
+        )
 
 
 def _fragments(bench: Bench, spec: ModelSpec) -> None:
@@ -115,7 +99,7 @@ def scattered(count: int, together: int) -> tuple[int, ...]:
 
 def _pipelined(bench: Bench, model: LoadedModel, tokens: int) -> None:
     """Restore `tokens` tokens and compute `new` over them: layer by layer, and one after the other."""
-    new = 512 if bench.on_gpu else 64
+    new = _NEW[bench.device.type]
     link = None if bench.on_gpu else ThreadLink()
     worker = TorchWorker(model, CHUNK, WallClock(), link=link)
     chunks = tokens // CHUNK
