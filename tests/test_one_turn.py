@@ -13,7 +13,7 @@ import pytest
 from tests.crossings import generated_turn, restored_turn
 
 
-@pytest.mark.parametrize(("turn", "files", "calls"), [(restored_turn, 22, 399), (generated_turn, 31, 947)])
+@pytest.mark.parametrize(("turn", "files", "calls"), [(restored_turn, 22, 399), (generated_turn, 31, 946)])
 def test_a_turn_whose_history_comes_back_from_cpu_crosses_few_files(turn, files, calls):
     found = turn()
     assert len(found.calls) <= files, f"{found}\n{found.table()}"

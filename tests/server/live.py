@@ -81,9 +81,9 @@ class Hold:
 def held(server: Server) -> Iterator[None]:
     """Meanwhile the engine's thread stands still."""
     hold = Hold()
-    turn = server.asking(None, "x", max_new_tokens=1, ignore_eos=True)
+    turn = server.asking(max_new_tokens=1, ignore_eos=True)
     turn.on_event = hold
-    server.begin("~held", turn)
+    server.say("~held", turn, text="x")
     assert hold.reached.wait(PATIENCE_S)
     try:
         yield

@@ -14,7 +14,6 @@ from pensieve import create_server
 from pensieve.core.request import Free, Sampling
 from pensieve.errors import CapacityError, ConfigError, ContextLengthError, EngineMissing, RequestRefused
 from pensieve.lab.compose import read_option
-from pensieve.serve.server.dialogue import Dialogue
 
 
 def server(mode="pensieve", **fields):
@@ -169,7 +168,7 @@ def test_a_conversation_deleted_after_an_edit_that_was_cancelled_leaves_the_disk
 def ask(s, prompt):
     """A whole prompt of the conversation `talk`."""
     turn = s.turn(Free(8, ignore_eos=True), Sampling())
-    Dialogue(s).complete(turn, "", "talk", prompt, True)
+    s.complete(turn, "", "talk", prompt, True)
     return turn.future
 
 

@@ -21,7 +21,6 @@ from pensieve.plugins.engines.process import free_port
 from pensieve.serve.server import create_server
 from pensieve.serve.server.command import open_state
 from pensieve.serve.server.conversations import Conversations
-from pensieve.serve.server.responses import ResponseStore
 from pensieve.serve.server.settings import ServeSettings
 from pensieve.serve.server.state import StateFile
 from tests.server.live import PATIENCE_S, REAL, SIMULATED, healthy, serving, until
@@ -220,7 +219,7 @@ def test_a_flipped_bit_restores_what_was_said_or_nothing(tmp_path, caplog):
             refused += 1
             continue
         caplog.clear()
-        state.restore(conversations, ResponseStore(conversations, 100))
+        state.restore(conversations)
         state.close()
         found = known(SimpleNamespace(server=SimpleNamespace(conversations=conversations)))
         for name, one in found.items():

@@ -132,8 +132,8 @@ def test_a_listener_that_fails_harms_nobody_else(server):
     def broken(_):
         raise RuntimeError("gone")
 
-    turn = server.asking(None, "Hello", max_new_tokens=4)
+    turn = server.asking(max_new_tokens=4)
     turn.on_event = broken
-    server.begin("broken", turn)
+    server.say("broken", turn, text="Hello")
     other = server.submit("other", text="Hello", max_new_tokens=4)
     assert server.wait(turn.future).token_ids == server.wait(other).token_ids

@@ -1,4 +1,4 @@
-"""The programmatic server: one call a turn, from any number of threads."""
+"""The server without HTTP: one call a turn, from any number of threads; and which conversation a turn goes on from."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from typing import Any
 
 from pensieve.core.hint import Hint
 from pensieve.core.request import Free, Length, Sampling, stops_of, text_of, tokens_of
+from pensieve.core.session import common_prefix
 from pensieve.errors import ConfigError, RequestFailed, WorkerError
 from pensieve.lab.compose.explain import explain_crash
 from pensieve.serve.chat_template import ChatTemplate
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.server.conversations import Asked, Conversation, Conversations, session_name
+from pensieve.serve.server.conversations import (
+    Asked,
+    Conversation,
+    Conversations,
+    Mark,
+    Message,
+    message_keys,
+    session_name,
+)
 from pensieve.serve.server.turn import Generation, Stream, Turn
 from pensieve.serve.systems.base import AnsweringSystem
 from pensieve.serve.tokenizer import Tokenizer
@@ -26,8 +35,9 @@ from pensieve.serve.tokenizer import Tokenizer
 class Server:
     """A running engine that keeps conversations by name; thread-safe, a context manager.
 
-    Calls from several threads are batched together; turns of one conversation are served in the order they came. The HTTP
-    server and the chat are clients of this object, so their conversations are its conversations.
+    Calls from several threads are batched together; turns of one conversation are served in the order they came. The same
+    conversation goes on where its last turn ended; from anywhere else, or while it is busy, another begins as it did (a
+    fork). The HTTP server and the chat are clients of this object, so their conversations are its conversations.
     """
 
     def __init__(self, system: AnsweringSystem, tokenizer: Tokenizer, seed: int = 0) -> None:
@@ -82,16 +92,16 @@ class Server:
     ) -> Future[Generation]:
         """As `generate`, without waiting: a future of what that returns or raises. On a simulated machine time goes on while
         somebody waits in `wait`, `generate` or a stream."""
-        turn = self.asking(prompt_ids, text, **options)
-        self.begin(session_id, turn)
+        turn = self.asking(**options)
+        self.say(session_id, turn, prompt_ids, text)
         return turn.future
 
     def stream(
         self, session_id: str, prompt_ids: Sequence[int] | None = None, *, text: str | None = None, **options: Any
     ) -> Stream:
         """As `generate`; the reply comes piece by piece."""
-        stream = Stream(self.asking(prompt_ids, text, **options))
-        self.begin(session_id, stream.turn)
+        stream = Stream(self.asking(**options))
+        self.say(session_id, stream.turn, prompt_ids, text)
         return stream
 
     def cancel(self, session_id: str) -> int:
@@ -206,8 +216,6 @@ class Server:
 
     def asking(
         self,
-        prompt_ids: Sequence[int] | None,
-        text: str | None,
         *,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
@@ -218,34 +226,24 @@ class Server:
         ignore_eos: bool = False,
         hint: Hint | None = None,
     ) -> Turn:
-        """A turn with the arguments of `generate`, which asks for its conversation with this message behind it."""
-        if (prompt_ids is None) == (text is None):
-            raise ConfigError("Give either prompt_ids or text.")
+        """A turn with the options of `generate`."""
         stops = stops_of(stop)
         output = Length(max_new_tokens) if ignore_eos and not stops else Free(max_new_tokens, stops, ignore_eos)
         sampling = Sampling(temperature, top_p, top_k, self._seed if seed is None else seed)
-        return self.turn(output, sampling, ask=self._appending(prompt_ids, text), hint=hint)
+        return self.turn(output, sampling, hint=hint)
 
-    def begin(self, session_id: str, turn: Turn) -> None:
-        """Serve a turn in the conversation of this name, which is begun where there is none."""
-        name = session_name(session_id)
-        with self.conversations.lock:
-            turn.begin(self.conversations.find("", name) or self.conversations.open("", name))
-
-    def _appending(self, prompt_ids: Sequence[int] | None, text: str | None) -> Callable[[Conversation], Asked]:
-        if prompt_ids is None and not self.template.plain:
-            said, template = text_of(text, "text"), self.template
-
-            def chat(held: Conversation) -> Asked:
-                last = held.tokens[-1:]
-                more = template.following(said, last[0]) if last else template.opening(said)
-                return Asked(held.tokens + array("i", more))
-
-            return chat
-        begin = array("i", self.tokenizer.begin) if prompt_ids is None else array("i")
-        given = self.tokenizer.encode(text_of(text, "text")) if prompt_ids is None else prompt_ids
-        ids = tokens_of(given, self.vocab)
-        return lambda held: Asked((held.tokens or begin) + ids)
+    def say(
+        self, session_id: str, turn: Turn, prompt_ids: Sequence[int] | None = None, text: str | None = None
+    ) -> None:
+        """Begin a turn with this message behind all that the conversation of this name holds; a new one holds nothing."""
+        if (prompt_ids is None) == (text is None):
+            raise ConfigError("Give either prompt_ids or text.")
+        if prompt_ids is not None:
+            self.complete(turn, "", session_id, prompt_ids, whole=False)
+        elif self.template.plain:
+            self.complete(turn, "", session_id, text_of(text, "text"), whole=False)
+        else:
+            self.chat(turn, "", session_id, [{"role": "user", "content": text_of(text, "text")}], whole=False)
 
     def _released(self, conversation: Conversation) -> None:
         left = conversation.tokens if conversation.begun else None  # what a fork began with is its parent's
@@ -262,7 +260,126 @@ class Server:
         for observer in self._observers:
             observer(turn, record)
 
+    # -- chat -----------------------------------------------------------------------------------------------------------
 
+    def chat(
+        self, turn: Turn, tenant: str, name: str | None, messages: list[Message], whole: bool | None = None
+    ) -> None:
+        """name: of the conversation; None: the one that began with these messages, or a new one. whole: the messages are the
+        whole history; None: they are if the assistant speaks in them, or if they come without a name."""
+        if name is None:
+            known = self.conversations.by_messages(tenant, message_keys(messages, turn.tools))
+            if known is None:
+                self._nearest(turn, tenant, self._asked(turn, messages, {}))
+            else:
+                self.go_on(turn, *known[:2], messages, known[0].first_replies(known[2]))
+            return
+        if whole is None:
+            whole = any(message.get("role") == "assistant" for message in messages)
+        with self.conversations.lock:
+            conversation = self._named(tenant, name)
+            if whole:
+                keys, said = (message_keys(all_, turn.tools) for all_ in (messages, conversation.messages or ()))
+                same = next((i for i, pair in enumerate(zip(keys, said, strict=False)) if pair[0] != pair[1]), None)
+                count = min(len(keys), len(said)) if same is None else same
+                asked = self._asked(turn, messages, conversation.first_replies(count))
+                turn.begin(self._unclaimed(conversation, asked), asked)
+            else:
+                turn.begin(conversation, lambda held: self._more(turn, held, messages))
+
+    def go_on(
+        self, turn: Turn, conversation: Conversation, mark: Mark, messages: list[Message], replies: dict[int, list[int]]
+    ) -> None:
+        """Go on from a mark with these messages, the whole history; replies: the model's own tokens of some of them."""
+        asked = self._asked(turn, messages, replies)
+        with self.conversations.lock:
+            if self.conversations.find(conversation.tenant, conversation.id) is not conversation:  # it is gone
+                turn.begin(self.conversations.open(conversation.tenant), asked)
+                return
+            last = bool(conversation.marks) and conversation.marks[-1] is mark
+            shared = common_prefix(conversation.tokens, asked.prompt)
+            if not (conversation.idle and last and shared >= conversation.claimed()):
+                conversation = self.conversations.fork(conversation, shared)
+            turn.begin(conversation, asked)
+
+    def _asked(self, turn: Turn, messages: list[Message], replies: dict[int, list[int]]) -> Asked:
+        return Asked(array("i", self.template.prompt(messages, replies, turn.tools)), messages, replies)
+
+    def _more(self, turn: Turn, held: Conversation, messages: list[Message]) -> Asked:
+        """What the conversation holds, and new messages."""
+        if held.messages is None and held.tokens:  # raw text so far
+            if len(messages) != 1 or messages[0].get("role") != "user":
+                raise ConfigError(
+                    "This session holds raw text, so it takes one message of the user at a time, or a whole history."
+                )
+            following = self.template.following(str(messages[0]["content"]), held.tokens[-1])
+            return Asked(held.tokens + array("i", following))
+        return self._asked(turn, [*(held.messages or ()), *messages], dict(held.replies))
+
+    # -- text -----------------------------------------------------------------------------------------------------------
+
+    def complete(self, turn: Turn, tenant: str, name: str | None, prompt: str | Sequence[int], whole: bool) -> None:
+        """A prompt without roles. With a name it is appended to what the conversation holds, unless it is all of it."""
+        if isinstance(prompt, str):
+            begin = array("i", self.tokenizer.begin)
+            ids = array("i", self.tokenizer.encode(text_of(prompt, "prompt")))
+        else:
+            begin, ids = array("i"), tokens_of(prompt, self.vocab)
+        asked = Asked(begin + ids)
+        if name is None:
+            self._nearest(turn, tenant, asked, prompt if isinstance(prompt, str) else None)
+            return
+        with self.conversations.lock:
+            conversation = self._named(tenant, name)
+            if whole:
+                turn.begin(self._unclaimed(conversation, asked), asked)
+            else:
+                turn.begin(conversation, lambda held: Asked((held.tokens or begin) + ids))
+
+    # -- where ----------------------------------------------------------------------------------------------------------
+
+    def _named(self, tenant: str, name: str) -> Conversation:
+        return self.conversations.find(tenant, session_name(name)) or self.conversations.open(tenant, name)
+
+    def _unclaimed(self, conversation: Conversation, asked: Asked) -> Conversation:
+        """The conversation, or in its place one that may be changed from where this prompt leaves it."""
+        shared = common_prefix(conversation.tokens, asked.prompt)
+        if conversation.idle and shared < conversation.claimed():
+            return self.conversations.rename_fork(conversation, shared)
+        return conversation
+
+    def _nearest(self, turn: Turn, tenant: str, asked: Asked, text: str | None = None) -> None:
+        """In the conversation that the prompt goes on from, a fork of the one that shares most with it, or a new one."""
+        with self.conversations.lock:
+            found = self.conversations.by_tokens(tenant, asked.prompt)
+            if found is not None:
+                conversation, shared = found
+                held = conversation.tokens
+                if text is not None and _LEAST_SHARED <= shared < len(held):
+                    asked = self._as_held(conversation, text) or asked
+                    shared = common_prefix(held, asked.prompt)
+                if shared == len(held) and conversation.idle:
+                    turn.begin(conversation, asked)
+                    return
+                if shared >= _LEAST_SHARED:
+                    turn.begin(self.conversations.fork(conversation, shared), asked)
+                    return
+            turn.begin(self.conversations.open(tenant), asked)
+
+    def _as_held(self, conversation: Conversation, text: str) -> Asked | None:
+        """A text may begin with all that was said and still encode to other tokens: then those that were said are taken."""
+        said = self.tokenizer.decode(conversation.tokens)
+        if not said or not text.startswith(said):
+            return None
+        return Asked(conversation.tokens + array("i", self.tokenizer.encode(text[len(said) :])))
+
+    def stops(self, stops: tuple[str, ...]) -> tuple[str, ...]:
+        """Of a chat: those of the client, and where the model would go on for the user."""
+        return stops + _PLAIN_STOPS if self.template.plain else stops
+
+
+_LEAST_SHARED = 32  # tokens: below, a conversation of its own computes them as fast as it would find them
+_PLAIN_STOPS = ("\nUser:",)  # where a model without a template begins to speak for the user
 _RATES = {
     "gpu_hit_rate": "gpu_hit_tokens",
     "cpu_hit_rate": "cpu_hit_tokens",

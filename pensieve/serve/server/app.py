@@ -21,11 +21,10 @@ from pensieve.core.request import Free, Sampling
 from pensieve.errors import ConfigError
 from pensieve.serve.server import statistics
 from pensieve.serve.server.api import Server
-from pensieve.serve.server.conversations import LONGEST_NAME, session_name
-from pensieve.serve.server.dialogue import Dialogue
+from pensieve.serve.server.conversations import LONGEST_NAME, Stored, session_name
 from pensieve.serve.server.feed import ChatShape, CompletionShape, Feed
 from pensieve.serve.server.gate import SESSION_HEADER, BodyRoute, Gate, answer_errors, documented, off_the_loop
-from pensieve.serve.server.responses import Responder, ResponseStore, Stored
+from pensieve.serve.server.responses import Responder
 from pensieve.serve.server.schemas import (
     ChatBody,
     CompletionBody,
@@ -50,8 +49,6 @@ class App:
         self.settings, self.tenants, self.model = settings, tenants, model
         self.server: Server | None = None
         self.failure: str | None = None
-        self.dialogue: Dialogue
-        self.responses: ResponseStore
         self.meters: Meters
         self.created = int(time.time())
         self.identity: str | None = None
@@ -68,10 +65,8 @@ class App:
         they are kept; raises ConfigError for one that cannot be read."""
         s = self.settings
         server.conversations.limit(s.max_sessions, s.max_stored_tokens, s.keep_alive_s)
-        self.dialogue = Dialogue(server)
-        self.responses = ResponseStore(server.conversations, self.settings.max_sessions)
         if state is not None:
-            self.restored = state.restore(server.conversations, self.responses)
+            self.restored = state.restore(server.conversations)
             self.tidy = state.tidy
             self.on_close.append(state.close)
         self.meters = Meters(server)
@@ -119,7 +114,7 @@ class App:
             raise HTTPException(404, f"There is no model {name!r} here; this server has {self.model!r}.")
 
     def stored(self, tenant: str, response_id: str) -> Stored:
-        stored = self.responses.find(tenant, response_id)
+        stored = self.warm.conversations.response(tenant, response_id)
         if stored is None:
             raise HTTPException(404, f"There is no response {response_id!r}.")
         return stored
@@ -176,25 +171,25 @@ def _add_routes(app: FastAPI, state: App) -> None:
 
     async def chat(request: Request, body: ChatBody, x_session_id: Session = None) -> Response:
         turn = state.turn(
-            body, body.max_completion_tokens or body.max_tokens, state.dialogue.stops(body.stops), tools_of(body.tools)
+            body, body.max_completion_tokens or body.max_tokens, state.warm.stops(body.stops), tools_of(body.tools)
         )
         name, whole = body.session_id or x_session_id, None if body.history is None else body.history == "whole"
         messages = [message.plain() for message in body.messages]
-        begin = partial(state.dialogue.chat, turn, _tenant(request), name, messages, whole)
+        begin = partial(state.warm.chat, turn, _tenant(request), name, messages, whole)
         return await served(request, ChatShape("chatcmpl", state.model, body), turn, begin, body.stream)
 
     async def completions(request: Request, body: CompletionBody, x_session_id: Session = None) -> Response:
         turn = state.turn(body, body.max_tokens, body.stops, ignore_eos=bool(body.ignore_eos))
         name, whole = body.session_id or x_session_id, body.history == "whole"
-        begin = partial(state.dialogue.complete, turn, _tenant(request), name, body.prompt, whole)
+        begin = partial(state.warm.complete, turn, _tenant(request), name, body.prompt, whole)
         return await served(request, CompletionShape("cmpl", state.model, body), turn, begin, body.stream)
 
     async def respond(request: Request, body: ResponseBody) -> Response:
         tenant, previous = _tenant(request), body.previous_response_id
         stored = None if previous is None else state.stored(tenant, previous)
-        turn = state.turn(body, body.max_output_tokens, state.dialogue.stops(()), tools_of(body.tools))
-        responder = Responder(body, state.model, tenant, turn, state.responses)
-        return await served(request, responder, turn, partial(responder.begin, state.dialogue, stored), body.stream)
+        turn = state.turn(body, body.max_output_tokens, state.warm.stops(()), tools_of(body.tools))
+        responder = Responder(body, state.model, tenant, turn)
+        return await served(request, responder, turn, partial(responder.begin, stored), body.stream)
 
     async def tokenize(request: Request, body: TokenizeBody) -> Response:
         state.check_model(body.model)
@@ -203,7 +198,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
 
         def ids() -> list[int]:
             if body.messages is not None:
-                return state.dialogue.template.prompt([message.plain() for message in body.messages])
+                return state.warm.template.prompt([message.plain() for message in body.messages])
             assert body.prompt is not None
             return [*state.warm.tokenizer.begin, *state.warm.tokenizer.encode(body.prompt)]
 
@@ -226,7 +221,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
 
     @app.delete("/v1/responses/{response_id}", responses=documented(404))
     async def delete_response(request: Request, response_id: str) -> Response:
-        if not state.responses.delete(_tenant(request), response_id):
+        if not state.warm.conversations.unstore(_tenant(request), response_id):
             raise HTTPException(404, f"There is no response {response_id!r}.")
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -20,10 +22,8 @@ from pensieve.lab.trial.terminal import console, say
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.api import Server
 from pensieve.serve.server.create import server_of
-from pensieve.serve.server.dialogue import Dialogue
 from pensieve.serve.server.turn import Stream
 from pensieve.specs import ROUNDS_APART, SIXTEEN_BITS
-from pensieve.user_cache import user_cache
 
 SHIPPED = "five"
 SMALL_MODEL = "smollm2_135m_gguf"
@@ -57,7 +57,9 @@ def chat(config: Mapping[str, Any], typed: Collection[str] = ()) -> int:
         return play(trial, settings, questions_of(settings.script))
     with server_of(trial, say=say) as server:
         say(f"{trial['model']['name']}, baseline={trial['baseline']['name']}. {COMMANDS}")
-        Conversation(server, settings, sys.stdout).run(read_line())
+        with suppress(ImportError):  # not on every system: lines are edited, and those before come back
+            import readline  # noqa: F401
+        Conversation(server, settings, sys.stdout).run(partial(input, ">>> " if sys.stdin.isatty() else ""))
     return 0
 
 
@@ -88,25 +90,11 @@ def questions_of(script: str) -> list[str]:
     return questions
 
 
-def read_line() -> Callable[[], str]:
-    """What asks for the next line, with editing and history at a terminal; raises EOFError at the end."""
-    if not sys.stdin.isatty():
-        return input
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory
-
-    folder = user_cache()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    session: PromptSession[str] = PromptSession(history=FileHistory(str(folder / "chat_history")))
-    return lambda: session.prompt(">>> ")
-
-
 class Conversation:
     """One conversation at the terminal."""
 
     def __init__(self, server: Server, settings: ChatSettings, out: TextIO) -> None:
         self._server, self._settings, self._out = server, settings, out
-        self._dialogue = Dialogue(server)
         self._turns: list[TurnRecord] = []
 
     def run(self, read: Callable[[], str]) -> None:
@@ -137,9 +125,9 @@ class Conversation:
         s, messages = self._settings, [{"role": "user", "content": text}]
         if s.system is not None and not self._turns:
             messages.insert(0, {"role": "system", "content": s.system})
-        output = Free(s.max_new_tokens, self._dialogue.stops(()))
+        output = Free(s.max_new_tokens, self._server.stops(()))
         stream = Stream(self._server.turn(output, self._server.sampling(s.temperature, s.top_p), fits=True))
-        self._dialogue.chat(stream.turn, "", _NAME, list(messages), whole=False)
+        self._server.chat(stream.turn, "", _NAME, list(messages), whole=False)
         return stream
 
     def took(self, stream: Stream) -> TurnRecord:

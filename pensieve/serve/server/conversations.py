@@ -1,4 +1,4 @@
-"""What a server knows of its conversations: their tokens, their turns, and which of them a request goes on from."""
+"""What a server knows of its conversations: their tokens, turns and stored responses, and which a request goes on from."""
 
 from __future__ import annotations
 
@@ -111,6 +111,30 @@ class Asked:
     replies: dict[int, list[int]] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class Stored:
+    """A response that its client may go on from. body: as it was sent. instructed: the conversation's first message is the
+    instructions of this response alone."""
+
+    body: dict[str, Any]
+    conversation: Conversation
+    mark: Mark
+    instructed: bool
+
+
+class Keeper:
+    """Who hears of all that outlives a turn; this one keeps nothing of it."""
+
+    def settled(self, conversation: Conversation) -> None:
+        """A turn of it stands."""
+
+    def removed(self, conversation: Conversation) -> None: ...
+
+    def stored(self, response_id: str, stored: Stored) -> None: ...
+
+    def unstored(self, response_id: str) -> None: ...
+
+
 def session_name(name: object) -> str:
     """A name that a header and a path can carry, so that whoever begins a session can find and delete it. Raises ConfigError
     for any other."""
@@ -153,13 +177,13 @@ class Conversations:
         self._by_key: dict[tuple[str, bytes], tuple[Conversation, int]] = {}
         self._engine_names: set[str] = set()
         self._numbers = itertools.count(1)
-        self.on_settled: Callable[[Conversation], None] = nothing
-        """Told of each turn that stands."""
-        self.on_removed: Callable[[Conversation], None] = nothing
+        self._responses: dict[str, dict[str, Stored]] = {}  # by tenant and id, the oldest first
+        self.keeper = Keeper()
 
     def limit(self, most: int, most_tokens: int, keep_alive_s: float | None) -> None:
-        """most: conversations that a tenant may have; most_tokens: in all of them when a new one begins. Beyond, the unnamed
-        one idle longest makes room. keep_alive_s: of those that say nothing else; None: for ever."""
+        """most: conversations that a tenant may have, and stored responses; most_tokens: in all of them when a new one
+        begins. Beyond, the unnamed one idle longest makes room, or the oldest response. keep_alive_s: of those that say
+        nothing else; None: for ever."""
         self._most, self._most_tokens = most, most_tokens
         self._keep_alive_s = math.inf if keep_alive_s is None else keep_alive_s
 
@@ -274,7 +298,8 @@ class Conversations:
         computed."""
         with self.lock:
             kept = common_prefix(conversation.tokens, tokens)
-            self._forget_marks(conversation, kept)
+            if kept < len(conversation.tokens):
+                self._forget_marks(conversation, kept)
             self._replace(conversation, tokens)
             conversation.marks.append(mark)
             conversation.computed = computed
@@ -283,7 +308,7 @@ class Conversations:
                 self._by_key[conversation.tenant, mark.key] = conversation, len(conversation.marks) - 1
             conversation.used_at = self._now()
             conversation.restored, conversation.begun = False, True
-        self.on_settled(conversation)
+        self.keeper.settled(conversation)
 
     def restore(self, conversation: Conversation) -> None:
         """Add a conversation as it was before the server was started again. Where two begin alike, the first one restored
@@ -327,6 +352,41 @@ class Conversations:
             place += 1
         return place
 
+    # -- responses ----------------------------------------------------------------------------------------------------
+
+    def store(self, response_id: str, stored: Stored) -> None:
+        """Tokens of its conversation up to its end are not replaced from now on. Their KV stays in the cache as any other."""
+        tenant = stored.conversation.tenant
+        with self.lock:
+            mine = self._responses.setdefault(tenant, {})
+            oldest = next(iter(mine)) if len(mine) >= self._most else None
+            mine[response_id] = stored
+            stored.conversation.claims[stored.mark.length] += 1
+        self.keeper.stored(response_id, stored)
+        if oldest is not None:
+            self.unstore(tenant, oldest)
+
+    def response(self, tenant: str, response_id: str) -> Stored | None:
+        with self.lock:
+            return self._responses.get(tenant, {}).get(response_id)
+
+    def unstore(self, tenant: str, response_id: str) -> bool:
+        """Delete a stored response. Its conversation goes with the last response that claims it, unless it has a name."""
+        with self.lock:
+            stored = self._responses.get(tenant, {}).pop(response_id, None)
+            if stored is None:
+                return False
+            stored.conversation.claims[stored.mark.length] -= 1
+            self.give_up(stored.conversation)
+        self.keeper.unstored(response_id)
+        return True
+
+    def give_up(self, conversation: Conversation) -> None:
+        """Remove a conversation that no stored response claims, unless it has a name or is busy."""
+        with self.lock:
+            if not conversation.claimed() and conversation.idle and not conversation.named:
+                self.remove(conversation)
+
     # -- end ----------------------------------------------------------------------------------------------------------
 
     def remove(self, conversation: Conversation) -> None:
@@ -346,7 +406,7 @@ class Conversations:
                 for held in (self._all, self._sorted, self._tokens):
                     del held[conversation.tenant]
         self._released(conversation)
-        self.on_removed(conversation)
+        self.keeper.removed(conversation)
 
     def expire(self) -> int:
         """Give up those that were idle for longer than their keep_alive_s; returns how many there were."""
@@ -384,7 +444,3 @@ class Conversations:
             chosen += "+"
         self._engine_names.add(chosen)
         return chosen
-
-
-def nothing(*_: object) -> None:
-    """Nobody wants to know."""

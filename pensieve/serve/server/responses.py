@@ -1,83 +1,23 @@
-"""Responses that own their KV: what /v1/responses stores, and the events of one that is streamed."""
+"""Responses that own their KV: what /v1/responses makes of a turn, whole and in events."""
 
 from __future__ import annotations
 
 import itertools
 import secrets
-import threading
 import time
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.server.conversations import Conversation, Conversations, Mark, Message, nothing
-from pensieve.serve.server.dialogue import Dialogue
+from pensieve.serve.server.conversations import Message, Stored
 from pensieve.serve.server.feed import sse_data
 from pensieve.serve.server.schemas import ResponseBody, text_of_parts, usage
 from pensieve.serve.server.turn import Turn
 
 if TYPE_CHECKING:
     from pensieve.serve.server.feed import Feed
-
-
-@dataclass(slots=True)
-class Stored:
-    """body: as it was sent. instructed: the conversation's first message is the instructions of this response alone."""
-
-    tenant: str
-    body: dict[str, Any]
-    conversation: Conversation
-    mark: Mark
-    instructed: bool
-
-
-class ResponseStore:
-    """A stored response keeps the conversation's tokens up to its end from being replaced; their KV stays in the cache as
-    long as any other. most: a tenant's; the oldest is given up when there is one more."""
-
-    def __init__(self, conversations: Conversations, most: int) -> None:
-        self._conversations, self._most = conversations, most
-        self._stored: defaultdict[str, dict[str, Stored]] = defaultdict(dict)  # by tenant, the oldest first
-        self._lock = threading.Lock()
-        self.on_added: Callable[[str, Stored], None] = nothing
-        self.on_deleted: Callable[[str], None] = nothing
-
-    def add(self, response_id: str, stored: Stored) -> None:
-        with self._lock:
-            mine = self._stored[stored.tenant]
-            oldest = next(iter(mine)) if len(mine) >= self._most else None
-            mine[response_id] = stored
-        with self._conversations.lock:
-            stored.conversation.claims[stored.mark.length] += 1
-        self.on_added(response_id, stored)
-        if oldest is not None:
-            self.delete(stored.tenant, oldest)
-
-    def find(self, tenant: str, response_id: str) -> Stored | None:
-        with self._lock:
-            return self._stored[tenant].get(response_id)
-
-    def delete(self, tenant: str, response_id: str) -> bool:
-        """Delete a stored response. Its conversation goes with the last response that claims it, unless it has a name."""
-        with self._lock:
-            stored = self._stored[tenant].pop(response_id, None)
-        if stored is None:
-            return False
-        with self._conversations.lock:
-            stored.conversation.claims[stored.mark.length] -= 1
-            self.give_up(stored.conversation)
-        self.on_deleted(response_id)
-        return True
-
-    def give_up(self, conversation: Conversation) -> None:
-        """Remove a conversation that no stored response claims, unless it has a name or is busy."""
-        with self._conversations.lock:
-            if not conversation.claimed() and conversation.idle and not conversation.named:
-                self._conversations.remove(conversation)
 
 
 _NOTHING_SAID = {"type": "function", "description": None, "parameters": None, "strict": None}
@@ -89,29 +29,29 @@ class Responder:
 
     tells_ids = False
 
-    def __init__(self, body: ResponseBody, model: str, tenant: str, turn: Turn, responses: ResponseStore) -> None:
+    def __init__(self, body: ResponseBody, model: str, tenant: str, turn: Turn) -> None:
         self.id = f"resp_{secrets.token_hex(16)}"
         self._turn = turn
         self._item = f"msg_{secrets.token_hex(16)}"
         self._body, self._model, self._tenant = body, model, tenant
-        self._responses, self._created = responses, int(time.time())
+        self._created = int(time.time())
         self._numbers = itertools.count()
 
-    def begin(self, dialogue: Dialogue, previous: Stored | None) -> None:
+    def begin(self, previous: Stored | None) -> None:
         """Begin the turn of this response. Its instructions are those of this response: earlier ones are not carried over."""
         new = messages_of(self._body.input)
         system: list[Message] = (
             [] if self._body.instructions is None else [{"role": "system", "content": self._body.instructions}]
         )
         if previous is None:
-            dialogue.chat(self._turn, self._tenant, None, [*system, *new])
+            self._turn.server.chat(self._turn, self._tenant, None, [*system, *new])
             return
         conversation, mark = previous.conversation, previous.mark
         skipped = int(previous.instructed)
         said = list(conversation.messages or ())[skipped : mark.messages]
         shift = len(system) - skipped
         replies = {place + shift: ids for place, ids in conversation.first_replies(mark.messages).items()}
-        dialogue.go_on(self._turn, conversation, mark, [*system, *said, *new], replies)
+        self._turn.server.go_on(self._turn, conversation, mark, [*system, *said, *new], replies)
 
     # -- the object -----------------------------------------------------------------------------------------------------
 
@@ -161,11 +101,12 @@ class Responder:
         turn, record = feed.turn, feed.turn.record
         assert record is not None
         final = self.body("incomplete" if record.finish_reason == "length" else "completed", text, record)
+        conversations = turn.server.conversations
         if self._body.store is not False and turn.mark is not None:
             instructed = self._body.instructions is not None
-            self._responses.add(self.id, Stored(self._tenant, final, turn.conversation, turn.mark, instructed))
+            conversations.store(self.id, Stored(final, turn.conversation, turn.mark, instructed))
         else:
-            self._responses.give_up(turn.conversation)
+            conversations.give_up(turn.conversation)
         return final
 
     def _message(self, status: str, text: str) -> dict[str, Any]:

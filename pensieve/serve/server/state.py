@@ -22,8 +22,7 @@ from typing import Any
 
 from pensieve.errors import ConfigError
 from pensieve.serve.record import Miss, TurnRecord
-from pensieve.serve.server.conversations import Conversation, Conversations, Mark
-from pensieve.serve.server.responses import ResponseStore, Stored
+from pensieve.serve.server.conversations import Conversation, Conversations, Keeper, Mark, Stored
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ def open_own(path: Path, model: str, say: Callable[[str], None]) -> StateFile:
         return StateFile(path, model)
 
 
-class StateFile:
+class StateFile(Keeper):
     """One server at a time has it open. Conversations of another model, or of the same one with other weights, stay in the
     file and are not told of: their tokens mean something else.
 
@@ -113,7 +112,7 @@ class StateFile:
 
     # -- read ---------------------------------------------------------------------------------------------------------
 
-    def restore(self, conversations: Conversations, responses: ResponseStore) -> int:
+    def restore(self, conversations: Conversations) -> int:
         """Restore all that this model's conversations held, and keep their changes from now on. Returns their number. What is
         damaged costs a line in the log and is left out as a whole: no conversation has other tokens than it had."""
         by_id: dict[int, Conversation] = {}
@@ -135,15 +134,13 @@ class StateFile:
                 if total != _sum(response_id, *fields):
                     damaged += 1
                 elif owner is not None and mark is not None:
-                    responses.add(response_id, Stored(owner.tenant, json.loads(body), owner, mark, bool(instructed)))
+                    conversations.store(response_id, Stored(json.loads(body), owner, mark, bool(instructed)))
                 self._responses = max(self._responses, number + 1)
         except _UNREADABLE as error:
             log.error("%s is damaged (%s): what could not be read is left out.", self.path, error)
         if damaged:
             log.error("%s is damaged: %d conversations and responses are left out.", self.path, damaged)
-        conversations.on_settled, conversations.on_removed = self._settled, self._removed
-        responses.on_added, responses.on_deleted = self._added, self._deleted
-        self._conversations = conversations
+        self._conversations, conversations.keeper = conversations, self
         return len(by_id)
 
     def _conversation(self, row_id: int, about: str, total: int) -> Conversation:
@@ -173,7 +170,7 @@ class StateFile:
 
     # -- write --------------------------------------------------------------------------------------------------------
 
-    def _settled(self, conversation: Conversation) -> None:
+    def settled(self, conversation: Conversation) -> None:
         """Write a turn that stands, and what it has replaced."""
         with self._conversations.lock, self._writing(conversation):
             row = self._rows.get(conversation)
@@ -213,14 +210,14 @@ class StateFile:
             "UPDATE conversation SET about = ?, sum = ? WHERE id = ?", (_json(about), row.sum, row.id)
         )
 
-    def _removed(self, conversation: Conversation) -> None:
+    def removed(self, conversation: Conversation) -> None:
         with self._writing(conversation):
             row = self._rows.pop(conversation, None)
             if row is not None:
                 self._database.execute("DELETE FROM conversation WHERE id = ?", (row.id,))
                 self._deleted_text = True
 
-    def _added(self, response_id: str, stored: Stored) -> None:
+    def stored(self, response_id: str, stored: Stored) -> None:
         with self._writing(stored.conversation):
             row = self._rows.get(stored.conversation)
             if row is None:
@@ -230,7 +227,7 @@ class StateFile:
             self._database.execute("INSERT INTO response VALUES (?, ?, ?, ?, ?, ?, ?)", (*fields, _sum(*fields)))
             self._responses += 1
 
-    def _deleted(self, response_id: str) -> None:
+    def unstored(self, response_id: str) -> None:
         with self._writing(None):
             self._database.execute("DELETE FROM response WHERE id = ?", (response_id,))
             self._deleted_text = True

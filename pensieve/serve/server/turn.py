@@ -106,11 +106,11 @@ class Generation:
 class Turn:
     """From what is asked to what became of it; the listener of its request.
 
-    ask: what it asks of its conversation, or what says so once it is this turn's time. tools: that the prompt shows. fits:
-    ask for fewer tokens than `output` says where there is no room for as many. hint: what the client says of the time after
-    the reply. keep_alive_s: of its conversation, from now on. on_event: called in the engine's thread with each token;
-    on_end: called once, when `future` is done. A turn that ended has let go of all three, so that it and whoever waited for
-    it are no cycle. cut: somebody has cancelled it. asked, held (tokens of the conversation): as of its start.
+    tools: that the prompt shows. fits: ask for fewer tokens than `output` says where there is no room for as many. hint: what
+    the client says of the time after the reply. keep_alive_s: of its conversation, from now on. on_event: called in the
+    engine's thread with each token; on_end: called once, when `future` is done. A turn that ended has let go of both, so that
+    it and whoever waited for it are no cycle. cut: somebody has cancelled it. asked, held (tokens of the conversation): as
+    of its start.
     """
 
     server: Server
@@ -118,7 +118,6 @@ class Turn:
     output: Length | Free
     sampling: Sampling
     intended_s: float
-    ask: Asked | Callable[[Conversation], Asked] | None = None
     tools: Tools | None = None
     fits: bool = False
     hint: Hint | None = None
@@ -127,6 +126,7 @@ class Turn:
     on_end: Callable[[], None] | None = None
     future: Future[Generation] = field(default_factory=Future)
     conversation: Conversation = field(init=False)
+    ask: Asked | Callable[[Conversation], Asked] | None = field(init=False, default=None)
     asked: Asked | None = None
     held: int = 0
     record: TurnRecord | None = None
@@ -137,9 +137,9 @@ class Turn:
     def stops(self) -> tuple[str, ...]:
         return self.output.stop if isinstance(self.output, Free) else ()
 
-    def begin(self, conversation: Conversation) -> None:
-        """Serve it once the turns of its conversation that came before have ended."""
-        self.conversation = conversation
+    def begin(self, conversation: Conversation, ask: Asked | Callable[[Conversation], Asked]) -> None:
+        """Serve it once the earlier turns of its conversation have ended. ask: what it asks, or what says so then."""
+        self.conversation, self.ask = conversation, ask
         if self.keep_alive_s is not None:
             conversation.keep_alive_s = self.keep_alive_s
         with self.server.conversations.lock:
