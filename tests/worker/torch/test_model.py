@@ -208,10 +208,6 @@ _SMALL = {
 }
 _REFUSED = {
     "falcon": (_SMALL, "own attention code"),
-    "gptj": (
-        {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "n_positions": 64, "rotary_dim": 4},
-        "own attention",
-    ),
     "gpt_oss": (
         {**_SMALL, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
         "attends in a way",
