@@ -12,7 +12,7 @@ from analysis.sweep import Cell, Panel, Source
 from pensieve.errors import MissingSeries
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.store import JobResult
-from pensieve.lab.statistics import Estimate, PairedRatio, paired_ratio
+from pensieve.lab.statistics import Estimate, paired_ratio
 
 SEQUENTIAL, PIPELINED = "sequential", "pipelined"
 Measured = tuple[JobResult, MetricValue]
@@ -109,7 +109,7 @@ def _case(measured: Sequence[Measured], names: Sequence[str]) -> Iterator[Row]:
             text += f" ({digits(over.value)}×)"
         elif backend == PIPELINED:
             overlap = figures.get("overlap_pct")
-            text += f", {faster.ratio:.2f}× faster" + ("" if overlap is None else f", {overlap:.0f} % overlap")
+            text += f", {faster.value:.2f}× faster" + ("" if overlap is None else f", {overlap:.0f} % overlap")
         yield {
             "case": metric.label,
             "backend": backend,
@@ -131,7 +131,7 @@ def _case(measured: Sequence[Measured], names: Sequence[str]) -> Iterator[Row]:
         }
 
 
-def _speed_up(measured: Sequence[Measured]) -> PairedRatio | None:
+def _speed_up(measured: Sequence[Measured]) -> Estimate | None:
     """How many times as long the sequential one takes, paired by repetition, since the two were interleaved."""
     values = {
         job.last.baseline: [
@@ -145,10 +145,10 @@ def _speed_up(measured: Sequence[Measured]) -> PairedRatio | None:
     return paired_ratio(*sides)
 
 
-def _speed_columns(faster: PairedRatio | None) -> Mapping[str, float | None]:
+def _speed_columns(faster: Estimate | None) -> Mapping[str, float | None]:
     if faster is None:
         return {}
-    return {"speed_up": faster.ratio, "speed_up_ci_low": faster.ci_low, "speed_up_ci_high": faster.ci_high}
+    return {"speed_up": faster.value, "speed_up_ci_low": faster.ci_low, "speed_up_ci_high": faster.ci_high}
 
 
 def digits(value: float) -> str:

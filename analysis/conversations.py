@@ -11,7 +11,7 @@ import pandas as pd
 from analysis import style
 from analysis.alike import panels_of_engines
 from analysis.forms import Form
-from analysis.quantities import as_estimate, median, moved
+from analysis.quantities import median, moved
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Source
 from pensieve.errors import MissingSeries
@@ -104,9 +104,9 @@ def speed_ups(source: Source, form: Form, *, column: str, parts: Mapping[str, st
             rows += [
                 {
                     "baseline": cell.baseline, column: part,
-                    "ttft_speed_up": one.ratio, "ci_low": one.ci_low, "ci_high": one.ci_high,
-                    "n_conversations": one.n, "n_seeds": one.n_seeds, "trials": cell.ids,
-                    "_ttft_speed_up": as_estimate(one), "_section": part,
+                    "ttft_speed_up": one.value, "ci_low": one.ci_low, "ci_high": one.ci_high,
+                    "n_conversations": one.n, "n_seeds": one.groups, "trials": cell.ids,
+                    "_ttft_speed_up": one, "_section": part,
                 }
                 for part, one in ratios.items() if one is not None
             ]  # fmt: skip
@@ -180,7 +180,7 @@ def queries(source: Source, form: Form) -> Iterator[Plot]:
         ):
             steps = steps_of(source, cell)
             hit, miss = (by_round(named(steps, kind)["ttft_ms"]) for kind in PROBES)
-            change = moved(as_estimate(paired_ratio(miss, hit, of="means")), lambda ratio: (ratio - 1) * 100)
+            change = moved(paired_ratio(miss, hit, of="means"), lambda ratio: (ratio - 1) * 100)
             cached = named(steps, "hit")["cached"]
             # An engine that finds nothing even where all of it was there has no hits that a miss could be slower than.
             nothing = bool(cached.notna().all() and (cached == 0).all())

@@ -7,21 +7,19 @@ from dataclasses import replace
 from functools import lru_cache
 
 from analysis.forms import Form, cells
-from analysis.quantities import as_estimate, over_seeds
+from analysis.quantities import over_seeds
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Panel, Source, number
 from pensieve.errors import MissingSeries
 from pensieve.lab.compose.folder import conf_folder
-from pensieve.lab.results.claims import Claim, crossing, read_claims, unmet
+from pensieve.lab.results.claims import Claim, rates_at, read_claims, unmet
 from pensieve.lab.results.frame import TrialGroup, positive_ratio
 from pensieve.lab.results.notes import load_changed, starting
 from pensieve.lab.results.notes import offered_rate as rate_of
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.slo import slo_of_sweep
-from pensieve.lab.statistics import FEWEST_GROUPS, PairedRatio
+from pensieve.lab.statistics import FEWEST_GROUPS
 
-BySeed = dict[tuple[int, int], float]
-"""(seed, repeat) -> requests a second."""
 LOADS = (
     "workload.relative_rate",
     "workload.request_rate",
@@ -107,28 +105,8 @@ def repeats_the_paper(source: Source) -> bool:
     return compared(source.trials) is not None
 
 
-def rates_at(panel: Panel, axis: str, limit_ms: float, statistic: str) -> dict[str, BySeed]:
-    """By baseline, each seed's requests a second at which this normalized latency passes the limit; a seed whose latency
-    never does, or was never within it, is left out."""
-    found: dict[str, BySeed] = {}
-    for name in panel.baselines:
-        ordered = sorted(panel.of(name), key=lambda cell: number(cell.at[axis]) or 0.0)
-        both = [
-            (cell.metric("throughput_req_s"), cell.metric(f"normalized_latency_ms_{statistic}")) for cell in ordered
-        ]
-        found[name] = {}
-        for key in sorted({key for _, latency in both for key in latency}):
-            curve = [(rate[key], latency[key]) for rate, latency in both if key in rate and key in latency]
-            reached = crossing(curve, limit_ms)
-            if reached is not None:
-                found[name][key] = reached
-    return found
-
-
-def _over(ours: BySeed, theirs: BySeed) -> PairedRatio | None:
-    """Paired by seed; None where no seed has both."""
-    sides = ({(seed, str(repeat)): value for (seed, repeat), value in side.items()} for side in (ours, theirs))
-    return positive_ratio(*sides)
+def _by_load(cells: Sequence[Cell], axis: str) -> list[tuple[float, Trial]]:
+    return [(number(cell.at[axis]) or 0.0, trial) for cell in cells for trial in cell.trials]
 
 
 def at_the_papers_latency(source: Source, form: Form) -> Iterator[Plot]:
@@ -140,7 +118,7 @@ def at_the_papers_latency(source: Source, form: Form) -> Iterator[Plot]:
         trials = [trial for cell in panel.cells for trial in cell.trials]
         claim = compared(trials)
         assert claim is not None, "asked only where it applies"
-        limit, bounds = float(claim.arguments["limit"]), claim.claimed.bounds()
+        limit = float(claim.arguments["limit"])
         reference = next((name for name in claim.against if name in panel.baselines), None)
         if reference is None:
             raise MissingSeries(
@@ -148,10 +126,14 @@ def at_the_papers_latency(source: Source, form: Form) -> Iterator[Plot]:
             )
         rows: list[Row] = []
         for statistic in STATISTICS:
-            reached = rates_at(panel, axis, limit, statistic)
+            latency = f"normalized_latency_ms_{statistic}"
+            reached = {
+                name: rates_at(source, _by_load(panel.of(name), axis), limit, latency, "throughput_req_s")
+                for name in panel.baselines
+            }
             for name, values in reached.items():
-                ratio = _over(values, reached[reference]) if name != reference else None
-                paper = bounds.claimed if name in claim.of else None
+                ratio = positive_ratio(values, reached[reference]) if name != reference else None
+                paper = claim.claimed.number if name in claim.of else None
                 ran = {(trial.seed, trial.repeat) for cell in panel.of(name) for trial in cell.trials}
                 rows.append(
                     {
@@ -161,9 +143,9 @@ def at_the_papers_latency(source: Source, form: Form) -> Iterator[Plot]:
                         "requests_per_s": over_seeds(values) if values else None,
                         "reached": f"{len(values)} of {len(ran)}",
                         "reference": reference,
-                        "ratio": ratio and as_estimate(ratio),
+                        "ratio": ratio,
                         "paper": paper,
-                        "difference_pct": 100 * (ratio.ratio / paper - 1) if ratio and paper else None,
+                        "difference_pct": 100 * (ratio.value / paper - 1) if ratio and paper else None,
                         "trials": " ".join(cell.ids for cell in panel.of(name)),
                     }
                 )

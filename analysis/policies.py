@@ -13,7 +13,7 @@ from pydantic import Field
 from analysis import style
 from analysis.bars import Bars, Side
 from analysis.forms import Form, cells
-from analysis.quantities import Quantity, Shares, as_estimate, moved, over_seeds, shares
+from analysis.quantities import Quantity, Shares, moved, over_seeds, shares
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Source
 from pensieve.errors import MissingSeries
@@ -21,7 +21,7 @@ from pensieve.lab.metric_registry import REAL
 from pensieve.lab.results.findings import REFERENCE
 from pensieve.lab.results.frame import PAPERS, START, conversation_sums, found_more, gap_closed, paired, values_of
 from pensieve.lab.results.trials import varying_axes
-from pensieve.lab.statistics import Estimate, PairedRatio, paired_ratio
+from pensieve.lab.statistics import Estimate, paired_ratio
 
 SIZES = {"cache": "cache", "cache.gpu": "GPU cache (tokens)", "cache.cpu": "CPU cache (tokens)"}
 AXIS = "eviction"
@@ -178,8 +178,8 @@ def _closed(source: Source, cell: Cell, start: Cell) -> Estimate | None:
     return None if ratio is None else _in_percent(ratio)
 
 
-def _in_percent(ratio: PairedRatio) -> Estimate:
-    return moved(as_estimate(ratio), lambda share: 100 * share)
+def _in_percent(ratio: Estimate) -> Estimate:
+    return moved(ratio, lambda share: 100 * share)
 
 
 def _tokens(cell: Cell, size: str | None) -> str:
@@ -315,11 +315,11 @@ def _moved(source: Source, cell: Cell, base: pd.DataFrame) -> tuple[dict[str, Es
     more, history = 100 * (hits["a"] - hits["b"]), base.loc[hits.index, "history_tokens"]
     points = paired_ratio(conversation_sums(more), conversation_sums(history), of="means", support=REAL)
     ratios = [
-        as_estimate(paired_ratio(*(conversation_sums(pairs[side]) for side in "ab"), of="means"), len(pairs))
+        replace(paired_ratio(*(conversation_sums(pairs[side]) for side in "ab"), of="means"), n=len(pairs))
         for pairs in times
     ]
     same = all(bool((one["a"] == one["b"]).all()) for one in (*times, hits))
-    return dict(zip(MOVED, (*ratios, as_estimate(points, len(more))), strict=True)), same
+    return dict(zip(MOVED, (*ratios, replace(points, n=len(more))), strict=True)), same
 
 
 def _found(turns: pd.DataFrame) -> pd.Series[float]:

@@ -20,7 +20,6 @@ from pensieve.lab.results.findings import REFERENCE
 from pensieve.lab.results.frame import ByConversation, by_conversation, conversation_sums, positive_ratio, values_of
 from pensieve.lab.statistics import (
     Estimate,
-    PairedRatio,
     estimate_mean,
     estimate_percentile_by_seed,
     estimate_percentiles_by_seed,
@@ -52,7 +51,7 @@ def mean(values: ByConversation) -> Estimate:
     """Over all turns; n counts turns."""
     sums = {key: sum(found) for key, found in values.items()}
     counts = {key: float(len(found)) for key, found in values.items()}
-    return as_estimate(paired_ratio(sums, counts, of="means"), sum(len(found) for found in values.values()))
+    return replace(paired_ratio(sums, counts, of="means"), n=sum(len(found) for found in values.values()))
 
 
 def percent(parts: pd.Series[Any], wholes: pd.Series[Any]) -> Estimate:
@@ -62,7 +61,7 @@ def percent(parts: pd.Series[Any], wholes: pd.Series[Any]) -> Estimate:
     return replace(moved(found, lambda share: 100 * share), n=len(bottoms))
 
 
-def over_seeds(values: Mapping[tuple[int, int], float]) -> Estimate:
+def over_seeds(values: Mapping[tuple[int, Any], float]) -> Estimate:
     """Mean of one value a trial, by (seed, repeat); seeds are the groups."""
     by_seed: dict[int, list[float]] = defaultdict(list)
     for (seed, _), value in values.items():
@@ -75,10 +74,6 @@ def moved(found: Estimate, to: Callable[[float], float]) -> Estimate:
     ends = [None if end is None else to(end) for end in (found.ci_low, found.ci_high)]
     low, high = reversed(ends) if to(1.0) < to(0.0) else ends
     return replace(found, value=to(found.value), ci_low=low, ci_high=high)
-
-
-def as_estimate(found: PairedRatio, n: int | None = None) -> Estimate:
-    return Estimate(found.ratio, found.ci_low, found.ci_high, found.n if n is None else n, found.n_seeds)
 
 
 class Quantity(BaseModel, frozen=True, extra="forbid"):
@@ -235,8 +230,7 @@ def reason_over_reflect(source: Source, cell: Cell) -> Estimate | None:
     for stage in ("reason", "reflect"):
         found = by_conversation(_those(source.turns(cell), f"label == '{stage}'")["latency_ms"])
         sides.append({key: fmean(values) for key, values in found.items()})
-    ratio = positive_ratio(*sides)
-    return None if ratio is None else as_estimate(ratio)
+    return positive_ratio(*sides)
 
 
 def out_of_memory(source: Source, cell: Cell) -> int:

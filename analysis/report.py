@@ -23,7 +23,7 @@ from analysis.sweep import Source
 from pensieve.errors import PensieveError, ResultsError
 from pensieve.lab.compose.folder import conf_folder, outputs_folder
 from pensieve.lab.results.claims import Judged, judge_sweep, read_claims, record_claims
-from pensieve.lab.results.mlflow_runs import log_text_of_sweep
+from pensieve.lab.results.mlflow_runs import log_drawn
 from pensieve.lab.results.store import report_file
 
 PAGE = Path(__file__).with_name("page")
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             html = render(source, judged, Path(folder))
         path.write_text(html, encoding="utf-8")
         print(path)
-        _keep(source, judged, html, outputs)
+        _keep(source, judged, outputs)
     except PensieveError as error:
         print(error, file=sys.stderr)
         return 1
@@ -65,17 +65,13 @@ def render(source: Source, judged: Sequence[Judged], folder: Path) -> str:
     )  # fmt: skip
 
 
-def _keep(source: Source, judged: Sequence[Judged], html: str, outputs: Path) -> None:
+def _keep(source: Source, judged: Sequence[Judged], outputs: Path) -> None:
     try:
         record_claims(source.store, source.sweep.id, judged)
     except ResultsError as error:
         print(f"The verdicts were not recorded: {error}", file=sys.stderr)
-    if source.sweep.mlflow_run_id is None:
-        print(f"Not logged to MLflow: sweep {source.sweep.id} has no run there.")
-    elif log_text_of_sweep(outputs, source.store, source.sweep.id, html, "report.html") is None:
-        print(f"Not logged to MLflow: the run of sweep {source.sweep.id} is not in {outputs}.")
-    else:
-        print(f"Logged to MLflow as report.html of run {source.sweep.mlflow_run_id}.")
+    if (run := log_drawn(outputs, source.store, source.sweep.id)) is not None:
+        print(f"Logged to MLflow as report.html of run {run}.")
 
 
 def _parser() -> argparse.ArgumentParser:

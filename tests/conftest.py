@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pensieve.lab.results import mlflow_store
+from pensieve.lab.results import mlflow_runs
 from tests.composed_once import composing_once
 
 
@@ -54,10 +54,10 @@ def _composed_once():
 @pytest.fixture(scope="session")
 def empty_mlflow(tmp_path_factory):
     """Copies an empty MLflow database, which MLflow makes in some fifty migrations: two seconds for each test otherwise."""
-    create, template = mlflow_store._create_database, tmp_path_factory.mktemp("mlflow")
+    create, template = mlflow_runs._create_database, tmp_path_factory.mktemp("mlflow")
 
     def copy(outputs):
-        file = template / mlflow_store.DATABASE_NAME
+        file = template / mlflow_runs.DATABASE_NAME
         if not file.exists():
             create(template)
         shutil.copyfile(file, outputs / f".{file.name}")
@@ -70,7 +70,7 @@ def empty_mlflow(tmp_path_factory):
 def _copied_mlflow(request, monkeypatch, empty_mlflow):
     """Tests of how a store is made ask for `made_mlflow`."""
     if "made_mlflow" not in request.fixturenames:
-        monkeypatch.setattr(mlflow_store, "_create_database", empty_mlflow)
+        monkeypatch.setattr(mlflow_runs, "_create_database", empty_mlflow)
 
 
 @pytest.fixture

@@ -272,8 +272,8 @@ def test_pairing_removes_what_both_have_in_common():
     b = {(seed, str(session)): math.exp(rng.normal(0, 2)) for seed in range(5) for session in range(10)}
     a = {key: value * 0.5 for key, value in b.items()}
     found = paired_ratio(a, b)
-    assert (found.ratio, found.ci_low, found.ci_high) == pytest.approx((0.5, 0.5, 0.5))
-    assert (found.n, found.n_seeds) == (50, 5)
+    assert (found.value, found.ci_low, found.ci_high) == pytest.approx((0.5, 0.5, 0.5))
+    assert (found.n, found.groups) == (50, 5)
 
 
 def test_a_ratio_and_its_inverse_agree():
@@ -281,7 +281,7 @@ def test_a_ratio_and_its_inverse_agree():
     a = {(seed, str(session)): rng.uniform(1, 9) for seed in range(5) for session in range(8)}
     b = {key: rng.uniform(1, 9) for key in a}
     there, back = paired_ratio(a, b), paired_ratio(b, a)
-    assert there.ratio * back.ratio == pytest.approx(1.0)
+    assert there.value * back.value == pytest.approx(1.0)
     assert there.ci_low * back.ci_high == pytest.approx(1.0)
 
 
@@ -289,7 +289,7 @@ def test_keys_that_only_one_has_are_left_out():
     a = {(0, "a"): 2.0, (0, "b"): 4.0, (1, "a"): 100.0}
     b = {(0, "a"): 1.0, (0, "b"): 2.0, (2, "z"): 100.0}
     found = paired_ratio(a, b)
-    assert (found.ratio, found.n, found.n_seeds) == (2.0, 2, 1)
+    assert (found.value, found.n, found.groups) == (2.0, 2, 1)
     with pytest.raises(MissingSeries, match="same seeds"):
         paired_ratio(a, {(9, "a"): 1.0})
 
@@ -298,10 +298,10 @@ def test_means_may_be_compared_where_single_values_are_zero():
     a = {(0, "a"): 0.0, (0, "b"): 6.0, (0, "c"): 3.0, (0, "d"): 1.0, (0, "e"): 2.0}
     b = {(0, "a"): 5.0, (0, "b"): 0.0, (0, "c"): 1.0, (0, "d"): 2.0, (0, "e"): 0.0}
     found = paired_ratio(a, b, of="means")
-    assert found.ratio == pytest.approx(1.5)
+    assert found.value == pytest.approx(1.5)
     assert found.ci_low < 1.5 < found.ci_high
     nothing = paired_ratio(a, dict.fromkeys(a, 0.0), of="means")
-    assert (nothing.ratio, nothing.ci_low) == (math.inf, None)
+    assert (nothing.value, nothing.ci_low) == (math.inf, None)
 
 
 def test_seeds_that_differ_widen_an_interval_that_sessions_alone_would_not():

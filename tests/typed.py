@@ -37,7 +37,7 @@ import pensieve.plugins.caches.stateless
 import pensieve.serve.systems.profiling
 import pensieve.serve.systems.threaded_system
 import pensieve.sim.worker  # noqa: F401
-from pensieve.lab.results import mlflow_store
+from pensieve.lab.results import mlflow_runs
 from pensieve.lab.results.digest import code_hash
 from pensieve.lab.results.environment import environment
 from pensieve.lab.trial import sweep
@@ -133,7 +133,7 @@ def _run(
     if not figures:
         sweep.draw_figures = lambda *_: []
     GlobalHydra.instance().clear()
-    mlflow_store.say_not_logged.cache_clear()
+    mlflow_runs.say_not_logged.cache_clear()
     os.environ.clear()
     os.environ.update(given)
     os.chdir(cwd)

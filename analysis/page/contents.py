@@ -33,7 +33,7 @@ def contents(source: Source, judged: Sequence[Judged]) -> dict[str, Any]:
     benchmark = bool(source.trials) and all(trial.workload.startswith("bench_") for trial in source.trials)
     upfront = [note for note in told.notes if note.above or note.code in UPFRONT]
     axes = varying_axes(source.sweep.overrides, source.trials)
-    decided = [one for one in judged if one.judgement.verdict != "not comparable"]
+    decided = [one for one in judged if one.verdict != "not comparable"]
     return {
         "sweep": source.sweep,
         "title": source.sweep.experiment or _list(trial.workload for trial in source.trials) or source.sweep.name,
@@ -44,7 +44,7 @@ def contents(source: Source, judged: Sequence[Judged]) -> dict[str, Any]:
         "results": [] if benchmark else _comparison(told.rows),
         "cases": _cases(source) if benchmark else [],
         "notes": [note.text for note in told.notes if note not in upfront],
-        "verdicts": {verdict: sum(one.judgement.verdict == verdict for one in decided) for verdict in VERDICTS[:-1]},
+        "verdicts": {verdict: sum(one.verdict == verdict for one in decided) for verdict in VERDICTS[:-1]},
         "claims": [_claim(one) for one in decided],
         "elsewhere": len(judged) - len(decided),
         "failures": _failures(source.jobs),
@@ -99,25 +99,22 @@ def _cases(source: Source) -> Table:
 
 def _claim(one: Judged) -> dict[str, str]:
     """A line of the claims that this sweep decides: n, seeds, what was held against what, and the trials stand last."""
-    found, unit, verdict = one.measured, one.claim.unit.replace("x", "×"), one.judgement.verdict
+    found, unit, verdict = one.measured.found if one.measured else None, one.claim.unit.replace("x", "×"), one.verdict
     group = f" ({one.group})" if one.group and one.name != one.claim.name else ""
     line = {
         "verdict": f"{SYMBOLS[verdict]} {verdict}{', simulated' if one.simulated else ''}",
         "claim": f"{one.claim.text}{group}",
-        "claimed": f"{one.claim.claimed.bounds().shown} {unit}",
+        "claimed": f"{one.claim.claimed.shown} {unit}",
         "measured": NONE,
-        "why": one.judgement.why,
+        "why": one.why,
         "of": "",
         "source": one.claim.source,
     }
-    if found is not None:
+    if one.measured is not None and found is not None:
         sides = f"{one.ours} against {one.theirs}" if one.theirs else one.ours
-        line["measured"] = tables.estimated(
-            Estimate(found.value, found.ci_low, found.ci_high, found.n, found.seeds)
-        ).replace("\n", " ")
-        line["of"] = (
-            f"{sides}, n = {found.n:,} {found.n_unit}, seeds: {found.seeds}, trials {ranges(sorted(found.trial_ids))}"
-        )
+        line["measured"] = tables.estimated(found).replace("\n", " ")
+        n = f"n = {found.n:,} {one.measured.n_unit}, seeds: {found.groups}"
+        line["of"] = f"{sides}, {n}, trials {ranges(one.trial_ids)}"
     return line
 
 

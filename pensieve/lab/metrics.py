@@ -403,7 +403,7 @@ def _degradation(probes: Sequence[TurnRecord]) -> MetricValue:
     if not hit.keys() & miss.keys():
         return MetricValue("ttft_degradation_pct", None, n=0, n_unit="rounds")
     ratio = paired_ratio(miss, hit, of="means")
-    value, *ends = (None if one is None else (one - 1.0) * 100 for one in (ratio.ratio, ratio.ci_low, ratio.ci_high))
+    value, *ends = (None if one is None else (one - 1.0) * 100 for one in (ratio.value, ratio.ci_low, ratio.ci_high))
     return MetricValue("ttft_degradation_pct", value, "", ratio.n, "rounds", *ends)
 
 

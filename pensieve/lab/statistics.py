@@ -47,7 +47,10 @@ _TAIL = (1.0 - CONFIDENCE) / 2
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A statistic of `n` values in `groups` groups. ci_*: 95 % interval, None where too few groups are independent."""
+    """A statistic of `n` values in `groups` groups. ci_*: 95 % interval, None where too few groups are independent.
+
+    Of a paired ratio n counts pairs of (seed, session), and groups their seeds.
+    """
 
     value: float
     ci_low: float | None
@@ -55,21 +58,10 @@ class Estimate:
     n: int
     groups: int
 
-
-@dataclass(frozen=True, slots=True)
-class PairedRatio:
-    """How many times a is of b, over `n` pairs of (seed, session) from `n_seeds` seeds. ci_*: as an Estimate has."""
-
-    ratio: float
-    ci_low: float | None
-    ci_high: float | None
-    n: int
-    n_seeds: int
-
     @property
-    def groups(self) -> int:
-        """Number of independent groups: seeds where there are several, else the conversations of the one."""
-        return self.n_seeds if self.n_seeds > 1 else self.n
+    def independent(self) -> int:
+        """Of a paired ratio: seeds where there are several, else the conversations of the one."""
+        return self.groups if self.groups > 1 else self.n
 
 
 def nearest_rank(values: Sequence[float] | Floats, p: float) -> float:
@@ -185,7 +177,7 @@ def paired_ratio(
     *,
     of: Literal["pairs", "means"] = "pairs",
     support: Support = NONNEGATIVE,
-) -> PairedRatio:
+) -> Estimate:
     """a over b, paired by (seed, session); keys that only one of them has are left out.
 
     of="pairs": geometric mean of the pairs' ratios (all values positive), so that a/b is exactly 1 / (b/a) and one slow
@@ -204,7 +196,7 @@ def paired_ratio(
     else:
         tops = _by_seed({key: a[key] for key in keys})
         value, low, high = _ratio(tops, _by_seed({key: b[key] for key in keys}), support)
-    return PairedRatio(value, low, high, len(keys), len(tops))
+    return Estimate(value, low, high, len(keys), len(tops))
 
 
 def _rank(p: float, n: int) -> int:

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from pensieve.lab.statistics import Estimate, PairedRatio
+from pensieve.lab.statistics import Estimate
 from pensieve.units import NONE as NONE  # told to whoever makes a table
 
 Table = Sequence[Mapping[str, str]]
@@ -16,15 +16,14 @@ Table = Sequence[Mapping[str, str]]
 WIDTH = 120  # of a terminal that does not say
 
 
-def estimated(found: Estimate | PairedRatio | None) -> str:
+def estimated(found: Estimate | None) -> str:
     """A value, its interval below it; a dash where there is none."""
     if found is None:
         return NONE
-    value = found.value if isinstance(found, Estimate) else found.ratio
-    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    digits = 0 if abs(found.value) >= 99.95 else 1 if abs(found.value) >= 9.995 else 2
     if found.ci_low is None or found.ci_high is None:
-        return _text(value, digits)
-    return f"{_text(value, digits)}\n[{_text(found.ci_low, digits)}, {_text(found.ci_high, digits)}]"
+        return _text(found.value, digits)
+    return f"{_text(found.value, digits)}\n[{_text(found.ci_low, digits)}, {_text(found.ci_high, digits)}]"
 
 
 def markdown(table: Table, title: str, note: str) -> str:

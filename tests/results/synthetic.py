@@ -7,10 +7,11 @@ from typing import Any
 
 from sqlalchemy import select
 
-from pensieve.lab.results.claims import MEASURES, Claim, Measured, Sides
+from pensieve.lab.results.claims import MEASURES, Claim, Sides
 from pensieve.lab.results.frame import Frame
 from pensieve.lab.results.schema import ClaimRow
 from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.statistics import Estimate
 from pensieve.serve.record import TurnRecord
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn
 
@@ -75,11 +76,11 @@ def measure(
     theirs: str | None = None,
     over: str | None = None,
     **arguments: Any,
-) -> Measured:
+) -> Estimate:
     evidence = Frame(store, 1)
     [group] = evidence.groups(over)
     sides = Sides(evidence, group.trials[ours], group.trials[theirs] if theirs else (), over)
-    return MEASURES[reduction](sides, **arguments)
+    return MEASURES[reduction](sides, **arguments).found
 
 
 def claim(**changed: Any) -> Claim:

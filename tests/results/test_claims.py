@@ -2,6 +2,7 @@
 verdicts."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import func, select
@@ -10,12 +11,11 @@ from pensieve.errors import ConfigError, MissingSeries, ResultsError
 from pensieve.lab.compose import conf_folder, options
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.claims import (
-    Bounds,
     Claimed,
     Measured,
-    crossing,
     judge,
     judge_sweep,
+    rates_at,
     read_claims,
     record_claims,
     unmet,
@@ -23,6 +23,7 @@ from pensieve.lab.results.claims import (
 from pensieve.lab.results.frame import Frame
 from pensieve.lab.results.schema import ClaimRow, Trial
 from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.statistics import Estimate
 from tests.results.synthetic import claim, measure, numbered, recorded_claims, sweep, talk
 from tests.results.trials import MEMORY, add_trial, open_sweep, trial_fields, turn
 
@@ -51,21 +52,17 @@ def read(tmp_path, text):
 @pytest.mark.parametrize(
     ("claimed", "low", "high", "number", "shown"),
     [
-        ({"above": 2.0}, 2.0, None, 2.0, "> 2"),
-        ({"below": 200}, None, 200, 200, "< 200"),
+        ({"above": 2.0}, 2.0, math.inf, 2.0, "> 2"),
+        ({"below": 200}, -math.inf, 200, 200, "< 200"),
         ({"between": [1.5, 2.5]}, 1.5, 2.5, 1.5, "1.5 to 2.5"),
         ({"between": [1e3, 1e5]}, 1e3, 1e5, 1e3, "1,000 to 100,000"),
         ({"about": 1.36, "give_or_take": 0.136}, 1.224, 1.496, 1.36, "about 1.36 (± 0.136)"),
     ],
 )
 def test_what_is_claimed_becomes_bounds(claimed, low, high, number, shown):
-    bounds = Claimed.model_validate(claimed).bounds()
-    assert (bounds.low, bounds.high, bounds.claimed) == (
-        low if low is None else pytest.approx(low),
-        high if high is None else pytest.approx(high),
-        number,
-    )
-    assert bounds.shown == shown
+    found = Claimed.model_validate(claimed)
+    assert (*found.ends, found.number) == (pytest.approx(low), pytest.approx(high), number)
+    assert found.shown == shown
 
 
 @pytest.mark.parametrize(
@@ -99,7 +96,7 @@ def test_the_claims_that_ship_name_what_exists_and_bear_the_published_numbers():
         for group in ("model", "workload"):
             assert set(one.conditions.get(group, ())) <= set(options(group)), one.name
         assert one.source and one.text[0].isupper() and not one.text.endswith(".")
-    claimed = {one.name: one.claimed.bounds().shown for one in claims}
+    claimed = {one.name: one.claimed.shown for one in claims}
     assert [shown.split()[1] for name, shown in claimed.items() if "paper" in name] == (
         ["1.36", "1.7", "1.17", "1.58", "2.04", "3"]
     )
@@ -142,7 +139,7 @@ def test_speedup_is_theirs_over_ours_at_a_turn(turn_, expected):
     found = measure(both(), "speedup", theirs="stateless", turn=turn_)
     assert found.value == pytest.approx(expected)
     assert (found.ci_low, found.ci_high) == (pytest.approx(expected), pytest.approx(expected))
-    assert (found.n, found.seeds, found.trial_ids) == (20, 5, tuple(range(1, 11)))
+    assert (found.n, found.groups) == (20, 5)
     with pytest.raises(MissingSeries, match="no conversation has ttft_ms at turn 9 in both"):
         measure(both(), "speedup", theirs="stateless", turn=9)
 
@@ -186,7 +183,7 @@ def test_an_axis_is_read_at_its_ends():
     sizes = {"axis": "scheduler.max_batch_tokens", "values": [64, 2048, 256]}
     store = sweep({"pensieve": lambda seed, size: staged(1.0, float(size), "miss")(seed)}, seeds=1, **sizes)
     found = measure(store, "axis_ratio", over=sizes["axis"], phase="miss")
-    assert (found.value, found.n, found.seeds) == (pytest.approx(2048 / 64), 4, 1)
+    assert (found.value, found.n, found.groups) == (pytest.approx(2048 / 64), 4, 1)
     with pytest.raises(MissingSeries, match="no round has ttft_ms in phase hit"):
         measure(store, "axis_ratio", over=sizes["axis"], phase="hit")
     one = sweep({"pensieve": lambda seed, size: FAST(seed)}, axis=sizes["axis"], values=[64])
@@ -201,7 +198,7 @@ def test_a_metric_of_a_trial_is_compared_by_seed_or_taken_as_it_is():
     found = measure(store, "metric_ratio", theirs="stateless", name=name)
     assert (found.value, found.ci_low, found.n) == (pytest.approx(3.0), pytest.approx(3.0), 5)
     found = measure(store, "metric_value", name=name)
-    assert (found.value, found.n_unit) == (pytest.approx(32.0), "trials") and found.ci_low < 32.0 < found.ci_high
+    assert found.value == pytest.approx(32.0) and found.ci_low < 32.0 < found.ci_high
     with pytest.raises(MissingSeries, match="no seed has ttft_ms_p50 of both"):
         measure(store, "metric_ratio", theirs="stateless", name="ttft_ms_p50")
     with pytest.raises(MissingSeries, match="no trial has ttft_ms_p50"):
@@ -210,7 +207,7 @@ def test_a_metric_of_a_trial_is_compared_by_seed_or_taken_as_it_is():
     [job, _] = Frame(alone, 1).jobs
     alone.add_metrics(job.trial.id, [MetricValue("latency_ms_p99", 0.8, n=90, n_unit="turns", ci_low=0.7, ci_high=0.9)])
     found = measure(alone, "metric_value", name="latency_ms_p99")
-    assert (found.value, found.ci_low, found.ci_high, found.n_unit) == (0.8, 0.7, 0.9, "turns")
+    assert (found.value, found.ci_low, found.ci_high, found.n) == (0.8, 0.7, 0.9, 90)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +222,9 @@ def test_a_metric_of_a_trial_is_compared_by_seed_or_taken_as_it_is():
     ],
 )
 def test_where_a_latency_passes_its_limit(curve, expected):
-    found = crossing(curve, 150.0)
-    assert found == (expected if expected is None else pytest.approx(expected))
+    trials = [(x, SimpleNamespace(seed=0, repeat=0, throughput=x, latency=y)) for x, y in curve]
+    found = rates_at(SimpleNamespace(metric=getattr), trials, 150.0, "latency", "throughput")  # type: ignore[arg-type]
+    assert found == ({} if expected is None else {(0, "0"): pytest.approx(expected)})
 
 
 def test_throughput_at_latency_is_read_between_rates():
@@ -255,38 +253,29 @@ TEN_MS, THIRTY_MS = talk(10.0, 10.0), talk(30.0, 30.0)
 
 def verdict(store, **changed):
     [one] = judge_sweep(store, 1, [claim(**changed)])
-    return one.judgement.verdict, one.judgement.why
+    return one.verdict, one.why
 
 
-def test_swapping_two_baselines_flips_the_verdict():
-    assert verdict(sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS}))[0] == "holds"
-    assert verdict(sweep({"pensieve": THIRTY_MS, "stateless": TEN_MS}))[0] == "fails"
-
-
-def test_an_interval_across_the_bound_is_inconclusive():
+def test_verdicts_of_a_sweep():
     def uneven(seed):
         return talk(10.0 * (1 + 4 * seed), 10.0)(seed)
 
-    assert verdict(sweep({"pensieve": uneven, "stateless": THIRTY_MS}), claimed={"above": 1.3}) == (
-        "inconclusive",
-        "the interval lies across the claim's bound",
-    )
-
-
-def test_a_baseline_that_is_not_there_is_named():
-    assert verdict(sweep({"pensieve": TEN_MS, "gpu_only": THIRTY_MS}), against=["vllm", "stateless"]) == (
-        "not comparable",
-        "no completed trial of vllm or stateless in this sweep",
-    )
+    store = sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS})
+    assert verdict(store)[0] == "holds"
+    assert verdict(sweep({"pensieve": THIRTY_MS, "stateless": TEN_MS}))[0] == "fails"
+    across = verdict(sweep({"pensieve": uneven, "stateless": THIRTY_MS}), claimed={"above": 1.3})
+    assert across == ("inconclusive", "the interval lies across the claim's bound")
+    absent = verdict(store, against=["vllm", "gpu_only"])
+    assert absent == ("not comparable", "no completed trial of vllm or gpu_only in this sweep")
 
 
 def test_a_condition_that_differs_leaves_the_measurement_to_be_seen():
     store = sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS})
     [one] = judge_sweep(store, 1, [claim(conditions={"model": ["opt_13b"]})])
-    assert (one.judgement.verdict, one.measured.value) == ("not comparable", pytest.approx(3.0))
-    assert "model is tiny here, claimed for opt_13b" in one.judgement.why
+    assert (one.verdict, one.measured.found.value) == ("not comparable", pytest.approx(3.0))
+    assert "model is tiny here, claimed for opt_13b" in one.why
     [one] = judge_sweep(store, 1, [claim(conditions={"workload": ["hotness"]})])  # is another question
-    assert (one.judgement.verdict, one.measured) == ("not comparable", None)
+    assert (one.verdict, one.measured) == ("not comparable", None)
 
 
 def test_of_several_workloads_those_that_the_claim_is_about_are_taken():
@@ -294,7 +283,7 @@ def test_of_several_workloads_those_that_the_claim_is_about_are_taken():
     for job, name in enumerate(("pensieve", "stateless"), start=50):
         add_trial(store, 1, job, name, TEN_MS(0), workload="other", config={"workload": {"name": "chat"}})
     [one] = judge_sweep(store, 1, [claim(conditions={"workload": ["chat"]})])
-    assert (one.judgement.verdict, one.measured.trial_ids) == ("holds", tuple(range(1, 11)))
+    assert (one.verdict, one.trial_ids) == ("holds", tuple(range(1, 11)))
 
 
 @pytest.mark.parametrize(
@@ -317,7 +306,7 @@ def test_every_group_of_a_sweep_is_judged_by_itself():
 
     turns = {"pensieve": ours, "stateless": lambda seed, cache: talk(30.0)(seed)}
     store = sweep(turns, axis="cache.size", values=["large", "small"])
-    found = {one.name: one.judgement.verdict for one in judge_sweep(store, 1, [claim()])}
+    found = {one.name: one.verdict for one in judge_sweep(store, 1, [claim()])}
     assert found == {"speedup (cache.size=large)": "holds", "speedup (cache.size=small)": "fails"}
 
 
@@ -359,18 +348,16 @@ def test_rows_of_the_table_are_replaced_not_added():
 
 # Each verdict from the intervals that call for it.
 
-RANGE = Bounds(1.5, 2.5, 1.5, "1.5 to 2.5")
-ABOVE = Bounds(2.0, None, 2.0, "> 2")
-BELOW = Bounds(None, 1.0, 1.0, "< 1")
+RANGE, ABOVE, BELOW = Claimed(between=(1.5, 2.5)), Claimed(above=2.0), Claimed(below=1.0)
 
 
 def measured(low, high, value=None, seeds=3, n=18):
     value = value if value is not None else ((low or 0) + (high or 0)) / 2
-    return Measured(value, low, high, n, "conversations", seeds, (1, 2))
+    return Measured(Estimate(value, low, high, n, seeds), "conversations")
 
 
 @pytest.mark.parametrize(
-    ("bounds", "low", "high", "verdict", "word"),
+    ("claimed", "low", "high", "verdict", "word"),
     [
         (RANGE, 1.5, 2.5, "holds", "within"),
         (RANGE, 2.0, 2.0, "holds", "within"),
@@ -386,19 +373,18 @@ def measured(low, high, value=None, seeds=3, n=18):
         (BELOW, 0.9, 1.1, "inconclusive", "across"),
     ],
 )
-def test_a_claim_holds_or_fails_only_where_the_whole_interval_does(bounds, low, high, verdict, word):
-    found = judge(bounds, measured(low, high), [])
-    assert found.verdict == verdict
-    assert word in found.why
+def test_a_claim_holds_or_fails_only_where_the_whole_interval_does(claimed, low, high, verdict, word):
+    found, why = judge(claimed, measured(low, high), [])
+    assert found == verdict and word in why
 
 
 def test_what_comes_before_the_interval():
     few = measured(1.9, 2.0, seeds=1)
-    assert judge(RANGE, few, [], fewest_seeds=3).why == "one seed, and 3 are needed"
-    assert judge(RANGE, few, [], fewest_seeds=1).verdict == "holds"
-    bare = judge(RANGE, measured(None, None, value=2.0, n=4), [])
-    assert (bare.verdict, "n = 4 conversations, 3 seeds" in bare.why) == ("inconclusive", True)
+    assert judge(RANGE, few, [], fewest_seeds=3) == ("inconclusive", "one seed, and 3 are needed")
+    assert judge(RANGE, few, [], fewest_seeds=1)[0] == "holds"
+    found, why = judge(RANGE, measured(None, None, value=2.0, n=4), [])
+    assert found == "inconclusive" and "n = 4 conversations, 3 seeds" in why
     unlike = judge(RANGE, few, ["model is tiny here", "workload is chat here"], fewest_seeds=3)
-    assert (unlike.verdict, unlike.why) == ("not comparable", "model is tiny here; workload is chat here")
+    assert unlike == ("not comparable", "model is tiny here; workload is chat here")
     for nothing in (None, measured(1.0, 2.0, value=math.nan), measured(1.0, 2.0, value=math.inf)):
-        assert judge(RANGE, nothing, []).verdict == "not comparable"
+        assert judge(RANGE, nothing, [])[0] == "not comparable"

@@ -249,11 +249,11 @@ for steps in range(4):
 
 def messages(table: SweepTable) -> dict[str, Any]:
     findings = [
-        [one.quantity, dict(one.at), one.name, one.other, round(one.found.ratio, 9), one.verdict, one.text]
+        [one.quantity, dict(one.at), one.name, one.other, round(one.found.value, 9), one.verdict, one.text]
         for one in table.findings
     ]
     notes = [[note.code, note.text] for note in table.notes]
-    answers, beside = table.answers, {row.baseline: row.beside_ours and row.beside_ours.ratio for row in table.rows}
+    answers, beside = table.answers, {row.baseline: row.beside_ours and row.beside_ours.value for row in table.rows}
     return {
         "answers": answers,
         "findings": findings,

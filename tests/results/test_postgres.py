@@ -12,7 +12,6 @@ import pytest
 from sqlalchemy import inspect, text
 
 from pensieve.errors import ResultsError
-from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE
 from pensieve.lab.results.store import Reading, ResultsStore, open_store
 from tests.composed import SHORT, composed
 from tests.results.test_database import in_another_process, write_at_once
@@ -110,31 +109,6 @@ def test_the_schema_and_a_trial(url, tmp_path):
 
 def test_processes_that_begin_at_once(url):
     write_at_once(lambda: ResultsStore(url), processes=8, trials=5)
-
-
-def test_an_older_schema_is_upgraded(url):
-    store = ResultsStore(url)
-    trial = store.begin_trial(trial_fields())
-    store.add_turns(trial, conversation_turns([1.0]))
-    with store.database.writing() as connection:  # as version 0001 left it
-        for statement in (
-            "DROP VIEW sweep_result",
-            "DROP INDEX ix_metric_name_label",
-            "DROP TABLE miss",
-            "DROP TABLE holding",
-            "ALTER TABLE turn DROP COLUMN disk_hit_tokens",
-            "UPDATE turn SET sent_bytes = 0",
-            "ALTER TABLE turn ALTER COLUMN sent_bytes SET NOT NULL",
-        ):
-            connection.execute(text(statement))
-        connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '0001'"))
-    upgraded = ResultsStore(url)
-    with upgraded.database.reading() as connection:
-        assert connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}")) == SCHEMA_VERSION
-        assert connection.execute(text("SELECT * FROM sweep_result")).all() == []
-        assert connection.execute(text("SELECT * FROM miss")).all() == []
-        assert "ix_metric_name_label" in {index["name"] for index in inspect(connection).get_indexes("metric")}
-    assert [one.sent_bytes for one in upgraded.turns_of(trial)] == [None] * 4
 
 
 @pytest.mark.slow

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
 
 from pensieve.errors import ResultsError
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.environment import Owner, is_alive, this_process
-from pensieve.lab.results.store import Reading, ResultsStore, open_store
+from pensieve.lab.results.store import Holding, Reading, ResultsStore, open_store
+from pensieve.serve.record import Miss, TurnRecord
 from tests.results.test_database import in_another_process
 from tests.results.trials import MEMORY, add_trial, open_sweep, trial_fields, turn
 
@@ -288,3 +290,24 @@ def test_a_job_whose_last_attempt_failed_shows_the_one_before() -> None:
         store.finish_trial(ids[-1], status)
     store.link(sweep, store.begin_trial(trial_fields("running")), 1, reused=False)
     assert shown(store, sweep) == {0: ids[0], 1: None}
+
+
+def test_ledgers_go_with_their_turns_and_trial(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    trial = store.begin_trial(trial_fields())
+    one, other = TurnRecord("c", 0, ordinal=6), TurnRecord("c", 1, ordinal=7)
+    other.misses = (Miss("evicted", 5, 1.5, "b", 3.0), Miss("new", 2, 0.5))
+    store.add_turns(trial, [one, other])
+    held = [Holding("a", "cpu", 1.5, 0.0, 1.5), Holding("a", "gpu", 2.5, 0.25, 2.0)]
+    store.add_holdings(trial, held)
+    assert store.holdings_of(trial) == held
+    with pytest.raises(IntegrityError):
+        store.add_holdings(trial, held[:1])
+    lines = text(
+        "SELECT ordinal, cause, evicted_by, tokens, ms FROM miss JOIN turn ON turn.id = turn_id ORDER BY cause"
+    )
+    with store.database.writing() as connection:
+        assert connection.execute(lines).all() == [(7, "evicted", "b", 5, 1.5), (7, "new", None, 2, 0.5)]
+        for gone, table in (("turn", "miss"), ("trial", "holding")):
+            connection.execute(text(f"DELETE FROM {gone}"))
+            assert connection.execute(text(f"SELECT count(*) FROM {table}")).scalar() == 0

@@ -49,7 +49,7 @@ def test_columns_are_taken_from_the_measured_turns(store: ResultsStore) -> None:
         assert row.ttft_first_ms == pytest.approx(mean * ttft[0])
         assert row.ttft_last_ms == pytest.approx(mean * ttft[5])
     assert theirs.beside_ours is not None
-    assert theirs.beside_ours.ratio == pytest.approx(3.0)
+    assert theirs.beside_ours.value == pytest.approx(3.0)
     assert theirs.beside_ours.n == 6
     assert ours.beside_ours is None
     assert [ours.metrics[f"{name}_rate"] for name in ("gpu_hit", "cpu_hit", "miss")] == [0.5, 0.25, 0.25]
@@ -67,7 +67,7 @@ def test_the_ratio_is_that_of_the_times_beside_it_where_some_conversations_are_f
     rows = by_baseline(store, sweep)
     ours, theirs = rows["pensieve"], rows["gpu_only"]
     assert ours.ttft_last_ms and theirs.ttft_last_ms and theirs.beside_ours is not None
-    assert theirs.beside_ours.ratio == pytest.approx(9 ** (1 / 3))
+    assert theirs.beside_ours.value == pytest.approx(9 ** (1 / 3))
     assert theirs.ttft_last_ms / ours.ttft_last_ms == pytest.approx(9 ** (1 / 3))
 
 
@@ -81,7 +81,7 @@ def test_the_last_turn_is_the_last_one_that_both_measured(store: ResultsStore) -
     add_trial(store, sweep, 1, "stateless", cut)
     ratio = by_baseline(store, sweep)["stateless"].beside_ours
     assert ratio is not None
-    assert ratio.ratio == pytest.approx((120 / 48 * 3 * 3) ** (1 / 3))  # geometric mean over three conversations
+    assert ratio.value == pytest.approx((120 / 48 * 3 * 3) ** (1 / 3))  # geometric mean over three conversations
 
 
 def test_what_a_swept_overlay_chose_makes_groups(store: ResultsStore) -> None:

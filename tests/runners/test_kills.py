@@ -9,7 +9,7 @@ import time
 import pytest
 
 from pensieve.errors import TrialRunning
-from pensieve.lab.results.mlflow_store import client_of
+from pensieve.lab.results.mlflow_runs import client_of
 from pensieve.lab.results.store import open_store
 from pensieve.lab.trial import run as run_module
 from tests.results.test_database import FORK

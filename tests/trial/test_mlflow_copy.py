@@ -7,7 +7,7 @@ import sqlite3
 import pytest
 
 from pensieve import cli
-from pensieve.lab.results import mlflow_runs, mlflow_store
+from pensieve.lab.results import mlflow_runs
 from pensieve.lab.results.store import open_store
 
 SHORT = ("hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2")
@@ -22,7 +22,7 @@ def said_by(typed, capsys):
 
 def runs(folder):
     """Trial, status and parent of every MLflow run, the oldest trial first; a sweep's own run has no trial."""
-    client = mlflow_store.client_of(folder)
+    client = mlflow_runs.client_of(folder)
     found = client.search_runs([e.experiment_id for e in client.search_experiments()])
     rows = [
         (run.data.tags.get(mlflow_runs.TRIAL_TAG), run.info.status, run.data.tags.get(mlflow_runs.PARENT_TAG))
@@ -87,11 +87,11 @@ def test_ctrl_c_while_mlflow_is_written_leaves_no_half_run_and_sync_writes_the_r
 def test_what_mlflow_s_database_raises_is_one_sentence_without_a_trace(tmp_path, capfd, caplog):
     """As on a full disk: MLflow logs a trace of its own before it raises."""
     pytest.importorskip("mlflow")
-    client = mlflow_store.client_of(tmp_path)
+    client = mlflow_runs.client_of(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
         database.execute("drop table experiments")
-    mlflow_store.say_not_logged.cache_clear()
+    mlflow_runs.say_not_logged.cache_clear()
     for _ in range(3):  # as the trials of a sweep meet it, one after another
-        assert mlflow_store.or_none(client.search_experiments)() is None
+        assert mlflow_runs.or_none(client.search_experiments)() is None
     assert sum("Nothing was logged to MLflow" in record.message for record in caplog.records) == 1
     assert "SQLAlchemy database error" not in capfd.readouterr().err + caplog.text, "the head of its trace"

@@ -10,10 +10,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -37,7 +37,7 @@ from pensieve.lab.results.frame import (
 from pensieve.lab.results.schema import ClaimRow, Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.trials import axis_value, field_of, mixtures, varying_axes
-from pensieve.lab.statistics import PairedRatio, has_interval, paired_ratio
+from pensieve.lab.statistics import Estimate, has_interval, paired_ratio
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,9 +46,6 @@ if TYPE_CHECKING:
 
 Pairs = dict[tuple[int, str], float]
 """(seed, repeat) -> value."""
-
-Curve = list[tuple[float, float]]
-"""(throughput, latency) of one seed's trials, by rising load."""
 
 Which = int | Literal["first", "last"] | None
 
@@ -80,21 +77,17 @@ class Sides:
                 turns = turns[turns[name] == wanted]
         return values_of(turns, column)
 
+    def metrics(self, trials: Iterable[Trial], name: str, label: str) -> Pairs:
+        found = {(one.seed, str(one.repeat)): self.evidence.metric(one, name, label) for one in trials}
+        return {key: value for key, value in found.items() if value is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A value from the database. ci_*: its 95 % interval, None where none is due. n counts n_unit, from `seeds` seeds.
+    """What the trials give. found.n counts n_unit, found.groups seeds."""
 
-    trial_ids: every trial that it was computed from.
-    """
-
-    value: float
-    ci_low: float | None
-    ci_high: float | None
-    n: int
+    found: Estimate
     n_unit: str
-    seeds: int
-    trial_ids: tuple[int, ...]
 
 
 def speedup(
@@ -111,14 +104,14 @@ def speedup(
     elif turn is not None:
         pairs = pairs[pairs.index.get_level_values("turn") == turn]
     of = "" if turn is None else f" at turn {turn}"
-    return _measured(speed_up(pairs), sides, "conversations", f"no conversation has {column}{of} in both")
+    return _measured(speed_up(pairs), "conversations", f"no conversation has {column}{of} in both")
 
 
 def label_ratio(sides: Sides, label: str, to: str, column: str) -> Measured:
     """Within ours: turns with this label over turns labelled `to`, paired by conversation."""
     a, b = (conversation_means(sides.values(sides.ours, column, one)) for one in (label, to))
     lacks = f"no conversation has {column} of turns labelled {label} and {to}"
-    return _measured(positive_ratio(a, b), sides, "conversations", lacks)
+    return _measured(positive_ratio(a, b), "conversations", lacks)
 
 
 def axis_ratio(sides: Sides, phase: str, column: str = "ttft_ms") -> Measured:
@@ -129,73 +122,64 @@ def axis_ratio(sides: Sides, phase: str, column: str = "ttft_ms") -> Measured:
         for end in (max(places), min(places))
     )
     found = paired_ratio(last, first, of="means") if max(places) > min(places) and last.keys() & first.keys() else None
-    return _measured(found, sides, "rounds", f"no round has {column} in phase {phase} at two values of {sides.over}")
+    return _measured(found, "rounds", f"no round has {column} in phase {phase} at two values of {sides.over}")
 
 
 def metric_ratio(sides: Sides, name: str, label: str = "") -> Measured:
     """How many times a metric of ours is of theirs, paired by seed: geometric mean."""
-    found = positive_ratio(_metrics(sides, sides.ours, name, label), _metrics(sides, sides.theirs, name, label))
-    return _measured(found, sides, "trials", f"no seed has {name} of both")
+    found = positive_ratio(*(sides.metrics(trials, name, label) for trials in (sides.ours, sides.theirs)))
+    return _measured(found, "trials", f"no seed has {name} of both")
 
 
 def metric_value(sides: Sides, name: str, label: str = "") -> Measured:
     """A metric of ours: of one trial with the interval that the trial gives it, of several their mean."""
-    values = _metrics(sides, sides.ours, name, label)
+    values = sides.metrics(sides.ours, name, label)
     if len(values) == 1:
         [own] = [one.metrics[name, label] for one in sides.evidence.jobs if one.trial in sides.ours]
         [value] = values.values()
-        return _measured(PairedRatio(value, own.ci_low, own.ci_high, own.n or 0, 1), sides, own.n_unit or "turns")
-    mean = (
-        paired_ratio(values, dict.fromkeys(values, 1.0), of="means", support=metric_of(name).support)
-        if values
-        else None
-    )
-    return _measured(mean, sides, "trials", f"no trial has {name}")
-
-
-def _metrics(sides: Sides, trials: Sequence[Trial], name: str, label: str) -> Pairs:
-    found = {(one.seed, str(one.repeat)): sides.evidence.metric(one, name, label) for one in trials}
-    return {key: value for key, value in found.items() if value is not None}
+        return Measured(Estimate(value, own.ci_low, own.ci_high, own.n or 0, 1), own.n_unit or "turns")
+    ones, support = dict.fromkeys(values, 1.0), metric_of(name).support
+    mean = paired_ratio(values, ones, of="means", support=support) if values else None
+    return _measured(mean, "trials", f"no trial has {name}")
 
 
 def throughput_at_latency_ratio(
     sides: Sides, limit: float, latency: str = "normalized_latency_ms_p90", throughput: str = "throughput_req_s"
 ) -> Measured:
-    """Requests a second that ours finishes at this latency (ms), over theirs: paired by seed, from a sweep over rates.
-
-    Between the last rate at which the latency is within the limit and the next one, both are taken as linear.
-    """
-    ours, theirs = (_reached(sides, trials, limit, latency, throughput) for trials in (sides.ours, sides.theirs))
+    """Requests a second that ours finishes at this latency (ms), over theirs: paired by seed, from a sweep over rates."""
+    ours, theirs = (
+        rates_at(sides.evidence, [(sides.at(one), one) for one in trials], limit, latency, throughput)
+        for trials in (sides.ours, sides.theirs)
+    )
     lacks = f"{latency} of no seed crosses {limit:g} ms in both over the rates of this sweep"
-    return _measured(positive_ratio(ours, theirs), sides, "trials", lacks)
+    return _measured(positive_ratio(ours, theirs), "trials", lacks)
 
 
-def _measured(found: PairedRatio | None, sides: Sides, n_unit: str, lacks: str = "") -> Measured:
-    """Repeats of too few seeds give no interval. lacks: why nothing was found, which raises MissingSeries."""
+def _measured(found: Estimate | None, n_unit: str, lacks: str) -> Measured:
+    """lacks: why nothing was found, which raises MissingSeries."""
     if found is None:
         raise MissingSeries(lacks)
-    due = n_unit != "trials" or has_interval(found.n_seeds)
-    low, high = (found.ci_low, found.ci_high) if due else (None, None)
-    trial_ids = sorted({trial.id for trial in chain(sides.ours, sides.theirs)})
-    return Measured(found.ratio, low, high, found.n, n_unit, found.n_seeds, tuple(trial_ids))
+    due = n_unit != "trials" or has_interval(found.groups)
+    return Measured(found if due else replace(found, ci_low=None, ci_high=None), n_unit)
 
 
-def _reached(sides: Sides, trials: Sequence[Trial], limit: float, latency: str, throughput: str) -> Pairs:
+def rates_at(
+    evidence: Frame, placed: Iterable[tuple[float, Trial]], limit: float, latency: str, throughput: str
+) -> Pairs:
+    """Each seed's throughput at which the latency passes the limit for good; a seed whose latency never does, or was never
+    within it, is left out. placed: trials by their load. Between the last load at which the latency is within the limit and
+    the next one, both are taken as linear."""
     curves: dict[tuple[int, str], list[tuple[float, float, float]]] = defaultdict(list)
-    for trial in trials:
-        y, x = sides.evidence.metric(trial, latency), sides.evidence.metric(trial, throughput)
-        if y is not None and x is not None:
-            curves[trial.seed, str(trial.repeat)].append((sides.at(trial), x, y))
-    found = {key: crossing([(x, y) for _, x, y in sorted(curve)], limit) for key, curve in curves.items()}
-    return {key: value for key, value in found.items() if value}
-
-
-def crossing(curve: Curve, limit: float) -> float | None:
-    """The throughput at which the latency passes the limit for good; None where it never does, or was never below."""
-    for (x, y), (next_x, next_y) in reversed(list(pairwise(curve))):
-        if y <= limit < next_y:
-            return x + (next_x - x) * (limit - y) / (next_y - y)
-    return None
+    for at, trial in placed:
+        x, y = evidence.metric(trial, throughput), evidence.metric(trial, latency)
+        if x is not None and y is not None:
+            curves[trial.seed, str(trial.repeat)].append((at, x, y))
+    found = Pairs()
+    for key, curve in sorted(curves.items()):
+        for (_, x, y), (_, next_x, next_y) in pairwise(sorted(curve)):
+            if y <= limit < next_y:
+                found[key] = x + (next_x - x) * (limit - y) / (next_y - y)
+    return found
 
 
 Measure = Callable[..., Measured]
@@ -210,25 +194,8 @@ MEASURES: Mapping[str, Measure] = {
 # The entries of a file
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The values that satisfy a claim: low <= value <= high; an end of None is open.
-
-    claimed: the number itself: the bound of a one-sided claim, the middle of "about x", the lower end of a range.
-    shown: as people write it, such as "1.5 to 2.5".
-    """
-
-    low: float | None
-    high: float | None
-    claimed: float
-    shown: str
-
-    def contain(self, value: float) -> bool:
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
-
-
 class Claimed(BaseModel):
-    """One of: above, below (a bound, inclusive), between (two bounds), about (a value, within +/- give_or_take)."""
+    """The values that satisfy a claim: above or below a bound (inclusive), between two, or about a value, give or take."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -248,16 +215,29 @@ class Claimed(BaseModel):
             raise ValueError("between needs its lower end first")
         return self
 
-    def bounds(self) -> Bounds:
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Inclusive; infinite where a claim is open."""
         if self.between is not None:
-            low, high = self.between
-            return Bounds(low, high, low, f"{_text(low)} to {_text(high)}")
-        if self.about is not None and (by := self.give_or_take) is not None:
-            return Bounds(self.about - by, self.about + by, self.about, f"about {_text(self.about)} (± {_text(by)})")
-        given = self.above if self.above is not None else self.below
-        assert given is not None
-        sign = ">" if self.below is None else "<"
-        return Bounds(self.above, self.below, given, f"{sign} {_text(given)}")
+            return self.between
+        if self.about is not None and self.give_or_take is not None:
+            return self.about - self.give_or_take, self.about + self.give_or_take
+        return (-math.inf if self.above is None else self.above), (math.inf if self.below is None else self.below)
+
+    @property
+    def number(self) -> float:
+        """The bound of a one-sided claim, the middle of "about x", the lower end of a range."""
+        given = (one for one in (self.about, self.above, self.below) if one is not None)
+        return next(given, self.ends[0])
+
+    @property
+    def shown(self) -> str:
+        """As people write it, such as "1.5 to 2.5"."""
+        if self.between is not None:
+            return " to ".join(map(_text, self.between))
+        if self.give_or_take is not None:
+            return f"about {_text(self.number)} (± {_text(self.give_or_take)})"
+        return f"{'>' if self.below is None else '<'} {_text(self.number)}"
 
 
 Values = tuple[str | float | bool | None, ...]
@@ -273,7 +253,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_more)]
 class Claim(BaseModel):
     """One entry: all that a verdict needs beside the trials.
 
-    measure, arguments: one of results.claims. of, against: baselines; the first one that the sweep has
+    measure, arguments: one of MEASURES. of, against: baselines; the first one that the sweep has
     is taken. over: the swept field that the measure reads along, the first of these that the sweep varies; the sweep's other
     axes make groups, judged one by one.
     conditions: column of table `trial` (or dotted field of its configuration) -> the values that count, patterns such as
@@ -359,17 +339,11 @@ VERDICTS: tuple[Verdict, ...] = ("holds", "fails", "inconclusive", "not comparab
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    verdict: Verdict
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class Judged:
     """One claim in one group of the sweep. name: the claim's, with the group's values where the sweep has several.
 
-    ours, theirs: the baselines compared. measured: also given where conditions differ, but not where the workload does.
-    differences: why it is not comparable, a clause each.
+    ours, theirs: the baselines compared. measured: also given where conditions differ, but not where the workload does;
+    trial_ids: of every trial that it was computed from. differences: why it is not comparable, a clause each.
     """
 
     name: str
@@ -378,7 +352,9 @@ class Judged:
     ours: str | None
     theirs: str | None
     measured: Measured | None
-    judgement: Judgement
+    trial_ids: tuple[int, ...]
+    verdict: Verdict
+    why: str
     differences: tuple[str, ...]
     simulated: bool
 
@@ -398,9 +374,8 @@ def judge_sweep(store: ResultsStore, sweep_id: int, claims: Sequence[Claim]) -> 
         judged = [_judged(claim, evidence, group, over, len(groups) > 1) for group in groups]
         if not judged:
             why = "no trial of this sweep is completed"
-            nothing = Judgement("not comparable", why)
-            judged = [Judged(claim.name, claim, "", None, None, None, nothing, (why,), False)]
-        comparable = [one for one in judged if one.judgement.verdict != "not comparable"]
+            judged = [Judged(claim.name, claim, "", None, None, None, (), "not comparable", why, (why,), False)]
+        comparable = [one for one in judged if one.verdict != "not comparable"]
         found += comparable or [min(judged, key=lambda one: len(one.differences))]
     return found
 
@@ -411,11 +386,11 @@ def record_claims(store: ResultsStore, sweep_id: int, judged: Sequence[Judged]) 
         {
             "sweep_id": sweep_id,
             "name": one.name,
-            "claimed": one.claim.claimed.bounds().claimed,
-            "verdict": one.judgement.verdict,
-            **{name: getattr(one.measured, name, None) for name in ("ci_low", "ci_high", "n")},
-            "measured": one.measured.value if one.measured else None,
-            "trial_ids": list(one.measured.trial_ids) if one.measured else [],
+            "claimed": one.claim.claimed.number,
+            "verdict": one.verdict,
+            **{name: getattr(one.measured and one.measured.found, name, None) for name in ("ci_low", "ci_high", "n")},
+            "measured": one.measured.found.value if one.measured else None,
+            "trial_ids": list(one.trial_ids),
         }
         for one in judged
     ]
@@ -446,33 +421,33 @@ def _judged(claim: Claim, evidence: Frame, group: TrialGroup, over: str | None, 
         except MissingSeries as error:
             reasons.append(str(error).rstrip("."))
     name = f"{claim.name} ({group.name})" if several and group.name else claim.name
-    judgement = judge(claim.claimed.bounds(), measured, reasons, claim.seeds)
+    verdict, why = judge(claim.claimed, measured, reasons, claim.seeds)
+    ids = tuple(sorted({trial.id for trial in (*sides.ours, *sides.theirs)})) if measured else ()
     simulated = any(trial.simulated for trial in trials)
-    return Judged(name, claim, group.name, ours, theirs, measured, judgement, tuple(reasons), simulated)
+    return Judged(name, claim, group.name, ours, theirs, measured, ids, verdict, why, tuple(reasons), simulated)
 
 
-def judge(bounds: Bounds, measured: Measured | None, differences: Sequence[str], fewest_seeds: int = 1) -> Judgement:
+def judge(
+    claimed: Claimed, measured: Measured | None, differences: Sequence[str], fewest_seeds: int = 1
+) -> tuple[Verdict, str]:
     """A claim holds, or fails, only where the whole interval lies on one side of its bounds.
 
     differences: the conditions of the claim that the trials do not meet, a clause each; any makes it not comparable.
     """
     if differences:
-        return Judgement("not comparable", "; ".join(differences))
-    if measured is None or not math.isfinite(measured.value):
-        return Judgement("not comparable", "the trials give no value for it")
-    if measured.seeds < fewest_seeds:
-        return Judgement("inconclusive", f"{_seeds(measured.seeds)}, and {fewest_seeds} are needed")
-    low, high = measured.ci_low, measured.ci_high
-    if low is None or high is None:
-        return Judgement("inconclusive", f"no interval: n = {measured.n} {measured.n_unit}, {_seeds(measured.seeds)}")
-    if bounds.contain(low) and bounds.contain(high):
-        return Judgement("holds", "the whole interval lies within the claim")
-    if bounds.high is not None and low > bounds.high:
-        return Judgement("fails", "the whole interval lies above the claim")
-    if bounds.low is not None and high < bounds.low:
-        return Judgement("fails", "the whole interval lies below the claim")
-    return Judgement("inconclusive", "the interval lies across the claim's bound")
-
-
-def _seeds(count: int) -> str:
-    return "one seed" if count == 1 else f"{count} seeds"
+        return "not comparable", "; ".join(differences)
+    if measured is None or not math.isfinite(measured.found.value):
+        return "not comparable", "the trials give no value for it"
+    found, seeds = measured.found, "one seed" if measured.found.groups == 1 else f"{measured.found.groups} seeds"
+    if found.groups < fewest_seeds:
+        return "inconclusive", f"{seeds}, and {fewest_seeds} are needed"
+    if found.ci_low is None or found.ci_high is None:
+        return "inconclusive", f"no interval: n = {found.n} {measured.n_unit}, {seeds}"
+    low, high = claimed.ends
+    if low <= found.ci_low and found.ci_high <= high:
+        return "holds", "the whole interval lies within the claim"
+    if found.ci_low > high:
+        return "fails", "the whole interval lies above the claim"
+    if found.ci_high < low:
+        return "fails", "the whole interval lies below the claim"
+    return "inconclusive", "the interval lies across the claim's bound"

@@ -249,7 +249,7 @@ def _row(group: str, name: str, label: str, unit: str, a: Values, b: Values, n_u
     seeds = len({seed for seed, _ in a})
     if positive or (mean_b > 0 and mean_a >= 0):
         found = paired_ratio(a, b, of="pairs" if positive else "means")
-        ratio = found.ratio
+        ratio = found.value
         if n_unit == "conversations" or has_interval(seeds):
             low, high = found.ci_low, found.ci_high
     verdict = _verdict(name, mean_a, mean_b, low, high, seeds if seeds > 1 else len(a))

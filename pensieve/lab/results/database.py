@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 from sqlalchemy.pool import NullPool, StaticPool
 
 from pensieve.errors import ResultsError, typed
-from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE, VERSIONS, Base, upgrade, version_table
+from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE, Base, version_table
 
 BUSY_TIMEOUT_S = 30
 SCHEMA_LOCK_TIMEOUT_S = 60
@@ -35,9 +34,6 @@ _SENTENCES = (  # part of the driver's message -> what it means, and what to do
     ("locked", f"stayed locked by another process for {BUSY_TIMEOUT_S} s; end what holds it, then run again."),
     ("no such table", "lacks a table of this version of Pensieve; move it away and run again."),
 )
-
-
-_log = logging.getLogger(__name__)
 
 
 class Database:
@@ -142,7 +138,7 @@ class Database:
         return engine
 
     def _prepare(self) -> None:
-        """Create the schema if there is none, upgrade an older one, refuse a foreign one. One process at a time."""
+        """Create the schema if there is none, refuse a foreign one and one of another version. One process at a time."""
         if self._found_version() == SCHEMA_VERSION:
             with self.writing():  # a database that cannot be written says so now, not after the trial
                 return
@@ -167,13 +163,9 @@ class Database:
 
     def _make_schema(self, connection: Connection) -> None:
         """All or nothing, under the lock: another process may have been faster."""
-        found = _version(connection)
-        if found is None:
+        if _version(connection) is None:
             Base.metadata.create_all(connection)
             connection.execute(insert(version_table).values(version_num=SCHEMA_VERSION))
-        elif found != SCHEMA_VERSION:
-            _log.info("upgrading %s to schema version %s", self.shown, SCHEMA_VERSION)
-            upgrade(connection, found)
 
     def _found_version(self) -> str | None:
         """The schema's version, None where there is no schema yet. Raises ResultsError where it is someone else's."""
@@ -182,7 +174,7 @@ class Database:
             version = _version(connection)
         if version is None and (names if self.sqlite else names & set(Base.metadata.tables)):
             raise ResultsError(f"{self.shown} is a database, but not one of Pensieve's results; name another one.")
-        if version not in (None, *VERSIONS):
+        if version not in (None, SCHEMA_VERSION):
             raise ResultsError(
                 f"The results database {self.shown} has schema version {version}, this Pensieve reads {SCHEMA_VERSION}; "
                 "use the Pensieve that wrote it, or name another database."

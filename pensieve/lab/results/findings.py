@@ -18,7 +18,7 @@ from pensieve.lab.results.frame import (
     speed_up,
     values_of,
 )
-from pensieve.lab.statistics import PairedRatio
+from pensieve.lab.statistics import Estimate
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,7 +45,7 @@ class Finding:
     at: Mapping[str, str]
     name: str
     other: str
-    found: PairedRatio
+    found: Estimate
 
     @property
     def in_points(self) -> bool:
@@ -55,7 +55,7 @@ class Finding:
     def verdict(self) -> Verdict:
         """Of `name`. Without an interval the value alone decides, unless it would be printed as no difference."""
         ends = [end for end in (self.found.ci_low, self.found.ci_high) if end is not None]
-        gains = [-one if self.in_points else one - 1.0 for one in ends or [self.found.ratio]]
+        gains = [-one if self.in_points else one - 1.0 for one in ends or [self.found.value]]
         if not ends and not self.in_points and abs(gains[0]) < _PRINTED_ALIKE:
             return "not told apart"
         return "lower" if min(gains) > 0 else "higher" if max(gains) < 0 else "not told apart"
@@ -66,7 +66,7 @@ class Finding:
 
         Beside a verdict points have no sign, and a ratio is above 1."""
         told, points = self.verdict != "not told apart", self.in_points
-        value, *ends = (one for one in (self.found.ratio, self.found.ci_low, self.found.ci_high) if one is not None)
+        value, *ends = (one for one in (self.found.value, self.found.ci_low, self.found.ci_high) if one is not None)
         if told:
             value, *ends = (1 / one if self.verdict == "higher" and not points else abs(one) for one in (value, *ends))
         value_text, *shown = (f"{100 * one + 0.0:.1f}" if points else _times(one) for one in (value, *sorted(ends)))
@@ -81,7 +81,7 @@ def _times(ratio: float) -> str:
     return f"{ratio:.1f}" if ratio >= 10 else f"{ratio:.2f}"
 
 
-def last_turn_ratio(a: pd.Series[float], b: pd.Series[float]) -> PairedRatio | None:
+def last_turn_ratio(a: pd.Series[float], b: pd.Series[float]) -> Estimate | None:
     """How many times a is of b, by frame.KEY, at the last turn of each conversation that both measured; see speed_up."""
     return speed_up(conversation_ends(paired(a, b), last=True))
 
@@ -136,7 +136,7 @@ def _beside_lowest(found: Frame, group: TrialGroup) -> list[Finding]:
         return []
     first, *others = values
     beside = {name: ratio for name in others if (ratio := speed_up(paired(values[name], values[first]))) is not None}
-    lowest = min([first, *beside], key=lambda name: log(beside[name].ratio) if name in beside else 0.0)
+    lowest = min([first, *beside], key=lambda name: log(beside[name].value) if name in beside else 0.0)
     return [
         Finding(TOKEN_LATENCY, group.at, lowest, name, ratio)
         for name in values
@@ -190,7 +190,7 @@ def headline(found: Frame, made: Sequence[Finding]) -> str | None:
 
 def _over_settings(own: Sequence[Finding]) -> str:
     sides = Counter(one.verdict for one in own)
-    ends = (f(one.found.ratio for one in own) for f in (min, max))
+    ends = (f(one.found.value for one in own) for f in (min, max))
     span = " to ".join(f"{_times(end)}×" for end in ends)
     if sides["lower"] == len(own):
         return f"{span} lower than {own[0].other}"
@@ -201,5 +201,5 @@ def _over_settings(own: Sequence[Finding]) -> str:
 def _without_interval(made: Sequence[Finding]) -> str:
     if any(one.found.ci_low is not None for one in made):
         return ""
-    fewest = min((one.found for one in made), key=lambda ratio: ratio.groups)
-    return f" ({fewest.groups} {'seeds' if fewest.n_seeds > 1 else 'conversations'}: no CI)"
+    fewest = min((one.found for one in made), key=lambda found: found.independent)
+    return f" ({fewest.independent} {'seeds' if fewest.groups > 1 else 'conversations'}: no CI)"

@@ -21,7 +21,7 @@ from pensieve.lab.metrics import STATUSES
 from pensieve.lab.results.schema import Sweep, Trial, turn_table
 from pensieve.lab.results.store import TURN_COLUMNS, JobResult, ResultsStore
 from pensieve.lab.results.trials import axis_value, varying_axes
-from pensieve.lab.statistics import PairedRatio, paired_ratio
+from pensieve.lab.statistics import Estimate, paired_ratio
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -140,14 +140,14 @@ def conversations_of(turns: pd.DataFrame | pd.Series[Any]) -> pd.Index[Any]:
     return cast("pd.MultiIndex", turns.index).droplevel(KEY[3:])
 
 
-def speed_up(pairs: pd.DataFrame) -> PairedRatio | None:
+def speed_up(pairs: pd.DataFrame) -> Estimate | None:
     """How many times longer a takes than b: geometric mean over conversations of the ratio of their means, which are above
     0; None where no conversation has both."""
     a, b = conversation_means(pairs["a"]), conversation_means(pairs["b"])
     return positive_ratio(a, b)
 
 
-def positive_ratio(a: Mapping[tuple[int, str], float], b: Mapping[tuple[int, str], float]) -> PairedRatio | None:
+def positive_ratio(a: Mapping[tuple[int, str], float], b: Mapping[tuple[int, str], float]) -> Estimate | None:
     """Geometric mean of the ratios of what both have, above 0; None where that is nothing."""
     both = {key for key in a.keys() & b.keys() if a[key] > 0 and b[key] > 0}
     return paired_ratio({key: a[key] for key in both}, {key: b[key] for key in both}) if both else None
@@ -250,7 +250,7 @@ GAP_COLUMNS = ("history_tokens", "gpu_hit_tokens", "cpu_hit_tokens", "disk_hit_t
 """What it is computed of."""
 
 
-def gap_closed(turns: pd.DataFrame, start: pd.DataFrame, bounds: Mapping[int, float]) -> PairedRatio | None:
+def gap_closed(turns: pd.DataFrame, start: pd.DataFrame, bounds: Mapping[int, float]) -> Estimate | None:
     """(hits - START's hits) / (bound - START's hits), in tokens on all tiers, paired by seed and conversation.
 
     turns, start: measured turns of the policy and of START, as frame.turn_frame gives them. bounds: bound_hit_rate of START's
@@ -265,7 +265,7 @@ def gap_closed(turns: pd.DataFrame, start: pd.DataFrame, bounds: Mapping[int, fl
     return paired_ratio({key: after[key].hits - before[key].hits for key in keys}, room, of="means", support=REAL)
 
 
-def found_more(turns: pd.DataFrame, other: pd.DataFrame) -> PairedRatio | None:
+def found_more(turns: pd.DataFrame, other: pd.DataFrame) -> Estimate | None:
     """(hits - the other's hits) / history, paired by seed and conversation: by how much of the history one policy finds more
     than another one, or the other one recomputes more; 0.016 is 1.6 percentage points. Over the turns that both measured;
     None where nothing is known of either."""

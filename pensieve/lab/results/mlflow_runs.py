@@ -1,40 +1,60 @@
 """Sweeps and trials as MLflow runs, copied from the results database.
 
 A run is found again by its tags, so each copy may be made twice: after a trial, after its sweep, by `pensieve mlflow sync`.
-Nothing is copied while a trial runs.
+Nothing is copied while a trial runs. mlflow is imported when something is logged: the import takes seconds. A failure of
+MLflow never fails a trial: functions marked `or_none` log one sentence and return None.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
+import os
 import re
 import shlex
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path, PurePath
-from typing import Any
-from urllib.parse import urlencode
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from filelock import FileLock
 from sqlalchemy import select, union
+from sqlalchemy.exc import SQLAlchemyError
 
 from pensieve.errors import ResultsError
 from pensieve.lab.results.identity import counts_for_sweep
-from pensieve.lab.results.mlflow_store import client_of, forget_clients, lock, move_away, or_none, reason_of, remote_url
 from pensieve.lab.results.schema import Sweep, SweepTrial, Trial, sweep_result
 from pensieve.lab.results.slo import PREFIX, slo_of_sweep, slo_of_trial
 from pensieve.lab.results.store import ResultsStore, figures_folder, report_file
-from pensieve.lab.results.sweep_table import SweepTable, sweep_table
 from pensieve.lab.results.trials import axis_value, leaves, swept_axes
 
+if TYPE_CHECKING:
+    from pensieve.lab.results.sweep_table import SweepTable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+DATABASE_NAME = "mlflow.db"
+URL_ENV = "PENSIEVE_MLFLOW_URL"
 TRIAL_TAG, SWEEP_TAG, KEY_TAG = "pensieve.trial_id", "pensieve.sweep_id", "pensieve.sweep_key"
 PARENT_TAG, FINGERPRINT_TAG = "mlflow.parentRunId", "fingerprint"
 TTFT_BY_TURN = "ttft_ms_by_turn"
-SHOWN = ("ttft_ms_mean", "ttft_ms_p99", "throughput_output_tok_s", "miss_rate")
-"""Columns of the UI's table of runs, which is sorted by the first. No more fit beside its assistant."""
 
+_LOCK_TIMEOUT_S = 120
+_SETTINGS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # of a server, two lines a run
+    "GIT_PYTHON_REFRESH": "quiet",  # the commit comes from our own environment record
+    # With a server that does not answer; MLflow's own defaults try for minutes.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+}
 _COLUMNS_AS_PARAMS = (
     "model", "baseline", "eviction", "scheduler", "cache", "workload", "hardware", "seed", "repeat", "weights", "dtype",
     "device", "device_count", "gpu_tokens", "cpu_tokens", "working_set_tokens",
@@ -48,6 +68,102 @@ _PARAM_LENGTH, _NAME_LENGTH, _TAG_LENGTH = 6000, 250, 5000
 
 Held = Callable[[], AbstractContextManager[object]]
 """A block that Ctrl-C does not end: no run is left half written."""
+
+_log = logging.getLogger(__name__)
+
+
+# Where MLflow keeps runs
+
+
+def remote_url() -> str | None:
+    """The tracking URI of a server of your own, from the environment so that it is never saved; None: the local store.
+
+    Raises ResultsError for an address without a scheme, which MLflow takes for a folder."""
+    url = os.environ.get(URL_ENV) or None
+    if url is not None and "://" not in url and not url.startswith("databricks"):
+        raise ResultsError(f"{URL_ENV}={url} has no scheme; write {URL_ENV}=http://{url}, or unset it.")
+    return url
+
+
+def mlflow_url(outputs: Path) -> str:
+    """The tracking URI: a server's, or the local store's, whose timeout lets parallel trials wait for each other."""
+    return remote_url() or f"sqlite:///{outputs.absolute() / DATABASE_NAME}?timeout=30"
+
+
+def or_none(function: Callable[P, T | None]) -> Callable[P, T | None]:
+    """Log one sentence and return None where MLflow or its disk raises."""
+
+    @functools.wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            say_not_logged(reason_of(error))
+        return None
+
+    return guarded
+
+
+def reason_of(error: Exception) -> str:
+    """In a line why MLflow or its disk failed. Raises any other error again."""
+    if isinstance(error, ImportError):
+        return "MLflow is not installed; `pip install mlflow` changes that"
+    failed = isinstance(error, OSError | SQLAlchemyError) or type(error).__module__.startswith("mlflow")
+    if not failed or isinstance(error, ResultsError):
+        raise error
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+@functools.lru_cache(maxsize=8)  # a sweep meets the same full disk at each trial
+def say_not_logged(reason: str) -> None:
+    _log.warning("Nothing was logged to MLflow (%s); the results database is complete without it.", reason)
+
+
+def client_of(outputs: Path) -> Any:
+    """MLflow's client of the store in this folder, or of the server; a local store is made where it is missing."""
+    return _client(outputs.absolute(), remote_url())
+
+
+@functools.lru_cache(maxsize=4)
+def _client(outputs: Path, remote: str | None) -> Any:
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    from mlflow import MlflowClient
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # MLflow logs a traceback of its database's error before it raises it, which we tell in a sentence. A level would not
+    # last: who configures logging sets it back.
+    logging.getLogger("mlflow.store.db.utils").addFilter(_never)
+    with _lock(outputs):  # its schema is made by the client or its first question, and two at once would fail
+        if remote is None and not (outputs / DATABASE_NAME).exists():
+            _create_database(outputs)
+        client = MlflowClient(tracking_uri=mlflow_url(outputs))
+        client.search_experiments(max_results=1)
+    return client
+
+
+def _never(_: logging.LogRecord) -> bool:
+    return False
+
+
+def _create_database(outputs: Path) -> None:
+    """Create it in another folder, then move it: MLflow cannot repair a schema that a dead process left incomplete."""
+    from mlflow import MlflowClient
+
+    with tempfile.TemporaryDirectory(prefix=".mlflow-new-", dir=outputs, ignore_cleanup_errors=True) as name:
+        made, closed = Path(name, DATABASE_NAME), Path(name, "closed.db")
+        MlflowClient(tracking_uri=mlflow_url(made.parent)).search_experiments(max_results=1)
+        shutil.copyfile(made, closed)  # MLflow keeps the other one open, under its name
+        closed.replace(outputs / DATABASE_NAME)
+
+
+def _lock(outputs: Path) -> FileLock:
+    """Hold it while a run is looked for and then made, so that two processes do not make it twice."""
+    return FileLock(outputs / f"{DATABASE_NAME}.lock", timeout=_LOCK_TIMEOUT_S)
+
+
+# Copies of what was recorded
 
 
 @or_none
@@ -70,31 +186,15 @@ def copy_trial(outputs: Path, store: ResultsStore, trial_id: int, held: Held = n
 
 
 @or_none
-def address_of(outputs: Path, run_id: str) -> str:
-    """Where the UI shows the runs below this one, the lowest TTFT first: what follows the address of the UI."""
-    experiment = client_of(outputs).get_run(run_id).info.experiment_id
-    # Without the type of the workflow the page is that of traces.
-    query = urlencode({"viewStateShareKey": run_id, "workflowType": "machine_learning"})
-    return f"/#/experiments/{experiment}/runs?{query}"
-
-
-@or_none
-def log_drawn(outputs: Path, store: ResultsStore, sweep_id: int) -> None:
-    """Log the sweep's figures and report, where they have been drawn, as artifacts of its run."""
-    figures, report = figures_folder(outputs, sweep_id), report_file(outputs, sweep_id)
+def log_drawn(outputs: Path, store: ResultsStore, sweep_id: int) -> str | None:
+    """Log the sweep's figures and report, where they have been drawn, as artifacts of its run; returns the run's id, None if
+    there is none."""
     run_id = store.sweep(sweep_id).mlflow_run_id
+    figures, report = figures_folder(outputs, sweep_id), report_file(outputs, sweep_id)
     if run_id is not None and figures.is_dir():
         client_of(outputs).log_artifacts(run_id, str(figures), "figures")
-    if report.is_file():
-        log_text_of_sweep(outputs, store, sweep_id, report.read_text(encoding="utf-8"), "report.html")
-
-
-@or_none
-def log_text_of_sweep(outputs: Path, store: ResultsStore, sweep_id: int, text: str, name: str) -> str | None:
-    """Log a text as the artifact `name` of the sweep's parent run; returns the run's id, None if there is none."""
-    run_id = store.sweep(sweep_id).mlflow_run_id
-    if run_id is not None:
-        client_of(outputs).log_text(run_id, text, name)
+    if run_id is not None and report.is_file():
+        client_of(outputs).log_text(run_id, report.read_text(encoding="utf-8"), "report.html")
     return run_id
 
 
@@ -106,9 +206,9 @@ def sync_mlflow(outputs: Path, store: ResultsStore, say: Callable[[str], None]) 
     """
     store.interrupt_dead()
     of_sweeps = union(select(SweepTrial.trial_id), select(sweep_result.c.trial_id))
+    others = select(Trial.id).where(Trial.status != "running", Trial.id.not_in(of_sweeps))
     with store.database.reading() as connection:
         sweeps = connection.scalars(select(Sweep.id).order_by(Sweep.id)).all()
-        others = select(Trial.id).where(Trial.status != "running", Trial.id.not_in(of_sweeps))
         alone = connection.scalars(others.order_by(Trial.id)).all()
     try:
         copy = _Copy(outputs, store)
@@ -137,11 +237,27 @@ def sync_mlflow(outputs: Path, store: ResultsStore, say: Callable[[str], None]) 
 
 
 def rebuild_mlflow(outputs: Path, store: ResultsStore, say: Callable[[str], None]) -> int:
-    """As sync_mlflow, into a new store. One that is there is moved to mlflow-before-<time>, never deleted."""
-    kept = move_away(outputs)
-    if kept is not None:
+    """As sync_mlflow, into a new store. One that is there is moved to mlflow-before-<time>, never deleted.
+
+    Raises ResultsError for a store on a server.
+    """
+    if remote_url() is not None:
+        raise ResultsError(
+            f"The MLflow store is a server's ({URL_ENV}), which only its owner can empty; unset {URL_ENV}."
+        )
+    found = [*outputs.glob(f"{DATABASE_NAME}*"), *outputs.glob("mlartifacts")]
+    if any(path.suffix != ".lock" for path in found):
+        kept = outputs / f"mlflow-before-{datetime.now(UTC):%Y-%m-%d-%H-%M-%S-%f}"
+        try:
+            kept.mkdir()
+            for path in found:
+                path.rename(kept / path.name)
+        except OSError as error:
+            raise ResultsError(
+                f"The MLflow store in {outputs} cannot be moved away ({error.strerror or error}); end what uses it (make ui)."
+            ) from None
         say(f"The MLflow store that was there is now in {kept}; delete it when you no longer need it.")
-    forget_clients()  # a client of this process would write to the files where they are now
+    _client.cache_clear()  # a client of this process would write to the files where they are now
     return sync_mlflow(outputs, store, say)
 
 
@@ -153,29 +269,28 @@ class _Copy:
 
     def sweep(self, sweep: Sweep, table: SweepTable | None = None) -> tuple[str, int]:
         """As copy_sweep."""
-        client, store = self.client, self.store
-        with self.held(), lock(self.outputs):
+        with self.held(), _lock(self.outputs):
             experiment = self._experiment(sweep.name)
             parent = self._parent(experiment, sweep)
         ended = {
             trial.id: (trial, job.reused)
-            for job in store.trials_of_sweep(sweep.id)
+            for job in self.store.trials_of_sweep(sweep.id)
             for trial in (job.trial, job.last)
             if trial is not None and trial.status != "running"
         }
-        known = client.search_runs([experiment], filter_string=_tagged({PARENT_TAG: parent}), max_results=50_000)
+        known = self.client.search_runs([experiment], filter_string=_tagged({PARENT_TAG: parent}), max_results=50_000)
         whole = {run.data.tags.get(TRIAL_TAG) for run in known if run.info.status != "RUNNING"}
         missing = [key for key in sorted(ended) if str(key) not in whole or ended[key][0].mlflow_run_id is None]
         for trial, reused in map(ended.__getitem__, missing):
-            with self.held(), lock(self.outputs):
+            with self.held(), _lock(self.outputs):
                 self._run(experiment, trial, sweep, parent, reused)
         if sweep.status != "running":
-            self._close(parent, experiment, sweep, table or sweep_table(store, sweep.id))
+            self._close(parent, sweep, table)
         return parent, len(missing)
 
     def trial(self, trial: Trial) -> str:
         """As copy_trial."""
-        with self.held(), lock(self.outputs):
+        with self.held(), _lock(self.outputs):
             return self._run(self._experiment(trial.experiment or "pensieve"), trial)
 
     def _experiment(self, name: str) -> str:
@@ -205,28 +320,18 @@ class _Copy:
         texts = {key: ",".join(one) if isinstance(one, list) else one for key, one in sweep.overrides.items()}
         params = {key: text for key, text in texts.items() if counts_for_sweep(key)}
         tags = {"status": sweep.status, **_source(sweep.command, sweep.git_commit)}
-        _log(self.client, run_id, {} if run.data.params else params, tags=tags)
+        _log_batches(self.client, run_id, {} if run.data.params else params, tags=tags)
         self.client.update_run(run_id, status="RUNNING")
         return run_id
 
-    def _close(self, run_id: str, experiment: str, sweep: Sweep, table: SweepTable) -> None:
-        """Close the parent run with what the sweep found: the sentences as its description, the table as an artifact, and
-        which columns the UI shows of the runs below it."""
-        if table.answers:
-            self.client.set_tag(run_id, "mlflow.note.content", "\n\n".join(table.answers)[:_TAG_LENGTH])
-        self.client.log_text(run_id, table.text(), "comparison.txt")
-        columns = [f"metrics.`{name}`" for name in SHOWN]
-        view = {
-            "searchFilter": _tagged({PARENT_TAG: run_id}),
-            "orderByKey": columns[0],
-            "orderByAsc": True,
-            "startTime": "ALL",
-            "lifecycleFilter": "Active",
-            "modelVersionFilter": "All Runs",
-            "datasetsFilter": [],
-            "selectedColumns": columns,
-        }  # as the UI's button "Share" keeps it: an address alone cannot choose columns
-        self.client.set_experiment_tag(experiment, f"mlflow.sharedViewState.{run_id}", json.dumps(view))
+    def _close(self, run_id: str, sweep: Sweep, table: SweepTable | None) -> None:
+        """Close the parent run with what the sweep found: the sentences as its description, the table as an artifact."""
+        from pensieve.lab.results.sweep_table import sweep_table
+
+        found = table or sweep_table(self.store, sweep.id)
+        if found.answers:
+            self.client.set_tag(run_id, "mlflow.note.content", "\n\n".join(found.answers)[:_TAG_LENGTH])
+        self.client.log_text(run_id, found.text(), "comparison.txt")
         self.client.set_terminated(run_id, _RUN_STATUS[sweep.status], _milliseconds(sweep.finished_at))
 
     def _run(
@@ -263,7 +368,7 @@ def _fill_run(
         if one.name == "ttft_ms_p50" and one.label.startswith("turn=")
     ]
     at_ms = _milliseconds(trial.finished_at or trial.started_at)
-    _log(client, run_id, {**fields, **asked, **columns}, metrics, tags, at_ms)
+    _log_batches(client, run_id, {**fields, **asked, **columns}, metrics, tags, at_ms)
     with tempfile.TemporaryDirectory() as name:
         for file, content in (("config.json", trial.config), ("environment.json", trial.environment)):
             Path(name, file).write_text(json.dumps(content, indent=2, default=str), encoding="utf-8")
@@ -276,14 +381,14 @@ def _fill_run(
     client.set_terminated(run_id, _RUN_STATUS[trial.status], _milliseconds(trial.finished_at))
 
 
-# In MLflow's terms
+# In MLflow's terms: names, tags, parameters
 
 
 def _tagged(tags: Mapping[str, str]) -> str:
     return " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
 
 
-def _log(
+def _log_batches(
     client: Any,
     run_id: str,
     params: Mapping[str, Any],
@@ -312,9 +417,6 @@ def _allowed(text: str) -> str:
 
 def _milliseconds(moment: datetime | None) -> int | None:
     return int(moment.timestamp() * 1000) if moment else None
-
-
-# What MLflow shows: names, tags, parameters
 
 
 def sweep_name(sweep: Sweep) -> str:

@@ -31,15 +31,13 @@ from sqlalchemy import (
     event,
     table,
     text,
-    update,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeEngine
 
 from pensieve.serve.record import TurnRecord
 
-VERSIONS = ("0001", "0002", "0003", "0004", "0005")
-SCHEMA_VERSION = VERSIONS[-1]
+SCHEMA_VERSION = "0005"
 VERSION_TABLE = "pensieve_schema_version"
 """Shaped like Alembic's own (one row, `version_num`), under a name that an MLflow store in the same database does not
 use."""
@@ -217,7 +215,7 @@ turn_table = Table(
     Base.metadata,
     Column("id", BigId, primary_key=True),
     Column("trial_id", ForeignKey("trial.id", ondelete=CASCADE), index=True, nullable=False),
-    # As the revisions left them: the number of the turn first, what was added last at the end.
+    # As older versions left them: the number of the turn first, what was added last at the end.
     *sorted(_turn_columns(), key=lambda one: (one.name != "ordinal", one.name == "disk_hit_tokens")),
 )
 """The columns of record.TurnRecord, under a trial."""
@@ -317,43 +315,3 @@ def _create_views(target: MetaData, connection: Connection, **_: Any) -> None:
     for name, query in _VIEWS.items():
         connection.execute(text(f"DROP VIEW IF EXISTS {name}"))
         connection.execute(text(f"CREATE VIEW {name} AS {query}"))
-
-
-def upgrade(connection: Connection, found: str) -> None:
-    """Bring a database of an older version to SCHEMA_VERSION, inside the caller's transaction. New tables and views come
-    from the models. A version that alters a table adds its statements here, and a database as it was to tests/results.
-
-    0002: bytes that no engine counted are null; metrics are found by name. 0003: table miss. 0004: history on disk. 0005:
-    table holding.
-    """
-    if found < "0004":
-        connection.execute(text("ALTER TABLE turn ADD COLUMN disk_hit_tokens INTEGER"))
-        # Older turns were served without a disk tier; where cpu_hit_tokens is null the engine tells no tiers.
-        connection.execute(text("UPDATE turn SET disk_hit_tokens = 0 WHERE cpu_hit_tokens IS NOT NULL"))
-    if found < "0002":
-        _bytes_may_be_unknown(connection)
-    Base.metadata.create_all(connection)
-    for index in MetricRow.__table__.indexes:  # type: ignore[attr-defined]
-        index.create(connection, checkfirst=True)
-    connection.execute(update(version_table).values(version_num=SCHEMA_VERSION))
-
-
-def _bytes_may_be_unknown(connection: Connection) -> None:
-    """Such bytes were 0: those of a turn in all ways, and those sent in the metrics."""
-    never_sent = ("sent_bytes", "received_bytes")
-    columns = ("h2d_bytes", "d2h_bytes", *never_sent)
-    if connection.dialect.name == "sqlite":  # which cannot alter a column: the table is copied
-        names = ", ".join(column.name for column in turn_table.c)
-        connection.execute(text("DROP INDEX ix_turn_trial_id"))
-        connection.execute(text("ALTER TABLE turn RENAME TO turn_before"))
-        turn_table.create(connection)
-        connection.execute(text(f"INSERT INTO turn ({names}) SELECT {names} FROM turn_before"))
-        connection.execute(text("DROP TABLE turn_before"))
-    else:
-        for name in columns:
-            connection.execute(text(f"ALTER TABLE turn ALTER COLUMN {name} DROP NOT NULL"))
-    for name in columns:
-        connection.execute(text(f"UPDATE turn SET {name} = NULL WHERE {name} = 0"))
-    for name in never_sent:
-        per_token = f"UPDATE metric SET value = NULL WHERE value = 0 AND name IN ('{name}', '{name}_per_token')"
-        connection.execute(text(per_token))

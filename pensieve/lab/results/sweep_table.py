@@ -18,7 +18,7 @@ from pensieve.lab.results.notes import ABOVE, FACTS, NOTE_COLUMNS, Note, notes
 from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.tokens import TokenComparison, compare_tokens
-from pensieve.lab.statistics import PairedRatio
+from pensieve.lab.statistics import Estimate
 from pensieve.lab.tables import grid
 from pensieve.specs import ROUNDS_APART
 from pensieve.units import NONE, percent, three_digits
@@ -62,8 +62,8 @@ class SweepRow:
     metrics: Mapping[str, float | None]
     ttft_first_ms: float | None
     ttft_last_ms: float | None
-    beside_ours: PairedRatio | None
-    gap_closed: PairedRatio | None
+    beside_ours: Estimate | None
+    gap_closed: Estimate | None
     outputs: OutputCheck | None
 
 
@@ -167,7 +167,7 @@ def _row(found: Frame, group: TrialGroup, baseline: str, made: Sequence[Finding]
     )
 
 
-def _gap_closed(found: Frame, group: TrialGroup, baseline: str) -> PairedRatio | None:
+def _gap_closed(found: Frame, group: TrialGroup, baseline: str) -> Estimate | None:
     """None for START itself, and where its trials are not in the sweep."""
     if group.at.get("eviction", START) == START:
         return None
@@ -259,13 +259,13 @@ def _ratio(row: SweepRow) -> str:
     return _with_interval(row.beside_ours, 1.0, 2 if (row.beside_ours.ci_high or 0.0) < 10 else 1, "–")
 
 
-def _with_interval(found: PairedRatio | None, scale: float, digits: int, between: str) -> str:
+def _with_interval(found: Estimate | None, scale: float, digits: int, between: str) -> str:
     if found is None:
         return NONE
     low, high = found.ci_low, found.ci_high
     if low is None or high is None:
-        return f"{scale * found.ratio:.{digits}f}, n = {found.groups}"
-    return f"{scale * found.ratio:.{digits}f} ({scale * low:.{digits}f}{between}{scale * high:.{digits}f})"
+        return f"{scale * found.value:.{digits}f}, n = {found.independent}"
+    return f"{scale * found.value:.{digits}f} ({scale * low:.{digits}f}{between}{scale * high:.{digits}f})"
 
 
 def _digits(name: str) -> Callable[[SweepRow], str]:

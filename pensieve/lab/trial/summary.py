@@ -12,7 +12,7 @@ from rich.text import Text
 from pensieve.errors import in_checkout
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.frame import TrialGroup
-from pensieve.lab.results.mlflow_store import URL_ENV, remote_url
+from pensieve.lab.results.mlflow_runs import URL_ENV, remote_url
 from pensieve.lab.results.notes import MOSTLY, load_changed, offered_rate, starting
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore

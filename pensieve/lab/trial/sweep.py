@@ -31,8 +31,7 @@ from pensieve.lab.compose.plan import awaits_profile
 from pensieve.lab.compose.preflight import preflight
 from pensieve.lab.results.environment import Owner, git_commit, host, this_process
 from pensieve.lab.results.identity import sweep_key
-from pensieve.lab.results.mlflow_runs import address_of, copy_sweep, copy_trial, log_drawn
-from pensieve.lab.results.mlflow_store import remote_url
+from pensieve.lab.results.mlflow_runs import copy_sweep, copy_trial, log_drawn
 from pensieve.lab.results.slo import PREFIX
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import SweepTable, sweep_table
@@ -43,7 +42,7 @@ from pensieve.lab.trial.job import Job, Outcome
 from pensieve.lab.trial.jobs import Jobs, asks_hydra, in_turn
 from pensieve.lab.trial.liveness import end_with
 from pensieve.lab.trial.run import run_trial
-from pensieve.lab.trial.summary import UI_ADDRESS, brief, places, summary
+from pensieve.lab.trial.summary import brief, places, summary
 from pensieve.lab.trial.terminal import (
     INTERRUPTED,
     close_at_exit,
@@ -156,13 +155,8 @@ class OpenSweep:
         return table
 
     def _to_mlflow(self, tracking: Tracking, table: SweepTable) -> None:
-        """Write the sweep to MLflow, and print where its runs are shown."""
-        if not tracking.mlflow:
-            return
-        copied = copy_sweep(tracking.outputs, tracking.store, self.membership.sweep_id, table, interrupts_held)
-        address = address_of(tracking.outputs, copied[0]) if copied is not None and remote_url() is None else None
-        if address is not None:
-            say(f"Runs:     {UI_ADDRESS}{address}")
+        if tracking.mlflow:
+            copy_sweep(tracking.outputs, tracking.store, self.membership.sweep_id, table, interrupts_held)
 
 
 def open_sweep(

@@ -11,7 +11,7 @@ from pathlib import Path
 from pensieve.errors import ConfigError
 from pensieve.lab.compose import TrialConfig, outputs_folder
 from pensieve.lab.compose.schema import TrackingConfig
-from pensieve.lab.results.mlflow_store import remote_url
+from pensieve.lab.results.mlflow_runs import remote_url
 from pensieve.lab.results.store import ResultsStore, open_store
 
 

@@ -94,7 +94,7 @@ def test_the_replay_is_the_recorded_engine_token_for_token_and_a_timestamp_is_wo
     named = [note for note in page.notes if f"at token {2 * SIZE}" in note]
     move = [one for one in found.outcomes if one.option.moved == 2 * SIZE]
     assert bool(named) == bool(move) == (stamp is not None)
-    assert all(one.more.ratio > 0 for one in move)
+    assert all(one.more.value > 0 for one in move)
     assert sum(line.tokens or 0 for line in found.split.lines) == found.split.missed_tokens
     html = render(page)
     assert page.answer.split(".")[0] in html and all(bar.name in html for bar in page.causes)

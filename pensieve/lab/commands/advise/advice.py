@@ -21,7 +21,7 @@ from pensieve.lab.commands.advise.source import Source, open_source
 from pensieve.lab.compose import TrialPlan, check, plan_trial, read_option, resolved
 from pensieve.lab.compose.settings import check_node
 from pensieve.lab.results.prices import Prices
-from pensieve.lab.statistics import PairedRatio
+from pensieve.lab.statistics import Estimate
 from pensieve.lab.traffic.table import Facts
 from pensieve.serve.books.ledger import PositionPrices
 from pensieve.sim.cost import simulated_cost
@@ -92,12 +92,12 @@ class Option:
 class Outcome:
     option: Option
     replayed: Replayed
-    more: PairedRatio
-    faster: PairedRatio
+    more: Estimate
+    faster: Estimate
 
     @property
     def helps(self) -> bool:
-        return self.more.ratio >= WORTH and (self.more.ci_low or 0.0) >= 0.0
+        return self.more.value >= WORTH and (self.more.ci_low or 0.0) >= 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def advise(cfg: DictConfig, say: Callable[[str], None]) -> Advice:
         source, plan, settings, served, reading, causes, of, part.sessions, len(part.sent), share, base,
         sum(own for own, _, _ in pairs) / sum(whole for _, _, whole in pairs) if pairs else None,
         max(abs(own - other) for own, other, _ in pairs) if pairs else None,
-        sorted(outcomes, key=lambda one: (-round(one.more.ratio, 3), sum(one.option.added.values()))),
+        sorted(outcomes, key=lambda one: (-round(one.more.value, 3), sum(one.option.added.values()))),
         time.monotonic() - began,
     )  # fmt: skip
 

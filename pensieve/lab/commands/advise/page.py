@@ -11,7 +11,7 @@ from rich.console import Console
 
 from pensieve.lab.commands.advise.advice import COMMON_EDGE, Advice, Outcome, pauses
 from pensieve.lab.commands.advise.causes import CAUSES
-from pensieve.lab.statistics import PairedRatio
+from pensieve.lab.statistics import Estimate
 from pensieve.lab.tables import Table, grid
 from pensieve.units import GIB, NONE, duration, format_bytes, percent, significant, three_digits
 
@@ -197,13 +197,13 @@ def _causes(advice: Advice) -> list[Bar]:
 
 def _gain_bar(one: Outcome) -> Bar:
     ends = (one.more.ci_low, one.more.ci_high)
-    return Bar(one.option.name, one.more.ratio, _points(one.more), one.option.why, *ends)
+    return Bar(one.option.name, one.more.value, _points(one.more), one.option.why, *ends)
 
 
-def _points(more: PairedRatio) -> str:
+def _points(more: Estimate) -> str:
     if more.ci_low is None or more.ci_high is None:
-        return f"{100 * more.ratio:+.1f}"
-    return f"{100 * more.ratio:+.1f} [{100 * more.ci_low:+.1f}, {100 * more.ci_high:+.1f}]"
+        return f"{100 * more.value:+.1f}"
+    return f"{100 * more.value:+.1f} [{100 * more.ci_low:+.1f}, {100 * more.ci_high:+.1f}]"
 
 
 def _line(name: str, advice: Advice, one: Outcome | None) -> dict[str, str]:
@@ -212,7 +212,7 @@ def _line(name: str, advice: Advice, one: Outcome | None) -> dict[str, str]:
     faster = NONE
     if one is not None:
         ends = "" if one.faster.ci_low is None else f" [{one.faster.ci_low:.2f}, {one.faster.ci_high:.2f}]"
-        faster = f"{one.faster.ratio:.2f}×{ends}"
+        faster = f"{one.faster.value:.2f}×{ends}"
     return {
         "": name,
         "found, %": percent(found.rate),

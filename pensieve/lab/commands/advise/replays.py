@@ -14,7 +14,7 @@ from pensieve.lab.compose import build_cluster, build_system, build_tokenizer, c
 from pensieve.lab.compose.build import workload_context
 from pensieve.lab.metric_registry import NONNEGATIVE, REAL
 from pensieve.lab.replay import replay
-from pensieve.lab.statistics import PairedRatio, nearest_rank, paired_ratio
+from pensieve.lab.statistics import Estimate, nearest_rank, paired_ratio
 from pensieve.lab.workload.chance import shuffled
 from pensieve.lab.workload.fit import Fit, fitted
 from pensieve.lab.workload.playback import Pauses, Playback, Recorded
@@ -45,7 +45,7 @@ class Replayed:
         return nearest_rank(list(self.ttft_ms.values()), p) if self.ttft_ms else None
 
 
-def gain(base: Replayed, other: Replayed) -> tuple[PairedRatio, PairedRatio]:
+def gain(base: Replayed, other: Replayed) -> tuple[Estimate, Estimate]:
     """Share of prompt tokens found more than the base, and mean TTFT of the base over that of the other: paired by turn,
     summed by conversation, intervals from conversations (pensieve/lab/statistics.py measures their coverage)."""
     more: dict[tuple[int, str], float] = {}
