@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import threading
 from array import array
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +22,7 @@ from pensieve.lab.workload.base import WorkloadContext
 from pensieve.lab.workload.fit import Fit
 from pensieve.lab.workload.formats import convert, load
 from pensieve.lab.workload.formats.converted import converted
+from pensieve.lab.workload.formats.vllm_events import Events, joined, listen
 from pensieve.lab.workload.recording import Blocks, Parts, Text
 from tests.shared_data import shared
 from tests.workload.formats.test_timed_formats import READ, lines
@@ -265,3 +268,63 @@ def test_what_others_wrote_of_served_requests_becomes_rows(name, tmp_path, monke
 def test_an_unknown_format_is_refused_with_what_it_lacks(tmp_path):
     with pytest.raises(ConfigError, match="nearest to mooncake, and lacks hash_ids"):
         load(lines(tmp_path / "x.jsonl", {"input_length": 3, "when": 0}))
+
+
+VLLM = Path(__file__).with_name("vllm_events")
+"""Of vLLM 0.32 on a CPU, 48 + 120 blocks of 32: 40 requests, two at a time from the 25th on. Token ids are other ones."""
+FOUND = [0, 64, 64, 64, 64, 64, 64, 64, 96, 128, 96, 96, 96, 128, 128, 96, 160, 160, 160, 128]
+FOUND += [192, 160, 128, 192, 224, 224, 192, 160, 224, 224, 256, 160, 320, 256, 224, 256, 288, 224, 288, 288]
+"""cached_tokens of its replies."""
+
+
+def test_what_vllm_found_is_read_from_its_events_and_its_log(tmp_path):
+    convert(VLLM, None, tmp_path / "t.parquet", SALT)
+    facts, rows = table.read_facts(tmp_path / "t.parquet"), list(table.read(tmp_path / "t.parquet"))
+    assert [row.cached_tokens for row in rows] == FOUND
+    assert facts.block == 32 and facts.engine["name"] == "vllm" and sum(row.cached_cpu_tokens for row in rows) == 1024
+    assert len({row.session for row in rows if row.session}) == 8 and all(row.output_tokens == 12 for row in rows)
+    assert [row.arrival_s for row in rows] == sorted(row.arrival_s for row in rows)
+    assert all(row.first_token_s is None or row.first_token_s >= row.arrival_s for row in rows)
+    replies = [(row.blocks, row.output_blocks) for row in rows if row.output_blocks]
+    later = [tuple(row.blocks) for row in rows]
+    followed = [one for one in later for blocks, said in replies if one[: len(blocks) + 1] == (*blocks, *said)]
+    assert len(replies) >= 8 and len(followed) >= 6, "the next prompt holds the block of the reply"
+
+
+@pytest.mark.parametrize(
+    ("kept", "changed", "reason"),
+    [
+        ("vllm.log", {}, r"lack BlockStored with token_ids"),
+        ("events.jsonl", {}, r"\.log"),
+        (None, {"prompt_token_ids": "ids"}, "lacks prompt_token_ids"),
+        (None, {"block_size": "size"}, "batch 1: a BlockStored lacks block_size"),
+        (None, {"BlockStored": "Kept"}, "'Kept' is no event of vLLM's cache"),
+    ],
+)
+def test_events_and_log_that_say_too_little_are_refused_with_what_they_lack(kept, changed, reason, tmp_path):
+    for file in VLLM.iterdir():
+        if kept in (None, file.name):
+            said = file.read_text()
+            for old, new in changed.items():
+                said = said.replace(old, new)
+            (tmp_path / file.name).write_text(said)
+    with pytest.raises(MalformedInput, match=reason):
+        load(tmp_path, "vllm_events")
+
+
+def test_events_are_taken_live_and_their_tokens_are_not_kept(tmp_path):
+    zmq, msgpack = pytest.importorskip("zmq"), pytest.importorskip("msgpack")
+    batches = [json.loads(line) for line in (VLLM / "events.jsonl").read_text().splitlines()]
+    events = Events(SALT)
+    with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        listening = threading.Thread(
+            target=listen, args=(f"tcp://127.0.0.1:{port}", events, lambda: len(events.taken) >= 175), daemon=True
+        )
+        listening.start()
+        assert publisher.poll(20_000)  # the subscription
+        for number, batch in enumerate(batches):
+            publisher.send_multipart([b"", number.to_bytes(8, "big"), msgpack.packb(batch)])
+        listening.join(20)
+    _, rows = joined(events, [VLLM / "vllm.log"])
+    assert [row.cached_tokens for row in rows] == FOUND

@@ -13,7 +13,7 @@ from pensieve.errors import ConfigError
 from pensieve.lab.traffic.hashing import Salt
 from pensieve.lab.traffic.table import Exchange, Facts, exchanges, is_traffic, read_batches, read_facts
 from pensieve.lab.workload.chance import uniform
-from pensieve.lab.workload.formats import load
+from pensieve.lab.workload.formats import load, served_rows
 from pensieve.lab.workload.formats.converted import converted
 from pensieve.lab.workload.formats.traffic import asked_in, conversations_of
 from pensieve.lab.workload.recording import Conversation
@@ -47,6 +47,9 @@ def open_source(path: Path, format: str | None) -> Source:
         facts = read_facts(path)
         found, in_file = _read(path)
         named = all(one.session is not None for one in found)
+    elif told := served_rows(path, format, Salt()):
+        facts, found = told
+        named, in_file = all(one.session is not None for one in found), len(found)
     else:
         recording = load(path, format, "skip")
         facts, rows = converted(recording, Salt())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,7 +14,10 @@ from pensieve.lab.commands.record.proxy import Proxy
 from pensieve.lab.commands.record.writer import Writer
 from pensieve.lab.traffic.hashing import Salt
 from pensieve.lab.traffic.journal import finish
+from pensieve.lab.traffic.table import write
 from pensieve.lab.workload.formats import FORMATS, convert
+from pensieve.lab.workload.formats.served import in_order
+from pensieve.lab.workload.formats.vllm_events import Events, joined, listen
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -21,6 +25,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--upstream", metavar="URL", help="the server to record, as http://host:8000")
     made.add_argument("--from", dest="source", type=Path, metavar="FILE", help="recorded requests to convert instead")
     made.add_argument("--format", choices=FORMATS, help="of that file (default: as its first entry looks)")
+    made.add_argument(
+        "--kv-events",
+        metavar="ADDRESS",
+        help="vLLM's, as tcp://host:5557: taken until Ctrl-C, then read with its log (--from)",
+    )
     made.add_argument("--out", type=Path, required=True, metavar="FILE", help="recorded traffic, Parquet")
     made.add_argument("--host", default="127.0.0.1", help="where clients find the proxy (default: this machine only)")
     made.add_argument("--port", type=int, default=8001, help="0: any free one (default: 8001)")
@@ -37,6 +46,10 @@ def record(asked: argparse.Namespace) -> int:
     """Raises ConfigError for arguments that make no sense, MalformedInput for a file that cannot be converted."""
     if asked.upstream is not None and asked.source is not None:
         raise ConfigError("Give --upstream or --from, not both.")
+    if asked.kv_events is not None:
+        if asked.source is None:
+            raise ConfigError("--kv-events needs vLLM's request log too: --from vllm.log.")
+        return _follow(asked)
     if asked.source is not None:
         convert(asked.source, asked.format, asked.out, Salt())
         print(f"{asked.out} is written.")
@@ -60,6 +73,18 @@ def record(asked: argparse.Namespace) -> int:
         raise ConfigError(f"--port={asked.port} cannot be served ({error}); give another.") from error
     finally:
         writer.close()
+    return 0
+
+
+def _follow(asked: argparse.Namespace) -> int:
+    """Until SIGINT or SIGTERM."""
+    events, told = Events(Salt()), threading.Event()
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, lambda *_: told.set())
+    print(f"Listening to {asked.kv_events}; Ctrl-C writes {asked.out}.", flush=True)
+    listen(asked.kv_events, events, told.is_set)
+    write(asked.out, *in_order(*joined(events, [asked.source])))
+    print(f"{asked.out} is written.")
     return 0
 
 

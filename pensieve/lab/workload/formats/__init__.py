@@ -56,12 +56,14 @@ def load(path: str | Path, format: str | None = None, on_malformed: OnMalformed 
 
 def convert(path: Path, format: str | None, out: Path, salt: Salt) -> None:
     """Write requests of any format as recorded traffic. Raises as load does, and OSError."""
+    table.write(out, *served_rows(path, format, salt) or converted(load(path, format), salt))
+
+
+def served_rows(path: Path, format: str | None, salt: Salt) -> served.Read | None:
+    """The rows of a file that says how its requests were served, by arrival; None for others. Raises as load does."""
     found = path.expanduser()
     named = format or (_format_of(found) if found.exists() else None)
-    if found.exists() and named in served.SERVED:
-        table.write(out, *served.rows_of(named, Reader(found, "fail"), salt))
-    else:
-        table.write(out, *converted(load(path, named), salt))
+    return served.rows_of(named, Reader(found, "fail"), salt) if found.exists() and named in served.SERVED else None
 
 
 def _format_of(path: Path) -> str:
@@ -69,6 +71,8 @@ def _format_of(path: Path) -> str:
         return "traffic"
     if path.suffix == ".pkl" or (path.is_dir() and any(path.glob("*.pkl"))):
         return "sglang_dump"
+    if path.is_dir() and any(path.glob("*.log")):
+        return "vllm_events"
     fields = Reader(path, "fail").first_fields()
     for name, (_, needed) in _KNOWN.items():
         if needed and fields.issuperset(needed):

@@ -14,13 +14,18 @@ from pensieve.lab.traffic.hashing import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES,
 from pensieve.lab.traffic.openai import Recorded
 from pensieve.lab.traffic.table import Exchange, Facts
 from pensieve.lab.workload.formats.reading import Malformed, Reader, Row, number, text, whole
+from pensieve.lab.workload.formats.vllm_events import vllm_events
 
 Read = tuple[Facts, list[Exchange]]
 
 
 def rows_of(format: str, reader: Reader, salt: Salt) -> Read:
-    """The rows in order of arrival, which begin at second 0. Raises MalformedInput."""
-    facts, rows = SERVED[format][0](reader, salt)
+    """Raises MalformedInput."""
+    return in_order(*SERVED[format][0](reader, salt))
+
+
+def in_order(facts: Facts, rows: list[Exchange]) -> Read:
+    """The rows in order of arrival, which begin at second 0."""
     rows.sort(key=lambda one: one.arrival_s or 0.0)
     start_s = rows[0].arrival_s or 0.0 if rows else 0.0
     for place, one in enumerate(rows):
@@ -197,5 +202,6 @@ SERVED: dict[str, tuple[Callable[[Reader, Salt], Read], set[str]]] = {
     "sglang_dump": (sglang_dump, set()),
     "inference_perf": (inference_perf, {"start_time", "end_time", "request", "info"}),
     "aiperf": (aiperf, {"metadata", "metrics"}),
+    "vllm_events": (vllm_events, set()),
 }
 """How each is read, raising MalformedInput, and what its first entry has."""
