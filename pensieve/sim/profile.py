@@ -67,7 +67,7 @@ class Profile:
 
     @cached_property
     def terms(self) -> Terms:
-        return _fit(self._measured())
+        return fit(self._measured())
 
     def recompute_s(self, context_tokens: int) -> float:
         """One chunk that ends at this context: non-decreasing in it."""
@@ -182,7 +182,7 @@ def _powers(first: int, last: int) -> Iterator[int]:
         power *= 2
 
 
-def _fit(measured: Sequence[_Measured]) -> Terms:
+def fit(measured: Sequence[_Measured]) -> Terms:
     """Least squares of the relative errors under a, w, q >= 0 and b > 0.
 
     For each place of the hinge, and each set of terms that may be zero, the terms are linear in the measurements; those that

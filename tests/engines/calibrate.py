@@ -17,7 +17,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -106,21 +106,28 @@ class Served(VllmHttp):
         return said
 
 
-def record(load: Load, engine: Served) -> list[Row]:
-    """Ask the load through `pensieve record`."""
+@contextmanager
+def recorded_by(engine: VllmHttp, out: Path) -> Iterator[None]:
+    """What the engine's client asks goes through `pensieve record`."""
     direct = engine._client
     assert direct is not None
+    command = [sys.executable, "runners/record.py", "--upstream", direct.address, "--out", str(out), "--port", "0"]
+    with subprocess.Popen([*command, "--token-ids"], cwd=ROOT, stdout=subprocess.PIPE, text=True) as proxy:
+        assert proxy.stdout is not None
+        engine._client = CompletionsClient(proxy.stdout.readline().split(" at ")[1].split(";")[0], keeps_streams=True)
+        yield
+        engine._client.close()
+        engine._client = direct
+        proxy.send_signal(signal.SIGTERM)
+
+
+def record(load: Load, engine: Served) -> list[Row]:
+    """Ask the load through `pensieve record`."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "traffic.parquet"
-        command = [sys.executable, "runners/record.py", "--upstream", direct.address, "--out", str(out), "--port", "0"]
-        with subprocess.Popen([*command, "--token-ids"], cwd=ROOT, stdout=subprocess.PIPE, text=True) as proxy:
-            assert proxy.stdout is not None
-            engine.anew(load)
-            engine._client = CompletionsClient(proxy.stdout.readline().split(" at ")[1].split(";")[0])
+        engine.anew(load)
+        with recorded_by(engine, out):
             hits, replies, prompts = theirs(load, engine)
-            engine._client.close()
-            engine._client = direct
-            proxy.send_signal(signal.SIGTERM)
         found = list(read(out))
         rows = rows_of(found, prompts, replies)
         traffic(rows, derived := Path(folder) / "derived.parquet")

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pensieve.errors import ConfigError
 from pensieve.lab.commands.advise.causes import Reading, Split, read_causes, split
-from pensieve.lab.commands.advise.replays import Replayed, Task, gain, moved, replay_all, sample
+from pensieve.lab.commands.advise.machine import machine_of, timed
+from pensieve.lab.commands.advise.replays import Replayed, Task, gain, moved, replay_all, replayed, sample
 from pensieve.lab.commands.advise.source import Source, open_source
 from pensieve.lab.compose import TrialPlan, check, plan_trial, read_option, resolved
 from pensieve.lab.compose.settings import check_node
@@ -25,6 +26,7 @@ from pensieve.lab.statistics import Estimate
 from pensieve.lab.traffic.table import Facts
 from pensieve.serve.books.ledger import PositionPrices
 from pensieve.sim.cost import simulated_cost
+from pensieve.specs import ModelSpec
 from pensieve.units import format_bytes, parse_capacity
 
 COMMON_EDGE = 0.1
@@ -43,6 +45,7 @@ class Settings(BaseModel):
     block_tokens: int | None = Field(None, ge=1)
     cpu_bytes: float | None = Field(None, ge=0)
     policy: Literal["lru", "arc"] | None = None
+    machine: Literal["given", "recorded"] = "given"
     replay_s: float = Field(4.0, gt=0)
     to: str | None = None
     prices: Prices = Prices()
@@ -154,6 +157,11 @@ def advise(cfg: DictConfig, say: Callable[[str], None]) -> Advice:
         own = source.only(chosen)
         part = read_causes(own.facts, own.rows, own.named)
     share = 1.0 if part is reading else part.unique_tokens / reading.unique_tokens
+    if settings.machine == "recorded":
+        file = Path(settings.to or source.path).expanduser().with_suffix(".machine.json")
+        served = on_recorded(served, source, plan.model, file)
+        plan = plan_trial(check(served.changed(1.0)))
+        prices = PositionPrices(simulated_cost(plan.model, plan.hardware, served.block_tokens), served.block_tokens)
     say(f"Read {len(reading.sent):,} requests; replaying {len(part.sent):,} of {part.sessions:,} conversations.")
     options = _options(served, plan, reading, share)
     tasks = [Task(served.changed(share), chosen)]
@@ -211,6 +219,20 @@ def _served(config: dict[str, Any], settings: Settings, facts: Facts) -> Served:
     )  # without a CPU tier too: as vLLM does it keeps equal blocks twice
     baseline["cache"]["order"] = settings.policy or told.get("policy") or "lru"
     return Served({**config, "baseline": baseline}, int(gpu or 0), int(cpu or 0), block, told=True)
+
+
+def on_recorded(served: Served, source: Source, model: ModelSpec, file: Path) -> Served:
+    """The same on the machine that the recording's times tell, which is written to a file. A replay says what came from the
+    CPU tier, where the rows do not. Raises ConfigError where they tell no machine."""
+    loaded: list[int] = [0] * len(source.rows)
+    if served.cpu_tokens and any(one.cached_cpu_tokens is None for one, _ in source.rows):
+        base, turns = replayed(Task(served.changed(1.0), source.conversations)), Counter[str]()
+        for place, (_, name) in enumerate(source.rows):
+            turns[name] += 1
+            loaded[place] = base.loaded.get((name, turns[name]), 0)
+    machine_of(timed((one for one, _ in source.rows), loaded), model, served.block_tokens).write(file)
+    hardware = {**read_option("hardware", "sim_profile"), "profile": str(file)}
+    return replace(served, config={**served.config, "hardware": hardware})
 
 
 def _routed(served: Served, router: str, replicas: int) -> dict[str, Any]:

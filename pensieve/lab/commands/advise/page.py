@@ -140,6 +140,8 @@ def _notes(advice: Advice) -> list[str]:
     if whole:
         found.append(f"No request has {', '.join(whole)}.")
     found += [f"{number:,} requests lack {what}." for what, number in lacking.items() if what not in whole]
+    if advice.settings.machine == "recorded":
+        found.append("Times are of the machine that the recording's times to first token tell.")
     if advice.source.strays:
         found.append(f"{advice.source.strays:,} requests whose times lie far from all others are left out.")
     if advice.source.in_file > len(reading.sent):

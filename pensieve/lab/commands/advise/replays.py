@@ -28,10 +28,11 @@ Turn = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay found. found, ttft_ms: by conversation and turn, of turns that completed. prompts: their tokens. failed:
-    turns that did not complete. left_out: turns that the model's context has no room for."""
+    """What a replay found. found, ttft_ms: by conversation and turn, of turns that completed; loaded: from the CPU tier.
+    prompts: their tokens. failed: turns that did not complete. left_out: turns that the model's context has no room for."""
 
     found: Mapping[Turn, int]
+    loaded: Mapping[Turn, int]
     prompts: Mapping[Turn, int]
     ttft_ms: Mapping[Turn, float]
     failed: int
@@ -131,6 +132,7 @@ def replayed(task: Task) -> Replayed:
     cut = sum(len(one.calls) for one in task.conversations) - sum(one.turns for one in measured)
     return Replayed(
         {key: sum(getattr(turn, tier) or 0 for tier in tiers) for key, turn in done.items()},
+        {key: turn.cpu_hit_tokens or 0 for key, turn in done.items()},
         {key: turn.prompt_tokens or 0 for key, turn in done.items()},
         {key: turn.ttft_ms or 0.0 for key, turn in done.items()},
         len(turns) - len(done),

@@ -9,6 +9,7 @@ import ssl
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from time import monotonic
 from typing import Any
 from urllib.parse import SplitResult
@@ -50,58 +51,58 @@ class Framing:
     def feed(self, data: bytes) -> Iterator[tuple[str, bytes, bytes]]:
         """(head, body or end; the bytes as they came; what of a body they hold). Raises Unframed."""
         data, self.held = self.held + data, b""
-        while data:
-            if self._state == "head":
-                head, found, rest = data.partition(b"\r\n\r\n")
-                if not found:
-                    self._hold(data)
-                    return
-                self._state, self._left = self._body_of(head)
-                yield "head", head + found, head
-                data = rest
-                if self._state == "length" and not self._left:
-                    self._state = "head"
-                    yield "end", b"", b""
-            elif self._state == "size":
-                line, found, rest = data.partition(b"\r\n")
-                if not found:
-                    self._hold(data)
-                    return
-                try:
-                    self._left = int(line.split(b";")[0], 16)
-                except ValueError as error:
-                    raise Unframed from error
-                self._state = "chunk" if self._left else "trailer"
-                yield "body", line + found, b""
-                data = rest
-            elif self._state == "trailer":
-                line, found, rest = data.partition(b"\r\n")
-                if not found:
-                    self._hold(data)
-                    return
-                yield "body", line + found, b""
-                if not line:
-                    self._state = "head"
-                    yield "end", b"", b""
-                data = rest
-            elif self._left is None:
-                yield "body", data, data
-                return
+        at = 0
+        while at < len(data):
+            if self._state == "chunk":  # it ends with a line's end
+                left = self._left or 0
+                piece = data[at : at + left + 2]
+                yield "body", piece, piece[: max(left, 0)]
+                at += len(piece)
+                self._left = left - len(piece)
+                if self._left == -2:
+                    self._state = "size"
+            elif self._state == "length":
+                piece = data[at:] if self._left is None else data[at : at + self._left]
+                yield "body", piece, piece
+                at += len(piece)
+                self._left = None if self._left is None else self._left - len(piece)
             else:
-                wanted = self._left + 2 if self._state == "chunk" else self._left  # a chunk ends with a line's end
-                piece, data = data[:wanted], data[wanted:]
-                yield "body", piece, piece[: self._left]
-                self._left -= len(piece)
-                if self._state == "length" and not self._left:
-                    self._state = "head"
-                    yield "end", b"", b""
-                elif self._state == "chunk" and self._left <= 0:
-                    self._state, self._left = ("size", 0) if self._left == -2 else ("chunk", self._left)
+                ending = b"\r\n\r\n" if self._state == "head" else b"\r\n"
+                stop = data.find(ending, at)
+                if stop < 0:
+                    self._hold(data[at:])
+                    return
+                line, raw = data[at:stop], data[at : stop + len(ending)]
+                at += len(raw)
+                if self._state == "head":
+                    self._state, self._left = self._body_of(line)
+                    yield "head", raw, line
+                else:
+                    if self._state == "size":
+                        self._state, self._left = self._chunk_of(line)
+                    elif not line:  # the end of the trailer
+                        self._state, self._left = "length", 0
+                    yield "body", raw, b""
+            if self._state == "length" and self._left == 0:
+                self._state = "head"
+                yield "end", b"", b""
 
     @property
     def lasts(self) -> bool:
         """The body under way ends with the connection."""
         return self._state == "length" and self._left is None
+
+    @property
+    def streams(self) -> bool:
+        """A body in chunks is under way."""
+        return self._state in ("size", "chunk", "trailer")
+
+    def _chunk_of(self, line: bytes) -> tuple[str, int]:
+        try:
+            size = int(line.split(b";")[0], 16)
+        except ValueError as error:
+            raise Unframed from error
+        return ("chunk", size) if size else ("trailer", 0)
 
     def _hold(self, data: bytes) -> None:
         if len(data) > HEAD_BYTES:
@@ -185,6 +186,8 @@ class Client(_Side):
         self._answered = Framing(self._has_no_body, to_end=True)
         self._opaque = self._interim = self._leaving = False
         self._connecting: asyncio.Task[None] | None = None
+        self._late: list[tuple[float, bytes]] = []  # of the upstream: when it came
+        self._late_bytes = 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -288,12 +291,29 @@ class Client(_Side):
         return held
 
     def answer(self, data: bytes) -> None:
-        """Take bytes of the upstream, which the client has already been sent."""
+        """Take bytes of the upstream, which the client has already been sent. A body in chunks waits until it ends or is
+        long, and is read at once."""
         if self._opaque:
             return
-        now = monotonic()
+        self._late.append((monotonic(), data))
+        self._late_bytes += len(data)
+        if self._answered.streams and data[-4:] != b"\r\n\r\n" and len(data) >= 4 and self._late_bytes < PART_BYTES:
+            return
+        self._read()
+
+    def _read(self) -> None:
+        """What came of the upstream and was not read."""
+        late, self._late, self._late_bytes = self._late, [], 0
+        came = iter(
+            [(now, stop) for (now, _), stop in zip(late, accumulate(len(data) for _, data in late), strict=True)]
+        )
+        now, here = next(came, (monotonic(), 0))
+        at = -len(self._answered.held)
         try:
-            for kind, _, body in self._answered.feed(data):
+            for kind, raw, body in self._answered.feed(b"".join(data for _, data in late)):
+                at += len(raw)
+                while at > here:
+                    now, here = next(came)
                 one = self._passing[0] if self._passing else None
                 if one is None:
                     raise Unframed
@@ -344,6 +364,7 @@ class Client(_Side):
         self._passing.clear()
 
     def upstream_lost(self) -> None:
+        self._read()
         if self._passing and self._answered.lasts:
             one = self._passing.popleft()
             self._tell(one, "failed" if one.failed else "completed", monotonic())
@@ -352,6 +373,7 @@ class Client(_Side):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._proxy.open.discard(self)
+        self._read()
         self._over("cancelled")
         if self.other is not None:
             self.other.transport.close()
