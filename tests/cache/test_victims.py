@@ -142,7 +142,7 @@ def test_a_choice_is_what_taking_one_chunk_after_the_other_gives(make: type[Evic
             of_it = View.DIRTY in session.chunks.view
             if len(single) >= count and not (whole and policy.whole_conversations and of_it):
                 break
-        assert chosen == single
+        assert chosen.victims() == single
 
 
 @pytest.mark.parametrize("make", [RetentionValue, AdaptiveRetention, Lru])
@@ -172,8 +172,10 @@ def test_what_several_conversations_have_goes_by_what_it_is_worth_to_all(make: t
             first = min(index.as_victim(node, left[node.number][0], 9.5) for node in nodes if left[node.number])
             expected.append(first)
             left[first[3]].pop(0)
-        assert chosen == expected
-        for *_, chunk, node in chosen:
+        assert chosen.victims() == expected
+        by_number = {node.number: node for node in nodes}
+        for *_, number, chunk in expected:
+            node = by_number[number]
             node.chunks.view[chunk] = View.NONE
             index.changed(node, -1)
     if make is RetentionValue:
@@ -230,7 +232,7 @@ def test_a_thousand_of_a_million_chunks_a_tenth_of_them_shared(capsys: pytest.Ca
     took = []
     for turn in range(15):
         began = time.process_time()
-        index.spans(index.choose(1000, 3700.0 + turn, whole=True))
+        index.choose(1000, 3700.0 + turn, whole=True).spans()
         took.append(1000 * (time.process_time() - began))
     with capsys.disabled():
         print(
@@ -245,8 +247,8 @@ def test_whole_conversations_go_together() -> None:
     for session in sessions:
         for chunk in range(3):
             put(index, session, chunk)
-    assert [victim[3:5] for victim in index.choose(2, 10.0, whole=True)] == [(0, 0), (0, 1), (0, 2)]
-    assert [victim[3:5] for victim in index.choose(2, 10.0)] == [(0, 0), (0, 1)]
+    assert [victim[3:] for victim in index.choose(2, 10.0, whole=True).victims()] == [(0, 0), (0, 1), (0, 2)]
+    assert [victim[3:] for victim in index.choose(2, 10.0).victims()] == [(0, 0), (0, 1)]
 
 
 def test_adaptive_retention_reorders_when_keeping_hits_more() -> None:

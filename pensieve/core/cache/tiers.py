@@ -43,7 +43,7 @@ from operator import attrgetter, lt
 from pensieve.core.cache.base import NO_LOWER_TIER, Broken, CacheCounters, LowerTier
 from pensieve.core.cache.copies import ALIVE, CopyRun, OpenCopies
 from pensieve.core.cache.pool import BlockPool
-from pensieve.core.cache.victims import TailIndex, Victim, VictimIndex
+from pensieve.core.cache.victims import Choice, TailIndex, VictimIndex
 from pensieve.core.facts import SILENT, Facts, Found
 from pensieve.core.plan import CPU, GPU, Move, Moved, Tier
 from pensieve.core.policies.base import EvictionPolicy
@@ -310,11 +310,11 @@ class Tiers:
 
     # -- copies -----------------------------------------------------------------------------------------------------
 
-    def copy_out(self, chosen: list[Victim], waiting: Session | None) -> None:
+    def copy_out(self, chosen: Choice, waiting: Session | None) -> None:
         """Start the copies of dirty chunks to their CPU blocks, under one ticket; they leave their index. waiting: who needs
         their GPU blocks."""
         moves = []
-        for node, start, stop in self.dirty.spans(chosen):
+        for node, start, stop in chosen.spans():
             chunks = node.chunks
             columns = chunks.gpu[start:stop], chunks.cpu[start:stop], chunks.gpu_len[start:stop]
             self._set_views(node, start, bytes(stop - start))

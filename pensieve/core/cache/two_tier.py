@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress, count, islice
+from itertools import compress, count, islice, repeat
 from operator import gt
 from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pensieve.core.cache.base import Broken, CacheManager, Room
 from pensieve.core.cache.invariants import check_tiers
 from pensieve.core.cache.restore import RestoreMode, Restorer
 from pensieve.core.cache.tiers import Tiers, found_in, missing_runs
-from pensieve.core.cache.victims import Victim, VictimIndex
+from pensieve.core.cache.victims import Choice, VictimIndex
 from pensieve.core.cost import CostModel
 from pensieve.core.facts import Admission, Found
 from pensieve.core.plan import Move, Moved
@@ -97,14 +100,7 @@ class TwoTierRoom(Room):
     def swap_out_all(self, session: Session, now_s: float) -> None:
         if not self.cpu_blocks:
             return
-        tiers = self.tiers
-        dirty = [
-            tiers.dirty.as_victim(node, ~index if tiers.from_tail else index, now_s)
-            for node in session.nodes()
-            for index, view in enumerate(node.chunks.view)
-            if view == View.DIRTY
-        ]
-        self.copy_out(dirty, now_s, session)
+        self.copy_out(self.tiers.dirty.listed(session.nodes(), now_s), now_s, session)
 
     def drop(self, blocks: int, now_s: float) -> int:
         return self._free_gpu(self.tiers.dirty, self.tiers.drop_gpu, blocks, now_s)
@@ -117,25 +113,23 @@ class TwoTierRoom(Room):
         if blocks <= 0 or not victims.chunks:
             return 0
         chosen = victims.choose(blocks, now_s, whole=True)
-        self.give_up(victims, chosen, take)
+        self.give_up(chosen, take)
         return len(chosen)
 
-    def give_up(self, victims: VictimIndex, chosen: list[Victim], take: Callable[[Node, int, int], None]) -> None:
+    def give_up(self, chosen: Choice, take: Callable[[Node, int, int], None]) -> None:
         """Have `take` do what it does with the runs of the chosen chunks: reclaim them, or drop them."""
-        for span in victims.spans(chosen):
+        for span in chosen.spans():
             take(*span)
 
-    def victims_of_others(
-        self, victims: VictimIndex, session: Session, view: View, count: int, now_s: float
-    ) -> list[Victim]:
+    def victims_of_others(self, victims: VictimIndex, session: Session, view: View, count: int, now_s: float) -> Choice:
         """Choose at most `count` victims among the other sessions, whatever its own chunks are worth to the policy."""
-        own = {node.number: node.chunks.view.count(view) for node in session.nodes()}
+        own = {node: node.chunks.view.count(view) for node in session.nodes()}
         chosen = victims.choose(count + sum(own.values()), now_s)
-        return [victim for victim in chosen if victim.number not in own][:count]
+        return chosen.some(np.array([one.node not in own for one in chosen.own], bool)[chosen.of]).some(slice(count))
 
     def copy_out(
         self,
-        chosen: list[Victim],
+        chosen: Choice,
         now_s: float,
         waiting: Session | None,
         giving: list[tuple[Node, int]] | None = None,
@@ -146,48 +140,50 @@ class TwoTierRoom(Room):
         if not chosen:
             return
         tiers = self.tiers
-        lacking = [one for one in chosen if one.node.chunks.cpu[max(one.place, ~one.place)] == NO_BLOCK]
+        lacking = np.flatnonzero(chosen.column("cpu") == NO_BLOCK)
         if tiers.cpu.free < len(lacking) and tiers.duplicates:
             tiers.free_duplicates(len(lacking) - tiers.cpu.free)
         while tiers.cpu.free < len(lacking) and giving:
             node, index = giving.pop()
             tiers.free_cpu(node, index, index + 1)
             tiers.update(node, index, index + 1)
-        lost, instead = self._least(lacking, now_s) if tiers.from_tail else self._less_than_others(lacking, now_s)
-        self.give_up(tiers.cpu_only, instead, tiers.drop_cpu)
-        if lost:
-            without = set(lost)
-            self.give_up(tiers.dirty, _still_dirty(lost), tiers.drop_gpu)
-            chosen = _still_dirty(victim for victim in chosen if victim not in without)
-        elif instead and tiers.from_tail:
-            chosen = _still_dirty(chosen)
-        self.give_up(tiers.dirty, chosen, self._take_cpu)
+        lost: NDArray[np.int64] = lacking[:0]
+        if tiers.cpu.free < len(lacking):
+            choose = self._least if tiers.from_tail else self._less_than_others
+            rows, instead = choose(chosen.some(lacking), now_s)
+            lost = lacking[rows]
+            self.give_up(instead, tiers.drop_cpu)
+        if len(lost):
+            self.give_up(_still_dirty(chosen.some(lost)), tiers.drop_gpu)
+            chosen = chosen.some(np.delete(np.arange(len(chosen)), lost))
+        chosen = _still_dirty(chosen)
+        self.give_up(chosen, self._take_cpu)
         tiers.copy_out(chosen, waiting)
 
-    def _less_than_others(self, lacking: Sequence[Victim], now_s: float) -> tuple[list[Victim], list[Victim]]:
-        """Of those for which no CPU block is free, those that are lost; and those on CPU that are lost in place of the
-        others."""
-        rest = lacking[self.tiers.cpu.free :]
-        there = iter(self.tiers.cpu_only.choose(len(rest), now_s) if rest else ())
-        least = next(there, None)
-        lost: list[Victim] = []
-        instead: list[Victim] = []
-        for victim in rest:
+    def _less_than_others(self, lacking: Choice, now_s: float) -> tuple[list[int], Choice]:
+        """Of those for which no CPU block is free, those that are lost, by row; and those on CPU that are lost in place of
+        the others."""
+        free = self.tiers.cpu.free
+        there = self.tiers.cpu_only.choose(len(lacking) - free, now_s)
+        others = iter(there.victims())
+        least, lost, instead = next(others, None), [], 0
+        for row, victim in enumerate(lacking.some(slice(free, None)).victims(), free):
             if least is None or victim < least:
-                lost.append(victim)
+                lost.append(row)
             else:
-                instead.append(least)
-                least = next(there, None)
-        return lost, instead
+                instead += 1
+                least = next(others, None)
+        return lost, there.some(slice(instead))
 
-    def _least(self, lacking: Sequence[Victim], now_s: float) -> tuple[list[Victim], list[Victim]]:
+    def _least(self, lacking: Choice, now_s: float) -> tuple[list[int], Choice]:
         """The same from the tail: the least of both together are lost, so that no chunk goes before those behind it."""
         cpu_only, short = self.tiers.cpu_only, len(lacking) - self.tiers.cpu.free
-        if short <= 0:
-            return [], []
-        ours = {cpu_only.as_victim(victim.node, victim.place, now_s): victim for victim in lacking}
-        going = sorted([*ours, *cpu_only.choose(short, now_s)])[:short]
-        return [ours[one] for one in going if one in ours], [one for one in going if one not in ours]
+        there = cpu_only.choose(short, now_s)
+        nodes = [lacking.own[of].node for of in lacking.of.tolist()]
+        ours = map(cpu_only.as_victim, nodes, lacking.places.tolist(), repeat(now_s))
+        going = sorted([*zip(ours, count()), *zip(there.victims(), repeat(-1))])[:short]
+        lost = [row for _, row in going if row >= 0]
+        return lost, there.some(slice(short - len(lost)))
 
     def _take_cpu(self, node: Node, start: int, stop: int) -> None:
         """Take CPU blocks for those of the chunks that have none, behind the block of the chunk before as far as that is
@@ -458,7 +454,7 @@ class TwoTierCache(CacheManager):
         tiers.free_duplicates(max(0, len(wanted) - tiers.cpu.free))
         lacking = max(0, len(wanted) - tiers.cpu.free)
         others = self.room.victims_of_others(tiers.cpu_only, session, View.CPU_ONLY, lacking, now_s)
-        self.room.give_up(tiers.cpu_only, others, tiers.drop_cpu)
+        self.room.give_up(others, tiers.drop_cpu)
         taken = wanted[max(0, len(wanted) - tiers.cpu.free) :]
         for index, block in zip(taken, tiers.cpu.allocate(len(taken), session.number), strict=True):
             for node, place, _ in session.in_nodes([(index, index + 1)]):
@@ -501,6 +497,6 @@ class TwoTierCache(CacheManager):
         self.below.check()
 
 
-def _still_dirty(victims: Iterable[Victim]) -> list[Victim]:
+def _still_dirty(chosen: Choice) -> Choice:
     """Those that did not go with a chunk before them."""
-    return [victim for victim in victims if victim.node.chunks.view[max(victim.place, ~victim.place)] == View.DIRTY]
+    return chosen.some(chosen.column("view") == View.DIRTY)

@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
-from itertools import count, islice
-from typing import NamedTuple, TypeGuard
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import accumulate, count, islice
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeGuard
 
-from pensieve.core.policies.base import EvictionPolicy, refuse_key
-from pensieve.core.session import NO_BLOCK, Node, Stem, View, runs_of
+import numpy as np
+from numpy.typing import NDArray
 
-_Place = tuple[int, float, float, float, int, int]  # level, score, order, last active, number of the node, chunk
+from pensieve.core.policies.base import EvictionPolicy, Scores, refuse_key
+from pensieve.core.session import NO_BLOCK, Node, Stem, View
 
-
-class Victim(NamedTuple):
-    """A chunk as it stands in the order of eviction, lowest first. number: of the node. place: of the chunk in it, ~chunk
-    from the tail. The node itself decides nothing."""
-
-    level: int
-    score: float
-    last_active_s: float
-    number: int
-    place: int
-    node: Node
-
+Victim = tuple[int, float, float, int, int]
+"""A chunk as it stands in the order of eviction, lowest first: level, score, last active, number of its node, and its place
+there (~chunk from the tail)."""
 
 Span = tuple[Node, int, int]
 """A run of chunks of a node: first chunk, stop."""
 
 _Key = tuple[int, Hashable, int]  # level, policy bucket, how many of the policy's ages have passed
 _Entry = tuple[float, float, int, int, int]  # policy order, last active, node, place, stamp
-_Head = tuple[
-    int, float, float, float, int, int, int, _Key
-]  # level, score, order, last active, node, place, stamp, key
+_Place = tuple[int, float, float, float, int, int]  # level, score, order, last active, node, place
+_Head = tuple[int, float, float, float, int, int, int, _Key]  # the same, stamp, key
 _COMPACT_BELOW = 64
-_STRETCH = 64  # chunks of a node whose scores are asked at once
-_FIRST_STRETCH = 4  # fewer to begin with: of most nodes a choice takes one or two
 _HOLDERS = 64  # sessions that say what a stem is worth: those before them add next to nothing
 _INFINITE = float("inf")
 _NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
@@ -58,6 +47,78 @@ class _Lead:
         self.passed = 0
 
 
+class _Candidates(NamedTuple):
+    """The chunks of one node that a choice looks at, in their order: level, last active and number are the node's."""
+
+    level: int
+    last_active_s: float
+    number: int
+    node: Node
+    places: NDArray[np.int64]
+    scores: NDArray[np.float64]
+    orders: NDArray[np.float64]
+
+
+class Choice:
+    """Chunks in the order of eviction: a column for each part of their keys, a row for each chunk. A choice is of thousands
+    of chunks of a few nodes, which are compared, chosen from and grouped together.
+
+    of: whose each is, by place in `own`. places, scores: see Victim.
+    """
+
+    __slots__ = ("of", "own", "places", "scores")
+
+    def __init__(
+        self, own: Sequence[_Candidates], of: NDArray[Any], places: NDArray[np.int64], scores: NDArray[np.float64]
+    ) -> None:
+        self.own, self.of, self.places, self.scores = own, of, places, scores
+
+    @classmethod
+    def joined(cls, own: Sequence[_Candidates]) -> Choice:
+        """All of these, one node after the other."""
+        if not own:
+            return _NOTHING
+        of = np.repeat(np.arange(len(own)), [len(one.places) for one in own])
+        return cls(own, of, np.concatenate([one.places for one in own]), np.concatenate([one.scores for one in own]))
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    def some(self, which: slice | NDArray[Any]) -> Choice:
+        """Those in these rows."""
+        return Choice(self.own, self.of[which], self.places[which], self.scores[which])
+
+    def victims(self) -> list[Victim]:
+        own = [one[:3] for one in self.own]
+        rows = zip(self.of.tolist(), self.scores.tolist(), self.places.tolist(), strict=True)
+        return [(own[of][0], score, *own[of][1:], place) for of, score, place in rows]
+
+    def column(self, name: str) -> NDArray[Any]:
+        """What this column of Chunks says of each."""
+        chunks = np.maximum(self.places, ~self.places)
+        found = np.empty(len(chunks), np.int32)
+        for place, one in enumerate(self.own):
+            rows = self.of == place
+            found[rows] = np.asarray(getattr(one.node.chunks, name))[chunks[rows]]
+        return found
+
+    def spans(self) -> list[Span]:
+        """As runs of chunks, those of one node together, in the order of the nodes' first ones."""
+        if not len(self.of):
+            return []
+        rows = np.argsort(self.of, kind="stable")
+        of, places = self.of[rows], self.places[rows]
+        begins = np.flatnonzero((np.diff(of, prepend=-1) != 0) | (np.diff(places, prepend=places[0]) != 1))
+        ends = np.append(begins[1:], len(rows)) - 1
+        first: dict[int, list[Span]] = {}
+        for one in dict.fromkeys(self.of.tolist()):
+            first[one] = []
+        for one, start, last in zip(of[begins].tolist(), places[begins].tolist(), places[ends].tolist(), strict=True):
+            run = (start, last + 1) if start >= 0 else (~last, -start)
+            first[one].append((self.own[one].node, *run))
+        return [span for spans in first.values() for span in spans]
+
+
 class VictimIndex:
     """The chunks of one View, ready to be taken in the policy's order.
 
@@ -74,7 +135,7 @@ class VictimIndex:
 
     def __init__(self, policy: EvictionPolicy, view: View) -> None:
         self._policy = policy
-        self._view, self._one = view, bytes((view,))
+        self._view = int(view)
         self._leads: dict[int, _Lead] = {}
         self._heaps: dict[_Key, list[_Entry]] = {}
         self._valid: dict[_Key, int] = {}
@@ -82,6 +143,9 @@ class VictimIndex:
         self._stamp = 0
         self._whole = policy.whole_conversations
         self._together = policy.together
+        self._one_order = (
+            type(policy).scores is not EvictionPolicy.scores
+        )  # a policy that tells scores at once has one a session
         self._version = policy.version
         self._ages = policy.ages
         # A heap: when a session passes its next age, a tie-break, the session, since when it was idle then.
@@ -120,29 +184,48 @@ class VictimIndex:
         if lead is not None:
             self._enter(lead, lead.place)
 
-    def choose(self, count: int, now_s: float, whole: bool = False) -> list[Victim]:
+    def choose(self, count: int, now_s: float, whole: bool = False) -> Choice:
         """The first `count` chunks in the order of eviction, or as many as there are; none leaves the index yet. whole: where
-        the policy evicts whole sessions, as many more as the last one has."""
+        the policy evicts whole sessions, as many more as the last one has.
+
+        Nodes compete by their entries, the lowest first. Of those that were looked at, chunks before the next entry are
+        surely chosen; an entry may have a lower score than its first chunk, which counts.
+        """
         whole = whole and self._whole
         if self._policy.version != self._version:
             self._reorder()
         self._grow_older(now_s)
-        if count == 1 and not whole:
-            heads = self._heads(now_s)
-            if not heads:
-                return []
+        heads = self._heads(now_s)
+        if count == 1 and not whole and heads:
             level, score, _, last_active, number, place, _, _ = min(heads)
             node = self._leads[number].node
             if not self._of_several(node):
-                return [Victim(level, score, last_active, number, place, node)]
-        return self._merge(count, now_s, whole)
+                scores = np.array([score])
+                own = _Candidates(level, last_active, number, node, np.array([place]), scores, scores)
+                return Choice((own,), _ONE, own.places, scores)
+        heap = [(*head[:6], self._following(head[7], now_s)) for head in heads]
+        heapq.heapify(heap)
+        looked_at: list[_Candidates] = []
+        enough = 1
+        while heap and count:
+            *_, number, _, behind = heap[0]
+            following = next(behind, None)
+            if following is None:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (*following, behind))
+            looked_at.append(self._candidates(self._leads[number].node, now_s, None if whole else count))
+            if len(looked_at) >= enough and heap:
+                chosen = self._first_of(looked_at, count, whole, heap[0][:3])
+                if chosen is not None:
+                    return chosen
+                enough = 2 * len(looked_at)
+        return (self._first_of(looked_at, count, whole, None) if looked_at else None) or _NOTHING
 
-    def spans(self, victims: list[Victim]) -> list[Span]:
-        """Return the chunks of a choice as runs, those of one node together."""
-        chunks: dict[Node, list[int]] = defaultdict(list)
-        for *_, chunk, node in victims:
-            chunks[node].append(chunk)
-        return [(node, start, stop) for node, own in chunks.items() for start, stop in runs_of(own)]
+    def listed(self, nodes: Iterable[Node], now_s: float) -> Choice:
+        """All chunks of these nodes in this view, in the order of eviction."""
+        own = [self._candidates(node, now_s) for node in nodes if self._view in node.chunks.view]
+        return (self._first_of(own, sum(len(one.places) for one in own), False, None) if own else None) or _NOTHING
 
     def victims(self, now_s: float) -> Iterator[tuple[Node, int]]:
         """Chunks, by node and place, in the order of eviction. After each one the caller must have removed it from this index
@@ -166,29 +249,36 @@ class VictimIndex:
                     heapq.heappush(heads, fresh)
             touched.clear()
 
-    def _merge(self, count: int, now_s: float, whole: bool) -> list[Victim]:
-        """The first entries of the buckets and, of each node that has given up a chunk, the next one compete. Nothing
-        moves in the heaps of the buckets. The entry of a node may have a lower score than its first chunk, which counts."""
-        heap = [(*head[:6], self._following(head[7], now_s)) for head in self._heads(now_s)]
-        heapq.heapify(heap)
-        chosen: list[Victim] = []
-        begun: dict[int, Node] = {}  # nodes whose chunks compete in place of their entry
-        exhausted = True
-        while heap and (len(chosen) < count or (whole and not exhausted)):
-            level, score, _, last_active, number, place, behind = heap[0]
-            following = next(behind, None)
-            if following is None:
-                heapq.heappop(heap)
-            else:
-                heapq.heapreplace(heap, (*following, behind))
-            if number in begun:
-                chosen.append(Victim(level, score, last_active, number, place, begun[number]))
-                exhausted = following is None
-            else:
-                node = begun[number] = self._leads[number].node
-                own = self._chunks_from(node, place, now_s)
-                heapq.heappush(heap, (*next(own), own))
-        return chosen
+    def _first_of(
+        self, looked_at: list[_Candidates], count: int, whole: bool, before: tuple[int, float, float] | None
+    ) -> Choice | None:
+        """The first `count` chunks of these nodes, if all are before that level, score and order (None: whatever they are); whole: up
+        to the last one of a node."""
+        joined = Choice.joined(sorted(looked_at, key=_RANK))
+        scores, levels = joined.scores, np.array([one.level for one in joined.own])[joined.of]
+        if np.isnan(scores).any():
+            refuse_key(
+                self._policy, "score", float("nan"), joined.own[joined.of[np.isnan(scores)][0]].node.session.name
+            )
+        orders = np.concatenate([one.orders for one in joined.own])
+        if (_falls(scores, orders) & (joined.of[1:] == joined.of[:-1])).any():
+            # A node's chunks go in their order: one that is less than the chunk before it goes next.
+            each = (accumulate(zip(one.scores.tolist(), one.orders.tolist(), strict=True), max) for one in joined.own)
+            scores, orders = np.array([key for keys in each for key in keys]).T
+        sure = len(scores)
+        if before is not None:
+            level, score, order = before
+            earlier = (scores < score) | ((scores == score) & (orders < order))
+            sure = int(np.count_nonzero((levels < level) | ((levels == level) & earlier)))
+            if sure < count:
+                return None
+        rows, stop = np.lexsort((orders, scores, levels)), count
+        if whole and sure >= count:
+            last = np.diff(joined.of, append=-1)[rows[count - 1 : sure]] != 0
+            if not last.any() and before is not None:
+                return None
+            stop = count + int(last.argmax()) if last.any() else sure
+        return joined.some(rows[:stop])
 
     def _heads(self, now_s: float) -> list[_Head]:
         return [head for key in list(self._heaps) if (head := self._head(key, now_s)) is not None]
@@ -211,42 +301,49 @@ class VictimIndex:
         """A chunk as it stands in the order of eviction now, also one that is in no index."""
         index = self._asked(node, place)
         (score,) = self._scores(node, index, index + 1, now_s)
-        return Victim(self._level(node), score, node.session.last_active_s, node.number, place, node)
+        return self._level(node), float(score), node.session.last_active_s, node.number, place
 
     def _of_several(self, node: Node) -> TypeGuard[Stem]:
         """Several sessions say what its chunks are worth: no less than its entry in a heap, which stands for the last one."""
         return self._together is not None and isinstance(node, Stem) and len(node.holders) > 1
 
-    def _scores(self, node: Node, first: int, last: int, now_s: float) -> Sequence[float]:
+    def _scores(self, node: Node, first: int, last: int, now_s: float) -> Scores:
         """Of its chunks that are [first, last) of their session."""
         if self._together is not None and self._of_several(node):
             return self._together(tuple(islice(reversed(node.holders.values()), _HOLDERS)), first, last, now_s)
         return self._policy.scores(node.session, first, last, now_s)
 
-    def _chunks_from(self, node: Node, place: int, now_s: float) -> Iterator[_Place]:
-        """The chunks of a node from this place on, in order."""
-        most, number = _FIRST_STRETCH, node.number
-        level, session = self._level(node), node.session
-        while (stretch := self._stretch(node, place, most, now_s)) is not None:
-            for place, score in enumerate(stretch[1], stretch[0]):
-                if not _is_key(score):
-                    refuse_key(self._policy, "score", score, session.name)
-                order = self._policy.order(session, self._asked(node, place))
-                yield level, score, order, session.last_active_s, number, place
-            place, most = place + 1, _STRETCH
+    def _candidates(self, node: Node, now_s: float, most: int | None = None) -> _Candidates:
+        """The node's chunks in this view, the first `most` of them."""
+        column = node.chunks.view
+        if column.count(self._view) == len(column):
+            places = np.arange(len(column))
+        else:
+            places = np.flatnonzero(np.frombuffer(column, np.uint8) == self._view)
+        places, told = self._valued(node, places, most, now_s)
+        try:
+            scores = np.asarray(told, np.float64)
+        except (TypeError, ValueError):
+            refuse_key(self._policy, "score", next(one for one in told if not _is_key(one)), node.session.name)
+        order, session = self._policy.order, node.session
+        if self._one_order:
+            orders = np.full(len(places), order(session, self._asked(node, int(places[0]))), np.float64)
+        else:
+            orders = np.array([order(session, self._asked(node, place)) for place in places.tolist()], np.float64)
+        return _Candidates(self._level(node), session.last_active_s, node.number, node, places, scores, orders)
 
     # -- from the head; TailIndex has its own ---------------------------------------------------------------------------
 
-    def _stretch(self, node: Node, place: int, most: int, now_s: float) -> tuple[int, Sequence[float]] | None:
-        """The first run of its chunks from this place on, its first `most` if it is longer: where it begins, and the scores.
-        None: there is none."""
-        column = node.chunks.view
-        start = column.find(self._view, place)
-        if start < 0:
-            return None
-        run = column[start : start + most]
-        first = node.start + start
-        return start, self._scores(node, first, first + len(run) - len(run.lstrip(self._one)), now_s)
+    def _valued(
+        self, node: Node, indices: NDArray[np.int64], most: int | None, now_s: float
+    ) -> tuple[NDArray[np.int64], Scores]:
+        """The first places of these chunks, and their scores."""
+        places = indices[:most]
+        first, last = int(places[0]), int(places[-1])
+        scores = self._scores(node, node.start + first, node.start + last + 1, now_s)
+        if last - first >= len(places):
+            scores = [scores[place - first] for place in places.tolist()]
+        return places, scores
 
     def _first(self, node: Node) -> int:
         """The place of the node's chunk that goes first."""
@@ -354,6 +451,17 @@ class VictimIndex:
         return None
 
 
+def _falls(scores: NDArray[np.float64], orders: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Whether each but the first is less than the one before it."""
+    falls: NDArray[np.bool_] = (scores[1:] < scores[:-1]) | ((scores[1:] == scores[:-1]) & (orders[1:] < orders[:-1]))
+    return falls
+
+
+_RANK = itemgetter(0, 1, 2)
+_ONE = np.zeros(1, np.int64)
+_NOTHING = Choice((), _ONE[:0], _ONE[:0], np.empty(0))
+
+
 class TailIndex(VictimIndex):
     """From the tail: the last chunk of a node goes first, and what follows a node before it, so that what is left of a
     conversation is a prefix. The place of a chunk is ~chunk.
@@ -361,17 +469,12 @@ class TailIndex(VictimIndex):
     The policy says which conversation: each of its chunks has the score of the last one that it still has in any view.
     """
 
-    def spans(self, victims: list[Victim]) -> list[Span]:
-        return [(node, -stop, -start) for node, start, stop in super().spans(sorted(victims))]
-
-    def _stretch(self, node: Node, place: int, most: int, now_s: float) -> tuple[int, Sequence[float]] | None:
-        column = node.chunks.view
-        last = column.rfind(self._view, 0, -place)
-        if last < 0:
-            return None
-        asked = self._asked(node, place)
-        count = last + 1 - len(column[: last + 1].rstrip(self._one))
-        return ~last, [*self._scores(node, asked, asked + 1, now_s)] * min(count, most)
+    def _valued(
+        self, node: Node, indices: NDArray[np.int64], most: int | None, now_s: float
+    ) -> tuple[NDArray[np.int64], Scores]:
+        places = ~indices[::-1][:most]
+        asked = self._asked(node, int(places[0]))
+        return places, [*self._scores(node, asked, asked + 1, now_s)] * len(places)
 
     def _first(self, node: Node) -> int:
         return ~node.chunks.view.rfind(self._view)
@@ -384,7 +487,7 @@ class TailIndex(VictimIndex):
 
     def _precedes(self, node: Node) -> bool:
         """A node that follows it has KV: on GPU, or where this index gives up what is on CPU, anywhere."""
-        lower = self._view is View.CPU_ONLY
+        lower = self._view == View.CPU_ONLY
         following = reversed(node.children.values()) if isinstance(node, Stem) else ()
         return any(
             child.chunks.gpu[0] != NO_BLOCK or (lower and child.chunks.cpu[0] != NO_BLOCK)

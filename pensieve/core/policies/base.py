@@ -7,8 +7,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pensieve.core.session import Session
 from pensieve.errors import ConfigError, PolicyError
+
+Scores = Sequence[float] | NDArray[np.float64]
 
 MOST_TOOLS = 256
 """Names that clients make up: of no more of them a policy keeps counts."""
@@ -64,7 +69,7 @@ class EvictionPolicy(ABC):
     """A turn of the session is over, at this time, and its chunks are about to become candidates; tokens and hint are those
     of that turn. None: it is not told."""
 
-    together: Callable[[Sequence[Session], int, int, float], Sequence[float]] | None = None
+    together: Callable[[Sequence[Session], int, int, float], Scores] | None = None
     """`scores` of chunks that all these sessions have, the one active last at the front; none is lower than for that one
     alone. None: they are those of that one."""
 
@@ -89,8 +94,9 @@ class EvictionPolicy(ABC):
         """The key of the first candidate of a bucket among all of these; the lowest goes first."""
         return order
 
-    def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:
-        """What `score` says of each chunk in [start, stop), told at once: a policy may know a quicker way."""
+    def scores(self, session: Session, start: int, stop: int, now_s: float) -> Scores:
+        """What `score` says of each chunk in [start, stop), told at once: a policy may know a quicker way, if all chunks of a
+        session have one order."""
         chunks = range(start, stop)
         return [self.score(self.bucket(session, chunk), self.order(session, chunk), now_s) for chunk in chunks]
 

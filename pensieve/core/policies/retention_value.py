@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from pensieve.core.policies.base import EvictionPolicy, PolicyContext
+import numpy as np
+from numpy.typing import NDArray
+
+from pensieve.core.policies.base import EvictionPolicy, PolicyContext, Scores
 from pensieve.core.session import Session
 
 
@@ -19,6 +22,7 @@ class RetentionValue(EvictionPolicy):
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
         self._cost: list[float] = []  # by chunk index: seconds to recompute it
+        self._told: NDArray[np.float64] = np.empty(0)  # the same
 
     def bucket(self, session: Session, chunk: int) -> int:
         return chunk
@@ -28,20 +32,24 @@ class RetentionValue(EvictionPolicy):
 
     def score(self, bucket: Hashable, order: float, now_s: float) -> float:
         assert isinstance(bucket, int)
-        return (order - now_s) / self._costs(bucket + 1)[bucket]
+        if bucket >= len(self._cost):
+            self._learn(bucket + 1)
+        return (order - now_s) / self._cost[bucket]
 
-    def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:
+    def scores(self, session: Session, start: int, stop: int, now_s: float) -> Scores:
         return self._scores(session.last_active_s - now_s, start, stop)
 
-    def together(self, sessions: Sequence[Session], start: int, stop: int, now_s: float) -> Sequence[float]:
+    def together(self, sessions: Sequence[Session], start: int, stop: int, now_s: float) -> Scores:
         ages = [session.last_active_s - now_s for session in sessions]
         return self._scores(0.0 if 0.0 in ages else 1.0 / sum([1.0 / age for age in ages]), start, stop)
 
-    def _scores(self, age: float, start: int, stop: int) -> Sequence[float]:
-        return [age / cost for cost in self._costs(stop)[start:stop]]
+    def _scores(self, age: float, start: int, stop: int) -> Scores:
+        if stop > len(self._cost):
+            self._learn(stop)
+        return age / self._told[start:stop]
 
-    def _costs(self, chunks: int) -> Sequence[float]:
-        """By chunk index, for so many at least."""
-        while len(self._cost) < chunks:
-            self._cost.append(self.context.recompute_s((len(self._cost) + 1) * self.context.chunk_tokens))
-        return self._cost
+    def _learn(self, chunks: int) -> None:
+        """Ask what so many chunks cost at least."""
+        size = self.context.chunk_tokens
+        self._cost += [self.context.recompute_s(chunk * size) for chunk in range(len(self._cost) + 1, chunks + 1)]
+        self._told = np.array(self._cost)

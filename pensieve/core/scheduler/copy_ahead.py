@@ -150,7 +150,7 @@ class Never(Paper):
         tiers, lacking = room.tiers, len(behind) - room.tiers.gpu.free
         if lacking > 0:  # not for chunks of its own, or the next plan would load those again, and so on
             others = room.victims_of_others(tiers.clean, session, View.CLEAN, lacking, now_s)
-            room.give_up(tiers.clean, others, tiers.reclaim)
+            room.give_up(others, tiers.reclaim)
         runs, blocks = runs_of(behind), iter(room.take_gpu(session, len(behind), now_s))
         for node, start, stop in session.in_nodes(runs):
             node.chunks.gpu[start:stop] = array("i", islice(blocks, stop - start))

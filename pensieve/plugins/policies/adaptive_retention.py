@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
-from pensieve.core.policies.base import PolicyContext
+from pensieve.core.policies.base import PolicyContext, Scores
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.session import Session
 from pensieve.plugins.policies.duel import Held, Shadow, least_recent
@@ -59,12 +59,12 @@ class AdaptiveRetention(RetentionValue):
     def score(self, bucket: Hashable, order: float, now_s: float) -> float:
         return order if self.keeps else super().score(bucket, order, now_s)
 
-    def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:
+    def scores(self, session: Session, start: int, stop: int, now_s: float) -> Scores:
         if self.keeps:
             return [-session.last_active_s] * (stop - start)
         return super().scores(session, start, stop, now_s)
 
-    def together(self, sessions: Sequence[Session], start: int, stop: int, now_s: float) -> Sequence[float]:
+    def together(self, sessions: Sequence[Session], start: int, stop: int, now_s: float) -> Scores:
         if self.keeps:
             return self.scores(sessions[0], start, stop, now_s)
         return super().together(sessions, start, stop, now_s)
