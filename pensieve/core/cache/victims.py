@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from itertools import accumulate, count, islice
+from itertools import accumulate, count, islice, repeat
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeGuard
 
@@ -48,15 +48,17 @@ class _Lead:
 
 
 class _Candidates(NamedTuple):
-    """The chunks of one node that a choice looks at, in their order: level, last active and number are the node's."""
+    """The chunks of one node that a choice looks at, in their order. level, last active and number are the node's; so is
+    `order`, unless `orders` has one of each chunk."""
 
     level: int
+    order: float
     last_active_s: float
     number: int
     node: Node
     places: NDArray[np.int64]
     scores: NDArray[np.float64]
-    orders: NDArray[np.float64]
+    orders: NDArray[np.float64] | None = None
 
 
 class Choice:
@@ -89,7 +91,7 @@ class Choice:
         return Choice(self.own, self.of[which], self.places[which], self.scores[which])
 
     def victims(self) -> list[Victim]:
-        own = [one[:3] for one in self.own]
+        own = [(one.level, one.last_active_s, one.number) for one in self.own]
         rows = zip(self.of.tolist(), self.scores.tolist(), self.places.tolist(), strict=True)
         return [(own[of][0], score, *own[of][1:], place) for of, score, place in rows]
 
@@ -106,17 +108,17 @@ class Choice:
         """As runs of chunks, those of one node together, in the order of the nodes' first ones."""
         if not len(self.of):
             return []
-        rows = np.argsort(self.of, kind="stable")
-        of, places = self.of[rows], self.places[rows]
-        begins = np.flatnonzero((np.diff(of, prepend=-1) != 0) | (np.diff(places, prepend=places[0]) != 1))
-        ends = np.append(begins[1:], len(rows)) - 1
-        first: dict[int, list[Span]] = {}
-        for one in dict.fromkeys(self.of.tolist()):
-            first[one] = []
-        for one, start, last in zip(of[begins].tolist(), places[begins].tolist(), places[ends].tolist(), strict=True):
-            run = (start, last + 1) if start >= 0 else (~last, -start)
-            first[one].append((self.own[one].node, *run))
-        return [span for spans in first.values() for span in spans]
+        own, of, places = self.own, self.of, self.places
+        if len(own) > 1:
+            rows = np.argsort(of, kind="stable")
+            of, places = of[rows], places[rows]
+        breaks = np.flatnonzero((of[1:] != of[:-1]) | (places[1:] != places[:-1] + 1)) + 1
+        begins, ends = [0, *breaks.tolist()], [*breaks.tolist(), len(of)]
+        found: dict[int, list[Span]] = {one: [] for one in dict.fromkeys(self.of.tolist())}
+        for begin, end in zip(begins, ends, strict=True):
+            start, last, one = int(places[begin]), int(places[end - 1]), int(of[begin])
+            found[one].append((own[one].node, start, last + 1) if start >= 0 else (own[one].node, ~last, -start))
+        return [span for spans in found.values() for span in spans]
 
 
 class VictimIndex:
@@ -197,16 +199,15 @@ class VictimIndex:
         self._grow_older(now_s)
         heads = self._heads(now_s)
         if count == 1 and not whole and heads:
-            level, score, _, last_active, number, place, _, _ = min(heads)
+            level, score, order, last_active, number, place, _, _ = min(heads)
             node = self._leads[number].node
             if not self._of_several(node):
-                scores = np.array([score])
-                own = _Candidates(level, last_active, number, node, np.array([place]), scores, scores)
-                return Choice((own,), _ONE, own.places, scores)
+                own = _Candidates(level, order, last_active, number, node, np.array([place]), np.array([score]))
+                return Choice((own,), _ONE, own.places, own.scores)
         heap = [(*head[:6], self._following(head[7], now_s)) for head in heads]
         heapq.heapify(heap)
         looked_at: list[_Candidates] = []
-        enough = 1
+        have, enough = 0, 1
         while heap and count:
             *_, number, _, behind = heap[0]
             following = next(behind, None)
@@ -215,7 +216,8 @@ class VictimIndex:
             else:
                 heapq.heapreplace(heap, (*following, behind))
             looked_at.append(self._candidates(self._leads[number].node, now_s, None if whole else count))
-            if len(looked_at) >= enough and heap:
+            have += len(looked_at[-1].places)
+            if have >= count and len(looked_at) >= enough and heap:
                 chosen = self._first_of(looked_at, count, whole, heap[0][:3])
                 if chosen is not None:
                     return chosen
@@ -252,29 +254,37 @@ class VictimIndex:
     def _first_of(
         self, looked_at: list[_Candidates], count: int, whole: bool, before: tuple[int, float, float] | None
     ) -> Choice | None:
-        """The first `count` chunks of these nodes, if all are before that level, score and order (None: whatever they are); whole: up
-        to the last one of a node."""
-        joined = Choice.joined(sorted(looked_at, key=_RANK))
-        scores, levels = joined.scores, np.array([one.level for one in joined.own])[joined.of]
+        """The first `count` chunks of these nodes, if all are before that level, score and order (None: whatever they are);
+        whole: up to the last one of a node."""
+        own = sorted(looked_at, key=_RANK)
+        joined = Choice.joined(own)
+        scores, of = joined.scores, joined.of
+        orders = None if self._one_order else np.concatenate([one.orders for one in own if one.orders is not None])
+        levels = None if own[0].level == own[-1].level else np.array([one.level for one in own])[of]
         if np.isnan(scores).any():
-            refuse_key(
-                self._policy, "score", float("nan"), joined.own[joined.of[np.isnan(scores)][0]].node.session.name
-            )
-        orders = np.concatenate([one.orders for one in joined.own])
-        if (_falls(scores, orders) & (joined.of[1:] == joined.of[:-1])).any():
-            # A node's chunks go in their order: one that is less than the chunk before it goes next.
-            each = (accumulate(zip(one.scores.tolist(), one.orders.tolist(), strict=True), max) for one in joined.own)
-            scores, orders = np.array([key for keys in each for key in keys]).T
+            refuse_key(self._policy, "score", float("nan"), own[of[np.isnan(scores)][0]].node.session.name)
+        falls = scores[1:] < scores[:-1]
+        if orders is not None:
+            falls |= (scores[1:] == scores[:-1]) & (orders[1:] < orders[:-1])
+        if len(own) > 1:
+            falls &= of[1:] == of[:-1]
+        if falls.any():  # a node's chunks go in their order: one that is less than the chunk before it goes next
+            scores, orders = _reached(own)
         sure = len(scores)
-        if before is not None:
+        if before is not None and own[-1].level >= before[0]:
             level, score, order = before
-            earlier = (scores < score) | ((scores == score) & (orders < order))
-            sure = int(np.count_nonzero((levels < level) | ((levels == level) & earlier)))
+            earlier = scores < score
+            if orders is not None:
+                earlier |= (scores == score) & (orders < order)
+            if levels is not None:
+                earlier = (levels < level) | ((levels == level) & earlier)
+            sure = int(np.count_nonzero(earlier))
             if sure < count:
                 return None
-        rows, stop = np.lexsort((orders, scores, levels)), count
+        rows = np.lexsort([keys for keys in (orders, scores, levels) if keys is not None])
+        stop = count
         if whole and sure >= count:
-            last = np.diff(joined.of, append=-1)[rows[count - 1 : sure]] != 0
+            last = np.append(of[1:] != of[:-1], True)[rows[count - 1 : sure]]
             if not last.any() and before is not None:
                 return None
             stop = count + int(last.argmax()) if last.any() else sure
@@ -326,11 +336,13 @@ class VictimIndex:
         except (TypeError, ValueError):
             refuse_key(self._policy, "score", next(one for one in told if not _is_key(one)), node.session.name)
         order, session = self._policy.order, node.session
+        first, orders = 0.0, None
         if self._one_order:
-            orders = np.full(len(places), order(session, self._asked(node, int(places[0]))), np.float64)
+            first = order(session, self._asked(node, int(places[0])))
         else:
             orders = np.array([order(session, self._asked(node, place)) for place in places.tolist()], np.float64)
-        return _Candidates(self._level(node), session.last_active_s, node.number, node, places, scores, orders)
+        own = self._level(node), first, session.last_active_s, node.number
+        return _Candidates(*own, node, places, scores, orders)
 
     # -- from the head; TailIndex has its own ---------------------------------------------------------------------------
 
@@ -451,13 +463,17 @@ class VictimIndex:
         return None
 
 
-def _falls(scores: NDArray[np.float64], orders: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Whether each but the first is less than the one before it."""
-    falls: NDArray[np.bool_] = (scores[1:] < scores[:-1]) | ((scores[1:] == scores[:-1]) & (orders[1:] < orders[:-1]))
-    return falls
+def _reached(own: Iterable[_Candidates]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The highest score and order of each chunk and those before it of the same node."""
+    keys: list[tuple[float, float]] = []
+    for one in own:
+        orders = repeat(one.order) if one.orders is None else one.orders.tolist()
+        keys += accumulate(zip(one.scores.tolist(), orders, strict=False), max)
+    scores, orders = np.array(keys).T
+    return scores, orders
 
 
-_RANK = itemgetter(0, 1, 2)
+_RANK = itemgetter(0, 1, 2, 3)
 _ONE = np.zeros(1, np.int64)
 _NOTHING = Choice((), _ONE[:0], _ONE[:0], np.empty(0))
 
