@@ -12,7 +12,7 @@ from typing import overload
 
 from pensieve.serve.record import ScratchFile, StoredTimes, TurnRecord
 
-_HELD = 10_000  # turns that stay in memory, some 15 MB: most trials have no more, and are summarised in many passes
+_HELD = 20_000  # turns that stay in memory, some 30 MB: most trials have no more, and are summarised in many passes
 
 
 class _Passed(Sequence[TurnRecord]):

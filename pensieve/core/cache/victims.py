@@ -91,9 +91,13 @@ class Choice:
         return Choice(self.own, self.of[which], self.places[which], self.scores[which])
 
     def victims(self) -> list[Victim]:
-        own = [(one.level, one.last_active_s, one.number) for one in self.own]
-        rows = zip(self.of.tolist(), self.scores.tolist(), self.places.tolist(), strict=True)
-        return [(own[of][0], score, *own[of][1:], place) for of, score, place in rows]
+        of_node = (
+            [one.level for one in self.own],
+            [one.last_active_s for one in self.own],
+            [one.number for one in self.own],
+        )
+        level, last_active, number = (np.array(each)[self.of].tolist() if self.own else [] for each in of_node)
+        return list(zip(level, self.scores.tolist(), last_active, number, self.places.tolist(), strict=True))
 
     def column(self, name: str) -> NDArray[Any]:
         """What this column of Chunks says of each."""
@@ -256,7 +260,7 @@ class VictimIndex:
     ) -> Choice | None:
         """The first `count` chunks of these nodes, if all are before that level, score and order (None: whatever they are);
         whole: up to the last one of a node."""
-        own = sorted(looked_at, key=_RANK)
+        own = sorted(looked_at, key=_PRECEDENCE)
         joined = Choice.joined(own)
         scores, of = joined.scores, joined.of
         orders = None if self._one_order else np.concatenate([one.orders for one in own if one.orders is not None])
@@ -473,7 +477,7 @@ def _reached(own: Iterable[_Candidates]) -> tuple[NDArray[np.float64], NDArray[n
     return scores, orders
 
 
-_RANK = itemgetter(0, 1, 2, 3)
+_PRECEDENCE = itemgetter(0, 1, 2, 3)
 _ONE = np.zeros(1, np.int64)
 _NOTHING = Choice((), _ONE[:0], _ONE[:0], np.empty(0))
 
