@@ -105,11 +105,10 @@ _ALL = (
     *_metrics("%", "lower", "sampling_cost_pct"),
     # How far a simulation is from what it simulates
     *_metrics("%", "none", "cost_model_error_pct", support=_ABOVE_MINUS_ALL),
-    *_metrics("%", "none", "fidelity_error_pct", "fidelity_at_once_error_pct", support=_ABOVE_MINUS_ALL),
+    *_metrics("%", "none", "fidelity_error_pct", support=_ABOVE_MINUS_ALL),
     *_metrics("ms", "none", "real_ms", "simulated_ms"),
     *_metrics("tokens/s", "none", "real_tok_s", "simulated_tok_s"),
     *_metrics("%", "none", "fidelity_limit_pct"),
-    *_metrics("%", "none", "fidelity_waiting_pct", support=PERCENT),
     *_metrics("requests", "lower", "fidelity_left_out"),
     # Benchmarks; ttft_ms_p50_turn_ stands before the turn's number, bound is 1 where the count of agents is no bound
     *_metrics("ms", "lower", "time_ms", "step_ms", "prefill_ms", "restore_ms", "attention_ms", "host_ms"),

@@ -18,7 +18,6 @@ from pensieve.core.plan import CPU, GPU, Move, Moved, Repeats, Row, Sample, Star
 from pensieve.core.request import TokenArray
 from pensieve.core.worker import STAGING_BYTES
 from pensieve.sim.cost import simulated_cost
-from pensieve.sim.timeline import Timeline
 from pensieve.specs import HardwareSpec, ModelSpec
 
 _MASK = (1 << 64) - 1
@@ -150,7 +149,6 @@ class SimulatedWorker:
         below_bw: float = 0.0,
     ) -> None:
         """below_bw: bytes a second that go from and to a tier below the CPU's."""
-        self.timeline: Timeline | None = None
         self.depth = depth
         self.cost = simulated_cost(model, hardware, chunk_tokens)
         self._model = model
@@ -203,9 +201,6 @@ class SimulatedWorker:
 
     def close(self) -> None:
         self._launched.clear()
-        for way in self._ways:
-            for copies in way:
-                self._end(way, copies)
 
     def _perform(self, plan: StepPlan) -> StepResult:
         start = self._clock.now_ns()
@@ -221,9 +216,6 @@ class SimulatedWorker:
         begins = start if self._hardware.overlaps else max(link.inward_free_ns(start), link.outward_free_ns(start))
         ended = self._ended(plan.rows, begins, compute)
         self._clock.advance_to(ended)
-        if self.timeline is not None and plan.rows:
-            positions = sum(row.positions for row in plan.rows)
-            self.timeline.add("compute", "iteration", start, ended, requests=len(plan.rows), positions=positions)
         ends, took = self._repeat(plan, len(samples), ended) if plan.repeat > 1 else ((), ())
         drawn = dict(zip(samples, drawn_tokens(samples.values(), 1 + len(ends), self._model.vocab), strict=True))
         return StepResult(
@@ -263,10 +255,6 @@ class SimulatedWorker:
                 now_ns += compute
         self._host_free_ns = host_ns
         ended = [*begins[1:], now_ns] if begins else []
-        if self.timeline is not None:
-            count, positions = len(runs), sum(steps)
-            for start, end in zip(begins, ended, strict=True):
-                self.timeline.add("compute", "iteration", start, end, requests=count, positions=positions)
         self._clock.advance_to(now_ns)
         return tuple(ended), tuple(map(sub, ended, begins))
 
@@ -320,8 +308,6 @@ class SimulatedWorker:
         self._read_ns = ends = begins + takes
         self._written_ns += takes if self._written_ns > now_ns else 0
         self._reading.append(UnderWay((move.ticket,), begins, ends, len(move.dst), frozenset(move.dst)))
-        if self.timeline is not None:
-            self.timeline.add(f"read from {move.source}", "read", begins, ends)
 
     def _store(self, move: Move, now_ns: int) -> None:
         """To a tier below. What waits takes memory; blocks for which there is none are not stored."""
@@ -331,9 +317,7 @@ class SimulatedWorker:
             if (begins - now_ns) / 1e9 * self._below_bw > STAGING_BYTES:
                 gone.append(key)
                 continue
-            self._written_ns = ends = begins + round(self._chunk_s() * 1e9)
-            if self.timeline is not None:
-                self.timeline.add(f"write to {move.target}", "write", begins, ends)
+            self._written_ns = begins + round(self._chunk_s() * 1e9)
         self._stored.append(Moved(move.ticket, not gone, tuple(gone)))
 
     def _chunk_s(self) -> float:
@@ -345,16 +329,8 @@ class SimulatedWorker:
         moved, self._stored = self._stored, []
         for way in self._ways:
             while way and way[0].ends_ns <= now:
-                moved += map(Moved, self._end(way, way.popleft()))
+                moved += map(Moved, way.popleft().tickets)
         return tuple(moved)
-
-    def _end(self, way: Way, copies: UnderWay) -> tuple[int, ...]:
-        """Draw copies that are over, since only now is their end certain: what began later may delay it. Returns their
-        tickets."""
-        if self.timeline is not None and way is not self._reading:
-            lane, name = ("CPU to GPU", "swap in") if way is self._link.inward else ("GPU to CPU", "swap out")
-            self.timeline.add(lane, name, copies.begins_ns, copies.ends_ns, blocks=copies.count)
-        return copies.tickets
 
 
 def drawn_tokens(samples: Collection[Sample], count: int, vocab: int) -> list[TokenArray[int]]:

@@ -4,7 +4,7 @@ import pytest
 from hydra import initialize_config_dir
 
 from pensieve.lab.bench import serve
-from pensieve.lab.bench.serve import MARGIN, Point, Reached, Turn, all_hit_ratio, at_latency, common_latency, turn_s
+from pensieve.lab.bench.serve import MARGIN, Point, Reached, Turn, at_latency, common_latency, turn_s
 from pensieve.lab.compose import conf_folder, read_option
 from pensieve.lab.compose.machine import find_device
 from pensieve.lab.compose.schema import HardwareConfig
@@ -71,9 +71,3 @@ def test_a_prompt_and_its_decode_steps_add_up() -> None:
     step = line.iteration_s([(125, 126)] * 2, 2)
     assert turn_s(line, [turn], 2, keeps=True) == pytest.approx(line.iteration_s([(100, 120)], 1) + 10 * step / 2)
     assert turn_s(line, [turn], 2, keeps=False) == pytest.approx(line.iteration_s([(0, 120)], 1) + 10 * step / 2)
-
-
-def test_longer_histories_gain_more_and_none_gains_nothing() -> None:
-    line = Roofline(tiny_spec("llama"), MACHINE, 32)
-    assert all_hit_ratio(line, [Turn(0, 40, 8)], 4) == 1.0
-    assert all_hit_ratio(line, [Turn(4000, 20, 10)], 8) > all_hit_ratio(line, [Turn(400, 20, 10)], 8) > 1.0

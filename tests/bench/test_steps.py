@@ -60,12 +60,6 @@ def test_continuous_batching_is_timed_while_all_requests_decode(model):
     assert all(gap > 0 for gap in gaps)
 
 
-def test_prompts_share_no_block():
-    some = prompts(8, 64, 97)
-    assert len({tuple(prompt[:32]) for prompt in some}) == 8
-    assert all(0 < token < 97 for prompt in some for token in prompt)
-
-
 def test_decode_and_prefill_stand_beside_their_peers(model, tmp_path, monkeypatch):
     bench = make_bench("decode", tmp_path, repeats=1)
     monkeypatch.setattr(steps, "load", lambda bench: model)

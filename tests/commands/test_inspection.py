@@ -1,7 +1,6 @@
 import pytest
 
 from pensieve.lab.commands.inspection import inspection_lines, inspection_of, print_inspections
-from pensieve.lab.commands.run import inspected
 from pensieve.lab.compose import options, plan_trial
 from tests.composed import SHORT, checked
 
@@ -36,10 +35,6 @@ def test_the_same_workload_is_shown_once(capsys):
     one, other = (checked(*SHORT, f"baseline={name}") for name in ("pensieve", "stateless"))
     print_inspections([one, other, checked(*SHORT, "seed=1")])
     assert capsys.readouterr().out.count("workload=chat") == 2
-
-
-def test_nothing_is_inspected_unless_asked():
-    assert not inspected([checked()])
 
 
 @pytest.mark.parametrize(("workload", "context"), [("sharegpt", 2048), ("chat", 256)])

@@ -1,9 +1,8 @@
 import pytest
 
 from pensieve.errors import ConfigError, EngineMissing
-from pensieve.lab.compose import build_system, build_tokenizer, build_workload, check, plan_trial, resolved
-from pensieve.lab.results.identity import config_hash
-from tests.composed import checked, composed
+from pensieve.lab.compose import build_system, build_tokenizer, build_workload, plan_trial
+from tests.composed import checked
 
 
 def test_baselines_are_asked_the_same():
@@ -22,23 +21,6 @@ def test_bytes_need_a_vocabulary_for_them():
         build_tokenizer(model, 200, simulated=True)
 
 
-def test_a_baseline_without_a_cpu_tier_ignores_cache_cpu_whatever_comes_last():
-    for order in (("cache=large", "baseline=stateless"), ("baseline=stateless", "cache=large")):
-        config = check(composed("model=llama3_8b", *order))
-        assert plan_trial(config).cpu_blocks == 0
-
-
-def test_it_is_part_of_what_is_measured():
-    plain, chosen = (config_hash(resolved(composed(*typed))) for typed in ((), ("attention_backend=reference",)))
-    assert plain != chosen
-
-
-def test_simulated_hardware_ignores_it():
-    system = build_system(plan_trial(checked("attention_backend=varlen")))
-    system.start()
-    system.close()
-
-
 def test_the_model_is_loaded_with_it_the_size_of_the_blocks_and_the_memory_there_is(monkeypatch):
     seen = {}
 
@@ -55,9 +37,3 @@ def test_the_model_is_loaded_with_it_the_size_of_the_blocks_and_the_memory_there
     tiers = (plan.gpu_blocks + plan.cpu_blocks) * plan.block_bytes
     assert plan.gpu_blocks and plan.cpu_blocks
     assert seen["memory_bytes"] == 2 * 2**30 - tiers, "what full tiers leave"
-
-
-def test_resolved_has_no_hydra_and_no_interpolation():
-    plain = resolved(composed("cache.gpu=${cache.cpu}"))
-    assert plain["cache"]["gpu"] == plain["cache"]["cpu"] == "4224 tokens"
-    assert "hydra" not in plain

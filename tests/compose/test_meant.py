@@ -41,8 +41,3 @@ def test_an_experiment_is_found_by_a_short_name(name):
 @pytest.mark.parametrize("name", ["demo", "paper/eviction", "mine"])
 def test_a_whole_name_stays_as_typed(name):
     assert as_meant([f"experiment={name}"]) == ([f"experiment={name}"], [])
-
-
-def test_a_short_name_is_replaced_where_it_stands():
-    meant, _ = as_meant(["-m", "experiment=hotness", "scale=small"])
-    assert meant == ["-m", "experiment=users/hotness", "scale=small"]

@@ -96,13 +96,6 @@ def test_a_cpu_has_no_more_devices_than_cores(monkeypatch):
 TWO = ("hardware=cpu", "hardware.gpus=2", "model.weights=random")
 
 
-def test_a_model_is_divided_by_its_kv_heads(monkeypatch):
-    monkeypatch.setattr("pensieve.lab.compose.machine.cores", lambda: 4)
-    one, two = (plan_trial(checked(*TWO, "cache.gpu=64MiB", f"hardware.gpus={gpus}")) for gpus in (1, 2))
-    assert two.gpu_blocks == 2 * one.gpu_blocks, "cache.gpu is a device's"
-    assert two.hardware.gpu_memory_bytes * 2 == one.hardware.gpu_memory_bytes, "and a CPU's memory is shared"
-
-
 REPLICAS = ("hardware=replicas", "hardware.device=cpu", "model.weights=random")
 
 

@@ -41,7 +41,6 @@ REFUSED = [
     ),
     (("experiment_name=${nowhere}",), ConfigError, ["cannot be resolved"]),
     (("trial.profile=true",), ConfigError, ["trial.profile=true traces what torch does"]),
-    (("trial.trace=true", "hardware=cpu"), ConfigError, ["trial.trace=true draws what one simulated machine does"]),
     (("+workload.user=3",), ConfigError, ["workload.user", "did you mean workload.users"]),
     # -- the plan
     (("cache.gpu=4096",), ConfigError, ["cache.gpu=4096", "8192 tokens"]),

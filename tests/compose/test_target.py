@@ -50,11 +50,6 @@ def test_fields_are_bound_and_converted():
     assert policy.ends == (1, 2)
 
 
-def test_an_element_of_the_wrong_type_names_its_field():
-    with pytest.raises(ConfigError, match=r"^eviction\.ends=\[1, 'x'\] cannot be used: "):
-        factory("eviction", node("Policy", ends=[1, "x"]))
-
-
 def test_a_field_may_describe_an_object_and_have_a_class_of_ones_own_as_its_type():
     made = factory("baseline", node("Shelf", cache={"_target_": "outside_module.Workload", "context": 1, "users": 3}))
     assert made().cache.users == 3

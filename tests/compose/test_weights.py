@@ -4,8 +4,7 @@ import pytest
 
 from pensieve.errors import ConfigError, WeightsMissing
 from pensieve.lab.compose import model_config, options, outputs_folder, read_option
-from pensieve.lab.compose.weights import check_weights, local_weights, weights_kind
-from pensieve.specs import ModelSpec
+from pensieve.lab.compose.weights import check_weights
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 320,
@@ -18,25 +17,6 @@ def folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "model.safetensors").write_bytes(b"")
     return tmp_path
-
-
-def test_a_model_by_its_name_in_conf():
-    model = model_config("llama3_8b", weights="random", seed=3)
-    assert (model.hub_id, model.weights, model.seed) == ("meta-llama/Meta-Llama-3-8B", "random", 3)
-    assert model_config("tiny").tokenizer == "bytes"
-
-
-def test_a_model_by_its_folder(folder):
-    model = model_config(str(folder))
-    assert weights_kind(model) == "path"
-    assert ModelSpec.from_architecture(model.name, model.architecture).layers == 2
-    assert local_weights(model) == folder / "model.safetensors"
-    check_weights(model)
-
-
-def test_an_unknown_name_is_a_sentence():
-    with pytest.raises(ConfigError, match=r"no model 'llama3-8b'; did you mean llama3_8b\?"):
-        model_config("llama3-8b")
 
 
 def test_a_hub_id_without_network_is_a_sentence(monkeypatch, tmp_path):

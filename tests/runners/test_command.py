@@ -85,13 +85,6 @@ def test_a_shell_completes_it(monkeypatch, capsys, tmp_path, line, offered):
     assert sorted(capsys.readouterr().out.split()) == offered
 
 
-def test_a_verb_without_results_ends_in_one_sentence(monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    assert command(monkeypatch, "results", "list") == 1
-    assert capsys.readouterr().err.startswith(f"There are no results at {tmp_path / 'results.db'} yet")
-    assert command(monkeypatch, "compare", "1", "2") == 1
-
-
 @pytest.mark.parametrize(
     ("program", "typed"),
     [("runners/run.py", "python runners/run.py -m 'a=\"b c\"'"), ("pensieve run", "pensieve run -m 'a=\"b c\"'")],

@@ -115,15 +115,6 @@ def test_a_failed_trial_is_recorded_and_the_exit_status_says_so(outputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sweep", [(), ("-m",)])
-def test_an_inspection_runs_nothing_and_records_nothing(outputs, sweep):
-    done = run(outputs, *SHORT, "workload.inspect=true", "seed=0", *sweep)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("working set") == 1 and "x cache.gpu (1,408)" in done.stdout
-    assert not (outputs / "results.db").exists()
-
-
-@pytest.mark.slow
 def test_help_and_configuration(outputs):
     shown = run(outputs, "-m", "--help")
     assert shown.returncode == 0, shown.stderr
@@ -148,14 +139,6 @@ def test_a_reader_that_has_read_enough_hears_no_complaint(outputs, arguments):
         err.seek(0)
         assert err.read() == ""
     assert process.exitcode == 0
-
-
-def test_outputs_that_cannot_be_written(outputs):
-    outputs.write_text("a file in the way")
-    done = run(outputs, *SHORT)
-    assert done.returncode == 1
-    assert "PENSIEVE_OUTPUTS" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
 @pytest.mark.slow

@@ -49,10 +49,3 @@ def test_the_gpus_of_a_divided_model_are_all_locked_in_one_order():
                 FileLock(lock_files(Device("cuda", "cuda:0", one, "H100", 1, 1, 1))[0]).acquire(timeout=0)
     for path in lock_files(two):
         FileLock(path).acquire(timeout=0).lock.release()
-
-
-def test_a_gpu_is_locked_by_its_uuid():
-    gpu = Device("cuda", "cuda:0", "GPU-12/3 4", "H100", 1, 1, 1)
-    with device_lock(gpu, True, print):
-        assert [path.name for path in lock_files(gpu)] == ["pensieve-GPU-12-3-4.lock"]
-        assert all(path.exists() for path in lock_files(gpu))

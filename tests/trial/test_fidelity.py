@@ -13,7 +13,7 @@ from pensieve.lab.compose import check
 from pensieve.lab.compose.build import build_system, build_tokenizer, build_workload
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.replay import replay
-from pensieve.lab.trial.fidelity import fidelity_metrics, verdict, what_waiting_hides
+from pensieve.lab.trial.fidelity import fidelity_metrics, verdict
 from pensieve.lab.workload.base import WorkloadContext
 from pensieve.lab.workload.vllm_run import VllmRun, vllm_run
 from pensieve.lab.workload.vllm_runs.reading import RealRequest, read_run, setting, shipped, shipped_run
@@ -65,29 +65,6 @@ def test_a_request_that_did_not_complete_is_left_out_of_both_columns_and_counted
     metrics = {(m.name, m.label): m for m in fidelity_metrics(REAL, True, turns)}
     assert metrics["fidelity_left_out", ""].value == 1
     assert metrics["real_ms", "ttft_mean"].n == metrics["simulated_ms", "ttft_mean"].n == 19
-
-
-@pytest.mark.parametrize(("queued_s", "said"), [(1.9, True), (0.1, False)])
-def test_a_queue_that_hides_first_tokens_is_told(queued_s: float, said: bool):
-    """Five of twenty requests are served at once, twice too fast; the others wait `queued_s` of their two seconds."""
-    turns = turns_like(REAL)
-    for number, turn in enumerate(turns):
-        at_once = number < 5
-        turn.queue_ms = 0.0 if at_once else 1e3 * queued_s
-        if at_once:
-            turn.first_token_s = turn.intended_s + 1.0
-            turn.ttft_ms = 1e3
-    metrics = {metric.name: metric for metric in fidelity_metrics(REAL, True, turns)}
-    assert metrics["fidelity_waiting_pct"].value == pytest.approx(100 * queued_s / 2)
-    at_once_error = metrics["fidelity_at_once_error_pct"]
-    assert (at_once_error.n == 5 and at_once_error.value == pytest.approx(-50)) is said
-    [*sentences] = what_waiting_hides(metrics)
-    assert bool(sentences) is said
-    if said:
-        assert sentences == [
-            "95 % of the median request's time to first token is waiting; the first token of the 5 that hardly waited is "
-            "-50 % off (median)."
-        ]
 
 
 def context() -> WorkloadContext:
@@ -191,13 +168,6 @@ def test_a_run_with_settings_that_no_replay_has_is_refused(tmp_path: Path, secti
         check(composed("experiment=machine/fidelity_vllm", "replay=rtx4090_llama3_1_8b", path))
     with pytest.raises(ConfigError, match=field):
         vllm_run(context(), path=path.removeprefix("workload.path="))
-
-
-@pytest.mark.parametrize("meta", ["{", "[]"])
-def test_a_description_that_is_none_is_named(tmp_path, meta):
-    (tmp_path / "meta.json").write_text(meta)
-    with pytest.raises(MalformedInput, match=r"meta\.json does not describe a run"):
-        read_run(tmp_path / "requests.jsonl")
 
 
 def test_a_run_is_one_of_the_package_or_a_file(tmp_path: Path):

@@ -72,14 +72,6 @@ def test_sums_of_the_rows(tracking, baseline):
         assert seconds == pytest.approx(positions_s(cost, 0, tokens, plan.chunk_tokens))
 
 
-def test_conversations_that_never_return_save_nothing(tracking):
-    words = [*BUSY, "workload.min_turns=1", "workload.max_turns=1"]
-    trial = run(tracking, *words).trial_id
-    saved, idle = (by_tier(tracking, trial, column) for column in ("saved_s", "idle_gib_s"))
-    assert set(saved.values()) == {0.0}
-    assert idle["gpu"] > 0
-
-
 def test_stateless_holds_what_runs_and_no_more(tracking):
     trial = run(tracking, *BUSY, "baseline=stateless").trial_id
     assert by_tier(tracking, trial, "idle_gib_s") == {"gpu": 0.0}

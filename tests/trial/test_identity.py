@@ -56,13 +56,6 @@ def test_without_the_compiler_it_is_another_trial(compiler, monkeypatch):
     assert "attention native -> reference" in explain_difference(old, after)
 
 
-def test_another_compiler_is_another_trial(compiler):
-    before = identity(*CPU)
-    compiler.write_text("#!/bin/sh\necho 'mycc; 2.0'\n")
-    assert identity(*CPU).fingerprint != before.fingerprint
-    assert platform(identity(*CPU))["compiler"] == "mycc, 2.0"
-
-
 def test_a_backend_asked_for_by_name_is_not_looked_for_twice(monkeypatch):
     """That it is missing is said when the trial begins, not when it is identified."""
     monkeypatch.setenv("CC", "no-such-compiler")
@@ -91,18 +84,6 @@ def test_on_a_gpu(words, triton, wanted, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     facts = device_facts(plan_trial(checked("hardware=cpu", "model=tiny", *words)))
     assert {name: facts[name] for name in wanted} == wanted
-
-
-def test_what_can_be_captured_is_what_the_backends_say():
-    pytest.importorskip("triton")
-    from pensieve.device.kernels.backends import CAPTURING
-    from pensieve.device.kernels.native import NativeBackend
-    from pensieve.device.kernels.reference import ReferenceBackend
-    from pensieve.device.kernels.triton_backend import TritonBackend, TritonPointersBackend
-    from pensieve.plugins.device.varlen import VarlenBackend
-
-    alone = (NativeBackend, ReferenceBackend, TritonBackend, TritonPointersBackend, VarlenBackend)
-    assert {one.name for one in alone if one.captures} == CAPTURING
 
 
 def test_how_threads_wait_makes_another_trial(monkeypatch):

@@ -79,20 +79,6 @@ def test_retries_run_until_one_completes_or_they_end(tracking, monkeypatch):
     assert (ended.status, tracking.store.trial(ended.trial_id).attempt) == ("failed", 2)
 
 
-def test_what_would_fail_again_is_not_tried_again(tracking):
-    outcome = run(tracking, "trial.retries=5", "cache.gpu='256 tokens'", preflight=False)
-    assert outcome.permanent
-    assert tracking.store.trial(outcome.trial_id).attempt == 1
-
-
-def test_memory_that_runs_out_is_said_in_a_sentence(tracking, monkeypatch):
-    monkeypatch.setenv("CRASH", "memory")
-    outcome = run(tracking, CRASHING)
-    assert outcome.error.startswith("Memory ran out")
-    assert "smaller cache" in outcome.error
-    assert tracking.store.trial(outcome.trial_id).traceback.startswith("Traceback")
-
-
 def test_a_trial_past_its_time_fails(tracking):
     outcome = run(tracking, "trial.timeout_s=0.05", "workload.conversations=2000")
     assert "trial.timeout_s=0.05" in outcome.error

@@ -1,11 +1,9 @@
 import math
-from dataclasses import replace
 
 import pytest
 from hydra import compose
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import MissingConfigException
 from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
@@ -129,13 +127,3 @@ def test_a_value_typed_twice_is_one_job_for_us_and_for_the_sweeper():
     assert plan_jobs(sweep_config("workload.pressure=2,3,2.0")).axes["workload.pressure"] == ("2", "3")
     one = sweep_config("seed=0,0", "baseline=pensieve,pensieve")
     assert len(plan_jobs(one).jobs) == 1
-
-
-def test_a_job_is_composed_when_it_is_asked_for():
-    """A mistake in the first is told before the others are composed."""
-    config = sweep_config("model=tiny,llama3_8b", "baseline=pensieve")
-    jobs = plan_jobs(config)
-    configs = compose_jobs(config, replace(jobs, jobs=(*jobs.jobs[:1], ("model=none_such",))))
-    assert next(configs).model.name == "tiny"
-    with pytest.raises(MissingConfigException):
-        next(configs)

@@ -48,14 +48,3 @@ def test_more_agents_than_memory_holds_wait_or_are_evicted_but_none_is_refused()
     assert metrics["turns", "completed"] == 8 * 6
     assert metrics["miss_rate", ""] > 0
     assert metrics["queue_ms_p99", ""] > 0
-
-
-def test_the_limit_holds_on_the_cpu():
-    record, metrics = run(
-        "hardware=cpu", "model.architecture.num_hidden_layers=2", "cache.gpu=256 tokens", "cache.cpu=128 tokens",
-        "workload.agents=1", "workload.act_s=0", "workload.reason_tokens=96", "workload.reason_output=4",
-        "workload.observation_tokens=32", "workload.reflect_output=4",
-    )  # fmt: skip
-    assert metrics["oom_turns", ""] == 1
-    refused = [turn.turn for turn in record.turns if turn.status == "refused"]
-    assert refused == [4], "the second reflection would end at 272 tokens"

@@ -4,7 +4,6 @@ import os
 from types import SimpleNamespace
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
 from pensieve.errors import ConfigError
@@ -89,15 +88,6 @@ def test_a_failed_trial_leaves_no_model_to_the_next_one(store, tmp_path, monkeyp
         with pytest.raises(AssertionError, match="it broke"):
             run(store, tmp_path, "first")
         assert shelf.kept_host_bytes() == 0
-
-
-def test_threads_that_something_else_has_set_are_set_back(tmp_path):
-    spec = plan_trial(checked(*REAL)).model
-    with shelf.open_shelf():
-        shelf.take_model(shelf.ModelAsked(spec, "random", None, None, 0, "cpu", 1))
-        torch.set_num_threads(2)
-        assert shelf.take_model(shelf.ModelAsked(spec, "random", None, None, 0, "cpu", 1)).reused
-        assert torch.get_num_threads() == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from sqlalchemy import update
 
 from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.store import ResultsStore
-from pensieve.units import duration
 from tests.results.trials import MEMORY, add_trial, open_sweep
 
 
@@ -25,10 +24,3 @@ def test_trials_that_ran_before_the_sweep_was_started_take_no_time() -> None:
     found = store.progress_of(sweep)
     assert (found.ended, found.ran) == (3, 2)
     assert found.elapsed_s == pytest.approx(100, abs=5)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0.4, "0 s"), (89, "89 s"), (91, "2 min"), (720, "12 min"), (12_000, "3 h 20 min")]
-)
-def test_durations_as_a_person_says_them(seconds: float, said: str) -> None:
-    assert duration(seconds) == said

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pensieve.lab.compose.build import make_workload as make_workload
     from pensieve.lab.compose.build import model_is_loaded as model_is_loaded
     from pensieve.lab.compose.build import outside_engine as outside_engine
+    from pensieve.lab.compose.build import what_starts as what_starts
     from pensieve.lab.compose.folder import conf_folder as conf_folder
     from pensieve.lab.compose.folder import options as options
     from pensieve.lab.compose.folder import outputs_folder as outputs_folder
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "build": "build_cluster build_outside build_simulated build_system build_workload make_workload model_is_loaded "
-    "outside_engine",
+    "outside_engine what_starts",
     "folder": "conf_folder options outputs_folder read_option",
     "plan": "TrialPlan plan_trial",
     "preflight": "check_free_memory",

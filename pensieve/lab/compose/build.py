@@ -36,6 +36,7 @@ from pensieve.serve.tokenizer import ByteTokenizer, Tokenizer
 from pensieve.sim.cost import Batches, Lengths, simulated_cost, stateless_capacity
 from pensieve.sim.machine_profile import read_profile
 from pensieve.specs import HardwareSpec, ModelSpec
+from pensieve.units import format_bytes
 
 if TYPE_CHECKING:
     from pensieve.device.options import TorchOptions
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from pensieve.plugins.tiers.disk_transfer import DiskOptions
     from pensieve.serve.systems.inline_system import InlineSystem
     from pensieve.serve.systems.threaded_system import ThreadedSystem
+
+
+LARGE_BYTES = 2**30  # of weights, whose start takes long enough to wonder
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +277,16 @@ def model_is_loaded(plan: TrialPlan) -> bool:
     """Whether this process has kept the model that it would load for this plan."""
     here = plan.config.baseline.engine is None and not plan.device.simulated and not plan.computes_elsewhere
     return here and shelf.holds_model(_asked_model(plan))
+
+
+def what_starts(plan: TrialPlan) -> str | None:
+    """A sentence for before the start of a real engine of ours that takes long; None for any other, or with its model in
+    memory."""
+    device, large = plan.device, plan.model.weight_bytes >= LARGE_BYTES or plan.device.kind == "cuda"
+    if device.simulated or plan.config.baseline.engine is not None or not large or model_is_loaded(plan):
+        return None
+    on_gpu = " and compiles kernels, which are kept" if device.kind == "cuda" else ""
+    return f"{plan.model.name} starts on {device.label}: it makes {format_bytes(plan.model.weight_bytes)} of weights{on_gpu}."
 
 
 def _asked_model(plan: TrialPlan) -> ModelAsked:

@@ -193,7 +193,6 @@ class TrialOptions(_Group):
     timeout_s: Rate | None = None
     fail_fast: bool = False
     profile: bool = False
-    trace: bool = False
     measure_machine: str | None = None
 
 

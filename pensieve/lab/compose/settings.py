@@ -75,12 +75,6 @@ def check(cfg: DictConfig | Mapping[str, Any]) -> TrialConfig:
             f"trial.profile=true traces what torch does, and hardware={config.hardware.name} is simulated without torch; "
             "use hardware=local."
         )
-    drawable = config.hardware.simulated and config.hardware.router == "single" and config.baseline.simulated is None
-    if config.trial.trace and not drawable:
-        raise ConfigError(
-            "trial.trace=true draws what one simulated machine does with our engine; use hardware=sim_h100, say, "
-            "hardware.router=single and a baseline in the engine. trial.profile=true traces a real one."
-        )
     return config
 
 

@@ -10,7 +10,7 @@ from pensieve.core.request import is_measured
 from pensieve.lab.metric_registry import PERCENTILES
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.store import ResultsStore
-from pensieve.lab.statistics import median, nearest_rank
+from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.tables import grid
 from pensieve.lab.workload.vllm_runs.reading import RealRequest
 from pensieve.serve.record import TurnRecord
@@ -20,8 +20,6 @@ SEEN_PCT, UNSEEN_PCT = 2.0, 5.0
 
 _TIMES, _RATES = ("real_ms", "simulated_ms", "ms"), ("real_tok_s", "simulated_tok_s", "tok/s")
 _ERROR, _LIMIT = "fidelity_error_pct", "fidelity_limit_pct"
-_WAITING, _AT_ONCE = "fidelity_waiting_pct", "fidelity_at_once_error_pct"
-_HARDLY = 0.1  # of its time to first token: who waits less is served as on a machine that is not full
 _TITLES = {"ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
 _THROUGHPUT = "throughput"  # output tokens over the time from the first arrival to the last token
 
@@ -44,26 +42,12 @@ def fidelity_metrics(real: Mapping[str, RealRequest], seen: bool, turns: Iterabl
             MetricValue(simulated_name, ours[label], label, len(here), "requests"),
             MetricValue(_ERROR, 100 * (ours[label] / value - 1), label, len(here), "requests"),
         ]
-    return metrics + _waiting({name: (one.ttft_ms, completed[name]) for name, one in real.items() if name in completed})
-
-
-def _waiting(served: Mapping[str, tuple[float, TurnRecord]]) -> list[MetricValue]:
-    """How much of the simulated time to first token is waiting, and how far those are off that hardly waited: where all
-    wait, figures of TTFT say how fast the queue moves, and nothing of a first token on a machine that is not full."""
-    shares, errors = [], []
-    for real_ms, turn in served.values():
-        if turn.queue_ms is not None and turn.ttft_ms:
-            shares.append(turn.queue_ms / turn.ttft_ms)
-            if shares[-1] < _HARDLY:
-                errors.append(100 * (_served(turn).ttft_ms / real_ms - 1))
-    found = [MetricValue(_WAITING, 100 * median(shares), "", len(shares), "requests")] if shares else []
-    return found + ([MetricValue(_AT_ONCE, median(errors), "", len(errors), "requests")] if errors else [])
+    return metrics
 
 
 def fidelity(store: ResultsStore, trial_id: int) -> RenderableType | None:
     """The table and the verdict of a trial; None for one that replayed no real run."""
-    found = store.metrics_of(trial_id)
-    metrics = {(metric.name, metric.label): metric.value for metric in found}
+    metrics = {(metric.name, metric.label): metric.value for metric in store.metrics_of(trial_id)}
     limit = metrics.get((_LIMIT, ""))
     if limit is None:
         return None
@@ -81,20 +65,7 @@ def fidelity(store: ResultsStore, trial_id: int) -> RenderableType | None:
         values = {"real": f"{real:,.1f} {unit}", "simulated": f"{simulated:,.1f} {unit}", "error": f"{error:+.2f} %"}
         lines.append({"": title, **values})
     table = grid(lines, f"Trial {trial_id}: {trial.model}, {trial.hardware},\nagainst vLLM on the real card")
-    sentences = [verdict(errors, limit, int(metrics.get(("fidelity_left_out", "")) or 0))]
-    sentences += what_waiting_hides({metric.name: metric for metric in found})
-    return Group(table, *sentences)
-
-
-def what_waiting_hides(metrics: Mapping[str, MetricValue]) -> list[str]:
-    """A sentence where most of the time to first token is waiting: the verdict is then of the queue."""
-    waiting, at_once = metrics.get(_WAITING), metrics.get(_AT_ONCE)
-    if waiting is None or waiting.value is None or waiting.value < 50:
-        return []
-    off = "none hardly waited"
-    if at_once is not None and at_once.value is not None:
-        off = f"the first token of the {at_once.n} that hardly waited is {at_once.value:+.0f} % off (median)"
-    return [f"{waiting.value:.0f} % of the median request's time to first token is waiting; {off}."]
+    return Group(table, verdict(errors, limit, int(metrics.get(("fidelity_left_out", "")) or 0)))
 
 
 def verdict(errors: Mapping[str, float], limit_pct: float, left_out: int) -> str:

@@ -33,7 +33,7 @@ def identity_of(
 
 def marks_of(plan: TrialPlan) -> dict[str, bool]:
     """The options of `trial` that change what it measures; the others only say how it is run."""
-    marks = {"profiled": plan.config.trial.profile, "traced": plan.config.trial.trace, "contended": contended(plan)}
+    marks = {"profiled": plan.config.trial.profile, "contended": contended(plan)}
     return {name: True for name, given in marks.items() if given}
 
 

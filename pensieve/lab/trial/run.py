@@ -37,6 +37,7 @@ from pensieve.lab.compose import (
     build_workload,
     check_free_memory,
     plan_trial,
+    what_starts,
 )
 from pensieve.lab.compose.explain import explain, explain_crash
 from pensieve.lab.compose.machine import memory_limit_bytes
@@ -66,7 +67,6 @@ from pensieve.lab.trial.samples import (
     gauges_of,
     meter_of,
 )
-from pensieve.lab.trial.start_times import announce
 from pensieve.lab.trial.terminal import command_line, ends_interrupted, raise_if_interrupted
 from pensieve.lab.trial.tracking import Tracking
 from pensieve.lab.workload.base import Workload, WorkloadPlan
@@ -239,7 +239,8 @@ class Attempt:
             if outside or plan.computes_elsewhere:
                 shelf.empty()  # others load the model
             check_free_memory(plan)
-            announce(plan, self.say)
+            if (starting := what_starts(plan)) is not None:
+                self.say(starting)
             measured_at = measure_beside(plan)
             trace = job.folder / TRACE_FILE if config.trial.profile else None
             forget_allocator_peak()
@@ -247,7 +248,6 @@ class Attempt:
             neighbours = Neighbours()
             try:
                 raise_if_interrupted()
-                timeline = system.draw_timeline() if config.trial.trace and isinstance(system, InlineSystem) else None
                 started = system.start()
                 if isinstance(system, EngineSystem):
                     system.watch_content()
@@ -269,11 +269,6 @@ class Attempt:
                 held = system.holdings() if isinstance(system, EngineSystem) else {}
             finally:
                 system.close()
-        if timeline is not None:
-            trace = job.folder / TRACE_FILE
-            timeline.write(trace, record.turns, record.origin_s)
-            if self.tracking.kept:
-                self.say(f"Trace:    {trace}   (open it on ui.perfetto.dev)")
         if trace is not None and trace.is_file():
             store.add_artifact(trial_id, "trace", trace)
         raise_if_interrupted()

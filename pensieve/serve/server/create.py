@@ -16,6 +16,7 @@ from pensieve.lab.compose import (
     model_config,
     plan_trial,
     read_option,
+    what_starts,
 )
 from pensieve.lab.compose.target import locate
 from pensieve.plugins.engines.ray_cluster import check_ray
@@ -64,10 +65,8 @@ def server_of(config: Mapping[str, Any], keeps_disk: bool = False, say: Callable
     """
     plan = plan_live(config)
     check_free_memory(plan)
-    if say is not None and not plan.device.simulated:
-        from pensieve.lab.trial.start_times import announce
-
-        announce(plan, say)
+    if say is not None and (starting := what_starts(plan)) is not None:
+        say(starting)
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
     return Server(build_system(plan, tokenizer, keeps_disk=keeps_disk), tokenizer, plan.config.seed)
 

@@ -17,7 +17,6 @@ from pensieve.errors import WorkerError
 from pensieve.serve.systems.base import Listener
 from pensieve.serve.systems.engine_system import ENGINE_CLOSED, EngineSystem
 from pensieve.sim.cost import simulated_cost
-from pensieve.sim.timeline import Timeline
 from pensieve.sim.worker import SimulatedWorker
 
 
@@ -89,13 +88,6 @@ class InlineSystem(EngineSystem):
                 ran = self._run(None if until_s is None else round(until_s * 1e9))
                 events += self._tell(ran) if self._listeners else ran
             return events
-
-    def draw_timeline(self) -> Timeline | None:
-        """Collect what the machine does from now on; None for a worker that is not simulated."""
-        if not isinstance(self._worker, SimulatedWorker):
-            return None
-        self._worker.timeline = Timeline()
-        return self._worker.timeline
 
     def extrapolated(self) -> dict[str, Any]:
         """Terms of the cost model that were asked for more than was measured, by whoever asked: how often and how far."""
