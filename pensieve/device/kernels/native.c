@@ -1,7 +1,8 @@
 /* Attention straight over the blocks of a pool on a CPU (section 4.4): decode rows, and prefills.
 
    Compiled when it is first needed, for this machine, one head size (-DHEAD_DIM=...) and one type of the pool (-DFLOAT32,
-   -DBFLOAT16 or -DFLOAT16). Queries, results and all sums are float32: a tile of a 16-bit pool is widened first. A row's keys and values are
+   -DBFLOAT16 or -DFLOAT16). Queries, results and all sums are float32: a tile of a 16-bit pool is widened first, or
+   multiplied as it is where the processor has a unit for that (tiles.h). A row's keys and values are
    read once, in the order in which they lie, for all heads: softmax is kept up as in FlashAttention (a running maximum,
    a running sum, and results that are rescaled when the maximum grows). What comes next is asked for ahead of time,
    since no prefetcher follows from block to block. Neither other rows nor the number of threads change a row's result. */
@@ -201,6 +202,10 @@ static inline float softmax_row(
     return keep;
 }
 
+typedef void attend_some(
+    const float *queries, int64_t query_step, const kv_type *keys, float *out, int64_t width, int64_t start, int64_t count,
+    const int64_t *table, int64_t kv_heads, int64_t group, int64_t chunk, int64_t window, float scale, float softcap);
+
 /* Queries [0, count) of one KV head's group, at positions from `start` on. queries: query_step numbers from one to the next;
    out: width. Tiles of keys end at multiples of KEYS, so that neither the unit nor its rows change a row's sums. */
 static void attend_unit(
@@ -260,6 +265,8 @@ static void attend_unit(
     }
 }
 
+#include "tiles.h"
+
 /* Spans of several queries: queries [firsts[s], firsts[s] + stops[s] - starts[s]) are positions [starts[s], stops[s]), whose
    blocks are table[tables[s] ...]. queries [tokens, heads, HEAD_DIM], query_step numbers from one token to the next; out
    [tokens, heads, HEAD_DIM]. window 0, softcap 0: none. */
@@ -269,15 +276,19 @@ void attend_prefill(
     int group, int64_t chunk, int64_t window, float scale, float softcap, int threads) {
     const int64_t width = (int64_t)kv_heads * group * HEAD_DIM;
     const int64_t most = group < ROWS_OF_A_UNIT ? ROWS_OF_A_UNIT / group : 1; /* queries of a unit */
+#ifdef HAS_TILES
+    attend_some *const attend = tiles_lent() ? attend_unit_in_tiles : attend_unit;
+#else
+    attend_some *const attend = attend_unit;
+#endif
     for (int64_t s = 0; s < spans; s++) {
         const int64_t queries_here = stops[s] - starts[s], units = (queries_here + most - 1) / most * kv_heads;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 1)
         for (int64_t unit = units - 1; unit >= 0; unit--) { /* the longest first */
             const int64_t head = unit % kv_heads, done = unit / kv_heads * most, left = queries_here - done;
-            attend_unit(queries + (firsts[s] + done) * query_step + head * group * HEAD_DIM, query_step,
-                        pool + head * HEAD_DIM, out + (firsts[s] + done) * width + head * group * HEAD_DIM, width,
-                        starts[s] + done, left < most ? left : most, table + tables[s], kv_heads, group, chunk, window,
-                        scale, softcap);
+            attend(queries + (firsts[s] + done) * query_step + head * group * HEAD_DIM, query_step, pool + head * HEAD_DIM,
+                   out + (firsts[s] + done) * width + head * group * HEAD_DIM, width, starts[s] + done,
+                   left < most ? left : most, table + tables[s], kv_heads, group, chunk, window, scale, softcap);
         }
     }
 }

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+from pensieve import compiler
+from pensieve.compiler import load_library, processor
 from pensieve.device.model import LoadedModel
 
-from .driver import ARCHITECTURES, tiny_model
+from .driver import ARCHITECTURES, PROCESSORS, tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +30,19 @@ def model(request: pytest.FixtureRequest, model_of: Callable[..., LoadedModel]) 
 @pytest.fixture
 def llama(model_of: Callable[..., LoadedModel]) -> LoadedModel:
     return model_of("llama")
+
+
+@pytest.fixture
+def compile_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """What C is loaded from then on is compiled for this one of PROCESSORS. Skips where it cannot be or cannot run."""
+
+    def chosen(name: str) -> None:
+        options, needed = PROCESSORS[name]
+        if platform.machine() != "x86_64" or not needed <= set(processor().split()):
+            pytest.skip(f"this machine does not run what is compiled for {name}")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(compiler, "_ATTEMPTS", ((*options, "-fopenmp-simd"),))
+        load_library.cache_clear()
+
+    yield chosen
+    load_library.cache_clear()

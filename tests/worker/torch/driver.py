@@ -62,6 +62,12 @@ ARCHITECTURES = {
     "mistral": {"model_type": "mistral", **_COMMON, "head_dim": 16, "sliding_window": 20},
 }
 
+PROCESSORS = {  # options, and what a machine needs to run what they make
+    "haswell": (("-march=haswell",), {"avx2", "fma", "bmi2"}),
+    "zen 3": (("-march=haswell", "-mtune=znver3"), {"avx2", "fma", "bmi2"}),
+    "any": ((), set[str]()),
+}
+
 
 def tiny_spec(name: str, **changes: object) -> ModelSpec:
     return ModelSpec.from_architecture(name, {**ARCHITECTURES[name], **changes})

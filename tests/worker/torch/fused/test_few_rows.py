@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import platform
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from pensieve import compiler
-from pensieve.compiler import find_compiler, load_library, processor
+from pensieve.compiler import find_compiler, load_library
 from pensieve.core.plan import Row, Sample
 from pensieve.device.attention import Iteration
 from pensieve.device.batch import BlockTables, build_batch
@@ -23,7 +22,7 @@ from pensieve.device.kernels.native import NativeBackend
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.errors import EngineMissing
 from pensieve.plugins.device.int8 import rounded
-from tests.worker.torch.driver import ARCHITECTURES, plain_logits, random_tokens
+from tests.worker.torch.driver import ARCHITECTURES, PROCESSORS, plain_logits, random_tokens
 
 try:
     find_compiler()
@@ -64,30 +63,7 @@ def test_a_product_is_that_of_its_weights(product_of, error, inside, outside, wi
     assert torch.equal(product(_noise(inside, 3).t()), product(_noise(inside, 3).t().contiguous()))
 
 
-_PROCESSORS = {  # options, and what a machine needs to run what they make
-    "haswell": (("-march=haswell",), {"avx2", "fma", "bmi2"}),
-    "zen 3": (("-march=haswell", "-mtune=znver3"), {"avx2", "fma", "bmi2"}),
-    "any": ((), set()),
-}
-
-
-@pytest.fixture
-def compile_for(tmp_path, monkeypatch):
-    """What is loaded from then on is compiled for this processor. Skips where it cannot be or cannot run."""
-
-    def chosen(name):
-        options, needed = _PROCESSORS[name]
-        if platform.machine() != "x86_64" or not needed <= set(processor().split()):
-            pytest.skip(f"this machine does not run what is compiled for {name}")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setattr(compiler, "_ATTEMPTS", ((*options, "-fopenmp-simd"),))
-        load_library.cache_clear()
-
-    yield chosen
-    load_library.cache_clear()
-
-
-@pytest.mark.parametrize("name", sorted(_PROCESSORS))
+@pytest.mark.parametrize("name", sorted(PROCESSORS))
 def test_on_other_processors_other_rows_change_nothing_either(name, compile_for):
     """Compilers round a product and its sum once or twice as they think fit for each number of rows, if they may."""
     compile_for(name)

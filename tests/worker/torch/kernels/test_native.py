@@ -14,6 +14,7 @@ from pensieve.device.kernels.native import NativeBackend
 from pensieve.device.kernels.reference import ReferencePlan
 from pensieve.errors import EngineMissing
 
+from ..driver import PROCESSORS
 from .cases import Heads, make_case
 
 try:
@@ -41,6 +42,15 @@ def test_a_pool_in_16_bits_is_summed_in_float32(dtype, window, softcap, heads):
     assert float((got.double() - expected).abs().max()) <= 2 * step
 
 
+@pytest.mark.parametrize("processor", sorted(PROCESSORS))
+@pytest.mark.parametrize(("dtype", "window", "softcap"), [(torch.bfloat16, None, None), (torch.float32, 33, 2.0)])
+def test_other_processors_attend_as_this_one(processor, dtype, window, softcap, compile_for):
+    """Without a tile unit, or vectors of sixteen numbers, that this machine may have."""
+    compile_for(processor)
+    case = make_case([[(140, 141)], [(0, 300)], [(190, 270)]], Heads(6, 2, 40), dtype=dtype)
+    case.check(case.attend(_plan(case), None, window, softcap), case.expected(None, window, softcap))
+
+
 @pytest.mark.parametrize(("rows", "times"), [([[(99, 100)], [(49, 50)]], 100), ([[(0, 90)]], 12)])
 def test_scores_far_apart_neither_overflow_nor_vanish(rows, times):
     """Of a prefill many more rows: a score of 1,000 in float32 is exact to 4 digits behind the point."""
@@ -51,10 +61,11 @@ def test_scores_far_apart_neither_overflow_nor_vanish(rows, times):
     case.check(got, case.expected(1.0, None, None))
 
 
-def test_neither_other_rows_nor_threads_change_a_row():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neither_other_rows_nor_threads_change_a_row(dtype):
     """Bit for bit: so a request's tokens do not depend on who else is served."""
     rows = [[(300, 301)], [(90, 91)], [(20, 21)], [(0, 230)], [(70, 150)]]
-    case = make_case(rows, Heads(8, 4, 64))
+    case = make_case(rows, Heads(8, 4, 64), dtype)
     plan = _plan(case)
     alone = torch.cat([_one(case, row) for row in range(len(rows))])
     before = torch.get_num_threads()
