@@ -52,8 +52,8 @@ def cases(source: Source, form: Form, *, target: str, needed: Sequence[str] = ()
         "limits": limits or "see the CSV",
         "without": "".join(f"; without {name}: {why}" for name, why in absent.items() if name not in backends),
     }
-    cells = [Cell(name, {}, [job for job, _ in every if job.last.baseline == name]) for name in backends]
     trials = {job.trial.id: job.trial for job, _ in every if job.trial}
+    cells = [Cell(name, {}, [one for one in trials.values() if one.baseline == name]) for name in backends]
     yield Plot(Panel(source.sweep, {}, cells, source.trace(list(trials.values()))), rows, words=words)
 
 

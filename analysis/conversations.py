@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from analysis import style
-from analysis.alike import panels_of_engines
-from analysis.forms import Form
+from analysis.forms import Bars, Form
+from analysis.provenance import of_engines
 from analysis.quantities import median, moved
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Source
+from pensieve.core.request import is_measured
 from pensieve.errors import MissingSeries
 from pensieve.lab import tables
-from pensieve.lab.results.findings import REFERENCE
-from pensieve.lab.results.frame import PROBES, by_round, conversations_of, paired, speed_up, values_of
+from pensieve.lab.results.frame import OURS, PROBES, REFERENCE, by_round, conversations_of, paired, speed_up, values_of
 from pensieve.lab.statistics import Estimate, paired_ratio
 
 CLASSES = ("hot", "warm", "cold")
+PROMPT = ["gpu_hit_tokens", "cpu_hit_tokens", "disk_hit_tokens", "recomputed_tokens", "new_tokens"]
+"""What a prompt is made of."""
 _LOST = [
     "cpu_hit_tokens",
     "disk_hit_tokens",
@@ -76,11 +79,6 @@ def _ideal(turns: pd.DataFrame) -> dict[int, Estimate]:
     return _medians(known, pd.Series(fastest[at[within]], index=known.index))
 
 
-def has_reference(source: Source) -> bool:
-    names = source.baselines()
-    return REFERENCE in names and len(names) > 1
-
-
 def has_classes(source: Source) -> bool:
     return any(source.has_metric("ttft_ms_p50", one) for one in CLASSES)
 
@@ -112,6 +110,42 @@ def speed_ups(source: Source, form: Form, *, column: str, parts: Mapping[str, st
             ]  # fmt: skip
             table.append({"baseline": cell.baseline, **{part: tables.estimated(one) for part, one in ratios.items()}})
         yield Plot(panel, rows, table=table)
+
+
+def one_conversation(source: Source, form: Bars) -> Iterator[Plot]:
+    """The prompt of each turn of one conversation by where its tokens were, under Pensieve and under stateless serving, of
+    the first seed: that whose least part of GPU hits, CPU hits and recomputed tokens is the largest."""
+    for panel in source.of_baselines([OURS, REFERENCE]).panels():
+        talks = {cell.baseline: _whole(source.turns_of(cell.trials[0], measured=False)) for cell in panel.cells}
+        both = talks[OURS].keys() & talks[REFERENCE].keys()
+        if not both:
+            raise source.lacks("conversation that was completed under both")
+        three = ["gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens"]
+        session = max(both, key=lambda name: (talks[OURS][name][three].sum().min(), name))
+        shown = {cell.baseline: talks[cell.baseline][session] for cell in panel.cells}
+        disk = any(own["disk_hit_tokens"].any() for own in shown.values())
+        rows = [
+            {
+                "baseline": cell.baseline,
+                "turn": turn,
+                **{name: float(one[name]) for name in PROMPT},
+                **({} if disk else {"disk_hit_tokens": None}),
+                "trials": cell.ids,
+                "_section": cell.baseline,
+                "_name": f"turn {turn}",
+            }
+            for cell in panel.cells
+            for turn, one in shown[cell.baseline].iterrows()
+        ]
+        yield Plot(panel, rows, words={"session": repr(session)})
+
+
+def _whole(turns: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """By session, the measured turns of those whose turns were all completed: columns PROMPT, indexed by turn."""
+    turns = turns[turns["phase"].map(is_measured).astype(bool)]
+    whole = turns.groupby(level="session").filter(lambda own: bool((own["status"] == "completed").all()))
+    parts = whole.reset_index().set_index("turn")[["session", *PROMPT]].fillna(0).sort_index()
+    return {str(name): own for name, own in parts.groupby("session")}
 
 
 # A changing prefix
@@ -173,7 +207,11 @@ def _first_tokens(steps: pd.DataFrame) -> Estimate:
 
 def queries(source: Source, form: Form) -> Iterator[Plot]:
     """A hit and a miss of each cell. degradation: (miss - hit) / hit in %, of the mean TTFT, paired by round."""
-    for panel in panels_of_engines(source, BLOCKS):
+    for panel in source.panels(BLOCKS):
+        places = (
+            [trial for cell in panel.cells if cell.at[BLOCKS] == one for trial in cell] for one in panel.values(BLOCKS)
+        )
+        panel = replace(panel, provenance=of_engines(panel.provenance, places, source.allow_mixed))
         rows: list[Row] = []
         for blocks, cell in (
             (one, cell) for one in panel.values(BLOCKS) for cell in panel.cells if cell.at[BLOCKS] == one

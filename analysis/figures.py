@@ -58,7 +58,7 @@ def draw_all(source: Source, folder: Path) -> tuple[list[Drawing], list[str]]:
     it applies (a series is missing, trials must not be mixed, or the figure has a fault)."""
     drawings: list[Drawing] = []
     problems = []
-    applying = [figure for figure in registry.FIGURES.values() if figure.applies(source)]
+    applying = [figure for figure in registry.FIGURES.values() if not figure.asked and figure.applies(source)]
     for figure in [figure for figure in applying if figure.alone] or applying:
         try:
             drawings += figure.draw(source, folder)
@@ -77,7 +77,7 @@ def not_drawn(source: Source, named: bool) -> list[str]:
     """How many figures need other experiments; named: which, a line for each command that makes some of them."""
     names: dict[str, list[str]] = {}
     for figure in registry.FIGURES.values():
-        if not figure.applies(source):
+        if not figure.asked and not figure.applies(source):
             names.setdefault(figure.command, []).append(figure.name)
     if named:
         return [f"not drawn: {', '.join(found)}; run `{command}`" for command, found in names.items()]

@@ -13,11 +13,10 @@ from analysis.sweep import Cell, Panel, Source
 from pensieve.core.plan import Tier
 from pensieve.errors import MissingSeries
 from pensieve.lab.results.prices import Worth, prefill_seconds
-from pensieve.lab.results.size_map import is_map
 from pensieve.lab.results.store import Holding
+from pensieve.serve.books.holding import TIERS
 
 CAUSES = ("new", "edited", "evicted", "expired", "restarted", "never_stored")
-TIERS: Sequence[Tier] = ("gpu", "cpu", "disk")
 SHOWN = 4  # names of those who evicted most
 POLICIES = "eviction"
 
@@ -38,10 +37,6 @@ def _key(cell: Cell) -> Row:
 
 
 # Misses
-
-
-def has_misses(source: Source) -> bool:
-    return not is_map(source.sweep) and any(source.store.miss_sums(trial.id) for trial in source.trials)
 
 
 def misses(source: Source, form: Form) -> Iterator[Plot]:
@@ -79,10 +74,6 @@ def _causes(source: Source, cell: Cell) -> Iterator[Row]:
 # Holding
 
 
-def has_holdings(source: Source) -> bool:
-    return not is_map(source.sweep) and any(source.has_metric("held_gib_s", tier) for tier in TIERS)
-
-
 def _holdings(source: Source, cell: Cell) -> list[tuple[int, Holding]]:
     """With the trial of each."""
     return [(trial.id, one) for trial in cell.trials for one in source.store.holdings_of(trial.id)]
@@ -116,7 +107,7 @@ def _tiers(source: Source, cell: Cell) -> Iterator[Row]:
         if not own:
             continue
         found = {
-            name: over_seeds(cell.metric(metric, tier))
+            name: over_seeds(source.metrics(cell, metric, tier))
             for name, metric in (("gib_s", "held_gib_s"), ("idle_gib_s", "held_idle_gib_s"), ("saved_s", "saved_s"))
         }
         backs = [worth.paid_back(one.saved_s, one.idle_gib_s, tier) for one in own if worth and one.idle_gib_s]
@@ -136,7 +127,7 @@ def _tiers(source: Source, cell: Cell) -> Iterator[Row]:
 
 
 def has_prices(source: Source) -> bool:
-    return source.prices.given and has_holdings(source) and any(prefill_seconds(job.metrics) for job in source.jobs)
+    return source.prices.given and source.has_holdings() and any(prefill_seconds(job.metrics) for job in source.jobs)
 
 
 def break_even(source: Source, form: Form) -> Iterator[Plot]:
@@ -170,8 +161,8 @@ def _short(lines: Sequence[str], several: int) -> str:
 
 def _break_evens(source: Source, cell: Cell, tier: Tier) -> Iterator[Mapping[str, Any]]:
     worth = _worth(source, cell)
-    prefill = max((prefill_seconds(job.metrics) for job in cell.jobs), key=len, default={})
-    for tokens, seconds in prefill.items() if cell.metric("held_gib_s", tier) else ():
+    prefill = max((prefill_seconds(source.recorded(trial)) for trial in cell.trials), key=len, default={})
+    for tokens, seconds in prefill.items() if source.metrics(cell, "held_gib_s", tier) else ():
         even_s = worth and worth.break_even_s(tokens, seconds, tier)
         if worth is not None and even_s is not None:
             yield {

@@ -20,27 +20,9 @@ from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.slo import slo_of_sweep
 from pensieve.lab.statistics import FEWEST_GROUPS
 
-LOADS = (
-    "workload.relative_rate",
-    "workload.request_rate",
-    "workload.users",
-    "workload.agents",
-    "workload.request_interval",
-    "workload.time_scale",
-)
-"""Fields that make a load heavier or lighter."""
 NOT_REACHED = "; the window of some trials began before the offered rate was reached, which is that of steady state"
 STATISTICS = ("mean", "p90")
 MEASURE = "throughput_at_latency_ratio"
-
-
-def load_axis(source: Source) -> str | None:
-    """The load that the sweep runs through; the first of LOADS where there are several."""
-    return next((axis for axis in LOADS if source.several(axis)), None)
-
-
-def has_load(source: Source) -> bool:
-    return load_axis(source) is not None
 
 
 def offered_rate(source: Source, cell: Cell) -> float | None:
@@ -112,7 +94,7 @@ def _by_load(cells: Sequence[Cell], axis: str) -> list[tuple[float, Trial]]:
 def at_the_papers_latency(source: Source, form: Form) -> Iterator[Plot]:
     """A line a system and statistic, since the paper says 90th percentile in one place and mean in another. Where a system
     saturates is where it has to be measured, so not all have run at all loads."""
-    axis = load_axis(source)
+    axis = source.load_axis
     assert axis is not None, "asked only where it applies"
     for panel in source.panels(axis, partial=True):
         trials = [trial for cell in panel.cells for trial in cell.trials]

@@ -11,15 +11,22 @@ import pandas as pd
 from pydantic import Field
 
 from analysis import style
-from analysis.bars import Bars, Side
-from analysis.forms import Form, cells
+from analysis.forms import Bars, Form, Side, cells
 from analysis.quantities import Quantity, Shares, moved, over_seeds, shares
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Source
 from pensieve.errors import MissingSeries
 from pensieve.lab.metric_registry import REAL
-from pensieve.lab.results.findings import REFERENCE
-from pensieve.lab.results.frame import PAPERS, START, conversation_sums, found_more, gap_closed, paired, values_of
+from pensieve.lab.results.frame import (
+    PAPERS,
+    REFERENCE,
+    START,
+    conversation_sums,
+    found_more,
+    gap_closed,
+    paired,
+    values_of,
+)
 from pensieve.lab.results.trials import varying_axes
 from pensieve.lab.statistics import Estimate, paired_ratio
 
@@ -75,7 +82,7 @@ def where_found(source: Source, form: Form) -> Iterator[Plot]:
                     "hit_ci_high": found.hit.ci_high if found else None,
                     "n_conversations": found.hit.n if found else 0,
                     **{one.name: row[one.name] for one in form.every},
-                    "bound_hit_pct": _bound(cell),
+                    "bound_hit_pct": _bound(source, cell),
                     "trials": cell.ids,
                     "_gpu": found and found.gpu,
                     "_hit": found and found.hit,
@@ -109,9 +116,9 @@ def _size(cell: Cell, axis: str) -> str:
     return asked if tokens is None or (axis == "cache.cpu" and not tokens) else short(tokens)
 
 
-def _bound(cell: Cell) -> float | None:
+def _bound(source: Source, cell: Cell) -> float | None:
     """In percent; a server that stores nothing has none."""
-    values = {} if cell.baseline == REFERENCE else cell.metric("bound_hit_rate")
+    values = {} if cell.baseline == REFERENCE else source.metrics(cell, "bound_hit_rate")
     return 100.0 * over_seeds(values).value if values else None
 
 
@@ -272,7 +279,7 @@ def _section(
     for value in (value for value in order if value in cells):
         cell = cells[value]
         moved, same = _moved(source, cell, base)
-        bounds = cell.metric("bound_hit_rate")
+        bounds = source.metrics(cell, "bound_hit_rate")
         rows.append(
             {
                 **at,

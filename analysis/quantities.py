@@ -16,8 +16,14 @@ from analysis.sweep import Cell, Source
 from pensieve.errors import MissingSeries
 from pensieve.lab.metric_registry import PERCENTILES
 from pensieve.lab.metrics import OUT_OF_MEMORY
-from pensieve.lab.results.findings import REFERENCE
-from pensieve.lab.results.frame import ByConversation, by_conversation, conversation_sums, positive_ratio, values_of
+from pensieve.lab.results.frame import (
+    REFERENCE,
+    ByConversation,
+    by_conversation,
+    conversation_sums,
+    positive_ratio,
+    values_of,
+)
 from pensieve.lab.statistics import (
     Estimate,
     estimate_mean,
@@ -106,9 +112,9 @@ class Quantity(BaseModel, frozen=True, extra="forbid"):
             own: Found = resolve_name(self.of if "." in self.of else f"{__name__}.{self.of}")(source, cell)
             return own
         if self.how == "sum":
-            return sum(cell.metric(self.of).values())
+            return sum(source.metrics(cell, self.of).values())
         if self.how == "seeds":
-            one_a_trial = cell.metric(self.of)
+            one_a_trial = source.metrics(cell, self.of)
             return over_seeds({key: value / self.scale for key, value in one_a_trial.items()}) if one_a_trial else None
         turns = _those(source.turns(cell), self.where)
         every = values_of(turns, self.of) if self.of.isidentifier() else pd.Series(turns.eval(self.of), turns.index)

@@ -76,7 +76,8 @@ class Figure:
 
     applies: whether the sweep is one of those. plots(source): a plot a panel; raises MissingSeries and MixedPanel.
     workload: where its trials are single cases of a benchmark, that benchmark's; its latest measurement is then drawn.
-    alone: where it applies it shows all there is, and others would draw a picture for each of its cells.
+    alone: where it applies it shows all there is, and others would draw a picture for each of its cells. asked: drawn only
+    where it is named.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Figure:
     plots: Callable[[Source], Iterable[Plot]]
     workload: str | None = None
     alone: bool = False
+    asked: bool = False
 
     def draw(self, source: Source, folder: Path) -> list[Drawing]:
         """Write the files of each panel. Raises MissingSeries where the sweep is none that it can be drawn from."""
@@ -114,12 +116,13 @@ def _figure(
     applies: Mapping[str, Any],
     workload: str | None = None,
     alone: bool = False,
+    asked: bool = False,
     **given: Any,
 ) -> Figure:
     """form: lines, bars, table, or a class of your own by its dotted name, with its fields as `given`; or a function of a
     Source that yields plots. applies: what holds of a sweep that it can be drawn from: methods of Source with their argument
     (of several, each), or functions of a Source by their dotted name. Modules are imported when they are asked for."""
-    known = {"lines": "analysis.forms.Lines", "bars": "analysis.bars.Bars", "table": "analysis.forms.Form"}
+    known = {"lines": "analysis.forms.Lines", "bars": "analysis.forms.Bars", "table": "analysis.forms.Form"}
     path = known.get(form, form)
 
     def plots(source: Source) -> Iterable[Plot]:
@@ -130,7 +133,7 @@ def _figure(
             where = ".".join(map(str, error.errors()[0]["loc"]))
             raise ConfigError(f"conf/figure/{name}.yaml: {where}: {error.errors()[0]['msg']}.") from None
 
-    return Figure(name, title, shows, command, partial(_holds, applies), plots, workload, alone)
+    return Figure(name, title, shows, command, partial(_holds, applies), plots, workload, alone, asked)
 
 
 def _holds(applies: Mapping[str, Any], source: Source) -> bool:

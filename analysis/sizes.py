@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from analysis import style
 from analysis.registry import Plot
 from analysis.sweep import Panel, Source
-from pensieve.lab.results.size_map import Place, SizeMap, is_map, read_map, spaced
+from pensieve.lab.results.size_map import Place, SizeMap, read_map, spaced
 
 DISK = "cache.disk"
 BORDERS: dict[str, dict[str, Any]] = {  # both are seen on either map, and on a dark ground
@@ -24,10 +24,6 @@ NAMED: dict[str, Any] = {
     "color": style.GREY, "marker": "s", "markersize": 9, "markerfacecolor": "none", "markeredgewidth": 1.1, "linewidth": 0,
 }  # fmt: skip
 MOST_WRITTEN = 13  # sizes along a side up to which a cell has its number written into it
-
-
-def is_size_map(source: Source) -> bool:
-    return is_map(source.sweep)
 
 
 def size_map(source: Source) -> Iterator[Plot]:

@@ -12,14 +12,25 @@ from sqlalchemy import select
 
 from analysis.provenance import Provenance, trace
 from pensieve.errors import ConfigError, MissingSeries
-from pensieve.lab.results.frame import Frame, conversations_of
+from pensieve.lab.results.frame import REFERENCE, Frame, conversations_of
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.schema import Sweep, SweepTrial, Trial
+from pensieve.lab.results.size_map import SETTINGS
 from pensieve.lab.results.store import JobResult, ResultsStore
 from pensieve.lab.results.trials import axis_value, listed_values, varying_axes
+from pensieve.serve.books.holding import TIERS
 from pensieve.units import parse_capacity
 
 DEFAULT_COMMAND = "python runners/run.py -m"
+LOADS = (
+    "workload.relative_rate",
+    "workload.request_rate",
+    "workload.users",
+    "workload.agents",
+    "workload.request_interval",
+    "workload.time_scale",
+)
+"""Fields that make a load heavier or lighter."""
 NO_VALUE = "None"  # how a field that is null reads in a trial's configuration
 
 
@@ -29,11 +40,7 @@ class Cell:
 
     baseline: str
     at: Mapping[str, str]
-    jobs: Sequence[JobResult]
-
-    @property
-    def trials(self) -> list[Trial]:
-        return [job.trial for job in self.jobs if job.trial is not None]
+    trials: Sequence[Trial]
 
     def __iter__(self) -> Iterator[Trial]:
         return iter(self.trials)
@@ -42,11 +49,6 @@ class Cell:
     def ids(self) -> str:
         """For the column `trials` of a CSV."""
         return " ".join(str(trial.id) for trial in self.trials)
-
-    def metric(self, name: str, label: str = "") -> dict[tuple[int, int], float]:
-        """(seed, repeat) -> value; trials without one are left out."""
-        found = {(job.trial.seed, job.trial.repeat): job.value(name, label) for job in self.jobs if job.trial}
-        return {key: value for key, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,28 @@ class Source(Frame):
     def has_metric(self, name: str, label: str = "") -> bool:
         return any(job.value(name, label) is not None for job in self.jobs)
 
+    @property
+    def load_axis(self) -> str | None:
+        """The load that the sweep runs through; the first of LOADS where there are several."""
+        return next((axis for axis in LOADS if self.several(axis)), None)
+
+    def has_load(self) -> bool:
+        return self.load_axis is not None
+
+    def has_reference(self) -> bool:
+        names = self.baselines()
+        return REFERENCE in names and len(names) > 1
+
+    def is_map(self) -> bool:
+        """A map of sizes, whose cells are no comparison."""
+        return SETTINGS in self.sweep.overrides
+
+    def has_misses(self) -> bool:
+        return not self.is_map() and any(self.store.miss_sums(trial.id) for trial in self.trials)
+
+    def has_holdings(self) -> bool:
+        return not self.is_map() and any(self.has_metric("held_gib_s", tier) for tier in TIERS)
+
     def has_turns(self) -> bool:
         """Conversations of several turns; elsewhere a turn's number means nothing."""
         if not self.trials:
@@ -164,8 +188,8 @@ class Source(Frame):
         panels = []
         for group, jobs in self._groups(begun, along).items() or {(): begun}.items():
             every = self._cells(dict(group), jobs, names, along, partial)
-            cells = [cell for cell in every if cell.jobs]
-            left_out = [_in_words(cell, several=len(names) > 1) for cell in every if not cell.jobs]
+            cells = [cell for cell in every if cell.trials]
+            left_out = [_in_words(cell, several=len(names) > 1) for cell in every if not cell.trials]
             trials = [trial for cell in cells for trial in cell.trials]
             panels.append(Panel(self.sweep, dict(group), cells, self.trace(trials, self._incomplete()), left_out))
         return panels
@@ -186,7 +210,7 @@ class Source(Frame):
         along: Sequence[str],
         partial: bool,
     ) -> list[Cell]:
-        """partial: some may have no jobs."""
+        """partial: some may have no trials."""
         places = dict.fromkeys(_place(job, along) for job in jobs) or {(): None}
         for axis in along:  # what the sweep names and never began is missing too
             for value in self._named(axis):
@@ -195,7 +219,8 @@ class Source(Frame):
         cells = []
         for name in names:
             for place in places:
-                own = [job for job in jobs if job.trial and job.trial.baseline == name and _place(job, along) == place]
+                here = [job.trial for job in jobs if job.trial and _place(job, along) == place]
+                own = [trial for trial in here if trial.baseline == name]
                 at = dict(zip(along, place, strict=True))
                 if not own and not (partial and any(job.trial and job.trial.baseline == name for job in jobs)):
                     self._missing(name, {**group, **at})

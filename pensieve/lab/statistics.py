@@ -172,8 +172,8 @@ def _percentiles(by_seed: Sequence[Sequence[Floats]], ps: Sequence[float], group
 
 
 def paired_ratio(
-    a: Mapping[tuple[int, str], float],
-    b: Mapping[tuple[int, str], float],
+    a: Mapping[tuple[int, Any], float],
+    b: Mapping[tuple[int, Any], float],
     *,
     of: Literal["pairs", "means"] = "pairs",
     support: Support = NONNEGATIVE,
@@ -204,7 +204,7 @@ def _rank(p: float, n: int) -> int:
     return max(1, math.ceil(p * n - 1e-9))
 
 
-def _by_seed(values: Mapping[tuple[int, str], float]) -> list[Floats]:
+def _by_seed(values: Mapping[tuple[int, Any], float]) -> list[Floats]:
     """Values grouped by seed, both levels in sorted order."""
     seeds: dict[int, list[float]] = {}
     for seed, session in sorted(values):

@@ -94,29 +94,6 @@ def test_shares_of_history(store, written):
             assert float(row[column]) == pytest.approx(100 * sum(one[tokens] for one in turns) / history)
 
 
-def test_latency_and_goodput_against_the_load(store, written):
-    def metrics(at, seed):
-        rate = float(at["workload.request_rate"])
-        return {"throughput_req_s": rate * (0.9 + 0.01 * seed), "goodput_req_s": rate * (0.5 + 0.02 * seed)}
-
-    source = chat(store, {"workload.request_rate": ["4.0", "0.5"], "baseline": NAMES}, metrics)
-    rows = written("throughput_latency", source)
-    assert [(row["baseline"], row["workload.request_rate"]) for row in rows] == [
-        (name, rate) for name in NAMES for rate in ("0.5", "4.0")
-    ]
-    for row in rows:
-        turns = [
-            one for one in rows_of(store, baseline=row["baseline"])
-            if f'"request_rate": "{row["workload.request_rate"]}"' in one["config"]
-        ]  # fmt: skip
-        each = [one["latency_ms"] / one["output_tokens"] for one in turns]
-        assert float(row["normalized_latency_ms_mean"]) == pytest.approx(fmean(each))
-        assert float(row["normalized_latency_ms_p90"]) == nearest_rank(each, 0.9)
-        assert float(row["achieved_req_s"]) == pytest.approx(float(row["workload.request_rate"]) * 0.905)
-    for row in written("goodput", source):
-        assert float(row["goodput_req_s"]) == pytest.approx(float(row["workload.request_rate"]) * 0.51)
-
-
 def test_hits_and_misses_of_a_changing_prefix(store, written):
     source = prefix_sweep(store, {"pensieve": FAST, "stateless": SLOW}, blocks=("512/256",))
     rows = written("invalidation_cost", source)
@@ -130,31 +107,3 @@ def test_hits_and_misses_of_a_changing_prefix(store, written):
     assert [(row["baseline"], row["query"]) for row in rows] == [
         ("pensieve", "hit"), ("pensieve", "miss"), ("stateless", "hit"), ("stateless", "miss"),
     ]  # fmt: skip
-
-
-def test_the_price_of_the_prefix_rule_of_each_baseline_and_link(store, drawn, tmp_path):
-    links = {"12000000000.0": "PCIe 3, 12 GB/s", "450000000000.0": "NVLink-C2C, 450 GB/s"}
-    axes = {"hardware.h2d_bw": [*links], "baseline.cache.reuse": ["any", "prefix"], "baseline": NAMES[:2]}
-    drawings = registry.FIGURES["prefix_rule"].draw(chat(store, axes), tmp_path)
-    assert len({drawing.csv for drawing in drawings}) == 2, "a file a baseline"
-    for baseline, drawing in zip(NAMES, drawings, strict=False):
-        with drawing.csv.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        assert [(row["hardware.h2d_bw"], row["baseline.cache.reuse"]) for row in rows] == [
-            (one, "prefix") for one in links
-        ]
-        for row in rows:
-            sums = {}
-            for reuse in ("any", "prefix"):
-                own = [
-                    one for one in rows_of(store, baseline=baseline)
-                    if f'"{reuse}"' in one["config"] and row["hardware.h2d_bw"] in one["config"]
-                ]  # fmt: skip
-                found = sum(one["gpu_hit_tokens"] + one["cpu_hit_tokens"] for one in own)
-                sums[reuse] = fmean(one["ttft_ms"] for one in own), found, sum(one["history_tokens"] for one in own)
-            assert float(row["ttft_ratio"]) == pytest.approx(sums["prefix"][0] / sums["any"][0])
-            points = 100 * (sums["prefix"][1] - sums["any"][1]) / sums["any"][2]
-            assert float(row["found_points"]) == pytest.approx(points)
-        assert {name.split("/")[0] for name in drawn[drawing.csv.stem].bars} == {
-            one.split("/")[0] for one in links.values()
-        }

@@ -35,11 +35,11 @@ def test_what_a_sweep_supports_is_drawn_and_the_rest_is_named_with_its_command(o
     assert str(outputs / "figures" / "sweep-1" / "hit_rates.png") in told.out.splitlines()
     lines = told.err.splitlines()
     skipped = {name for line in lines for name in line.removeprefix("not drawn: ").partition(";")[0].split(", ")}
-    assert skipped == set(registry.FIGURES) - set(drawn) - {"speedup"}
+    assert skipped == set(registry.FIGURES) - set(drawn) - {"speedup", "idea"}
     assert all("; run `python runners/" in line for line in lines)
     assert "not drawn: hotness; run `python runners/run.py experiment=users/hotness -m`" in lines
     assert figures.main([]) == 0
-    count = len(registry.FIGURES) - len(drawn) - 1
+    count = len(registry.FIGURES) - len(drawn) - 2
     assert capsys.readouterr().err == f"{count} figures need other experiments (--missing names them).\n"
 
 

@@ -14,7 +14,6 @@ from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.statistics import Estimate
-from pensieve.lab.trial.samples import ENGINE, Reading
 from tests.analysis.sweeps import answered, fill, flat
 from tests.results.trials import MEMORY, turn
 
@@ -143,52 +142,6 @@ def test_a_sum_of_metrics_is_of_trials_that_have_all_of_them(store):
     assert Quantity(of="sent_bytes_per_token", how="sum").found(source, cell) == 20.0
 
 
-def test_the_skew_of_replicas_is_that_of_their_readings(drawn, store, tmp_path):
-    axes = {"hardware.router": ["affinity", "random"], "hardware.replicas": ["100", "10"], "baseline": ["pensieve"]}
-
-    def turns(at, seed):
-        return [answered(s, n, 5.0, history=100 * (n - 1), gpu=90 * (n - 1)) for s in "ab" for n in (1, 2)]
-
-    source = fill(store, axes, turns, lambda at, seed: {"moved_turns": 3.0})
-    for trial in source.trials:
-        for at_s, fullest, under_way in ((0.0, 2.0, 4.0), (1.0, 4.0, 8.0)):
-            found = {"fullest_replica": fullest, "requests_under_way": under_way}
-            store.add_samples(trial.id, [Reading(at_s, ENGINE, name, value, "") for name, value in found.items()])
-    FIGURES["cluster"].draw(source, tmp_path)
-    rows = {(row["router"], row["replicas"]): row for row in rows_of(tmp_path, "cluster")}
-    assert list(rows) == [("affinity", "10"), ("affinity", "100"), ("random", "10"), ("random", "100")]
-    assert [float(row["skew"]) for row in rows.values()] == [
-        5.0,
-        50.0,
-        5.0,
-        50.0,
-    ]  # 3 of 6 under way, over a replica's share
-    assert {(row["recomputed_pct"], row["moved_turns"]) for row in rows.values()} == {("10.0", "6.0")}
-
-
-def test_a_hint_is_worth_the_share_of_the_gap_that_it_closes(drawn, store, tmp_path):
-    found = {"lru": 40, "noisy_hint_25": 60, "oracle_hint": 80}
-
-    def turns(at, seed):
-        return [
-            answered(s, n, 5.0, history=100 * (n - 1), gpu=found[at["eviction"]] * (n - 1))
-            for s in "ab"
-            for n in (1, 2)
-        ]
-
-    source = fill(
-        store,
-        {"eviction": list(found), "baseline": ["pensieve"]},
-        turns,
-        lambda at, seed: {"bound_hit_rate": 0.9, "gpu_hit_rate": 0.5},
-    )
-    FIGURES["policy_gap"].draw(source, tmp_path)
-    rows = {row["eviction"]: (row["hit_pct"], row["gap_closed_pct"]) for row in rows_of(tmp_path, "policy_gap")}
-    assert rows == {"lru": ("40.0", "0.0"), "noisy_hint_25": ("60.0", "40.0"), "oracle_hint": ("80.0", "80.0")}
-    assert drawn["policy_gap"].bars["lru 40.0 % of history, bound 90.0 %/noisy_hint_25/gap_closed_pct"] == (0, 40)
-    assert not drawn["policy_gap"].clipped
-
-
 def test_what_was_achieved_stands_over_what_was_offered_and_latency_over_that(drawn, store, tmp_path):
     def turns(at, seed):
         return [answered("a", 1, 10.0, tokens=2, latency_ms=20.0)]
@@ -233,3 +186,35 @@ def test_the_table_at_the_papers_latency_has_a_line_a_system_and_its_ratio(store
     ours, theirs, *_ = drawing.table
     assert [*ours.values()][:7] == ["pensieve", "mean", "120", "2 of 2", "stateless", "3.00", "2.00"]
     assert [theirs[head] for head in ("system", "requests/s", "ratio")] == ["stateless", "1.50", "–"]
+
+
+def conversations_of(at, seed):
+    """Three conversations: `plain` is always on the GPU, `mixed` meets all three, `broken` ends early."""
+    if at["baseline"] == "stateless":
+        found = [answered(s, n, 5.0, history=100 * (n - 1)) for s in ("plain", "mixed") for n in (1, 2, 3, 4)]
+        return [*found, answered("broken", 1, 5.0, history=0)]
+    plain = [answered("plain", n, 5.0, history=100 * (n - 1), gpu=100 * (n - 1)) for n in (1, 2, 3, 4)]
+    mixed = [
+        answered("mixed", 1, 5.0),
+        answered("mixed", 4, 5.0, history=300),  # recorded before the second: rows are not in the order of turns
+        answered("mixed", 2, 5.0, history=100, gpu=100),
+        answered("mixed", 3, 5.0, history=200, gpu=50, cpu=150),
+    ]
+    broken = [
+        answered("broken", 1, 5.0, history=9000, gpu=3000, cpu=3000),
+        answered("broken", 2, None, status="failed"),
+    ]
+    return [answered("warmup-0", 1, 5.0, phase="warmup", history=900), *plain, *broken, *mixed]
+
+
+def test_the_conversation_that_shows_most_is_drawn_turn_by_turn(store, drawn, tmp_path):
+    hits = {"gpu_hit_rate": 0.5}
+    source = fill(store, {"baseline": ["pensieve", "stateless"]}, conversations_of, lambda at, seed: hits)
+    [plot] = FIGURES["idea"].plots(source)
+    found = {(row["baseline"], row["turn"]): row for row in plot.rows}
+    three = ("gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens", "new_tokens")
+    assert [tuple(found["pensieve", turn][name] for name in three) for turn in (1, 2, 3, 4)] == [
+        (0, 0, 0, 10), (100, 0, 0, 10), (50, 150, 0, 10), (0, 0, 300, 10),
+    ]  # fmt: skip
+    assert [found["stateless", turn]["recomputed_tokens"] for turn in (1, 2, 3, 4)] == [0, 100, 200, 300]
+    assert "'mixed'" in plot.lead and "not a typical one" in plot.lead

@@ -51,11 +51,6 @@ def test_what_must_not_stand_in_one_panel_is_refused_unless_asked_for_and_then_s
     assert " ".join(["MIXED:", "; ".join(told["mixed"])]) == warning
 
 
-def test_contended_trials_are_refused_even_where_all_are(store):
-    with pytest.raises(MixedPanel, match="shared their device"):
-        chat(store, contended=True).panels()
-
-
 def test_classes_of_ones_own_may_have_code_of_their_own(store):
     chat(store)
     own = {"seed": 0, "eviction": {"_target_": "my_module.Longest"}}

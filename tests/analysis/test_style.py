@@ -28,11 +28,6 @@ def test_the_default_baselines_differ_in_lightness_and_marker():
     assert len({style.marker(name) for name in names}) == 3
 
 
-def test_a_baseline_of_ones_own_keeps_its_colour():
-    assert style.colour("mine") == style.colour("mine")
-    assert style.colour("mine") not in style.COLOURS.values()
-
-
 @pytest.mark.parametrize("names", [("a", "b"), tuple(style.COLOURS)])
 def test_the_texts_and_the_legend_stand_above_the_axes_and_the_small_print_below(names):
     figure, [[axes]] = style.new_grid(1.5)

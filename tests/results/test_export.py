@@ -84,15 +84,16 @@ def test_a_sweep_becomes_files(tmp_path):
     assert table["prompt_tokens"].to_pylist() == [None] * 28
 
 
-def test_what_cannot_be_exported_says_so(tmp_path):
+@pytest.mark.parametrize(("write", "name"), [(export_sweep, "export"), (bundle_sweep, "sweep.zip")])
+def test_what_cannot_be_written_says_so(tmp_path, write, name):
     store = open_store(tmp_path)
     sweep = open_sweep(store)
     with pytest.raises(MissingSeries, match="No trial of sweep 1 is completed"):
-        export_sweep(store, sweep, tmp_path / "export")
+        write(store, sweep, tmp_path / name)
     add_trial(store, sweep, 0, "pensieve", conversation_turns([5.0]))
     (tmp_path / "file").touch()
-    with pytest.raises(ResultsError, match="another folder with --to"):
-        export_sweep(store, sweep, tmp_path / "file" / "export")
+    with pytest.raises(ResultsError, match=r"another f\w+ with --to"):
+        write(store, sweep, tmp_path / "file" / name)
 
 
 @pytest.fixture
@@ -140,14 +141,3 @@ def test_the_figures_of_a_bundle_are_the_sweeps(swept, tmp_path, monkeypatch):
         assert figures.main(["--sweep", "1"]) == 0
         drawn.append({path.name: path.read_text() for path in (outputs / "figures").rglob("*.csv")})
     assert drawn[0] == drawn[1] and "ttft_by_turn.csv" in drawn[0]
-
-
-def test_what_cannot_be_bundled_says_so(tmp_path):
-    store = open_store(tmp_path)
-    sweep = open_sweep(store)
-    with pytest.raises(MissingSeries, match="bundle then"):
-        bundle_sweep(store, sweep, tmp_path / "sweep.zip")
-    add_trial(store, sweep, 0, "pensieve", conversation_turns([1.0]))
-    (tmp_path / "file").touch()
-    with pytest.raises(ResultsError, match="another file with --to"):
-        bundle_sweep(store, sweep, tmp_path / "file" / "sweep.zip")

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 # Measures: from rows to a value with its interval
 
-Pairs = dict[tuple[int, str], float]
+Pairs = dict[tuple[int, int], float]
 """(seed, repeat) -> value."""
 
 Which = int | Literal["first", "last"] | None
@@ -76,10 +76,6 @@ class Sides:
             if wanted is not None:
                 turns = turns[turns[name] == wanted]
         return values_of(turns, column)
-
-    def metrics(self, trials: Iterable[Trial], name: str, label: str) -> Pairs:
-        found = {(one.seed, str(one.repeat)): self.evidence.metric(one, name, label) for one in trials}
-        return {key: value for key, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +123,15 @@ def axis_ratio(sides: Sides, phase: str, column: str = "ttft_ms") -> Measured:
 
 def metric_ratio(sides: Sides, name: str, label: str = "") -> Measured:
     """How many times a metric of ours is of theirs, paired by seed: geometric mean."""
-    found = positive_ratio(*(sides.metrics(trials, name, label) for trials in (sides.ours, sides.theirs)))
+    found = positive_ratio(*(sides.evidence.metrics(trials, name, label) for trials in (sides.ours, sides.theirs)))
     return _measured(found, "trials", f"no seed has {name} of both")
 
 
 def metric_value(sides: Sides, name: str, label: str = "") -> Measured:
     """A metric of ours: of one trial with the interval that the trial gives it, of several their mean."""
-    values = sides.metrics(sides.ours, name, label)
+    values = sides.evidence.metrics(sides.ours, name, label)
     if len(values) == 1:
-        [own] = [one.metrics[name, label] for one in sides.evidence.jobs if one.trial in sides.ours]
+        [own] = [one for trial in sides.ours if (one := sides.evidence.recorded(trial).get((name, label)))]
         [value] = values.values()
         return Measured(Estimate(value, own.ci_low, own.ci_high, own.n or 0, 1), own.n_unit or "turns")
     ones, support = dict.fromkeys(values, 1.0), metric_of(name).support
@@ -169,11 +165,11 @@ def rates_at(
     """Each seed's throughput at which the latency passes the limit for good; a seed whose latency never does, or was never
     within it, is left out. placed: trials by their load. Between the last load at which the latency is within the limit and
     the next one, both are taken as linear."""
-    curves: dict[tuple[int, str], list[tuple[float, float, float]]] = defaultdict(list)
+    curves: dict[tuple[int, int], list[tuple[float, float, float]]] = defaultdict(list)
     for at, trial in placed:
         x, y = evidence.metric(trial, throughput), evidence.metric(trial, latency)
         if x is not None and y is not None:
-            curves[trial.seed, str(trial.repeat)].append((at, x, y))
+            curves[trial.seed, trial.repeat].append((at, x, y))
     found = Pairs()
     for key, curve in sorted(curves.items()):
         for (_, x, y), (_, next_x, next_y) in pairwise(sorted(curve)):

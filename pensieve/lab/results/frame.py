@@ -17,7 +17,7 @@ from sqlalchemy import BigInteger, Float, Integer, Row
 
 from pensieve.core.request import is_measured
 from pensieve.lab.metric_registry import REAL
-from pensieve.lab.metrics import STATUSES
+from pensieve.lab.metrics import STATUSES, MetricValue
 from pensieve.lab.results.schema import Sweep, Trial, turn_table
 from pensieve.lab.results.store import TURN_COLUMNS, JobResult, ResultsStore
 from pensieve.lab.results.trials import axis_value, varying_axes
@@ -36,6 +36,10 @@ KEY = ["seed", "repeat", "session", "turn", "iteration"]
 """The index of a frame: equal in the trials of two baselines of one workload, where they served the same turn."""
 
 CONVERSATION = KEY[:3]
+
+OURS = "pensieve"
+REFERENCE = "stateless"
+"""What keeps nothing."""
 
 PROBES = ("hit", "miss")
 """Phases of the queries of a changing prefix."""
@@ -147,7 +151,7 @@ def speed_up(pairs: pd.DataFrame) -> Estimate | None:
     return positive_ratio(a, b)
 
 
-def positive_ratio(a: Mapping[tuple[int, str], float], b: Mapping[tuple[int, str], float]) -> Estimate | None:
+def positive_ratio(a: Mapping[tuple[int, Any], float], b: Mapping[tuple[int, Any], float]) -> Estimate | None:
     """Geometric mean of the ratios of what both have, above 0; None where that is nothing."""
     both = {key for key in a.keys() & b.keys() if a[key] > 0 and b[key] > 0}
     return paired_ratio({key: a[key] for key in both}, {key: b[key] for key in both}) if both else None
@@ -198,6 +202,15 @@ class Frame:
         found = self._metrics[trial.id].get((name, label))
         return found.value if found else None
 
+    def metrics(self, trials: Iterable[Trial], name: str, label: str = "") -> dict[tuple[int, int], float]:
+        """(seed, repeat) -> value, of the trials that have one; they differ in nothing else."""
+        found = {(trial.seed, trial.repeat): self.metric(trial, name, label) for trial in trials}
+        return {key: value for key, value in found.items() if value is not None}
+
+    def recorded(self, trial: Trial) -> Mapping[tuple[str, str], MetricValue]:
+        """All of its metrics, by (name, label)."""
+        return self._metrics[trial.id]
+
     def mean(self, trials: Iterable[Trial], name: str) -> float | None:
         """Of a metric, over the trials that have it."""
         values = [value for trial in trials if (value := self.metric(trial, name)) is not None]
@@ -206,15 +219,25 @@ class Frame:
     def by_seed(self, trials: Iterable[Trial], name: str) -> dict[int, float]:
         """The mean of a metric over the trials of each seed."""
         values: dict[int, list[float]] = defaultdict(list)
-        for trial in trials:
-            if (value := self.metric(trial, name)) is not None:
-                values[trial.seed].append(value)
+        for (seed, _), value in self.metrics(trials, name).items():
+            values[seed].append(value)
         return {seed: fmean(own) for seed, own in values.items()}
 
     def incomplete(self, trials: Sequence[Trial]) -> Counter[str]:
         """How many turns of these trials timed out, failed, were refused or cancelled, by status."""
         lost = (name for name in STATUSES if name != "completed")
         return +Counter({name: sum(int(self.metric(trial, "turns", name) or 0) for trial in trials) for name in lost})
+
+    def mostly_lost(self, group: TrialGroup) -> dict[str, tuple[int, int]]:
+        """The baselines that completed under half of their turns: how many, of how many. Those few had the machine to
+        themselves, so they are compared with nothing."""
+        counts = {}
+        for name, trials in group.trials.items():
+            done = sum(int(self.metric(trial, "turns", "completed") or 0) for trial in trials)
+            asked = done + self.incomplete(trials).total()
+            if 2 * done < asked:
+                counts[name] = (done, asked)
+        return counts
 
     def groups(self, over: str | None = None) -> Sequence[TrialGroup]:
         """Trials by the values of every axis that the sweep varied, but seed, repeat, baseline and `over`."""

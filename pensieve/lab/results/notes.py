@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pensieve.lab.metric_registry import metric_of
 from pensieve.lab.results.compare_trials import UNEQUAL_RATE
-from pensieve.lab.results.findings import OURS, REFERENCE, mostly_lost
-from pensieve.lab.results.frame import CONVERSATION, Frame, TrialGroup, conversations_of, values_of
+from pensieve.lab.results.frame import CONVERSATION, OURS, REFERENCE, Frame, TrialGroup, conversations_of, values_of
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.trials import footer, mixtures
 from pensieve.lab.statistics import FEWEST_GROUPS, enough_for
@@ -142,7 +141,7 @@ def _lost_most(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
     where = [
         f"{_place(group, name)} {done:,} of {asked:,}"
         for group in groups
-        for name, (done, asked) in mostly_lost(found, group).items()
+        for name, (done, asked) in found.mostly_lost(group).items()
     ]
     yield from _where("mostly_lost", where, "Too few turns completed to compare: {}.")
 

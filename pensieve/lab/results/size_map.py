@@ -347,10 +347,6 @@ def within(smaller: Place, larger: Place) -> bool:
     return all(one <= other for one, other in zip(smaller, larger, strict=True))
 
 
-def is_map(sweep: Sweep) -> bool:
-    return SETTINGS in sweep.overrides
-
-
 def spaced(size: str) -> str:
     """ "40GB" as "40 GB"."""
     return re.sub(r"(?<=[0-9])\s*(?=[a-zA-Z])", " ", size)
