@@ -13,10 +13,9 @@ from pensieve.core.request import Length, Request, tokens_of
 from pensieve.lab.compose import build_cluster, build_system, build_tokenizer, build_workload, plan_trial
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.base import Arrival, Following
-from pensieve.plugins.cluster import cluster_system
 from pensieve.plugins.cluster.cluster_system import COUNTED, ClusterSystem
 from pensieve.plugins.cluster.outlook import Outlook
-from pensieve.plugins.cluster.routing import ROUTERS, Fleet, affinity
+from pensieve.plugins.cluster.routing import ROUTERS, affinity
 from pensieve.sim.worker import SimulatedWorker
 from tests.composed import checked
 from tests.test_replay import Listed
@@ -205,17 +204,6 @@ def test_a_replica_that_runs_ahead_has_the_windows_of_a_single_engine(monkeypatc
     assert found[0] < found[1] / 2, "plans a turn"
 
 
-def test_affinity_keeps_what_random_routing_computes_again():
-    def recomputed(router):
-        turns, _, _ = run(f"hardware.router={router}", "hardware.replicas=4", "cache.gpu='4096 tokens'")
-        return sum(turn.recomputed_tokens or 0 for turn in turns)
-
-    assert recomputed("affinity") == 0
-    assert 0 <= recomputed("prefix_aware") < recomputed("random") / 2, (
-        "it leaves a replica that has far more than others"
-    )
-
-
 def test_a_failure_loses_no_turn_and_doubles_none():
     calm, _, _ = run("hardware.router=affinity", "hardware.replicas=3")
     rough, counted, _ = run(
@@ -294,43 +282,13 @@ def test_a_conversation_moves_only_when_its_own_replica_leaves():
 
     replicas = [One(number) for number in range(10)]
     requests = [Request(n, f"s{n}", 1, tokens_of([1]), Length(1)) for n in range(1000)]
-    before = {request.id: affinity(request, Fleet.of(replicas), 0).number for request in requests}
+    before = {request.id: affinity(request, replicas, 0).number for request in requests}
     shares = Counter(before.values())
     assert set(shares) == set(range(10)) and max(shares.values()) < 150
     rest = [replica for replica in replicas if replica.number != 3]
     for request in requests:
-        moved = affinity(request, Fleet.of(rest), 0).number
+        moved = affinity(request, rest, 0).number
         assert (moved != before[request.id]) == (before[request.id] == 3)
-
-
-@pytest.mark.parametrize("more", [(), ("hardware.failure_s=0.5", "hardware.restart_s=0.2")])
-def test_what_routers_go_by_is_what_the_replicas_are_at_that_moment(monkeypatch, more):
-    seen = []
-
-    def checking(request, fleet, seed):
-        members = list(fleet.members)
-        assert fleet.numbers.tolist() == [one.number for one in members]
-        assert fleet.loads.tolist() == [one.in_flight for one in members]
-        holders = [one for one in members if one.held_tokens(request.session)]
-        assert [one for one in fleet.holding(request.session) if one.held_tokens(request.session)] == holders
-        seen.append((len(members), max(fleet.loads), len(holders)))
-        return ROUTERS["least_loaded"](request, fleet, seed)
-
-    made = []
-
-    def make(*fields):
-        fleet = Fleet(*fields)
-        made.append((len(fleet.members), len(fleet.numbers), len(fleet.loads)))
-        return fleet
-
-    monkeypatch.setattr(cluster_system, "Fleet", make)
-    monkeypatch.setitem(ROUTERS, "prefix_aware", checking)
-    _, counted, _ = run("hardware.router=prefix_aware", "hardware.replicas=5", *more)
-    fewest, busiest, holders = (
-        extreme(each) for extreme, each in zip((min, max, max), zip(*seen, strict=True), strict=True)
-    )
-    assert made == [(one, one, one) for one, _, _ in seen], "there is none but what a router is given"
-    assert busiest > 0 and holders > 0 and (fewest < 5) == bool(more) == bool(counted["replica_failures"])
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.errors import UnsupportedModel, WeightsMissing
-from pensieve.plugins.engines.gguf_export import refuse_family, tokens_in, with_words, word, write_gguf
+from pensieve.errors import UnsupportedModel
+from pensieve.plugins.engines.gguf_export import refuse_family, tokens_in, word, write_gguf
 from pensieve.plugins.engines.weights import gguf_file, model_folder, plain_module
 from tests.engines.small import ARCHITECTURES, setup_of
 
@@ -61,24 +61,12 @@ def test_what_cannot_be_written_is_refused_in_a_sentence(architecture: dict[str,
     assert part in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_given_file_keeps_its_tensors_and_numbers(tmp_path: Path) -> None:
-    _, tensors, _ = written("llama", tmp_path)
-    with_words(tmp_path / "model.gguf", tmp_path / "copy.gguf")
-    copy = gguf.GGUFReader(tmp_path / "copy.gguf")
-    assert {t.name: t.data.tobytes() for t in copy.tensors} == {name: data.tobytes() for name, data in tensors.items()}
-    assert copy.fields["llama.attention.head_count_kv"].contents() == 2
-    assert copy.fields["llama.rope.freq_base"].contents() == pytest.approx(10000.0)
-    (tmp_path / "no.gguf").write_bytes(b"nothing")
-    with pytest.raises(WeightsMissing, match="not a whole GGUF file"):
-        with_words(tmp_path / "no.gguf", tmp_path / "other.gguf")
-
-
 def test_a_file_is_written_once_and_again_for_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = gguf_file(setup_of("llama"), "f32", None)
+    first = gguf_file(setup_of("llama"), "f32")
     written_at = first.stat().st_mtime_ns
-    assert gguf_file(setup_of("llama"), "f32", None) == first and first.stat().st_mtime_ns == written_at
-    others = {gguf_file(setup_of("llama", seed=4), "f32", None), gguf_file(setup_of("llama"), "f16", None)}
+    assert gguf_file(setup_of("llama"), "f32") == first and first.stat().st_mtime_ns == written_at
+    others = {gguf_file(setup_of("llama", seed=4), "f32"), gguf_file(setup_of("llama"), "f16")}
     assert len(others | {first}) == 3
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from pensieve.core.request import Free, Request
-from pensieve.errors import ConfigError, EngineFailed, EngineMissing, WorkerError
+from pensieve.errors import EngineFailed, EngineMissing, WorkerError
 from pensieve.plugins.engines import llama_cpp
 from pensieve.plugins.engines.llama_cpp import LlamaCpp, reported
 from pensieve.plugins.engines.system import OutsideSystem
@@ -223,10 +223,3 @@ def test_a_start_that_fails_says_what_llama_cpp_said(tmp_path: Path, monkeypatch
     monkeypatch.setattr("pensieve.plugins.engines.llama_cpp.gguf_file", lambda *_: broken)
     with pytest.raises(EngineFailed, match=r"broken\.gguf"):
         opened()
-
-
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EngineMissing, match="server_path"):
-        LlamaCpp(setup_of(), server_path=str(tmp_path / "llama-server")).check()
-    with pytest.raises(ConfigError, match="gguf_path"):
-        LlamaCpp(setup_of(), gguf_path=str(tmp_path / "no.gguf")).check()

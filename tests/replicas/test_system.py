@@ -15,7 +15,7 @@ import pytest
 from pensieve.core.clock import WallClock
 from pensieve.core.request import Fork, History, Length, Request, Sampling, tokens_of
 from pensieve.errors import EngineFailed
-from pensieve.plugins.cluster.routing import Fleet, affinity
+from pensieve.plugins.cluster.routing import affinity
 from pensieve.plugins.replicas import actors as actors_module
 from pensieve.plugins.replicas import engine as engine_module
 from pensieve.plugins.replicas.actors import Actors, Replica
@@ -230,7 +230,7 @@ def test_every_turn_goes_where_the_consistent_hash_of_the_simulated_cluster_send
         records = {name: talk(system, f"alice/{name}", 3, 10 * place) for place, name in enumerate("abcdef")}
         homes = {name: system._home[f"alice/{name}"].number for name in records}
         assert {one.in_flight for one in system.replicas.up} == {0}
-    fleet = Fleet.of([Replica(number, None) for number in range(COUNT)])
+    fleet = [Replica(number, None) for number in range(COUNT)]
     for name, turns in records.items():
         request = Request(0, f"alice/{name}", 1, tokens_of([]), Length(1))
         assert homes[name] == affinity(request, fleet, 0).number

@@ -10,9 +10,6 @@ from itertools import count
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pensieve.core.clock import Clock, VirtualClock
 from pensieve.core.event import Event
 from pensieve.core.plan import StartReport
@@ -21,7 +18,7 @@ from pensieve.lab.workload.base import Following
 from pensieve.lab.workload.chance import exponential
 from pensieve.plugins.cluster.migration import KvTransfer, Migration, lacking
 from pensieve.plugins.cluster.outlook import NEVER_NS, Outlook
-from pensieve.plugins.cluster.routing import LOAD_BLIND, Asked, Fleet, Router
+from pensieve.plugins.cluster.routing import LOAD_BLIND, Asked, Router
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import Capabilities
 from pensieve.serve.systems.inline_system import InlineSystem
@@ -76,14 +73,6 @@ class Replica:
         return (len(places) - places.count("-")) * self.system.chunk_tokens
 
 
-class _Group(NamedTuple):
-    """What stays of a Fleet as long as the same replicas are up; their loads are other ones at each request."""
-
-    members: list[Replica]
-    numbers: NDArray[np.uint64]
-    holding: Callable[[str], list[Replica]]
-
-
 class ClusterSystem:
     """A System of engines that share nothing but what was said: the tokens of each conversation, in a log that outlives them.
 
@@ -130,9 +119,6 @@ class ClusterSystem:
             str, tuple[int, int]
         ] = {}  # of each conversation, the replica of its last turn that stands, and its life
         self._served: dict[str, set[int]] = {}  # of each conversation, the replicas that were given turns of it
-        self._loads = np.zeros(replicas, np.int64)  # requests under way, by replica
-        self._all = self._group(self._replicas)
-        self._up, self._up_until_ns = self._all, 0  # who is up, and how long they are
         self._counted: Counter[str] = Counter()  # by replicas that have failed, and of the cluster itself
         self._counts_windows = False
         self._outlook: Outlook | None = None
@@ -151,7 +137,6 @@ class ClusterSystem:
         if self._outlook is not None:
             self._outlook.sent(request, replica.number)
         replica.requests[request.id] = request
-        self._loads[replica.number] += 1
         sent = self._as_sent(request, replica)
         transfer = self._transfer(request, replica, now) if request.id in self._moved else None
         if transfer is None:
@@ -178,7 +163,6 @@ class ClusterSystem:
             if replica.lives == life:
                 told.append(event)
                 if event.turn is not None:
-                    self._loads[number] -= 1
                     request = replica.requests.pop(event.request_id)
                     self._said.note(request, event.turn)
                     if event.turn.stands:
@@ -380,26 +364,10 @@ class ClusterSystem:
 
     def _choose(self, request: Asked, now: int) -> int:
         """The replica that serves it."""
-        group = self._all if self._failures.mean_s is None else self._those_up(now)
-        if not group.members:
-            return min(self._replicas, key=lambda one: one.up_ns).number
-        fleet = Fleet(group.members, group.numbers, self._loads[group.numbers], group.holding)
-        return self._router(request, fleet, self._seed).number
-
-    def _those_up(self, now: int) -> _Group:
-        if now >= self._up_until_ns:
-            self._up = self._group([replica for replica in self._replicas if replica.up_ns <= now])
-            self._up_until_ns = min((one.up_ns for one in self._replicas if one.up_ns > now), default=NEVER_NS)
-        return self._up
-
-    def _group(self, members: list[Replica]) -> _Group:
-        served, replicas = self._served, self._replicas
-        up = {replica.number for replica in members}
-
-        def holding(session: str) -> list[Replica]:
-            return [replicas[number] for number in sorted(served.get(session, ())) if number in up]
-
-        return _Group(members, np.array([one.number for one in members], np.uint64), holding)
+        up = self._replicas
+        if self._failures.mean_s is not None:
+            up = [one for one in up if one.up_ns <= now] or [min(up, key=lambda one: one.up_ns)]
+        return self._router(request, up, self._seed).number
 
     def _destination(self, session: str, turn: int) -> int | None:
         """As outlook.Destination."""
@@ -458,7 +426,6 @@ class ClusterSystem:
         self._advance(ns)
         replica = self._replicas[number]
         lost, replica.requests = replica.requests, {}
-        self._loads[number] = self._up_until_ns = 0
         replica.computing.clear()
         cut_off = self._stop_waiting(lambda _, transfer: number in (transfer.source, transfer.target))
         if self._migration is not None:

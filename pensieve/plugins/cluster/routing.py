@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -39,66 +38,43 @@ class Known(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """The replicas that are up, at least one, and in arrays what routers compare of all of them: with a thousand, asking each
-    object at each turn took a tenth of a simulation's time.
-
-    numbers, loads: of each member its number and its requests under way. holding: those that may hold KV of a conversation,
-    in the order of the members.
-    """
-
-    members: Sequence[Known]
-    numbers: NDArray[np.uint64]
-    loads: NDArray[np.int64]
-    holding: Callable[[str], Iterable[Known]]
-
-    @staticmethod
-    def of(members: Sequence[Known]) -> Fleet:
-        """These, as they are now."""
-        numbers = np.array([one.number for one in members], np.uint64)
-        return Fleet(members, numbers, np.array([one.in_flight for one in members]), lambda session: members)
-
-    def limit(self) -> float:
-        """Fewer requests under way than this, and a router of bounded load may choose it."""
-        return MOST_TIMES_MEAN * int(self.loads.sum()) / len(self.members) + 1
+Router = Callable[[Asked, Sequence[Known], int], Known]
+"""From a request, the replicas that are up (at least one, by number), and the trial's seed."""
 
 
-Router = Callable[[Asked, Fleet, int], Known]
-"""From a request, the replicas that are up, and the trial's seed."""
-
-
-def random(request: Asked, fleet: Fleet, seed: int) -> Known:
+def random(request: Asked, up: Sequence[Known], seed: int) -> Known:
     """Any of them, anew for each turn."""
-    return fleet.members[_any(request, len(fleet.members), seed)]
+    return up[int(uniform(seed, "route", request.session, request.turn) * len(up))]
 
 
-def least_loaded(request: Asked, fleet: Fleet, seed: int) -> Known:
+def least_loaded(request: Asked, up: Sequence[Known], seed: int) -> Known:
     """The one with the fewest requests under way; of several, any."""
-    fewest = np.flatnonzero(fleet.loads == fleet.loads.min())
-    return fleet.members[int(fewest[_any(request, len(fewest), seed)])]
+    loads = [one.in_flight for one in up]
+    fewest = min(loads)
+    return random(request, [one for one, load in zip(up, loads, strict=True) if load == fewest], seed)
 
 
-def affinity(request: Asked, fleet: Fleet, seed: int) -> Known:
+def affinity(request: Asked, up: Sequence[Known], seed: int) -> Known:
     """The same one for every turn of a conversation, without a table: the highest of a hash of both names (rendezvous
     hashing). When a replica leaves, only its own conversations move."""
-    return fleet.members[int(_scores(request, fleet.numbers).argmax())]
+    key = int.from_bytes(hashlib.blake2b(request.session.encode(), digest_size=8).digest(), "little")
+    numbers = np.array([one.number for one in up], np.uint64)
+    return up[int(_mixed(numbers * _ODD + np.uint64(key)).argmax())]
 
 
-def affinity_bounded(request: Asked, fleet: Fleet, seed: int) -> Known:
+def affinity_bounded(request: Asked, up: Sequence[Known], seed: int) -> Known:
     """affinity, but past those that have more than MOST_TIMES_MEAN of the mean load (consistent hashing with bounded
     loads: Mirrokni, Thorup, Zadimoghaddam 2018)."""
-    allowed = np.flatnonzero(fleet.loads < fleet.limit())
-    return fleet.members[int(allowed[_scores(request, fleet.numbers[allowed]).argmax()])]
+    limit = _limit(up)
+    return affinity(request, [one for one in up if one.in_flight < limit], seed)
 
 
-def prefix_aware(request: Asked, fleet: Fleet, seed: int) -> Known:
+def prefix_aware(request: Asked, up: Sequence[Known], seed: int) -> Known:
     """The one that holds most of the conversation's KV, unless its load is beyond the bound of affinity_bounded; where none
     holds any, the least loaded."""
-    best = max(fleet.holding(request.session), key=lambda one: one.held_tokens(request.session), default=None)
-    if best is not None and best.held_tokens(request.session) and best.in_flight < fleet.limit():
-        return best
-    return least_loaded(request, fleet, seed)
+    held = [one.held_tokens(request.session) for one in up]
+    best = up[held.index(max(held))]
+    return best if any(held) and best.in_flight < _limit(up) else least_loaded(request, up, seed)
 
 
 ROUTERS: dict[str, Router] = {
@@ -115,13 +91,9 @@ LOAD_BLIND = frozenset({affinity, random})
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
-def _any(request: Asked, of: int, seed: int) -> int:
-    return int(uniform(seed, "route", request.session, request.turn) * of)
-
-
-def _scores(request: Asked, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    key = int.from_bytes(hashlib.blake2b(request.session.encode(), digest_size=8).digest(), "little")
-    return _mixed(numbers * _ODD + np.uint64(key))
+def _limit(up: Sequence[Known]) -> float:
+    """Fewer requests under way than this, and a router of bounded load may choose it."""
+    return MOST_TIMES_MEAN * sum(one.in_flight for one in up) / len(up) + 1
 
 
 def _mixed(many: NDArray[np.uint64]) -> NDArray[np.uint64]:

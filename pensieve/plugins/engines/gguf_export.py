@@ -13,14 +13,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pensieve.errors import EngineMissing, UnsupportedModel
-from pensieve.gguf_header import check_gguf_header
+from pensieve.errors import UnsupportedModel
 
 FILE_TYPES = ("f32", "f16")
 FAMILIES = ("llama", "gpt2")
 """transformers' model_type, which is the architecture's name in llama.cpp too."""
-
-NO_GGUF = "llama.cpp reads GGUF files, and the package gguf is not installed; pip install 'pensieve-lab[llama-cpp]'."
 
 _WORD = re.compile(r"<(\d+)>")
 
@@ -47,8 +44,8 @@ def refuse_family(name: str, architecture: Mapping[str, Any]) -> None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "default":
         raise UnsupportedModel(
-            f"model={name} scales its rotary positions ({kind}), which the export to GGUF does not write; name a GGUF file "
-            "of it with baseline.engine.gguf_path."
+            f"model={name} scales its rotary positions ({kind}), which the export to GGUF does not write; choose another "
+            "model or baseline."
         )
     for field in ("attention_bias", "mlp_bias"):
         if architecture.get(field):
@@ -59,12 +56,10 @@ def refuse_family(name: str, architecture: Mapping[str, Any]) -> None:
 
 def write_gguf(module: Any, name: str, file: Path, file_type: str) -> None:
     """Write the module's weights to `file`, which appears when it is whole. file_type: of matrices, f32 or f16; norms,
-    biases and positions are always f32. Raises UnsupportedModel, EngineMissing without the package gguf."""
+    biases and positions are always f32. Raises UnsupportedModel."""
+    import gguf
+
     assert file_type in FILE_TYPES, file_type
-    try:
-        import gguf
-    except ImportError:
-        raise EngineMissing(NO_GGUF) from None
     config = module.config
     refuse_family(name, config.to_dict())
     family = str(config.model_type)
@@ -78,15 +73,11 @@ def write_gguf(module: Any, name: str, file: Path, file_type: str) -> None:
     for tensor, values in _tensors(module, family):
         narrow = file_type == "f16" and values.ndim > 1 and not tensor.startswith("position_embd")
         writer.add_tensor(tensor, values.astype("float16" if narrow else "float32"))
-    _write(writer, partial, file)
-
-
-def _write(writer: Any, partial: Path, target: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    partial.replace(target)
+    partial.replace(file)
 
 
 def _llama_header(writer: Any, config: Any) -> None:
@@ -149,34 +140,3 @@ def _interleaved(values: Any, heads: int) -> Any:
     half + 1, ... where transformers pairs row i with row i + half."""
     rows = values.shape[0] // heads
     return values.reshape(heads, 2, rows // 2, -1).swapaxes(1, 2).reshape(values.shape)
-
-
-def with_words(source: Path, target: Path) -> None:
-    """Copy a GGUF file with its tensors and its numbers, and our words for its vocabulary. Raises EngineMissing,
-    WeightsMissing and UnsupportedModel for a file that is not readable."""
-    try:
-        import gguf
-    except ImportError:
-        raise EngineMissing(NO_GGUF) from None
-    check_gguf_header(source)
-    try:
-        reader = gguf.GGUFReader(source)
-        family = str(reader.fields["general.architecture"].contents())
-        vocab = len(reader.fields["tokenizer.ggml.tokens"].data)
-        kept = [
-            (name, field.contents(), field.types)
-            for name, field in reader.fields.items()
-            if not name.startswith(("GGUF.", "tokenizer.")) and name != "general.architecture"
-        ]
-    except Exception as error:  # the reader ends in any class of error for a malformed file
-        raise UnsupportedModel(f"{source} is not a GGUF file of a language model: {error}.") from error
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    writer = gguf.GGUFWriter(partial, family)
-    for name, content, types in kept:
-        sub = types[-1] if types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, content, types[0], sub)
-    _vocabulary(writer, gguf, vocab)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    _write(writer, partial, target)

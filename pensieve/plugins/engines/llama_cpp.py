@@ -1,7 +1,7 @@
 """llama.cpp: its server in a process of its own, over the loopback interface.
 
-It is the C++ server of xllamacpp, a wheel that needs no compiler, or a llama-server binary by its path. Prompts are token
-ids; see gguf_export for how replies become ids again.
+It is the C++ server of xllamacpp, a wheel that needs no compiler. Prompts are token ids; see gguf_export for how replies
+become ids again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any, Literal
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Free, Request
 from pensieve.errors import ConfigError, EngineMissing
-from pensieve.lab.results.digest import content_hash
 from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply
 from pensieve.plugins.engines.completions import CompletionsClient
 from pensieve.plugins.engines.gguf_export import refuse_family, tokens_in
@@ -51,10 +50,9 @@ class LlamaCpp(OutsideEngine):
     """n_ctx: cells of KV, divided among the slots; null: the KV budget. n_batch: prompt tokens an iteration; null:
     scheduler.max_batch_tokens. n_ubatch: of one forward; null: n_batch. n_parallel: slots; null: at most 4, no more than
     scheduler.max_batch_requests, and few enough to hold the longest conversation. kv_type, flash_attention: f32 without it
-    gives the tokens that our engine gives. weights_type: of the exported file. gguf_path: a file that is run in place of the
-    model's own weights. kv_unified: slots share all cells instead. server_path: a llama-server binary; null: the one in
-    xllamacpp. start_timeout_s: until it must be healthy. The KV of idle slots may take cache.cpu of host memory. All layers
-    run on the GPU of hardware=, on a CPU none does.
+    gives the tokens that our engine gives. weights_type: of the exported file. kv_unified: slots share all cells instead.
+    start_timeout_s: until it must be healthy. The KV of idle slots may take cache.cpu of host memory. All layers run on the
+    GPU of hardware=, on a CPU none does.
     """
 
     def __init__(
@@ -68,10 +66,8 @@ class LlamaCpp(OutsideEngine):
         kv_type: KvType = "f32",
         flash_attention: bool = False,
         weights_type: Literal["f32", "f16"] = "f32",
-        gguf_path: str | None = None,
         kv_unified: bool = False,
         slot_prompt_similarity: float = 0.1,
-        server_path: str | None = None,
         start_timeout_s: float = 120.0,
     ) -> None:
         self.can = Capabilities()
@@ -83,8 +79,7 @@ class LlamaCpp(OutsideEngine):
         share = CELLS if kv_unified else CELLS * slots
         cells = n_ctx or max(share, setup.kv_tokens // share * share)  # a slot has a multiple of CELLS, rounded up
         batch = n_batch or setup.batch_tokens
-        self._gguf_path, self._weights_type = gguf_path, weights_type
-        self._server_path, self._timeout_s = server_path, start_timeout_s
+        self._weights_type, self._timeout_s = weights_type, start_timeout_s
         self._process: EngineProcess | None = None
         self._client: CompletionsClient | None = None
         self._fields: dict[str, Any] = {
@@ -103,15 +98,8 @@ class LlamaCpp(OutsideEngine):
         }
 
     def check(self) -> None:
-        if self._gguf_path is None:
-            refuse_family(self._setup.model.name, self._setup.model.architecture)
-        elif not Path(self._gguf_path).expanduser().is_file():
-            raise ConfigError(f"baseline.engine.gguf_path={self._gguf_path} is not a file; name a GGUF file.")
-        if self._server_path is not None and not Path(self._server_path).expanduser().is_file():
-            raise EngineMissing(
-                f"baseline.engine.server_path={self._server_path} is not there; name a llama-server binary."
-            )
-        if find_spec("gguf") is None or (self._server_path is None and find_spec("xllamacpp") is None):
+        refuse_family(self._setup.model.name, self._setup.model.architecture)
+        if find_spec("gguf") is None or find_spec("xllamacpp") is None:
             raise EngineMissing(
                 f"baseline={self._setup.baseline} needs xllamacpp and gguf; pip install 'pensieve-lab[llama-cpp]'."
             )
@@ -119,7 +107,7 @@ class LlamaCpp(OutsideEngine):
     def start(self) -> StartReport:
         self.check()
         began = perf_counter()
-        file = gguf_file(self._setup, self._weights_type, self._gguf_path)
+        file = gguf_file(self._setup, self._weights_type)
         written = perf_counter()
         ready, reported = self._open(file)
         self._refuse_device(reported.get("reported_devices"))
@@ -139,7 +127,7 @@ class LlamaCpp(OutsideEngine):
             "weights_file": str(file),
             "export_s": written - began,
             **self._sizes(slots),
-            "dtype": self._setup.model.dtype if self._gguf_path is None else "gguf",
+            "dtype": self._setup.model.dtype,
         }
         return StartReport(ready - written, 0.0, settings)
 
@@ -151,8 +139,8 @@ class LlamaCpp(OutsideEngine):
         if gpus not in right:
             ran = {None: "does not say where it runs", "none": "runs on the CPU"}.get(gpus, f"runs on {gpus}")
             raise EngineMissing(
-                f"llama.cpp {ran}, and the trial is to run on {device}. Install a build for that device (or name it in "
-                "baseline.engine.server_path), or choose the hardware that it runs on."
+                f"llama.cpp {ran}, and the trial is to run on {device}. Install a build of xllamacpp for that "
+                "device, or choose the hardware that it runs on."
             )
 
     def _sizes(self, slots: list[dict[str, Any]]) -> dict[str, Any]:
@@ -187,40 +175,17 @@ class LlamaCpp(OutsideEngine):
         raise ConfigError("llama.cpp has no way to empty its host-memory prompt cache; start it anew for a cold cache.")
 
     def identity(self) -> dict[str, str]:
-        if self._server_path is None:
-            return {"packages": "xllamacpp"}
-        return {"server": content_hash(Path(self._server_path).expanduser())[:12]}
+        return {"packages": "xllamacpp"}
 
     def _open(self, file: Path) -> tuple[float, dict[str, Any]]:
         """Serve this file; returns since when (time.perf_counter), and what the engine says of itself."""
         port = free_port()
-        if self._server_path is None:
-            call = f"serve({str(file)!r}, {port}, {self._fields!r})"
-            code = f"from pensieve.plugins.engines.llama_cpp import serve; {call}"
-            self._process = EngineProcess.ours(self._setup.baseline, code)
-        else:
-            self._process = EngineProcess(self._setup.baseline, self._command(self._server_path, file, port))
+        call = f"serve({str(file)!r}, {port}, {self._fields!r})"
+        code = f"from pensieve.plugins.engines.llama_cpp import serve; {call}"
+        self._process = process = EngineProcess.ours(self._setup.baseline, code)
         self._client = client = CompletionsClient(f"http://127.0.0.1:{port}")
-        self._process.wait_until(client.healthy, self._timeout_s)
-        ready = perf_counter()
-        known = {"version": version("xllamacpp")} if self._server_path is None else {}
-        return ready, known | reported(_whole(self._process.log))
-
-    def _command(self, server: str, file: Path, port: int) -> list[str]:
-        f = self._fields
-        flags = {
-            "--model": file, "--host": "127.0.0.1", "--port": port, "--ctx-size": f["n_ctx"],
-            "--batch-size": f["n_batch"], "--ubatch-size": f["n_ubatch"], "--parallel": f["n_parallel"],
-            "--threads": f["threads"], "--threads-batch": f["threads"], "--cache-type-k": f["kv_type"],
-            "--cache-type-v": f["kv_type"], "--flash-attn": "on" if f["flash_attention"] else "off",
-            "--n-gpu-layers": f["n_gpu_layers"], "--main-gpu": f["main_gpu"], "--split-mode": "none",
-            "--cache-ram": f["ram_cache_mib"], "--slot-prompt-similarity": f["slot_prompt_similarity"],
-            "--log-verbosity": EVERYTHING,
-        }  # fmt: skip
-        switches = ["--slots", "--no-webui", *(["--kv-unified"] if f["kv_unified"] else [])]
-        switches += [] if f["n_gpu_layers"] else ["--no-op-offload", "--no-kv-offload"]
-        options = [str(part) for pair in flags.items() for part in pair]
-        return [str(Path(server).expanduser()), *options, *switches]
+        process.wait_until(client.healthy, self._timeout_s)
+        return perf_counter(), {"version": version("xllamacpp"), **reported(_whole(process.log))}
 
     def _slots(self) -> list[dict[str, Any]]:
         assert self._client is not None

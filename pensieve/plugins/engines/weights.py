@@ -13,7 +13,7 @@ from filelock import FileLock
 from pensieve.device.asked import ModelAsked
 from pensieve.lab.results.digest import content_hash, text_hash
 from pensieve.plugins.engines.base import EngineSetup
-from pensieve.plugins.engines.gguf_export import with_words, write_gguf
+from pensieve.plugins.engines.gguf_export import write_gguf
 from pensieve.user_cache import user_cache
 
 
@@ -31,13 +31,8 @@ def plain_module(setup: EngineSetup) -> Any:
     return module
 
 
-def gguf_file(setup: EngineSetup, file_type: str, given: str | None) -> Path:
-    """The weights as GGUF: exported, or those of the file that is `given`, whose matrices stay as they are."""
-    if given is not None:
-        source = Path(given).expanduser()
-        target = _kept(f"gguf-{content_hash(source)}") / "model.gguf"
-        _once(target, lambda: with_words(source, target))
-        return target
+def gguf_file(setup: EngineSetup, file_type: str) -> Path:
+    """The weights as GGUF."""
     target = _kept(f"gguf-{file_type}-{_key(setup)}") / "model.gguf"
     _once(target, lambda: write_gguf(plain_module(setup), setup.model.name, target, file_type))
     return target

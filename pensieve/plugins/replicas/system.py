@@ -12,8 +12,6 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from pensieve.core.clock import Clock, WallClock
 from pensieve.core.event import Event
 from pensieve.core.plan import StartReport
@@ -25,7 +23,7 @@ from pensieve.lab.compose.plan import TrialPlan
 from pensieve.lab.compose.preflight import check_memory
 from pensieve.lab.compose.weights import check_weights
 from pensieve.plugins.cluster.cluster_system import Turn
-from pensieve.plugins.cluster.routing import ROUTERS, Fleet
+from pensieve.plugins.cluster.routing import ROUTERS
 from pensieve.plugins.replicas.actors import Actors, Replica
 from pensieve.plugins.replicas.engine import Described, moved
 from pensieve.serve.record import TurnRecord
@@ -292,9 +290,7 @@ class ReplicaSystem:
             if request.fork is not None:
                 self._family[request.session] = self._family.get(request.fork.session, request.fork.session)
             family = self._family.get(request.session, request.session)
-        numbers = np.array([one.number for one in up], np.uint64)
-        fleet = Fleet(up, numbers, np.array([one.in_flight for one in up]), lambda _: up)
-        chosen = ROUTERS[self._router](Turn(family, request.turn), fleet, self._seed)
+        chosen = ROUTERS[self._router](Turn(family, request.turn), up, self._seed)
         assert isinstance(chosen, Replica)
         return chosen
 
