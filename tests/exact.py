@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 
 from pensieve.core.cache.base import CacheManager
-from pensieve.core.event import Event
 from pensieve.core.plan import StepPlan
+from pensieve.core.request import Event
 from pensieve.core.scheduler.active_request import ActiveRequest
-from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
 from pensieve.device.sampler import greedy

@@ -9,14 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.clock import VirtualClock
-from pensieve.core.engine import Engine
+from pensieve.core.engine import Engine, MemoryLimits
+from pensieve.core.machine import VirtualClock
 from pensieve.core.plan import Moved, StepResult
 from pensieve.core.policies.base import PolicyContext
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request
-from pensieve.core.scheduler.composition import SchedulerSettings
-from pensieve.core.scheduler.sessions import MemoryLimits
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.core.session import Chunks, Session
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord

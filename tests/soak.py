@@ -24,7 +24,7 @@ from pensieve.core.policies.fifo import Fifo
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Fork, Length, Request, Sampling, tokens_of
-from pensieve.core.scheduler.composition import SchedulerSettings, split, unified
+from pensieve.core.scheduler.scheduler import SchedulerSettings, split, unified
 from pensieve.device.asked import ModelAsked
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.options import TorchOptions

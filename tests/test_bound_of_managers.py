@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.clock import VirtualClock
+from pensieve.core.engine import MemoryLimits
+from pensieve.core.machine import VirtualClock
 from pensieve.core.request import Forced, Fork, History, Request, is_measured, tokens_of
-from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.lab.bound import Prices, offline_bound
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.shared import SharedCache

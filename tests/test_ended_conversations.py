@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.clock import VirtualClock
+from pensieve.core.engine import MemoryLimits
+from pensieve.core.machine import VirtualClock
 from pensieve.core.plan import StartReport
 from pensieve.core.policies.retention_value import RetentionValue
-from pensieve.core.scheduler.composition import SchedulerSettings
-from pensieve.core.scheduler.sessions import MemoryLimits
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.sharegpt import sharegpt_workload
 from pensieve.plugins.caches.prefix import PrefixCache

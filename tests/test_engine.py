@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.engine import MemoryLimits
 from pensieve.core.request import Free, Length, Request, tokens_of
-from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache

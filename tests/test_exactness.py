@@ -13,7 +13,7 @@ import pytest
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request, Sampling
-from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from tests.exact import CheckedEngine

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.hint import Hint
 from pensieve.core.policies.base import EvictionPolicy
+from pensieve.core.request import Hint
 from pensieve.errors import ConfigError
 from tests.simulated import make_engine, request, run
 

@@ -11,7 +11,7 @@ import pytest
 
 from pensieve.core.block_hash import HashChain
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.clock import VirtualClock
+from pensieve.core.machine import VirtualClock
 from pensieve.core.plan import Moved, StartReport
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Fork, tokens_of

@@ -9,7 +9,7 @@ import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.request import Fork, History, Length, Request, Sampling
-from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache

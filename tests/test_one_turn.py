@@ -1,9 +1,8 @@
 """What a newcomer has to open to follow one turn: the files of the package that it runs through.
 
-22 are left, each for a question of its own, so that fewer would put two questions into one file: who drives (system, engine,
-clock, conversations), what becomes of the request (its state, record, session), who runs and what an iteration computes
-(scheduler, composition, copy_ahead, fast_forward), where KV is (manager, tiers, copies, pool, victims, policy), what it takes
-(worker, roofline), and what the books make of it (record, the ledger of misses, prices).
+17 are left, each for a question of its own: who drives (system, engine, clock and prices), what becomes of the request (its
+state, record, session), who runs and what an iteration computes (scheduler, fast_forward), where KV is (manager, tiers,
+blocks, victims, policy), what it takes (worker, roofline), and what the books make of it (books, the ledger of misses).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import pytest
 from tests.crossings import generated_turn, restored_turn
 
 
-@pytest.mark.parametrize(("turn", "files", "calls"), [(restored_turn, 22, 399), (generated_turn, 31, 946)])
+@pytest.mark.parametrize(("turn", "files", "calls"), [(restored_turn, 17, 399), (generated_turn, 27, 924)])
 def test_a_turn_whose_history_comes_back_from_cpu_crosses_few_files(turn, files, calls):
     found = turn()
     assert len(found.calls) <= files, f"{found}\n{found.table()}"

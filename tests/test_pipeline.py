@@ -14,7 +14,7 @@ from pensieve.core.policies.fifo import Fifo
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Forced, Free, Request, tokens_of
-from pensieve.core.scheduler.composition import split, unified
+from pensieve.core.scheduler.scheduler import split, unified
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache

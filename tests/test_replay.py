@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.clock import VirtualClock
+from pensieve.core.machine import VirtualClock
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request
-from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.lab.metrics import summarise
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.base import Arrival, WorkloadPlan

@@ -11,7 +11,7 @@ import pytest
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request
-from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.asked import ModelAsked
 from pensieve.device.model import load_model
 from pensieve.lab.bench.models import spec_of

@@ -20,7 +20,7 @@ from pensieve.core.policies.fifo import Fifo
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Fork, Length, Request, Sampling, tokens_of
-from pensieve.core.scheduler.composition import SchedulerSettings, split, unified
+from pensieve.core.scheduler.scheduler import SchedulerSettings, split, unified
 from pensieve.device.options import TorchOptions
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.shared import SharedCache

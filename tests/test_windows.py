@@ -8,12 +8,11 @@ from functools import partial
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.clock import VirtualClock
-from pensieve.core.engine import Engine
+from pensieve.core.engine import Engine, MemoryLimits
+from pensieve.core.machine import VirtualClock
 from pensieve.core.plan import CPU
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
-from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache

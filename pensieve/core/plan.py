@@ -7,7 +7,7 @@ of the plan is done; then come the moves to the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,6 +52,28 @@ def swap_in(ticket: int, src: tuple[int, ...], dst: tuple[int, ...]) -> Move:
 def swap_out(ticket: int, src: tuple[int, ...], dst: tuple[int, ...], urgent: bool = False) -> Move:
     """GPU blocks to CPU blocks."""
     return Move(ticket, GPU, CPU, src, dst, urgent=urgent)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """`blocks` consecutive blocks from `src` on, copied to as many from `dst` on."""
+
+    src: int
+    dst: int
+    blocks: int
+
+
+def merge_moves(moves: Sequence[Move]) -> list[BlockRun]:
+    """Join blocks that are adjacent in source and target alike. Moves of one direction may be done in any order."""
+    pairs = sorted(pair for move in moves for pair in zip(move.src, move.dst, strict=True))
+    runs: list[BlockRun] = []
+    for src, dst in pairs:
+        last = runs[-1] if runs else None
+        if last is not None and src == last.src + last.blocks and dst == last.dst + last.blocks:
+            runs[-1] = BlockRun(last.src, last.dst, last.blocks + 1)
+        else:
+            runs.append(BlockRun(src, dst, 1))
+    return runs
 
 
 class Sample(NamedTuple):

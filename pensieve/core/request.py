@@ -1,4 +1,4 @@
-"""What is asked: Request, its Output and its Sampling.
+"""What is asked: Request, its Output, its Sampling and its Hint; and the Event of what it just got.
 
 What makes no sense is refused here, with a ConfigError, whoever asks: a server's caller, a workload or a bench.
 """
@@ -9,9 +9,8 @@ import numbers
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
-from pensieve.core.hint import Hint
 from pensieve.errors import ConfigError
 
 TokenArray = array  # of 'i': four bytes a token, so that a million remembered tokens cost 4 MB
@@ -186,6 +185,37 @@ class History:
         _settle(self, tokens=_whole(self.tokens, "history", 0))
 
 
+StopReason = Literal["tool_use", "end_turn"]
+LONGEST_S = 1e9  # 30 years; policies reckon with it in floats
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Of the time between the end of a reply and the next request of its conversation; None: nothing is said.
+
+    stop_reason: how the reply ended: the model called a tool and waits for the result, or it is the person's turn.
+    tool: which one. expected_s: seconds that the client expects to pass. keep_s: seconds after which it no longer asks for
+    the conversation to be kept (`keep_alive` of the API). Nobody says what only a schedule can know.
+    """
+
+    stop_reason: StopReason | None = None
+    tool: str | None = None
+    expected_s: float | None = None
+    keep_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.stop_reason is not None and self.stop_reason not in get_args(StopReason):
+            raise ConfigError(f"stop_reason is one of {', '.join(get_args(StopReason))}, not {self.stop_reason!r}.")
+        if self.tool is not None and (not isinstance(self.tool, str) or not self.tool):
+            raise ConfigError(f"tool is the name of a tool, not {self.tool!r}.")
+        for name in ("expected_s", "keep_s"):
+            value = getattr(self, name)
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LONGEST_S
+            ):
+                raise ConfigError(f"{name} is a number of seconds from 0 to {LONGEST_S:.0e}.")
+
+
 @dataclass(slots=True)
 class Request:
     """One turn of one conversation.
@@ -220,6 +250,20 @@ class Request:
 
     def __post_init__(self) -> None:
         text_of(self.session, "session_id")
+
+
+class Event(NamedTuple):
+    """A tuple, since there is one for each token. at_s: seconds of the system's clock. turn: set on `finished` only, the
+    TurnRecord that whoever keeps the books has made of the request. tokens: how many; more than one, of which only the
+    number is told, where whoever polls has asked for no more (Engine.counts_windows), and at_s is then that of the last of
+    them."""
+
+    kind: Literal["first_token", "token", "finished"]
+    request_id: int
+    at_s: float
+    token: int | None = None
+    turn: Any = None
+    tokens: int = 1
 
 
 PREPARING = ("warmup", "rewarm")

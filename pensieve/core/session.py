@@ -9,8 +9,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from pensieve.core.block_hash import BlockHash, HashChain
-from pensieve.core.hint import Hint
-from pensieve.core.request import TokenArray
+from pensieve.core.request import Hint, TokenArray
 
 Run = tuple[int, int]
 """Half-open interval of positions."""

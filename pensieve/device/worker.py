@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pensieve.core.clock import Clock
+from pensieve.core.machine import Clock
 from pensieve.core.plan import Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.device.attention import IMPLEMENTATION, Iteration
 from pensieve.device.batch import Batch, BlockTables, build_batch

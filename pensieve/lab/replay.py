@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from pensieve.core.event import Event
-from pensieve.core.request import Request, TokenArray, is_measured
+from pensieve.core.request import Event, Request, TokenArray, is_measured
 from pensieve.lab.metrics import Measurement, out_of_memory
 from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.turn_log import TurnLog, chosen

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pensieve.core.cost import CostModel
+from pensieve.core.machine import CostModel
 from pensieve.sim.machine_profile import ProfiledCost, read_profile
 from pensieve.sim.measured import MeasuredCost
 from pensieve.sim.roofline import Roofline, Run

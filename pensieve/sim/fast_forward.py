@@ -6,9 +6,8 @@ from bisect import bisect_right
 from functools import partial
 from itertools import repeat
 
-from pensieve.core.event import Event
 from pensieve.core.plan import Repeats, Row
-from pensieve.core.request import Forced, TokenArray
+from pensieve.core.request import Event, Forced, TokenArray
 from pensieve.core.scheduler.active_request import ActiveRequest
 from pensieve.core.scheduler.scheduler import Scheduler, Step
 from pensieve.core.session import tokens_in

@@ -12,11 +12,21 @@ from operator import sub
 
 import numpy as np
 
-from pensieve.core.block_runs import merge_moves
-from pensieve.core.clock import VirtualClock
-from pensieve.core.plan import CPU, GPU, Move, Moved, Repeats, Row, Sample, StartReport, StepPlan, StepResult
+from pensieve.core.machine import STAGING_BYTES, VirtualClock
+from pensieve.core.plan import (
+    CPU,
+    GPU,
+    Move,
+    Moved,
+    Repeats,
+    Row,
+    Sample,
+    StartReport,
+    StepPlan,
+    StepResult,
+    merge_moves,
+)
 from pensieve.core.request import TokenArray
-from pensieve.core.worker import STAGING_BYTES
 from pensieve.sim.cost import simulated_cost
 from pensieve.specs import HardwareSpec, ModelSpec
 

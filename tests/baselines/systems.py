@@ -6,11 +6,10 @@ import threading
 from typing import Any
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.clock import VirtualClock, WallClock
-from pensieve.core.cost import CostModel
+from pensieve.core.machine import CostModel, VirtualClock, WallClock
 from pensieve.core.plan import Moved, StartReport, StepPlan, StepResult
 from pensieve.core.policies.retention_value import RetentionValue
-from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.serve.systems.inline_system import InlineSystem
 from pensieve.serve.systems.threaded_system import ThreadedSystem
 from pensieve.sim.roofline import Roofline

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from pensieve.core.engine import MemoryLimits
 from pensieve.core.plan import StepResult
-from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.sim.worker import SimulatedWorker
 from tests.baselines.systems import PATIENCE_S, Side, inline
 from tests.calls import calls_of

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from pensieve.core.clock import WallClock
-from pensieve.core.event import Event
+from pensieve.core.machine import WallClock
+from pensieve.core.request import Event
 from pensieve.errors import WorkerError
 from pensieve.serve.systems.base import Outbox
 

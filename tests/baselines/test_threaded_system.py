@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pensieve.core.scheduler.sessions import MemoryLimits
+from pensieve.core.engine import MemoryLimits
 from pensieve.errors import WorkerError
 from tests.baselines.systems import PATIENCE_S, Side, threaded
 from tests.simulated import request

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.clock import VirtualClock
+from pensieve.core.machine import VirtualClock
 from pensieve.core.plan import CPU, GPU, Move, Moved, StartReport, StepPlan
 from pensieve.core.policies.lru import Lru
 from pensieve.errors import ConfigError, HardwareMissing

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.engine import MemoryLimits
 from pensieve.core.request import Forced, Length, Request, tokens_of
-from pensieve.core.scheduler.sessions import MemoryLimits
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pensieve.core.cache.pool import BlockPool
+from pensieve.core.cache.blocks import BlockPool
 
 
 @settings(deadline=None)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.clock import WallClock
+from pensieve.core.machine import WallClock
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Forced, Fork, Length, Request
-from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.errors import ConfigError
 from pensieve.plugins.caches.shared import SharedCache
 from pensieve.serve.books.books import Books

@@ -8,14 +8,13 @@ from statistics import median
 import pytest
 
 from pensieve.core.cache.victims import VictimIndex
-from pensieve.core.hint import Hint
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
 from pensieve.core.policies.belady import Belady
 from pensieve.core.policies.conversation_lru import ConversationLru
 from pensieve.core.policies.fifo import Fifo
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
-from pensieve.core.request import tokens_of
+from pensieve.core.request import Hint, tokens_of
 from pensieve.core.session import Chunks, Node, Session, Stem, View
 from pensieve.errors import PolicyError
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention

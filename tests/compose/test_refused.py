@@ -72,7 +72,7 @@ REFUSED = [
     (("cache.gpu='32 tokens'",), CapacityError, ["cache.gpu='32 tokens'", '"128 tokens"']),
     (("cache.gpu='512 tokens'",), CapacityError, ["longest conversation", "cache.gpu"]),
     (("eviction=lru", "eviction._target_=pensieve.core.policies.no.No"), EngineMissing, ["eviction=lru"]),
-    (("scheduler.composition._target_=pensieve.core.scheduler.composition.no",), EngineMissing, ["scheduler=unified"]),
+    (("scheduler.composition._target_=pensieve.core.scheduler.scheduler.no",), EngineMissing, ["scheduler=unified"]),
     (("hardware=cpu", "attention_backend=triton"), EngineMissing, ["attention_backend=triton needs"]),
     (("hardware=cpu", "attention_backend=varlen"), EngineMissing, ["attention_backend=varlen runs on CUDA only"]),
     (

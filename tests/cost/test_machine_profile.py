@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pensieve.core.clock import VirtualClock
+from pensieve.core.machine import VirtualClock
 from pensieve.errors import ConfigError
 from pensieve.lab.commands.profile import profile
 from pensieve.lab.compose import check, plan_trial, resolved

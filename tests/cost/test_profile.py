@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.core.clock import VirtualClock
-from pensieve.core.cost import predicted_s
+from pensieve.core.machine import VirtualClock, predicted_s
 from pensieve.errors import WorkerError
 from pensieve.lab.compose import read_option
 from pensieve.lab.compose.folder import options

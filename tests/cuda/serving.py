@@ -14,13 +14,13 @@ import torch
 
 from pensieve.core.cache.restore import RestoreMode
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.clock import WallClock
 from pensieve.core.engine import Engine
+from pensieve.core.machine import WallClock
 from pensieve.core.plan import Row, Sample, StepPlan, StepResult
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Sampling
 from pensieve.core.scheduler.active_request import ActiveRequest
-from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.asked import ModelAsked
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.options import TorchOptions

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from pensieve.core.clock import WallClock
+from pensieve.core.machine import WallClock
 from pensieve.core.plan import Row, Sample
 from pensieve.device.asked import ModelAsked
 from pensieve.device.model import load_model

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, Protocol
 
 from scipy.stats import kendalltau
 
-from pensieve.core.clock import VirtualClock
 from pensieve.core.facts import Admission
+from pensieve.core.machine import VirtualClock
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request, tokens_of
-from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.core.session import Session, tokens_in
 from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.engines.base import EngineSetup, Reply

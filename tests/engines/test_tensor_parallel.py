@@ -17,12 +17,11 @@ import psutil
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.clock import WallClock
-from pensieve.core.event import Event
+from pensieve.core.machine import WallClock
 from pensieve.core.plan import Moved, StepResult
 from pensieve.core.policies.retention_value import RetentionValue
-from pensieve.core.request import Length, Request, Sampling
-from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.core.request import Event, Length, Request, Sampling
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.asked import ModelAsked
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker

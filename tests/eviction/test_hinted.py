@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pensieve.core.cache.victims import VictimIndex
-from pensieve.core.hint import Hint
 from pensieve.core.policies.base import EvictionPolicy
+from pensieve.core.request import Hint
 from pensieve.core.session import Session, View
 from pensieve.errors import ConfigError
 from pensieve.plugins.policies.hinted import Hinted

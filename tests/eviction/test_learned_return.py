@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pensieve.core.cache.victims import VictimIndex
-from pensieve.core.hint import Hint
 from pensieve.core.policies.lru import Lru
+from pensieve.core.request import Hint
 from pensieve.core.session import Session, View
 from pensieve.errors import ConfigError
 from pensieve.plugins.policies import return_times

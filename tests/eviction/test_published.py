@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from pensieve.core.hint import Hint
+from pensieve.core.request import Hint
 from pensieve.plugins.policies.arc import Arc, ArcDirectory
 from pensieve.plugins.policies.flop_efficiency import FlopEfficiency
 from pensieve.plugins.policies.s3_fifo import S3Fifo

@@ -8,13 +8,13 @@ from functools import partial
 
 import pytest
 
-from pensieve.core.clock import VirtualClock
+from pensieve.core.machine import VirtualClock
 from pensieve.core.plan import CPU, GPU, Moved, StepPlan, StepResult
 from pensieve.core.policies.conversation_lru import ConversationLru
 from pensieve.core.policies.fifo import Fifo
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
-from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.arc import Arc
 from pensieve.plugins.policies.flop_efficiency import FlopEfficiency

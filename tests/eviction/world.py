@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pensieve.core.cache.victims import VictimIndex
-from pensieve.core.hint import Hint
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
+from pensieve.core.request import Hint
 from pensieve.core.session import Chunks, Session, View
 from tests.simulated import policy_context
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.core.hint import Hint
-from pensieve.core.request import Forced, Fork, Free, History, Length, Request, Sampling
+from pensieve.core.request import Forced, Fork, Free, Hint, History, Length, Request, Sampling
 from pensieve.lab.compose import build_system, build_tokenizer, plan_trial
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.inline_system import InlineSystem

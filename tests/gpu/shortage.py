@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pensieve.core.clock import WallClock
+from pensieve.core.machine import WallClock
 from pensieve.core.request import Length, Request
 from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions

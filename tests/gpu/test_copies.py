@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from pensieve.core.clock import WallClock
+from pensieve.core.machine import WallClock
 from pensieve.core.plan import Moved, swap_in, swap_out
 from pensieve.device.asked import ModelAsked
 from pensieve.device.kv_tensors import KvTensors

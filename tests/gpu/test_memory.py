@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from pensieve.core.clock import WallClock
+from pensieve.core.machine import WallClock
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pensieve.core.clock import WallClock
+from pensieve.core.machine import WallClock
 from pensieve.core.plan import Row, Sample, StepPlan
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker

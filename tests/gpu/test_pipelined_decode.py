@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from pensieve.core.clock import WallClock
+from pensieve.core.machine import WallClock
 from pensieve.core.plan import Row, Sample, StepPlan
 from pensieve.core.request import Length, Request, Sampling
 from pensieve.device.model import LoadedModel

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pensieve.core.clock import WallClock
+from pensieve.core.machine import WallClock
 from pensieve.core.request import Fork, History, Length, Request, Sampling, tokens_of
 from pensieve.errors import EngineFailed
 from pensieve.plugins.cluster.routing import affinity

@@ -11,8 +11,8 @@ from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.plan import GPU, Moved
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import is_measured
-from pensieve.core.scheduler.composition import SchedulerSettings
 from pensieve.core.scheduler.copy_ahead import Never, choose_copy_ahead
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.errors import ConfigError
 from pensieve.specs import HardwareSpec
 from tests.baselines.systems import threaded

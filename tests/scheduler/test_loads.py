@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.clock import VirtualClock
+from pensieve.core.machine import VirtualClock
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request, tokens_of
-from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.lab.compose import plan_trial
 from pensieve.serve.books.books import Books
 from pensieve.sim.roofline import Roofline

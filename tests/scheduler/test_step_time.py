@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from pensieve.core.scheduler.sessions import MemoryLimits
+from pensieve.core.engine import MemoryLimits
 from tests.calls import calls_of
 from tests.simulated import MACHINE, make_engine, request
 

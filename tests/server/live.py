@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 import uvicorn
 
-from pensieve.core.event import Event
+from pensieve.core.request import Event
 from pensieve.serve.server import create_server
 from pensieve.serve.server.api import Server
 from pensieve.serve.server.app import App

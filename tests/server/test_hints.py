@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from pensieve.core.hint import Hint
+from pensieve.core.request import Hint
 from pensieve.errors import ConfigError
 from pensieve.serve.server import create_server
 from tests.server.live import SIMULATED, simulated, until

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pensieve.core.clock import VirtualClock, WallClock
+from pensieve.core.machine import VirtualClock, WallClock
 from pensieve.errors import ResultsError
 from pensieve.lab.compose.machine import Device
 from pensieve.lab.results.store import open_store

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.core.clock import VirtualClock
+from pensieve.core.machine import VirtualClock
 from pensieve.core.plan import Moved, Row, Sample, StepPlan, swap_in, swap_out
 from pensieve.sim.roofline import Roofline
 from pensieve.sim.worker import SimulatedWorker, drawn_token, drawn_tokens

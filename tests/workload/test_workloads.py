@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from pensieve.core.hint import Hint
+from pensieve.core.request import Hint
 from pensieve.errors import ConfigError
 from pensieve.lab.workload.agents import AgentsWorkload
 from pensieve.lab.workload.decode import DecodeWorkload

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pensieve.core.cost import CostModel
 from pensieve.core.facts import SILENT, Admission, Facts
+from pensieve.core.machine import CostModel
 from pensieve.core.plan import GPU, Move, Moved, StartReport, Tier
 from pensieve.core.request import TokenArray
 from pensieve.core.session import ChunkRun, Node, Run, Session
@@ -170,6 +170,23 @@ class Room(ABC):
         """Start copies until `blocks` more are available or outgoing; drops where no CPU block can be freed. waiting: whose
         request cannot go on without them; None: they are made ahead of time."""
         return None  # there is no other tier
+
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> None:
+        """Start the copies that the plan being made shall have. head: whose request lacks so many blocks; None: nobody
+        does. This and the next three are a way to copy ahead (scheduler/copy_ahead.py has others)."""
+        return None
+
+    def on_its_way(self, in_flight: bool) -> bool:
+        """Whether copies are under way that give the head of the queue blocks. in_flight: a plan is."""
+        return bool(self.outgoing)
+
+    def begins_below(self, prefilled: Sequence[Session]) -> int:
+        """Of how many available and outgoing blocks the next plan would copy ahead of time, while these are prefilled."""
+        return 0
+
+    def changes_places(self, head: Session) -> bool:
+        """Each plan may load more of what the head of the queue has on the CPU."""
+        return False
 
     def swap_out_all(self, session: Session, now_s: float) -> None:
         """Start copies of all that a session which does not run has on GPU only; its request waits for them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from pensieve.core.cache.copies import ABANDONED, ALIVE
+from pensieve.core.cache.blocks import ABANDONED, ALIVE
 from pensieve.core.cache.tiers import Tiers
 from pensieve.core.session import Chunk, Node, Session, View, chunks_of
 

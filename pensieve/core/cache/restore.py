@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from pensieve.core.cache.base import CacheCounters
 from pensieve.core.cache.tiers import missing_runs
-from pensieve.core.cost import CostModel
+from pensieve.core.machine import CostModel
 from pensieve.core.session import Chunks, Run, merged, tokens_in
 from pensieve.errors import ConfigError
 from pensieve.units import ceil_div

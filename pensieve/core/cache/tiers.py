@@ -41,8 +41,7 @@ from itertools import chain, islice
 from operator import attrgetter, lt
 
 from pensieve.core.cache.base import NO_LOWER_TIER, Broken, CacheCounters, LowerTier
-from pensieve.core.cache.copies import ALIVE, CopyRun, OpenCopies
-from pensieve.core.cache.pool import BlockPool
+from pensieve.core.cache.blocks import ALIVE, BlockPool, CopyRun, OpenCopies
 from pensieve.core.cache.victims import Choice, TailIndex, VictimIndex
 from pensieve.core.facts import SILENT, Facts, Found
 from pensieve.core.plan import CPU, GPU, Move, Moved, Tier

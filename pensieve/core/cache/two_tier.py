@@ -16,8 +16,8 @@ from pensieve.core.cache.invariants import check_tiers
 from pensieve.core.cache.restore import RestoreMode, Restorer
 from pensieve.core.cache.tiers import Tiers, found_in, missing_runs
 from pensieve.core.cache.victims import Choice, VictimIndex
-from pensieve.core.cost import CostModel
 from pensieve.core.facts import Admission, Found
+from pensieve.core.machine import CostModel
 from pensieve.core.plan import Move, Moved
 from pensieve.core.policies.base import EvictionPolicy, as_policy
 from pensieve.core.request import TokenArray
@@ -43,12 +43,14 @@ hole; chunks are given up from the tail."""
 class TwoTierRoom(Room):
     """Which blocks of both tiers can be had, and who gives up theirs.
 
-    cpu_blocks: of the CPU tier. loaded_early: by number of a waiting session, its chunks that were loaded before its
-    admission (copy_ahead=never): what finds its KV there counts them as on CPU.
+    cpu_blocks: of the CPU tier. low, high: watermarks of the GPU blocks that are free or clean, or will be.
+    loaded_early: by number of a waiting session, its chunks that were loaded before its admission (copy_ahead=never): what
+    finds its KV there counts them as on CPU.
     """
 
     def __init__(self, tiers: Tiers) -> None:
         self.tiers, self.cpu_blocks = tiers, tiers.cpu.blocks
+        self.low = self.high = 0
         self.loaded_early: dict[int, set[int]] = {}
 
     @property
@@ -89,6 +91,21 @@ class TwoTierRoom(Room):
         if not self.cpu_blocks:
             own_available += chunks.view.count(View.DIRTY, 0, counted)
         return total - own + own_available - self.available
+
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> None:
+        """At once for a head that lacks blocks; ahead of time below the low watermark and up to the high one (section
+        4.3.2)."""
+        blocks = max(self.ahead(), lacking - self.outgoing if lacking else 0)
+        if blocks > 0:
+            self.swap_out(blocks, now_s, head)
+
+    def ahead(self) -> int:
+        """Blocks to copy ahead of time."""
+        have = self.available + self.outgoing
+        return self.high - have if have < self.low else 0
+
+    def begins_below(self, prefilled: Sequence[Session]) -> int:
+        return self.low
 
     def swap_out(self, blocks: int, now_s: float, waiting: Session | None, spare: bool = False) -> None:
         """spare: only as far as there are CPU blocks that nothing has its only copy in."""

@@ -1,8 +1,9 @@
-"""A request on its way through the engine, from its arrival to its end."""
+"""A request on its way through the engine, from its arrival to its end, and the queue of those that wait."""
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -240,3 +241,64 @@ def noise_key(sampling: Sampling, session: str, turn: int) -> int:
     named = str(sampling.seed) if sampling.anonymous else f"{sampling.seed}/{session}/{turn}"
     digest = hashlib.blake2b(named.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+class WaitingQueue:
+    """Requests that wait, in the order of arrival, the turns of one session one after the other.
+
+    Nobody overtakes a deferred head; only a request whose session is still busy with an earlier one is passed over: it gets
+    the place of its own arrival when that one ends.
+    """
+
+    def __init__(self) -> None:
+        self._ready: list[tuple[int, ActiveRequest]] = []  # a heap, by arrival
+        self._turns: dict[str, deque[ActiveRequest]] = {}  # by session; the first one of each is ready, or runs
+        self._gone: set[int] = set()  # arrivals of those that were removed and are still in the heap
+        self._size = 0
+
+    def __len__(self) -> int:
+        """Number of requests that wait, also behind others of their session."""
+        return self._size
+
+    def push(self, active: ActiveRequest) -> None:
+        turns = self._turns.setdefault(active.session.name, deque())
+        turns.append(active)
+        self._size += 1
+        if len(turns) == 1:
+            heapq.heappush(self._ready, (active.arrival, active))
+
+    def push_back(self, active: ActiveRequest) -> None:
+        """Queue a preempted request again."""
+        self._size += 1
+        heapq.heappush(self._ready, (active.arrival, active))
+
+    def head(self) -> ActiveRequest | None:
+        ready = self._ready
+        while ready and ready[0][0] in self._gone:
+            self._gone.discard(heapq.heappop(ready)[0])
+        return ready[0][1] if ready else None
+
+    def pop(self) -> None:
+        """Take the head out: it runs."""
+        heapq.heappop(self._ready)
+        self._size -= 1
+
+    def ended(self, active: ActiveRequest) -> None:
+        """A request that ran is over: the next one of its session, if any, becomes ready."""
+        name = active.session.name
+        turns = self._turns[name]
+        turns.popleft()
+        if turns:
+            heapq.heappush(self._ready, (turns[0].arrival, turns[0]))
+        else:
+            del self._turns[name]
+
+    def remove(self, active: ActiveRequest) -> None:
+        """Remove a request that was cancelled while it waited."""
+        self._size -= 1
+        turns = self._turns[active.session.name]
+        if turns[0] is active:
+            self._gone.add(active.arrival)
+            self.ended(active)
+        else:
+            turns.remove(active)

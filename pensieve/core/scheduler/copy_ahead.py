@@ -1,4 +1,4 @@
-"""When KV is copied to the CPU tier: a strategy for each way to do it, and how `auto` chooses one."""
+"""When KV is copied to the CPU tier, other than as the paper does, and how `auto` chooses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Literal, Protocol
 
 from pensieve.core.cache.base import Room
 from pensieve.core.cache.two_tier import TwoTierRoom
@@ -52,72 +52,59 @@ def choose_copy_ahead(asked: AskedCopyAhead, cpu_blocks: int, one_memory: bool, 
     return CopyChoice("paper", "the CPU tier is another memory")
 
 
-class Paper:
-    """At once for a head that lacks blocks; ahead of time below the low watermark and up to the high one (section 4.3.2)."""
+class Strategy(Protocol):
+    """When copies are made; Room says what each answers, and does as the paper."""
 
-    def __init__(self, room: Room, low: int, high: int) -> None:
-        """low, high: GPU blocks that are free or clean, or will be."""
-        self._room, self._low, self._high = room, low, high
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> None: ...
+
+    def on_its_way(self, in_flight: bool) -> bool: ...
+
+    def begins_below(self, prefilled: Sequence[Session]) -> int: ...
+
+    def changes_places(self, head: Session) -> bool: ...
+
+
+class Spare:
+    """As the paper, but ahead of time only into CPU blocks that no chunk has its only copy in."""
+
+    def __init__(self, room: TwoTierRoom) -> None:
+        self._room = room
 
     def make_room(self, head: Session | None, lacking: int, now_s: float) -> None:
-        """Start copies. head: who lacks so many blocks; None: nobody does."""
-        blocks = max(self._ahead(), lacking - self._room.outgoing if lacking else 0)
-        if blocks > 0:
-            self._room.swap_out(blocks, now_s, head)
+        room = self._room
+        ahead, urgent = room.ahead(), lacking - room.outgoing
+        room.swap_out(urgent, now_s, head)
+        room.swap_out(ahead - max(urgent, 0), now_s, None, spare=True)
 
     def on_its_way(self, in_flight: bool) -> bool:
-        """Whether copies are under way that give the head of the queue blocks."""
         return bool(self._room.outgoing)
 
     def begins_below(self, prefilled: Sequence[Session]) -> int:
-        """Of how many available and outgoing blocks the next plan would copy ahead of time, while these are prefilled."""
-        return self._low
+        spare = self._room.spare_cpu_blocks or any(map(self._room.on_cpu, prefilled))  # what is computed again is spare
+        return self._room.low if spare else 0
 
     def changes_places(self, head: Session) -> bool:
-        """Each plan may load more of what the head of the queue has on the CPU."""
         return False
 
-    def _ahead(self) -> int:
-        have = self._room.available + self._room.outgoing
-        return self._high - have if have < self._low else 0
 
-
-class Spare(Paper):
-    """As the paper, but ahead of time only into CPU blocks that no chunk has its only copy in."""
-
-    def __init__(self, room: TwoTierRoom, low: int, high: int) -> None:
-        super().__init__(room, low, high)
-        self._both = room
-
-    def make_room(self, head: Session | None, lacking: int, now_s: float) -> None:
-        ahead, urgent = self._ahead(), lacking - self._room.outgoing
-        self._both.swap_out(urgent, now_s, head)
-        self._both.swap_out(ahead - max(urgent, 0), now_s, None, spare=True)
-
-    def begins_below(self, prefilled: Sequence[Session]) -> int:
-        spare = self._both.spare_cpu_blocks or any(map(self._both.on_cpu, prefilled))  # what is computed again is spare
-        return self._low if spare else 0
-
-
-class Never(Paper):
+class Never(Spare):
     """Nothing ahead of time: both tiers are full, of different chunks, and the head of the queue changes places with what has
     the GPU, a part at a time. In each plan while it waits, as many of its chunks are loaded as there are GPU blocks for, and
     what leaves the GPU takes the CPU blocks of its chunks that are loaded already."""
 
-    def __init__(self, room: TwoTierRoom) -> None:
-        super().__init__(room, 0, 0)
-        self._both = room
-
     def on_its_way(self, in_flight: bool) -> bool:
-        return bool(self._both.outgoing) or in_flight or not self._both.copies_done
+        return bool(self._room.outgoing) or in_flight or not self._room.copies_done
+
+    def begins_below(self, prefilled: Sequence[Session]) -> int:
+        return 0
 
     def changes_places(self, head: Session) -> bool:
-        return self._both.on_cpu(head)
+        return self._room.on_cpu(head)
 
     def make_room(self, head: Session | None, lacking: int, now_s: float) -> None:
         """Make as much room as one plan can. Others lose their only copies only for what the head needs beyond the room in
         CPU memory that it leaves behind, and for an eighth of its chunks where no GPU block is free to begin with."""
-        room = self._both
+        room = self._room
         if head is None or not room.cpu_blocks:
             return
         tiers, chunks, wanted = room.tiers, head.chunks, lacking - room.outgoing
@@ -142,7 +129,7 @@ class Never(Paper):
 
     def _load(self, session: Session, now_s: float) -> int:
         """Load as many CPU chunks of a waiting session as there are GPU blocks for without a copy; returns how many."""
-        room, chunks = self._both, session.chunks
+        room, chunks = self._room, session.chunks
         most = max(room.available - chunks.view.count(View.CLEAN), 0)
         behind = [index for index, view in enumerate(chunks.view) if view == View.CPU_ONLY][:most]
         if not behind:
@@ -158,8 +145,9 @@ class Never(Paper):
         return tiers.copy_in(session, runs)
 
 
-def strategy_of(mode: AskedCopyAhead, room: Room, low: int, high: int) -> Paper:
+def strategy_of(mode: AskedCopyAhead, room: Room, low: int, high: int) -> Strategy:
     """low, high: the watermarks in GPU blocks."""
-    if mode == "paper" or not isinstance(room, TwoTierRoom):
-        return Paper(room, low, high)
-    return Spare(room, low, high) if mode == "spare" else Never(room)
+    if not isinstance(room, TwoTierRoom):
+        return room
+    room.low, room.high = low, high
+    return {"spare": Spare, "never": Never}[mode](room) if mode in ("spare", "never") else room

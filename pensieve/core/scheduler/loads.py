@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pensieve.core.cost import CostModel, predicted_s
+from pensieve.core.machine import CostModel, predicted_s
 from pensieve.core.scheduler.active_request import ActiveRequest
 
 

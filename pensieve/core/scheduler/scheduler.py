@@ -2,26 +2,109 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, get_args
 
 from pensieve.core.cache.base import CacheManager
-from pensieve.core.cost import CostModel
-from pensieve.core.event import Event
 from pensieve.core.facts import SILENT, Facts
+from pensieve.core.machine import CostModel
 from pensieve.core.plan import Move, Moved, Repeats, Row, StepPlan, StepResult
-from pensieve.core.request import TokenArray
-from pensieve.core.scheduler.active_request import ActiveRequest
-from pensieve.core.scheduler.composition import SchedulerSettings, high_watermark
-from pensieve.core.scheduler.copy_ahead import strategy_of
+from pensieve.core.request import Event, TokenArray
+from pensieve.core.scheduler.active_request import ActiveRequest, WaitingQueue
+from pensieve.core.scheduler.copy_ahead import AskedCopyAhead, strategy_of
 from pensieve.core.scheduler.loads import Loads
-from pensieve.core.scheduler.sessions import MemoryLimits, Sessions
 from pensieve.core.session import Run, Session
-from pensieve.errors import RequestRefused
+from pensieve.errors import ConfigError, RequestRefused
+
+Share = tuple[ActiveRequest, int]
+"""A running request and how many positions of its work this iteration computes."""
+
+Composition = Callable[[Sequence[ActiveRequest], int], list[Share]]
+"""From the running requests and the token budget of an iteration to its shares."""
+
+
+def unified(running: Sequence[ActiveRequest], max_tokens: int) -> list[Share]:
+    """Prefill and decode in one batch (paper section 4.2): decodes first, since they are one token each and somebody reads
+    them; the rest of the budget goes to prefills, first come, first served."""
+    shares: list[Share] = []
+    others: list[ActiveRequest] = []
+    for active in running:
+        if active.decoding:
+            shares.append((active, 1))
+        else:
+            others.append(active)
+    shares = shares[:max_tokens]
+    return shares + _prefills(others, max_tokens - len(shares))
+
+
+def split(running: Sequence[ActiveRequest], max_tokens: int) -> list[Share]:
+    """Prefill and decode in separate iterations, prefill first: the paper's ablation."""
+    prefills = _prefills((active for active in running if not active.decoding), max_tokens)
+    return prefills or [(active, 1) for active in running if active.decoding][:max_tokens]
+
+
+def _prefills(running: Iterable[ActiveRequest], budget: int) -> list[Share]:
+    shares: list[Share] = []
+    for active in running:
+        if budget <= 0:
+            break
+        if active.work_tokens:
+            count = min(active.work_tokens, budget)
+            shares.append((active, count))
+            budget -= count
+    return shares
+
+
+def high_watermark(swap_out_stop: float, gpu_blocks: int) -> int:
+    """Blocks that are free or clean when copies ahead of time stop."""
+    return math.ceil(swap_out_stop * gpu_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """How iterations are composed and when memory is made free; the defaults are the paper's.
+
+    max_batch_tokens: positions an iteration computes, at most. max_batch_requests: requests that run at once.
+    swap_out_start, swap_out_stop: the low and the high watermark of available blocks; admission_reserve: what an admission
+    leaves. All three are shares of the GPU blocks (sections 4.3.2 and 4.3.5). copy_ahead: see CopyAhead; auto is resolved
+    by whoever starts the engine. load_apart: a request whose KV is
+    on CPU joins the batch when what is left of its load fits an iteration (see Loads); the paper's engine waits for it.
+    admit_beyond_budget: admit whoever fits into memory, so that what it has on the CPU is loaded before its turn to
+    compute; False: only while this iteration has positions left, as vLLM does. cost_error, cost_error_context: see
+    cost.mistaken.
+    """
+
+    composition: Composition = unified
+    max_batch_tokens: int = 512
+    max_batch_requests: int = 64
+    swap_out_start: float = 0.25
+    swap_out_stop: float = 0.30
+    admission_reserve: float = 0.10
+    copy_ahead: AskedCopyAhead = "paper"
+    load_apart: bool = False
+    admit_beyond_budget: bool = True
+    cost_error: float = 1.0
+    cost_error_context: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.max_batch_tokens < 1 or self.max_batch_requests < 1:
+            raise ConfigError("scheduler.max_batch_tokens and scheduler.max_batch_requests must be at least 1.")
+        if not 0 <= self.swap_out_start <= self.swap_out_stop <= 1:
+            raise ConfigError("scheduler.swap_out_start and swap_out_stop are shares with 0 <= start <= stop <= 1.")
+        if self.copy_ahead not in get_args(AskedCopyAhead):
+            raise ConfigError(
+                f"scheduler.copy_ahead is one of {', '.join(get_args(AskedCopyAhead))}, not {self.copy_ahead!r}."
+            )
+        if not 0 <= self.admission_reserve < 1:
+            raise ConfigError("scheduler.admission_reserve is a share of the GPU blocks, at least 0 and below 1.")
+
+    @property
+    def is_unified(self) -> bool:
+        """Every iteration computes all decodes, and prefills as far as it then has positions left."""
+        return getattr(self.composition, "func", self.composition) is unified  # Hydra makes a partial of it
 
 
 @dataclass(slots=True)
@@ -97,12 +180,10 @@ class Scheduler:
         cost: CostModel | None = None,
         computes: bool = True,
         facts: Facts = SILENT,
-        limits: MemoryLimits | None = None,
     ) -> None:
         """ahead: plans are made while an earlier one is in flight."""
         cache.begin(facts=facts)
         self.cache, self._room = cache, cache.room
-        self.sessions = Sessions(cache, limits or MemoryLimits(), facts)
         self.forward: Forward | None = None
         self.in_flight: deque[Step] = deque()
         """Plans that are launched and not collected, the oldest first."""
@@ -510,64 +591,3 @@ class Scheduler:
         self._waits(active)
         self.cache.release(active.session, now_s, finished=False)
         self.queue.push_back(active)
-
-
-class WaitingQueue:
-    """Requests that wait, in the order of arrival, the turns of one session one after the other.
-
-    Nobody overtakes a deferred head; only a request whose session is still busy with an earlier one is passed over: it gets
-    the place of its own arrival when that one ends.
-    """
-
-    def __init__(self) -> None:
-        self._ready: list[tuple[int, ActiveRequest]] = []  # a heap, by arrival
-        self._turns: dict[str, deque[ActiveRequest]] = {}  # by session; the first one of each is ready, or runs
-        self._gone: set[int] = set()  # arrivals of those that were removed and are still in the heap
-        self._size = 0
-
-    def __len__(self) -> int:
-        """Number of requests that wait, also behind others of their session."""
-        return self._size
-
-    def push(self, active: ActiveRequest) -> None:
-        turns = self._turns.setdefault(active.session.name, deque())
-        turns.append(active)
-        self._size += 1
-        if len(turns) == 1:
-            heapq.heappush(self._ready, (active.arrival, active))
-
-    def push_back(self, active: ActiveRequest) -> None:
-        """Queue a preempted request again."""
-        self._size += 1
-        heapq.heappush(self._ready, (active.arrival, active))
-
-    def head(self) -> ActiveRequest | None:
-        ready = self._ready
-        while ready and ready[0][0] in self._gone:
-            self._gone.discard(heapq.heappop(ready)[0])
-        return ready[0][1] if ready else None
-
-    def pop(self) -> None:
-        """Take the head out: it runs."""
-        heapq.heappop(self._ready)
-        self._size -= 1
-
-    def ended(self, active: ActiveRequest) -> None:
-        """A request that ran is over: the next one of its session, if any, becomes ready."""
-        name = active.session.name
-        turns = self._turns[name]
-        turns.popleft()
-        if turns:
-            heapq.heappush(self._ready, (turns[0].arrival, turns[0]))
-        else:
-            del self._turns[name]
-
-    def remove(self, active: ActiveRequest) -> None:
-        """Remove a request that was cancelled while it waited."""
-        self._size -= 1
-        turns = self._turns[active.session.name]
-        if turns[0] is active:
-            self._gone.add(active.arrival)
-            self.ended(active)
-        else:
-            turns.remove(active)

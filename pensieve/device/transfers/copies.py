@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pensieve.core.block_runs import BlockRun
+from pensieve.core.plan import BlockRun
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers.link import Copier, Haul, gpu_of
 from pensieve.errors import EngineMissing, HardwareMissing

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from pensieve.core.block_runs import BlockRun
+from pensieve.core.plan import BlockRun
 
 
 @dataclass(frozen=True, slots=True)

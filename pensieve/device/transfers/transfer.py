@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pensieve.core.block_runs import BlockRun, merge_moves
-from pensieve.core.plan import CPU, GPU, Move, Moved, StepPlan
+from pensieve.core.plan import CPU, GPU, BlockRun, Move, Moved, StepPlan, merge_moves
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers.lanes import CudaLink
 from pensieve.device.transfers.link import Haul, Link, Mark

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 
-from pensieve.core.clock import WallClock
+from pensieve.core.machine import WallClock
 from pensieve.core.plan import Row, Sample, StepPlan
 from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from pensieve.core.clock import WallClock
+from pensieve.core.machine import WallClock
 from pensieve.core.plan import Move, Row, Sample, StepPlan, swap_in
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import LoadedModel

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pensieve.core.cache.base import NO_LOWER_TIER, CacheManager, LowerTier
-from pensieve.core.clock import Clock, VirtualClock, WallClock
-from pensieve.core.cost import CostModel
+from pensieve.core.engine import MemoryLimits
+from pensieve.core.machine import Clock, CostModel, VirtualClock, WallClock, Worker
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
 from pensieve.core.request import tokens_of
-from pensieve.core.scheduler.composition import Composition
-from pensieve.core.scheduler.sessions import MemoryLimits
-from pensieve.core.worker import Worker
+from pensieve.core.scheduler.scheduler import Composition
 from pensieve.device.asked import ModelAsked, physical_cores
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
 from pensieve.lab.compose.folder import outputs_folder
@@ -145,7 +143,7 @@ def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan
 def _engine_system(
     plan: TrialPlan, parts: Parts, tokenizer: Tokenizer, trace: Path | None, keeps_disk: bool = False
 ) -> InlineSystem | ThreadedSystem:
-    from pensieve.core.scheduler.composition import SchedulerSettings
+    from pensieve.core.scheduler.scheduler import SchedulerSettings
     from pensieve.serve.systems.inline_system import InlineSystem
     from pensieve.serve.systems.threaded_system import ThreadedSystem
 

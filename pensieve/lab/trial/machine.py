@@ -16,9 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
-from pensieve.core.clock import Clock
+from pensieve.core.machine import Clock, Worker
 from pensieve.core.request import Length, Request
-from pensieve.core.worker import Worker
 from pensieve.errors import ConfigError
 from pensieve.lab.compose import TrialPlan, build_system, build_tokenizer
 from pensieve.lab.compose.build import clock_and_worker

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from pensieve.core.clock import Clock, VirtualClock
+from pensieve.core.machine import Clock, VirtualClock
 from pensieve.errors import ResultsError
 from pensieve.lab.compose.machine import Device, cores
 from pensieve.lab.metrics import MetricValue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pensieve.core.hint import Hint
+from pensieve.core.request import Hint
 from pensieve.lab.workload.base import Count, NotNegative, Positive, WorkloadContext
 from pensieve.lab.workload.chance import uniform
 from pensieve.lab.workload.playback import Dialogue, Playback, Users

@@ -11,8 +11,7 @@ from functools import partial
 from itertools import count, pairwise
 from typing import Any
 
-from pensieve.core.hint import Hint
-from pensieve.core.request import Free, Length, Request, Sampling, TokenArray, is_measured
+from pensieve.core.request import Free, Hint, Length, Request, Sampling, TokenArray, is_measured
 from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.workload.base import Arrival, Following, WorkloadContext, WorkloadPlan, said_end, unless_said
 from pensieve.lab.workload.chance import exponential

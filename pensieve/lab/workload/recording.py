@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pensieve.core.hint import Hint
-from pensieve.core.request import TokenArray
+from pensieve.core.request import Hint, TokenArray
 
 
 @dataclass(frozen=True, slots=True)

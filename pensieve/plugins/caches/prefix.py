@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pensieve.core.block_hash import BlockHash, HashChain
-from pensieve.core.cache.pool import BlockPool
+from pensieve.core.cache.blocks import BlockPool
 from pensieve.core.facts import Facts, Found
 from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.request import TokenArray

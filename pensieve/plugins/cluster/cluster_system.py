@@ -10,10 +10,9 @@ from itertools import count
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from pensieve.core.clock import Clock, VirtualClock
-from pensieve.core.event import Event
+from pensieve.core.machine import Clock, VirtualClock
 from pensieve.core.plan import StartReport
-from pensieve.core.request import History, Request
+from pensieve.core.request import Event, History, Request
 from pensieve.lab.workload.base import Following
 from pensieve.lab.workload.chance import exponential
 from pensieve.plugins.cluster.migration import KvTransfer, Migration, lacking

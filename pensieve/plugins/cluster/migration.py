@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pensieve.core.cost import CostModel
+from pensieve.core.machine import CostModel
 from pensieve.core.request import TokenArray
 from pensieve.core.session import Session, common_prefix
 

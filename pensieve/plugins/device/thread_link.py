@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 import torch
 
-from pensieve.core.block_runs import BlockRun
+from pensieve.core.plan import BlockRun
 from pensieve.device.transfers.lanes import CudaMark
 from pensieve.device.transfers.link import Haul, Mark, gpu_of
 

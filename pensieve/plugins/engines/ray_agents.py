@@ -328,9 +328,9 @@ class Replica:
         if self._memory_bytes is not None:
             forbid_more(self._memory_bytes)
         from pensieve.core.cache.two_tier import TwoTierCache
-        from pensieve.core.clock import WallClock
+        from pensieve.core.machine import WallClock
         from pensieve.core.policies.lru import Lru
-        from pensieve.core.scheduler.composition import SchedulerSettings
+        from pensieve.core.scheduler.scheduler import SchedulerSettings
         from pensieve.device.asked import ModelAsked
         from pensieve.device.model import load_model
         from pensieve.device.options import TorchOptions

@@ -8,10 +8,9 @@ from array import array
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pensieve.core.clock import Clock, WallClock
-from pensieve.core.event import Event
+from pensieve.core.machine import Clock, WallClock
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Forced, Free, Length, Request, TokenArray
+from pensieve.core.request import Event, Forced, Free, Length, Request, TokenArray
 from pensieve.core.session import common_prefix
 from pensieve.errors import EngineFailed, RequestFailed, RequestRefused, WorkerError
 from pensieve.plugins.engines.base import OutsideEngine, Reply

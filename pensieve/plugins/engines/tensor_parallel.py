@@ -22,7 +22,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pensieve.core.clock import Clock
+from pensieve.core.machine import Clock
 from pensieve.core.plan import Moved, StartReport, StepPlan, StepResult
 from pensieve.device.asked import ModelAsked
 from pensieve.errors import EngineFailed, PensieveError

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pensieve.core.clock import Clock, VirtualClock
-from pensieve.core.event import Event
+from pensieve.core.machine import Clock, VirtualClock
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Free, Length, Request
+from pensieve.core.request import Event, Free, Length, Request
 from pensieve.core.scheduler.active_request import noise_key
 from pensieve.errors import MemoryRanOut
 from pensieve.serve.record import TurnRecord

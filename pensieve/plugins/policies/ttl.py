@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pensieve.core.hint import Hint
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
+from pensieve.core.request import Hint
 from pensieve.core.session import Session
 from pensieve.errors import ConfigError
 

@@ -11,9 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pensieve.core.event import Event
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Request
+from pensieve.core.request import Event, Request
 from pensieve.errors import WorkerError
 from pensieve.lab.compose import build_system, build_tokenizer, check, check_free_memory, plan_trial
 from pensieve.serve.record import TurnRecord

@@ -12,10 +12,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pensieve.core.clock import Clock, WallClock
-from pensieve.core.event import Event
+from pensieve.core.machine import Clock, WallClock
 from pensieve.core.plan import StartReport
-from pensieve.core.request import History, Request, TokenArray
+from pensieve.core.request import Event, History, Request, TokenArray
 from pensieve.device.asked import physical_cores
 from pensieve.errors import ConfigError, HardwareMissing, WorkerError
 from pensieve.lab.compose.machine import free_device_bytes, memory_limit_bytes

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from pensieve.core.block_hash import BlockHash
 from pensieve.core.cache.base import LowerTier
 from pensieve.core.cache.tiers import missing_runs
-from pensieve.core.cost import CostModel, predicted_s
 from pensieve.core.facts import SILENT, Facts
+from pensieve.core.machine import CostModel, predicted_s
 from pensieve.core.plan import GPU, Move, Moved, StartReport, Tier
 from pensieve.core.session import ChunkRun, Node, Session, runs_of, without
 

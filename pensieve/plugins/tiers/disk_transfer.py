@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pensieve.core.machine import STAGING_BYTES
 from pensieve.core.plan import GPU, Move, Moved, StepPlan
-from pensieve.core.worker import STAGING_BYTES
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers.link import Link
 from pensieve.device.transfers.transfer import Transfer

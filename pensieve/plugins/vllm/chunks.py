@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, cast
 
-from pensieve.core.hint import Hint
 from pensieve.core.policies.base import EvictionPolicy
-from pensieve.core.request import TokenArray
+from pensieve.core.request import Hint, TokenArray
 from pensieve.core.session import Session
 from pensieve.errors import PensieveError
 from pensieve.plugins.caches.cpu_orders import FromTail, Lru, Use

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pensieve.core.cost import CostModel, predicted_s
 from pensieve.core.facts import Admission, Computed, Found
+from pensieve.core.machine import CostModel, predicted_s
 from pensieve.core.plan import CPU, GPU, Repeats, StepPlan, StepResult, Tier
 from pensieve.core.request import Request, TokenArray
 from pensieve.core.session import Run, Session, tokens_in

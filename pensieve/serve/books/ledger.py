@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from pensieve.core.cost import CostModel, marginal_s
 from pensieve.core.facts import Admission, Facts, Found
+from pensieve.core.machine import CostModel, marginal_s
 from pensieve.core.plan import Tier
 from pensieve.core.request import History, TokenArray
 from pensieve.core.session import Run, Session, tokens_in, without

@@ -11,8 +11,7 @@ from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any
 
-from pensieve.core.hint import Hint
-from pensieve.core.request import Free, Length, Sampling, stops_of, text_of, tokens_of
+from pensieve.core.request import Free, Hint, Length, Sampling, stops_of, text_of, tokens_of
 from pensieve.core.session import common_prefix
 from pensieve.errors import ConfigError, RequestFailed, WorkerError
 from pensieve.lab.compose.explain import explain_crash

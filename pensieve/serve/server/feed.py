@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from pensieve.core.event import Event
+from pensieve.core.request import Event
 from pensieve.errors import PensieveError
 from pensieve.serve.server.gate import CLOSED
 from pensieve.serve.server.schemas import ChatBody, CompletionBody, error_body, finish_reason, usage

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
-from pensieve.core.hint import Hint
+from pensieve.core.request import Hint
 from pensieve.errors import ConfigError
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.conversations import LONGEST_NAME

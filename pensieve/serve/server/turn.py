@@ -11,9 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pensieve.core.event import Event
-from pensieve.core.hint import Hint
-from pensieve.core.request import Free, History, Length, Request, Sampling
+from pensieve.core.request import Event, Free, Hint, History, Length, Request, Sampling
 from pensieve.core.session import common_prefix
 from pensieve.core.stop import before_stop
 from pensieve.errors import PensieveError, RequestFailed, WorkerError, refused

@@ -10,10 +10,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from pensieve.core.clock import Clock
-from pensieve.core.event import Event
+from pensieve.core.machine import Clock
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Request, TokenArray
+from pensieve.core.request import Event, Request, TokenArray
 from pensieve.errors import WorkerError
 from pensieve.serve.record import TurnRecord
 

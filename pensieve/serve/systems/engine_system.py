@@ -10,17 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from pensieve.core.cache.base import CacheManager, LowerTier
-from pensieve.core.clock import Clock
-from pensieve.core.cost import CostModel
-from pensieve.core.engine import Engine
-from pensieve.core.event import Event
+from pensieve.core.engine import Engine, MemoryLimits
+from pensieve.core.machine import Clock, CostModel, Worker
 from pensieve.core.plan import StartReport, Tier
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
-from pensieve.core.request import Request
-from pensieve.core.scheduler.composition import SchedulerSettings, high_watermark
+from pensieve.core.request import Event, Request
 from pensieve.core.scheduler.copy_ahead import CopyChoice, choose_copy_ahead
-from pensieve.core.scheduler.sessions import MemoryLimits
-from pensieve.core.worker import Worker
+from pensieve.core.scheduler.scheduler import SchedulerSettings, high_watermark
 from pensieve.errors import WorkerError
 from pensieve.serve.books.books import Books
 from pensieve.serve.books.holding import Held

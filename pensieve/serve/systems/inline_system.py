@@ -8,11 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from pensieve.core.clock import VirtualClock
-from pensieve.core.cost import CostModel
-from pensieve.core.event import Event
+from pensieve.core.machine import CostModel, VirtualClock
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Request, TokenArray
+from pensieve.core.request import Event, Request, TokenArray
 from pensieve.errors import WorkerError
 from pensieve.serve.systems.base import Listener
 from pensieve.serve.systems.engine_system import ENGINE_CLOSED, EngineSystem

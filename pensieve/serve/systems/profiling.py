@@ -8,9 +8,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from pensieve.core.clock import Clock
+from pensieve.core.machine import Clock, Worker
 from pensieve.core.plan import Row, Sample, StepPlan, swap_in, swap_out
-from pensieve.core.worker import Worker
 from pensieve.errors import WorkerError
 from pensieve.sim.profile import Profile, measure
 from pensieve.units import ceil_div

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
-from pensieve.core.cost import CostModel
-from pensieve.core.event import Event
+from pensieve.core.machine import CostModel
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Request, TokenArray
+from pensieve.core.request import Event, Request, TokenArray
 from pensieve.errors import WorkerError
 from pensieve.serve.systems.base import Listener, Outbox
 from pensieve.serve.systems.engine_system import ENGINE_CLOSED, EngineSystem

@@ -11,11 +11,11 @@ import torch
 from transformers import GenerationConfig
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.clock import WallClock
+from pensieve.core.machine import WallClock
 from pensieve.core.plan import Move, Row, Sample, StepPlan, StepResult
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Request
-from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.asked import ModelAsked
 from pensieve.device.attention import IMPLEMENTATION
 from pensieve.device.model import LoadedModel, load_model

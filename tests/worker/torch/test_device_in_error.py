@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from pensieve.core.clock import WallClock
+from pensieve.core.machine import WallClock
 from pensieve.core.plan import Moved, Row, Sample, StepPlan, swap_out
 from pensieve.device.transfers import lanes
 from pensieve.device.transfers.lanes import CudaLink

@@ -11,7 +11,7 @@ from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.plan import swap_in, swap_out
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request, Sampling
-from pensieve.core.scheduler.composition import SchedulerSettings
+from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.graphs import buckets_up_to
 from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions

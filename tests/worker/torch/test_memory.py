@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from pensieve.core.clock import WallClock
+from pensieve.core.machine import WallClock
 from pensieve.core.request import Length, Request
 from pensieve.device.memory import find_room, largest_rows, rounded
 from pensieve.device.options import TorchOptions

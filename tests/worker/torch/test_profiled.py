@@ -1,7 +1,7 @@
 import gzip
 import json
 
-from pensieve.core.clock import WallClock
+from pensieve.core.machine import WallClock
 from pensieve.core.plan import Row, Sample, StepPlan
 from pensieve.device.worker import TorchWorker
 from pensieve.plugins.device.profiled import ProfiledWorker

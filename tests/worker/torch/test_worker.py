@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.core.clock import WallClock
+from pensieve.core.machine import WallClock
 from pensieve.core.plan import Moved, swap_out
 from pensieve.device.model import LoadedModel
 from pensieve.device.worker import TorchWorker

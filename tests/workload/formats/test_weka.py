@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pensieve.core.hint import Hint
+from pensieve.core.request import Hint
 from pensieve.errors import ConfigError, MalformedInput
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.formats import load

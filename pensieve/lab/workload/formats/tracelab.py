@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
 
-from pensieve.core.hint import Hint
+from pensieve.core.request import Hint
 from pensieve.lab.workload.formats.reading import Malformed, Reader, Row, text, whole
 from pensieve.lab.workload.recording import Call, Conversation, Parts, Recording
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
-from pensieve.core.hint import Hint, StopReason
+from pensieve.core.request import Hint, StopReason
 from pensieve.lab.traffic import table
 from pensieve.lab.traffic.hashing import Salt
 from pensieve.lab.traffic.table import Exchange, Facts

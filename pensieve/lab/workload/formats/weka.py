@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from pensieve.core.hint import Hint, StopReason
+from pensieve.core.request import Hint, StopReason
 from pensieve.lab.workload.formats.reading import Malformed, Reader, Row, hash_list, number, text, whole
 from pensieve.lab.workload.recording import Begun, Blocks, Call, Conversation, Recording, hashes_of
 

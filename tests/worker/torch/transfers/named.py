@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from pensieve.core.block_runs import BlockRun
+from pensieve.core.plan import BlockRun
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers.link import Haul
 from pensieve.plugins.device.thread_link import copy_runs, pieces_of

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pensieve.core.block_runs import BlockRun
+from pensieve.core.plan import BlockRun
 from pensieve.device.transfers import copies
 from pensieve.device.transfers.copies import (
     BATCH_CALL,

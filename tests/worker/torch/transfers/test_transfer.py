@@ -4,8 +4,7 @@ import random
 
 import torch
 
-from pensieve.core.block_runs import BlockRun, merge_moves
-from pensieve.core.plan import swap_in, swap_out
+from pensieve.core.plan import BlockRun, merge_moves, swap_in, swap_out
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers.transfer import Transfer
 from tests.worker.torch.driver import tiny_spec
