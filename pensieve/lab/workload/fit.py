@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import pairwise
 from math import ceil
 
 import numpy as np
@@ -100,22 +101,21 @@ def _behind(system: Callable[[], TokenArray[int]], message: Callable[[], TokenAr
 
 def synthesised(content: Blocks | Parts | Count, vocab: int, seed: int, own: tuple[object, ...]) -> TokenArray[int]:
     """Tokens for hashes: equal hashes give equal tokens. own: names the tokens that have no hash."""
-    tokens: TokenArray[int] = array("i")
+    size, drawn = _id_bytes(vocab), b""
     if isinstance(content, Parts):
-        for one, count in content.pieces:
-            tokens += filler(count, vocab, seed, "part", one)
+        drawn = b"".join([_drawn(size * count, seed, "part", one) for one, count in content.pieces])
     if isinstance(content, Blocks):
-        size = content.block_tokens
-        for place, one in enumerate(content.hashes):
-            block = _block(ceil(size), vocab, seed, one)
-            tokens += block if size == len(block) else block[: int((place + 1) * size) - int(place * size)]
-        del tokens[content.tokens :]
-    return tokens + filler(content.tokens - len(tokens), vocab, *own)
+        each = content.block_tokens
+        ends = [int(place * each) for place in range(len(content.hashes) + 1)]
+        blocks = zip(content.hashes, pairwise(ends), strict=True)
+        drawn = b"".join([_block(size * ceil(each), seed, one)[: size * (end - start)] for one, (start, end) in blocks])
+        drawn = drawn[: size * content.tokens]
+    return _ids(drawn + _drawn(size * content.tokens - len(drawn), *own), vocab)
 
 
 @lru_cache(maxsize=BLOCKS_KEPT)
-def _block(tokens: int, vocab: int, seed: int, one: int) -> TokenArray[int]:
-    return filler(tokens, vocab, seed, "block", one)
+def _block(size: int, seed: int, one: int) -> bytes:
+    return _drawn(size, seed, "block", one)
 
 
 def filler(tokens: int, vocab: int, *names: object) -> TokenArray[int]:
@@ -125,11 +125,21 @@ def filler(tokens: int, vocab: int, *names: object) -> TokenArray[int]:
     fillers still have a chance of one in thousands to agree on a token.
     """
     assert tokens >= 0 and vocab >= 2
+    return _ids(_drawn(_id_bytes(vocab) * tokens, *names), vocab)
+
+
+def _id_bytes(vocab: int) -> int:
+    """Bytes that an id is drawn from, the low one first."""
+    return 1 if vocab < 512 else 2
+
+
+def _drawn(size: int, *names: object) -> bytes:
+    return hashlib.shake_256("/".join(map(str, names)).encode()).digest(size)
+
+
+def _ids(drawn: bytes, vocab: int) -> TokenArray[int]:
     bits = min(vocab, 1 << 16).bit_length() - 1
-    size = 1 if bits <= 8 else 2  # bytes, the low one first
-    key = "/".join(str(name) for name in names).encode()
-    drawn = np.frombuffer(hashlib.shake_256(key).digest(size * tokens), f"<u{size}")
-    return array("i", (drawn & ((1 << bits) - 1)).astype("i").tobytes())
+    return array("i", (np.frombuffer(drawn, f"<u{_id_bytes(vocab)}") & ((1 << bits) - 1)).astype("i").tobytes())
 
 
 def warmups(dialogues: Sequence[Dialogue], turns: int, side_by_side: int, context: WorkloadContext) -> list[Dialogue]:
