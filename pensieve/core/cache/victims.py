@@ -24,8 +24,8 @@ Span = tuple[Node, int, int]
 
 _Key = tuple[int, Hashable, int]  # level, policy bucket, how many of the policy's ages have passed
 _Entry = tuple[float, float, int, int, int]  # policy order, last active, node, place, stamp
-_Place = tuple[int, float, float, float, int, int]  # level, score, order, last active, node, place
-_Head = tuple[int, float, float, float, int, int, int, _Key]  # the same, stamp, key
+_Place = tuple[int, float, float, float, int, int, int]  # level, score, and the entry
+_Head = tuple[int, float, float, float, int, int, int, _Key]
 _COMPACT_BELOW = 64
 _HOLDERS = 64  # sessions that say what a stem is worth: those before them add next to nothing
 _INFINITE = float("inf")
@@ -145,7 +145,8 @@ class VictimIndex:
         self._leads: dict[int, _Lead] = {}
         self._heaps: dict[_Key, list[_Entry]] = {}
         self._valid: dict[_Key, int] = {}
-        self._touched: set[_Key] = set()  # buckets that have changed since a choice began, or was looked at last
+        self._touched: set[_Key] = set()  # buckets that have changed since somebody looked at their first entries
+        self._firsts: dict[_Key, _Entry] = {}  # those of the others
         self._stamp = 0
         self._whole = policy.whole_conversations
         self._together = policy.together
@@ -208,12 +209,14 @@ class VictimIndex:
             if not self._of_several(node):
                 own = _Candidates(level, order, last_active, number, node, np.array([place]), np.array([score]))
                 return Choice((own,), _ONE, own.places, own.scores)
-        heap = [(*head[:6], self._following(head[7], now_s)) for head in heads]
+        heap: list[tuple[int, float, float, float, int, int, int, Any]] = [*heads]
         heapq.heapify(heap)
         looked_at: list[_Candidates] = []
         have, enough = 0, 1
         while heap and count:
-            *_, number, _, behind = heap[0]
+            *_, number, _, _, behind = heap[0]
+            if isinstance(behind, tuple):
+                behind = self._following(behind, now_s)
             following = next(behind, None)
             if following is None:
                 heapq.heappop(heap)
@@ -241,19 +244,14 @@ class VictimIndex:
         self._grow_older(now_s)
         heads = self._heads(now_s)
         heapq.heapify(heads)
-        touched = self._touched
-        touched.clear()
         while heads:
             *_, number, place, stamp, _ = heapq.heappop(heads)
             lead = self._leads.get(number)
             if lead is None or lead.stamp != stamp:
                 continue
             yield lead.node, place
-            for key in touched:
-                fresh = self._head(key, now_s)
-                if fresh is not None:
-                    heapq.heappush(heads, fresh)
-            touched.clear()
+            for head in self._heads(now_s, changed=True):
+                heapq.heappush(heads, head)
 
     def _first_of(
         self, looked_at: list[_Candidates], count: int, whole: bool, before: tuple[int, float, float] | None
@@ -294,8 +292,29 @@ class VictimIndex:
             stop = count + int(last.argmax()) if last.any() else sure
         return joined.some(rows[:stop])
 
-    def _heads(self, now_s: float) -> list[_Head]:
-        return [head for key in list(self._heaps) if (head := self._head(key, now_s)) is not None]
+    def _heads(self, now_s: float, changed: bool = False) -> list[_Head]:
+        """The first entry of each bucket. changed: of those that have changed since they were looked at."""
+        touched, firsts, score = [*self._touched], self._firsts, self._policy.score
+        self._touched.clear()
+        for key in touched:
+            self._look_at(key)
+        looked_at = [(key, firsts[key]) for key in touched if key in firsts] if changed else firsts.items()
+        heads = [(key[0], score(key[1], first[0], now_s), *first, key) for key, first in looked_at]
+        for head in heads:
+            if not _is_key(head[1]):
+                refuse_key(self._policy, "score", head[1], self._leads[head[4]].node.session.name)
+        return heads
+
+    def _look_at(self, key: _Key) -> None:
+        """Find out anew which entry of a bucket is the first."""
+        heap = self._heaps.get(key)
+        while heap and not self._is_valid(heap[0]):
+            heapq.heappop(heap)
+        if heap:
+            self._firsts[key] = heap[0]
+        elif heap is not None:
+            del self._heaps[key], self._valid[key]
+            self._firsts.pop(key, None)
 
     def _following(self, key: _Key, now_s: float) -> Iterator[_Place]:
         """Behind the first entry of a bucket, in order."""
@@ -308,8 +327,7 @@ class VictimIndex:
                 if below < len(heap):
                     heapq.heappush(nodes, (heap[below], below))
             if self._is_valid(entry):
-                order, last_active, number, place, _ = entry
-                yield key[0], self._policy.score(key[1], order, now_s), order, last_active, number, place
+                yield key[0], self._policy.score(key[1], entry[0], now_s), *entry
 
     def as_victim(self, node: Node, place: int, now_s: float) -> Victim:
         """A chunk as it stands in the order of eviction now, also one that is in no index."""
@@ -440,8 +458,9 @@ class VictimIndex:
 
     def _reorder(self) -> None:
         self._version = self._policy.version
-        self._heaps.clear()
-        self._valid.clear()
+        for by_key in (self._heaps, self._valid, self._firsts):
+            by_key.clear()
+        self._touched.clear()
         for lead in self._leads.values():
             lead.stamp = _NOT_ENTERED
             self._enter(lead, lead.place)
@@ -450,21 +469,6 @@ class VictimIndex:
         _, _, number, _, stamp = entry
         lead = self._leads.get(number)
         return lead is not None and lead.stamp == stamp
-
-    def _head(self, key: _Key, now_s: float) -> _Head | None:
-        heap = self._heaps.get(key)
-        while heap:
-            entry = heap[0]
-            if self._is_valid(entry):
-                order, last_active, number, place, stamp = entry
-                score = self._policy.score(key[1], order, now_s)
-                if not _is_key(score):
-                    refuse_key(self._policy, "score", score, self._leads[number].node.session.name)
-                return (key[0], score, order, last_active, number, place, stamp, key)
-            heapq.heappop(heap)
-        if heap is not None:
-            del self._heaps[key], self._valid[key]
-        return None
 
 
 def _reached(own: Iterable[_Candidates]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
