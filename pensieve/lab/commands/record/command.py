@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import signal
 import threading
 from pathlib import Path
@@ -68,11 +69,9 @@ def record(asked: argparse.Namespace) -> int:
         )
     writer = Writer(asked.out, asked.upstream, asked.token_ids, asked.text)
     try:
-        asyncio.run(_serve(Proxy(up, writer.tell, asked.token_ids), asked.host, asked.port))
+        asyncio.run(_serve(Proxy(up, writer.tell, asked.token_ids), writer, asked.host, asked.port))
     except OSError as error:
         raise ConfigError(f"--port={asked.port} cannot be served ({error}); give another.") from error
-    finally:
-        writer.close()
     return 0
 
 
@@ -88,9 +87,18 @@ def _follow(asked: argparse.Namespace) -> int:
     return 0
 
 
-async def _serve(proxy: Proxy, host: str, port: int) -> None:
+async def _serve(proxy: Proxy, writer: Writer, host: str, port: int) -> None:
     """Until SIGINT or SIGTERM."""
+    await writer.open()
+    try:
+        await _until_told(proxy, host, port)
+    finally:
+        await writer.close()
+
+
+async def _until_told(proxy: Proxy, host: str, port: int) -> None:
     server = await proxy.serve(host, port)
+    gc.freeze()  # what is loaded stays, and need not be looked through again
     told = asyncio.Event()
     for one in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(one, told.set)
