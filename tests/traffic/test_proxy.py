@@ -8,11 +8,12 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
 
-from pensieve.lab.commands.record.proxy import Framing, Proxy, Unframed
+from pensieve.lab.commands.record.proxy import Client, Framing, Proxy, Unframed
 from pensieve.lab.traffic.hashing import Salt
 from pensieve.lab.traffic.openai import Recorded
 
@@ -144,6 +145,20 @@ def test_token_ids_are_asked_for_where_that_is_wanted():
     head, _, body = got[0].partition(b"\r\n\r\n")
     assert json.loads(body) == {"prompt": "x", "return_token_ids": True}
     assert b"Content-Length: %d" % len(body) in head and head.count(b"ength:") == 1
+
+
+def test_it_is_known_when_each_piece_of_a_reply_came_though_all_are_read_at_its_end(monkeypatch):
+    told, clock = [], iter(range(100))
+    monkeypatch.setattr("pensieve.lab.commands.record.proxy.monotonic", lambda: next(clock))
+    client = Client(Proxy(urlsplit("http://x"), lambda *what: told.append(what) or True))
+    client.transport = Mock()
+    for kind, raw, body in client._asked.feed(ASK):
+        client._ask(kind, raw, body, 0.0)
+    for piece in (CHUNKED, b"5\r\nfirst\r\n", b"6\r\nsecond\r\n0\r\n", b"\r\n"):
+        client.answer(piece)
+    [(_, _, body, marks, _, status, at_s)] = [what for what in told if what[0] == "reply"]
+    assert (body, status) == (b"firstsecond", "completed")
+    assert marks == [(1, 5), (2, 11)] and at_s == 3
 
 
 def test_two_requests_in_one_go_are_two():

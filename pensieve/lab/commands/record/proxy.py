@@ -307,7 +307,7 @@ class Client(_Side):
         came = iter(
             [(now, stop) for (now, _), stop in zip(late, accumulate(len(data) for _, data in late), strict=True)]
         )
-        now, here = next(came, (monotonic(), 0))
+        now, here = next(came, (0.0, 0))
         at = -len(self._answered.held)
         try:
             for kind, raw, body in self._answered.feed(b"".join(data for _, data in late)):
