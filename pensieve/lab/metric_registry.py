@@ -102,7 +102,6 @@ _ALL = (
     *_metrics("J/token", "lower", "energy_j_per_token"),
     *_metrics("bytes", "lower", "device_peak_bytes", "allocator_peak_bytes", "processes_peak_bytes"),
     *_metrics("GB/s", "none", "memory_bw_gbps"),
-    *_metrics("%", "lower", "sampling_cost_pct"),
     # How far a simulation is from what it simulates
     *_metrics("%", "none", "cost_model_error_pct", support=_ABOVE_MINUS_ALL),
     *_metrics("%", "none", "fidelity_error_pct", support=_ABOVE_MINUS_ALL),

@@ -8,7 +8,7 @@ from hydra import compose
 from omegaconf import OmegaConf
 
 from pensieve.lab.compose import check, conf_folder, options
-from pensieve.lab.compose.help import FOLDERS, choices, clause
+from pensieve.lab.compose.help import choices, clause
 from tests.composed import hydra_session
 
 EXPERIMENTS = options("experiment")
@@ -70,6 +70,5 @@ def test_each_begins_with_its_command_and_what_it_shows(name):
     assert {"trials", "trials,"} & set(words)
     assert 20 < len(clause(name)) < 95
     assert f"  {name} " in choices()
-    assert name.rpartition("/")[0] in FOLDERS
     own = {"machine/fidelity_vllm": "prefix_cache", "peers/llama_cpp_cascade": "llama_cpp"}
     assert plain(composed(name)).baseline.name == own.get(name, "pensieve")

@@ -81,15 +81,6 @@ def test_a_trial_and_a_sweep_are_recorded_in_the_database_alone(forked, tmp_path
     assert not (tmp_path / "mlflow.db").exists()
 
 
-@pytest.mark.slow
-def test_a_bench_runs_and_is_recorded(forked, tmp_path):
-    options = ("hardware=cpu", "hardware.threads=1", "bench.repeats=1", "bench.exclusive=false", "bench.model=tiny")
-    done = forked("bench", "target=prefill", *options, without=(*BARE, "pandas", "pyarrow", "alembic"))
-    assert done.returncode == 0, done.stderr
-    assert "prefill 768" in done.stdout
-    assert statuses(tmp_path) == [("ours", "completed"), ("transformers", "completed")]
-
-
 @pytest.mark.parametrize("runner", ["run", "bench", "doctor", "results", "compare"])
 def test_a_package_that_cannot_be_missing_is_named_in_one_sentence(bare, runner):
     done = bare(runner, without=("omegaconf", "sqlalchemy"))

@@ -72,7 +72,6 @@ def test_readings_are_stored_and_summed_up(store):
     assert (found["gpu_util_pct"], found["gpu_mem_util_pct"], found["power_w"]) == (50.0, None, 200.0)
     assert found["energy_j_per_token"] == pytest.approx(3.0, rel=0.2)  # from the counter, not from the power
     assert found["device_peak_bytes"] == 10.0 * meter.reads
-    assert 0 < found["sampling_cost_pct"] < 50
     outside = values(device_metrics(sampler, 1e6, 2e6, output_tok_s=100.0))
     assert (outside["gpu_util_pct"], outside["energy_j_per_token"]) == (None, None)
 

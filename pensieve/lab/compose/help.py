@@ -14,17 +14,6 @@ from omegaconf import OmegaConf, open_dict
 from pensieve.lab.compose.folder import conf_folder, options
 
 GROUPS = ("model", "cache", "eviction", "scheduler", "baseline", "workload", "hardware", "scale", "tracking", "sweep")
-FOLDERS = {
-    "": "start here",
-    "paper": "the paper, and what it left out",
-    "users": "many users, and conversations that grow",
-    "peers": "prefixes, and other engines",
-    "agents": "agents, and recorded loads",
-    "cluster": "replicas",
-    "machine": "the machine, and simulations of it",
-    "public": "what others published",
-}
-"""Folders of conf/experiment and their headings, in the order of the page."""
 _WIDTH = 120
 
 
@@ -50,8 +39,8 @@ def choices(*groups: str) -> str:
         return "\n".join(lines)
     names = options("experiment")
     width = max(map(len, names)) + 2
-    for folder, heading in FOLDERS.items():
-        lines += ["", f"Experiments: {heading}"]
+    for folder in sorted({name.rpartition("/")[0] for name in names}):
+        lines += ["", f"Experiments: {folder or 'start here'}"]
         lines += [f"  {name:<{width}}{clause(name)}" for name in names if name.rpartition("/")[0] == folder]
     return "\n".join(lines)
 

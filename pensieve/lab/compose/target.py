@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NotRequired, get_type_hints
 
+from hydra.utils import instantiate
 from pydantic import (
     ConfigDict,
     PydanticSchemaGenerationError,
@@ -90,11 +91,7 @@ def _bind(group: str, target: Any, fields: Mapping[str, Any], given: tuple[str, 
 
 def _instantiated(value: Any) -> Any:
     """A field that describes an object. Only such go through Hydra, which would turn a tuple into a list."""
-    if not (isinstance(value, dict) and "_target_" in value):
-        return value
-    from hydra.utils import instantiate  # a tenth of a second that hardly any trial needs
-
-    return instantiate(value, _convert_="all")
+    return instantiate(value, _convert_="all") if isinstance(value, dict) and "_target_" in value else value
 
 
 def _hints(target: Any) -> dict[str, Any]:

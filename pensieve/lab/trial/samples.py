@@ -177,13 +177,12 @@ class Sampler:
         self._interval_s, self._most = interval_s, most
         self._moments: list[tuple[float, list[Quantity]]] = []
         self._n_stored = 0
-        self._origin_s = self._due_s = self._began_s = 0.0
+        self._origin_s = self._due_s = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=f"sampler-{trial_id}", daemon=True)
-        self.cpu_s = self.elapsed_s = 0.0
 
     def __enter__(self) -> Sampler:
-        self._origin_s, self._began_s = self._clock.now_s(), time.perf_counter()
+        self._origin_s = self._clock.now_s()
         if self._meter is None:
             pass
         elif isinstance(self._clock, VirtualClock):
@@ -195,7 +194,6 @@ class Sampler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.elapsed_s = time.perf_counter() - self._began_s
         if self._meter is None:
             return
         if isinstance(self._clock, VirtualClock):
@@ -237,7 +235,6 @@ class Sampler:
             except Exception as error:  # a driver that fails ends the sampling, not the trial
                 log.warning("trial %s is no longer sampled: %s", self._trial_id, error)
                 break
-        self.cpu_s = time.thread_time()
 
     def _keep(self, at_s: float, read: list[Quantity]) -> None:
         self._moments.append((at_s, read))
@@ -261,13 +258,11 @@ def device_metrics(sampler: Sampler, start_s: float, end_s: float, output_tok_s:
     power = _energy_rate_w(inside["energy_j"])
     power = means.get("power_w") if power is None else power
     memory = [one.value for one in readings if one.name == "memory_bytes" and one.value is not None]
-    cost = 100 * sampler.cpu_s / sampler.elapsed_s if memory and sampler.elapsed_s > 0 else None
     return [
         *(MetricValue(name, means.get(name), n=len(inside[name]), n_unit="samples") for name in MEANS),
         MetricValue("energy_j_per_token", power / output_tok_s if power is not None and output_tok_s else None),
         MetricValue("device_peak_bytes", max(memory, default=None), n=len(memory), n_unit="samples"),
         MetricValue("memory_bw_gbps", None),  # no device here counts the bytes of its memory, and none is estimated
-        MetricValue("sampling_cost_pct", cost, n=len(memory), n_unit="samples"),
     ]
 
 
