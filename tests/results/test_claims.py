@@ -203,6 +203,14 @@ def test_a_metric_of_a_trial_is_compared_by_seed_or_taken_as_it_is():
         measure(store, "metric_ratio", theirs="stateless", name="ttft_ms_p50")
     with pytest.raises(MissingSeries, match="no trial has ttft_ms_p50"):
         measure(store, "metric_value", name="ttft_ms_p50")
+    repeats = both(seeds=1, metrics=metrics)
+    for repeat in range(1, 9):
+        for job, own in enumerate(("pensieve", "stateless")):
+            throughput = {name: metrics[own](repeat)[name]}
+            config = {"workload": {"name": "chat"}}
+            add_trial(repeats, 1, 2 * repeat + job, own, FAST(0), throughput, repeat=repeat, config=config)
+    found = measure(repeats, "metric_value", name=name)
+    assert (found.n, found.groups, found.ci_low) == (9, 1, None), "repeats are no seeds"
     alone = both(seeds=1)
     [job, _] = Frame(alone, 1).jobs
     alone.add_metrics(job.trial.id, [MetricValue("latency_ms_p99", 0.8, n=90, n_unit="turns", ci_low=0.7, ci_high=0.9)])
@@ -376,6 +384,7 @@ def test_a_claim_holds_or_fails_only_where_the_whole_interval_does(claimed, low,
 def test_what_comes_before_the_interval():
     few = measured(1.9, 2.0, seeds=1)
     assert judge(RANGE, few, [], fewest_seeds=3) == ("inconclusive", "one seed, and 3 are needed")
+    assert judge(RANGE, measured(1.9, 2.0, seeds=2), [], fewest_seeds=3)[1] == "2 seeds, and 3 are needed"
     assert judge(RANGE, few, [], fewest_seeds=1)[0] == "holds"
     found, why = judge(RANGE, measured(None, None, value=2.0, n=4), [])
     assert found == "inconclusive" and "n = 4 conversations, 3 seeds" in why
