@@ -124,12 +124,12 @@ def one_conversation(source: Source, form: Bars) -> Iterator[Plot]:
         session = max(both, key=lambda name: (talks[OURS][name][three].sum().min(), name))
         shown = {cell.baseline: talks[cell.baseline][session] for cell in panel.cells}
         disk = any(own["disk_hit_tokens"].any() for own in shown.values())
+        parts = [name for name in PROMPT if disk or name != "disk_hit_tokens"]
         rows = [
             {
                 "baseline": cell.baseline,
                 "turn": turn,
-                **{name: float(one[name]) for name in PROMPT},
-                **({} if disk else {"disk_hit_tokens": None}),
+                **{name: float(one[name]) for name in parts},
                 "trials": cell.ids,
                 "_section": cell.baseline,
                 "_name": f"turn {turn}",

@@ -212,6 +212,7 @@ def test_the_conversation_that_shows_most_is_drawn_turn_by_turn(store, drawn, tm
     source = fill(store, {"baseline": ["pensieve", "stateless"]}, conversations_of, lambda at, seed: hits)
     [plot] = FIGURES["idea"].plots(source)
     found = {(row["baseline"], row["turn"]): row for row in plot.rows}
+    assert "disk_hit_tokens" not in plot.rows[0], "none had one"
     three = ("gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens", "new_tokens")
     assert [tuple(found["pensieve", turn][name] for name in three) for turn in (1, 2, 3, 4)] == [
         (0, 0, 0, 10), (100, 0, 0, 10), (50, 150, 0, 10), (0, 0, 300, 10),
