@@ -73,7 +73,7 @@ class FusedModel:
     """A Forward of few, large operations. begin: token ids and positions [rows] to hidden states, cos and sin. few_rows: see
     Linear.
 
-    With packed float32 weights a decoded row's bits are the same alone and in every batch of up to 4 rows, which are
+    With packed weights a decoded row's bits are the same alone and in every batch of up to 4 rows, which are
     multiplied in C; and the same in larger batches, which are packed, however many of their rows are sampled (tested with
     5 to 12). Between the two they differ by rounding.
     """
@@ -86,7 +86,9 @@ class FusedModel:
 
     @property
     def name(self) -> str:
-        few = {None: "", "float32": ", few rows in C"}.get(self.few_rows, f", {self.few_rows} weights for few rows")
+        few = "" if self.few_rows is None else ", few rows in C"
+        if self.few_rows == "int8":
+            few = ", int8 weights for few rows"
         return "fused" + ", packed weights" * self.packed + few
 
     def __call__(self, iteration: Iteration, wanted: torch.Tensor) -> torch.Tensor:
@@ -109,9 +111,9 @@ class FusedModel:
         """What a batch and its sampled rows are padded to; 0: they are not."""
         if self.few_rows is None and self.packed:
             return LEAST_ROWS
-        if not self.packed or self.few_rows != "float32":  # rounded weights take less of the time for few sampled rows
+        if not self.packed or self.few_rows == "int8":  # rounded weights take less of the time for few sampled rows
             return 0
-        most = FEW_ROWS[torch.float32]
+        most = FEW_ROWS[getattr(torch, str(self.few_rows))]
         return most + 1 if tokens > most and outputs else 0
 
 

@@ -1,7 +1,7 @@
 /* Products of few rows on a CPU, which take as long as the weights take to read.
 
-   Compiled when it is first needed, for this machine and one type of weights (-DWEIGHT_INT8 or -DWEIGHT_FLOAT32). Inputs
-   and sums are float32, int8 weights are widened in registers: a result differs from the product with the same weights in
+   Compiled when it is first needed, for this machine and one type of weights (-DWEIGHT_INT8, -DWEIGHT_BFLOAT16 or
+   -DWEIGHT_FLOAT32). Inputs and sums are float32, other weights are widened in registers: a result differs from the product with the same weights in
    float32 by the order of its sums alone. Neither other rows nor the number of threads change a row's result. */
 
 #include <stdint.h>
@@ -24,13 +24,34 @@ typedef float floats __attribute__((vector_size(LANES * 4)));
 
 #ifdef WEIGHT_FLOAT32
 typedef float weight_type;
+static inline float widened_one(float weight) { return weight; }
 static inline floats widened(const float *from) {
     floats all;
     memcpy(&all, from, sizeof all);
     return all;
 }
+#elif defined(WEIGHT_BFLOAT16)
+typedef uint16_t weight_type; /* the upper half of a float32 */
+static inline float widened_one(uint16_t weight) {
+    const uint32_t bits = (uint32_t)weight << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+static inline floats widened(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#elif defined(__AVX2__)
+    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+#else
+    floats all;
+    for (int i = 0; i < LANES; i++) all[i] = widened_one(from[i]);
+    return all;
+#endif
+}
 #else
 typedef int8_t weight_type;
+static inline float widened_one(int8_t weight) { return weight; }
 /* What compilers make of a plain conversion takes a register for each number. */
 static inline floats widened(const int8_t *from) {
 #if defined(__AVX512F__)
@@ -102,7 +123,7 @@ static inline __attribute__((always_inline)) void tile(
 #pragma GCC unroll 4
         for (int o = 0; o < outputs; o++) {
             float sum = sum_of(sums[r * outputs + o]);
-            for (int64_t i = at; i < in; i++) sum = added_one(x[r * in + i], weights[o * in + i], sum);
+            for (int64_t i = at; i < in; i++) sum = added_one(x[r * in + i], widened_one(weights[o * in + i]), sum);
             y[r * out + o] = added_one(sum, scales ? scales[o] : 1, bias ? bias[o] : 0);
         }
 }

@@ -9,7 +9,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 
-from pensieve.device.fused.few_rows import FewRows
+from pensieve.device.fused.few_rows import FEW_ROWS, FewRows
 from pensieve.device.pages import return_file_pages
 from pensieve.errors import EngineMissing
 
@@ -62,7 +62,7 @@ class Linear:
     The joined weights are one tensor, which the modules' own parameters become views of, so that no weight exists twice;
     pages of the file that they were read from are returned.
     pack: a copy in oneDNN's blocked layout too, at half the time of a plain product for 4 to 16 rows; and few rows are
-    multiplied in C where the weights are float32 and a compiler is there, or with what they were rounded to.
+    multiplied in C where the weights are float32 or bfloat16 and a compiler is there, or with what they were rounded to.
     few_rows: the type of the weights that few rows are multiplied with in C; None where they are not.
     """
 
@@ -79,9 +79,9 @@ class Linear:
                 self._few, self.few_rows = rounded[0].product(modules, self._bias), rounded[0].kind
             self._weight = _joined(modules, contiguous=pack)
             if pack:
-                if self._few is None and self._weight.dtype == torch.float32:
+                if self._few is None and self._weight.dtype in FEW_ROWS:
                     self._few = _product(self._weight, self._bias)
-                    self.few_rows = None if self._few is None else "float32"
+                    self.few_rows = None if self._few is None else str(self._weight.dtype).removeprefix("torch.")
                 self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight.contiguous(), _PACKING_HINT)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -42,25 +42,34 @@ def _float32(*parts, bias=None):
     return FewRows(whole, None, bias), whole
 
 
+def _bfloat16(*parts, bias=None):
+    whole = torch.cat(parts).bfloat16()
+    return FewRows(whole, None, None if bias is None else bias.bfloat16()), whole
+
+
 def _int8(*parts, bias=None):
     kept = [rounded(part) for part in parts]
     modules = [SimpleNamespace(weight=SimpleNamespace(rounded=part)) for part in kept]
     return kept[0].product(modules, bias), torch.cat([part.restored for part in kept])
 
 
-@pytest.mark.parametrize(("product_of", "error"), [(_float32, 1e-6), (_int8, 1e-5)])
+@pytest.mark.parametrize(("product_of", "error"), [(_float32, 1e-6), (_bfloat16, 1e-6), (_int8, 1e-5)])
 @pytest.mark.parametrize(("inside", "outside"), [(576, 97), (40, 64), (77, 3), (16, 1), (5, 130)])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_a_product_is_that_of_its_weights(product_of, error, inside, outside, with_bias):
     bias = _noise(outside + 2, seed=103) if with_bias else None
     product, whole = product_of(_noise(outside, inside, seed=101), _noise(2, inside, seed=102), bias=bias)
+    dtype = whole.dtype  # of what was rounded to int8, restored
+    bias = None if bias is None else bias.to(dtype)
     for rows in range(1, max(FEW_ROWS.values()) + 2):
-        x = _noise(rows, inside, seed=rows)
+        x = _noise(rows, inside, seed=rows).to(dtype)
         expected = x.double() @ whole.double().t() + (0 if bias is None else bias.double())
         got = product(x)
-        assert float((got - expected).abs().max()) <= error * inside**0.5
+        rounding = 2**-8 * expected.abs() if dtype == torch.bfloat16 else 0  # once, of the result
+        assert bool(((got - expected).abs() <= error * inside**0.5 + rounding).all())
         assert torch.equal(got, torch.cat([product(row[None]) for row in x])), "other rows change nothing"
-    assert torch.equal(product(_noise(inside, 3).t()), product(_noise(inside, 3).t().contiguous()))
+    turned = _noise(inside, 3).to(dtype).t()
+    assert torch.equal(product(turned), product(turned.contiguous()))
 
 
 @pytest.mark.parametrize("name", sorted(PROCESSORS))
@@ -70,13 +79,18 @@ def test_on_other_processors_other_rows_change_nothing_either(name, compile_for)
     for inside, outside in ((40, 1), (77, 97), (576, 3)):
         weights, scales, bias = _noise(outside, inside), _noise(outside, seed=1), _noise(outside, seed=2)
         x = _noise(9, inside, seed=3)
-        for kept, scale in ((weights, None), ((30 * weights).clamp(-127, 127).to(torch.int8), scales)):
-            product = FewRows(kept, scale, bias)
-            exact = (x.double() @ kept.double().t()) * (1 if scale is None else scale.double()) + bias.double()
-            alone = torch.cat([product(row[None]) for row in x])
-            torch.testing.assert_close(alone.double(), exact, rtol=1e-6, atol=1e-6 * float(exact.abs().max()))
+        for kept, scale, dtype, rounding in (
+            (weights, None, torch.float32, 1e-6),
+            (weights.bfloat16(), None, torch.bfloat16, 2**-8),
+            ((30 * weights).clamp(-127, 127).to(torch.int8), scales, torch.float32, 1e-6),
+        ):
+            given, added = x.to(dtype), bias.to(dtype)
+            product = FewRows(kept, scale, added)
+            exact = (given.double() @ kept.double().t()) * (1 if scale is None else scale.double()) + added.double()
+            alone = torch.cat([product(row[None]) for row in given])
+            torch.testing.assert_close(alone.double(), exact, rtol=rounding, atol=1e-6 * float(exact.abs().max()))
             for rows in range(2, 10):
-                assert torch.equal(product(x[:rows]), alone[:rows])
+                assert torch.equal(product(given[:rows]), alone[:rows])
 
 
 @pytest.mark.parametrize(
