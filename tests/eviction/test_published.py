@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 
 from pensieve.core.request import Hint
 from pensieve.plugins.policies.arc import Arc, ArcDirectory
-from pensieve.plugins.policies.flop_efficiency import FlopEfficiency
-from pensieve.plugins.policies.s3_fifo import S3Fifo
-from pensieve.plugins.policies.tail_lru import TailLru
 from pensieve.plugins.policies.tool_ttl import ToolTtl, best_time
 from tests.eviction.world import World, context, holds
 
@@ -68,69 +64,6 @@ def arc(world):
     return lambda session, chunk: (float(again[session.number] == from_t1()),)
 
 
-def s3_fifo(world):
-    small = []
-    main = []
-    ghosts = []
-    asked = {}
-    entered = {}
-    in_main = {}
-
-    def from_small():
-        return bool(small and size(small) >= CAPACITY / 10) or not main
-
-    for event in world.events:
-        number = event.number
-        if not event.asked:
-            continue
-        if number in dict(small) and asked[number] == 0:
-            asked[number] = 1
-            small[:] = [(n, event.tokens if n == number else tokens) for n, tokens in small]
-        else:
-            known = number in {n for part in (small, main, ghosts) for n, _ in part}
-            for part in (small, main, ghosts):
-                part[:] = [one for one in part if one[0] != number]
-            (main if known else small).append((number, event.tokens))
-            asked[number], entered[number], in_main[number] = 0, event.at_s, known
-        while size(small) + size(main) > CAPACITY and len(small) + len(main) > 1:
-            if from_small():
-                ghosts.append(small.pop(0))
-            else:
-                main.pop(0)
-        while size(ghosts) > CAPACITY:
-            ghosts.pop(0)
-
-    def key(session, chunk):
-        main_one = in_main[session.number]
-        return float(main_one == from_small()), session.last_active_s if main_one else entered[session.number]
-
-    return key
-
-
-def tail_lru(world):
-    def key(session, chunk):
-        without = sum(recompute_s(index) for index in range(chunk + 1))
-        mean_turn = len(session.tokens) / session.turns
-        message = mean_turn / 4 * (1.0 + len(session.tokens) / 8)
-        return (float(without + message > TARGET_S),)
-
-    return key
-
-
-def flop_efficiency(world):
-    asked = [event for event in world.events if event.asked]
-    kept = len(asked) - 1
-    while kept and sum(event.tokens for event in asked[kept - 1 :]) <= CAPACITY:
-        kept -= 1
-    oldest_s, longest = asked[kept].at_s, max(event.tokens // 4 for event in asked)
-
-    def key(session, chunk):
-        recency = (session.last_active_s - oldest_s) / max(world.now_s - oldest_s, 1e-9)
-        return (recency + 1.0 * recompute_s(chunk) / recompute_s(max(longest, chunk)),)
-
-    return key
-
-
 def tool_ttl(world):
     gaps = {}
     rested = {}
@@ -163,12 +96,8 @@ def tool_ttl(world):
     )  # fmt: skip
 
 
-TARGET_S = 9.0
 POLICIES = [
     (Arc, arc),
-    (S3Fifo, s3_fifo),
-    (partial(TailLru, target_s=TARGET_S), tail_lru),
-    (FlopEfficiency, flop_efficiency),
     (ToolTtl, tool_ttl),
 ]
 

@@ -17,10 +17,7 @@ from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.arc import Arc
-from pensieve.plugins.policies.flop_efficiency import FlopEfficiency
 from pensieve.plugins.policies.learned_return import LearnedReturn
-from pensieve.plugins.policies.s3_fifo import S3Fifo
-from pensieve.plugins.policies.tail_lru import TailLru
 from pensieve.serve.systems import profiling
 from pensieve.serve.systems.inline_system import InlineSystem
 from pensieve.sim.worker import SimulatedWorker
@@ -84,8 +81,8 @@ def kept(policy, speed, seed):
     return places, found / history
 
 
-BY_ORDER = [LearnedReturn, Lru, Fifo, ConversationLru, Arc, S3Fifo]
-BY_SECONDS = [RetentionValue, AdaptiveRetention, FlopEfficiency, TailLru, partial(LearnedReturn, guarded=False)]
+BY_ORDER = [LearnedReturn, Lru, Fifo, ConversationLru, Arc]
+BY_SECONDS = [RetentionValue, AdaptiveRetention, partial(LearnedReturn, guarded=False)]
 """Their formulas have idle seconds or measured prices."""
 
 

@@ -71,9 +71,9 @@ REAL = (
     "scheduler.copy_ahead=never", "eviction=lru", "attention_backend=reference",
 )  # fmt: skip
 EVICTION = (
-    "adaptive_retention", "arc", "belady", "conversation_lru", "fifo", "flop_efficiency", "hinted", "learned_return",
-    "learned_unguarded", "lru", "noisy_hint", "oracle_hint", "retention_value", "s3_fifo", "stop_reason",
-    "tail_lru", "tool_ttl", "ttl",
+    "adaptive_retention", "arc", "belady", "conversation_lru", "fifo", "hinted", "learned_return",
+    "learned_unguarded", "lru", "noisy_hint", "oracle_hint", "retention_value", "stop_reason",
+    "tool_ttl", "ttl",
 )  # fmt: skip
 BASELINES = ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots")
 

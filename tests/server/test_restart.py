@@ -92,9 +92,10 @@ def chat(client, text, headers=ALICE, **fields):
     return reply.json()
 
 
-def test_a_restarted_server_answers_as_the_undisturbed_one_and_counts_its_history(tmp_path):
-    file = tmp_path / "state.db"
-    with served(file) as (_, first):
+@pytest.mark.parametrize("eviction", ["retention_value", "learned_return"])
+def test_a_restarted_server_answers_as_the_undisturbed_one_and_counts_its_history(eviction, tmp_path):
+    file, machine = tmp_path / "state.db", {**SIMULATED, "eviction": eviction}
+    with served(file, machine) as (_, first):
         for turn in range(2):
             chat(first, f"Question {turn} of Alice", session_id="talk", max_tokens=20)
             chat(first, f"Question {turn} of Bob", BOB, session_id="talk", max_tokens=20)
@@ -102,7 +103,7 @@ def test_a_restarted_server_answers_as_the_undisturbed_one_and_counts_its_histor
         killed = after_a_kill(file)
         expected = [chat(first, "Go on", who, session_id="talk", max_tokens=20) for who in (ALICE, BOB)]
         following = respond(first, "And then?", one["id"])
-    with served(killed) as (app, again):
+    with served(killed, machine) as (app, again):
         assert app.restored == 3
         found = [chat(again, "Go on", who, session_id="talk", max_tokens=20) for who in (ALICE, BOB)]
         continued = respond(again, "And then?", one["id"])
