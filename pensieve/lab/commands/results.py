@@ -53,6 +53,9 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     listed.add_argument("--limit", type=int, default=50, metavar="N", help="at most so many (default: 50; 0: all)")
     shown = command("show", lambda store, asked: listing.show_trial(store, asked.trial), "all that is known of a trial")
     shown.add_argument("trial", type=int)
+    read = command("read", _read, "a conversation of a trial as text, with where each turn's history came from")
+    read.add_argument("trial", help="its number; latest shows the latest sweep's, beside stateless serving")
+    read.add_argument("--session", help="its name (default: the first measured one)")
     noted = command("notes", _notes, "what a sweep found, comparison by comparison, and what qualifies its numbers")
     noted.add_argument("sweep", nargs="?", default="latest", help="its id, or latest (default)")
     exported = command("export", _export, "a JSON for each baseline of a sweep, and its turns as CSV and Parquet")
@@ -76,6 +79,29 @@ def _list(store: ResultsStore, asked: argparse.Namespace) -> Iterator[str]:
     elif asked.status is None:
         yield from [*listing.list_sweeps(store, limit), ""]
     yield from listing.list_trials(store, asked.sweep, asked.status, limit)
+
+
+def _read(store: ResultsStore, asked: argparse.Namespace) -> Iterator[str]:
+    from pensieve.lab.commands.read import beside, conversation_lines, conversation_of, side_by_side
+
+    if asked.trial == "latest":
+        sweep = store.sweep_named(asked.trial)
+        if pair := beside(store, sweep):
+            session, said = conversation_of(store, pair[0].id, asked.session)
+            replies = {trial.baseline: conversation_of(store, trial.id, session)[1] for trial in pair[1:]}
+            yield f"Conversation {session} of trials {' and '.join(str(trial.id) for trial in pair)}"
+            console().print(side_by_side({pair[0].baseline: said, **replies}))
+            return
+        trial = next(job.trial.id for job in store.trials_of_sweep(sweep.id) if job.trial is not None)
+    elif asked.trial.isdecimal():
+        trial = int(asked.trial)
+    else:
+        raise ResultsError(
+            f"{asked.trial!r} is no trial; give a number (runners/results.py list shows them), or latest."
+        )
+    session, said = conversation_of(store, trial, asked.session)
+    yield f"Conversation {session} of trial {trial}"
+    yield from conversation_lines(said)
 
 
 def _notes(store: ResultsStore, asked: argparse.Namespace) -> int:
