@@ -31,50 +31,20 @@ from pensieve.serve.record import TurnRecord
 from tests.engines.small import ARCHITECTURES, ask, begun, prompt, served, setup_of
 
 KINDS = (FullyAware, PartiallyAware, SemanticBlind)
-FRAME = 4  # bytes that multiprocessing.connection puts before each piece
 
 
-class Proxy:
-    """Passes bytes between two sockets and counts them; it knows nothing of what they say."""
-
-    def __init__(self, port: int) -> None:
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
-        self.outward = self.inward = 0
-        self._target = port
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        near, _ = self._server.accept()
-        far = socket.create_connection(("127.0.0.1", self._target))
-        threading.Thread(target=self._pass, args=(far, near, "inward"), daemon=True).start()
-        self._pass(near, far, "outward")
-
-    def _pass(self, source: socket.socket, target: socket.socket, way: str) -> None:
-        while data := source.recv(1 << 20):
-            setattr(self, way, getattr(self, way) + len(data))
-            target.sendall(data)
-        target.close()
-
-
-def in_thread(kind: type[Any], proxies: list[Proxy] | None = None) -> type[Any]:
+def in_thread(kind: type[Any]) -> type[Any]:
     class InThread(kind):  # type: ignore[misc]
         def _begin(self, *asked: Any) -> Any:
             said: queue.SimpleQueue[Any] = queue.SimpleQueue()
             threading.Thread(target=remote_model.host, args=(*asked, said.put), daemon=True).start()
             return said.get(timeout=60)
 
-        def _connect(self, port: int, key: bytes) -> Any:
-            if proxies is None:
-                return super()._connect(port, key)
-            proxies.append(Proxy(port))
-            return super()._connect(proxies[-1].port, key)
-
     return InThread
 
 
-def opened(kind: type[Any], proxies: list[Proxy] | None = None, **changes: Any) -> OutsideSystem:
-    return begun(in_thread(kind, proxies)(changes.pop("setup", None) or setup_of(**changes)))
+def opened(kind: type[Any], **changes: Any) -> OutsideSystem:
+    return begun(in_thread(kind)(changes.pop("setup", None) or setup_of(**changes)))
 
 
 def generated(module: Any, tokens: array[int], count: int) -> list[int]:
@@ -108,24 +78,6 @@ def test_sixteen_bits_cross_as_they_are() -> None:
     module = plain_module(setup)
     for kind in KINDS:
         assert list(one(opened(kind, setup=setup), prompt(30), 6).token_ids) == generated(module, prompt(30), 6)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_bytes_are_those_that_a_proxy_on_the_socket_saw(kind: type[Any]) -> None:
-    proxies: list[Proxy] = []
-    system = opened(kind, proxies)
-    one(system, prompt(10), 1)  # the handshake of the connection is over, and all of its bytes have been seen
-    [proxy] = proxies
-    before = proxy.outward, proxy.inward
-    turn = one(system, prompt(40), 5, 2)
-    parameters = len(list(plain_module(setup_of()).parameters()))
-    pieces = {  # each way: a head a message, and a piece an array, which are all small here; KV crosses from step 2 on
-        FullyAware: (1, 5),
-        PartiallyAware: (5 + 4, 5 * 3),
-        SemanticBlind: (5 * (1 + parameters) + 4, 5 * 3),
-    }[kind]
-    seen = proxy.outward - before[0], proxy.inward - before[1]
-    assert seen == (turn.sent_bytes + FRAME * pieces[0], turn.received_bytes + FRAME * pieces[1])  # type: ignore[operator]
 
 
 @pytest.fixture

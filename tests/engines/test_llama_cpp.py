@@ -66,16 +66,6 @@ def test_the_tokens_are_the_same_streamed_and_whole() -> None:
         assert turn.received_bytes is not None and turn.received_bytes > 100
         assert turn.compute_ms is not None and 0 < turn.compute_ms <= turn.latency_ms  # type: ignore[operator]
     assert streamed.received_bytes > whole.received_bytes  # type: ignore[operator]
-    settings = system.settings()
-    for name, value in {
-        "n_batch": 128,
-        "n_ubatch": 128,
-        "kv_type": "f32",
-        "flash_attn": "disabled",
-        "threads": 1,
-    }.items():
-        assert settings[f"reported_{name}"] == value
-    assert settings["n_ctx"] == settings["reported_n_ctx"] == settings["n_parallel"] * settings["n_ctx_slot"] == 1024
 
 
 def test_it_reports_what_it_runs_with() -> None:

@@ -12,13 +12,11 @@ import pytest
 
 from pensieve.errors import ConfigError, EngineFailed, WorkerError
 from pensieve.plugins.engines.completions import CompletionsClient
-from pensieve.plugins.engines.gguf_export import write_gguf
 from pensieve.plugins.engines.openai_http import OpenAIHttp
 from pensieve.plugins.engines.system import OutsideSystem
-from pensieve.plugins.engines.weights import plain_module
 from pensieve.serve.tokenizer import ByteTokenizer
 from tests.engines.endpoint import Endpoint
-from tests.engines.small import ask, begun, greedy, prompt, served, setup_of
+from tests.engines.small import ask, begun, prompt, served, setup_of
 
 
 @pytest.fixture
@@ -168,19 +166,6 @@ def test_a_model_may_be_called_otherwise_than_it_is_listed(
         opened(endpoint.url, start_timeout_s=0.1)
 
 
-def test_streamed_or_not_each_request_opens_a_connection(endpoint: Endpoint) -> None:
-    """In either order and together: else one of the two would pay for the other's connection."""
-    system = opened(endpoint.url)
-    opens, number = [], 0
-    for stream in (False, True, True, False, False, True):
-        number, before = number + 1, endpoint.connections
-        endpoint.pieces = [{**completion(65, 66), "usage": USAGE}]
-        [turn] = served(system, ask(number, "a", prompt(40), output=2, stream=stream))
-        assert turn.status == "completed"
-        opens.append(endpoint.connections - before)
-    assert opens == [1] * 6
-
-
 @pytest.mark.parametrize(("keeps", "expected"), [(True, 1), (False, 4)])
 def test_a_server_that_keeps_a_connection_is_asked_on_one(endpoint: Endpoint, keeps: bool, expected: int) -> None:
     client = CompletionsClient(endpoint.url, keeps_streams=keeps)
@@ -210,32 +195,6 @@ def test_no_server_is_said_in_a_sentence() -> None:
         opened("http://127.0.0.1:9/v1", start_timeout_s=0.1)
     with pytest.raises(ConfigError, match="base_url"):
         opened("127.0.0.1:9")
-
-
-def test_llama_cpp_s_own_endpoint_gives_the_tokens_of_plain_decoding(tmp_path: Path) -> None:
-    """Asked in token ids; it gives text, whose words are ids in our exported files."""
-    xllamacpp = pytest.importorskip("xllamacpp")
-    pytest.importorskip("gguf")
-    from pensieve.plugins.engines.gguf_export import tokens_in
-    from pensieve.plugins.engines.llama_cpp import LlamaCpp, params_of
-
-    class Words(ByteTokenizer):
-        def encode(self, text: str) -> list[int]:
-            return tokens_in(text)
-
-    setup = setup_of(tokenizer=Words())
-    module = plain_module(setup)
-    write_gguf(module, "small", tmp_path / "m.gguf", "f32")
-    server = xllamacpp.Server(params_of(tmp_path / "m.gguf", LlamaCpp(setup)._fields, port=0, verbosity=0))
-    system = begun(OpenAIHttp(setup, base_url=server.listening_address + "/v1"))
-    said = prompt(50)
-    [one] = served(system, ask(1, "a", said, output=6))
-    said = said + one.token_ids + prompt(8)
-    [two] = served(system, ask(2, "a", said, output=6, turn=2, stream=False))
-    assert list(one.token_ids) + list(two.token_ids) == greedy(module, prompt(50), 6) + greedy(module, said, 6)
-    assert (one.gpu_hit_tokens, two.gpu_hit_tokens) == (0, 55)
-    system.close()
-    del server
 
 
 @pytest.mark.slow
