@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pensieve.errors import UnsupportedModel
+from pensieve.units import ceil_div
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SIXTEEN_BITS = frozenset(name for name, size in DTYPE_BYTES.items() if size == 2)
@@ -90,6 +91,7 @@ class ModelSpec:
     sliding_window: tokens that a windowed layer attends to, its own among them; None for full attention everywhere.
     quantization: None, or int8 for weights that are rounded to it and multiplied in it where rows are few.
     experts, latent: None for a dense MLP, and for K and V kept as they are.
+    slides: KV that has left its window is not kept, and caches are counted in that of the other layers.
     """
 
     name: str
@@ -108,6 +110,7 @@ class ModelSpec:
     quantization: str | None = None
     experts: Experts | None = None
     latent: Latent | None = None
+    slides: bool = False
     architecture: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
@@ -208,6 +211,17 @@ class ModelSpec:
         if self.latent is not None:
             return self.layers * (self.latent.rank + self.latent.rope) * self.dtype_bytes
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def kept_bytes_per_token(self) -> int:
+        """What a cache keeps of a token however long ago it was; and of one in a window, 1 + blocks_beside times that."""
+        return self.kv_bytes_per_token // self.layers * (self.layers - (self.windowed_layers if self.slides else 0))
+
+    @property
+    def blocks_beside(self) -> int:
+        """Groups of windowed layers, each as large as all others together: that many blocks more has a chunk in a window
+        (vLLM's hybrid cache manager pads the last group too)."""
+        return ceil_div(self.windowed_layers, self.layers - self.windowed_layers) if self.slides else 0
 
     @property
     def gated(self) -> bool:

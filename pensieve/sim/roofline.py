@@ -31,7 +31,7 @@ class Machine(ABC):
 
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> None:
         self.model, self.hardware, self.chunk_tokens = model, hardware, chunk_tokens
-        self._block_bytes = chunk_tokens * model.kv_bytes_per_token
+        self._block_bytes = chunk_tokens * model.kept_bytes_per_token
         self._chunks: dict[int, float] = {}
 
     @abstractmethod

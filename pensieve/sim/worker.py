@@ -165,7 +165,7 @@ class SimulatedWorker:
         self._hardware = hardware
         self._clock = clock
         self._chunk_tokens = chunk_tokens
-        self._block_bytes = chunk_tokens * model.kv_bytes_per_token
+        self._block_bytes = chunk_tokens * model.kept_bytes_per_token
         self._launched: deque[tuple[StepPlan, int]] = deque()  # with the time from which it is prepared
         self._tables: dict[int, list[int]] = {}
         self._load_parts = hardware.load_parts(model.layers)

@@ -127,6 +127,12 @@ class Room(ABC):
     grows = True
     """Decode takes blocks beyond those of the admission; if not, admissions need keep no reserve for it."""
 
+    chunk_blocks = 1
+    """GPU blocks that a further chunk of a request takes at most."""
+
+    frees = False
+    """A request that goes on gives up blocks: each of its plans is made by itself."""
+
     shares = False
     """A session may use blocks that another one has written, also one that still runs."""
 

@@ -80,6 +80,10 @@ class BlockPool:
     def free_blocks(self) -> set[int]:
         return {start + i for start, length in enumerate(self._length_at) for i in range(length)}
 
+    def besides(self) -> list[int]:
+        """Blocks in use that are no chunk's own; for check()."""
+        return []
+
     def _take(self, start: int, offset: int, count: int) -> None:
         """Take `count` blocks, from `offset` on, out of the free extent that begins at `start`."""
         length = self._cut(start)

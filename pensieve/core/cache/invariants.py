@@ -69,7 +69,7 @@ def _check_pools(tiers: Tiers, nodes: Collection[Node]) -> None:
             for chunk in node.chunks
             if (block := chunk.gpu if on_gpu else chunk.cpu) is not None
         ]
-        held = [*owned, *tiers.copies.quarantined(on_gpu)]
+        held = [*owned, *tiers.copies.quarantined(on_gpu), *pool.besides()]
         free = pool.free_blocks()
         assert len(free) == pool.free
         assert len(held) == len(set(held)), "a block belongs to two chunks"

@@ -82,14 +82,12 @@ class Tiers:
         self.chunk_tokens, self.full = chunk_tokens, array("i", (chunk_tokens,))
         self.counters = counters
         self.facts: Facts = SILENT
-        self.gpu = BlockPool(gpu_blocks)
-        self.cpu = BlockPool(cpu_blocks, "cpu")
+        self.gpu, self.cpu = self._pool(gpu_blocks, GPU), self._pool(cpu_blocks, CPU)
         self.copies = OpenCopies(self.gpu, self.cpu)
         self.from_tail = from_tail
-        index = TailIndex if from_tail else VictimIndex
-        self.dirty = index(policy, View.DIRTY)
-        self.clean = index(policy, View.CLEAN)
-        self.cpu_only = index(policy, View.CPU_ONLY)
+        self.dirty = self._victims(policy, View.DIRTY)
+        self.clean = self._victims(policy, View.CLEAN)
+        self.cpu_only = self._victims(policy, View.CPU_ONLY)
         self.duplicates: dict[tuple[int, int], Node] = {}  # by node and chunk
         self.below: LowerTier = NO_LOWER_TIER
         """Is offered each run of chunks that is about to give up its last blocks to others."""
@@ -98,6 +96,12 @@ class Tiers:
         self.planned: list[Move] = []
         """Decided, and in no plan yet."""
         self._index = {View.DIRTY: self.dirty, View.CLEAN: self.clean, View.CPU_ONLY: self.cpu_only}
+
+    def _pool(self, blocks: int, tier: Tier) -> BlockPool:
+        return BlockPool(blocks, tier)
+
+    def _victims(self, policy: EvictionPolicy, view: View) -> VictimIndex:
+        return (TailIndex if self.from_tail else VictimIndex)(policy, view)
 
     def report_to(self, facts: Facts) -> None:
         self.facts = self.gpu.facts = self.cpu.facts = facts

@@ -165,7 +165,7 @@ class TwoTierRoom(Room):
             tiers.free_cpu(node, index, index + 1)
             tiers.update(node, index, index + 1)
         lost: NDArray[np.int64] = lacking[:0]
-        if tiers.cpu.free < len(lacking):
+        if tiers.cpu.free < len(lacking) * self.chunk_blocks:
             choose = self._least if tiers.from_tail else self._less_than_others
             rows, instead = choose(chosen.some(lacking), now_s)
             lost = lacking[rows]
@@ -248,10 +248,13 @@ class TwoTierCache(CacheManager):
         if reuse == "prefix" and restore != "load":
             raise ConfigError("baseline.cache.reuse=prefix loads what is on CPU; set baseline.cache.restore=load.")
         self.policy = as_policy(policy)
-        self.tiers = Tiers(self.policy, chunk_tokens, gpu_blocks, cpu_blocks, self.counters, reuse == "prefix")
+        self.tiers = self._tiers(self.policy, chunk_tokens, gpu_blocks, cpu_blocks, self.counters, reuse == "prefix")
         self.restorer = Restorer(restore, chunk_tokens, self.counters)
         self.room = TwoTierRoom(self.tiers)
         self._running = 0
+
+    def _tiers(self, *given: Any) -> Tiers:
+        return Tiers(*given)
 
     def begin(self, **parts: Any) -> None:
         super().begin(**parts)
@@ -296,7 +299,7 @@ class TwoTierCache(CacheManager):
                 self.policy.observe(session, now_s)
         if self.tiers.shares:
             self._meet(session, len(session.tokens) - 1)
-        stranded = self._strand(session) if self.tiers.from_tail else None
+        stranded = self._strand(session) if self.tiers.from_tail or self.room.frees else None
         if suffix is None:
             return self._start(session, None, now_s)
         length = len(session.tokens) if self.tiers.shares else keep

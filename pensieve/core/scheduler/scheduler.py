@@ -494,8 +494,8 @@ class Scheduler:
                 return True
             if room.outgoing:
                 return False  # blocks are on their way
-            room.swap_out(1, now_s, session)
-            if room.outgoing or room.available:
+            room.swap_out(room.chunk_blocks, now_s, session)
+            if room.outgoing or room.available >= room.chunk_blocks:
                 continue
             if self.in_flight:
                 self.must_drain = True
@@ -505,7 +505,7 @@ class Scheduler:
                 self._preempt(victim, now_s)
                 if victim is active:
                     return False
-            elif not room.drop(1, now_s):
+            elif not room.drop(room.chunk_blocks, now_s):
                 return False  # the other blocks are in this very plan; the next iteration preempts
 
     # -- for how long a plan stays as it is ---------------------------------------------------------------------------
@@ -527,7 +527,7 @@ class Scheduler:
         room, copying, head, lacking = self._room, self._copying, self.next_head, 0
         if self._reading or (self._loads is not None and self._loads.expected):
             return -1
-        if room.stores and room.storing(bool(prefills)):
+        if room.frees or (room.stores and room.storing(bool(prefills))):
             return -1
         if head is not None:
             if (
@@ -571,7 +571,7 @@ class Scheduler:
             return False  # copies to the CPU tier make room without a preemption
         size = cache.chunk_tokens
         needed = sum(active.decoding and active.work[0][0] % size == 0 for active in self.running)
-        return needed > self._room.available
+        return needed * self._room.chunk_blocks > self._room.available
 
     def _latest_not_in(self, rows: list[tuple[ActiveRequest, Row]]) -> ActiveRequest | None:
         """The running request that arrived last, of those that this iteration does not compute yet."""

@@ -62,14 +62,18 @@ class Parts:
     workload: Callable[[WorkloadContext], Workload]
 
 
-def find_parts(config: TrialConfig, longest_tokens: int | None = None) -> Parts:
-    """longest_tokens: of the workload's longest conversation, for a cache that asks for it by a field of that name.
+def find_parts(config: TrialConfig, longest_tokens: int | None = None, model: ModelSpec | None = None) -> Parts:
+    """longest_tokens: of the workload's longest conversation, for a cache that asks for it by a field of that name. model:
+    as planned, whose KV may slide out of its windows.
 
     Raises EngineMissing where a target is not there, ConfigError for a field that it does not take.
     """
     baseline, cache = config.baseline, config.baseline.cache
     if cache is not None and "longest_tokens" in cache and cache["longest_tokens"] is None:
         cache = {**cache, "longest_tokens": longest_tokens}
+    if cache is not None and model is not None and model.slides:
+        windows = {"window_tokens": model.sliding_window, "beside": model.blocks_beside}
+        cache = {**cache, "_target_": "pensieve.plugins.caches.windowed.WindowedCache", **windows}
 
     def of_baseline(node: dict[str, Any] | None, *given: str) -> Callable[..., Any] | None:
         return None if node is None else factory("baseline", {**node, "name": baseline.name}, given)
@@ -101,7 +105,7 @@ def build_system(
     Raises EngineMissing, WeightsMissing, HardwareMissing, UnsupportedModel.
     """
     config = plan.config
-    parts = find_parts(config, longest_conversation(described) if described else None)
+    parts = find_parts(config, longest_conversation(described) if described else None, plan.model)
     assert parts.cache is not None, f"baseline={config.baseline.name} is an outside engine: build_outside"
     tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
     if config.hardware.router != "single":
@@ -117,7 +121,7 @@ def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan
     from pensieve.serve.systems.inline_system import InlineSystem
 
     hardware = plan.config.hardware
-    parts = find_parts(plan.config, longest_conversation(described) if described else None)
+    parts = find_parts(plan.config, longest_conversation(described) if described else None, plan.model)
 
     def make() -> InlineSystem:
         system = _engine_system(plan, parts, tokenizer, None)

@@ -13,7 +13,7 @@ from pensieve.lab.compose.schema import ModelConfig, TrialConfig
 from pensieve.lab.compose.target import refuse_missing
 from pensieve.lab.compose.weights import folder_architecture, weights_kind
 from pensieve.specs import HardwareSpec, ModelSpec
-from pensieve.units import format_bytes, parse_capacity
+from pensieve.units import Capacity, format_bytes, parse_capacity
 
 if TYPE_CHECKING:
     from pensieve.sim.machine_profile import MachineProfile
@@ -23,6 +23,8 @@ GPU_SHARE = 0.9
 """Of a GPU's memory: weights, KV and the largest iteration together. The rest is CUDA's context and fragmentation."""
 CPU_SHARE = 0.5
 """Of a CPU machine's free memory: other processes need some too, and a machine without any kills processes."""
+KEEPS_WINDOWS_WHOLE = "pensieve.core.cache.two_tier.TwoTierCache"
+"""The manager in whose place one comes that does not (cache.windows=slide)."""
 LEAST_GPU_BLOCKS = 4
 """A prompt, its reply and the reserve need a few blocks. build_workload asks for those of the longest conversation."""
 
@@ -52,7 +54,7 @@ class TrialPlan:
 
     @property
     def block_bytes(self) -> int:
-        return self.chunk_tokens * self.model.kv_bytes_per_token
+        return self.chunk_tokens * self.model.kept_bytes_per_token
 
     @property
     def computes_elsewhere(self) -> bool:
@@ -126,7 +128,9 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
     profile = _profile(config)
     model = model_spec(config.model, device, str(profile.where["dtype"]) if profile and device.simulated else None)
     chunk = config.cache.chunk_tokens
-    disk = disk_size.in_blocks(model.kv_bytes_per_token, chunk)  # of the machine, whose devices share it
+    if config.cache.windows == "slide":
+        model = _sliding(config, device, model)
+    disk = _blocks(disk_size, model, chunk)  # of the machine, whose devices share it
     if device.divided:
         _check_divided(config, device, model, disk)
     if config.hardware.router != "single" and not device.simulated:
@@ -134,7 +138,7 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
     _check_disk(config, device, disk)
     if profile is not None:
         profile.refuse_other(model, chunk)
-    gpu, cpu = (0 if size is None else size.in_blocks(model.kv_bytes_per_token, chunk) * device.count for size in sizes)
+    gpu, cpu = (0 if size is None else _blocks(size, model, chunk) * device.count for size in sizes)
     total = baseline.kv_budget == "total" and not baseline.cpu_tier
     plan = TrialPlan(
         config=config,
@@ -170,6 +174,39 @@ def _profile(config: TrialConfig) -> MachineProfile | None:
     from pensieve.sim.machine_profile import read_profile  # brings numpy, which a mistake need not wait for
 
     return read_profile(config.hardware.profile)
+
+
+def _blocks(size: Capacity, model: ModelSpec, chunk_tokens: int) -> int:
+    """Whole blocks that fit. A size in tokens is that of whole ones, so that it is as many bytes where KV slides."""
+    return (
+        size.in_tokens(model.kv_bytes_per_token)
+        * model.kv_bytes_per_token
+        // (chunk_tokens * model.kept_bytes_per_token)
+    )
+
+
+def _sliding(config: TrialConfig, device: Device, model: ModelSpec) -> ModelSpec:
+    """The model whose KV does not stay behind its windows; as it is, if no layer has one. Raises HardwareMissing on a real
+    machine, ConfigError for what keeps or needs all KV."""
+    if not device.simulated:
+        raise HardwareMissing(
+            "cache.windows=slide counts what a cache could save; the real one keeps the KV of sliding windows whole. Use "
+            "cache.windows=whole, or a simulated machine such as hardware=sim_h100."
+        )
+    if not model.windowed_layers:
+        return model
+    disk = parse_capacity(config.cache.disk)
+    _refuse_with(
+        "cache.windows=slide gives up KV that has left its window",
+        {
+            f"baseline={config.baseline.name} has no cache that does": (config.baseline.cache or {}).get("_target_")
+            != KEEPS_WINDOWS_WHOLE,
+            f"all layers of model={model.name} have one": model.windowed_layers == model.layers,
+            f"cache.disk={config.cache.disk} keeps whole chunks": bool(disk.bytes or disk.tokens),
+            "scheduler.copy_ahead=never loads chunks one by one": config.scheduler.copy_ahead == "never",
+        },
+    )
+    return replace(model, slides=True)
 
 
 def _check_divided(config: TrialConfig, device: Device, model: ModelSpec, disk_blocks: int) -> None:

@@ -42,13 +42,15 @@ class ModelConfig(_Group):
 
 class CacheConfig(_Group):
     """gpu, cpu: sizes a device, "4GiB", "8192 tokens", or 4 for 4 GB; gpu may be auto: what fits. disk: of the machine; 0:
-    no disk tier. session_ttl_s, max_remembered_tokens: see MemoryLimits."""
+    no disk tier. windows: whole, or slide: what has left the window of a layer is not kept (simulated machines).
+    session_ttl_s, max_remembered_tokens: see MemoryLimits."""
 
     name: str
     gpu: str | int | float
     cpu: str | int | float
     disk: str | int | float = 0
     chunk_tokens: Count = 32
+    windows: Literal["whole", "slide"] = "whole"
     session_ttl_s: Rate | None = None
     max_remembered_tokens: Count | None = None
 

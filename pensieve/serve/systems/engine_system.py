@@ -69,6 +69,7 @@ class EngineSystem(ABC):
         self._measure_gpu_blocks = gpu_blocks if callable(gpu_blocks) else None
         self._gpu_blocks = 0 if callable(gpu_blocks) else gpu_blocks
         self._cpu_blocks, self._chunk_tokens, self._below = cpu_blocks, chunk_tokens, below
+        self._block_bytes = chunk_tokens * model.kept_bytes_per_token
         self._tokenizer, self._seed, self._labels = tokenizer, seed, dict(labels or {})
         self._limits = limits or MemoryLimits()
         self._listeners: dict[int, Listener] = {}  # by request, of those who are told about theirs
@@ -167,7 +168,7 @@ class EngineSystem(ABC):
     @property
     def block_bytes(self) -> int:
         """Bytes of KV in a block, summed over the devices."""
-        return self._chunk_tokens * self._model.kv_bytes_per_token
+        return self._block_bytes
 
     @abstractmethod
     def begin(self, request: Request, listener: Listener) -> None:
@@ -263,7 +264,7 @@ class EngineSystem(ABC):
 
     def settings(self) -> dict[str, Any]:
         cache = self.engine.cache
-        per_token = self._model.kv_bytes_per_token
+        per_token = self._model.kept_bytes_per_token
         gpu_tokens, cpu_tokens = cache.gpu_blocks * cache.chunk_tokens, cache.cpu_blocks * cache.chunk_tokens
         assert self._report is not None
         return {

@@ -1,0 +1,215 @@
+"""KV that has left its window is not kept: what is held, that no token needs more, and where nothing may change."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.plan import CPU, GPU
+from pensieve.core.policies.lru import Lru
+from pensieve.core.policies.retention_value import RetentionValue
+from pensieve.core.request import Fork, Length, Request
+from pensieve.core.scheduler.scheduler import SchedulerSettings
+from pensieve.core.session import NO_BLOCK
+from pensieve.device.options import TorchOptions
+from pensieve.errors import ConfigError, PensieveError
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.plugins.caches.windowed import WindowedCache
+from pensieve.specs import ModelSpec
+from tests.composed import checked
+from tests.exact import CheckedEngine, Paths
+from tests.simulated import make_engine, policy_context, request, run
+from tests.worker.torch.driver import random_tokens, tiny_model
+
+CHUNK = 4
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97}
+
+
+class Forgetful(CheckedEngine):
+    """Overwrites what an idle conversation's windowed layers have of chunks without blocks beside them."""
+
+    overwritten = 0
+
+    def step(self, until_ns=None):
+        events = super().step(until_ns)
+        tensors, cache = self.torch_worker.tensors, self.cache
+        for session in cache.sessions.values():
+            if session.running:
+                continue
+            for index in range(min(cache.tiers.left.get(session.number, 0), len(session.chunks))):
+                gpu, cpu = session.chunks.gpu[index], session.chunks.cpu[index]
+                for pool, block in ((tensors.gpu, gpu), (tensors.cpu, cpu)):
+                    if block != NO_BLOCK and not session.chunks.copying[index]:
+                        pool[0, block] = 1e4  # the first of two layers has the window
+                        self.overwritten += 1
+        return events
+
+
+def drive(engine, seed, most=400):
+    """Turns, edits, forks, cancelled and interrupted requests of five conversations in a random order."""
+    rng = random.Random(seed)
+    for number in range(40):
+        name, parent = rng.sample("abcde", 2)
+        sessions = engine.cache.sessions
+        held = sessions[name].tokens[:] if name in sessions else random_tokens(0, 0)
+        kept = rng.choice([len(held)] * 4 + [rng.randrange(len(held) + 1)])
+        fork = None
+        if name not in sessions and parent in sessions:
+            held = sessions[parent].tokens[:]
+            kept = rng.randrange(len(held) + 1)
+            fork = Fork(parent, kept, takes_kv=True)
+        if len(held) > most:
+            engine.forget(name)
+            continue
+        prompt = held[:kept] + random_tokens(rng.randrange(1, 60), number)
+        output = Length(rng.randrange(1, 30))
+        engine.submit(Request(id=number, session=name, turn=number + 1, prompt=prompt, output=output, fork=fork))
+        for _ in range(rng.randrange(16)):
+            engine.step()
+        if rng.random() < 0.15:
+            engine.cancel(number, "cancelled")
+
+
+@pytest.mark.parametrize("seeds", [range(4), range(4, 8), range(8, 12)])
+def test_no_token_needs_what_has_left_the_window(seeds):
+    paths = Paths()
+    for seed in seeds:
+        engine = one_after_another(seed)
+        assert engine.overwritten
+        paths.add(engine.paths)
+    assert paths.gpu_hit and paths.cpu_restore and paths.recompute and paths.cancelled
+
+
+def one_after_another(seed):
+    rng = random.Random(seed)
+    gpu, cpu, budget = rng.choice([40, 70, 120]), rng.choice([0, 20, 90]), rng.choice([6, 24, 64])
+    policy = rng.choice([Lru, RetentionValue])(policy_context(CHUNK, gpu, cpu))
+    cache = WindowedCache(window_tokens=20, beside=1, policy=policy, chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu)
+    cache.begin(batch_tokens=budget)
+    settings = SchedulerSettings(max_batch_tokens=budget, max_batch_requests=rng.choice([1, 3, 8]))
+    engine = Forgetful(tiny_model("gemma2"), cache, settings, 512, options=TorchOptions(depth=rng.choice([1, 2])))
+    drive(engine, seed)
+    engine.run()
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layers", "window", "beside"),
+    [("gemma2", 4, 40, 1), ("gemma3_text", 12, 24, 5), ("gemma3_text", 14, 24, 6), ("gpt_oss", 6, 16, 1)],
+)
+def test_as_much_is_held_as_the_cache_of_transformers_holds(model_type, layers, window, beside):
+    """Counted on tensors without memory, layer by layer. Ours may have a chunk more at either end of the window, and what
+    fills up the last group of layers."""
+    transformers = pytest.importorskip("transformers")
+    given = {**SIZES, "num_hidden_layers": layers, "sliding_window": window, "max_position_embeddings": 4096}
+    spec = ModelSpec.from_architecture("x", {**given, "model_type": model_type, "intermediate_size": 64,
+        **({"num_local_experts": 2, "num_experts_per_tok": 1} if model_type == "gpt_oss" else {})})  # fmt: skip
+    spec = replace(spec, slides=True)
+    assert spec.blocks_beside == beside
+    theirs = transformers.DynamicCache(config=transformers.AutoConfig.for_model(model_type, **given))
+    make = partial(WindowedCache, window_tokens=window, beside=beside)
+    engine = make_engine(gpu_blocks=2000, cpu_blocks=0, cache=make)
+    held = 0
+    for turn, length in enumerate((10, 30, 100, 7, 300), 1):
+        engine.say(request(turn, "a", length, 8, turn))
+        run(engine)
+        session = engine.cache.sessions["a"]
+        for _ in range(session.computed - held):  # one by one: of many at once it keeps all until the next
+            one = torch.empty(1, 2, 1, 16, device="meta")
+            for layer in range(layers):
+                theirs.update(one, one, layer)
+        held = session.computed
+        kept = 2 * sum(layer.keys.shape[2] for layer in theirs.layers) * 2 * 16 * spec.dtype_bytes
+        block_bytes = CHUNK * spec.kept_bytes_per_token
+        full = layers - spec.windowed_layers
+        padding = (beside * full - spec.windowed_layers) * (min(held, window) + CHUNK)
+        most = kept + 2 * 2 * 16 * spec.dtype_bytes * (full * CHUNK + 2 * CHUNK * spec.windowed_layers + padding)
+        assert kept <= engine.cache.gpu_blocks_used * block_bytes <= most
+
+
+def test_a_copy_moves_what_a_chunk_holds_and_a_return_needs_no_more():
+    make = partial(WindowedCache, window_tokens=10, beside=2)
+    engine = make_engine(gpu_blocks=60, cpu_blocks=200, cache=make, swap_out_start=0.8, swap_out_stop=0.95)
+    moves, launch = [], engine.worker.launch
+    engine.worker.launch = lambda plan: (moves.extend(plan.moves), launch(plan))[1]
+    engine.say(request(1, "a", 60, 8))
+    engine.say(request(2, "b", 60, 8))
+    turns = run(engine)
+    for number in range(3, 7):  # others take the room
+        engine.say(request(number, f"{number}", 60, 8))
+        turns |= run(engine)
+    assert set(engine.cache.places(engine.cache.sessions["a"])) <= set("CB")
+    moves.clear()
+    engine.say(request(9, "a", 3, 2, 2))
+    turns |= run(engine)
+    loaded = [move for move in moves if move.target == GPU]
+    blocks = sum(len(move.dst) for move in loaded)
+    assert blocks == len({*(block for move in loaded for block in move.dst)}), "each block is filled once"
+    windows = engine.cache.windows
+    chunks, within = 17, 17 - windows.left(67)
+    assert blocks == chunks + 2 * within == engine.cache.counters.swapped_in_blocks
+    assert all(len(move.src) == len(move.dst) for move in moves) and {CPU} >= {move.source for move in loaded}
+    assert turns[9].cpu_hit_tokens == 67 and not turns[9].recomputed_tokens
+
+
+def test_an_edit_behind_the_window_is_computed_again_and_one_within_is_not():
+    make = partial(WindowedCache, window_tokens=10, beside=2)
+    engine = make_engine(gpu_blocks=200, cpu_blocks=0, cache=make)
+    engine.say(request(1, "a", 60, 8))
+    turns = run(engine)
+    for number, cut, found in ((2, 0, 67), (3, 40, 0)):
+        held = engine.cache.sessions["a"].tokens
+        engine.submit(replace(request(number, "a", 5, 1, number), prompt=held[: len(held) - cut] + held[:5]))
+        turns |= run(engine)
+        assert turns[number].gpu_hit_tokens == found
+
+
+@pytest.mark.parametrize("cpu_blocks", [0, 30])
+def test_a_window_longer_than_every_conversation_keeps_as_many_conversations_as_all_whole(cpu_blocks):
+    """With blocks that are a third as large, of which each chunk has three."""
+    seen = []
+    for cache, times in ((TwoTierCache, 1), (partial(WindowedCache, window_tokens=10**6, beside=2), 3)):
+        engine = make_engine(gpu_blocks=40 * times, cpu_blocks=cpu_blocks * times, cache=cache, policy=Lru)
+        rng, turns = random.Random(3), {}
+        for number in range(60):
+            engine.say(request(number, rng.choice("abcdef"), rng.randrange(1, 20), 4, number + 1))
+            turns |= run(engine)
+        seen.append([(turn.gpu_hit_tokens, turn.cpu_hit_tokens) for _, turn in sorted(turns.items())])
+    assert seen[0] == seen[1] and any(gpu for gpu, _ in seen[0])
+
+
+@pytest.mark.parametrize("fields", [{"restore": "hybrid"}, {"reuse": "prefix"}])
+def test_what_needs_kv_behind_the_window_is_refused(fields):
+    with pytest.raises(ConfigError, match=r"cache\.windows=whole"):
+        WindowedCache(
+            window_tokens=10,
+            beside=1,
+            policy=Lru(policy_context()),
+            chunk_tokens=4,
+            gpu_blocks=9,
+            cpu_blocks=9,
+            **fields,
+        )
+
+
+def test_a_budget_is_as_many_bytes_either_way_and_what_cannot_slide_is_refused():
+    given = ("model=gpt_oss_20b", "hardware=sim_h100", "cache.gpu=24000 tokens", "cache.cpu=2GiB")
+    whole, slides = (plan_trial(checked(*given, f"cache.windows={windows}")) for windows in ("whole", "slide"))
+    assert slides.gpu_blocks == 2 * whole.gpu_blocks and slides.gpu_bytes == whole.gpu_bytes == 750 * 32 * 49_152
+    assert 0 <= slides.cpu_bytes - whole.cpu_bytes <= whole.block_bytes
+    plain = ("model=llama3_8b", *given[1:])
+    assert plan_trial(checked(*plain, "cache.windows=slide")).model == plan_trial(checked(*plain)).model
+    for more in (
+        ("hardware=cpu",),
+        ("baseline=prefix_cache",),
+        ("scheduler.copy_ahead=never",),
+        ("cache.disk=1GB", "hardware.disk_bw=1e9"),
+        ("+model.architecture.layer_types=[sliding_attention]", "model.architecture.num_hidden_layers=1"),
+    ):
+        with pytest.raises(PensieveError, match=r"cache\.windows=slide"):
+            plan_trial(checked(*given, "cache.windows=slide", *more))
