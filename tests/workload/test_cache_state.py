@@ -109,6 +109,9 @@ PRIMED = [turn("a", 1, 0.0, phase="warmup"), turn("a", 2, 1.0, history=4)]
 UNKNOWN = [replace(turn("a", 1, 0.0), admitted_s=None, arrived_s=at, prompt_tokens=9, shared_hit_tokens=n)
            for at, n in ((1.0, 0), (2.0, 40))]  # fmt: skip
 
+FOUND = replace(UNKNOWN[0], shared_hit_tokens=23, first_token_s=3.0)
+BESIDE, BEHIND = ([FOUND, replace(UNKNOWN[0], session="b", arrived_s=at)] for at in (2.0, 4.0))
+
 
 @pytest.mark.parametrize(
     ("state", "turns", "starts_empty", "wrong"),
@@ -121,6 +124,8 @@ UNKNOWN = [replace(turn("a", 1, 0.0), admitted_s=None, arrived_s=at, prompt_toke
         ("cold", [TurnRecord("a", 1, status="refused")], True, None),  # it was never admitted
         ("cold", UNKNOWN, True, None),
         ("cold", [replace(one, arrived_s=3.0 - one.arrived_s) for one in UNKNOWN], True, "found 40 tokens"),
+        ("cold", BESIDE, True, None),  # the engine may have served b first
+        ("cold", BEHIND, True, "found 23 tokens"),
         ("primed", [TurnRecord("a", 2, admitted_s=1.0)], True, None),
         ("primed", PRIMED, True, None),
         ("primed", [*PRIMED, turn("b", 1, 2.0)], True, "b had 0 tokens"),

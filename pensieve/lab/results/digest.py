@@ -41,7 +41,6 @@ NOT_CODE = (
     "lab/trial/isolate.py",
     "lab/trial/job.py",
     "lab/trial/liveness.py",
-    "lab/trial/start_times.py",
     "lab/trial/terminal.py",
     "lab/trial/tracking.py",
 )
