@@ -31,11 +31,22 @@ def ran(tracking, *overrides):
     return tracking.store.trial(outcome.trial_id)
 
 
+def whole(tracking, *overrides):
+    """A trial of which the engine's server lost no request. llama.cpp's does once in a while on a busy machine, and nothing
+    is ever asked twice: such a turn has failed, with no counts."""
+    for repeat in range(3):
+        trial = ran(tracking, *overrides, f"repeat={repeat}")
+        lost = [turn.error for turn in tracking.store.turns_of(trial.id) if turn.status != "completed"]
+        if not lost:
+            return trial
+        assert len(lost) == 1 and "The engine's server" in lost[0], lost
+    pytest.fail(f"each of three trials lost a request: {lost}")
+
+
 def test_llama_cpp_answers_a_workload_with_our_tokens_and_fills_its_rows(tracking):
     pytest.importorskip("xllamacpp")
     store = tracking.store
-    trials = {name: ran(tracking, f"baseline={name}") for name in ("llama_cpp", "gpu_only")}
-    theirs, ours = trials["llama_cpp"], trials["gpu_only"]
+    theirs, ours = whole(tracking, "baseline=llama_cpp"), ran(tracking, "baseline=gpu_only")
     paths = [store.artifacts_of(trial.id, "tokens")[0].path for trial in (ours, theirs)]
     compared = compare_tokens(*paths)
     assert compared.turns_compared > 8 and compared.turns_differing == 0, compared
