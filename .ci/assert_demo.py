@@ -43,6 +43,6 @@ for baseline, least in (("stateless", 1.0), ("gpu_only", 0.9), ("prefix_cache", 
     ratio = paired_ratio(turns[baseline][last], turns["pensieve"][last])
     print(f"turn {last}, {baseline} / pensieve: {ratio}")
     # The order, not the size, and with room for noise: three seeds on a machine shared with others have no interval.
-    assert ratio.ratio > least, f"{baseline} is faster"
+    assert ratio.value > least, f"{baseline} is faster"
 text = sweep_table(store, sweep.id).text(110)
 assert "identical" in text, text
