@@ -135,8 +135,7 @@ def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord], starts_empty: b
 
     cold, salted, warm: no measured conversation has history when its first measured turn is admitted (warm: others have said
     the same before). primed: every one has. All four: the very first turn of the trial finds nothing at all, where the
-    engine was started for it (starts_empty; of one that ran before, `contamination` tells). Of turns that began before the
-    first of them was answered, an engine may serve any first: one of them finds nothing. carried: some measured
+    engine was started for it (starts_empty; of one that ran before, `contamination` tells). carried: some measured
     conversation has history that no turn of this trial made. Turns that were never admitted, or whose history nobody knows,
     say nothing. Raises MeasurementInvalid.
     """
@@ -159,7 +158,7 @@ def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord], starts_empty: b
                 "first, on the same engine."
             )
         return
-    found = min(map(_found, _at_once(list(opened.values()))))
+    found = _found_first(next(iter(opened.values())))
     if found and starts_empty:
         raise MeasurementInvalid(
             f"The workload starts with a {plan.cache_state} cache, but the first turn found {found} tokens of its prompt "
@@ -214,13 +213,12 @@ def _begun_s(turn: TurnRecord) -> float | None:
     return turn.arrived_s
 
 
-def _at_once(opened: Sequence[TurnRecord]) -> list[TurnRecord]:
-    """The first turn, and those that began before it had a token. An engine that does not tell when it admits a turn may
-    have served another one of them first."""
-    answered_s = opened[0].first_token_s
-    if opened[0].admitted_s is not None or answered_s is None:
-        return [opened[0]]
-    return [turn for turn in opened if (begun := _begun_s(turn)) is not None and begun < answered_s]
+def _found_first(turn: TurnRecord) -> int:
+    """What the first turn found. An engine that does not tell when it admits a turn may have served another one before it:
+    of what it found, that counts which nobody had said in the trial."""
+    if turn.admitted_s is None and turn.unexplained_tokens is not None:
+        return turn.unexplained_tokens
+    return _found(turn)
 
 
 def _found(turn: TurnRecord) -> int:
