@@ -24,9 +24,13 @@ GATED = {
 """Architectures whose MLP multiplies two projections."""
 ROUTED = {
     "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
+    "qwen3_next",
 }  # fmt: skip
 """Those whose layers have several gated MLPs, of which each token passes a few."""
 _COMPRESSED = {"deepseek_v2", "deepseek_v3"}
+_WITH_STATES = {"qwen3_next"}
+_STATE_BYTES = 4
+"""Of a number of a state, in float32 whatever the dtype, as transformers keeps it; what its convolution saw is not."""
 PLAIN = {"apertus", "arcee", "gpt2", "gpt_neox", "nemotron", "opt", "phi", "starcoder2"}
 """Those whose MLP has one. Of any other architecture the number of parameters is not known."""
 _TIED = {"cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "gpt2", "opt", "smollm3", "starcoder2"}
@@ -84,14 +88,52 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
+class States:
+    """Layers that keep one state a sequence in place of K and V of each token (gated delta net: Yang et al., ICLR 2025).
+
+    layers: how many. heads: of values, each with a matrix of key_dim * value_dim. keys: numbers of all key heads together.
+    kernel: positions that the convolution before them sees, its own among them.
+    """
+
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    keys: int
+    kernel: int
+
+    @property
+    def convolved(self) -> int:
+        """Channels: queries, keys and values."""
+        return 2 * self.keys + self.heads * self.value_dim
+
+    def bytes_of(self, dtype_bytes: int) -> int:
+        """What a sequence keeps in all these layers, however long it is."""
+        seen = self.convolved * (self.kernel - 1) * dtype_bytes
+        return self.layers * (self.heads * self.key_dim * self.value_dim * _STATE_BYTES + seen)
+
+    def parameters(self, hidden: int) -> int:
+        """Matrix weights of one layer: queries, keys, values and their gate; two numbers a head; convolution; output."""
+        values = self.heads * self.value_dim
+        projected = hidden * (self.convolved + values + 2 * self.heads)
+        return projected + self.convolved * self.kernel + values * hidden
+
+    @property
+    def flops(self) -> int:
+        """Of one token in all these layers: it decays the state, reads what it predicts, writes and reads it."""
+        return 7 * self.layers * self.heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder-only transformer. Sizes in elements unless the name says bytes.
 
     architecture: the fields of the transformers configuration, so that weights=random needs no download.
     sliding_window: tokens that a windowed layer attends to, its own among them; None for full attention everywhere.
     quantization: None, or int8 for weights that are rounded to it and multiplied in it where rows are few.
-    experts, latent: None for a dense MLP, and for K and V kept as they are.
-    slides: KV that has left its window is not kept, and caches are counted in that of the other layers.
+    experts, latent: None for a dense MLP, and for K and V kept as they are. states: None if all layers keep K and V.
+    slides: KV that has left its window is not kept, and caches are counted in that of the other layers. Of a model with
+    states this is so always.
     """
 
     name: str
@@ -110,6 +152,7 @@ class ModelSpec:
     quantization: str | None = None
     experts: Experts | None = None
     latent: Latent | None = None
+    states: States | None = None
     slides: bool = False
     architecture: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -184,6 +227,8 @@ class ModelSpec:
             sliding_window=a.get("sliding_window") if windowed else None,
             experts=_routed(a, layers, need) if model_type in ROUTED else None,
             latent=latent,
+            states=_states(a, layers, need) if model_type in _WITH_STATES else None,
+            slides=model_type in _WITH_STATES,
             architecture=a,
         )
 
@@ -206,21 +251,33 @@ class ModelSpec:
         return self.layers - self.layers // pattern if isinstance(pattern, int) and pattern else self.layers
 
     @property
+    def attending_layers(self) -> int:
+        """Those that have K and V."""
+        return self.layers - (self.states.layers if self.states else 0)
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        """K and V of all layers, or what they are compressed to."""
+        """K and V of all layers that have them, or what they are compressed to."""
         if self.latent is not None:
             return self.layers * (self.latent.rank + self.latent.rope) * self.dtype_bytes
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+        return 2 * self.attending_layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a sequence, however long."""
+        return self.states.bytes_of(self.dtype_bytes) if self.states else 0
 
     @property
     def kept_bytes_per_token(self) -> int:
         """What a cache keeps of a token however long ago it was; and of one in a window, 1 + blocks_beside times that."""
-        return self.kv_bytes_per_token // self.layers * (self.layers - (self.windowed_layers if self.slides else 0))
+        layers = self.attending_layers
+        return self.kv_bytes_per_token // layers * (layers - (self.windowed_layers if self.slides else 0))
 
-    @property
-    def blocks_beside(self) -> int:
+    def blocks_beside(self, chunk_tokens: int) -> int:
         """Groups of windowed layers, each as large as all others together: that many blocks more has a chunk in a window
-        (vLLM's hybrid cache manager pads the last group too)."""
+        (vLLM's hybrid cache manager pads the last group too). Of a model with states: blocks that one of them fills."""
+        if self.states:
+            return ceil_div(self.state_bytes, chunk_tokens * self.kept_bytes_per_token)
         return ceil_div(self.windowed_layers, self.layers - self.windowed_layers) if self.slides else 0
 
     @property
@@ -252,7 +309,14 @@ class ModelSpec:
         """Matrix weights of one layer's projections."""
         if self.latent is not None:
             return self.latent.parameters(self.hidden, self.heads)
-        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        queries = 2 if self.states else 1  # and as many numbers that gate what is attended to
+        return self.hidden * self.head_dim * ((1 + queries) * self.heads + 2 * self.kv_heads)
+
+    @property
+    def mixing_parameters(self) -> int:
+        """Matrix weights of all layers but for their MLPs."""
+        states = self.states.layers * self.states.parameters(self.hidden) if self.states else 0
+        return self.attending_layers * self.attention_parameters + states
 
     def mlp_parameters(self, intermediate: int) -> int:
         """Matrix weights of an MLP of that width."""
@@ -262,10 +326,10 @@ class ModelSpec:
         """Matrix weights of all layers with so many experts in each that has any; norms and biases are below 0.1 %."""
         e = self.experts
         if e is None:
-            return self.layers * (self.attention_parameters + self.mlp_parameters(self.intermediate))
+            return self.mixing_parameters + self.layers * self.mlp_parameters(self.intermediate)
         routed = self.hidden * e.count + self.mlp_parameters(e.shared) + experts * self.mlp_parameters(e.intermediate)
         dense = (self.layers - e.layers) * self.mlp_parameters(self.intermediate)
-        return self.layers * self.attention_parameters + dense + e.layers * routed
+        return self.mixing_parameters + dense + e.layers * routed
 
     @property
     def parameters(self) -> int:
@@ -294,7 +358,12 @@ class ModelSpec:
     @property
     def attention_flops_per_pair(self) -> int:
         """The score and the weighted value of one query and one position that it attends to, all layers."""
-        return 2 * self.layers * self.heads * (self.head_dim + (self.latent.value if self.latent else self.head_dim))
+        return (
+            2
+            * self.attending_layers
+            * self.heads
+            * (self.head_dim + (self.latent.value if self.latent else self.head_dim))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +433,20 @@ def _routed(a: Mapping[str, Any], layers: int, need: Callable[..., int]) -> Expe
     have = sum(index not in dense and (index + 1) % step == 0 for index in range(first, layers))
     count = need("num_local_experts", "num_experts", "n_routed_experts")
     return Experts(count, need("num_experts_per_tok"), width, shared, have)
+
+
+def _states(a: Mapping[str, Any], layers: int, need: Callable[..., int]) -> States:
+    """Every full_attention_interval-th layer attends to everything, where layer_types does not say which do."""
+    interval = int(a.get("full_attention_interval") or 4)
+    kinds = a.get("layer_types")
+    return States(
+        layers=kinds.count("linear_attention") if kinds else layers - layers // interval,
+        heads=need("linear_num_value_heads"),
+        key_dim=need("linear_key_head_dim"),
+        value_dim=need("linear_value_head_dim"),
+        keys=need("linear_num_key_heads") * need("linear_key_head_dim"),
+        kernel=need("linear_conv_kernel_dim"),
+    )
 
 
 def _several(fields: Mapping[str, Any]) -> str | None:

@@ -48,6 +48,11 @@ _ROUTED = {
     "olmoe": {"num_experts": 8, "intermediate_size": 300},
     "qwen2_moe": {"num_experts": 8, "shared_expert_intermediate_size": 700, "decoder_sparse_step": 2},
     "qwen3_moe": {"num_experts": 8, "mlp_only_layers": [1], "head_dim": 64},
+    "qwen3_next": {
+        "num_experts": 8, "shared_expert_intermediate_size": 300, "head_dim": 64, "num_hidden_layers": 6,
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 48,
+        "linear_conv_kernel_dim": 4,
+    },
 }  # fmt: skip
 OTHER_NAMES |= {
     name: {**SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 300, **fields}
@@ -94,6 +99,7 @@ def test_an_architecture_that_is_known_has_the_parameters_and_heads_of_transform
         ("qwen3_30b_a3b", 30.5, 3.3, 98_304),
         ("gpt_oss_20b", 20.9, 3.6, 49_152),
         ("deepseek_v2_lite", 15.7, 2.4, 31_104),
+        ("qwen3_next_80b_a3b", 79.7, 3.6, 24_576),
     ],
 )
 def test_models_with_experts_have_their_published_sizes(name, billions, active, kv):
@@ -102,6 +108,31 @@ def test_models_with_experts_have_their_published_sizes(name, billions, active, 
     assert round(spec.parameters / 1e9, 1) == billions
     assert (spec.linear_flops_per_token + spec.head_flops) / 2e9 == pytest.approx(active, rel=0.1)
     assert spec.kv_bytes_per_token == kv
+
+
+def test_a_state_is_as_large_as_the_one_that_transformers_keeps():
+    """It keeps a position more of what the convolution saw: that of the token itself."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given = {**OTHER_NAMES["qwen3_next"], "model_type": "qwen3_next"}
+    spec = ModelSpec.from_architecture("x", given)
+    states = spec.states
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given)).eval()
+    with torch.no_grad():
+        layers = module(torch.arange(9)[None], use_cache=True).past_key_values.layers
+    kept = [layer for layer in layers if getattr(layer, "recurrent_states", None) is not None]
+    assert len(kept) == states.layers == 5 and len(layers) - len(kept) == spec.attending_layers
+
+    def bytes_of(held):
+        return sum(one.nbytes for one in (held.values() if isinstance(held, dict) else [held]))
+
+    recurrent = sum(bytes_of(layer.recurrent_states) for layer in kept)
+    convolved = sum(bytes_of(layer.conv_states) for layer in kept)
+    assert spec.state_bytes == recurrent + convolved * (states.kernel - 1) // states.kernel
+    assert spec.kv_bytes_per_token * 9 == sum(
+        layer.keys.nbytes + layer.values.nbytes for layer in layers if layer not in kept
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])

@@ -45,9 +45,10 @@ class MeasuredCost(Machine):
                 f"{8 * model.dtype_bytes}; set model.dtype=bfloat16, or both hardware.terms.projections and "
                 "hardware.terms.attention to roofline."
             )
-        if model.latent is not None:
+        if model.latent is not None or model.states is not None:
+            does = "compresses its KV" if model.latent else "has layers that keep a state"
             raise ConfigError(
-                f"model={model.name} compresses its KV, and hardware={hardware.name} was not measured so; set "
+                f"model={model.name} {does}, and hardware={hardware.name} was not measured so; set "
                 "hardware.terms.projections and hardware.terms.attention to roofline, and hardware.compute_efficiency to the "
                 "share of the peak that your kernels reach."
             )

@@ -87,6 +87,8 @@ class Roofline(Machine):
         self._reduces = 2 * model.layers if hardware.gpus > 1 else 0
         self._reduced_bytes = self._reduces * model.hidden * model.dtype_bytes
         self._windowed = model.windowed_layers / model.layers
+        self._state_flops = model.states.flops if model.states else 0
+        self._state_bytes = 2 * model.state_bytes  # read and written
         self._flops_s = hardware.flops * hardware.compute_efficiency
         self._bytes_s = hardware.memory_bw * hardware.memory_efficiency
 
@@ -94,8 +96,11 @@ class Roofline(Machine):
         """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
         if self._windowed:
             return self._mixed_iteration_s(tuple(runs), sampled)
+        if self._state_bytes:
+            runs = tuple(runs)
         tokens, pairs, kv_tokens = self._counts(runs)
-        return self._iteration_s(tokens, pairs, kv_tokens, sampled) if tokens else 0.0
+        states = self._states_s(runs, tokens) if self._state_bytes else 0.0
+        return self._iteration_s(tokens, pairs, kv_tokens, sampled) + states if tokens else 0.0
 
     def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
         """Without a window both counts of an iteration grow by a constant."""
@@ -103,9 +108,10 @@ class Roofline(Machine):
             yield from one_after_another(self.iteration_s, runs, sampled)
         tokens, pairs, kv_tokens = self._counts(runs)
         more = sum((stop - start) ** 2 for start, stop in runs)
+        states = self._states_s(runs, tokens) if self._state_bytes else 0.0
         while True:
             pairs, kv_tokens = pairs + more, kv_tokens + tokens
-            yield self._iteration_s(tokens, pairs, kv_tokens, sampled)
+            yield self._iteration_s(tokens, pairs, kv_tokens, sampled) + states
 
     def _counts(self, runs: Iterable[Run], window: int | None = None) -> tuple[int, int, int]:
         """Query positions, pairs of a query and a position it attends to, and positions that are read."""
@@ -134,6 +140,11 @@ class Roofline(Machine):
         """If all layers were of this kind."""
         return self._bound(pairs * self._pair_flops, (kv_tokens + tokens) * self._kv_bytes)
 
+    def _states_s(self, runs: Iterable[Run], tokens: int) -> float:
+        """Layers with states: each row's state comes from memory and goes back, whatever its length."""
+        rows = sum(1 for _ in runs)
+        return self._bound(tokens * self._state_flops, rows * self._state_bytes)
+
     def _linear_s(self, tokens: int, sampled: int) -> float:
         weights = self._layers_bytes + (self._head_bytes if sampled else 0)
         routed = self._routed_s(tokens) if self._experts else 0.0
@@ -151,7 +162,7 @@ class Roofline(Machine):
         pairs: float = attended_pairs(stop - size, stop, None)
         if share:
             pairs += share * (attended_pairs(stop - size, stop, self.model.sliding_window) - pairs)
-        linear = self._bound(size * self._active_flops, 0)
+        linear = self._bound(size * self._active_flops, 0) + self._bound(size * self._state_flops, 0)
         return linear + self._bound(pairs * self._pair_flops, 0)
 
     def weights_s(self) -> float:

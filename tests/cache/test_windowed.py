@@ -20,6 +20,7 @@ from pensieve.device.options import TorchOptions
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.plugins.caches.windowed import WindowedCache
+from pensieve.sim.cost import simulated_cost
 from pensieve.specs import ModelSpec
 from tests.composed import checked
 from tests.exact import CheckedEngine, Paths
@@ -70,7 +71,7 @@ def drive(engine, seed, most=400):
         output = Length(rng.randrange(1, 30))
         engine.submit(Request(id=number, session=name, turn=number + 1, prompt=prompt, output=output, fork=fork))
         for _ in range(rng.randrange(16)):
-            engine.step()
+            engine.step(None)
         if rng.random() < 0.15:
             engine.cancel(number, "cancelled")
 
@@ -110,7 +111,7 @@ def test_as_much_is_held_as_the_cache_of_transformers_holds(model_type, layers, 
     spec = ModelSpec.from_architecture("x", {**given, "model_type": model_type, "intermediate_size": 64,
         **({"num_local_experts": 2, "num_experts_per_tok": 1} if model_type == "gpt_oss" else {})})  # fmt: skip
     spec = replace(spec, slides=True)
-    assert spec.blocks_beside == beside
+    assert spec.blocks_beside(CHUNK) == beside
     theirs = transformers.DynamicCache(config=transformers.AutoConfig.for_model(model_type, **given))
     make = partial(WindowedCache, window_tokens=window, beside=beside)
     engine = make_engine(gpu_blocks=2000, cpu_blocks=0, cache=make)
@@ -213,3 +214,69 @@ def test_a_budget_is_as_many_bytes_either_way_and_what_cannot_slide_is_refused()
     ):
         with pytest.raises(PensieveError, match=r"cache\.windows=slide"):
             plan_trial(checked(*given, "cache.windows=slide", *more))
+
+
+STATES = partial(WindowedCache, window_tokens=None, beside=7, states=True)
+
+
+@pytest.mark.parametrize("length", [31, 32, 33, 95])
+def test_an_idle_conversation_holds_its_kv_and_one_state_whatever_its_length(length):
+    engine = make_engine(gpu_blocks=200, cpu_blocks=0, cache=STATES)
+    engine.say(request(1, "a", length, 2))
+    run(engine)
+    assert engine.cache.gpu_blocks_used == -(-(length + 1) // CHUNK) + 7
+
+
+@pytest.mark.parametrize(("cut", "found"), [(0, 61), (1, 0), (20, 0)])
+def test_a_state_serves_the_last_position_alone(cut, found):
+    """A window would serve the one before too."""
+    engine = make_engine(gpu_blocks=200, cpu_blocks=0, cache=STATES)
+    engine.say(request(1, "a", 60, 2))
+    turns = run(engine)
+    held = engine.cache.sessions["a"].tokens
+    assert len(held) == 62
+    prompt = held[: len(held) - 1 - cut] + random_tokens(5, 1)
+    engine.submit(replace(request(2, "a", 5, 1, 2), prompt=prompt))
+    turns |= run(engine)
+    assert turns[2].gpu_hit_tokens == found
+
+
+def test_states_move_with_the_last_chunk_and_leave_last():
+    engine = make_engine(gpu_blocks=90, cpu_blocks=300, cache=STATES, swap_out_start=0.8, swap_out_stop=0.95)
+    engine.say(request(1, "a", 60, 2))
+    turns = run(engine)
+    for number in range(2, 6):  # others take the room
+        engine.say(request(number, f"{number}", 60, 2))
+        turns |= run(engine)
+    assert set(engine.cache.places(engine.cache.sessions["a"])) == {"C"}
+    before = engine.cache.counters.swapped_in_blocks
+    engine.say(request(9, "a", 3, 2, 2))
+    turns |= run(engine)
+    assert turns[9].cpu_hit_tokens == 61 and not turns[9].recomputed_tokens
+    assert engine.cache.counters.swapped_in_blocks - before == 16 + 7
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_states_survive_any_order_of_turns_and_edits(seed):
+    """check() runs after every step; the counts of a turn are all of its history."""
+    rng = random.Random(seed)
+    engine = make_engine(gpu_blocks=rng.choice([60, 120]), cpu_blocks=rng.choice([0, 90]), cache=STATES, policy=Lru)
+    drive(engine, seed, most=120)
+    turns = run(engine)
+    assert all(t.gpu_hit_tokens + t.cpu_hit_tokens + t.recomputed_tokens == t.history_tokens for t in turns.values())
+    engine.cache.check()
+
+
+def test_a_model_with_states_is_simulated_and_refused_for_real():
+    def priced(*hardware):
+        plan = plan_trial(checked("model=qwen3_next_80b_a3b", "cache.gpu=2GiB", "cache.cpu=8GiB", *hardware))
+        simulated_cost(plan.model, plan.hardware, plan.chunk_tokens)
+        return plan
+
+    efficient = ("hardware=sim_h100", "hardware.compute_efficiency=0.7", "hardware.memory_efficiency=0.8")
+    simulated = (*efficient, "hardware.terms.projections=roofline", "hardware.terms.attention=roofline")
+    plan = priced(*simulated)
+    assert plan.model.blocks_beside(32) == 99 and plan.block_bytes == 32 * 24_576
+    for hardware in (("hardware=cpu",), ("hardware=sim_h100",), (*simulated, "baseline=prefix_cache")):
+        with pytest.raises(PensieveError, match="model=qwen3_next_80b_a3b"):
+            priced(*hardware)

@@ -72,7 +72,11 @@ def find_parts(config: TrialConfig, longest_tokens: int | None = None, model: Mo
     if cache is not None and "longest_tokens" in cache and cache["longest_tokens"] is None:
         cache = {**cache, "longest_tokens": longest_tokens}
     if cache is not None and model is not None and model.slides:
-        windows = {"window_tokens": model.sliding_window, "beside": model.blocks_beside}
+        windows = {
+            "window_tokens": model.sliding_window,
+            "beside": model.blocks_beside(config.cache.chunk_tokens),
+            "states": model.states is not None,
+        }
         cache = {**cache, "_target_": "pensieve.plugins.caches.windowed.WindowedCache", **windows}
 
     def of_baseline(node: dict[str, Any] | None, *given: str) -> Callable[..., Any] | None:

@@ -128,7 +128,7 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
     profile = _profile(config)
     model = model_spec(config.model, device, str(profile.where["dtype"]) if profile and device.simulated else None)
     chunk = config.cache.chunk_tokens
-    if config.cache.windows == "slide":
+    if config.cache.windows == "slide" or model.states:
         model = _sliding(config, device, model)
     disk = _blocks(disk_size, model, chunk)  # of the machine, whose devices share it
     if device.divided:
@@ -186,22 +186,27 @@ def _blocks(size: Capacity, model: ModelSpec, chunk_tokens: int) -> int:
 
 
 def _sliding(config: TrialConfig, device: Device, model: ModelSpec) -> ModelSpec:
-    """The model whose KV does not stay behind its windows; as it is, if no layer has one. Raises HardwareMissing on a real
-    machine, ConfigError for what keeps or needs all KV."""
+    """The model whose KV does not stay behind its windows; as it is, if no layer has one. Of layers with a state only that
+    stays. Raises HardwareMissing on a real machine, ConfigError for what keeps or needs all KV."""
     if not device.simulated:
         raise HardwareMissing(
-            "cache.windows=slide counts what a cache could save; the real one keeps the KV of sliding windows whole. Use "
-            "cache.windows=whole, or a simulated machine such as hardware=sim_h100."
+            f"model={model.name} has layers that keep a state in place of KV, which no real cache here keeps. Use another "
+            "model, or a simulated machine such as hardware=sim_h100."
+            if model.states
+            else "cache.windows=slide counts what a cache could save; the real one keeps the KV of sliding windows whole. "
+            "Use cache.windows=whole, or a simulated machine such as hardware=sim_h100."
         )
-    if not model.windowed_layers:
+    if not model.windowed_layers and not model.states:
         return model
     disk = parse_capacity(config.cache.disk)
     _refuse_with(
-        "cache.windows=slide gives up KV that has left its window",
+        f"model={model.name} keeps one state of a conversation"
+        if model.states
+        else "cache.windows=slide gives up KV that has left its window",
         {
             f"baseline={config.baseline.name} has no cache that does": (config.baseline.cache or {}).get("_target_")
             != KEEPS_WINDOWS_WHOLE,
-            f"all layers of model={model.name} have one": model.windowed_layers == model.layers,
+            f"all layers of model={model.name} have one": model.windowed_layers == model.attending_layers,
             f"cache.disk={config.cache.disk} keeps whole chunks": bool(disk.bytes or disk.tokens),
             "scheduler.copy_ahead=never loads chunks one by one": config.scheduler.copy_ahead == "never",
         },

@@ -13,7 +13,10 @@ conversation that returns is computed again, and everything where an edit cut in
 first, so that holes in the middle are rare. A prefill has a window of its own while it passes chunks that have none: the
 blocks for it are reserved until the reply takes its first block, or the request stops.
 
-For simulated machines: a real cache keeps windows whole.
+Layers that keep one state of a conversation (gated delta nets) are a window too: of the last computed position, whose chunk
+has the state beside it. A state serves that position alone: where an edit goes behind it, everything is computed again.
+
+For simulated machines: a real cache keeps windows whole, and no states.
 """
 
 from __future__ import annotations
@@ -40,11 +43,17 @@ from pensieve.units import ceil_div
 
 
 class Windows(NamedTuple):
-    """tokens: of a window, the query among them. beside: blocks that a chunk in the window has besides its own."""
+    """tokens: of a window, the query among them. beside: blocks that a chunk in the window has besides its own. states: what
+    lies in these serves the last computed position alone."""
 
     tokens: int
     beside: int
     chunk_tokens: int
+    states: bool = False
+
+    def passing(self, batch_tokens: int) -> int:
+        """Chunks in the window of a prefill of so many tokens an iteration."""
+        return 1 if self.states else ceil_div(self.tokens + batch_tokens, self.chunk_tokens) + 1
 
     def left(self, computed: int) -> int:
         """How many chunks no query from position `computed` on can see."""
@@ -114,7 +123,8 @@ class WindowIndex(VictimIndex):
 
 
 class WindowTiers(Tiers):
-    """left: by number of a session, the chunks that have given up what windowed layers had of them."""
+    """left: by number of a session, the chunks that have given up what windowed layers had of them. at: the position that
+    its states are for, while it is idle."""
 
     gpu: WindowPool
     cpu: WindowPool
@@ -125,6 +135,7 @@ class WindowTiers(Tiers):
     def __init__(self, windows: Windows, *given: Any) -> None:
         self.windows = windows
         self.left: dict[int, int] = {}
+        self.at: dict[int, int] = {}
         super().__init__(*given)
 
     def _pool(self, blocks: int, tier: Tier = GPU) -> BlockPool:
@@ -157,7 +168,14 @@ class WindowTiers(Tiers):
 
     def unpin(self, node: Node) -> None:
         self.settle(node, node.session.computed)
+        self.at[node.number] = node.session.computed
         super().unpin(node)
+
+    def cut_into(self, session: Session, computed: int) -> bool:
+        """What an idle session has in its window does not serve position `computed`."""
+        if self.windows.states:
+            return computed != self.at.get(session.number, 0)
+        return self.windows.left(computed) < self.left.get(session.number, 0)
 
     def settle(self, node: Node, computed: int) -> None:
         """The window is where the next position is: give up what lies before it, and have all of it."""
@@ -220,9 +238,7 @@ class WindowRoom(TwoTierRoom):
         """Chunks of a prefill that are in its window while they are computed."""
 
     def begin(self, batch_tokens: int) -> None:
-        windows = self.tiers.windows
-        passing = ceil_div(windows.tokens + batch_tokens, windows.chunk_tokens) + 1
-        self.most_passing = max(self.most_passing, passing)
+        self.most_passing = max(self.most_passing, self.tiers.windows.passing(batch_tokens))
 
     @property
     def available(self) -> int:
@@ -244,7 +260,7 @@ class WindowRoom(TwoTierRoom):
         computed, left = min(session.computed, keep), self.tiers.left.get(session.number, 0)
         done, last = chunks_of(computed, size), windows.left(length)
         further = max(0, last - done)
-        if windows.left(computed) < left:  # its window was cut into
+        if self.tiers.cut_into(session, computed):
             return Need(done, last, done, last, done + further)
         again = _hole_ends(session, computed, size) if left else 0  # with all windows there, holes alone are computed
         return Need(again, left, done, last, min(again, left) + further)
@@ -351,8 +367,9 @@ class WindowedCache(TwoTierCache):
     def __init__(
         self,
         *,
-        window_tokens: int,
+        window_tokens: int | None,
         beside: int,
+        states: bool = False,
         policy: EvictionPolicy,
         chunk_tokens: int,
         gpu_blocks: int,
@@ -360,7 +377,8 @@ class WindowedCache(TwoTierCache):
         restore: str = "load",
         reuse: Reuse = "any",
     ) -> None:
-        """window_tokens: that a windowed layer attends to. beside: blocks that a chunk in the window has besides its own.
+        """window_tokens: that a windowed layer attends to; layers with states need none. beside: blocks that a chunk in the
+        window has besides its own. states: these hold one state.
 
         Raises ConfigError for what would need KV that has left its window.
         """
@@ -369,7 +387,10 @@ class WindowedCache(TwoTierCache):
                 "cache.windows=slide keeps too little to go on from the middle of a conversation; set "
                 "baseline.cache.restore=load and baseline.cache.reuse=any, or cache.windows=whole."
             )
-        self.windows = Windows(window_tokens, beside, chunk_tokens)
+        tokens = (
+            2 if states or window_tokens is None else window_tokens
+        )  # the last position is in the last chunk always
+        self.windows = Windows(tokens, beside, chunk_tokens, states)
         super().__init__(policy=policy, chunk_tokens=chunk_tokens, gpu_blocks=gpu_blocks, cpu_blocks=cpu_blocks)
         self.room = WindowRoom(self.tiers)
 
@@ -419,7 +440,7 @@ class WindowedCache(TwoTierCache):
         stranded = frozenset(index for index, length in lengths if length)
         for start, stop in runs_of(sorted(stranded)):
             self.tiers.strand(leaf, start, stop)
-        if self.tiers.left.get(session.number, 0) > self.windows.left(session.computed):
+        if self.tiers.cut_into(session, session.computed):
             self.tiers.left[session.number] = need.done  # until it is computed, nothing of it is in the window
         return stranded
 
@@ -434,6 +455,7 @@ class WindowedCache(TwoTierCache):
     def _let_go(self, session: Session) -> None:
         super()._let_go(session)
         self.tiers.left.pop(session.number, None)
+        self.tiers.at.pop(session.number, None)
 
 
 def _hole_ends(session: Session, computed: int, chunk_tokens: int) -> int:
