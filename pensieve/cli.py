@@ -283,7 +283,7 @@ def compare() -> int:
 
 
 def results(argv: Sequence[str] | None = None) -> int:
-    """What was recorded: list, show, export, reproduce, bundle it, or rebuild MLflow from it."""
+    """What was recorded: list, show, export, reproduce, bundle it, or write MLflow from it."""
     sys.path.insert(0, os.getcwd())  # reproduce: a policy of one's own in the current folder
     with _imports():
         from pensieve.lab.commands.results import results as body
@@ -294,7 +294,7 @@ def results(argv: Sequence[str] | None = None) -> int:
 
 
 def mlflow() -> int:
-    """MLflow's copy of what was recorded: sync writes what it lacks; results rebuild-mlflow makes it anew."""
+    """MLflow's copy of what was recorded: sync writes what it lacks, all of it where mlflow.db was moved away."""
     parser = argparse.ArgumentParser(description=mlflow.__doc__)
     parser.add_argument("action", choices=("sync",))
     _, rest = parser.parse_known_args()

@@ -146,7 +146,8 @@ def test_it_goes_to_the_sweep_s_run_in_mlflow(outputs, capsys, without_figures):
     store = open_store(outputs)
     sweep = fill(store)
     assert report.main([]) == 0 and "MLflow" not in capsys.readouterr().out
-    run, _ = mlflow_runs.copy_sweep(outputs, store, sweep)
+    mlflow_runs.copy_sweep(outputs, store, sweep)
+    run = store.sweep(sweep).mlflow_run_id
     assert report.main([]) == 0
     assert f"Logged to MLflow as report.html of run {run}." in capsys.readouterr().out
     [written] = outputs.glob(f"mlartifacts/**/{run}/artifacts/report.html")

@@ -64,8 +64,6 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     repeated = command("reproduce", _reproduce, "run a trial again from its stored configuration and compare")
     repeated.add_argument("trial", type=int)
     command("sync-mlflow", _to_mlflow, "write to MLflow what it lacks of the results database (pensieve mlflow sync)")
-    anew = command("rebuild-mlflow", _to_mlflow, "make the MLflow store anew from the results database")
-    anew.set_defaults(anew=True)
     bundled = command("bundle", _bundle, "a zip of a sweep, of which its figures are drawn on another machine")
     bundled.add_argument("sweep", type=int)
     bundled.add_argument("--to", type=Path, help="file (default: outputs/bundle/sweep-<id>.zip)")
@@ -124,11 +122,10 @@ def _reproduce(store: ResultsStore, asked: argparse.Namespace) -> int:
     return reproduce(store, asked.trial, say)
 
 
-def _to_mlflow(store: ResultsStore, asked: argparse.Namespace) -> Iterable[str]:
-    from pensieve.lab.results.mlflow_runs import rebuild_mlflow, sync_mlflow
+def _to_mlflow(store: ResultsStore, _: argparse.Namespace) -> Iterable[str]:
+    from pensieve.lab.results.mlflow_runs import sync_mlflow
 
-    write = rebuild_mlflow if "anew" in asked else sync_mlflow
-    return [f"{write(outputs_folder(), store, say)} trials were written to MLflow from {store.database.shown}."]
+    return [f"{sync_mlflow(outputs_folder(), store, say)} trials were written to MLflow from {store.database.shown}."]
 
 
 def _bundle(store: ResultsStore, asked: argparse.Namespace) -> Iterable[str]:

@@ -50,7 +50,6 @@ from pensieve.lab.trial.terminal import (
     console,
     discard_output,
     ends_interrupted,
-    interrupts_held,
     say,
     sweep_is_closed,
 )
@@ -156,7 +155,7 @@ class OpenSweep:
 
     def _to_mlflow(self, tracking: Tracking, table: SweepTable) -> None:
         if tracking.mlflow:
-            copy_sweep(tracking.outputs, tracking.store, self.membership.sweep_id, table, interrupts_held)
+            copy_sweep(tracking.outputs, tracking.store, self.membership.sweep_id, table)
 
 
 def open_sweep(
@@ -306,7 +305,7 @@ def run_single(cfg: DictConfig, config: TrialConfig) -> None:
         print(*places(tracking), sep="\n", flush=True)
     finally:
         if tracking.mlflow and outcome.trial_id and store.trial(outcome.trial_id).mlflow_run_id is None:
-            copy_trial(tracking.outputs, store, outcome.trial_id, interrupts_held)
+            copy_trial(tracking.outputs, store, outcome.trial_id)
 
 
 def _run_job(

@@ -152,21 +152,6 @@ def raise_if_interrupted() -> None:
         raise KeyboardInterrupt
 
 
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block, and is raised there."""
-    handler = signal.getsignal(signal.SIGINT)
-    if handler not in (_handle, _note) or threading.current_thread() is not threading.main_thread():
-        yield  # nobody listens to Ctrl-C here
-        return
-    signal.signal(signal.SIGINT, _note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    raise_if_interrupted()
-
-
 def _note(_signal: int, _frame: FrameType | None) -> None:
     global _interrupted
     _interrupted = True
