@@ -29,7 +29,6 @@ from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.device.thread_link import ThreadLink
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
-from pensieve.plugins.policies.arc import Arc
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.plugins.tiers.disk_transfer import DiskOptions
@@ -55,7 +54,7 @@ class Serving(RuleBasedStateMachine):
         make=st.sampled_from(
             [TwoTierCache, TwoTierCache, SharedCache, SharedCache, StatelessCache, PrefixCache, SlotCache, *OFFLOAD]
         ),
-        policy=st.sampled_from([RetentionValue, Lru, Fifo, ConversationLru, AdaptiveRetention, Arc, LearnedReturn]),
+        policy=st.sampled_from([RetentionValue, Lru, Fifo, ConversationLru, AdaptiveRetention, LearnedReturn]),
         composition=st.sampled_from([unified, split]),
         budget=st.sampled_from([3, 10, 64]),
         requests=st.sampled_from([1, 3, 8]),

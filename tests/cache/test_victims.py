@@ -18,10 +18,7 @@ from pensieve.core.request import Hint, tokens_of
 from pensieve.core.session import Chunks, Node, Session, Stem, View
 from pensieve.errors import PolicyError
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
-from pensieve.plugins.policies.hinted import Hinted
-from pensieve.plugins.policies.oracle_hint import OracleHint
-from pensieve.plugins.policies.stop_reason import StopReasonFirst
-from pensieve.plugins.policies.ttl import Ttl
+from pensieve.plugins.policies.hinted import Hinted, OracleHint
 from tests.simulated import policy_context, with_chunks
 
 
@@ -46,7 +43,7 @@ def brute_force(policy: EvictionPolicy, sessions: list[Session], now_s: float) -
     return min(candidates)[3:] if candidates else None
 
 
-@pytest.mark.parametrize("make", [RetentionValue, Lru, Fifo, Belady, StopReasonFirst, Ttl, Hinted, OracleHint])
+@pytest.mark.parametrize("make", [RetentionValue, Lru, Fifo, Belady, Hinted, OracleHint])
 @pytest.mark.parametrize("seed", range(5))
 def test_choice_equals_brute_force_while_time_passes(make: type[EvictionPolicy], seed: int) -> None:
     rng = random.Random(seed)

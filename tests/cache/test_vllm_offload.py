@@ -20,7 +20,6 @@ from pensieve.errors import ConfigError
 from pensieve.plugins.caches.cpu_orders import Arc, CpuOrder, FromTail, Lru, Use
 from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.policies.learned_return import LearnedReturn
-from pensieve.plugins.policies.ttl import Ttl
 from pensieve.serve.record import TurnRecord
 from tests.simulated import TalkingEngine, make_engine, policy_context, run
 
@@ -214,7 +213,7 @@ def test_arc_promotes_what_is_found_and_learns_from_what_it_gave_up() -> None:
     assert chosen(order, 1) == [21], "below the target the second list gives up first"
 
 
-@pytest.mark.parametrize("policy", [RetentionValue, LruPolicy, partial(LearnedReturn, guarded=False), Ttl])
+@pytest.mark.parametrize("policy", [RetentionValue, LruPolicy, partial(LearnedReturn, guarded=False)])
 @pytest.mark.parametrize("seed", range(12))
 def test_an_eviction_policy_gives_up_the_least_tail(policy: Any, seed: int) -> None:
     """Against a look at every session's last chunk, one victim at a time."""

@@ -14,7 +14,7 @@ CONTRACT = {
     "model": "tiny smollm2_135m smollm2_135m_gguf gpt2 opt_125m opt_350m opt_13b opt_66b llama2_7b llama2_13b "
     "llama2_13b_gqa llama2_70b llama3_8b llama3_8b_instruct gemma2_27b_it",
     "cache": "demo tiny small medium large xlarge",
-    "eviction": "retention_value lru fifo conversation_lru belady learned_return arc tool_ttl learned_unguarded",
+    "eviction": "retention_value lru fifo conversation_lru belady learned_return learned_unguarded",
     "scheduler": "unified split",
     "baseline": "pensieve pensieve_shared gpu_only stateless prefix_cache vllm_offload llama_slots native_pytorch "
     "transformers_cb llama_cpp llama_cpp_http vllm vllm_http vllm_offloading openai_http ray_keepalive ray_serverless "

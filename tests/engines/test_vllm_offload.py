@@ -96,9 +96,9 @@ def test_a_cpu_tier_is_made_of_whole_chunks_of_the_budget() -> None:
     on_cuda = replace(setup, device="cuda:0")
     theirs = Vllm(on_cuda, policy="lru")._fields["kv_transfer_config"]
     assert theirs["kv_connector"] == "OffloadingConnector", "there vLLM has its own"
-    ours = Vllm(on_cuda, policy="ttl", policy_fields={"slack": 3})._fields["kv_transfer_config"]
+    ours = Vllm(on_cuda, policy="hinted", policy_fields={"within_s": 3})._fields["kv_transfer_config"]
     assert ours["kv_connector"] == "PensieveConnector"
-    changed = {"eviction_policy": "ttl", "policy_fields": {"slack": 3}, "profile": None, "seed": setup.seed}
+    changed = {"eviction_policy": "hinted", "policy_fields": {"within_s": 3}, "profile": None, "seed": setup.seed}
     assert ours["kv_connector_extra_config"] == theirs["kv_connector_extra_config"] | changed
     assert "kv_transfer_config" not in Vllm(setup)._fields
     assert Vllm(setup, policy="lru")._settings({})["cpu_tokens"] == 31 * 32

@@ -126,9 +126,9 @@ def test_a_conversation_is_named_or_goes_on_with_the_last_full_chunk(
 
 
 def test_a_kv_hint_names_the_conversation_and_when_it_returns() -> None:
-    tier = Tier("stop_reason", chunks=4)
-    tier.ask(b"ab", "waits for a tool", stop_reason="tool_use", tool="bash")
-    done = SimpleNamespace(action_type=ACTION, payload={"session": "done", "stop_reason": "end_turn"})
+    tier = Tier("hinted", chunks=4)
+    tier.ask(b"ab", "waits for a tool", expected_s=5.0, tool="bash")
+    done = SimpleNamespace(action_type=ACTION, payload={"session": "done", "expected_s": 5000.0})
     tier.ask(b"xy", hints=SimpleNamespace(actions=[done]))
     gone = tier.policy.evict(2, set())
     assert gone is not None and [key for key, _ in gone] == [b"xy", b"x"]
@@ -192,7 +192,7 @@ def test_a_request_finds_too_few_and_nothing_has_changed() -> None:
     [
         ("lfu", {}, "is none of adaptive_retention"),
         ("belady", {}, "reads the future"),
-        ("ttl", {"policy_fields": {"slak": 2}}, "do not fit Ttl"),
+        ("hinted", {"policy_fields": {"whithin_s": 2}}, "do not fit Hinted"),
         ("hinted", {"policy_fields": {"within_s": -1}}, "must be a positive number"),
         ("retention_value", {"profile": "/no/such.json"}, "There is no profile at"),
     ],

@@ -12,10 +12,7 @@ from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.request import Hint
 from pensieve.core.session import Session, View
 from pensieve.errors import ConfigError
-from pensieve.plugins.policies.hinted import Hinted
-from pensieve.plugins.policies.oracle_hint import OracleHint
-from pensieve.plugins.policies.stop_reason import StopReasonFirst
-from pensieve.plugins.policies.ttl import Ttl
+from pensieve.plugins.policies.hinted import Hinted, OracleHint
 from tests.simulated import policy_context
 
 
@@ -29,31 +26,15 @@ def evicted(policy: EvictionPolicy, sessions: list[Session], now_s: float) -> li
     return [session.number for session in sorted(sessions, key=lambda session: index.as_victim(session.leaf, 0, now_s))]
 
 
-CALLS, ENDS = Hint("tool_use"), Hint("end_turn")
-
-
-def test_stop_reason_is_a_hard_priority_and_recency_within_it() -> None:
-    sessions = [idle(1, 1.0, CALLS), idle(2, 2.0), idle(3, 3.0, ENDS), idle(4, 4.0, ENDS), idle(5, 0.5, CALLS)]
-    for now_s in (5.0, 1e6):  # it never expires, which is what is wrong with it
-        assert evicted(StopReasonFirst(policy_context()), sessions, now_s) == [3, 4, 2, 5, 1]
-
-
-def test_ttl_evicts_in_the_order_of_expiry_and_what_the_client_asks_for_beats_the_class() -> None:
-    sessions = [
-        idle(1, 0.0, CALLS),  # 60
-        idle(2, 50.0, ENDS),  # 50
-        idle(3, 40.0, Hint("tool_use", "bash", expected_s=6.0)),  # 40 + 2 x 6
-        idle(4, 0.0, Hint("end_turn", keep_s=55.0)),  # 55
-        idle(5, 70.0),  # 70
-        idle(6, 0.0, Hint(expected_s=1.0, keep_s=0.0)),  # 0
-    ]
-    assert evicted(Ttl(policy_context()), sessions, 71.0) == [6, 2, 3, 4, 1, 5]
-    assert evicted(Ttl(policy_context(), tool_use_s=0.0, end_turn_s=30.0), sessions, 71.0) == [1, 6, 3, 4, 5, 2]
-
-
 def test_who_will_be_back_goes_last_until_it_is_overdue() -> None:
     soon, late = Hint(expected_s=60.0), Hint(expected_s=61.0)
-    sessions = [idle(1, 0.0, soon), idle(2, 10.0, late), idle(3, 20.0), idle(4, 30.0, soon), idle(5, 40.0, CALLS)]
+    sessions = [
+        idle(1, 0.0, soon),
+        idle(2, 10.0, late),
+        idle(3, 20.0),
+        idle(4, 30.0, soon),
+        idle(5, 40.0, Hint("tool_use")),
+    ]
     policy = Hinted(policy_context())
     assert evicted(policy, sessions, 50.0) == [2, 3, 5, 1, 4]
     assert evicted(policy, sessions, 61.0) == [1, 2, 3, 5, 4], "the first broke its word"
@@ -86,9 +67,8 @@ def test_a_noisy_hint_is_wrong_as_often_as_it_says_about_either_answer(error_pct
 
 @pytest.mark.parametrize(
     ("make", "fields"),
-    [(Hinted, {"within_s": 0}), (OracleHint, {"error_pct": 101}), (OracleHint, {"within_s": -1}), (Ttl, {"slack": -1}),
-     (Ttl, {"tool_use_s": float("inf")})],
-)  # fmt: skip
+    [(Hinted, {"within_s": 0}), (OracleHint, {"error_pct": 101}), (OracleHint, {"within_s": -1})],
+)
 def test_a_field_that_makes_no_sense_is_named(make: Any, fields: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(fields))):
         make(policy_context(), **fields)

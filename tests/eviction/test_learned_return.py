@@ -16,9 +16,8 @@ from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Hint
 from pensieve.core.session import Session, View
 from pensieve.errors import ConfigError
-from pensieve.plugins.policies import return_times
-from pensieve.plugins.policies.learned_return import LearnedReturn
-from pensieve.plugins.policies.return_times import AGES, BINS, Forgetting, Habit, rates_of
+from pensieve.plugins.policies import learned_return
+from pensieve.plugins.policies.learned_return import AGES, BINS, Forgetting, Habit, LearnedReturn, rates_of
 from tests.eviction.world import Key, World, context, holds
 from tests.simulated import policy_context, with_chunks
 
@@ -119,7 +118,7 @@ def learned(world: World, weight: str) -> Key:
 @pytest.mark.parametrize("weight", ["tokens", "seconds"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_victim_is_the_one_of_the_definition(seed: int, weight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(return_times, "_STALE_SHARE", 0.0)
+    monkeypatch.setattr(learned_return, "_STALE_SHARE", 0.0)
 
     class Rounded(LearnedReturn):
         """Sums in another order differ in their last digits, and equal scores must stay equal."""

@@ -16,7 +16,6 @@ from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
-from pensieve.plugins.policies.arc import Arc
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.serve.systems import profiling
 from pensieve.serve.systems.inline_system import InlineSystem
@@ -81,7 +80,7 @@ def kept(policy, speed, seed):
     return places, found / history
 
 
-BY_ORDER = [LearnedReturn, Lru, Fifo, ConversationLru, Arc]
+BY_ORDER = [LearnedReturn, Lru, Fifo, ConversationLru]
 BY_SECONDS = [RetentionValue, AdaptiveRetention, partial(LearnedReturn, guarded=False)]
 """Their formulas have idle seconds or measured prices."""
 

@@ -1,7 +1,8 @@
-"""Sessions that say they will be back soon go last; the others least recently used first."""
+"""Sessions that will be back soon go last: by what their client says, or to measure what that is worth, by the schedule."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable
 
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
@@ -14,7 +15,7 @@ AFTER = 1e10
 
 class Hinted(EvictionPolicy):
     """One bit of each idle session: whether it will be back within `within_s`, by what its client expects
-    (Hint.expected_s). Who said so and is not back by then has no claim any more.
+    (Hint.expected_s). Who said so and is not back by then has no claim any more. The others go first, least recently used.
     """
 
     def __init__(self, context: PolicyContext, within_s: float = 60.0) -> None:
@@ -36,3 +37,27 @@ class Hinted(EvictionPolicy):
 
     def score(self, bucket: Hashable, order: float, now_s: float) -> float:
         return order + AFTER if bucket and now_s - order <= self.within_s else order
+
+
+class OracleHint(Hinted):
+    """The bit as nobody has it: reads Session.next_use_s, so live traffic refuses it. error_pct: of the turns, after which
+    the bit is the wrong one, drawn by (seed, session, turn): with 0 it is an oracle's, with 50 it says nothing.
+    """
+
+    needs_future = True
+
+    def __init__(self, context: PolicyContext, within_s: float = 60.0, error_pct: float = 0.0) -> None:
+        super().__init__(context, within_s)
+        if not 0 <= error_pct <= 100:
+            raise ConfigError(f"eviction.error_pct={error_pct} is a percentage from 0 to 100.")
+        self.error_pct = error_pct
+
+    def soon(self, session: Session) -> bool:
+        due_s = session.next_use_s
+        truth = due_s is not None and due_s - session.last_active_s <= self.within_s
+        return truth != self._wrong(session)
+
+    def _wrong(self, session: Session) -> bool:
+        named = f"{self.context.seed}/hint/{session.name}/{session.turns}"
+        drawn = int.from_bytes(hashlib.blake2b(named.encode(), digest_size=8).digest(), "big")
+        return drawn < self.error_pct / 100 * 2**64
