@@ -31,7 +31,7 @@ COMPARE_EPILOG = """A and B: a sweep's id, "latest", or conditions such as sweep
 model=tiny,workload.users=6 (columns of table trial, or dotted fields of the configuration).
 Example: python runners/compare.py sweep=latest,baseline=pensieve sweep=latest,baseline=stateless
 Latencies are paired by seed and conversation. Everything else is paired by seed: one value a trial, and an
-interval from five seeds on. "A / B" divides the two columns; "paired" is the geometric mean of the pairs' ratios."""
+interval from five seeds on. "A / B" is the geometric mean of the pairs' ratios."""
 
 _TYPED = tuple(sys.argv)  # the command with its arguments, before a verb takes its own
 

@@ -164,15 +164,6 @@ for load, window, rate in (
     common = {"flags": {"load": load, **window}}
     trials = [{**metrics(one, throughput_req_s=own), **common} for one, own in ((OURS, 9.0), (THEIRS, rate))]
     case(f"rate {rate} of 9, {load} {window}", *trials)
-for flags, queue in (({}, 0.6), ({"not_steady": "too early"}, 0.6), ({}, 0.1)):
-    changed: Trial = {
-        "queue": queue,
-        "flags": {"load": "open", **flags},
-        "engine": {"workload": {"request_rate_per_s": 10.0}},
-    }
-    both(f"less than offered, {flags} {queue}", ttft=FLAT, metrics={"throughput_req_s": 6.0}, **changed)
-
-
 for seeds, repeats in ((1, 1), (2, 2), (7, 1)):
     repeated = [{**one, "repeat": repeat} for one in (OURS, THEIRS) for repeat in range(repeats)]
     case(f"{seeds} seeds, {repeats} repeats", *repeated, seeds=seeds)

@@ -14,7 +14,7 @@ from sqlalchemy import select
 from pensieve.errors import MissingSeries, MixedPanel, ResultsError, typed
 from pensieve.lab.metric_registry import metric_of
 from pensieve.lab.metrics import Slo
-from pensieve.lab.results.frame import conversation_means, paired, turn_frame, values_of
+from pensieve.lab.results.frame import UNEQUAL_RATE, conversation_means, paired, turn_frame, values_of
 from pensieve.lab.results.schema import Trial, current_trial
 from pensieve.lab.results.slo import slo_of_sweep, slo_of_trial
 from pensieve.lab.results.store import ResultsStore
@@ -23,10 +23,9 @@ from pensieve.lab.statistics import has_interval, paired_ratio
 from pensieve.lab.tables import grid
 from pensieve.units import NONE
 
-UNEQUAL_RATE = 0.05
 PAIRED = (
-    "paired: the geometric mean of A / B over the pairs (same seed, and same conversation where n counts conversations). The "
-    "interval and the verdict are of it; where it is –, since some value is 0, they are of A / B."
+    "A / B: the geometric mean of the pairs' ratios (same seed, and same conversation where n counts conversations); of the "
+    "two means where some value is 0."
 )
 
 Values = dict[tuple[int, str], float]
@@ -54,11 +53,6 @@ class ComparedMetric:
     n_unit: str
     verdict: str
     of_pairs: bool = False
-
-    @property
-    def quotient(self) -> float | None:
-        """a / b, as a reader of the two columns would divide them."""
-        return self.a / self.b if self.b else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +282,7 @@ def _cells(row: ComparedMetric) -> dict[str, str]:
         "metric": name.replace("[", "\\["),  # square brackets would be markup
         "A": f"{row.a:,.4g}",
         "B": f"{row.b:,.4g}",
-        "A / B": NONE if row.quotient is None else f"{row.quotient:.3g}",
-        "paired": f"{row.ratio:.3g}" if row.of_pairs else NONE,
+        "A / B": NONE if row.ratio is None else f"{row.ratio:.3g}",
         "95 % interval": NONE
         if row.ci_low is None or row.ci_high is None
         else f"{row.ci_low:.3g} to {row.ci_high:.3g}",

@@ -41,6 +41,9 @@ OURS = "pensieve"
 REFERENCE = "stateless"
 """What keeps nothing."""
 
+UNEQUAL_RATE = 0.05
+"""Rates that differ by more are not equal: latencies beside them are of other loads."""
+
 PROBES = ("hit", "miss")
 """Phases of the queries of a changing prefix."""
 
@@ -259,6 +262,10 @@ class TrialGroup:
     @property
     def name(self) -> str:
         return ", ".join(f"{axis}={value}" for axis, value in self.at.items())
+
+    def place(self, baseline: str) -> str:
+        """Of one of its baselines: "pensieve (eviction=lru)"."""
+        return f"{baseline} ({self.name})" if self.name else baseline
 
 
 # Eviction policies, least recently used and the offline bound

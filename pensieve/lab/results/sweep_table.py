@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -31,13 +30,12 @@ from pensieve.lab.results.frame import (
     speed_up,
     values_of,
 )
-from pensieve.lab.results.notes import ABOVE, FACTS, NOTE_COLUMNS, Note, notes
+from pensieve.lab.results.notes import NOTE_COLUMNS, QUALIFY, Note, notes
 from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.tokens import TokenComparison, compare_tokens
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.tables import grid
-from pensieve.specs import ROUNDS_APART
 from pensieve.units import NONE, percent, three_digits
 
 if TYPE_CHECKING:
@@ -83,20 +81,27 @@ class Finding:
         """ "4.35× lower than stateless (95 % CI 2.21–5.65)", "not told apart from gpu_only (1.04×, 95 % CI 0.95–1.13)".
 
         Beside a verdict points have no sign, and a ratio is above 1."""
-        told, points = self.verdict != "not told apart", self.in_points
-        value, *ends = (one for one in (self.found.value, self.found.ci_low, self.found.ci_high) if one is not None)
-        if told:
-            value, *ends = (1 / one if self.verdict == "higher" and not points else abs(one) for one in (value, *ends))
-        value_text, *shown = (f"{100 * one + 0.0:.1f}" if points else _times(one) for one in (value, *sorted(ends)))
-        size = f"{value_text}{' points' if points else '×'}"
-        interval = f"95 % CI {(' to ' if points else '–').join(shown)}" if shown else ""
-        if not told:
-            return f"not told apart from {self.other} ({', '.join(filter(None, (size, interval)))})"
-        return f"{size} {self.verdict} than {self.other}{f' ({interval})' if interval else ''}"
+        told, found = self.verdict != "not told apart", self.found
+        ends = [one for one in (found.ci_low, found.ci_high) if one is not None]
+        value, *ends = (self._beside_verdict(one) if told else one for one in (found.value, *ends))
+        size, interval = self.sized(value), f"n = {found.independent}, no interval"
+        if ends:
+            between = " to " if self.in_points else "–"
+            interval = f"95 % CI {between.join(self.sized(one).rstrip('× points') for one in sorted(ends))}"
+        return (
+            f"{size} {self.verdict} than {self.other} ({interval})"
+            if told
+            else f"not told apart from {self.other} ({size}, {interval})"
+        )
 
+    def _beside_verdict(self, value: float) -> float:
+        return abs(value) if self.in_points else 1 / value if self.verdict == "higher" else value
 
-def _times(ratio: float) -> str:
-    return f"{ratio:.1f}" if ratio >= 10 else f"{ratio:.2f}"
+    def sized(self, value: float) -> str:
+        """In the finding's unit: "4.35×", "1.6 points"."""
+        if self.in_points:
+            return f"{100 * value + 0.0:.1f} points"
+        return f"{value:.1f}×" if value >= 10 else f"{value:.2f}×"
 
 
 def last_turn_ratio(a: pd.Series[float], b: pd.Series[float]) -> Estimate | None:
@@ -169,46 +174,30 @@ def _beside_the_papers_policy(found: Frame, groups: Sequence[TrialGroup]) -> lis
 
 
 def headline(found: Frame, made: Sequence[Finding]) -> str | None:
-    """The sweep in one sentence; where it compares nothing, or policies in several settings, no more than that it is
-    simulated, and None for a real one."""
-    simulated = "Simulated. " if found.trials and all(trial.simulated for trial in found.trials) else ""
-    nothing = simulated.strip() or None
+    """The sweep in one sentence: its first quantity, or over several settings in how many it is lower. Where nothing is
+    compared, no more than that it is simulated, and None for a real one."""
+    simulated = "Simulated." if found.trials and all(trial.simulated for trial in found.trials) else ""
     if not made:
-        return nothing
-    first = made[0]
-    told = [one for one in made if one.quantity == first.quantity]
-    names = Counter({tuple(one.at.items()): one.name for one in told}.values())
-    if names.total() > 1 and first.in_points:
-        return nothing
-    if names.total() == 1:
-        at = "".join(f", {axis}={value}" for axis, value in first.at.items() if value != first.name)
-        each = f"{first.name} {', '.join(one.text for one in told)}{_without_interval(told)}"
-    elif len(names) == 1:
-        at = f" over {names.total()} settings"
-        others = dict.fromkeys(one.other for one in told)
-        own = ([one for one in told if one.other == other] for other in others)
-        each = f"{first.name} {'; '.join(map(_over_settings, own))}"
+        return simulated or None
+    told = [one for one in made if one.quantity == made[0].quantity]
+    settings = {tuple(one.at.items()) for one in told}
+    if len(settings) == 1:
+        at = "".join(f", {axis}={value}" for axis, value in told[0].at.items() if value != told[0].name)
+        each = f"{told[0].name} {', '.join(one.text for one in told)}"
     else:
-        at = f" over {names.total()} settings"
-        each = ", ".join(f"{name} lowest in {count}" for name, count in names.most_common())
-    return f"{simulated}{first.quantity}{at}: {each}."
+        at = f" over {len(settings)} settings"
+        sides: dict[tuple[str, str], list[Finding]] = {}
+        for one in told:
+            sides.setdefault((one.name, one.other), []).append(one)
+        by_name = groupby(sides.items(), key=lambda side: side[0][0])
+        each = "; ".join(f"{name} {', '.join(_over_settings(own) for _, own in its)}" for name, its in by_name)
+    return f"{simulated} {told[0].quantity}{at}: {each}.".strip()
 
 
 def _over_settings(own: Sequence[Finding]) -> str:
-    sides = Counter(one.verdict for one in own)
-    ends = (f(one.found.value for one in own) for f in (min, max))
-    span = " to ".join(f"{_times(end)}×" for end in ends)
-    if sides["lower"] == len(own):
-        return f"{span} lower than {own[0].other}"
-    counts = ", ".join(f"{side} in {sides[side]}" for side in ("higher", "not told apart") if sides[side])
-    return f"lower than {own[0].other} in {sides['lower']} of {len(own)}, {counts} ({span})"
-
-
-def _without_interval(made: Sequence[Finding]) -> str:
-    if any(one.found.ci_low is not None for one in made):
-        return ""
-    fewest = min((one.found for one in made), key=lambda found: found.independent)
-    return f" ({fewest.independent} {'seeds' if fewest.groups > 1 else 'conversations'}: no CI)"
+    values = [one.found.value for one in own]
+    lower = sum(one.verdict == "lower" for one in own)
+    return f"lower than {own[0].other} in {lower} of {len(own)} ({own[0].sized(min(values))} to {own[0].sized(max(values))})"
 
 
 # The table
@@ -276,7 +265,7 @@ class SweepTable:
     @property
     def codes(self) -> list[str]:
         """Of the notes that qualify its numbers."""
-        return list(dict.fromkeys(note.code for note in self.notes if note.code not in (*ABOVE, *FACTS)))
+        return list(dict.fromkeys(note.code for note in self.notes if note.code in QUALIFY))
 
     @property
     def renderable(self) -> RenderableType:
@@ -328,8 +317,7 @@ def sweep_table(store: ResultsStore, sweep_id: int) -> SweepTable:
     rows = [_row(found, group, name, made) for group in groups for name in group.trials]
     told = [*notes(found, groups), *_notes_on_outputs(rows)]
     if any(row.gap_closed is not None for row in rows):
-        how = "(hits - lru's hits) / (bound - lru's hits), paired by seed and conversation"
-        told.append(Note("gap_closed", f"lru to bound, closed: {how}."))
+        told.append(Note("gap_closed"))
     return SweepTable(found.sweep, rows, headline(found, made), made, told)
 
 
@@ -424,19 +412,18 @@ def _notes_on_outputs(rows: Sequence[SweepRow]) -> Iterator[Note]:
     compared = [check for _, check in checked if check.problem is None]
     if compared and not any(check.turns_differing for check in compared):
         exact = ", token for token" if all(check.exact for check in compared) else " (16 bits)"
-        turns = f"{sum(check.turns_compared for check in compared):,}"
-        text = f"Outputs of all baselines agree in {turns} of {turns} turns compared{exact}."
-        yield Note("outputs_agree", text)
+        turns = sum(check.turns_compared for check in compared)
+        yield Note("outputs_agree", (f"{turns:,} of {turns:,} turns compared{exact}",))
     for row, check in checked:
         if check.turns_differing:
             where = ", ".join([row.baseline, *(f"{axis}={value}" for axis, value in row.group.items())])
             margin = "unknown margin" if check.margin is None else f"margin at most {check.margin:.1e}"
-            told = f"{where} in {check.turns_differing:,} of {check.turns_compared:,} turns, {margin}"
-            tie = "A margin near 0 is a tie; in float32 a larger one is a fault." if check.exact else ROUNDS_APART
-            yield Note("outputs_differ", f"Outputs differ from {check.reference}'s: {told}. {tie}")
+            turns_of = f"{check.turns_differing:,} of {check.turns_compared:,} turns"
+            code = "outputs_differ" if check.exact else "outputs_differ_16_bits"
+            yield Note(code, (f"{check.reference}'s: {where} in {turns_of}, {margin}",))
     problems = {check.problem.rstrip(".") for _, check in checked if check.problem and check.problem != "simulated"}
     if problems:
-        yield Note("outputs_not_compared", f"Outputs were not compared everywhere: {'; '.join(sorted(problems))}.")
+        yield Note("outputs_not_compared", tuple(sorted(problems)))
 
 
 _OWN = "1"
