@@ -15,7 +15,7 @@ __getattr__ = from_modules(
     {
         "create_server": "pensieve.serve.server.create",
         "Server": "pensieve.serve.server.api",
-        "Generation": "pensieve.serve.server.turn",
+        "Generation": "pensieve.serve.server.api",
         "PensieveError": "pensieve.errors",
     },
 )

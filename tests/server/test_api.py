@@ -168,7 +168,7 @@ def test_a_conversation_deleted_after_an_edit_that_was_cancelled_leaves_the_disk
 def ask(s, prompt):
     """A whole prompt of the conversation `talk`."""
     turn = s.turn(Free(8, ignore_eos=True), Sampling())
-    s.complete(turn, "", "talk", prompt, True)
+    s.conversations.complete(turn, "", "talk", prompt, True)
     return turn.future
 
 

@@ -9,7 +9,7 @@ pytest.importorskip("fastapi")
 
 from pensieve.serve.server import create_server  # noqa: E402
 from pensieve.serve.server.command import uvicorn_config  # noqa: E402
-from pensieve.serve.server.feed import Feed  # noqa: E402
+from pensieve.serve.server.replies import Feed  # noqa: E402
 from tests.server.live import PATIENCE_S, REAL, Hold, held, serving, until  # noqa: E402
 
 

@@ -20,11 +20,10 @@ from pensieve.core.request import Request
 from pensieve.core.session import Session
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server import create_server
-from pensieve.serve.server.api import Stream
+from pensieve.serve.server.api import Stream, Turn
 from pensieve.serve.server.command import Connection
 from pensieve.serve.server.conversations import Conversation, Mark
-from pensieve.serve.server.feed import Feed
-from pensieve.serve.server.turn import Turn
+from pensieve.serve.server.replies import Feed
 from pensieve.serve.tokenizer import ByteTokenizer
 from tests.baselines.systems import Side
 from tests.server.live import PATIENCE_S, SIMULATED, serving, simulated, until

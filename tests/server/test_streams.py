@@ -9,7 +9,7 @@ import pytest
 
 import pensieve.serve.server
 from pensieve.errors import CapacityError, ConfigError, RequestFailed
-from pensieve.serve.server.turn import Stream
+from pensieve.serve.server.api import Stream
 from tests.server.live import PATIENCE_S, Hold, held, until
 
 REAL = {"device": "cpu", "weights": "random", "gpu_cache": "1024 tokens", "cpu_cache": "1024 tokens"}

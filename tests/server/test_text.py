@@ -7,8 +7,7 @@ import random
 import pytest
 
 from pensieve.core.stop import before_stop
-from pensieve.serve.server.turn import TextStream
-from pensieve.serve.tokenizer import ByteTokenizer
+from pensieve.serve.tokenizer import ByteTokenizer, TextStream
 
 decode = ByteTokenizer().decode
 

@@ -1,34 +1,34 @@
-"""The server without HTTP: one call a turn, from any number of threads; and which conversation a turn goes on from."""
+"""The server without HTTP: one call a turn, from any number of threads; and what happens to a turn on its way."""
 
 from __future__ import annotations
 
 import itertools
+import logging
+import queue
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pensieve.core.request import Free, Hint, Length, Sampling, stops_of, text_of, tokens_of
+from pensieve.core.request import Event, Free, Hint, History, Length, Request, Sampling, stops_of, text_of
 from pensieve.core.session import common_prefix
-from pensieve.errors import ConfigError, RequestFailed, WorkerError
+from pensieve.core.stop import before_stop
+from pensieve.errors import ConfigError, PensieveError, RequestFailed, WorkerError, refused
 from pensieve.lab.compose.explain import explain_crash
 from pensieve.serve.chat_template import ChatTemplate
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.server.conversations import (
-    Asked,
-    Conversation,
-    Conversations,
-    Mark,
-    Message,
-    message_keys,
-    session_name,
-)
-from pensieve.serve.server.turn import Generation, Stream, Turn
+from pensieve.serve.server.conversations import Asked, Conversation, Conversations, Mark, Message, message_keys
 from pensieve.serve.systems.base import AnsweringSystem
-from pensieve.serve.tokenizer import Tokenizer
+from pensieve.serve.tokenizer import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from pensieve.serve.server.schemas import Tools
+
+log = logging.getLogger(__name__)
 
 
 class Server:
@@ -238,11 +238,12 @@ class Server:
         if (prompt_ids is None) == (text is None):
             raise ConfigError("Give either prompt_ids or text.")
         if prompt_ids is not None:
-            self.complete(turn, "", session_id, prompt_ids, whole=False)
+            self.conversations.complete(turn, "", session_id, prompt_ids, whole=False)
         elif self.template.plain:
-            self.complete(turn, "", session_id, text_of(text, "text"), whole=False)
+            self.conversations.complete(turn, "", session_id, text_of(text, "text"), whole=False)
         else:
-            self.chat(turn, "", session_id, [{"role": "user", "content": text_of(text, "text")}], whole=False)
+            said = {"role": "user", "content": text_of(text, "text")}
+            self.conversations.chat(turn, "", session_id, [said], whole=False)
 
     def _released(self, conversation: Conversation) -> None:
         left = conversation.tokens if conversation.begun else None  # what a fork began with is its parent's
@@ -259,125 +260,245 @@ class Server:
         for observer in self._observers:
             observer(turn, record)
 
-    # -- chat -----------------------------------------------------------------------------------------------------------
-
-    def chat(
-        self, turn: Turn, tenant: str, name: str | None, messages: list[Message], whole: bool | None = None
-    ) -> None:
-        """name: of the conversation; None: the one that began with these messages, or a new one. whole: the messages are the
-        whole history; None: they are if the assistant speaks in them, or if they come without a name."""
-        if name is None:
-            known = self.conversations.by_messages(tenant, message_keys(messages, turn.tools))
-            if known is None:
-                self._nearest(turn, tenant, self._asked(turn, messages, {}))
-            else:
-                self.go_on(turn, *known[:2], messages, known[0].first_replies(known[2]))
-            return
-        if whole is None:
-            whole = any(message.get("role") == "assistant" for message in messages)
-        with self.conversations.lock:
-            conversation = self._named(tenant, name)
-            if whole:
-                keys, said = (message_keys(all_, turn.tools) for all_ in (messages, conversation.messages or ()))
-                same = next((i for i, pair in enumerate(zip(keys, said, strict=False)) if pair[0] != pair[1]), None)
-                count = min(len(keys), len(said)) if same is None else same
-                asked = self._asked(turn, messages, conversation.first_replies(count))
-                turn.begin(self._unclaimed(conversation, asked), asked)
-            else:
-                turn.begin(conversation, lambda held: self._more(turn, held, messages))
-
-    def go_on(
-        self, turn: Turn, conversation: Conversation, mark: Mark, messages: list[Message], replies: dict[int, list[int]]
-    ) -> None:
-        """Go on from a mark with these messages, the whole history; replies: the model's own tokens of some of them."""
-        asked = self._asked(turn, messages, replies)
-        with self.conversations.lock:
-            if self.conversations.find(conversation.tenant, conversation.id) is not conversation:  # it is gone
-                turn.begin(self.conversations.open(conversation.tenant), asked)
-                return
-            last = bool(conversation.marks) and conversation.marks[-1] is mark
-            shared = common_prefix(conversation.tokens, asked.prompt)
-            if not (conversation.idle and last and shared >= conversation.claimed()):
-                conversation = self.conversations.fork(conversation, shared)
-            turn.begin(conversation, asked)
-
-    def _asked(self, turn: Turn, messages: list[Message], replies: dict[int, list[int]]) -> Asked:
-        return Asked(array("i", self.template.prompt(messages, replies, turn.tools)), messages, replies)
-
-    def _more(self, turn: Turn, held: Conversation, messages: list[Message]) -> Asked:
-        """What the conversation holds, and new messages."""
-        if held.messages is None and held.tokens:  # raw text so far
-            if len(messages) != 1 or messages[0].get("role") != "user":
-                raise ConfigError(
-                    "This session holds raw text, so it takes one message of the user at a time, or a whole history."
-                )
-            following = self.template.following(str(messages[0]["content"]), held.tokens[-1])
-            return Asked(held.tokens + array("i", following))
-        return self._asked(turn, [*(held.messages or ()), *messages], dict(held.replies))
-
-    # -- text -----------------------------------------------------------------------------------------------------------
-
-    def complete(self, turn: Turn, tenant: str, name: str | None, prompt: str | Sequence[int], whole: bool) -> None:
-        """A prompt without roles. With a name it is appended to what the conversation holds, unless it is all of it."""
-        if isinstance(prompt, str):
-            begin = array("i", self.tokenizer.begin)
-            ids = array("i", self.tokenizer.encode(text_of(prompt, "prompt")))
-        else:
-            begin, ids = array("i"), tokens_of(prompt, self.vocab)
-        asked = Asked(begin + ids)
-        if name is None:
-            self._nearest(turn, tenant, asked, prompt if isinstance(prompt, str) else None)
-            return
-        with self.conversations.lock:
-            conversation = self._named(tenant, name)
-            if whole:
-                turn.begin(self._unclaimed(conversation, asked), asked)
-            else:
-                turn.begin(conversation, lambda held: Asked((held.tokens or begin) + ids))
-
-    # -- where ----------------------------------------------------------------------------------------------------------
-
-    def _named(self, tenant: str, name: str) -> Conversation:
-        return self.conversations.find(tenant, session_name(name)) or self.conversations.open(tenant, name)
-
-    def _unclaimed(self, conversation: Conversation, asked: Asked) -> Conversation:
-        """The conversation, or in its place one that may be changed from where this prompt leaves it."""
-        shared = common_prefix(conversation.tokens, asked.prompt)
-        if conversation.idle and shared < conversation.claimed():
-            return self.conversations.rename_fork(conversation, shared)
-        return conversation
-
-    def _nearest(self, turn: Turn, tenant: str, asked: Asked, text: str | None = None) -> None:
-        """In the conversation that the prompt goes on from, a fork of the one that shares most with it, or a new one."""
-        with self.conversations.lock:
-            found = self.conversations.by_tokens(tenant, asked.prompt)
-            if found is not None:
-                conversation, shared = found
-                held = conversation.tokens
-                if text is not None and _LEAST_SHARED <= shared < len(held):
-                    asked = self._as_held(conversation, text) or asked
-                    shared = common_prefix(held, asked.prompt)
-                if shared == len(held) and conversation.idle:
-                    turn.begin(conversation, asked)
-                    return
-                if shared >= _LEAST_SHARED:
-                    turn.begin(self.conversations.fork(conversation, shared), asked)
-                    return
-            turn.begin(self.conversations.open(tenant), asked)
-
-    def _as_held(self, conversation: Conversation, text: str) -> Asked | None:
-        """A text may begin with all that was said and still encode to other tokens: then those that were said are taken."""
-        said = self.tokenizer.decode(conversation.tokens)
-        if not said or not text.startswith(said):
-            return None
-        return Asked(conversation.tokens + array("i", self.tokenizer.encode(text[len(said) :])))
-
     def stops(self, stops: tuple[str, ...]) -> tuple[str, ...]:
         """Of a chat: those of the client, and where the model would go on for the user."""
         return stops + _PLAIN_STOPS if self.template.plain else stops
 
 
-_LEAST_SHARED = 32  # tokens: below, a conversation of its own computes them as fast as it would find them
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One finished turn. text: the reply, without the stop string that ended it. turn: its record (see TurnRecord), whose
+    status is `completed`, or `cancelled` where it was cut short: the reply is then what there was until then."""
+
+    token_ids: list[int]
+    text: str
+    turn: TurnRecord
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """From what is asked to what became of it; the listener of its request.
+
+    tools: that the prompt shows. fits: ask for fewer tokens than `output` says where there is no room for as many. hint: what
+    the client says of the time after the reply. keep_alive_s: of its conversation, from now on. on_event: called in the
+    engine's thread with each token, and with None once `future` is done. A turn that ended has let go of it, so that it and
+    whoever waited for it are no cycle. cut: somebody has cancelled it. asked, held (tokens of the conversation): as
+    of its start.
+    """
+
+    server: Server
+    id: int
+    output: Length | Free
+    sampling: Sampling
+    intended_s: float
+    tools: Tools | None = None
+    fits: bool = False
+    hint: Hint | None = None
+    keep_alive_s: float | None = None
+    on_event: Callable[[Event | None], None] | None = None
+    future: Future[Generation] = field(default_factory=Future)
+    conversation: Conversation = field(init=False)
+    ask: Asked | Callable[[Conversation], Asked] | None = field(init=False, default=None)
+    asked: Asked | None = None
+    held: int = 0
+    record: TurnRecord | None = None
+    mark: Mark | None = None
+    cut: bool = False
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return self.output.stop if isinstance(self.output, Free) else ()
+
+    def asks(self, messages: list[Message], replies: dict[int, list[int]] | None = None) -> Asked:
+        """What it asks with these messages, all of them. replies: the model's own tokens of some of them, by place."""
+        replies = replies or {}
+        prompt = self.server.template.prompt(messages, replies, self.tools)
+        return Asked(array("i", prompt), messages, replies)
+
+    def begin(self, conversation: Conversation, ask: Asked | Callable[[Conversation], Asked]) -> None:
+        """Serve it once the earlier turns of its conversation have ended. ask: what it asks, or what says so then."""
+        self.conversation, self.ask = conversation, ask
+        if self.keep_alive_s is not None:
+            conversation.keep_alive_s = self.keep_alive_s
+        with self.server.conversations.lock:
+            self.server.under_way += 1
+            if conversation.running is not None:
+                conversation.waiting.append(self)
+                return
+            conversation.running = self
+        self._start()
+
+    def cancel(self) -> None:
+        """End it now. What a running one has generated stands; one that waits has generated nothing."""
+        with self.server.conversations.lock:
+            self.cut = True
+            waits = self in self.conversation.waiting
+            if waits:
+                self.conversation.waiting.remove(self)
+                self.server.under_way -= 1
+        if waits:
+            record = TurnRecord(self.conversation.engine_name, 0, status="cancelled", intended_s=self.intended_s)
+            self._settle(Generation([], "", record))
+        else:
+            self.server.system.cancel(self.id, "cancelled")
+
+    # -- the listener of its request ----------------------------------------------------------------------------------
+
+    @property
+    def streams(self) -> bool:
+        return self.on_event is not None
+
+    def happened(self, event: Event) -> None:
+        if event.turn is not None:
+            self._ended(event.turn)
+        elif self.on_event is not None:
+            self._tell(event)
+
+    def failed(self, error: WorkerError) -> None:
+        failure = RequestFailed(str(error))
+        failure.__cause__ = error
+        self._over(failure)
+
+    # -- how ----------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Submit it, as the running turn of its conversation."""
+        try:
+            request = self._request()
+        except PensieveError as error:
+            self._over(error)
+            return
+        self.server.system.begin(request, self)
+        if self.cut:  # before the engine knew of it
+            self.server.system.cancel(self.id, "cancelled")
+
+    def _request(self) -> Request:
+        conversation, ask = self.conversation, self.ask
+        assert ask is not None, "a turn asks once"
+        self.held, self.ask = len(conversation.tokens), None
+        asked = self.asked = ask(conversation) if callable(ask) else ask
+        if self.fits and isinstance(self.output, Free):
+            room = max(1, self.server.most_tokens - len(asked.prompt))
+            self.output = replace(self.output, max_new_tokens=min(self.output.max_new_tokens, room))
+        conversation.asked += 1
+        known, keep_s = conversation.known(asked.prompt), conversation.keep_alive_s
+        fork, conversation.fork = conversation.fork, None
+        return Request(
+            self.id,
+            conversation.engine_name,
+            conversation.asked,
+            asked.prompt,
+            self.output,
+            self.sampling,
+            intended_s=self.intended_s,
+            fork=fork,
+            history=History(known, "restarted" if conversation.restored else "kept") if known else None,
+            tenant=conversation.tenant,
+            hint=self.hint if keep_s is None else replace(self.hint or Hint(), keep_s=keep_s),
+        )
+
+    def _ended(self, record: TurnRecord) -> None:
+        self.record = record
+        what: Generation | PensieveError
+        if record.status == "refused":
+            what = refused(record.finish_reason, record.error or "The request was refused.")
+        elif record.status not in ("completed", "cancelled"):
+            what = RequestFailed(record.error or f"The request ended as {record.status}.")
+        else:
+            text = self.server.tokenizer.decode(record.token_ids)
+            text = before_stop(text, self.stops) if record.finish_reason == "stop" else text
+            what = Generation(list(record.token_ids), text, record)
+            if record.stands:
+                self._keep(record, text)
+        self.server.tell(self, record)
+        self._over(what)
+
+    def _keep(self, record: TurnRecord, text: str) -> None:
+        """The conversation is what was asked and answered. A stop string is no part of it."""
+        stopped = record.finish_reason == "stop"
+        encode, literal = self.server.tokenizer.encode, self.server.tokenizer.literal
+        reply = array("i", encode(literal(text), marked=True)) if stopped else record.token_ids
+        assert self.asked is not None
+        asked, messages, key = self.asked, None, None
+        replies = dict(asked.replies)
+        if asked.messages is not None:
+            if not stopped:  # else the template encodes what was told of it
+                replies[len(asked.messages)] = list(reply)
+            messages = [*asked.messages, {"role": "assistant", "content": text}]
+            key = message_keys(messages, self.tools)[-1]
+        tokens = asked.prompt + reply
+        before = min(self.held, len(asked.prompt))
+        ended = record.finish_reason == "eos"  # by a token that a template may write in its own way
+        self.mark = Mark(len(tokens) - ended, record, before, len(messages or ()), key)
+        said = common_prefix(reply, record.token_ids[:-1])  # the last token of a turn has no KV
+        computed = len(asked.prompt) + said
+        self.server.conversations.settle(self.conversation, tokens, self.mark, computed, messages, replies)
+
+    def _over(self, what: Generation | PensieveError) -> None:
+        """Free its conversation for the next turn, and give up one that never came to anything."""
+        conversation, conversations = self.conversation, self.server.conversations
+        with conversations.lock:  # before who waits is told: its next request finds the conversation idle
+            self.server.under_way -= 1
+            following = conversation.waiting.popleft() if conversation.waiting else None
+            conversation.running = following
+            if following is None and not conversation.begun:
+                conversations.remove(conversation)
+        self._settle(what)
+        if following is not None:
+            following._start()
+
+    def _settle(self, what: Generation | PensieveError) -> None:
+        """Give the result to whoever waits, unless they have cancelled."""
+        if self.future.set_running_or_notify_cancel():
+            if isinstance(what, Generation):
+                self.future.set_result(what)
+            else:
+                self.future.set_exception(what)
+        if self.on_event is not None:
+            self._tell(None)
+        self.on_event = self.ask = None
+
+    def _tell(self, event: Event | None) -> None:
+        assert self.on_event is not None
+        try:
+            self.on_event(event)
+        except Exception:  # whoever listened has gone: no reason to stop the engine, which serves others
+            log.exception("the listener of request %s failed", self.id)
+
+
+class Stream:
+    """The reply of one turn, which has not begun, while it is generated: iterate over its text, piece by piece, once.
+    `result` waits for the end, `cancel` brings it about."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.turn = turn
+        self._text = TextStream(turn.server.tokenizer.decode, turn.stops)
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: the end
+        turn.on_event = self.on_event
+
+    def on_event(self, event: Event | None) -> None:
+        """See Turn; called in the engine's thread."""
+        self._events.put(event)
+
+    def __iter__(self) -> Iterator[str]:
+        self.turn.server.drive(self.turn.future)
+        while (event := self._events.get()) is not None:
+            if event.token is not None and (piece := self._text.push(event.token)):
+                yield piece
+        rest = self._text.finish()
+        if rest:
+            yield rest
+        self.turn.future.result()  # raises what ended it
+
+    def result(self) -> Generation:
+        """The finished turn; raises as Server.generate does."""
+        return self.turn.server.wait(self.turn.future)
+
+    def cancel(self) -> None:
+        """End it now; what was generated so far stands."""
+        self.turn.cancel()
+
+
 _PLAIN_STOPS = ("\nUser:",)  # where a model without a template begins to speak for the user
 _RATES = {
     "gpu_hit_rate": "gpu_hit_tokens",

@@ -9,22 +9,22 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
+from http import HTTPStatus
 from importlib.resources import files
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Header, Request, Response
+from fastapi import APIRouter, FastAPI, Header, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from pensieve import __version__
 from pensieve.core.request import Free, Sampling
-from pensieve.errors import ConfigError
+from pensieve.errors import ConfigError, PensieveError
 from pensieve.serve.server import statistics
-from pensieve.serve.server.api import Server
+from pensieve.serve.server.api import Server, Turn
 from pensieve.serve.server.conversations import LONGEST_NAME, Stored, session_name
-from pensieve.serve.server.feed import ChatShape, CompletionShape, Feed
-from pensieve.serve.server.gate import SESSION_HEADER, BodyRoute, Gate, answer_errors, documented, off_the_loop
-from pensieve.serve.server.responses import Responder
+from pensieve.serve.server.gate import SESSION_HEADER, BodyRoute, Gate, off_the_loop, refused
+from pensieve.serve.server.replies import ChatReply, CompletionReply, Feed, Reply, ResponseReply
 from pensieve.serve.server.schemas import (
     ChatBody,
     CompletionBody,
@@ -37,7 +37,6 @@ from pensieve.serve.server.schemas import (
 from pensieve.serve.server.settings import OPERATOR, ServeSettings, Tenants
 from pensieve.serve.server.state import StateFile
 from pensieve.serve.server.statistics import Meters, session_body, session_line
-from pensieve.serve.server.turn import Turn
 
 SWEEP_S = 5.0  # how often conversations that nobody came back to are looked for
 
@@ -130,10 +129,14 @@ def create_app(state: App) -> FastAPI:
         for close in state.on_close:
             close()
 
-    app = FastAPI(title="Pensieve", version="0.1.0", lifespan=lifespan, docs_url=None, redoc_url=None)
+    told: dict[int | str, dict[str, Any]] = {
+        code: {"description": HTTPStatus(code).phrase} for code in (400, 401, 403, 404, 413, 429, 503)
+    }
+    app = FastAPI(title="Pensieve", lifespan=lifespan, docs_url=None, redoc_url=None, responses=told)
     app.state.settings = state.settings
     app.add_middleware(Gate, state=state)
-    answer_errors(app)
+    for error in (PensieveError, HTTPException):
+        app.add_exception_handler(error, refused)
     _add_routes(app, state)
     return app
 
@@ -152,12 +155,10 @@ Session = Annotated[str | None, Header(alias=SESSION_HEADER, max_length=LONGEST_
 
 
 def _add_routes(app: FastAPI, state: App) -> None:
+    bodies = APIRouter(route_class=BodyRoute)
+
     async def served(
-        request: Request,
-        reply: CompletionShape | Responder,
-        turn: Turn,
-        begin: Callable[[], None],
-        streams: bool | None,
+        request: Request, reply: Reply, turn: Turn, begin: Callable[[], None], streams: bool | None
     ) -> Response:
         """What came of the turn that `begin` begins, streamed or whole, in the form of `reply`."""
         feed = Feed(turn, bool(streams), reply.tells_ids)
@@ -166,31 +167,35 @@ def _add_routes(app: FastAPI, state: App) -> None:
         name = turn.conversation.id
         headers = {SESSION_HEADER: name} if name.isascii() and name.isprintable() else {}
         if streams:
-            return await feed.sent(request, reply.events(feed), headers)
-        return JSONResponse(reply.whole(await feed.whole(request), feed), headers=headers)
+            return await feed.sent(request, reply, headers)
+        await feed.ended(request)
+        return JSONResponse(reply.whole(feed), headers=headers)
 
+    @bodies.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatBody, x_session_id: Session = None) -> Response:
-        turn = state.turn(
-            body, body.max_completion_tokens or body.max_tokens, state.warm.stops(body.stops), tools_of(body.tools)
-        )
+        most, tools = body.max_completion_tokens or body.max_tokens, tools_of(body.tools)
+        turn = state.turn(body, most, state.warm.stops(body.stops), tools)
         name, whole = body.session_id or x_session_id, None if body.history is None else body.history == "whole"
         messages = [message.plain() for message in body.messages]
-        begin = partial(state.warm.chat, turn, _tenant(request), name, messages, whole)
-        return await served(request, ChatShape("chatcmpl", state.model, body), turn, begin, body.stream)
+        begin = partial(state.warm.conversations.chat, turn, _tenant(request), name, messages, whole)
+        return await served(request, ChatReply(body, state.model), turn, begin, body.stream)
 
+    @bodies.post("/v1/completions")
     async def completions(request: Request, body: CompletionBody, x_session_id: Session = None) -> Response:
         turn = state.turn(body, body.max_tokens, body.stops, ignore_eos=bool(body.ignore_eos))
         name, whole = body.session_id or x_session_id, body.history == "whole"
-        begin = partial(state.warm.complete, turn, _tenant(request), name, body.prompt, whole)
-        return await served(request, CompletionShape("cmpl", state.model, body), turn, begin, body.stream)
+        begin = partial(state.warm.conversations.complete, turn, _tenant(request), name, body.prompt, whole)
+        return await served(request, CompletionReply(body, state.model), turn, begin, body.stream)
 
+    @bodies.post("/v1/responses")
     async def respond(request: Request, body: ResponseBody) -> Response:
         tenant, previous = _tenant(request), body.previous_response_id
         stored = None if previous is None else state.stored(tenant, previous)
         turn = state.turn(body, body.max_output_tokens, state.warm.stops(()), tools_of(body.tools))
-        responder = Responder(body, state.model, tenant, turn)
-        return await served(request, responder, turn, partial(responder.begin, stored), body.stream)
+        reply = ResponseReply(body, state.model, tenant, turn)
+        return await served(request, reply, turn, partial(reply.begin, stored), body.stream)
 
+    @bodies.post("/tokenize")
     async def tokenize(request: Request, body: TokenizeBody) -> Response:
         state.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -205,21 +210,13 @@ def _add_routes(app: FastAPI, state: App) -> None:
         tokens = await asyncio.to_thread(ids)
         return JSONResponse({"count": len(tokens), "max_model_len": state.warm.most_tokens, "tokens": tokens})
 
-    for path, endpoint in (
-        ("/v1/chat/completions", chat),
-        ("/v1/completions", completions),
-        ("/v1/responses", respond),
-        ("/tokenize", tokenize),
-    ):
-        app.router.add_api_route(
-            path, endpoint, methods=["POST"], responses=documented(404), route_class_override=BodyRoute
-        )
+    app.include_router(bodies)
 
-    @app.get("/v1/responses/{response_id}", responses=documented(404))
+    @app.get("/v1/responses/{response_id}")
     async def get_response(request: Request, response_id: str) -> Response:
         return JSONResponse(state.stored(_tenant(request), response_id).body)
 
-    @app.delete("/v1/responses/{response_id}", responses=documented(404))
+    @app.delete("/v1/responses/{response_id}")
     async def delete_response(request: Request, response_id: str) -> Response:
         if not state.warm.conversations.unstore(_tenant(request), response_id):
             raise HTTPException(404, f"There is no response {response_id!r}.")
@@ -230,46 +227,46 @@ def _add_routes(app: FastAPI, state: App) -> None:
         most = {"max_model_len": state.warm.most_tokens}
         return {"id": state.model, "object": "model", "created": state.created, "owned_by": "pensieve", **most, **drawn}
 
-    @app.get("/v1/models", responses=documented())
+    @app.get("/v1/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [card()]})
 
-    @app.get("/v1/models/{model}", responses=documented(404))
+    @app.get("/v1/models/{model}")
     async def model(model: str) -> Response:
         state.check_model(model)
         return JSONResponse(card())
 
-    @app.get("/v1/sessions", responses=documented())
+    @app.get("/v1/sessions")
     async def sessions(request: Request) -> Response:
         server = state.warm
         known = sorted(server.conversations.of(_tenant(request)), key=lambda one: -one.used_at)
         lines = await asyncio.to_thread(lambda: [session_line(server, one) for one in known])  # replicas are asked
         return JSONResponse({"object": "list", "data": lines})
 
-    @app.get("/v1/sessions/{session_id:path}", responses=documented(404))
+    @app.get("/v1/sessions/{session_id:path}")
     async def session(request: Request, session_id: str) -> Response:
         known = state.warm.conversations.find(_tenant(request), session_name(session_id))
         if known is None:
             raise HTTPException(404, f"There is no session {session_id!r}.")
         return JSONResponse(await asyncio.to_thread(session_body, state.warm, known))
 
-    @app.delete("/v1/sessions/{session_id:path}", responses=documented(404))
+    @app.delete("/v1/sessions/{session_id:path}")
     async def delete_session(request: Request, session_id: str) -> Response:
         if not await asyncio.to_thread(state.warm.end_session, _tenant(request), session_name(session_id)):
             raise HTTPException(404, f"There is no session {session_id!r}.")
         return JSONResponse({"id": session_id, "object": "session", "deleted": True})
 
-    @app.get("/health", responses={503: {"description": "Not ready, or the engine failed"}})
+    @app.get("/health")
     async def health() -> Response:
         if state.server is None:
             return JSONResponse({"status": state.failure or "loading"}, status_code=503)
         return JSONResponse({"status": "ok", "model": state.model})
 
-    @app.get("/version", responses=documented())
+    @app.get("/version")
     async def version() -> Response:
         return JSONResponse({"version": __version__, "identity": state.identity})
 
-    @app.get("/metrics", responses=documented(404))
+    @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         if state.tenants.required and _tenant(request) != OPERATOR:
             raise HTTPException(404, f"Only the key of the tenant {OPERATOR!r} may read the metrics of all.")

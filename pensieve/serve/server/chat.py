@@ -20,9 +20,8 @@ from pensieve.lab.compose.settings import check_node
 from pensieve.lab.compose.weights import check_weights, model_config
 from pensieve.lab.trial.terminal import console, say
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.server.api import Server
+from pensieve.serve.server.api import Server, Stream
 from pensieve.serve.server.create import server_of
-from pensieve.serve.server.turn import Stream
 from pensieve.specs import ROUNDS_APART, SIXTEEN_BITS
 
 SHIPPED = "five"
@@ -127,7 +126,7 @@ class Conversation:
             messages.insert(0, {"role": "system", "content": s.system})
         output = Free(s.max_new_tokens, self._server.stops(()))
         stream = Stream(self._server.turn(output, self._server.sampling(s.temperature, s.top_p), fits=True))
-        self._server.chat(stream.turn, "", _NAME, list(messages), whole=False)
+        self._server.conversations.chat(stream.turn, "", _NAME, list(messages), whole=False)
         return stream
 
     def took(self, stream: Stream) -> TurnRecord:

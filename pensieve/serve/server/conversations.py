@@ -1,4 +1,4 @@
-"""What a server knows of its conversations: their tokens, turns and stored responses, and which a request goes on from."""
+"""What a server knows of its conversations: their tokens, turns and stored responses; and which one a turn goes on from."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ import secrets
 import threading
 import time
 import unicodedata
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from pensieve.core.request import Fork, TokenArray, text_of
+from pensieve.core.request import Fork, TokenArray, text_of, tokens_of
 from pensieve.core.session import common_prefix
 from pensieve.errors import ConfigError, TooManySessions
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.transcript import Transcript
 
 if TYPE_CHECKING:
-    from pensieve.serve.server.turn import Turn
+    from pensieve.serve.server.api import Turn
 
 TOKEN_BYTES = 4
 LONGEST_NAME = 256
 _TOKENS = attrgetter("tokens")
+_LEAST_SHARED = 32  # tokens: below, a conversation of its own computes them as fast as it would find them
 _NEIGHBOURS = 8  # on either side of where a prompt would be sorted in
 
 
@@ -163,6 +165,18 @@ def _digest(before: bytes, value: object) -> bytes:
     return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
 
 
+def _more(turn: Turn, held: Conversation, messages: list[Message]) -> Asked:
+    """What the conversation holds, and new messages."""
+    if held.messages is not None or not held.tokens:
+        return turn.asks([*(held.messages or ()), *messages], dict(held.replies))
+    if len(messages) != 1 or messages[0].get("role") != "user":
+        raise ConfigError(
+            "This session holds raw text, so it takes one message of the user at a time, or a whole history."
+        )
+    following = turn.server.template.following(str(messages[0]["content"]), held.tokens[-1])
+    return Asked(held.tokens + array("i", following))
+
+
 class Conversations:
     """Thread-safe by `lock`, which callers hold over what must happen at once. released: told of each conversation that is
     given up."""
@@ -205,15 +219,12 @@ class Conversations:
         with self.lock:
             return sum(map(len, self._all.values()))
 
-    def by_messages(self, tenant: str, keys: Sequence[bytes]) -> tuple[Conversation, Mark, int] | None:
-        """The conversation whose turn ended with these messages, the most of them: its mark, and how many messages that is.
-        keys: message_key of each message."""
+    def by_messages(self, tenant: str, keys: Sequence[bytes]) -> tuple[Conversation, Mark] | None:
+        """The conversation of which a turn ended with these messages, the most of them, and the mark of that turn."""
         with self.lock:
-            for count in range(len(keys), 0, -1):
-                known = self._by_key.get((tenant, keys[count - 1]))
-                if known is not None:
-                    conversation, place = known
-                    return conversation, conversation.marks[place], count
+            for key in reversed(keys):
+                if (known := self._by_key.get((tenant, key))) is not None:
+                    return known[0], known[0].marks[known[1]]
         return None
 
     def by_tokens(self, tenant: str, prompt: TokenArray[int]) -> tuple[Conversation, int] | None:
@@ -250,38 +261,110 @@ class Conversations:
         asked differently, or again: the old reply is then rarely gone on from."""
         with self.lock:
             child = self.open(parent.tenant)
-            self._begin_as(child, parent, keep)
+            self._replace(child, parent.tokens[:keep])
+            child.computed = min(parent.computed, max(keep - 1, 0))
+            child.marks = [mark for mark in parent.marks if mark.length <= keep]
+            if parent.messages is not None:
+                said = child.marks[-1].messages if child.marks else 0
+                child.messages = parent.messages[:said]
+                child.replies = parent.first_replies(said)
+            child.keep_alive_s, child.restored = parent.keep_alive_s, parent.restored
+            child.parent, child.asked = parent.id, len(child.marks)
+            if (
+                not parent.restored
+            ):  # else the engine has nothing of it, and begins the child with what that has computed
+                last = parent.marks[-1].asked if parent.marks else 0
+                child.fork = Fork(parent.engine_name, keep, takes_kv=parent.idle and keep >= last)
             return child
 
-    def rename_fork(self, parent: Conversation, keep: int) -> Conversation:
-        """As `fork`, and the child takes the parent's name: what was claimed of the parent stays under another one."""
+    # -- which one a turn goes on from ----------------------------------------------------------------------------------
+
+    def chat(
+        self, turn: Turn, tenant: str, name: str | None, messages: list[Message], whole: bool | None = None
+    ) -> None:
+        """Begin a turn with these messages. name: of the conversation; None: the one that began with them, or a new one.
+        whole: they are the whole history; None: if the assistant speaks in them, or if they come without a name."""
+        if name is None:
+            known = self.by_messages(tenant, message_keys(messages, turn.tools))
+            if known is None:
+                self._nearest(turn, tenant, turn.asks(messages))
+            else:
+                self.go_on(turn, *known, messages, known[0].first_replies(known[1].messages))
+            return
+        if whole is None:
+            whole = any(message.get("role") == "assistant" for message in messages)
         with self.lock:
-            name, known = parent.id, self._all[parent.tenant]
-            del known[name]
-            parent.id = next(free for number in self._numbers if (free := f"{name}~{number}") not in known)
-            known[parent.id] = parent
-            parent.named, was_named = False, parent.named
-            child = self.open(parent.tenant, name)
-            child.named = was_named
-            self._begin_as(child, parent, keep)
-            return child
+            conversation = self._named(tenant, name)
+            if whole:
+                pairs = enumerate(zip(messages, conversation.messages or (), strict=False))
+                same = sum(1 for _ in itertools.takewhile(lambda pair: pair[1][0] == pair[1][1], pairs))
+                asked = turn.asks(messages, conversation.first_replies(same))
+                turn.begin(self._unclaimed(conversation, asked), asked)
+            else:
+                turn.begin(conversation, lambda held: _more(turn, held, messages))
 
-    def _begin_as(self, child: Conversation, parent: Conversation, keep: int) -> None:
-        self._replace(child, parent.tokens[:keep])
-        child.computed = min(parent.computed, max(keep - 1, 0))
-        child.marks = [mark for mark in parent.marks if mark.length <= keep]
-        if parent.messages is not None:
-            said = child.marks[-1].messages if child.marks else 0
-            child.messages = parent.messages[:said]
-            child.replies = parent.first_replies(said)
-        child.keep_alive_s = parent.keep_alive_s
-        last = parent.marks[-1].asked if parent.marks else 0
-        child.parent, child.asked = parent.id, len(child.marks)
-        child.restored = parent.restored
-        if (
-            not parent.restored
-        ):  # or the engine has nothing of the parent, and begins the child with what that has computed
-            child.fork = Fork(parent.engine_name, keep, takes_kv=parent.idle and keep >= last)
+    def go_on(
+        self, turn: Turn, conversation: Conversation, mark: Mark, messages: list[Message], replies: dict[int, list[int]]
+    ) -> None:
+        """Go on from a mark with these messages, the whole history; replies: the model's own tokens of some of them."""
+        asked = turn.asks(messages, replies)
+        with self.lock:
+            if self.find(conversation.tenant, conversation.id) is not conversation:  # it is gone
+                turn.begin(self.open(conversation.tenant), asked)
+                return
+            last = bool(conversation.marks) and conversation.marks[-1] is mark
+            shared = common_prefix(conversation.tokens, asked.prompt)
+            if not (conversation.idle and last and shared >= conversation.claimed()):
+                conversation = self.fork(conversation, shared)
+            turn.begin(conversation, asked)
+
+    def complete(self, turn: Turn, tenant: str, name: str | None, prompt: str | Sequence[int], whole: bool) -> None:
+        """Begin a turn with a prompt without roles. With a name it is appended to what the conversation holds, unless it is
+        all of it."""
+        server = turn.server
+        if isinstance(prompt, str):
+            begin = array("i", server.tokenizer.begin)
+            ids = array("i", server.tokenizer.encode(text_of(prompt, "prompt")))
+        else:
+            begin, ids = array("i"), tokens_of(prompt, server.vocab)
+        asked = Asked(begin + ids)
+        if name is None:
+            self._nearest(turn, tenant, asked, prompt if isinstance(prompt, str) else None)
+            return
+        with self.lock:
+            conversation = self._named(tenant, name)
+            if whole:
+                turn.begin(self._unclaimed(conversation, asked), asked)
+            else:
+                turn.begin(conversation, lambda held: Asked((held.tokens or begin) + ids))
+
+    def _named(self, tenant: str, name: str) -> Conversation:
+        return self.find(tenant, session_name(name)) or self.open(tenant, name)
+
+    def _unclaimed(self, conversation: Conversation, asked: Asked) -> Conversation:
+        """The conversation, or a fork where this prompt leaves it before what has to stay."""
+        shared = common_prefix(conversation.tokens, asked.prompt)
+        return (
+            self.fork(conversation, shared) if conversation.idle and shared < conversation.claimed() else conversation
+        )
+
+    def _nearest(self, turn: Turn, tenant: str, asked: Asked, text: str | None = None) -> None:
+        """In the conversation that the prompt goes on from, a fork of the one that shares most with it, or a new one."""
+        with self.lock:
+            conversation, shared = self.by_tokens(tenant, asked.prompt) or (None, 0)
+            if conversation is not None and text is not None and _LEAST_SHARED <= shared < len(conversation.tokens):
+                # A text may begin with all that was said and still encode to other tokens: then those said are taken.
+                said = turn.server.tokenizer.decode(conversation.tokens)
+                if said and text.startswith(said):
+                    shared = len(conversation.tokens)
+                    rest = array("i", turn.server.tokenizer.encode(text[len(said) :]))
+                    asked = Asked(conversation.tokens + rest)
+            if conversation is None or not (conversation.idle and shared == len(conversation.tokens)):
+                if conversation is not None and shared >= _LEAST_SHARED:
+                    conversation = self.fork(conversation, shared)
+                else:
+                    conversation = self.open(tenant)
+            turn.begin(conversation, asked)
 
     # -- progress -----------------------------------------------------------------------------------------------------
 
@@ -315,10 +398,6 @@ class Conversations:
         is the one that is found by what both said."""
         with self.lock:
             known = self._all.setdefault(conversation.tenant, {})
-            while conversation.id in known:  # a name that was written twice, by whatever fault: both are kept
-                conversation.id, conversation.named = conversation.id + "~", False
-            while conversation.engine_name in self._engine_names:
-                conversation.engine_name += "~"
             known[conversation.id] = conversation
             self._engine_names.add(conversation.engine_name)
             bisect.insort_right(self._sorted.setdefault(conversation.tenant, []), conversation, key=_TOKENS)

@@ -6,10 +6,9 @@ import asyncio
 import inspect
 from collections.abc import Callable, Coroutine
 from functools import partial
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
@@ -28,7 +27,6 @@ from pensieve.errors import (
     RequestRefused,
     TooManySessions,
 )
-from pensieve.serve.server.schemas import error_body
 
 if TYPE_CHECKING:
     from pensieve.serve.server.app import App
@@ -67,15 +65,9 @@ class BadBody(PensieveError):
         self.where = where
 
 
-def documented(*codes: int) -> dict[int | str, dict[str, Any]]:
-    """The error statuses that an operation documents."""
-    return {code: {"description": HTTPStatus(code).phrase} for code in (400, 401, 403, 413, 429, 503, *codes)}
-
-
-def answer_errors(app: FastAPI) -> None:
-    """From now on they are answers of this app."""
-    app.add_exception_handler(PensieveError, refused)
-    app.add_exception_handler(HTTPException, refused)
+def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def refused(_: object, error: Exception) -> Response:

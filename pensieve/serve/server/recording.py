@@ -14,8 +14,7 @@ from pensieve.lab.traffic.hashing import BLOCK_TOKENS, TOKEN_BYTES, Salt
 from pensieve.lab.traffic.journal import COMMIT_S, Journal
 from pensieve.lab.traffic.table import Exchange, Facts, Status
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.server.api import Server
-from pensieve.serve.server.turn import Turn
+from pensieve.serve.server.api import Server, Turn
 
 _STATUS: dict[str, Status] = {"completed": "completed", "cancelled": "cancelled", "timeout": "cancelled"}
 

@@ -1,4 +1,4 @@
-"""What clients of the OpenAI API send: chat completions, completions and responses; and the numbers that they get back."""
+"""What clients of the OpenAI API send: chat completions, completions and responses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from pensieve.core.request import Hint
 from pensieve.errors import ConfigError
-from pensieve.serve.record import TurnRecord
-from pensieve.serve.server.conversations import LONGEST_NAME
+from pensieve.serve.server.conversations import LONGEST_NAME, Message
 
 Tools = list[dict[str, Any]]
 Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -74,10 +73,6 @@ class _Sampled(_Body):
     frequency_penalty: Literal[0] | None = 0
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     stream_options: dict[str, Any] | None = None
-
-    @property
-    def include_usage(self) -> bool:
-        return bool((self.stream_options or {}).get("include_usage"))
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -189,35 +184,29 @@ def hint_of(metadata: Mapping[str, Any] | None) -> Hint | None:
     return Hint(**said) if said else None
 
 
-def usage(record: TurnRecord) -> dict[str, Any]:
-    """Tokens of a turn, and where its prompt was found: gpu + cpu + disk + recomputed + new = prompt_tokens."""
-    prompt = record.prompt_tokens or 0
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": record.output_tokens,
-        "total_tokens": prompt + record.output_tokens,
-        "prompt_tokens_details": prompt_details(record),
-    }
-
-
-def prompt_details(record: TurnRecord) -> dict[str, int]:
-    """KV that another conversation had left counts as found, though it was new here."""
-    shared, disk = record.shared_hit_tokens or 0, record.disk_hit_tokens or 0
-    gpu, cpu = (record.gpu_hit_tokens or 0) + shared, record.cpu_hit_tokens or 0
-    return {
-        "cached_tokens": gpu + cpu + disk,
-        "gpu": gpu,
-        "cpu": cpu,
-        "disk": disk,
-        "recomputed": record.recomputed_tokens or 0,
-        "new": (record.new_tokens or 0) - shared,
-    }
-
-
-def finish_reason(record: TurnRecord) -> str:
-    return "length" if record.finish_reason == "length" else "stop"
-
-
-def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def messages_of(given: str | list[dict[str, Any]]) -> list[Message]:
+    """Convert input items of /v1/responses to messages. Raises ConfigError for items that are no text."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[Message] = []
+    for item in given:
+        kind = item.get("type", "message")
+        if kind == "message":
+            role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
+            if role not in ("system", "user", "assistant"):
+                raise ConfigError(
+                    f"An input message has the role {role!r}; it is user, assistant, system or developer."
+                )
+            messages.append({"role": role, "content": text_of_parts(item.get("content"))})
+        elif kind == "function_call":
+            function = {"name": str(item.get("name")), "arguments": str(item.get("arguments", ""))}
+            call = {"id": str(item.get("call_id")), "type": "function", "function": function}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        elif kind == "function_call_output":
+            text = text_of_parts(item.get("output"))
+            messages.append({"role": "tool", "content": text, "tool_call_id": str(item.get("call_id"))})
+        elif kind != "reasoning":  # what a model thought before is no part of the conversation
+            raise ConfigError(f"An input item of type {kind!r} is not supported; send messages and function calls.")
+    if not messages:
+        raise ConfigError("input is empty; send a string, or at least one message.")
+    return messages

@@ -175,9 +175,6 @@ class StateFile(Keeper):
         with self._conversations.lock, self._writing(conversation):
             row = self._rows.get(conversation)
             if row is None:
-                for other, known in self._rows.items():  # or a fork of another one has taken its name
-                    if known.about and known.about["id"] != other.id:
-                        self._describe(known, {**known.about, "id": other.id, "named": other.named})
                 insert = "INSERT INTO conversation VALUES (NULL, ?, '', 0)"
                 made = self._database.execute(insert, (self._model,)).lastrowid
                 assert made is not None

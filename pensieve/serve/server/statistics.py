@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.api import Server
 from pensieve.serve.server.conversations import Conversation
-from pensieve.serve.server.schemas import prompt_details
+from pensieve.serve.server.replies import prompt_details
 
 
 def malloc_bytes() -> int | None:

@@ -1,0 +1,388 @@
+"""What clients get of a turn: completions, chat completions and responses, whole or in server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from pensieve.core.request import Event
+from pensieve.errors import PensieveError
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.server.api import Turn
+from pensieve.serve.server.conversations import Message, Stored
+from pensieve.serve.server.gate import CLOSED, error_body
+from pensieve.serve.server.schemas import ChatBody, CompletionBody, ResponseBody, messages_of
+from pensieve.serve.tokenizer import TextStream
+
+
+class ClientLeft(HTTPException):
+    """Nobody is there to get what the turn would still say."""
+
+    def __init__(self) -> None:
+        super().__init__(CLOSED)
+
+
+class Feed:
+    """One turn in the event loop: its text pieces as they come, or its end.
+
+    tells_ids: a piece for each token, with its text if that is decided; take_ids gives its ids.
+    """
+
+    def __init__(self, turn: Turn, streams: bool, tells_ids: bool = False) -> None:
+        """turn: that has not begun. streams: `sent` is wanted; else `ended`."""
+        self.turn, self.tells_ids = turn, tells_ids
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()  # None: the end
+        self._text = TextStream(turn.server.tokenizer.decode, turn.stops)
+        self._ids: list[int] = []
+        self._left = False
+        if streams:
+            turn.on_event = self.on_event
+
+    def on_event(self, event: Event | None) -> None:
+        """Queue an event for the loop; called in the engine's thread."""
+        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    def drive(self) -> None:
+        """Let time go on for its turn, which has begun, on a simulated machine."""
+        if self.turn.server.system.clock.virtual:
+            self._loop.run_in_executor(None, self.turn.server.drive, self.turn.future)
+
+    def take_ids(self) -> list[int]:
+        """Return the ids of the tokens that came since the last call."""
+        ids, self._ids = self._ids, []
+        return ids
+
+    @property
+    def text(self) -> str:
+        """Of the turn that has ended."""
+        return self.turn.future.result().text
+
+    async def ended(self, request: Request) -> None:
+        """Wait for the end of the turn. Raises what it ended with, or ClientLeft."""
+        watch = asyncio.ensure_future(self._watch(request.receive))
+        try:
+            await asyncio.shield(asyncio.wrap_future(self.turn.future))
+            self._raise_if_left()
+        finally:
+            watch.cancel()
+            self._end()
+
+    async def sent(self, request: Request, reply: Reply, headers: dict[str, str]) -> StreamingResponse:
+        """Make the response that streams the turn as this reply. Raises what ends it before its first piece: what is refused
+        gets a status that says so."""
+        watch = asyncio.ensure_future(self._watch(request.receive))
+        pieces = self._pieces()
+        try:
+            first = await anext(pieces, "")
+        except BaseException:
+            watch.cancel()
+            raise
+
+        async def events() -> AsyncGenerator[str, None]:
+            try:
+                async with aclosing(pieces):
+                    for event in reply.opening(self):
+                        yield event
+                    if first or self.tells_ids:
+                        yield reply.piece(self, first)
+                    async for text in pieces:
+                        yield reply.piece(self, text)
+                for event in reply.ending(self):
+                    yield event
+            except PensieveError as error:
+                yield reply.failed(error)
+            except ClientLeft:
+                pass
+            finally:
+                watch.cancel()
+
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
+        return _EventStream(events(), media_type="text/event-stream", headers=headers)
+
+    async def _pieces(self) -> AsyncGenerator[str, None]:
+        """Its text. Raises what the turn ended with, or ClientLeft."""
+        try:
+            while (event := await self._events.get()) is not None:
+                if event.token is None:
+                    continue
+                self._ids.append(event.token)
+                piece = self._text.push(event.token)
+                if piece or self.tells_ids:
+                    yield piece
+            self._raise_if_left()
+            self.turn.future.result()
+            if rest := self._text.finish():
+                yield rest
+        finally:
+            self._end()
+
+    def _raise_if_left(self) -> None:
+        if self._left:
+            raise ClientLeft
+
+    async def _watch(self, receive: Receive) -> None:
+        """End the turn when its client leaves, and so whatever waits for it."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._left = True
+        self._end()
+
+    def _end(self) -> None:
+        """Cancel the turn, unless it has ended."""
+        if not self.turn.future.done():
+            self.turn.cancel()
+
+
+class _EventStream(StreamingResponse):
+    """Starlette's sends from a task beside one that waits for the client to leave, which takes several rounds of the loop
+    before the first byte; here the feed knows when its client leaves."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.stream_response(send)
+
+
+class CompletionReply:
+    """JSON of a completion, whole and in events: before the first piece of its text, a piece, and behind the last one."""
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    _end: dict[str, Any] = {"text": ""}  # noqa: RUF012
+
+    def __init__(self, body: ChatBody | CompletionBody, model: str) -> None:
+        self._id = f"{self.prefix}-{random.getrandbits(96):024x}"
+        self._model, self._created = model, int(time.time())
+        self._counts = bool((body.stream_options or {}).get("include_usage"))
+        self.tells_ids = isinstance(body, CompletionBody) and bool(body.return_token_ids)
+
+    def whole(self, feed: Feed) -> dict[str, Any]:
+        record = ended(feed.turn)
+        choice = {"index": 0, **self._said(feed.text), "logprobs": None, "finish_reason": _finish_reason(record)}
+        if self.tells_ids:
+            choice["token_ids"] = list(record.token_ids)
+        return {**self._frame(self.kind, feed, [choice]), "usage": _usage(record)}
+
+    def opening(self, feed: Feed) -> Iterable[str]:
+        return ()
+
+    def piece(self, feed: Feed, text: str) -> str:
+        return self._chunk(feed, self._delta(text))
+
+    def ending(self, feed: Feed) -> Iterator[str]:
+        record = ended(feed.turn)
+        yield self._chunk(feed, self._end, _finish_reason(record))
+        if self._counts:
+            yield _event({**self._frame(self.chunk_kind, feed, []), "usage": _usage(record)})
+        yield "data: [DONE]\n\n"
+
+    def failed(self, error: PensieveError) -> str:
+        """After the first byte: the status has been sent."""
+        return _event(error_body(str(error), "server_error"))
+
+    def _frame(self, kind: str, feed: Feed, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        told = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        return {**told, "session_id": feed.turn.conversation.id, "choices": choices}
+
+    def _chunk(self, feed: Feed, said: dict[str, Any], finish: str | None = None) -> str:
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish}
+        if self.tells_ids:
+            choice["token_ids"] = feed.take_ids()
+        return _event(self._frame(self.chunk_kind, feed, [choice]))
+
+    def _said(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+
+class ChatReply(CompletionReply):
+    """The same of a chat completion."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    _end: dict[str, Any] = {"delta": {}}  # noqa: RUF012
+
+    def opening(self, feed: Feed) -> Iterable[str]:
+        return (self._chunk(feed, {"delta": {"role": "assistant", "content": ""}}),)
+
+    def _said(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None, "annotations": []}}
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}}
+
+
+class ResponseReply:
+    """A response, which owns its KV: the turn it makes, the object that clients get, and its events."""
+
+    tells_ids = False
+
+    def __init__(self, body: ResponseBody, model: str, tenant: str, turn: Turn) -> None:
+        self.id, self._item = f"resp_{secrets.token_hex(16)}", f"msg_{secrets.token_hex(16)}"
+        self._body, self._model, self._tenant, self._turn = body, model, tenant, turn
+        self._created = int(time.time())
+        self._numbers = itertools.count()
+
+    def begin(self, previous: Stored | None) -> None:
+        """Begin its turn. Its instructions are those of this response: earlier ones are not carried over."""
+        conversations, new = self._turn.server.conversations, messages_of(self._body.input)
+        system: list[Message] = (
+            [] if self._body.instructions is None else [{"role": "system", "content": self._body.instructions}]
+        )
+        if previous is None:
+            conversations.chat(self._turn, self._tenant, None, [*system, *new])
+            return
+        conversation, mark, skipped = previous.conversation, previous.mark, int(previous.instructed)
+        said = list(conversation.messages or ())[skipped : mark.messages]
+        shift = len(system) - skipped
+        replies = {place + shift: ids for place, ids in conversation.first_replies(mark.messages).items()}
+        conversations.go_on(self._turn, conversation, mark, [*system, *said, *new], replies)
+
+    def whole(self, feed: Feed) -> dict[str, Any]:
+        """The finished response, which is stored if it is to be; if not, its conversation is given up."""
+        turn, record = feed.turn, ended(feed.turn)
+        final = self._object("incomplete" if record.finish_reason == "length" else "completed", feed.text, record)
+        conversations = turn.server.conversations
+        if self._body.store is not False and turn.mark is not None:
+            instructed = self._body.instructions is not None
+            conversations.store(self.id, Stored(final, turn.conversation, turn.mark, instructed))
+        else:
+            conversations.give_up(turn.conversation)
+        return final
+
+    def opening(self, feed: Feed) -> Iterator[str]:
+        yield self._event("response.created", response=self._object("in_progress"))
+        yield self._event("response.in_progress", response=self._object("in_progress"))
+        yield self._event("response.output_item.added", output_index=0, item=self._message("in_progress", ""))
+        yield self._text_event("response.content_part.added", part=_part(""))
+
+    def piece(self, feed: Feed, text: str) -> str:
+        return self._text_event("response.output_text.delta", delta=text, logprobs=[])
+
+    def ending(self, feed: Feed) -> Iterator[str]:
+        final = self.whole(feed)
+        yield self._text_event("response.output_text.done", text=feed.text, logprobs=[])
+        yield self._text_event("response.content_part.done", part=_part(feed.text))
+        yield self._event("response.output_item.done", output_index=0, item=final["output"][0])
+        yield self._event(f"response.{final['status']}", response=final)
+
+    def failed(self, error: PensieveError) -> str:
+        failure = {"code": "server_error", "message": str(error)}
+        return self._event("response.failed", response={**self._object("failed"), "error": failure})
+
+    def _object(self, status: str, text: str = "", record: TurnRecord | None = None) -> dict[str, Any]:
+        """The response as JSON. record: of the turn that has ended."""
+        body, turn = self._body, self._turn
+        nothing_said = {"type": "function", "description": None, "parameters": None, "strict": None}
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": None if record is None else int(time.time()),
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": body.metadata or {},
+            "model": self._model,
+            "output": [] if record is None else [self._message(status, text)],
+            "parallel_tool_calls": bool(body.parallel_tool_calls),
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": None,
+            "reasoning": None,
+            "safety_identifier": None,
+            "service_tier": "default",
+            "session_id": turn.conversation.id,
+            "store": body.store is not False,
+            "temperature": turn.sampling.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
+            "tools": [{**nothing_said, **tool["function"]} for tool in turn.tools or ()],
+            "top_logprobs": 0,
+            "top_p": turn.sampling.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": None if record is None else self._usage(record),
+            "user": None,
+        }
+
+    def _message(self, status: str, text: str) -> dict[str, Any]:
+        content = [_part(text)] if text or status != "in_progress" else []
+        return {"type": "message", "id": self._item, "status": status, "role": "assistant", "content": content}
+
+    def _usage(self, record: TurnRecord) -> dict[str, Any]:
+        told = _usage(record)
+        return {
+            "input_tokens": told["prompt_tokens"],
+            "input_tokens_details": told["prompt_tokens_details"],
+            "output_tokens": told["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": told["total_tokens"],
+        }
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        return f"event: {kind}\n{_event({'type': kind, 'sequence_number': next(self._numbers), **fields})}"
+
+    def _text_event(self, kind: str, **fields: Any) -> str:
+        return self._event(kind, item_id=self._item, output_index=0, content_index=0, **fields)
+
+
+Reply = CompletionReply | ResponseReply
+
+
+def ended(turn: Turn) -> TurnRecord:
+    """The record of a turn that has ended."""
+    assert turn.record is not None
+    return turn.record
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _finish_reason(record: TurnRecord) -> str:
+    return "length" if record.finish_reason == "length" else "stop"
+
+
+def _usage(record: TurnRecord) -> dict[str, Any]:
+    """Tokens of a turn, and where its prompt was found: gpu + cpu + disk + recomputed + new = prompt_tokens."""
+    prompt = record.prompt_tokens or 0
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": record.output_tokens,
+        "total_tokens": prompt + record.output_tokens,
+        "prompt_tokens_details": prompt_details(record),
+    }
+
+
+def prompt_details(record: TurnRecord) -> dict[str, int]:
+    """KV that another conversation had left counts as found, though it was new here."""
+    shared, disk = record.shared_hit_tokens or 0, record.disk_hit_tokens or 0
+    gpu, cpu = (record.gpu_hit_tokens or 0) + shared, record.cpu_hit_tokens or 0
+    return {
+        "cached_tokens": gpu + cpu + disk,
+        "gpu": gpu,
+        "cpu": cpu,
+        "disk": disk,
+        "recomputed": record.recomputed_tokens or 0,
+        "new": (record.new_tokens or 0) - shared,
+    }
