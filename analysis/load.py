@@ -12,12 +12,12 @@ from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Panel, Source, number
 from pensieve.errors import MissingSeries
 from pensieve.lab.compose.folder import conf_folder
+from pensieve.lab.metrics import Slo
 from pensieve.lab.results.claims import Claim, rates_at, read_claims, unmet
 from pensieve.lab.results.frame import TrialGroup, positive_ratio
 from pensieve.lab.results.notes import load_changed, starting
 from pensieve.lab.results.notes import offered_rate as rate_of
 from pensieve.lab.results.schema import Trial
-from pensieve.lab.results.slo import slo_of_sweep
 from pensieve.lab.statistics import FEWEST_GROUPS
 
 NOT_REACHED = "; the window of some trials began before the offered rate was reached, which is that of steady state"
@@ -64,7 +64,7 @@ def _starting(rows: Sequence[Row]) -> str:
 
 def _objective(panel: Panel) -> str:
     """What the sweep's slo asks of a turn."""
-    slo = slo_of_sweep(panel.sweep.overrides)
+    slo = Slo.of_sweep(panel.sweep.overrides)
     names = {"ttft_ms": "first token", "tpot_ms": "each further token"}
     asked = {text: getattr(slo, name) for name, text in names.items()}
     return " and ".join(f"{text} within {most:g} ms" for text, most in asked.items() if most is not None)

@@ -26,8 +26,8 @@ from pensieve.lab.results.frame import (
     gap_closed,
     paired,
     values_of,
+    varying_axes,
 )
-from pensieve.lab.results.trials import varying_axes
 from pensieve.lab.statistics import Estimate, paired_ratio
 
 SIZES = {"cache": "cache", "cache.gpu": "GPU cache (tokens)", "cache.cpu": "CPU cache (tokens)"}

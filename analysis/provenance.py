@@ -10,8 +10,8 @@ from itertools import combinations
 from typing import Any
 
 from pensieve.errors import MixedPanel
+from pensieve.lab.results.frame import field_of, mixtures
 from pensieve.lab.results.schema import Sweep, Trial
-from pensieve.lab.results.trials import field_of, mixtures
 from pensieve.units import ceil_div
 
 

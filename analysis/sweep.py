@@ -12,12 +12,11 @@ from sqlalchemy import select
 
 from analysis.provenance import Provenance, trace
 from pensieve.errors import ConfigError, MissingSeries
-from pensieve.lab.results.frame import REFERENCE, Frame, conversations_of
+from pensieve.lab.results.frame import REFERENCE, Frame, axis_value, conversations_of, listed_values, varying_axes
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.schema import Sweep, SweepTrial, Trial
 from pensieve.lab.results.size_map import SETTINGS
 from pensieve.lab.results.store import JobResult, ResultsStore
-from pensieve.lab.results.trials import axis_value, listed_values, varying_axes
 from pensieve.serve.books.holding import TIERS
 from pensieve.units import parse_capacity
 

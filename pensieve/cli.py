@@ -283,7 +283,7 @@ def compare() -> int:
 
 
 def results(argv: Sequence[str] | None = None) -> int:
-    """What was recorded: list, show, export, reproduce, bundle it, or write MLflow from it."""
+    """What was recorded: list, show, export, reproduce it, or write MLflow from it."""
     sys.path.insert(0, os.getcwd())  # reproduce: a policy of one's own in the current folder
     with _imports():
         from pensieve.lab.commands.results import results as body

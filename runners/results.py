@@ -1,4 +1,4 @@
-"""What was recorded: list, show, export, reproduce, bundle it, or write MLflow from it."""
+"""What was recorded: list, show, export, reproduce it, or write MLflow from it."""
 
 if __name__ == "__main__":
     from _verb import call

@@ -38,8 +38,8 @@ import pensieve.serve.systems.profiling
 import pensieve.serve.systems.threaded_system
 import pensieve.sim.worker  # noqa: F401
 from pensieve.lab.results import mlflow_runs
-from pensieve.lab.results.digest import code_hash
 from pensieve.lab.results.environment import environment
+from pensieve.lab.results.identity import code_hash
 from pensieve.lab.trial import sweep
 from tests.composed import composed
 

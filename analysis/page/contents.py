@@ -10,10 +10,10 @@ from analysis.provenance import device_of, ranges
 from analysis.sweep import DEFAULT_COMMAND, Source
 from pensieve.lab import tables
 from pensieve.lab.results.claims import VERDICTS, Judged, Verdict
+from pensieve.lab.results.frame import axis_value, differences, flat, varying_axes
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import JobResult
 from pensieve.lab.results.sweep_table import SweepRow, cells_of, sweep_table
-from pensieve.lab.results.trials import axis_value, differences, flat, varying_axes
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.tables import Table
 from pensieve.units import NONE, three_digits

@@ -94,6 +94,18 @@ class Slo:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
 
+    @classmethod
+    def of(cls, asked: Mapping[str, Any]) -> Slo:
+        """From the `slo` of a configuration."""
+        given = {name: float(value) for name, value in asked.items() if str(value).lower() not in ("none", "null")}
+        return cls(given.get("ttft_ms"), given.get("tpot_ms"))
+
+    @classmethod
+    def of_sweep(cls, overrides: Mapping[str, Any]) -> Slo:
+        """That its command set, key to text."""
+        typed = {key.lstrip("+"): str(text) for key, text in overrides.items()}
+        return cls.of({key.removeprefix("slo."): text for key, text in typed.items() if key.startswith("slo.")})
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
@@ -429,6 +441,10 @@ def _by_round(turns: Iterable[TurnRecord]) -> dict[tuple[int, str], float]:
     for turn in turns:
         found.setdefault((0, str(turn.iteration)), []).append(turn.ttft_ms or 0.0)
     return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+SLO_METRICS = ("goodput_req_s", "slo_attainment")
+"""An objective is an argument of a view: these are never read from a trial's rows, where older versions stored them."""
 
 
 def slo_metrics(turns: Sequence[TurnRecord], start_s: float, end_s: float, slo: Slo) -> list[MetricValue]:

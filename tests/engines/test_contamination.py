@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pensieve.lab.compose import resolved
-from pensieve.lab.results.trials import mixtures
+from pensieve.lab.results.frame import mixtures
 from pensieve.lab.trial.job import Job
 from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.tracking import Tracking, open_tracking

@@ -12,9 +12,8 @@ import pytest
 from sqlalchemy import event, text
 
 from pensieve.errors import ResultsError
-from pensieve.lab.results import database
-from pensieve.lab.results.database import Database
-from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE
+from pensieve.lab.results import schema as database
+from pensieve.lab.results.schema import SCHEMA_VERSION, VERSION_TABLE, Database
 from pensieve.lab.results.store import ResultsStore, open_store
 from tests.results.trials import conversation_turns, trial_fields
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import pensieve
-from pensieve.lab.results import digest
-from pensieve.lab.results.digest import cached, code_hash, content_hash
+from pensieve.lab.results import identity as digest
+from pensieve.lab.results.identity import cached, code_hash, content_hash
 
 SOURCE = '''"""What it is."""
 
@@ -150,31 +150,6 @@ def test_what_of_a_source_counts(package: Path, name: str, old: str, new: str, c
     assert code_changes(package / name, old, new) is counts
 
 
-def test_every_python_hashes_a_source_alike(tmp_path: Path) -> None:
-    """Pythons differ in what ast.dump writes, and in the empty texts that they put into f-strings; 3.11 to 3.13 gave this."""
-    path = tmp_path / "source.py"
-    path.write_text(SYNTAX)
-    assert digest._source(path, "source").digest == "2072089baf5b07d7f7be3e2781b04325d491f981626718c6f588f78c0e71a6f6"
-
-
-SYNTAX = r'''
-def double(value: int, *rest: str, key: float = 1e400, **more) -> "int":
-    """Twice."""
-    text = f"a {value!r:>{width}} b" "c" f'{value=} {{x}} {key:.2f}' if value else u"\u00e9" rf"{value:<{width}}"
-    match value:
-        case {"a": [1, *_], **rest} if rest: pass
-        case P(x=1) | None: pass
-    async def g(): return [await x async for x in y if (z := x)]
-    try: ...
-    except* ValueError as e: raise
-    return lambda a, /, b=..., *, c: (yield a, 1_000, 0x10, 1j, -0.0, b"\x00", f"{x:}", f"{'a' 'b'}{x!s}", f"" f"x")
-class A(B, metaclass=C):
-    x: int = 3
-    @d
-    def e(self): 'doc'
-'''
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("hardware", ["sim_h100", "cpu"])
 def test_all_that_a_trial_loads_counts(tmp_path: Path, hardware: str) -> None:
@@ -184,7 +159,7 @@ import sys
 from pathlib import Path
 import pensieve
 from pensieve.lab.compose import resolved
-from pensieve.lab.results.digest import NOT_CODE, NOT_SIMULATED, code_of
+from pensieve.lab.results.identity import NOT_CODE, NOT_SIMULATED, code_of
 from pensieve.lab.trial.job import Job
 from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.tracking import open_tracking

@@ -1,15 +1,13 @@
 import csv
 import json
-import zipfile
 
 import pyarrow.parquet as pq
 import pytest
 
-from analysis import figures, style
 from pensieve.errors import MissingSeries, ResultsError
-from pensieve.lab.results.export import baseline_report, bundle_sweep, export_sweep
+from pensieve.lab.results.export import baseline_report, export_sweep
 from pensieve.lab.results.store import TURN_COLUMNS, open_store
-from tests.results.trials import add_trial, conversation_turns, open_sweep, trial_fields, turn
+from tests.results.trials import add_trial, conversation_turns, open_sweep, turn
 
 FIELDS = ["baseline", "model_id", "prompt_tokens", "new_tokens", "batch_size", "runs", "aggregates"]
 RUN_FIELDS = [
@@ -84,60 +82,12 @@ def test_a_sweep_becomes_files(tmp_path):
     assert table["prompt_tokens"].to_pylist() == [None] * 28
 
 
-@pytest.mark.parametrize(("write", "name"), [(export_sweep, "export"), (bundle_sweep, "sweep.zip")])
-def test_what_cannot_be_written_says_so(tmp_path, write, name):
+def test_what_cannot_be_written_says_so(tmp_path):
     store = open_store(tmp_path)
     sweep = open_sweep(store)
     with pytest.raises(MissingSeries, match="No trial of sweep 1 is completed"):
-        write(store, sweep, tmp_path / name)
+        export_sweep(store, sweep, tmp_path / "export")
     add_trial(store, sweep, 0, "pensieve", conversation_turns([5.0]))
     (tmp_path / "file").touch()
-    with pytest.raises(ResultsError, match=r"another f\w+ with --to"):
-        write(store, sweep, tmp_path / "file" / name)
-
-
-@pytest.fixture
-def swept(tmp_path):
-    """A store with two sweeps of two trials; the first also has a failed attempt in the end."""
-    outputs = tmp_path / "outputs"
-    store = open_store(outputs)
-    for key in ("first", "second"):
-        overrides = {"seed": "0", "baseline": "pensieve,stateless", "key": key}
-        sweep = store.open_sweep(key, "chat", "pensieve", "run.py -m", overrides, 2, "host", None)
-        for job, (baseline, ms) in enumerate((("pensieve", 10.0), ("stateless", 20.0))):
-            turns = conversation_turns([ms, ms + 1, ms + 2])
-            for one in turns:
-                history = 10 * (one.turn - 1)
-                one.prompt_tokens, one.new_tokens, one.history_tokens = history + 10, 10, history
-                one.gpu_hit_tokens, one.cpu_hit_tokens, one.recomputed_tokens = history, 0, 0
-            tokens = outputs / "runs" / key
-            add_trial(store, sweep, job, baseline, turns, tokens=tokens, platform=key, config={"key": key, "seed": 0})
-    failed = store.begin_trial(trial_fields("pensieve/first/{key: first, seed: 0}"))
-    store.link(1, failed, 0, reused=False)
-    store.finish_trial(failed, "failed", error="no")
-    return store
-
-
-@pytest.mark.slow
-def test_the_figures_of_a_bundle_are_the_sweeps(swept, tmp_path, monkeypatch):
-    path = bundle_sweep(swept, 1, tmp_path / "sweep.zip")
-    folder = tmp_path / "elsewhere"
-    with zipfile.ZipFile(path) as archive:
-        archive.extractall(folder)
-    assert sorted(p.name for p in (folder / "configs").iterdir()) == [f"trial-{i}.json" for i in (1, 2, 5)]
-    assert json.loads((folder / "configs" / "trial-1.json").read_text())["key"] == "first"
-    copy = open_store(folder / "outputs", create=False)
-    assert [(j.job, j.last.id, j.trial.id) for j in copy.trials_of_sweep(1)] == [(0, 5, 1), (1, 2, 2)]
-    assert copy.turns_of(1) == swept.turns_of(1)
-    assert copy.metrics_of(2) == swept.metrics_of(2)
-    (tokens,) = copy.artifacts_of(1, "tokens")
-    assert tokens.path.read_bytes() == swept.artifacts_of(1, "tokens")[0].path.read_bytes()
-    with pytest.raises(ResultsError, match="no sweep 2"):
-        copy.sweep(2)
-    monkeypatch.setattr(style, "save", lambda figure, stem, *_, **__: [stem] * 3)  # only data are compared
-    drawn = []
-    for outputs in (folder / "outputs", swept.root):
-        monkeypatch.setenv("PENSIEVE_OUTPUTS", str(outputs))
-        assert figures.main(["--sweep", "1"]) == 0
-        drawn.append({path.name: path.read_text() for path in (outputs / "figures").rglob("*.csv")})
-    assert drawn[0] == drawn[1] and "ttft_by_turn.csv" in drawn[0]
+    with pytest.raises(ResultsError, match="another folder with --to"):
+        export_sweep(store, sweep, tmp_path / "file" / "export")

@@ -19,6 +19,8 @@ from pensieve.lab.results.frame import (
     Frame,
     by_conversation,
     conversation_ends,
+    field_of,
+    leaves,
     measured_turns,
     paired,
     turn_frame,
@@ -26,7 +28,6 @@ from pensieve.lab.results.frame import (
 )
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import sweep_table
-from pensieve.lab.results.trials import field_of, leaves
 from pensieve.lab.trial.run import _refuse_empty
 from tests.results.synthetic import measure, numbered, sweep
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from pensieve.lab.results.digest import code_hash, content_hash
 from pensieve.lab.results.identity import (
     Identity,
+    code_hash,
     config_hash,
+    content_hash,
     counts_for_sweep,
     explain_difference,
     fingerprint,

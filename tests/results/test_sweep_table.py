@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from pensieve.lab.results.compare_trials import compare_trials, select_trials
+from pensieve.lab.results.frame import footer
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import SweepRow, sweep_table
-from pensieve.lab.results.trials import footer
 from pensieve.lab.trial.summary import summary
 from pensieve.serve.record import TurnRecord
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep

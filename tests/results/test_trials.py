@@ -9,8 +9,8 @@ import pytest
 
 from pensieve.errors import ResultsError
 from pensieve.lab.results.compare_trials import select_trials
+from pensieve.lab.results.frame import differences, flat, listed_values, mixtures, swept_axes, text_of
 from pensieve.lab.results.store import ResultsStore
-from pensieve.lab.results.trials import differences, flat, listed_values, mixtures, swept_axes, text_of
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
 

@@ -162,7 +162,7 @@ def test_a_disk_that_fills_up_in_a_sweep(tmp_path, monkeypatch):
 
 
 def test_a_database_that_stays_locked(tmp_path, monkeypatch):
-    monkeypatch.setattr("pensieve.lab.results.database.BUSY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("pensieve.lab.results.schema.BUSY_TIMEOUT_S", 0.2)
     outputs = tmp_path / "outputs"
     open_store(outputs)
     holder = sqlite3.connect(outputs / "results.db", isolation_level=None)

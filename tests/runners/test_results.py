@@ -3,7 +3,6 @@
 import io
 import json
 import sqlite3
-import zipfile
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from types import SimpleNamespace
@@ -51,7 +50,7 @@ def test_list_and_show(swept):
     assert len(wrong.stderr.strip().splitlines()) == 1
 
 
-def test_export_and_bundle(swept, tmp_path):
+def test_export(swept, tmp_path):
     paths = results(swept, "export", "--to", str(tmp_path / "export")).stdout.split()
     assert [path.rpartition("/")[2] for path in paths] == [
         "pensieve.json", "stateless.json", "turns.csv", "turns.parquet",
@@ -61,9 +60,6 @@ def test_export_and_bundle(swept, tmp_path):
     report = json.loads((tmp_path / "export" / "stateless.json").read_text())
     assert report["baseline"] == "stateless"
     assert report["aggregates"]["mean_total_ms"] > 0
-    bundle = results(swept, "bundle", "1", "--to", str(tmp_path / "b.zip")).stdout.strip()
-    with zipfile.ZipFile(bundle) as archive:
-        assert {"outputs/results.db", "README.txt", "configs/trial-1.json"} <= set(archive.namelist())
 
 
 def test_two_baselines_are_compared(swept):

@@ -8,9 +8,9 @@ import pytest
 from sqlalchemy import select
 
 from pensieve.errors import CapacityError, ConfigError, ResultsError
+from pensieve.lab.metrics import SLO_METRICS
 from pensieve.lab.results.listing import list_trials
 from pensieve.lab.results.schema import MetricRow, Trial
-from pensieve.lab.results.slo import SLO_METRICS
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.tokens import read_tokens
 from pensieve.lab.trial import run as run_module

@@ -19,7 +19,7 @@ from pensieve.device.worker import TorchWorker
 from pensieve.errors import RequestFailed, WorkerError
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose import read_option
-from pensieve.lab.results.trials import sentence
+from pensieve.lab.results.frame import sentence
 from pensieve.lab.statistics import median
 from pensieve.plugins.device.shelf import take_model
 from pensieve.plugins.engines import transformers_peers

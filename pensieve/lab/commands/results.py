@@ -64,9 +64,6 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     repeated = command("reproduce", _reproduce, "run a trial again from its stored configuration and compare")
     repeated.add_argument("trial", type=int)
     command("sync-mlflow", _to_mlflow, "write to MLflow what it lacks of the results database (pensieve mlflow sync)")
-    bundled = command("bundle", _bundle, "a zip of a sweep, of which its figures are drawn on another machine")
-    bundled.add_argument("sweep", type=int)
-    bundled.add_argument("--to", type=Path, help="file (default: outputs/bundle/sweep-<id>.zip)")
     return parser
 
 
@@ -126,10 +123,3 @@ def _to_mlflow(store: ResultsStore, _: argparse.Namespace) -> Iterable[str]:
     from pensieve.lab.results.mlflow_runs import sync_mlflow
 
     return [f"{sync_mlflow(outputs_folder(), store, say)} trials were written to MLflow from {store.database.shown}."]
-
-
-def _bundle(store: ResultsStore, asked: argparse.Namespace) -> Iterable[str]:
-    from pensieve.lab.results.export import bundle_sweep
-
-    path = asked.to or outputs_folder() / "bundle" / f"sweep-{asked.sweep}.zip"
-    return [str(bundle_sweep(store, asked.sweep, path))]

@@ -17,7 +17,7 @@ from pensieve.errors import ConfigError, EngineMissing, UnsupportedModel, Weight
 from pensieve.hub import cached_snapshot, commit, settings_folder, why_not
 from pensieve.lab.compose.folder import conf_folder, ended, nearest, options, read_option
 from pensieve.lab.compose.schema import ModelConfig
-from pensieve.lab.results.digest import content_hash
+from pensieve.lab.results.identity import content_hash
 from pensieve.specs import ModelSpec
 from pensieve.user_cache import user_cache
 

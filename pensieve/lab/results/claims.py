@@ -26,17 +26,20 @@ from pensieve.lab.metric_registry import metric_of
 from pensieve.lab.results.frame import (
     Frame,
     TrialGroup,
+    axis_value,
     by_round,
     conversation_ends,
     conversation_means,
+    field_of,
+    mixtures,
     paired,
     positive_ratio,
     speed_up,
     values_of,
+    varying_axes,
 )
 from pensieve.lab.results.schema import ClaimRow, Trial
 from pensieve.lab.results.store import ResultsStore
-from pensieve.lab.results.trials import axis_value, field_of, mixtures, varying_axes
 from pensieve.lab.statistics import Estimate, has_interval, paired_ratio
 
 if TYPE_CHECKING:

@@ -14,11 +14,21 @@ from sqlalchemy import select
 from pensieve.errors import MissingSeries, MixedPanel, ResultsError, typed
 from pensieve.lab.metric_registry import metric_of
 from pensieve.lab.metrics import Slo
-from pensieve.lab.results.frame import UNEQUAL_RATE, conversation_means, paired, turn_frame, values_of
+from pensieve.lab.results.frame import (
+    UNEQUAL_RATE,
+    conversation_means,
+    differences,
+    field_of,
+    flat,
+    footer,
+    mixtures,
+    paired,
+    text_of,
+    turn_frame,
+    values_of,
+)
 from pensieve.lab.results.schema import Trial, current_trial
-from pensieve.lab.results.slo import slo_of_sweep, slo_of_trial
-from pensieve.lab.results.store import ResultsStore
-from pensieve.lab.results.trials import differences, field_of, flat, footer, mixtures, text_of
+from pensieve.lab.results.store import ResultsStore, slo_of
 from pensieve.lab.statistics import has_interval, paired_ratio
 from pensieve.lab.tables import grid
 from pensieve.units import NONE
@@ -77,7 +87,7 @@ class ComparedTrials:
 def objective_of(store: ResultsStore, *words: str) -> Slo | None:
     """The objective of the sweeps that `words` name (see select_trials); None where none is named, or they differ."""
     names = [name for one in words if (name := _named(one)[0]) is not None]
-    asked = {slo_of_sweep(store.sweep_named(name).overrides) for name in names}
+    asked = {Slo.of_sweep(store.sweep_named(name).overrides) for name in names}
     return asked.pop() if len(asked) == 1 else None
 
 
@@ -142,7 +152,7 @@ def compare_trials(
             f"A and B together hold {mixed[0].what}{which}; {mixed[0].remedy}, narrow both down (sweep=..., code_hash=...), "
             "or compare them with --allow-mixed, which the table then says."
         )
-    asked = {slo_of_trial(trial) for trial in (*a, *b)} if slo is None else {slo}
+    asked = {slo_of(trial) for trial in (*a, *b)} if slo is None else {slo}
     objective = asked.pop() if len(asked) == 1 else Slo()
     varying = sorted(differences(a) | differences(b))
     ours, theirs = _grouped("A", a, varying), _grouped("B", b, varying)

@@ -1,25 +1,21 @@
-"""A sweep in files: for other programs one JSON a baseline and all its turns as CSV and Parquet; or its rows, tokens and
-configurations in one zip, of which its figures are drawn elsewhere."""
+"""A sweep in files for other programs: one JSON a baseline, and all its turns as CSV and Parquet."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sqlalchemy import Boolean, Float, Integer, Row, insert, select
+from sqlalchemy import Boolean, Float, Integer, Row
 
 from pensieve.errors import MissingSeries, ResultsError
-from pensieve.lab.results.frame import measured_turns
-from pensieve.lab.results.schema import ArtifactRow, Base, Sweep, Trial, turn_table, version_table
-from pensieve.lab.results.store import TURN_COLUMNS, JobResult, ResultsStore, open_store
-from pensieve.lab.results.trials import axis_value, varying_axes
+from pensieve.lab.results.frame import axis_value, measured_turns, varying_axes
+from pensieve.lab.results.schema import Trial, turn_table
+from pensieve.lab.results.store import TURN_COLUMNS, JobResult, ResultsStore
 from pensieve.lab.statistics import median, nearest_rank
 
 TRIAL_COLUMNS = ("trial_id", "model", "baseline", "eviction", "cache", "workload", "hardware", "seed", "repeat")
@@ -36,7 +32,6 @@ NOTES = {
 """Why a field of a run is null."""
 
 _MEGABYTE = 1e6
-_BATCH = 5000
 _AS_RECORDED = ("queue_ms", "compute_ms", "transfer_ms", "sent_bytes", "received_bytes")
 
 
@@ -163,62 +158,3 @@ def _arrow_type(name: str) -> Any:
     kind_of = (turn[name] if name in turn else trial[name]).type
     kinds = {Boolean: pa.bool_(), Float: pa.float64(), Integer: pa.int64()}
     return next((arrow for kind, arrow in kinds.items() if isinstance(kind_of, kind)), pa.string())
-
-
-# All of it, in a zip
-
-README = """One sweep of Pensieve: the rows of sweep {sweep}, the output tokens of its trials, and their configurations.
-
-  PENSIEVE_OUTPUTS=outputs python analysis/figures.py --sweep {sweep}      in a checkout (commit {commit}): draws its figures
-  PENSIEVE_OUTPUTS=outputs python runners/results.py reproduce TRIAL       runs a trial again, and compares
-
-Column environment of table trial has the versions of all packages, and a hash of each file of code that ran.
-"""
-
-
-def bundle_sweep(store: ResultsStore, sweep_id: int, path: Path) -> Path:
-    """Write the zip and return its path.
-
-    Raises MissingSeries where no trial of the sweep is completed, ResultsError where the zip cannot be written.
-    """
-    sweep, jobs = store.sweep(sweep_id), store.trials_of_sweep(sweep_id)
-    if not any(job.trial for job in jobs):
-        raise MissingSeries(f"No trial of sweep {sweep_id} is completed; run its command again and bundle then.")
-    trials = {trial.id: trial for job in jobs for trial in (job.last, job.trial) if trial is not None}
-    try:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            _copy_rows(store, sweep_id, list(trials), folder / "outputs")
-            (folder / "configs").mkdir()
-            for trial in trials.values():
-                config = json.dumps(trial.config, indent=2)
-                (folder / "configs" / f"trial-{trial.id}.json").write_text(config, encoding="utf-8")
-            (folder / "README.txt").write_text(README.format(sweep=sweep_id, commit=sweep.git_commit), encoding="utf-8")
-            partial = shutil.make_archive(str(path.with_name(f".{path.name}")), "zip", folder)
-        return Path(partial).replace(path)
-    except OSError as error:
-        raise ResultsError(
-            f"The bundle cannot be written to {path} ({error.strerror or error}); name another file with --to."
-        ) from None
-
-
-def _copy_rows(store: ResultsStore, sweep_id: int, trial_ids: Sequence[int], outputs: Path) -> None:
-    """Copy the sweep's rows, with their ids, into a SQLite database, and the files of their tokens beside it."""
-    target = open_store(outputs)
-    own = {"sweep": Sweep.id == sweep_id, "trial": Trial.id.in_(trial_ids)}
-    with store.database.reading() as source, target.database.writing() as copy:
-        for table in Base.metadata.sorted_tables:
-            if table in (version_table, ArtifactRow.__table__):
-                continue
-            which = own.get(table.name)
-            if which is None:
-                which = table.c.sweep_id == sweep_id if "sweep_id" in table.c else table.c.trial_id.in_(trial_ids)
-            for part in source.execute(select(table).where(which)).partitions(_BATCH):
-                copy.execute(insert(table), [dict(row._mapping) for row in part])
-    for trial_id in trial_ids:
-        for artifact in store.artifacts_of(trial_id, "tokens"):
-            if artifact.path.is_file():
-                (outputs / "tokens").mkdir(exist_ok=True)
-                kept = Path(shutil.copyfile(artifact.path, outputs / "tokens" / f"{trial_id}.parquet"))
-                target.add_artifact(trial_id, "tokens", kept)
-    target.database.alone("PRAGMA wal_checkpoint(TRUNCATE)")  # the file alone is the whole database

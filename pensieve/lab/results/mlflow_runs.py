@@ -25,11 +25,11 @@ from filelock import FileLock
 from sqlalchemy import select, union
 
 from pensieve.errors import ResultsError
+from pensieve.lab.metrics import Slo
+from pensieve.lab.results.frame import axis_value, leaves, swept_axes
 from pensieve.lab.results.identity import counts_for_sweep
 from pensieve.lab.results.schema import Sweep, SweepTrial, Trial, sweep_result
-from pensieve.lab.results.slo import PREFIX, slo_of_sweep, slo_of_trial
-from pensieve.lab.results.store import ResultsStore, figures_folder, report_file
-from pensieve.lab.results.trials import axis_value, leaves, swept_axes
+from pensieve.lab.results.store import ResultsStore, figures_folder, report_file, slo_of
 
 if TYPE_CHECKING:
     from pensieve.lab.results.sweep_table import SweepTable
@@ -299,9 +299,9 @@ def _fill_run(client: Any, run_id: str, store: ResultsStore, trial: Trial, sweep
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    slo = slo_of_sweep(sweep.overrides) if sweep else slo_of_trial(trial)
+    slo = Slo.of_sweep(sweep.overrides) if sweep else slo_of(trial)
     fields = {name.removesuffix(".name"): value for name, value in leaves(trial.config) if not _NOT_PARAMS.match(name)}
-    asked = {f"{PREFIX}{name}": most for name, most in asdict(slo).items() if most is not None}
+    asked = {f"slo.{name}": most for name, most in asdict(slo).items() if most is not None}
     columns = {name: getattr(trial, name) for name in _COLUMNS_AS_PARAMS}
     found = store.metrics_of(trial.id, slo)
     by_turn = (one for one in found if one.name == "ttft_ms_p50" and one.label.startswith("turn="))

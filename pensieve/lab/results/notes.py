@@ -20,10 +20,11 @@ from pensieve.lab.results.frame import (
     Frame,
     TrialGroup,
     conversations_of,
+    footer,
+    mixtures,
     values_of,
 )
 from pensieve.lab.results.schema import Trial
-from pensieve.lab.results.trials import footer, mixtures
 from pensieve.lab.statistics import FEWEST_GROUPS, enough_for
 from pensieve.lab.window import HALVES_MAY_DIFFER
 from pensieve.lab.workload.base import BYTE_TOKENS, byte_notes, context_cuts, cut_by_context

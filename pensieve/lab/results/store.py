@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from itertools import islice
@@ -21,12 +23,12 @@ from pensieve.core.plan import Tier
 from pensieve.core.request import PREPARING
 from pensieve.errors import ResultsError, TrialRunning, typed
 from pensieve.lab.metric_registry import is_known
-from pensieve.lab.metrics import MetricValue, Slo
-from pensieve.lab.results.database import Database
+from pensieve.lab.metrics import SLO_METRICS, MetricValue, Slo, slo_metrics
 from pensieve.lab.results.environment import HEARTBEAT_LIMIT, Owner, host, is_alive, this_process
 from pensieve.lab.results.schema import (
     BENCH,
     ArtifactRow,
+    Database,
     MetricRow,
     Sweep,
     SweepTrial,
@@ -38,7 +40,7 @@ from pensieve.lab.results.schema import (
     sweep_result,
     turn_table,
 )
-from pensieve.lab.results.slo import SLO_METRICS, judged, slo_of_sweep, slo_of_trial
+from pensieve.lab.results.tokens import read_tokens
 from pensieve.serve.record import TurnRecord
 
 T = TypeVar("T")
@@ -251,7 +253,7 @@ class ResultsStore:
             for row in session.scalars(_metric_rows().where(MetricRow.trial_id.in_(trials))):
                 metrics[row.trial_id][row.name, row.label] = _metric(row)
             overrides = session.scalar(select(Sweep.overrides).where(Sweep.id == sweep_id))
-        slo = slo_of_sweep(overrides or {})
+        slo = Slo.of_sweep(overrides or {})
         for trial in trials.values():
             metrics[trial.id] |= {(m.name, m.label): m for m in self._judged(trial, slo)}
         return [
@@ -456,15 +458,33 @@ class ResultsStore:
             rows = session.scalars(_metric_rows().where(MetricRow.trial_id == trial_id))
             found = [_metric(row) for row in rows]
         trial = self.trial(trial_id)
-        return found + self._judged(trial, slo_of_trial(trial) if slo is None else slo)
+        return found + self._judged(trial, slo_of(trial) if slo is None else slo)
 
     def _judged(self, trial: Trial, slo: Slo) -> list[MetricValue]:
-        """Judge a trial once for each objective: a completed one never changes."""
-        if trial.status != "completed":
-            return judged(self, trial, slo)
-        if (trial.id, slo) not in self._under:
-            self._under[trial.id, slo] = judged(self, trial, slo)
-        return self._under[trial.id, slo]
+        """SLO_METRICS of a trial; empty where no objective is asked, or the trial has no window.
+
+        A completed trial never changes: it is judged once for each objective."""
+        if slo == Slo() or trial.measure_start_s is None or trial.measure_end_s is None:
+            return []
+        key = (trial.id, slo)
+        if key not in self._under or trial.status != "completed":
+            self._under[key] = slo_metrics(self._records(trial.id), trial.measure_start_s, trial.measure_end_s, slo)
+        return self._under[key]
+
+    def _records(self, trial_id: int) -> Sequence[TurnRecord]:
+        """The recorded turns, with the times of their tokens where the token file is still there."""
+        records = [TurnRecord(**row._mapping) for row in self.turns_of(trial_id)]
+        tokens = {}
+        for artifact in self.artifacts_of(trial_id, "tokens"):
+            with suppress(ResultsError):
+                tokens = read_tokens(artifact.path)
+        times = Counter((record.session, record.turn) for record in records)
+        for record in records:
+            key = (record.session, record.turn)
+            if times[key] == 1 and key in tokens:  # a turn that ran several times has one entry in the file
+                emitted = tokens[key].emitted_s
+                record.emitted_s = array("d", emitted[emitted == emitted])
+        return records
 
     def turns_of(self, trial_id: int, *columns: str) -> Sequence[Row[Any]]:
         """The trial's turns in order of ordinal. Rows have the columns as attributes, without names all of them."""
@@ -523,6 +543,11 @@ def figures_folder(outputs: Path, sweep_id: int) -> Path:
 
 def report_file(outputs: Path, sweep_id: int) -> Path:
     return outputs / "reports" / f"sweep-{sweep_id}.html"
+
+
+def slo_of(trial: Trial) -> Slo:
+    """The objective of the command that ran the trial."""
+    return Slo.of((trial.config or {}).get("slo") or {})
 
 
 def _now() -> datetime:

@@ -13,8 +13,7 @@ from typing import Any
 from pensieve.errors import EngineMissing
 from pensieve.lab.compose import TrialPlan, outside_engine
 from pensieve.lab.compose.weights import weights_identity
-from pensieve.lab.results.digest import RUNS_TRIALS
-from pensieve.lab.results.identity import Identity, identify
+from pensieve.lab.results.identity import RUNS_TRIALS, Identity, identify
 from pensieve.plugins.engines.ray_cluster import ray_version
 
 

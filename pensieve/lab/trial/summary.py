@@ -11,12 +11,11 @@ from rich.text import Text
 
 from pensieve.errors import in_checkout
 from pensieve.lab.metrics import MetricValue
-from pensieve.lab.results.frame import TrialGroup
+from pensieve.lab.results.frame import TrialGroup, footer, mixtures
 from pensieve.lab.results.mlflow_runs import URL_ENV, remote_url
 from pensieve.lab.results.notes import MOSTLY, load_changed, offered_rate, starting
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore
-from pensieve.lab.results.trials import footer, mixtures
 from pensieve.lab.tables import grid
 from pensieve.lab.trial.tracking import Tracking
 from pensieve.units import NONE

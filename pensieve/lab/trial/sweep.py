@@ -32,7 +32,6 @@ from pensieve.lab.compose.preflight import preflight
 from pensieve.lab.results.environment import Owner, git_commit, host, this_process
 from pensieve.lab.results.identity import sweep_key
 from pensieve.lab.results.mlflow_runs import copy_sweep, copy_trial, log_drawn
-from pensieve.lab.results.slo import PREFIX
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import SweepTable, sweep_table
 from pensieve.lab.trial.fidelity import fidelity
@@ -221,7 +220,7 @@ def _asked(found: dict[str, Any]) -> dict[str, Any]:
 def _objective(config: TrialConfig, typed: Iterable[str]) -> list[str]:
     """The objective that an overlay sets, as an override: the sweep records what its views judge by."""
     given = {text.lstrip("+").partition("=")[0] for text in typed}
-    asked = {f"{PREFIX}{name}": most for name, most in config.slo.model_dump().items() if most is not None}
+    asked = {f"slo.{name}": most for name, most in config.slo.model_dump().items() if most is not None}
     return [f"{name}={most}" for name, most in asked.items() if name not in given]
 
 

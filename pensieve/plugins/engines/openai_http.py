@@ -12,8 +12,7 @@ from typing import Any, Literal
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Free, Request, tokens_of
 from pensieve.errors import ConfigError, EngineFailed, RequestFailed
-from pensieve.lab.results.digest import text_hash
-from pensieve.lab.results.identity import UNSTATED
+from pensieve.lab.results.identity import UNSTATED, text_hash
 from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply
 from pensieve.plugins.engines.completions import Answer, AnswerBroken, CompletionsClient, broken
 from pensieve.plugins.engines.process import POLL_S

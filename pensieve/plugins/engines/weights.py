@@ -11,7 +11,7 @@ from typing import Any
 from filelock import FileLock
 
 from pensieve.device.asked import ModelAsked
-from pensieve.lab.results.digest import content_hash, text_hash
+from pensieve.lab.results.identity import content_hash, text_hash
 from pensieve.plugins.engines.base import EngineSetup
 from pensieve.plugins.engines.gguf_export import write_gguf
 from pensieve.user_cache import user_cache

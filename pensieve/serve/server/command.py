@@ -22,7 +22,7 @@ from pensieve.lab.compose import ModelConfig, outputs_folder, resolved
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.compose.settings import check, check_node
 from pensieve.lab.compose.weights import model_identity
-from pensieve.lab.results.digest import text_hash
+from pensieve.lab.results.identity import text_hash
 from pensieve.lab.trial.identity import identity_of
 from pensieve.lab.trial.terminal import say
 from pensieve.serve.server import statistics

@@ -23,9 +23,8 @@ from omegaconf import DictConfig
 from pensieve.lab.commands.size.question import Load, SizeSettings, check_question, question_of, read
 from pensieve.lab.compose import TrialConfig, check, resolved
 from pensieve.lab.compose.explain import explain
-from pensieve.lab.results.digest import code_hash
 from pensieve.lab.results.environment import Owner, git_commit, host, this_process
-from pensieve.lab.results.identity import counts_for_sweep, sweep_key
+from pensieve.lab.results.identity import code_hash, counts_for_sweep, sweep_key
 from pensieve.lab.results.mlflow_runs import copy_sweep
 from pensieve.lab.results.prices import Worth, prefill_seconds
 from pensieve.lab.results.size_map import SETTINGS, Place, Question, SizeMap, read_map
