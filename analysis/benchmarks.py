@@ -25,7 +25,6 @@ _COLOURS = {
     "reference": style.COLOURS["stateless"],
     "sequential": style.COLOURS["stateless"],
     "contiguous": "#E69F00",
-    "varlen": "#009E73",
     "copied_out": "#D55E00",
     "one_at_a_time": "#332288",
     "one_run": "#56B4E9",

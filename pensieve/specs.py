@@ -130,7 +130,6 @@ class ModelSpec:
 
     architecture: the fields of the transformers configuration, so that weights=random needs no download.
     sliding_window: tokens that a windowed layer attends to, its own among them; None for full attention everywhere.
-    quantization: None, or int8 for weights that are rounded to it and multiplied in it where rows are few.
     experts, latent: None for a dense MLP, and for K and V kept as they are. states: None if all layers keep K and V.
     slides: KV that has left its window is not kept, and caches are counted in that of the other layers. Of a model with
     states this is so always.
@@ -149,7 +148,6 @@ class ModelSpec:
     dtype: str = "float32"
     tied_embeddings: bool = False
     sliding_window: int | None = None
-    quantization: str | None = None
     experts: Experts | None = None
     latent: Latent | None = None
     states: States | None = None

@@ -57,7 +57,7 @@ def replayed(*overrides: str) -> tuple[ReplayRecord, System]:
     assert plan.device.simulated
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=True)
     workload, described = build_workload(plan, tokenizer)
-    system = build_system(plan, tokenizer, None, described)
+    system = build_system(plan, tokenizer, described)
     system.start()
     try:
         return replay(system, workload), system

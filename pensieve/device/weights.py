@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,9 +27,6 @@ _RANDOM_GAIN = 1.5
 # Where the head is the embedding, a token's own row in the residual stream votes for that token again; Gemma 2, which
 # multiplies it by sqrt(hidden), then repeats one token for ever. So the row is made small beside what the blocks add.
 _TIED_SHARE = 0.5
-QUANTISATIONS = {"int8": "pensieve.plugins.device.int8"}
-"""By the value of model.quantization, a module whose `quantise(module)` rounds a model's weights in place, and leaves with
-each what fused.linear.Rounded asks for."""
 _QUICK = 10_000_000  # parameters of a module that is made within a second
 _NAMED = 5  # tensors in an error; a folder may lack hundreds
 
@@ -81,10 +77,7 @@ def load_module(asked: ModelAsked, device: torch.device, ranks: Ranks | None = N
             module = _from_hub(spec, asked.hub_id, asked.revision, dtype, device, ranks)
         else:
             module = _from_folder(spec, asked.weights, dtype, device, ranks)
-        module = module.to(device).eval().requires_grad_(False)
-    if spec.quantization is not None:
-        import_module(QUANTISATIONS[spec.quantization]).quantise(module)
-    return module
+        return module.to(device).eval().requires_grad_(False)
 
 
 def check_sizes(spec: ModelSpec, config: Any) -> None:

@@ -31,7 +31,6 @@ def change(store, baseline, **columns):
         ({"simulated": True}, "simulated and real trials"),
         ({"contended": True}, r"shared their device with others \(2, 4\).*trial.exclusive=true"),
         ({"weights": "hub"}, "random and trained weights"),
-        ({"flags": {"profiled": True}}, "a profiler slowed.*without trial.profile=true"),
         ({"flags": {"contaminated": "It held."}}, "an earlier run had asked.*start it anew"),
         ({"code_hash": "other"}, "different versions of the code.*run the sweep's command again"),
     ],

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
-from pensieve.core.machine import WallClock
-from pensieve.core.plan import Row, Sample, StepPlan
 from pensieve.device.options import TorchOptions
-from pensieve.device.worker import TorchWorker
 from pensieve.lab.bench.models import Generate, batched_gaps_ms, continuous_batching, plain_module, prompts
 from pensieve.lab.bench.steps import Stepper
-from pensieve.plugins.device.profiled import ProfiledWorker
 
 from .small import small_model
 
@@ -44,23 +37,6 @@ def test_decode_steps_are_timed_by_the_device_and_graphs_are_faster() -> None:
     assert graphs == "on" or not model.attention.captures
     assert len(set(stepper.tokens.values())) > 1 and all(0 <= token < 1024 for token in stepper.tokens.values())
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
-
-
-def test_a_trace_holds_the_kernels_of_replayed_graphs(tmp_path: Path) -> None:
-    model = small_model("deep", dtype="bfloat16")
-    for number in range(2):  # the profiler is started a second time beside graphs
-        worker = ProfiledWorker(TorchWorker(model, 32, WallClock()), tmp_path / f"{number}.json.gz", 2, 4)
-        worker.start(8, 0)
-        worker.launch(StepPlan(0, (Row(0, ((0, 8),), tuple(range(8)), Sample(8)),), ((0, 0, (0, 1)),)))
-        assert worker.collect(None) is not None
-        for step in range(1, 8):
-            worker.launch(StepPlan(step, (Row(0, ((7 + step, 8 + step),), None, Sample(8 + step)),)))
-            result = worker.collect(None)
-            assert result is not None and result.error is None, result
-        worker.close()
-        with gzip.open(worker.path) as file:
-            kinds = {event.get("cat") for event in json.load(file)["traceEvents"]}
-        assert "kernel" in kinds
 
 
 def test_the_peers_of_the_benchmarks_run() -> None:

@@ -56,7 +56,6 @@ def test_how_a_trial_is_run_and_kept_is_not_its_identity(changed: dict[str, Any]
         {"repeat": 1},
         {"workload": {"name": "chat", "path": None, "pressure": 1.0}},
         {"extra": None},
-        {"profiled": True},
         {"contended": True},
         {"hardware": {"name": "cuda", "source": "a data sheet"}},
     ],

@@ -190,7 +190,7 @@ def test_simulated_cards_are_within_two_percent_of_the_real_runs(name: str):
     tokenizer = build_tokenizer(config.model, plan.model.vocab, True)
     workload, described = build_workload(plan, tokenizer)
     assert isinstance(workload, VllmRun)
-    system = build_system(plan, tokenizer, None, described)
+    system = build_system(plan, tokenizer, described)
     system.start()
     record = replay(system, workload)
     metrics = fidelity_metrics(workload.real, workload.seen, record.turns)

@@ -66,9 +66,9 @@ def test_a_backend_asked_for_by_name_is_not_looked_for_twice(monkeypatch):
     ("words", "triton", "wanted"),
     [
         ((), True, {"attention": "triton", "graphs": "on", "copy_ahead": "auto", "dtype": "bfloat16"}),
-        ((), False, {"attention": "varlen", "graphs": "off"}),
+        ((), False, {"attention": "reference", "graphs": "off"}),
         (("model.dtype=float32",), False, {"attention": "reference", "dtype": "float32"}),
-        (("cache.chunk_tokens=24",), True, {"attention": "varlen"}),
+        (("cache.chunk_tokens=24",), True, {"attention": "reference"}),
         (("hardware.graphs=off",), True, {"graphs": "off"}),
         (("scheduler.copy_ahead=spare",), True, {"copy_ahead": "spare"}),
         (("baseline=gpu_only",), True, {"copy_ahead": "none"}),

@@ -96,7 +96,6 @@ def test_a_failed_trial_leaves_no_model_to_the_next_one(store, tmp_path, monkeyp
         ((), True, True),
         ((), False, False),
         (("trial.isolate=true",), True, False),
-        (("trial.profile=true",), True, False),
         (("baseline=llama_cpp",), True, False),
     ],
 )

@@ -86,10 +86,7 @@ class FusedModel:
 
     @property
     def name(self) -> str:
-        few = "" if self.few_rows is None else ", few rows in C"
-        if self.few_rows == "int8":
-            few = ", int8 weights for few rows"
-        return "fused" + ", packed weights" * self.packed + few
+        return "fused" + ", packed weights" * self.packed + ", few rows in C" * (self.few_rows is not None)
 
     def __call__(self, iteration: Iteration, wanted: torch.Tensor) -> torch.Tensor:
         batch = iteration.batch
@@ -109,10 +106,10 @@ class FusedModel:
 
     def _least_rows(self, tokens: int, outputs: int) -> int:
         """What a batch and its sampled rows are padded to; 0: they are not."""
-        if self.few_rows is None and self.packed:
-            return LEAST_ROWS
-        if not self.packed or self.few_rows == "int8":  # rounded weights take less of the time for few sampled rows
+        if not self.packed:
             return 0
+        if self.few_rows is None:
+            return LEAST_ROWS
         most = FEW_ROWS[getattr(torch, str(self.few_rows))]
         return most + 1 if tokens > most and outputs else 0
 

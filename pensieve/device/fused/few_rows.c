@@ -1,8 +1,8 @@
 /* Products of few rows on a CPU, which take as long as the weights take to read.
 
-   Compiled when it is first needed, for this machine and one type of weights (-DWEIGHT_INT8, -DWEIGHT_BFLOAT16 or
-   -DWEIGHT_FLOAT32). Inputs and sums are float32, other weights are widened in registers: a result differs from the product with the same weights in
-   float32 by the order of its sums alone. Neither other rows nor the number of threads change a row's result. */
+   Compiled when it is first needed, for this machine and one type of weights (-DWEIGHT_BFLOAT16 or -DWEIGHT_FLOAT32).
+   Inputs and sums are float32, other weights are widened in registers: a result differs from the product with the same
+   weights in float32 by the order of its sums alone. Neither other rows nor the number of threads change a row's result. */
 
 #include <stdint.h>
 #include <string.h>
@@ -30,7 +30,7 @@ static inline floats widened(const float *from) {
     memcpy(&all, from, sizeof all);
     return all;
 }
-#elif defined(WEIGHT_BFLOAT16)
+#else
 typedef uint16_t weight_type; /* the upper half of a float32 */
 static inline float widened_one(uint16_t weight) {
     const uint32_t bits = (uint32_t)weight << 16;
@@ -46,21 +46,6 @@ static inline floats widened(const uint16_t *from) {
 #else
     floats all;
     for (int i = 0; i < LANES; i++) all[i] = widened_one(from[i]);
-    return all;
-#endif
-}
-#else
-typedef int8_t weight_type;
-static inline float widened_one(int8_t weight) { return weight; }
-/* What compilers make of a plain conversion takes a register for each number. */
-static inline floats widened(const int8_t *from) {
-#if defined(__AVX512F__)
-    return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
-#elif defined(__AVX2__)
-    return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
-#else
-    floats all;
-    for (int i = 0; i < LANES; i++) all[i] = from[i];
     return all;
 #endif
 }
@@ -96,8 +81,8 @@ static inline float sum_of(floats lanes) {
 
 /* y for `outputs` weights and `rows` inputs, both constant where this is inlined. */
 static inline __attribute__((always_inline)) void tile(
-    int rows, int outputs, const float *x, const weight_type *weights, const float *scales, const float *bias, float *y,
-    int64_t in, int64_t out) {
+    int rows, int outputs, const float *x, const weight_type *weights, const float *bias, float *y, int64_t in,
+    int64_t out) {
     floats sums[ROWS * OUTPUTS];
 #pragma GCC unroll 16
     for (int i = 0; i < rows * outputs; i++) sums[i] = (floats){0};
@@ -124,23 +109,21 @@ static inline __attribute__((always_inline)) void tile(
         for (int o = 0; o < outputs; o++) {
             float sum = sum_of(sums[r * outputs + o]);
             for (int64_t i = at; i < in; i++) sum = added_one(x[r * in + i], widened_one(weights[o * in + i]), sum);
-            y[r * out + o] = added_one(sum, scales ? scales[o] : 1, bias ? bias[o] : 0);
+            y[r * out + o] = sum + (bias ? bias[o] : 0);
         }
 }
 
 #define TILES_OF(count)                                                                                           \
     for (int64_t o = first; o < last; o += OUTPUTS)                                                               \
         if (o + OUTPUTS <= last)                                                                                  \
-            tile(count, OUTPUTS, x, weights + o * in, scales ? scales + o : 0, bias ? bias + o : 0, y + o, in,    \
-                 out);                                                                                            \
+            tile(count, OUTPUTS, x, weights + o * in, bias ? bias + o : 0, y + o, in, out);                       \
         else                                                                                                      \
             for (int64_t one = o; one < last; one++)                                                              \
-                tile(count, 1, x, weights + one * in, scales ? scales + one : 0, bias ? bias + one : 0, y + one,  \
-                     in, out);
+                tile(count, 1, x, weights + one * in, bias ? bias + one : 0, y + one, in, out);
 
 static void some_rows(
-    int rows, int64_t first, int64_t last, const float *x, const weight_type *weights, const float *scales,
-    const float *bias, float *y, int64_t in, int64_t out) {
+    int rows, int64_t first, int64_t last, const float *x, const weight_type *weights, const float *bias, float *y,
+    int64_t in, int64_t out) {
     switch (rows) { /* constants, so that the sums stay in registers */
     case 1: TILES_OF(1) break;
     case 2: TILES_OF(2) break;
@@ -149,17 +132,17 @@ static void some_rows(
     }
 }
 
-/* y [rows, out] = x [rows, in] times weights [out, in]; scales: one for each row of weights, or NULL; bias [out] or NULL. */
+/* y [rows, out] = x [rows, in] times weights [out, in]; bias [out] or NULL. */
 void linear_few(
-    const float *x, const weight_type *weights, const float *scales, const float *bias, float *y, int64_t rows,
-    int64_t in, int64_t out, int threads) {
+    const float *x, const weight_type *weights, const float *bias, float *y, int64_t rows, int64_t in, int64_t out,
+    int threads) {
     /* Outputs at once, whose weights are read once for all rows: they fit the second level. */
     const int64_t block = 16 * OUTPUTS;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t first = 0; first < out; first += block) {
         const int64_t last = first + block < out ? first + block : out;
         for (int64_t row = 0; row < rows; row += ROWS)
-            some_rows(rows - row < ROWS ? rows - row : ROWS, first, last, x + row * in, weights, scales, bias,
+            some_rows(rows - row < ROWS ? rows - row : ROWS, first, last, x + row * in, weights, bias,
                       y + row * out, in, out);
     }
 }

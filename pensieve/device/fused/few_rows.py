@@ -1,5 +1,5 @@
-"""What C does faster than torch on a CPU: products of few rows, which take as long as the weights take to read, in float32,
-bfloat16 or int8; RMS norm, rotation and the gate of an MLP, where torch's own take nine, three and two passes over memory."""
+"""What C does faster than torch on a CPU: products of few rows, which take as long as the weights take to read, in float32
+or bfloat16; RMS norm, rotation and the gate of an MLP, where torch's own take nine, three and two passes over memory."""
 
 from __future__ import annotations
 
@@ -10,37 +10,31 @@ import torch
 
 from pensieve.compiler import load_library
 
-FEW_ROWS = {torch.float32: 4, torch.bfloat16: 4, torch.int8: 8}
-"""Up to so many rows are multiplied in C, by the type of the weights; more are a product with the packed float32 weights, or
-torch's own. In float32 that product takes about as long from 5 rows on, since C reads the weights once for 4; with int8, a
-quarter of the bytes, C takes less of the time up to 8 and beyond."""
+FEW_ROWS = {torch.float32: 4, torch.bfloat16: 4}
+"""Up to so many rows are multiplied in C, by the type of the weights; more are a product with the packed weights, which
+takes about as long from 5 rows on, since C reads the weights once for 4."""
 
 _SOURCE = Path(__file__).with_name("few_rows.c")
 
 
 class FewRows:
-    """x [rows, in] times weights [out, in] of the same type, or x in float32 times int8 weights. Sums are float32. A row's
-    result depends on no other row."""
+    """x [rows, in] times weights [out, in] of the same type. Sums are float32. A row's result depends on no other row."""
 
-    def __init__(self, weights: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-        """scales [out]: what int8 numbers are multiplied by. The tensors are kept, not copied. parallel: can it use torch's
-        threads? Raises EngineMissing without a C compiler."""
+    def __init__(self, weights: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """The tensors are kept, not copied. parallel: can it use torch's threads? Raises EngineMissing without a compiler."""
         assert weights.is_contiguous() and weights.device.type == "cpu"
-        self._type = torch.float32 if weights.dtype == torch.int8 else weights.dtype
-        given = ((scales, torch.float32), (bias, self._type))
-        assert all(part is None or (part.dtype, len(part)) == (dtype, len(weights)) for part, dtype in given)
-        assert scales is None or scales.is_contiguous()
-        self._weights, self._scales = weights, scales
+        assert bias is None or (bias.dtype, len(bias)) == (weights.dtype, len(weights))
+        self._weights, self._type = weights, weights.dtype
         self.most_rows = FEW_ROWS[weights.dtype]
         self._bias = None if bias is None else bias.float().contiguous()
         kind = str(weights.dtype).removeprefix("torch.").upper()
         library = load_library(_SOURCE, (f"WEIGHT_{kind}",))
         self._function = library.functions.linear_few
         self._function.restype = None
-        self._function.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 3, ctypes.c_int]
+        self._function.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int]
         self.parallel = library.threads
         self._out, self._in = weights.shape
-        self._pointers = [None if part is None else part.data_ptr() for part in (weights, scales, self._bias)]
+        self._pointers = [weights.data_ptr(), None if self._bias is None else self._bias.data_ptr()]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert x.dtype == self._type and x.dim() == 2 and x.shape[1] == self._in, (x.dtype, x.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -46,23 +46,13 @@ def _multiplies(dtype: torch.dtype) -> bool:
     return asked is not None and hasattr(torch.ops.mkldnn, asked) and bool(getattr(torch.ops.mkldnn, asked)())
 
 
-class Rounded(Protocol):
-    """What a quantisation leaves with a weight, as its attribute `rounded`. kind: the type of the numbers."""
-
-    kind: str
-
-    def product(self, modules: Sequence[Any], bias: torch.Tensor | None) -> FewRows:
-        """Of few rows with the weights of modules that read the same x, joined. Raises EngineMissing."""
-        ...
-
-
 class Linear:
     """x [rows, in] to [rows, out], with the weights of several modules that read the same x stacked along out.
 
     The joined weights are one tensor, which the modules' own parameters become views of, so that no weight exists twice;
     pages of the file that they were read from are returned.
     pack: a copy in oneDNN's blocked layout too, at half the time of a plain product for 4 to 16 rows; and few rows are
-    multiplied in C where the weights are float32 or bfloat16 and a compiler is there, or with what they were rounded to.
+    multiplied in C where the weights are float32 or bfloat16 and a compiler is there.
     few_rows: the type of the weights that few rows are multiplied with in C; None where they are not.
     """
 
@@ -74,12 +64,9 @@ class Linear:
             assert len(biases) in (0, len(modules)), "some of the joined projections have a bias, and some have none"
             self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
             self._packed, self._few = pack, None
-            rounded: list[Rounded | None] = [getattr(module.weight, "rounded", None) for module in modules]
-            if rounded[0] is not None and None not in rounded:
-                self._few, self.few_rows = rounded[0].product(modules, self._bias), rounded[0].kind
             self._weight = _joined(modules, contiguous=pack)
             if pack:
-                if self._few is None and self._weight.dtype in FEW_ROWS:
+                if self._weight.dtype in FEW_ROWS:
                     self._few = _product(self._weight, self._bias)
                     self.few_rows = None if self._few is None else str(self._weight.dtype).removeprefix("torch.")
                 self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight.contiguous(), _PACKING_HINT)
@@ -97,24 +84,21 @@ def _product(weights: torch.Tensor, bias: torch.Tensor | None) -> FewRows | None
     """None without a compiler, or where what it made runs on one of torch's several threads: packed products of padded rows
     are next best."""
     try:
-        product = FewRows(weights, None, bias)
+        product = FewRows(weights, bias)
     except EngineMissing:
         return None
     return product if product.parallel or torch.get_num_threads() == 1 else None
 
 
 def _joined(modules: Sequence[Any], contiguous: bool) -> torch.Tensor:
-    """[out, in]; the modules' parameters become views of it and keep what they were rounded to, since the module may be built
-    from again. contiguous: also that of a single Conv1D."""
+    """[out, in]; the modules' parameters become views of it, since the module may be built from again. contiguous: also that
+    of a single Conv1D."""
     weights = [_out_by_in(module) for module in modules]
     if len(modules) == 1 and (weights[0].is_contiguous() or not contiguous):
         return weights[0]
     joined, before = torch.cat([weight.contiguous() for weight in weights]), [module.weight for module in modules]
     for module, rows in zip(modules, joined.split([len(w) for w in weights]), strict=True):
-        rounded = getattr(module.weight, "rounded", None)
         module.weight = torch.nn.Parameter(rows.t() if _is_conv1d(module) else rows, requires_grad=False)
-        if rounded is not None:
-            module.weight.rounded = rounded
     return_file_pages(before)
     return joined
 

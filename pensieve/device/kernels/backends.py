@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from pensieve.compiler import find_compiler
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
     from pensieve.device.kernels.base import AttentionBackend
 
 
-BACKENDS = ("reference", "native", "triton", "triton_pointers", "varlen")
+BACKENDS = ("reference", "native", "triton", "triton_pointers")
 ON_CPU = ("native", "reference")  # best first
-ON_CUDA = ("triton", "triton_pointers", "varlen", "reference")
+ON_CUDA = ("triton", "triton_pointers", "reference")
 CAPTURING = frozenset({"triton", "triton_pointers"})
 """Backends whose launches may be recorded in a CUDA graph."""
 
@@ -39,33 +38,31 @@ def candidates(choice: str, kind: str) -> tuple[str, ...]:
     return (choice,)
 
 
-def expected(choice: str, kind: str, dtype: str, chunk_tokens: int) -> str:
+def expected(choice: str, kind: str, chunk_tokens: int) -> str:
     """The first candidate for which nothing is known to be missing; the last one where something is for each."""
     names = candidates(choice, kind)
     for name in names:
         try:
-            require(name, kind, dtype, chunk_tokens)
+            require(name, kind, chunk_tokens)
         except EngineMissing:
             continue
         return name
     return names[-1]
 
 
-def require(name: str, kind: str, dtype: str, chunk_tokens: int) -> None:
+def require(name: str, kind: str, chunk_tokens: int) -> None:
     """Raises EngineMissing, in one sentence, for a backend that cannot run here."""
     if name == "native":
         _require_native(kind)
     elif name in ("triton", "triton_pointers"):
         _require_triton(name, kind, chunk_tokens)
-    elif name == "varlen":
-        _require_varlen(kind, dtype)
 
 
 def load_backend(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, chunk_tokens: int
 ) -> AttentionBackend:
     """Raises EngineMissing, in one sentence, where it cannot run here."""
-    require(name, device.type, str(dtype).removeprefix("torch."), chunk_tokens)
+    require(name, device.type, chunk_tokens)
     if name == "reference":
         from pensieve.device.kernels.reference import ReferenceBackend
 
@@ -74,13 +71,9 @@ def load_backend(
         from pensieve.device.kernels.native import NativeBackend
 
         return NativeBackend(head_dim, dtype)
-    if name in ("triton", "triton_pointers"):
-        from pensieve.device.kernels.triton_backend import TritonBackend, TritonPointersBackend
+    from pensieve.device.kernels.triton_backend import TritonBackend, TritonPointersBackend
 
-        return TritonBackend() if name == "triton" else TritonPointersBackend()
-    plugin = import_module("pensieve.plugins.device.varlen")  # by name: the device imports no plug-in
-    found: AttentionBackend = plugin.VarlenBackend(device, dtype, head_dim, chunk_tokens)
-    return found
+    return TritonBackend() if name == "triton" else TritonPointersBackend()
 
 
 def _require_native(kind: str) -> None:
@@ -107,10 +100,3 @@ def _require_triton(name: str, kind: str, chunk_tokens: int) -> None:
             f"attention_backend={name} takes blocks of a power of two of tokens, and cache.chunk_tokens={chunk_tokens}; use "
             "another size, or attention_backend=reference."
         )
-
-
-def _require_varlen(kind: str, dtype: str) -> None:
-    if kind != "cuda":
-        raise EngineMissing("attention_backend=varlen runs on CUDA only; use auto or reference on a CPU.")
-    if dtype == "float32":
-        raise EngineMissing("attention_backend=varlen computes in 16 bits only; use triton, or model.dtype=bfloat16.")

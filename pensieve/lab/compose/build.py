@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pensieve.core.cache.base import NO_LOWER_TIER, CacheManager, LowerTier
@@ -96,15 +95,13 @@ def find_parts(config: TrialConfig, longest_tokens: int | None = None, model: Mo
 def build_system(
     plan: TrialPlan,
     tokenizer: Tokenizer | None = None,
-    trace: Path | None = None,
     described: WorkloadPlan | None = None,
     keeps_disk: bool = False,
 ) -> AnsweringSystem:
     """The system of an in-engine baseline, not started yet; a real one has its model loaded.
 
-    trace: the file of a torch profile of the worker's steps (real only). described: the workload's description, for a cache
-    that needs the length of the longest conversation. keeps_disk: what cache.disk holds is there when the same model is
-    started again; if not, the file ends with the system.
+    described: the workload's description, for a cache that needs the length of the longest conversation. keeps_disk: what
+    cache.disk holds is there when the same model is started again; if not, the file ends with the system.
 
     Raises EngineMissing, WeightsMissing, HardwareMissing, UnsupportedModel.
     """
@@ -114,7 +111,7 @@ def build_system(
     tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
     if config.hardware.router != "single":
         raise ConfigError("A cluster of simulated replicas runs trials only; use hardware.router=single.")
-    return _engine_system(plan, parts, tokenizer, trace, keeps_disk)
+    return _engine_system(plan, parts, tokenizer, keeps_disk)
 
 
 def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan | None = None) -> ClusterSystem:
@@ -128,7 +125,7 @@ def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan
     parts = find_parts(plan.config, longest_conversation(described) if described else None, plan.model)
 
     def make() -> InlineSystem:
-        system = _engine_system(plan, parts, tokenizer, None)
+        system = _engine_system(plan, parts, tokenizer)
         assert isinstance(system, InlineSystem)
         return system
 
@@ -149,7 +146,7 @@ def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan
 
 
 def _engine_system(
-    plan: TrialPlan, parts: Parts, tokenizer: Tokenizer, trace: Path | None, keeps_disk: bool = False
+    plan: TrialPlan, parts: Parts, tokenizer: Tokenizer, keeps_disk: bool = False
 ) -> InlineSystem | ThreadedSystem:
     from pensieve.core.scheduler.scheduler import SchedulerSettings
     from pensieve.serve.systems.inline_system import InlineSystem
@@ -159,7 +156,7 @@ def _engine_system(
     assert parts.cache is not None
     scheduler = filled(SchedulerSettings, config.scheduler, composition=parts.composition)
     below = _tier_below(plan, parts, keeps_disk)
-    clock, worker, gpu_blocks = clock_and_worker(plan, trace, below)
+    clock, worker, gpu_blocks = clock_and_worker(plan, below)
     kind: type[InlineSystem | ThreadedSystem] = InlineSystem if clock.virtual else ThreadedSystem
     return kind(
         model=plan.model,
@@ -249,7 +246,7 @@ def build_simulated(plan: TrialPlan) -> System:
 
 
 def clock_and_worker(
-    plan: TrialPlan, trace: Path | None = None, below: LowerTier = NO_LOWER_TIER
+    plan: TrialPlan, below: LowerTier = NO_LOWER_TIER
 ) -> tuple[Clock, Worker, int | Callable[[], int]]:
     """Clock, worker, and the number of GPU blocks or the function that measures how many fit."""
     hardware, scheduler = plan.config.hardware, plan.config.scheduler
@@ -271,12 +268,7 @@ def clock_and_worker(
     if below.transfer is not None:
         options = replace(options, transfer=below.transfer)
     worker = TorchWorker(model, plan.chunk_tokens, clock, options=options)
-    gpu_blocks = worker.room if plan.gpu_measured else plan.gpu_blocks
-    if trace is None:
-        return clock, worker, gpu_blocks
-    from pensieve.plugins.device.profiled import ProfiledWorker
-
-    return clock, ProfiledWorker(worker, trace), gpu_blocks
+    return clock, worker, worker.room if plan.gpu_measured else plan.gpu_blocks
 
 
 def model_is_loaded(plan: TrialPlan) -> bool:

@@ -227,9 +227,7 @@ def _check_divided(config: TrialConfig, device: Device, model: ModelSpec, disk_b
         f"hardware.gpus={gpus} divides the model among processes",
         {
             f"baseline={config.baseline.name} is an engine of others": config.baseline.engine is not None,
-            f"model.quantization={config.model.quantization} rounds whole projections": bool(config.model.quantization),
             f"cache.disk={config.cache.disk} keeps whole chunks": disk_blocks > 0,
-            "trial.profile=true traces one process": config.trial.profile,
         },
     )
 
@@ -240,7 +238,6 @@ def _check_replicated(config: TrialConfig) -> None:
         f"hardware.router={config.hardware.router} starts replicas of our engine, a process each",
         {
             f"baseline={config.baseline.name} is an engine of others": config.baseline.engine is not None,
-            "trial.profile=true traces one process": config.trial.profile,
         },
     )
 
@@ -342,11 +339,4 @@ def model_spec(model: ModelConfig, device: Device, measured: str | None = None) 
             f"model={model.name} {why}, so its times on {device.label} cannot be simulated; use hardware=local, or another "
             "model."
         )
-    if model.quantization is not None:
-        if device.kind != "cpu" or model.dtype not in ("auto", "float32"):
-            raise ConfigError(
-                f"model.quantization={model.quantization} computes in float32 on a CPU, and this is {device.label} with "
-                f"model.dtype={model.dtype}; use hardware=cpu and leave model.dtype at auto, or leave model.quantization out."
-            )
-        return replace(spec, dtype="float32", quantization=model.quantization)
     return replace(spec, dtype="float32") if model.dtype == "auto" and device.kind == "cpu" else spec

@@ -55,7 +55,7 @@ def check_attention(plan: TrialPlan) -> None:
     """Raises EngineMissing for a backend that was asked for by name and cannot run here."""
     name = plan.config.attention_backend
     if name != "auto" and not plan.device.simulated and plan.config.baseline.engine is None:
-        require(name, plan.device.kind, plan.model.dtype, plan.chunk_tokens)
+        require(name, plan.device.kind, plan.chunk_tokens)
 
 
 def check_capacity(plan: TrialPlan) -> None:

@@ -15,7 +15,7 @@ Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(ge=0.0)]
 
 AttentionChoice = Literal[
-    "auto", "reference", "native", "triton", "triton_pointers", "varlen"
+    "auto", "reference", "native", "triton", "triton_pointers"
 ]  # fmt: skip
 
 
@@ -25,8 +25,7 @@ class _Group(BaseModel):
 
 class ModelConfig(_Group):
     """weights: hub, random, gguf, or a folder written by save_pretrained. gguf_file: its path, or package:file for one that
-    an installed package brings. quantization: of weights, on a CPU; sums stay float32. tokenizer: bytes, hub (the model's
-    own), a folder, or another hub id."""
+    an installed package brings. tokenizer: bytes, hub (the model's own), a folder, or another hub id."""
 
     name: str
     hub_id: str | None = None
@@ -35,7 +34,6 @@ class ModelConfig(_Group):
     gguf_file: str | None = None
     seed: int = 0
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["int8"] | None = None
     tokenizer: str = "hub"
     architecture: dict[str, Any] = Field(default_factory=dict)
 
@@ -194,7 +192,6 @@ class TrialOptions(_Group):
     retries: Annotated[int, Field(ge=0)] = 0
     timeout_s: Rate | None = None
     fail_fast: bool = False
-    profile: bool = False
     measure_machine: str | None = None
 
 

@@ -70,11 +70,6 @@ def check(cfg: DictConfig | Mapping[str, Any]) -> TrialConfig:
         raise ConfigError(explain_invalid(error, plain, partial(_fields_of, TrialConfig))) from None
     if config.scheduler.swap_out_stop < config.scheduler.swap_out_start:
         raise ConfigError("scheduler.swap_out_stop must not be below scheduler.swap_out_start.")
-    if config.trial.profile and config.hardware.simulated:
-        raise ConfigError(
-            f"trial.profile=true traces what torch does, and hardware={config.hardware.name} is simulated without torch; "
-            "use hardware=local."
-        )
     return config
 
 

@@ -432,7 +432,6 @@ class Mixture:
 
 
 _SPOILT = (
-    ("profiled", "trials that a profiler slowed", "run them again without trial.profile=true"),
     (
         "contaminated",
         "trials whose engine still held what an earlier run had asked",

@@ -32,8 +32,7 @@ def identity_of(
 
 def marks_of(plan: TrialPlan) -> dict[str, bool]:
     """The options of `trial` that change what it measures; the others only say how it is run."""
-    marks = {"profiled": plan.config.trial.profile, "contended": contended(plan)}
-    return {name: True for name, given in marks.items() if given}
+    return {"contended": True} if contended(plan) else {}
 
 
 def contended(plan: TrialPlan) -> bool:
@@ -59,7 +58,7 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
     from pensieve.lab.compose.plan import plans_in_flight
 
     hardware, kind = plan.config.hardware, plan.device.kind
-    attention = expected(plan.config.attention_backend, kind, plan.model.dtype, plan.chunk_tokens)
+    attention = expected(plan.config.attention_backend, kind, plan.chunk_tokens)
     recorded = hardware.graphs == "auto" and kind == "cuda" and attention in CAPTURING and not plan.device.divided
     return {
         **device,

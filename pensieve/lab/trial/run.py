@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from pensieve.core.plan import StartReport
@@ -87,7 +86,6 @@ log = logging.getLogger(__name__)
 
 TURNS_A_BATCH = 1000  # a transaction costs as much as some 200 rows
 
-TRACE_FILE = "trace.json.gz"
 
 WAIT_S = 0.2  # between two looks whether the process that runs a trial has ended it
 ORPHAN_S = 3.0  # how long a process without its sweep may take to notice, on a busy machine
@@ -166,8 +164,7 @@ def _isolated(plan: TrialPlan) -> bool:
 def _shares_process(plan: TrialPlan, job: Job) -> bool:
     """May an isolated trial run in the process of the one before it in the sweep, whose model it then finds? Not where a
     process of its own was asked for, nor an engine of others, which may leave anything behind."""
-    t = plan.config.trial
-    return t.isolate == "auto" and job.keeps and plan.config.baseline.engine is None and not t.profile
+    return plan.config.trial.isolate == "auto" and job.keeps and plan.config.baseline.engine is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +239,8 @@ class Attempt:
             if (starting := what_starts(plan)) is not None:
                 self.say(starting)
             measured_at = measure_beside(plan)
-            trace = job.folder / TRACE_FILE if config.trial.profile else None
             forget_allocator_peak()
-            system = _system(plan, tokenizer, described, trace)
+            system = _system(plan, tokenizer, described)
             neighbours = Neighbours()
             try:
                 raise_if_interrupted()
@@ -269,8 +265,6 @@ class Attempt:
                 held = system.holdings() if isinstance(system, EngineSystem) else {}
             finally:
                 system.close()
-        if trace is not None and trace.is_file():
-            store.add_artifact(trial_id, "trace", trace)
         raise_if_interrupted()
         if own is not None and own.exceeded:
             limit = f"hardware.cpu_memory={config.hardware.cpu_memory}"
@@ -296,7 +290,6 @@ class Attempt:
             "others_cpu_share": None if plan.device.simulated else round(others, 3),
             "contaminated": contamination(described, record.turns),
             "cache_state_unverified": unverified(described, record.turns, system.can.starts_empty),
-            "profiled": config.trial.profile or None,
             "extrapolated": (system.extrapolated() if isinstance(system, InlineSystem) else None) or None,
             "fell_back": _fall_back(started.settings) if started.settings.get("fell_back") else None,
             "reproduces": job.reproduces,
@@ -363,7 +356,7 @@ def _is_outside(plan: TrialPlan) -> bool:
     return plan.config.baseline.engine is not None and not plan.device.simulated
 
 
-def _system(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan, trace: Path | None) -> System:
+def _system(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan) -> System:
     config = plan.config
     if _is_outside(plan):
         return build_outside(plan, tokenizer, described)
@@ -371,7 +364,7 @@ def _system(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan, trac
         return build_simulated(plan)
     if config.hardware.router != "single":
         return build_cluster(plan, tokenizer, described) if plan.device.simulated else _replicas(plan)
-    return build_system(plan, tokenizer, trace, described)
+    return build_system(plan, tokenizer, described)
 
 
 def _processes(counted: Mapping[str, float]) -> list[MetricValue]:

@@ -40,12 +40,11 @@ def test_a_folder_that_was_written_again_is_loaded_again(tmp_path):
 
 
 def test_what_decides_a_model_loads_another():
-    """dtype and quantization are the spec's; attention and the blocks' size decide what was checked. Each differs from the
+    """dtype is the spec's; attention and the blocks' size decide what was checked. Each differs from the
     one before it, which alone is kept."""
     spec, plain = tiny_spec("llama", num_hidden_layers=1), ("random", None, None, 0, "cpu", 1)
     asked = [
         (spec, *plain, "reference"),
-        (replace(spec, quantization="int8"), *plain, "reference"),
         (spec, *plain, "reference", 16),
         (replace(spec, dtype="bfloat16"), *plain, "reference", 16),
         (replace(spec, dtype="bfloat16"), *plain, "auto", 16),

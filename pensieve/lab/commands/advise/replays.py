@@ -119,7 +119,7 @@ def replayed(task: Task) -> Replayed:
     workload = Playback(context, (), measured, Recorded(), Pauses(0, 0.0), facts={})
     described = workload.describe()
     routed = plan.config.hardware.router != "single"
-    system = build_cluster(plan, tokenizer, described) if routed else build_system(plan, tokenizer, None, described)
+    system = build_cluster(plan, tokenizer, described) if routed else build_system(plan, tokenizer, described)
     system.start()
     try:
         turns = [turn for turn in replay(system, workload, keep_tokens=False).turns if is_measured(turn.phase)]

@@ -24,7 +24,7 @@ from typing import Any
 
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Request
-from pensieve.errors import ConfigError, ContextLengthError, RequestFailed
+from pensieve.errors import ContextLengthError, RequestFailed
 from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply, kv_settings
 from pensieve.plugins.engines.disaggregated import wire as messages
 from pensieve.plugins.engines.disaggregated.wire import KV, LOGITS, STOP, Array, Arrived, Wire
@@ -65,14 +65,6 @@ class _Disaggregated(OutsideEngine):
         self._setup, self._timeout_s = setup, start_timeout_s
         self._process: EngineProcess | None = None
         self._wire: Wire | None = None
-
-    def check(self) -> None:
-        """Raises ConfigError for weights that are more than parameters in their own dtype."""
-        if self._setup.model.quantization is not None:
-            raise ConfigError(
-                f"baseline={self._setup.baseline} moves weights as they are; leave model.quantization out, or use a baseline "
-                "in the engine."
-            )
 
     def start(self) -> StartReport:
         began = perf_counter()

@@ -102,7 +102,7 @@ def _packed_name():
     if not torch.backends.mkldnn.is_available():
         return "fused"
     try:
-        FewRows(torch.ones(2, 2), None, None)
+        FewRows(torch.ones(2, 2), None)
     except EngineMissing:
         return "fused, packed weights"
     return "fused, packed weights, few rows in C"

@@ -17,7 +17,7 @@ def _load(name, device=CPU, dtype=torch.bfloat16, chunk=32):
 
 
 def test_auto_takes_the_triton_kernel_on_a_gpu_and_the_compiled_one_on_a_cpu():
-    assert candidates("auto", "cuda") == ("triton", "triton_pointers", "varlen", "reference")
+    assert candidates("auto", "cuda") == ("triton", "triton_pointers", "reference")
     assert candidates("auto", "cpu") == ("native", "reference")
     assert [candidates(name, "cpu") for name in BACKENDS] == [(name,) for name in BACKENDS]
     with pytest.raises(ConfigError, match="attention_backend=flash is unknown; use auto, reference"):
@@ -37,7 +37,6 @@ def test_the_reference_is_always_there():
         ("triton", CPU, 24, "1", "cache.chunk_tokens=24"),
         ("triton_pointers", CPU, 32, None, "attention_backend=triton_pointers needs a GPU"),
         ("native", CUDA, 32, None, "runs on a CPU only"),
-        ("varlen", CPU, 32, None, "runs on CUDA only"),
     ],
 )
 def test_what_cannot_run_here_is_one_sentence(name, device, chunk, interpret, sentence, monkeypatch):
