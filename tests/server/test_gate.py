@@ -10,10 +10,9 @@ import pytest
 
 pytest.importorskip("fastapi")
 from pensieve.serve.server import gate
-from pensieve.serve.server.app import App, create_app
-from pensieve.serve.server.gate import BadBody, read_body
+from pensieve.serve.server.app import App, ServeSettings, create_app
+from pensieve.serve.server.gate import BadBody, Tenants, read_body
 from pensieve.serve.server.schemas import ResponseBody
-from pensieve.serve.server.settings import ServeSettings, Tenants
 from tests.server.live import simulated
 
 JSON = "application/json"

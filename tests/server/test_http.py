@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from pensieve.errors import ConfigError
-from pensieve.serve.server.settings import ServeSettings, tenants_of
+from pensieve.serve.server.gate import tenants_of
 from tests.baselines.systems import Side
 from tests.server.live import PATIENCE_S, simulated, until
 
@@ -293,15 +293,15 @@ def test_only_this_machine_is_served_without_keys(client):
 def test_an_address_beyond_this_machine_asks_for_keys(monkeypatch):
     monkeypatch.delenv("PENSIEVE_API_KEYS", raising=False)
     with pytest.raises(ConfigError, match="PENSIEVE_API_KEYS"):
-        tenants_of(ServeSettings(host="0.0.0.0"))
-    assert not tenants_of(ServeSettings(host="localhost")).required
+        tenants_of("0.0.0.0")
+    assert not tenants_of("localhost").required
     monkeypatch.setenv("PENSIEVE_API_KEYS", "alice:secret-of-alice,bob:secret-of-bob")
-    tenants = tenants_of(ServeSettings(host="0.0.0.0"))
+    tenants = tenants_of("0.0.0.0")
     assert (tenants.of("secret-of-bob"), tenants.of("secret"), tenants.of("")) == ("bob", None, None)
     for wrong in ("a:short", "x y:long-enough-key", "a:same-key-1,b:same-key-1"):
         monkeypatch.setenv("PENSIEVE_API_KEYS", wrong)
         with pytest.raises(ConfigError):
-            tenants_of(ServeSettings())
+            tenants_of("127.0.0.1")
 
 
 def test_nothing_is_served_before_the_engine_is_warm():

@@ -18,9 +18,8 @@ pytest.importorskip("fastapi")
 from pensieve.errors import ConfigError, EngineMissing
 from pensieve.lab.compose import resolved
 from pensieve.serve.server import command
-from pensieve.serve.server.app import App
+from pensieve.serve.server.app import App, ServeSettings
 from pensieve.serve.server.create import replicated_server
-from pensieve.serve.server.settings import ServeSettings
 from pensieve.serve.server.state import StateFile
 from tests.server.live import serving, until
 from tests.server.test_chat import composed
@@ -41,15 +40,15 @@ def test_who_is_stopped_while_replicas_load_has_not_failed(stopped, monkeypatch)
 
     steps = []
 
-    def make(_, __, connected):
-        system = ReplicaSystem(Actors({}, 2), "affinity", connected=connected)
+    def make(*given):
+        system = ReplicaSystem(Actors({}, 2), "affinity", connected=given[-1])
         monkeypatch.setattr(system.replicas._cluster, "start", lambda: steps.append("ray"))
         monkeypatch.setattr(system.replicas._cluster, "close", lambda: steps.append("closed"))
         monkeypatch.setattr(Actors, "_made", lambda _: steps.append("replica"))
         system.start()
 
     monkeypatch.setattr(command, "replicated_server", make)
-    app = App(ServeSettings.model_validate({"replicas": 2}), command.tenants_of(ServeSettings()), "tiny")
+    app = App(ServeSettings.model_validate({"replicas": 2}), command.tenants_of("127.0.0.1"), "tiny")
     app.loop.set_result(asyncio.new_event_loop())
     app.loop.result().close()
     command._load(app, composed("hardware=sim_h100"), http(should_exit=stopped))
@@ -60,13 +59,13 @@ def test_who_is_stopped_while_replicas_load_has_not_failed(stopped, monkeypatch)
 def test_without_ray_one_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EngineMissing, match=r"serve\.replicas.*pensieve-lab\[ray\]"):
-        replicated_server(composed("hardware=sim_h100"), ServeSettings.model_validate({"replicas": 2}))
+        replicated_server(composed("hardware=sim_h100"), 2, "affinity")
 
 
 def test_simulated_replicas_are_referred_to_where_they_are():
     pytest.importorskip("ray")
     with pytest.raises(ConfigError, match=r"hardware\.replicas"):
-        replicated_server(composed("hardware=sim_h100"), ServeSettings.model_validate({"replicas": 2}))
+        replicated_server(composed("hardware=sim_h100"), 2, "affinity")
 
 
 def test_sigterm_is_the_servers_again_after_a_library_took_it():
@@ -161,7 +160,7 @@ def test_kill_9_of_a_replica_under_load(tmp_path):
     config = composed(
         "hardware=cpu", "hardware.threads=1", "model.weights=random", "cache.gpu=4096 tokens", "cache.cpu=4096 tokens"
     )
-    server = replicated_server(resolved(config), ServeSettings.model_validate({"replicas": 2}))
+    server = replicated_server(resolved(config), 2, "affinity")
     try:
         system = server.system
         folder = system.replicas._cluster._folder

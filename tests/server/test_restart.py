@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from pensieve.errors import ConfigError
 from pensieve.plugins.engines.process import free_port
 from pensieve.serve.server import create_server
+from pensieve.serve.server.app import ServeSettings
 from pensieve.serve.server.command import open_state
 from pensieve.serve.server.conversations import Conversations
-from pensieve.serve.server.settings import ServeSettings
 from pensieve.serve.server.state import StateFile
 from tests.server.live import PATIENCE_S, REAL, SIMULATED, healthy, serving, until
 from tests.server.test_chat import composed

@@ -12,7 +12,7 @@ pytest.importorskip("uvicorn")
 from pensieve.errors import ConfigError, RequestFailed
 from pensieve.serve.server import command
 from pensieve.serve.server.api import Server
-from pensieve.serve.server.settings import ServeSettings
+from pensieve.serve.server.app import ServeSettings
 from pensieve.serve.tokenizer import ByteTokenizer
 from pensieve.sim.worker import SimulatedWorker
 from tests.baselines.systems import PATIENCE_S, Side, inline, threaded

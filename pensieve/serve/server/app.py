@@ -11,10 +11,11 @@ from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
 from importlib.resources import files
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Header, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from pensieve import __version__
@@ -23,7 +24,7 @@ from pensieve.errors import ConfigError, PensieveError
 from pensieve.serve.server import statistics
 from pensieve.serve.server.api import Server, Turn
 from pensieve.serve.server.conversations import LONGEST_NAME, Stored, session_name
-from pensieve.serve.server.gate import SESSION_HEADER, BodyRoute, Gate, off_the_loop, refused
+from pensieve.serve.server.gate import OPERATOR, SESSION_HEADER, BodyRoute, Gate, Tenants, off_the_loop, refused
 from pensieve.serve.server.replies import ChatReply, CompletionReply, Feed, Reply, ResponseReply
 from pensieve.serve.server.schemas import (
     ChatBody,
@@ -34,11 +35,41 @@ from pensieve.serve.server.schemas import (
     hint_of,
     tools_of,
 )
-from pensieve.serve.server.settings import OPERATOR, ServeSettings, Tenants
 from pensieve.serve.server.state import StateFile
 from pensieve.serve.server.statistics import Meters, session_body, session_line
 
 SWEEP_S = 5.0  # how often conversations that nobody came back to are looked for
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class ServeSettings(BaseModel):
+    """The node `serve` of conf/serve.yaml. temperature: see Server.sampling.
+
+    max_*: limits of each tenant; max_queue and max_connections are of all together. receive_s: how long a client may take to
+    send a request. record: the file of recorded traffic; true: traffic.parquet in the outputs folder. state: where
+    conversations outlive the server: auto (in the outputs folder, if no other server keeps its own there), off, or a file.
+    replicas: one is in this process, several are actors of Ray; router: which of them serves a turn.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    max_new_tokens: Positive = 512
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    max_body_bytes: Positive = 4_000_000
+    max_connections: Positive = 512
+    receive_s: Seconds = 30.0
+    max_queue: Positive = 256
+    max_sessions: Positive = 10_000
+    max_stored_tokens: Positive = 50_000_000
+    keep_alive_s: Seconds | None = 86_400.0
+    drain_s: Seconds = 30.0
+    state: str | Literal[False] = "off"
+    record: str | bool = False
+    replicas: Positive = 1
+    router: Literal["affinity", "affinity_bounded", "least_loaded", "prefix_aware", "random"] = "affinity"
 
 
 class App:
@@ -52,7 +83,7 @@ class App:
         self.created = int(time.time())
         self.identity: str | None = None
         """A digest of all that decides how requests are served: configuration, code and platform."""
-        self.on_close: list[Callable[[], None]] = []
+        self.on_close: Callable[[], None] | None = None
         self.restored = 0
         """Conversations that were there before this server was started."""
         self.tidy: Callable[[], None] | None = None
@@ -61,15 +92,13 @@ class App:
 
     def prepare(self, server: Server, state: StateFile | None = None) -> None:
         """All but the word that requests are served from now on (`server`), with the conversations of before. state: where
-        they are kept; raises ConfigError for one that cannot be read."""
+        they are kept."""
         s = self.settings
         server.conversations.limit(s.max_sessions, s.max_stored_tokens, s.keep_alive_s)
-        if state is not None:
-            self.restored = state.restore(server.conversations)
-            self.tidy = state.tidy
-            self.on_close.append(state.close)
         self.meters = Meters(server)
         server.observe(lambda turn, record: self.meters.turn_ended(record))
+        if state is not None:
+            self.tidy, self.restored = state.tidy, state.restore(server.conversations)
 
     @property
     def warm(self) -> Server:
@@ -126,8 +155,8 @@ def create_app(state: App) -> FastAPI:
         sweeping = asyncio.ensure_future(_sweep(state))
         yield
         sweeping.cancel()
-        for close in state.on_close:
-            close()
+        if state.on_close is not None:
+            state.on_close()
 
     told: dict[int | str, dict[str, Any]] = {
         code: {"description": HTTPStatus(code).phrase} for code in (400, 401, 403, 404, 413, 429, 503)
@@ -273,12 +302,11 @@ def _add_routes(app: FastAPI, state: App) -> None:
         text = await asyncio.to_thread(state.meters.text)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    if state.settings.page:
-        html = files("pensieve.serve.server").joinpath("page.html").read_text(encoding="utf-8")
+    html = files("pensieve.serve.server").joinpath("page.html").read_text(encoding="utf-8")
 
-        @app.get("/", include_in_schema=False)
-        async def page() -> Response:
-            return HTMLResponse(html, headers={"Content-Security-Policy": _POLICY, "X-Frame-Options": "DENY"})
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return HTMLResponse(html, headers={"Content-Security-Policy": _POLICY, "X-Frame-Options": "DENY"})
 
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"

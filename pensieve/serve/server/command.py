@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -26,10 +27,11 @@ from pensieve.lab.results.identity import text_hash
 from pensieve.lab.trial.identity import identity_of
 from pensieve.lab.trial.terminal import say
 from pensieve.serve.server import statistics
-from pensieve.serve.server.app import App, create_app
+from pensieve.serve.server.api import Server
+from pensieve.serve.server.app import App, ServeSettings, create_app
 from pensieve.serve.server.create import replicated_server, server_of, trial_fields
+from pensieve.serve.server.gate import KEYS, tenants_of
 from pensieve.serve.server.recording import Recording
-from pensieve.serve.server.settings import ServeSettings, tenants_of
 from pensieve.serve.server.state import StateFile, open_own
 
 _SWITCH_S = 0.0005  # how long a thread may hold the interpreter while another, the engine's or a client's, waits
@@ -47,7 +49,7 @@ def serve(config: Mapping[str, Any], _typed: Collection[str] = ()) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit status."""
     settings = check_node(ServeSettings, config, "serve")
     bound = bind(settings)  # before the model loads: a port that is taken is told at once
-    state = App(settings, tenants_of(settings), str(config["model"]["name"]))
+    state = App(settings, tenants_of(settings.host), str(config["model"]["name"]))
     sys.setswitchinterval(_SWITCH_S)
     http = uvicorn.Server(uvicorn_config(state))
     loading = threading.Thread(target=_load, args=(state, config, http), daemon=True)
@@ -162,45 +164,54 @@ def uvicorn_config(state: App) -> uvicorn.Config:
 
 
 def _load(state: App, config: Mapping[str, Any], http: uvicorn.Server) -> None:
-    """While /health says that the engine is loading."""
-    server = kept = None
-    try:
-        kept = open_state(state.settings, config)
-        if state.settings.replicas > 1:
-            loop = state.loop.result()  # once it has ended, calling it raises RuntimeError: nothing is to load any more
-            connected = partial(loop.call_soon_threadsafe, _take_sigterm_back)
-            server = replicated_server(config, state.settings, connected)
-        else:
-            server = server_of(config, keeps_disk=kept is not None, say=say)
-        served = state.settings.model_dump(exclude={"host", "port", "page", "record", "state"})
-        state.identity = text_hash(f"{_fingerprint(config)} {served}")
-        if state.settings.record:
-            named = outputs_folder() / "traffic.parquet" if state.settings.record is True else state.settings.record
-            recording = Recording(server, Path(named).expanduser(), config)
-            say(f"Turns are recorded to {recording.path}.")
-            state.on_close.append(recording.close)
-        state.prepare(server, kept)
-        statistics.settle()  # behind all that stays, the conversations of before too
-        state.server = server
-    except Exception as error:  # or nobody would learn why it never gets ready
-        if server is not None:
-            server.close()
-        if kept is not None:
-            kept.close()
-        if http.should_exit:  # it was stopped, and what was loading with it
-            log.info("Stopped while the engine was loading: %s", error)
+    """While /health says that the engine is loading. An error ends the server, or nobody would learn why it never gets
+    ready; one that was stopped while it loaded has not failed."""
+    with ExitStack() as opened:
+        try:
+            server = _open(state, config, opened)
+        except Exception as error:
+            if http.should_exit:
+                log.info("Stopped while the engine was loading: %s", error)
+                return
+            if not isinstance(error, PensieveError):
+                log.exception("The server cannot start.")
+            state.failure = str(error) if isinstance(error, PensieveError) else f"The server cannot start: {error!r}."
+            http.should_exit = True
             return
-        if not isinstance(error, PensieveError):
-            log.exception("The server cannot start.")
-        state.failure = str(error) if isinstance(error, PensieveError) else f"The server cannot start: {error!r}."
-        http.should_exit = True
-        return
-    state.on_close.insert(0, server.close)
+        state.on_close = opened.pop_all().close
+    state.server = server
+    port = http.servers[0].sockets[0].getsockname()[1] if getattr(http, "servers", ()) else state.settings.port
+    address = f"http://{state.settings.host}:{port}/"
+    say(f"{state.model} is ready at {address} (v1 API, /metrics, page). Ctrl-C stops it.")
+
+
+def _open(state: App, config: Mapping[str, Any], opened: ExitStack) -> Server:
+    """The engine, and what its turns are kept in. opened: closes all of it, the engine first."""
+    settings = state.settings
+    kept = open_state(settings, config)
+    if kept is not None:
+        opened.callback(kept.close)
+    if settings.replicas > 1:
+        loop = state.loop.result()  # once it has ended, calling it raises RuntimeError: nothing is to load any more
+        connected = partial(loop.call_soon_threadsafe, _take_sigterm_back)
+        without_keys = {KEYS: ""}  # the replicas know no clients
+        server = replicated_server(config, settings.replicas, settings.router, without_keys, connected)
+    else:
+        server = server_of(config, keeps_disk=kept is not None, say=say)
+    behind = opened.enter_context(ExitStack())
+    opened.callback(server.close)
+    if settings.record:
+        named = outputs_folder() / "traffic.parquet" if settings.record is True else settings.record
+        recording = Recording(server, Path(named).expanduser(), config)
+        behind.callback(recording.close)
+        say(f"Turns are recorded to {recording.path}.")
+    served = settings.model_dump(exclude={"host", "port", "record", "state"})
+    state.identity = text_hash(f"{_fingerprint(config)} {served}")
+    state.prepare(server, kept)
     if state.restored:
         say(f"{state.restored} conversations of before are known again.")
-    say(
-        f"{state.model} is ready at http://{_address(http, state.settings)}/ (v1 API, /metrics, page). Ctrl-C stops it."
-    )
+    statistics.settle()  # behind all that stays, the conversations of before too
+    return server
 
 
 def _fingerprint(config: Mapping[str, Any]) -> str:
@@ -228,9 +239,3 @@ def open_state(settings: ServeSettings, config: Mapping[str, Any]) -> StateFile 
     except ConfigError as error:
         say(f"Conversations end with this server: {error}")
         return None
-
-
-def _address(http: uvicorn.Server, settings: ServeSettings) -> str:
-    sockets = [s for one in getattr(http, "servers", ()) for s in one.sockets]
-    port = sockets[0].getsockname()[1] if sockets else settings.port
-    return f"{settings.host}:{port}"

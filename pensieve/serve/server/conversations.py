@@ -270,9 +270,7 @@ class Conversations:
                 child.replies = parent.first_replies(said)
             child.keep_alive_s, child.restored = parent.keep_alive_s, parent.restored
             child.parent, child.asked = parent.id, len(child.marks)
-            if (
-                not parent.restored
-            ):  # else the engine has nothing of it, and begins the child with what that has computed
+            if not parent.restored:  # else the engine has nothing of it
                 last = parent.marks[-1].asked if parent.marks else 0
                 child.fork = Fork(parent.engine_name, keep, takes_kv=parent.idle and keep >= last)
             return child

@@ -21,7 +21,6 @@ from pensieve.lab.compose import (
 from pensieve.lab.compose.target import locate
 from pensieve.plugins.engines.ray_cluster import check_ray
 from pensieve.serve.server.api import Server
-from pensieve.serve.server.settings import ServeSettings
 
 
 def create_server(
@@ -72,22 +71,25 @@ def server_of(config: Mapping[str, Any], keeps_disk: bool = False, say: Callable
 
 
 def replicated_server(
-    config: Mapping[str, Any], settings: ServeSettings, connected: Callable[[], object] | None = None
+    config: Mapping[str, Any],
+    replicas: int,
+    router: str,
+    environment: Mapping[str, str] | None = None,
+    connected: Callable[[], object] | None = None,
 ) -> Server:
     """A server over several engines on Ray: conversations, tenants and HTTP are in this process; the replicas hold engines
-    and KV, and nothing else. connected: as of ReplicaSystem. Raises EngineMissing where Ray is not installed."""
+    and KV, and nothing else. environment, connected: as of build_replicas. Raises EngineMissing without Ray."""
     check_ray("serve.replicas above 1")
     from pensieve.plugins.replicas.system import build_replicas
 
     plan = plan_live(config)
     if plan.device.simulated:
         raise ConfigError(
-            f"serve.replicas={settings.replicas} are processes, and hardware={plan.config.hardware.name} is simulated; use "
+            f"serve.replicas={replicas} are processes, and hardware={plan.config.hardware.name} is simulated; use "
             "hardware=local, or simulate them with runners/run.py and hardware.replicas."
         )
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
-    without_keys = {settings.keys_env: ""}  # the replicas know no clients
-    system = build_replicas(plan, settings.replicas, settings.router, without_keys, connected)
+    system = build_replicas(plan, replicas, router, environment, connected)
     return Server(system, tokenizer, plan.config.seed)
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
-from collections.abc import Callable, Coroutine
+import ipaddress
+import os
+import re
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
@@ -31,6 +35,10 @@ from pensieve.errors import (
 if TYPE_CHECKING:
     from pensieve.serve.server.app import App
 
+KEYS = "PENSIEVE_API_KEYS"
+"""The environment variable with the clients' keys."""
+OPERATOR = "operator"
+"""The tenant that may read /metrics, where there are several."""
 OPEN = ("/health", "/")  # without a key
 SESSION_HEADER = "X-Session-Id"
 CLOSED = 499  # as nginx logs it; nobody receives it
@@ -43,26 +51,29 @@ _KINDS: dict[int, tuple[str, str | None, dict[str, str]]] = {
     404: ("not_found_error", "not_found", {}),
     413: ("invalid_request_error", None, {"Connection": "close"}),
     429: ("rate_limit_error", "overloaded", {"Retry-After": "1"}),
-    503: ("server_error", "loading", {"Retry-After": "2"}),
+    503: ("server_error", None, {"Retry-After": "2"}),
 }
-"""Kind, code and headers of what the server answers before it asks its engine, by status."""
-
-_ANSWERS: dict[type[PensieveError], tuple[int, str, str | None]] = {
-    ContextLengthError: (400, "invalid_request_error", "context_length_exceeded"),
-    CapacityError: (400, "invalid_request_error", "capacity_exceeded"),
-    RequestRefused: (400, "invalid_request_error", None),
-    ConfigError: (400, "invalid_request_error", None),
-    PensieveError: (503, "server_error", None),
-}
-"""Status, kind and code; of the first that an error is."""
+"""Kind, code and headers of an error by its status."""
 
 
-class BadBody(PensieveError):
+class BadBody(ConfigError):
     """The body of a request is none that its path takes. where: the field."""
 
     def __init__(self, sentence: str, where: str | None = None) -> None:
         super().__init__(sentence)
         self.where = where
+
+
+_ANSWERS: dict[type[PensieveError], tuple[int, str | None]] = {
+    BadBody: (400, "invalid"),
+    ContextLengthError: (400, "context_length_exceeded"),
+    CapacityError: (400, "capacity_exceeded"),
+    TooManySessions: (429, None),
+    RequestRefused: (400, None),
+    ConfigError: (400, None),
+    PensieveError: (503, None),
+}
+"""Status, and a code of its own; of the first that an error is."""
 
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
@@ -71,16 +82,66 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
 
 
 def refused(_: object, error: Exception) -> Response:
-    if isinstance(error, TooManySessions):
-        error = HTTPException(429, str(error))
+    """Answer with the status and the sentence of an error."""
     if isinstance(error, HTTPException):
-        kind, code, headers = _KINDS.get(error.status_code, ("invalid_request_error", None, {}))
-        return JSONResponse(error_body(error.detail, kind, code), status_code=error.status_code, headers=headers)
-    if isinstance(error, BadBody):
-        body = error_body(str(error), "invalid_request_error", "invalid", error.where)
-        return JSONResponse(body, status_code=400)
-    status, kind, code = next(answer for known, answer in _ANSWERS.items() if isinstance(error, known))
-    return JSONResponse(error_body(str(error), kind, code), status_code=status)
+        status, own, sentence = error.status_code, None, str(error.detail)
+    else:
+        sentence = str(error)
+        status, own = next(answer for known, answer in _ANSWERS.items() if isinstance(error, known))
+    kind, code, headers = _KINDS.get(status, ("invalid_request_error", None, {}))
+    body = error_body(sentence, kind, own or code, error.where if isinstance(error, BadBody) else None)
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+class Tenants:
+    """Whose key it is. Without keys there is one tenant, and no key is asked for."""
+
+    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
+        """keys: tenant by key."""
+        self._tenants = {_digest(key): tenant for key, tenant in (keys or {}).items()}
+
+    @property
+    def required(self) -> bool:
+        return bool(self._tenants)
+
+    def of(self, key: str) -> str | None:
+        """The tenant; None: nobody's key. Digests are compared, so the time it takes says nothing of a key."""
+        return self._tenants.get(_digest(key)) if self._tenants else ""
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "replace")).digest()
+
+
+def tenants_of(host: str) -> Tenants:
+    """From the environment: `tenant:key` with commas between. Raises ConfigError where an address beyond this machine would
+    be served without keys."""
+    keys: dict[str, str] = {}
+    for entry in filter(None, (part.strip() for part in os.environ.get(KEYS, "").split(","))):
+        tenant, _, key = entry.partition(":")
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", tenant) or len(key) < 8:
+            raise ConfigError(
+                f"{KEYS} holds an entry that is no tenant:key. A tenant has letters, digits, - and _; a key has "
+                "at least 8 characters (for example: openssl rand -hex 16)."
+            )
+        if key in keys:
+            raise ConfigError(f"{KEYS} gives the same key to {keys[key]} and {tenant}.")
+        keys[key] = tenant
+    if not keys and not _loopback(host):
+        raise ConfigError(
+            f"serve.host={host} can be reached from other machines, so clients need a key: "
+            f"export {KEYS}=alice:$(openssl rand -hex 16), or leave serve.host=127.0.0.1."
+        )
+    return Tenants(keys)
+
+
+def _loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 class Gate:

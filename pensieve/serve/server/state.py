@@ -26,11 +26,11 @@ from pensieve.serve.server.conversations import Conversation, Conversations, Kee
 
 log = logging.getLogger(__name__)
 
-_VERSION = 3
+_VERSION = 4
 _CACHE_KIB = 2048  # pages of the file that SQLite holds in memory; its own default, so that it is no surprise
 
-# A turn has what it added: the tokens and messages behind those of the turns before it. A conversation's `sum` is of all its
-# turns, in a chain: one that is missing shows as one that has changed.
+# A turn has what it added: the tokens and messages behind those of the turns before it. A conversation's `sum` is of itself
+# and all its turns: one that is missing shows as one that has changed.
 _TABLES = """
 CREATE TABLE conversation(id INTEGER PRIMARY KEY, model TEXT NOT NULL, about TEXT NOT NULL, sum INTEGER NOT NULL);
 CREATE TABLE turn(
@@ -42,7 +42,7 @@ CREATE TABLE response(
 CREATE INDEX response_of ON response(conversation);
 """
 
-_ABOUT = ("tenant", "id", "engine_name", "named", "created_at", "used_at", "keep_alive_s")
+_ABOUT = ("tenant", "id", "engine_name", "named", "created_at", "used_at", "keep_alive_s", "parent", "asked")
 _NOT_KEPT = ("token_ids", "margins", "emitted_s", "stored", "missed", "misses")
 _TURN_FIELDS = tuple(field.name for field in dataclasses.fields(TurnRecord) if field.name not in _NOT_KEPT)
 
@@ -145,8 +145,7 @@ class StateFile(Keeper):
 
     def _conversation(self, row_id: int, about: str, total: int) -> Conversation:
         """Raises one of _UNREADABLE for a damaged one."""
-        row = _Row(row_id, about=json.loads(about))
-        tokens = array("i")
+        row, tokens = _Row(row_id), array("i")
         turns = self._database.execute(
             "SELECT start, tokens, told FROM turn WHERE conversation = ? ORDER BY place", (row_id,)
         )
@@ -155,14 +154,14 @@ class StateFile(Keeper):
             tokens.frombytes(piece)
             told = json.loads(text)
             key = told["key"] and bytes.fromhex(told["key"])
-            mark = Mark(told["length"], _turn(told["turn"]), told["asked"], told["messages"], key)
-            row.add(mark, told["said"], start, piece, text)
-        if total != row.sum:
+            row.marks.append(Mark(told["length"], _turn(told["turn"]), told["asked"], told["messages"], key))
+            row.said += told["said"]
+            row.sums.append(_sum(start, piece, text))
+        if total != _sum(row_id, about, row.sums):
             raise ValueError("a checksum is another one")
-        made = Conversation(**{name: row.about[name] for name in _ABOUT})
-        made.tokens, made.marks = tokens, list(row.marks)
-        made.parent, made.asked = row.about["parent"], row.about["asked"]
-        if row.about["has_messages"]:
+        known = json.loads(about)
+        made = Conversation(**{name: known[name] for name in _ABOUT}, tokens=tokens, marks=list(row.marks))
+        if known["has_messages"]:
             made.messages = [message for message, _ in row.said]
             made.replies = {place: reply for place, (_, reply) in enumerate(row.said) if reply is not None}
         self._rows[made] = row
@@ -180,32 +179,30 @@ class StateFile(Keeper):
                 assert made is not None
                 row = self._rows[conversation] = _Row(made)
             self._append(conversation, row)
-            about = {name: getattr(conversation, name) for name in (*_ABOUT, "parent", "asked")}
-            self._describe(row, {**about, "has_messages": conversation.messages is not None})
+            about = {name: getattr(conversation, name) for name in _ABOUT}
+            text = _json({**about, "has_messages": conversation.messages is not None})
+            total = _sum(row.id, text, row.sums)
+            self._database.execute("UPDATE conversation SET about = ?, sum = ? WHERE id = ?", (text, total, row.id))
 
     def _append(self, c: Conversation, row: _Row) -> None:
         said = [[message, c.replies.get(place)] for place, message in enumerate(c.messages or ())]
         same = next((i for i, (a, b) in enumerate(zip(row.marks, c.marks, strict=False)) if a is not b), len(row.marks))
-        if said[: row.ends[same]] != row.said[: row.ends[same]]:  # the same tokens say something else, or nothing
-            same = 0
-        row.keep(same)
+        told = c.marks[same - 1].messages if same else 0
+        if said[:told] != row.said[:told]:  # the same tokens say something else, or nothing
+            same = told = 0
         self._database.execute("DELETE FROM turn WHERE conversation = ? AND place >= ?", (row.id, same))
+        del row.sums[same:]
         for place, mark in enumerate(c.marks[same:], start=same):
             last = place == len(c.marks) - 1
             start = c.marks[place - 1].length if place else 0
             piece = c.tokens[start : None if last else mark.length].tobytes()
-            more = said[len(row.said) : None if last else mark.messages]
+            more = said[told : None if last else mark.messages]
+            told += len(more)
             own = {"length": mark.length, "asked": mark.asked, "messages": mark.messages, "said": more}
             text = _json({**own, "key": mark.key and mark.key.hex(), "turn": _plain(mark.turn)})
-            row.add(mark, more, start, piece, text)
+            row.sums.append(_sum(start, piece, text))
             self._database.execute("INSERT INTO turn VALUES (?, ?, ?, ?, ?)", (row.id, place, start, piece, text))
-
-    def _describe(self, row: _Row, about: dict[str, Any]) -> None:
-        """Write the conversation's own row."""
-        row.about = about
-        self._database.execute(
-            "UPDATE conversation SET about = ?, sum = ? WHERE id = ?", (_json(about), row.sum, row.id)
-        )
+        row.marks, row.said = list(c.marks), said
 
     def removed(self, conversation: Conversation) -> None:
         with self._writing(conversation):
@@ -266,28 +263,13 @@ class StateFile(Keeper):
 
 @dataclasses.dataclass(slots=True)
 class _Row:
-    """What the file has of a conversation. said: each message, and the model's own tokens where it said it; ends: how many of
-    them, and sums: the checksum, after so many turns."""
+    """What the file has of a conversation. said: each message, and the model's own tokens where it said it; sums: a checksum
+    of each turn."""
 
     id: int
-    about: dict[str, Any] = dataclasses.field(default_factory=dict)
     marks: list[Mark] = dataclasses.field(default_factory=list)
     said: list[list[Any]] = dataclasses.field(default_factory=list)
-    ends: list[int] = dataclasses.field(default_factory=lambda: [0])
-    sums: list[int] = dataclasses.field(default_factory=lambda: [0])
-
-    def add(self, mark: Mark, said: list[list[Any]], *written: object) -> None:
-        self.marks.append(mark)
-        self.said += said
-        self.ends.append(len(self.said))
-        self.sums.append(_sum(self.sums[-1], *written))
-
-    def keep(self, turns: int) -> None:
-        del self.marks[turns:], self.said[self.ends[turns] :], self.ends[turns + 1 :], self.sums[turns + 1 :]
-
-    @property
-    def sum(self) -> int:
-        return _sum(self.id, self.about, self.sums[-1])
+    sums: list[int] = dataclasses.field(default_factory=list)
 
 
 _UNREADABLE = (sqlite3.Error, ValueError, TypeError, KeyError, OverflowError, MemoryError)
