@@ -146,7 +146,6 @@ class _Run:
         self.stretches = MeasuredStretches(system.counters)
         self.out_of_work_s: float | None = None
         self.cut_off = False
-        self.closing = False  # what is in flight ends as it may, and nothing more is sent
         self.flags: dict[str, str] = {}
 
     def loop(self, deadline_s: float | None) -> None:
@@ -379,20 +378,6 @@ class _Run:
         for request_id in [*self.held, *self.in_flight]:
             self._time_out(request_id)
 
-    def _send_no_more(self) -> None:
-        """The first user has nothing left to ask, and the measurement ends there."""
-        self.closing = True
-        to_come = [item for *_, item in self.heap if isinstance(item, Arrival)]
-        self._withdraw(arrival.request for arrival in (*to_come, *self.held.values()))
-        self.heap = [item for item in self.heap if not isinstance(item[3], Arrival)]
-        heapq.heapify(self.heap)
-        self.due.clear()
-        self.asked.subtract(held.request.session for held in self.held.values())
-        self.held.clear()
-        self.lines.clear()
-        self.ready.clear()
-        self.pending = 0
-
     def _take(self, events: Sequence[Event]) -> None:
         for event in events:
             if event.kind != "finished":
@@ -425,13 +410,11 @@ class _Run:
         turn.planned(request, self.ordinals.pop(request.id))
         turn.shift(self.origin_ns / 1e9)
         self.turns.append(turn)
-        if not (self.cut_off or self.closing):
+        if not self.cut_off:
             following = list(self.workload.on_finished(turn))
             self._push(following)
             if self.out_of_work_s is None and is_measured(turn.phase) and out_of_work(self.workload, turn, following):
                 self.out_of_work_s = turn.finished_s
-                if self.plan.until_first_user:
-                    self._send_no_more()
             again = [arrival.request.session for arrival in following if arrival.request.turn > 1]
             self._expect(dict.fromkeys([turn.session, *again]))
             self._tell_ended(turn)

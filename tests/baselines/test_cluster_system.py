@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, defaultdict
-from dataclasses import replace
 
 import pytest
 
@@ -160,22 +159,16 @@ def test_nothing_along_a_chain_of_turns_comes_sooner_than_the_outlook_says():
 class Overlapping(Listed):
     """The second turn of a conversation is due before the first one ends."""
 
-    def __init__(self, until_first_user, deadline_s):
+    def __init__(self):
         requests = [Request(number, "a", number, tokens_of([7] * 4), Length(50)) for number in (1, 2)]
-        super().__init__(Arrival(0.0, requests[0]), Arrival(1e-3, requests[1], deadline_s))
-        self._until_first_user = until_first_user
-
-    def describe(self):
-        return replace(super().describe(), until_first_user=self._until_first_user)
+        super().__init__(Arrival(0.0, requests[0]), Arrival(1e-3, requests[1], 2e-3))
 
     def foresee(self, session, turn):
         return Following(0.0, ((session, turn + 1),)) if turn == 1 else Following(math.inf)
 
 
-@pytest.mark.parametrize(("until_first_user", "deadline_s"), [(False, 2e-3), (True, None)])
-def test_a_turn_that_was_announced_and_is_never_sent_holds_no_replica_back(until_first_user, deadline_s):
-    workload = Overlapping(until_first_user, deadline_s)
-    turns, _, system = run("hardware.router=affinity", "hardware.replicas=3", asked=workload)
+def test_a_turn_that_was_announced_and_is_never_sent_holds_no_replica_back():
+    turns, _, system = run("hardware.router=affinity", "hardware.replicas=3", asked=Overlapping())
     assert [turn.turn for turn in turns if turn.status == "completed"] == [1]
     assert not system._outlook._chains
 

@@ -15,8 +15,7 @@ from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.replay import replay
 from pensieve.lab.trial.fidelity import fidelity_metrics, verdict
 from pensieve.lab.workload.base import WorkloadContext
-from pensieve.lab.workload.vllm_run import VllmRun, vllm_run
-from pensieve.lab.workload.vllm_runs.reading import RealRequest, read_run, setting, shipped, shipped_run
+from pensieve.lab.workload.vllm_run import RealRequest, VllmRun, read_run, setting, shipped, shipped_run, vllm_run
 from pensieve.serve.record import TurnRecord
 from tests.composed import composed
 from tests.shared_data import shared

@@ -6,13 +6,9 @@ from collections.abc import Callable, Container, Iterable
 from heapq import heappop, heappush
 
 from pensieve.core.request import is_measured
-from pensieve.lab.workload.agents import AgentsWorkload
 from pensieve.lab.workload.base import Arrival, Workload, WorkloadContext
-from pensieve.lab.workload.chat import ChatWorkload
-from pensieve.lab.workload.decode import DecodeWorkload
-from pensieve.lab.workload.hotness import HotnessWorkload
-from pensieve.lab.workload.prefix_invalidation import PrefixInvalidationWorkload
-from pensieve.lab.workload.rounds import RoundsWorkload
+from pensieve.lab.workload.chat import ChatWorkload, HotnessWorkload
+from pensieve.lab.workload.exact import AgentsWorkload, DecodeWorkload, PrefixInvalidationWorkload, RoundsWorkload
 from pensieve.lab.workload.sharegpt import sharegpt_workload
 from pensieve.serve.record import TurnRecord
 

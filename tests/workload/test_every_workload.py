@@ -8,8 +8,8 @@ from pensieve.core.request import is_measured
 from pensieve.errors import ConfigError
 from pensieve.lab.compose import read_option
 from pensieve.lab.compose.target import factory
+from pensieve.lab.workload.exact import RoundsWorkload
 from pensieve.lab.workload.inspection import inspect
-from pensieve.lab.workload.rounds import RoundsWorkload
 from pensieve.lab.workload.sharegpt import sharegpt_workload
 from tests.scripted import context
 from tests.workload.dry import MAKERS, drive, measured
@@ -87,7 +87,7 @@ REFUSED = {
     "sharegpt": "request_rate=0 conversations=0 max_turns=4 users=0 timeout_s=0 arrivals_s=0 think_time_s=-1 "
     "max_new_tokens=0 relative_rate=0 free=True",
     "trace": "time_scale=0.0 request_rate=-1.0 window_s=0.0 window_start_s=-1.0 conversations=0 max_turns=4 "
-    "max_new_tokens=0 max_context=0 think_scale=-1 think_cap_s=-1 until='later' hint='oracle' users='many'",
+    "max_new_tokens=0 max_context=0 think_scale=-1 think_cap_s=-1 hint='oracle' users='many'",
     "vllm_run": "warmup_turns=0",
 }
 

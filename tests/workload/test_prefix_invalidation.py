@@ -5,7 +5,7 @@ import pytest
 
 from pensieve.lab.metrics import summarise
 from pensieve.lab.replay import replay
-from pensieve.lab.workload.prefix_invalidation import PrefixInvalidationWorkload
+from pensieve.lab.workload.exact import PrefixInvalidationWorkload
 from tests.composed import replayed
 from tests.scripted import Latency, ScriptedSystem, context
 from tests.workload.dry import drive

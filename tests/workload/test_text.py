@@ -4,9 +4,10 @@ from array import array
 
 import pytest
 
-from pensieve.lab.workload.chance import between, exponential, part_of, shuffled, uniform
+from pensieve.lab.workload.base import between, exponential, part_of, shuffled, uniform
+from pensieve.lab.workload.chat import shipped
+from pensieve.lab.workload.exact import prose
 from pensieve.lab.workload.fit import filler
-from pensieve.lab.workload.prose import prose, shipped
 from tests.scripted import context
 
 

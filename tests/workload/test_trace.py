@@ -108,7 +108,7 @@ def test_the_record_states_the_rule_and_the_counts(trace):
     assert (facts["file_blocks"], facts["file_unique_blocks"]) == (16, 8)
     assert facts["file_repeated_blocks_share"] == 0.5
     assert facts["malformed_lines"] == 1
-    assert facts["malformed_examples"] == [f"{trace}:8: it has no input_length"]
+    assert facts["malformed_examples"] == [f"{trace}:8: timestamp: Field required"]
     assert facts["source"] == "trace.jsonl" and facts["format"] == "mooncake"
 
 

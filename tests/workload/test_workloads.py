@@ -8,10 +8,8 @@ import pytest
 
 from pensieve.core.request import Hint
 from pensieve.errors import ConfigError
-from pensieve.lab.workload.agents import AgentsWorkload
-from pensieve.lab.workload.decode import DecodeWorkload
-from pensieve.lab.workload.hotness import HotnessWorkload, class_of
-from pensieve.lab.workload.rounds import RoundsWorkload
+from pensieve.lab.workload.chat import HotnessWorkload, class_of
+from pensieve.lab.workload.exact import AgentsWorkload, DecodeWorkload, RoundsWorkload
 from tests.scripted import context
 from tests.workload.dry import drive, measured
 

@@ -15,7 +15,7 @@ from pensieve.errors import ConfigError, PensieveError
 from pensieve.lab.compose.folder import ended, nearest, options
 from pensieve.lab.compose.schema import TrialConfig
 from pensieve.lab.compose.weights import completed
-from pensieve.lab.workload.vllm_runs.reading import setting
+from pensieve.lab.workload.vllm_run import setting
 
 Node = TypeVar("Node", bound=BaseModel)
 

@@ -12,7 +12,7 @@ from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.tables import grid
-from pensieve.lab.workload.vllm_runs.reading import RealRequest
+from pensieve.lab.workload.vllm_run import RealRequest
 from pensieve.serve.record import TurnRecord
 
 SEEN_PCT, UNSEEN_PCT = 2.0, 5.0

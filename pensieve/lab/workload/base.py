@@ -1,7 +1,9 @@
-"""Who asks what, when: the Workload protocol."""
+"""Who asks what, when: the Workload protocol, and random draws that depend on names."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -112,7 +114,6 @@ class WorkloadPlan:
     working_set_tokens: KV tokens of all conversations at their longest. cache_state: what the cache holds of the measured
     conversations at their first measured turn: cold (nothing), primed (what the warm-up put there), carried (what an
     earlier run left); checked after the run, and a mismatch invalidates the trial.
-    until_first_user: nothing is sent any more once the first user (load "closed") has nothing left to ask.
     """
 
     load: str
@@ -121,7 +122,6 @@ class WorkloadPlan:
     working_set_tokens: int
     warmup_turns: int
     cache_state: str = "cold"
-    until_first_user: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -213,3 +213,33 @@ def out_of_work(workload: Workload, turn: TurnRecord, following: Sequence[Arriva
     if isinstance(workload, KnowsUsers):
         return workload.out_of_work(turn, following)
     return not following
+
+
+def uniform(seed: int, *names: object) -> float:
+    """In [0, 1), 53 bits, a function of the seed and the names alone (`hash()` would differ between processes)."""
+    text = "/".join(str(part) for part in (seed, *names))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) / 2.0**53
+
+
+def exponential(mean: float, seed: int, *names: object) -> float:
+    """Exponentially distributed with the given mean; 0 where the mean is 0."""
+    return -mean * math.log1p(-uniform(seed, *names))
+
+
+def between(low: int, high: int, seed: int, *names: object) -> int:
+    """A whole number in [low, high], each equally likely."""
+    return low + int(uniform(seed, *names) * (high - low + 1))
+
+
+def shuffled(count: int, seed: int, *names: object) -> list[int]:
+    """A permutation of range(count)."""
+    return sorted(range(count), key=lambda index: uniform(seed, *names, index))
+
+
+PART_RULE = "the first byte of the SHA-256 of the conversation's id, modulo the number of parts"
+
+
+def part_of(conversation: str, parts: int) -> int:
+    """Which of `parts` parts, from 1, it belongs to (PART_RULE), in whatever trace and under every seed."""
+    return 1 + hashlib.sha256(conversation.encode()).digest()[0] % parts

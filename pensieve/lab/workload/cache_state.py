@@ -10,7 +10,7 @@ from typing import Literal
 from pensieve.core.request import TokenArray, is_measured
 from pensieve.errors import MeasurementInvalid
 from pensieve.lab.workload.base import Arrival, Workload, WorkloadContext, WorkloadPlan, out_of_work
-from pensieve.lab.workload.prose import prose
+from pensieve.lab.workload.exact import prose
 from pensieve.serve.record import TurnRecord
 
 CacheState = Literal["cold", "warm", "salted"]

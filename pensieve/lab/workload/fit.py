@@ -14,8 +14,7 @@ import numpy as np
 
 from pensieve.core.request import TokenArray, tokens_of
 from pensieve.errors import ConfigError
-from pensieve.lab.workload.base import WorkloadContext
-from pensieve.lab.workload.chance import uniform
+from pensieve.lab.workload.base import WorkloadContext, uniform
 from pensieve.lab.workload.playback import Dialogue, Step
 from pensieve.lab.workload.recording import Blocks, Call, Conversation, Count, Parts, Text
 

@@ -13,9 +13,15 @@ from typing import Any
 
 from pensieve.core.request import Free, Hint, Length, Request, Sampling, TokenArray, is_measured
 from pensieve.lab.statistics import nearest_rank
-from pensieve.lab.workload.base import Arrival, Following, WorkloadContext, WorkloadPlan, said_end, unless_said
-from pensieve.lab.workload.chance import exponential
-from pensieve.lab.workload.recording import Begun
+from pensieve.lab.workload.base import (
+    Arrival,
+    Following,
+    WorkloadContext,
+    WorkloadPlan,
+    exponential,
+    said_end,
+    unless_said,
+)
 from pensieve.serve.record import TurnRecord
 
 
@@ -40,6 +46,14 @@ class Step:
     hint: Hint | None = None
     said: Callable[[], TokenArray[int]] | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The conversation that began another one, and the turn (from 1) after whose reply it did."""
+
+    conversation: str
+    turn: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +158,7 @@ class Playback:
     pause_s: of (dialogue, turn), the seconds between the reply of this turn and the user's next message, in this conversation
     or the next; turn 0: before the user's first message. free: the model ends its replies. timeout_s: a request is cancelled
     so long after it was due; None: never. facts, cache_state, working_set (None: all conversations at their longest): for
-    describe(). first_user_ends: as WorkloadPlan.until_first_user. hints: requests carry what the recorded clients knew.
+    describe(). hints: requests carry what the recorded clients knew.
     """
 
     def __init__(
@@ -160,17 +174,15 @@ class Playback:
         facts: Mapping[str, Any],
         cache_state: str = "cold",
         working_set: int | None = None,
-        first_user_ends: bool = False,
         hints: bool = True,
     ) -> None:
         assert measured
-        assert not first_user_ends or isinstance(arrivals, Users)
         self._context, self._timeout_s, self._ids = context, timeout_s, count(1)
         self._warmup, self._measured = warmup, measured
         self._arrivals, self._pause_s = arrivals, pause_s
         self._free, self._facts, self._cache_state = free, facts, cache_state
         self._working_set = sum(talk.longest for talk in measured) if working_set is None else working_set
-        self._first_user_ends, self._hints = first_user_ends, hints
+        self._hints = hints
         self._talks = {talk.session: talk for talk in (*warmup, *measured)}
         assert len(self._talks) == len(warmup) + len(measured), "two conversations have one name"
         self._warming = {talk.session for talk in warmup}
@@ -189,7 +201,6 @@ class Playback:
             working_set_tokens=self._working_set,
             warmup_turns=sum(not one for talk in counted for one in talk),
             cache_state=self._cache_state,
-            until_first_user=self._first_user_ends,
             facts={
                 "longest_conversation_tokens": max(talk.longest for talk in self._measured),
                 "replies": "free" if self._free else "forced lengths",

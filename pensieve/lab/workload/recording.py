@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from pensieve.core.request import Hint, TokenArray
+from pensieve.lab.workload.playback import Begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +78,6 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """The conversation that began another one, and the turn (from 1) after whose reply it did."""
-
-    conversation: str
-    turn: int
-
-
-@dataclass(frozen=True, slots=True)
 class Conversation:
     """begun: None: a person, or whoever the format does not name."""
 
@@ -131,8 +125,21 @@ def facts_of(recording: Recording, byte_tokens: bool) -> dict[str, Any]:
     }
 
 
-def hashes_of(values: list[int]) -> TokenArray[int]:
-    return array("q", values)
+def hashes_of(values: Any) -> TokenArray[int]:
+    """Eight bytes each. Raises ValueError for what is no list of whole numbers that fit."""
+    try:
+        return array("q", values)
+    except (TypeError, OverflowError) as error:
+        raise ValueError("these are no whole numbers of 64 bits") from error
+
+
+def chain(blocks: Iterable[int]) -> list[int]:
+    """Of each block, a number for it and all before it."""
+    found, before = [], 0
+    for one in blocks:
+        before = hash((before, one))
+        found.append(before)
+    return found
 
 
 def block_repeats(recording: Recording) -> dict[str, float]:

@@ -20,12 +20,13 @@ from pensieve.lab.workload.base import (
     WorkloadContext,
     in_order,
     refuse_untrained,
+    shuffled,
+    uniform,
 )
-from pensieve.lab.workload.chance import shuffled, uniform
 from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.formats.reading import OnMalformed, Reader
-from pensieve.lab.workload.formats.text import SHAREGPT as FORMAT
+from pensieve.lab.workload.formats.text import ShareGPT
 from pensieve.lab.workload.playback import Dialogue, Pauses, Playback, Poisson, Users, lengths_of
 from pensieve.lab.workload.recording import Call, Conversation, Recording, facts_of
 from pensieve.lab.workload.recording import Count as Tokens
@@ -204,9 +205,9 @@ def load_from_hub(name: str, split: str, on_malformed: OnMalformed) -> Recording
             f"The data set {name} (split {split}) cannot be loaded from the hub: {reason}. workload.path also takes a "
             "downloaded JSON file."
         ) from error
-    reader, entries = Reader(Path(name), on_malformed), enumerate(rows, start=1)
-    found = (one for n, row in entries for one in reader.parsed(f"{name} ({split}): entry {n}", row, FORMAT.parse))
-    return reader.read("sharegpt", lambda _: FORMAT.recording(found))
+    reader = Reader(Path(name), on_malformed)
+    entries = ((f"{name} ({split}): entry {number}", row) for number, row in enumerate(rows, start=1))
+    return reader.read("sharegpt", lambda _: ShareGPT.recording(reader.parsed(entries, ShareGPT.named)))
 
 
 def draw(published: Published, conversations: int, seed: int, min_turns: int = 1) -> Recording:

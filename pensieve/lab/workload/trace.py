@@ -10,8 +10,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pensieve.errors import ConfigError, MalformedInput
-from pensieve.lab.workload.base import Count, NotNegative, Positive, WorkloadContext, in_order
-from pensieve.lab.workload.chance import PART_RULE, part_of, shuffled
+from pensieve.lab.workload.base import (
+    PART_RULE,
+    Count,
+    NotNegative,
+    Positive,
+    WorkloadContext,
+    in_order,
+    part_of,
+    shuffled,
+)
 from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.formats.reading import OnMalformed
@@ -43,7 +51,6 @@ def trace_workload(
     max_context: Count | None = None,
     request_rate: Positive = 1.0,
     users: Count | Literal["all"] | None = None,
-    until: Literal["end", "first_user"] = "end",
     think_time_s: NotNegative = 60.0,
     think_scale: NotNegative = 1.0,
     think_cap_s: NotNegative | None = None,
@@ -61,8 +68,7 @@ def trace_workload(
     think_cap_s; where none is recorded, think_time_s (mean, exponential).
 
     Replies have the recorded length and end of sequence is ignored, since the recorded times assume them. A conversation
-    that continues from before the window is left out where its requests carry no whole prompt. until="first_user" measures
-    as MLPerf's rule for agents does. (Its other rule, no reuse between sessions, is cache_state=salted.)
+    that continues from before the window is left out where its requests carry no whole prompt.
 
     Raises ConfigError for a field out of range, MalformedInput for a file or line that cannot be read.
     """
@@ -98,10 +104,6 @@ def trace_workload(
     else:
         arrivals, rates = arrivals_of(measured, len(measured) if users == "all" else users, request_rate)
         rates |= {"think_scale": think_scale, "think_cap_s": think_cap_s} if paused else {"think_time_s": think_time_s}
-    if until == "first_user" and not isinstance(arrivals, Users):
-        raise ConfigError(
-            "workload.until=first_user needs users who all start at once; set workload.users=all or a number."
-        )
     facts: dict[str, Any] = {
         "source": Path(path).name,
         "format": recording.format,
@@ -114,7 +116,6 @@ def trace_workload(
         "requests_far_from_all_others": outliers,
         **left_out,
         **({"begun_by_others": len(begun), "begun_by_others_left_out": never} if begun or never else {}),
-        "until": until,
         "hint": hint,
         **rates,
         **repeats,
@@ -128,7 +129,6 @@ def trace_workload(
         Pauses(context.seed, 0.0 if paused else think_time_s, think_scale, think_cap_s),
         timeout_s=timeout_s,
         facts=facts,
-        first_user_ends=until == "first_user",
         hints=hint == "recorded",
     )
 

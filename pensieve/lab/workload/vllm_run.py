@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pensieve.errors import ConfigError
+from pensieve.errors import ConfigError, MalformedInput
 from pensieve.lab.workload.base import Count, WorkloadContext
 from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.playback import Pauses, Playback, Recorded, lengths_of
 from pensieve.lab.workload.recording import Call, Content, Conversation, Parts
-from pensieve.lab.workload.vllm_runs.reading import RealRequest, read_run, shipped_run
 
 RULE = "Every request is a conversation of its own; prompts that began alike begin alike, by whole blocks of 16 tokens."
 
@@ -83,3 +86,175 @@ def _pieces(requests: Sequence[RealRequest], index: int, tokens: int) -> list[tu
     if request.beginning is None or not alike:
         return own
     return _pieces(requests, request.beginning, alike) + own
+
+
+# The runs: settings, and of each request when it came, how long it was, and when its first and last token were there.
+
+COLUMNS = ("arrival_s", "input_tokens", "output_tokens", "first_token_s", "last_token_s")
+SHARED = ("request", "earlier", "tokens")
+RUNS = files("pensieve.lab.workload") / "vllm_runs"
+"""Those that come with the package: LLMServingSim 2.0's, of vLLM 0.19 (MIT, Copyright (c) 2024, CASYS Lab at KAIST)."""
+_REPLAYED: Mapping[str, tuple[object, ...]] = {
+    "data_parallel_size": (1,),
+    "enable_expert_parallel": (False,),
+    "pipeline_parallel_size": (1,),
+    "decode_context_parallel_size": (1,),
+    "prefill_context_parallel_size": (1,),
+    "block_size": (16,),
+    "dtype": ("auto", "bfloat16", "float16"),
+    "kv_cache_dtype": ("auto", "bfloat16", "float16"),
+    "quantization": (None,),
+    "speculative_config": (None,),
+    "enable_prefix_caching": (True,),
+    "enable_chunked_prefill": (True,),
+    "policy": ("fcfs",),
+}
+"""Values that a replay has, of settings that it cannot change."""
+
+
+@dataclass(frozen=True, slots=True)
+class RealRequest:
+    """Seconds since the first request arrived. beginning: another request, by its place in the order of arrival, whose prompt
+    begins with the same `shared_tokens` tokens."""
+
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    first_token_s: float
+    last_token_s: float
+    beginning: int | None = None
+    shared_tokens: int = 0
+
+    @property
+    def ttft_ms(self) -> float:
+        return 1e3 * (self.first_token_s - self.arrival_s)
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """None for a reply of one token."""
+        if self.output_tokens < 2:
+            return None
+        return 1e3 * (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
+
+    @property
+    def latency_ms(self) -> float:
+        return 1e3 * (self.last_token_s - self.arrival_s)
+
+
+def shipped() -> list[str]:
+    """The runs that come with the package."""
+    names = (each.name for each in RUNS.iterdir())
+    return sorted(name.removesuffix(".csv") for name in names if name.endswith(".csv") and ".shared." not in name)
+
+
+def shipped_run(name: str) -> list[RealRequest]:
+    """By arrival. Raises ConfigError for one that there is not."""
+    meta = _shipped_meta(name)
+    lines = (RUNS / f"{name}.csv").read_text(encoding="utf-8").splitlines()
+    return _requests([[float(row[column]) for column in COLUMNS] for row in csv.DictReader(lines)], meta)
+
+
+def read_run(path: Path) -> list[RealRequest]:
+    """A requests.jsonl as LLMServingSim's benchmark of vLLM writes it, by arrival. meta.json beside it names the workload,
+    which tells which prompts begin alike; without it none do.
+
+    Raises MalformedInput for a file that is none, or a meta.json that is no object; ConfigError as settings_of does.
+    """
+    meta = _meta_beside(path)
+    settings_of(meta)
+    return _requests(rows_of(path), meta)
+
+
+def setting(name: str, run: str | None, path: str | None) -> object:
+    """One of a run's settings, as vLLM names them; None: not recorded. Raises what shipped_run and read_run raise."""
+    if path is not None:
+        return settings_of(_meta_beside(Path(path))).get(name)
+    return None if run is None else settings_of(_shipped_meta(run)).get(name)
+
+
+def settings_of(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What vLLM was started with and resolved it to, by name. Raises ConfigError for a run that a replay cannot express."""
+    resolved = meta.get("resolved_config")
+    sections = [meta.get("engine_kwargs"), meta.get("kv_cache"), resolved]
+    sections += resolved.values() if isinstance(resolved, Mapping) else ()
+    settings: dict[str, Any] = {}
+    for section in sections:
+        for name, value in section.items() if isinstance(section, Mapping) else ():
+            if settings.get(name) is None:
+                settings[name] = value.removeprefix("torch.") if isinstance(value, str) else value
+    other = [
+        f"{name}={settings[name]}"
+        for name, values in _REPLAYED.items()
+        if settings.get(name) is not None and settings[name] not in values
+    ]
+    if other:
+        raise ConfigError(
+            f"The run of vLLM had {' and '.join(other)}, which a replay cannot express; name the "
+            "requests.jsonl of another run."
+        )
+    return settings
+
+
+def _shipped_meta(name: str) -> dict[str, Any]:
+    if name not in shipped():
+        raise ConfigError(f"There is no run {name!r} of vLLM; there are {', '.join(shipped())}.")
+    meta: dict[str, Any] = json.loads((RUNS / f"{name}.json").read_text(encoding="utf-8"))
+    return meta
+
+
+def _meta_beside(path: Path) -> dict[str, Any]:
+    file = path.parent / "meta.json"
+    if not file.is_file():
+        return {}
+    try:
+        meta = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(meta, dict):
+            raise ValueError("no object")
+    except (OSError, ValueError) as error:
+        raise MalformedInput(
+            f"{file} does not describe a run ({error!r}); move it away: without it all prompts begin differently, and the "
+            "settings are vLLM's defaults."
+        ) from None
+    return meta
+
+
+def rows_of(path: Path) -> list[list[float]]:
+    """COLUMNS of a requests.jsonl, by arrival.
+
+    Arrivals are on the wall's clock and tokens on the engine's. The least time between the arrival of a request and its
+    being queued by the engine is taken as the difference of the two: then nobody is queued before it arrived.
+    """
+    try:
+        requests = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        apart = min(float(each["queued_ts"]) - float(each["arrival_time"]) for each in requests)
+        began = min(float(each["arrival_time"]) for each in requests)
+        return sorted(_row(each, began, began + apart) for each in requests)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MalformedInput(
+            f"{path} is no requests.jsonl of a vLLM run ({error!r}); give one, or leave path out."
+        ) from None
+
+
+def _row(request: dict[str, Any], began: float, began_engine: float) -> list[float]:
+    return [
+        round(float(request["arrival_time"]) - began, 6),
+        int(request["input_toks"]),
+        int(request["output_toks"]),
+        round(float(request["first_token_ts"]) - began_engine, 6),
+        round(float(request["last_token_ts"]) - began_engine, 6),
+    ]
+
+
+def _requests(rows: Sequence[Sequence[float]], meta: Mapping[str, Any]) -> list[RealRequest]:
+    workload = Path(str(meta.get("dataset_path", ""))).stem
+    known = RUNS / f"{workload}.shared.csv"
+    beginnings: dict[int, tuple[int, int]] = {}
+    if workload and known.is_file():
+        for row in csv.DictReader(known.read_text(encoding="utf-8").splitlines()):
+            request, earlier, tokens = (int(row[column]) for column in SHARED)
+            beginnings[request] = (earlier, tokens)
+    requests = []
+    for index, (arrival, prompt, reply, first, last) in enumerate(rows):
+        beginning, tokens = beginnings.get(index, (None, 0))
+        requests.append(RealRequest(arrival, int(prompt), int(reply), first, last, beginning, tokens))
+    return requests

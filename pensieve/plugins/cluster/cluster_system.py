@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from pensieve.core.machine import Clock, VirtualClock
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, History, Request
-from pensieve.lab.workload.base import Following
-from pensieve.lab.workload.chance import exponential
+from pensieve.lab.workload.base import Following, exponential
 from pensieve.plugins.cluster.migration import KvTransfer, Migration, lacking
 from pensieve.plugins.cluster.outlook import NEVER_NS, Outlook
 from pensieve.plugins.cluster.routing import LOAD_BLIND, Asked, Router

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pensieve.lab.workload.chance import uniform
+from pensieve.lab.workload.base import uniform
 
 MOST_TIMES_MEAN = 1.25
 """Of affinity_bounded: no replica takes more than so many times the mean of requests under way, and one more."""

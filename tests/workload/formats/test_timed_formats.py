@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from pensieve.errors import MalformedInput
 from pensieve.lab.workload.formats import load
-from pensieve.lab.workload.formats.reading import Malformed
-from pensieve.lab.workload.formats.timed import continuations, pieces, seconds
+from pensieve.lab.workload.formats.reading import seconds
+from pensieve.lab.workload.formats.timed import continuations, pieces
 
 
 def lines(path, *rows):
@@ -91,7 +90,7 @@ def test_azure_times_have_any_number_of_decimals():
     late = seconds("2024-05-10 00:00:00.009930+00:00") - seconds("2024-05-10 00:00:00")
     assert late == pytest.approx(0.00993, abs=1e-6)
     for bad in ("yesterday", "2023-13-16 18:15:46"):
-        with pytest.raises(Malformed, match="not a time"):
+        with pytest.raises(ValueError):
             seconds(bad)
 
 
@@ -115,17 +114,8 @@ def test_ragpulse_uses_the_lengths_of_its_folder_or_divides_evenly_and_says_so(t
         (3.0, ((1, 30), (2, 10), (3, 40), (4, 5))),
     ]
     assert "published with the trace" in recording.rule and "divided evenly" in alone.rule
-    assert pieces((1, 2, 3), 10, {1: 50}) == ((1, 10),)
-    assert pieces((1, 2, 3), 10, {}) == ((1, 3), (2, 3), (3, 4))
-
-
-def test_ragpulse_without_components_is_malformed(tmp_path):
-    with pytest.raises(MalformedInput, match="names no component"):
-        load(lines(tmp_path / "0_trace.jsonl", {**RAG, "hash_ids": {}}), "ragpulse")
-    lines(tmp_path / "1_sys_prompt.jsonl", {"one": 30})
-    lines(tmp_path / "0_trace.jsonl", RAG)
-    with pytest.raises(MalformedInput, match=r"1_sys_prompt\.jsonl:1: it has no sys_prompt_id"):
-        load(tmp_path, "ragpulse")
+    assert pieces({"history": [1, 2, 3]}, 10, {1: 50}) == ((1, 10),)
+    assert pieces({"history": [1, 2, 3]}, 10, {}) == ((1, 3), (2, 3), (3, 4))
 
 
 @pytest.mark.parametrize(

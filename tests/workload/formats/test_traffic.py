@@ -21,7 +21,7 @@ from pensieve.lab.traffic.table import Exchange, Facts
 from pensieve.lab.workload.base import WorkloadContext
 from pensieve.lab.workload.fit import Fit
 from pensieve.lab.workload.formats import convert, load
-from pensieve.lab.workload.formats.converted import converted
+from pensieve.lab.workload.formats.traffic import converted
 from pensieve.lab.workload.formats.vllm_events import Events, joined, listen
 from pensieve.lab.workload.recording import Blocks, Parts, Text
 from tests.shared_data import shared

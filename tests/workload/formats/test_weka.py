@@ -8,7 +8,7 @@ from pensieve.core.request import Hint
 from pensieve.errors import ConfigError, MalformedInput
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.formats import load
-from pensieve.lab.workload.recording import Begun
+from pensieve.lab.workload.playback import Begun
 from pensieve.lab.workload.trace import trace_workload
 from tests.composed import replayed
 from tests.scripted import ScriptedSystem, context
@@ -89,18 +89,6 @@ def test_sessions_begin_as_a_poisson_process_or_one_after_another(folder):
         build(folder, users=3)
 
 
-def test_measurement_ends_when_the_first_user_has_nothing_left_to_ask(folder):
-    def sent(**fields):
-        record = replay(ScriptedSystem(), build(folder, users="all", **fields))
-        return [(turn.session, turn.turn) for turn in record.turns if turn.phase != "warmup"], record.flags
-
-    assert sent(until="first_user")[0] == [("weka-a", 1), ("weka-b", 1), ("weka-b", 2)], "a's next was due 5 s later"
-    assert "3 of" in sent(until="first_user")[1]["unsent"]
-    assert len(sent()[0]) == 6 and "unsent" not in sent()[1]
-    with pytest.raises(ConfigError, match="users"):
-        build(folder, until="first_user")
-
-
 @pytest.fixture
 def family(tmp_path):
     """The first request begins two agents; the second request waits for both, 3 s after the later one."""
@@ -143,9 +131,6 @@ def test_waiting_for_others_is_not_having_nothing_left_to_ask(family):
     ends = {(turn.session, turn.turn): turn.finished_s for turn in record.turns}
     assert ends["weka-p/short", 1] < ends["weka-p", 3] < ends["weka-q", 5]
     assert "unsent" not in record.flags
-    stopped = replay(ScriptedSystem(), build(family, users="all", until="first_user"))
-    last = max(turn.finished_s for turn in stopped.turns)
-    assert last == ends["weka-p", 3], "p ended the measurement, and no agent of it before"
 
 
 def test_the_future_of_who_waits_is_told_when_its_wait_is_over(family):
@@ -177,23 +162,23 @@ def test_hints_go_with_the_requests_unless_they_are_not_wanted(folder):
     ("requests", "reason"),
     [
         ([call(5.0, [1]), call(4.0, [1])], r"request 1 of weka-x: t=4\.0 lies before"),
-        ([call(0.0, [1, 2], tokens=7)], "has no room for 2 blocks"),
+        ([call(0.0, [1, 2], tokens=7)], "has no room for its hash_ids"),
         ([call(0.0, [-1])], "hash_ids are numbers below"),
-        ([call(0.0, [1.5])], "hash_ids is not a list of whole numbers"),
+        ([call(0.0, [1.5])], "no whole numbers"),
         ([], "has no request"),
         ([sub_agent(1.0, 1, call(0.0, [1]))], "before the first request"),
     ],
 )
 def test_a_malformed_session_is_named_and_counted(tmp_path, requests, reason):
     session(session(tmp_path, "ok", call(0.0, [1, 2])), "x", *requests)
-    with pytest.raises(MalformedInput, match=rf"x\.json: .*{reason}"):
+    with pytest.raises(MalformedInput, match=rf"x\.json:1: .*{reason}"):
         load(tmp_path, "weka")
     assert (load(tmp_path, "weka", "skip").malformed, len(load(tmp_path, "weka", "skip").conversations)) == (1, 1)
 
 
 def test_a_scope_that_is_not_known_is_refused_and_so_is_one_session_twice(tmp_path):
     session(tmp_path, "a", call(0.0, [1]), hash_id_scope="global")
-    with pytest.raises(MalformedInput, match="hash_id_scope='global'"):
+    with pytest.raises(MalformedInput, match="hash_id_scope: "):
         load(tmp_path, "weka")
     (tmp_path / "a.json").unlink()
     session(tmp_path, "a", call(0.0, [1]))

@@ -15,7 +15,7 @@ from pensieve.lab.compose.build import workload_context
 from pensieve.lab.metric_registry import NONNEGATIVE, REAL
 from pensieve.lab.replay import replay
 from pensieve.lab.statistics import Estimate, nearest_rank, paired_ratio
-from pensieve.lab.workload.chance import shuffled
+from pensieve.lab.workload.base import shuffled
 from pensieve.lab.workload.fit import Fit, fitted
 from pensieve.lab.workload.playback import Pauses, Playback, Recorded
 from pensieve.lab.workload.recording import Blocks, Call, Conversation, hashes_of

@@ -12,10 +12,9 @@ import pyarrow as pa
 from pensieve.errors import ConfigError
 from pensieve.lab.traffic.hashing import Salt
 from pensieve.lab.traffic.table import Exchange, Facts, exchanges, is_traffic, read_batches, read_facts
-from pensieve.lab.workload.chance import uniform
+from pensieve.lab.workload.base import uniform
 from pensieve.lab.workload.formats import load, served_rows
-from pensieve.lab.workload.formats.converted import converted
-from pensieve.lab.workload.formats.traffic import asked_in, conversations_of
+from pensieve.lab.workload.formats.traffic import asked_in, conversations_of, converted
 from pensieve.lab.workload.recording import Conversation
 from pensieve.lab.workload.trace import without_outliers
 

@@ -9,26 +9,23 @@ from pathlib import Path
 from pensieve.errors import ConfigError
 from pensieve.lab.traffic import table
 from pensieve.lab.traffic.hashing import Salt
-from pensieve.lab.workload.formats import served, text, timed, tracelab, traffic, weka
-from pensieve.lab.workload.formats.converted import converted
+from pensieve.lab.workload.formats import coding_agents, served, text, timed, traffic
 from pensieve.lab.workload.formats.reading import OnMalformed, Reader
 from pensieve.lab.workload.recording import Recording
 
 _KNOWN: dict[str, tuple[Callable[[Reader], Recording], Collection[str]]] = {
-    "openai_jsonl": (text.OPENAI.read, {"messages"}),
-    "lmbenchmark": (text.lmbenchmark, {"input", "output_length"}),
-    "agent_jsonl": (text.agents, {"session_id", "input", "output"}),
-    "weka": (weka.read, {"requests", "block_size"}),
-    "tracelab": (tracelab.read, {"provider", "round_index", "prefix_tokens", "newly_append_tokens"}),
-    "qwen_bailian": (timed.qwen_bailian, {"chat_id", "parent_chat_id"}),
-    "ragpulse": (timed.ragpulse, {"session_id", "hash_ids"}),
-    "mooncake": (timed.mooncake, {"input_length", "hash_ids"}),
-    "azure": (timed.azure, timed.AZURE),
-    "burstgpt": (timed.burstgpt, timed.BURSTGPT),
-    "mt_bench": (text.MT_BENCH.read, {"question_id", "turns"}),
-    "mt_bench_101": (text.MT_BENCH_101.read, {"history"}),
+    "openai_jsonl": (text.OpenAI.read, text.OpenAI.needs()),
+    "agent_jsonl": (text.agents, text.AgentCall.needs()),
+    "weka": (coding_agents.weka, coding_agents.Weka.needs()),
+    "tracelab": (coding_agents.tracelab, coding_agents.TraceLab.needs()),
+    "qwen_bailian": (timed.qwen_bailian, timed.Qwen.needs()),
+    "ragpulse": (timed.ragpulse, timed.RAGPulse.needs()),
+    "mooncake": (timed.mooncake, timed.Mooncake.needs()),
+    "azure": (timed.azure, timed.Azure.needs()),
+    "burstgpt": (timed.burstgpt, timed.BurstGPT.needs()),
+    "mt_bench_101": (text.MTBench101.read, text.MTBench101.needs()),
     **{name: (partial(traffic.read_served, name), fields) for name, (_, fields) in served.SERVED.items()},
-    "sharegpt": (text.SHAREGPT.read, ()),
+    "sharegpt": (text.ShareGPT.read, ()),
     "traffic": (traffic.read, ()),
 }
 """How each is read, and what the first entry of its files has, where that tells it; the first match counts."""
@@ -56,7 +53,7 @@ def load(path: str | Path, format: str | None = None, on_malformed: OnMalformed 
 
 def convert(path: Path, format: str | None, out: Path, salt: Salt) -> None:
     """Write requests of any format as recorded traffic. Raises as load does, and OSError."""
-    table.write(out, *served_rows(path, format, salt) or converted(load(path, format), salt))
+    table.write(out, *served_rows(path, format, salt) or traffic.converted(load(path, format), salt))
 
 
 def served_rows(path: Path, format: str | None, salt: Salt) -> served.Read | None:

@@ -1,4 +1,5 @@
-"""Reads the lines of workload files; what is wrong with a line is fatal or counted, and never passed over in silence."""
+"""Reads the entries of workload files, each by a model of its fields; what is wrong with one is fatal or counted, and never
+passed over in silence."""
 
 from __future__ import annotations
 
@@ -7,29 +8,58 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
 from pensieve.errors import MalformedInput
-from pensieve.lab.workload.recording import Recording
+from pensieve.lab.workload.recording import Recording, hashes_of
 
 log = logging.getLogger(__name__)
 
 OnMalformed = Literal["skip", "fail"]
-Row = Mapping[str, Any]
 T = TypeVar("T")
 
 EXAMPLES = 5
 
 
-class Malformed(ValueError):
-    """What is wrong with one line, without where it is."""
+def seconds(stamp: object) -> float:
+    """Since 1970, of a time as ISO 8601 has it; one without a zone is UTC's. Raises ValueError."""
+    found = datetime.fromisoformat(str(stamp).replace(",", "."))
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+
+
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Said = Annotated[str, Field(min_length=1)]
+Time = Annotated[float, BeforeValidator(seconds)]
+Hashes = Annotated[Any, PlainValidator(hashes_of)]
+
+
+class Entry(BaseModel):
+    """What a format has in an entry, by the names of the file; what else there is does not matter. Numbers may be written as
+    text, as CSV has them."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, populate_by_name=True, coerce_numbers_to_str=True)
+
+    @classmethod
+    def of(cls, row: Any) -> Self:
+        """Raises ValueError."""
+        return cls.model_validate(row)
+
+    @classmethod
+    def needs(cls) -> set[str]:
+        """The fields without which an entry is of another format."""
+        paths = {name: each.validation_alias or name for name, each in cls.model_fields.items() if each.is_required()}
+        return {str(one.path[0]) if isinstance(one, AliasPath) else str(one) for one in paths.values()}
 
 
 class Reader:
-    """Reads the rows of one recording, which may lie in several files.
+    """Reads the entries of one recording, which may lie in several files.
 
-    A row that cannot be used raises MalformedInput with file, line and reason (on_malformed="fail"), or is counted and
+    An entry that cannot be used raises MalformedInput with file, line and reason (on_malformed="fail"), or is counted and
     left out, the first few with a warning each ("skip").
     """
 
@@ -48,54 +78,25 @@ class Reader:
 
     def first_fields(self) -> set[str]:
         """The fields of the first entry, or the columns; empty where it has none."""
-        file = self.files("*.json*")[0]
-        line = next((line for line in self._lines(file) if line.strip()), "")
-        if line.lstrip()[:1] not in ("[", "{"):
-            return set(next(csv.reader([line]), ()))
-        for text in (line, file.read_bytes()):  # an entry a line, or one document over many
+        try:
+            _, first = next(self._rows(self.files("*.json*")[0]), ("", None))
+        except MalformedInput:
+            return set()
+        return set(first) if isinstance(first, Mapping) else set()
+
+    def entries(self, parse: Callable[[Any], T], file: Path | None = None) -> Iterator[T]:
+        """parse(entry) of each entry of a file: a JSON list, a JSON object a line, one JSON object, or CSV."""
+        return self.parsed(self._rows(file or self.path), parse)
+
+    def parsed(self, rows: Iterator[tuple[str, Any]], parse: Callable[[Any], T]) -> Iterator[T]:
+        """parse(row) of those that are not malformed. rows: where each is, and it."""
+        for where, row in rows:
             try:
-                entry = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(entry, list):
-                entry = entry[0] if entry else None
-            return set(entry) if isinstance(entry, Mapping) else set()
-        return set()
-
-    def entries(self, parse: Callable[[Row], T], file: Path | None = None) -> Iterator[T]:
-        """parse(entry) of each entry of a file that holds one JSON list, or one JSON object a line."""
-        file = file or self.path
-        if next((line.lstrip()[0] == "[" for line in self._lines(file) if line.strip()), False):
-            try:
-                listed = json.loads(file.read_text(encoding="utf-8"))
-            except (ValueError, OSError) as error:
-                raise MalformedInput(f"{file} cannot be read as JSON: {error}.") from error
-            for number, entry in enumerate(listed, start=1):
-                yield from self.parsed(f"{file}: entry {number}", entry, parse)
-            return
-        for number, line in enumerate(self._lines(file), start=1):
-            if line.strip():
-                yield from self._loaded(f"{file}:{number}", line, parse)
-
-    def documents(self, pattern: str, parse: Callable[[Row], T]) -> Iterator[T]:
-        """parse(document) of each file that holds one JSON object; the path is such a file, or a folder of them."""
-        for file in self.files(pattern):
-            yield from self._loaded(str(file), "".join(self._lines(file)), parse)
-
-    def csv_rows(self, columns: tuple[str, ...], parse: Callable[[Row], T]) -> Iterator[T]:
-        """parse(row) of each row below the header, which must hold `columns`."""
-        rows = csv.DictReader(self._lines(self.path))
-        lacking = [name for name in columns if name not in (rows.fieldnames or ())]
-        if lacking:
-            raise MalformedInput(
-                f"{self.path}:1: the header lacks {', '.join(lacking)}; choose another workload.format for this file."
-            )
-        for row in rows:
-            where = f"{self.path}:{rows.line_num}"
-            if None in row or None in row.values():
-                self.reject(where, "it has not as many cells as the header")
+                parsed = parse(row)
+            except ValueError as error:
+                self.reject(where, _reason(error))
             else:
-                yield from self.parsed(where, row, parse)
+                yield parsed
 
     def read(self, format: str, read: Callable[[Reader], Recording]) -> Recording:
         """What a format makes of this file, and how much was left out of it."""
@@ -113,24 +114,28 @@ class Reader:
             self.examples.append(sentence)
             log.warning("left out %s", sentence)
 
-    def _loaded(self, where: str, text: str, parse: Callable[[Row], T]) -> Iterator[T]:
-        try:
-            row = json.loads(text)
-        except ValueError as error:
-            self.reject(where, f"it is no JSON ({error})")
+    def _rows(self, file: Path) -> Iterator[tuple[str, Any]]:
+        first = next((line for line in self._lines(file) if line.strip()), "")
+        if first.lstrip()[:1] not in ("[", "{"):
+            rows = csv.DictReader(self._lines(file))
+            yield from ((f"{file}:{rows.line_num}", row) for row in rows)
+        elif first.lstrip()[0] == "[" or not _is_whole(first):
+            try:
+                listed = json.loads("".join(self._lines(file)))
+            except ValueError as error:
+                raise MalformedInput(f"{file} cannot be read as JSON: {error}.") from error
+            for number, entry in enumerate(listed if isinstance(listed, list) else [listed], start=1):
+                yield f"{file}: entry {number}", entry
         else:
-            yield from self.parsed(where, row, parse)
-
-    def parsed(self, where: str, row: Any, parse: Callable[[Row], T]) -> Iterator[T]:
-        """parse(row), or nothing where it is malformed."""
-        try:
-            if not isinstance(row, Mapping):
-                raise Malformed("it is no JSON object")
-            parsed = parse(row)
-        except Malformed as error:
-            self.reject(where, str(error))
-        else:
-            yield parsed
+            for number, line in enumerate(self._lines(file), start=1):
+                if not line.strip():
+                    continue
+                try:
+                    entry = json.loads(line)
+                except ValueError as error:
+                    self.reject(f"{file}:{number}", f"it is no JSON ({error})")
+                else:
+                    yield f"{file}:{number}", entry
 
     def _lines(self, file: Path) -> Iterator[str]:
         try:
@@ -140,41 +145,18 @@ class Reader:
             raise MalformedInput(f"{file} cannot be read ({error.strerror}); set workload.path to a file.") from error
 
 
-def whole(row: Row, name: str, low: int = 0) -> int:
-    """A whole number of at least `low`, also one written as text, as CSV has it. Raises Malformed."""
-    value = number(row, name)
-    if value != int(value) or value < low:
-        raise Malformed(f"{name}={row[name]!r} is not a whole number of at least {low}")
-    return int(value)
-
-
-def number(row: Row, name: str) -> float:
-    value = _value(row, name)
+def _is_whole(line: str) -> bool:
     try:
-        found = float("nan") if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        found = float("nan")
-    if not abs(found) < float("inf"):
-        raise Malformed(f"{name}={value!r} is not a number")
-    return found
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
-def text(row: Row, name: str) -> str:
-    value = _value(row, name)
-    if not isinstance(value, str):
-        raise Malformed(f"{name} is not a text")
-    return value
-
-
-def hash_list(row: Row, name: str) -> list[int]:
-    value = _value(row, name)
-    plain = isinstance(value, list) and set(map(type, value)) <= {int}
-    if not plain or (value and not (min(value) >= -(2**63) and max(value) < 2**63)):
-        raise Malformed(f"{name} is not a list of whole numbers")
-    return list(value)
-
-
-def _value(row: Row, name: str) -> Any:
-    if name not in row:
-        raise Malformed(f"it has no {name}")
-    return row[name]
+def _reason(error: ValueError) -> str:
+    """Without the value, which may be as long as a prompt."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}".removeprefix(": ").replace("Value error, ", "")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pickle
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import AliasPath, Field
 
 from pensieve.errors import MalformedInput
 from pensieve.lab.traffic.hashing import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, Salt
 from pensieve.lab.traffic.openai import Recorded
 from pensieve.lab.traffic.table import Exchange, Facts
-from pensieve.lab.workload.formats.reading import Malformed, Reader, Row, number, text, whole
+from pensieve.lab.workload.formats.reading import Entry, Positive, Reader, Whole
 from pensieve.lab.workload.formats.vllm_events import vllm_events
 
 Read = tuple[Facts, list[Exchange]]
@@ -41,27 +43,30 @@ def in_order(facts: Facts, rows: list[Exchange]) -> Read:
 LMCACHE_RULE = "A lookup is a request, the first of each request_id. It has no reply: set workload.max_new_tokens."
 
 
+class Lookup(Entry):
+    timestamp: float
+    request_id: str
+    chunk_size: Positive
+    seq_len: Positive
+    chunk_hashes: list[Any]
+    model_name: str | None = None
+
+
 def lmcache_lookup(reader: Reader, salt: Salt) -> Read:
     """The path is one file, or the folder of them."""
-    asked: dict[str, tuple[Exchange, int]] = {}
+    asked: dict[str, Lookup] = {}
     for file in reader.files("lookup_hashes_*.jsonl"):
-        for name, row, size in reader.entries(lambda line: _looked_up(line, salt), file):
-            asked.setdefault(name, (row, size))
-    sizes = {size for _, size in asked.values()}
-    for row, size in asked.values():
-        if len(sizes) > 1:
-            row.lengths = [size] * len(row.blocks or ())
+        for one in reader.entries(Lookup.of, file):
+            asked.setdefault(one.request_id, one)
+    sizes = {one.chunk_size for one in asked.values()}
+    rows = []
+    for one in asked.values():
+        row = Exchange(0, one.timestamp, status="completed", prompt_tokens=one.seq_len, model=one.model_name)
+        row.blocks = [salt.number(chunk) for chunk in one.chunk_hashes]
+        row.lengths = [one.chunk_size] * len(row.blocks) if len(sizes) > 1 else None
+        rows.append(row)
     block = sizes.pop() if len(sizes) == 1 else None
-    return Facts("lmcache_lookup", block=block, hashes="prefix", rule=LMCACHE_RULE), [row for row, _ in asked.values()]
-
-
-def _looked_up(line: Row, salt: Salt) -> tuple[str, Exchange, int]:
-    hashes, size, tokens = line.get("chunk_hashes"), whole(line, "chunk_size", 1), whole(line, "seq_len", 1)
-    if not isinstance(hashes, list) or len(hashes) * size > tokens:
-        raise Malformed("chunk_hashes is not a list of as many chunks as seq_len holds")
-    row = Exchange(0, number(line, "timestamp"), status="completed", prompt_tokens=tokens)
-    row.model, row.blocks = str(line.get("model_name") or "") or None, [salt.number(one) for one in hashes]
-    return text(line, "request_id"), row, size
+    return Facts("lmcache_lookup", block=block, hashes="prefix", rule=LMCACHE_RULE), rows
 
 
 # SGLang's request dumps (dump_requests_folder): a pickle of requests with replies and times.
@@ -96,19 +101,48 @@ class _Unpickler(pickle.Unpickler):
         return _Plain
 
 
+class Dumped(Entry):
+    """asked, reply: of SGLang's own fields."""
+
+    began_s: float
+    ended_s: float
+    ids: list[int] | None = Field(None, validation_alias=AliasPath("asked", "input_ids"))
+    session: str | None = Field(None, validation_alias=AliasPath("asked", "session_params", "id"))
+    said: list[int] | None = Field(None, validation_alias=AliasPath("reply", "output_ids"))
+    prompt: Positive | None = Field(None, validation_alias=AliasPath("reply", "meta_info", "prompt_tokens"))
+    output: Whole | None = Field(None, validation_alias=AliasPath("reply", "meta_info", "completion_tokens"))
+    cached: Whole | None = Field(None, validation_alias=AliasPath("reply", "meta_info", "cached_tokens"))
+    reason: str | None = Field(None, validation_alias=AliasPath("reply", "meta_info", "finish_reason", "type"))
+
+    def row(self, salt: Salt) -> Exchange:
+        """Raises ValueError."""
+        ids, said, size = self.ids, self.said, BLOCK_TOKENS * TOKEN_BYTES
+        row = Exchange(0, self.began_s, end_s=self.ended_s, finish_reason=self.reason, cached_tokens=self.cached)
+        row.status = "cancelled" if self.reason == "abort" else "completed"
+        row.prompt_tokens, row.output_tokens = self.prompt, self.output
+        if self.session:
+            row.session, row.session_from = salt.name(self.session), "body"
+        if ids is not None:
+            row.prompt_tokens, row.blocks = len(ids), salt.blocks(array("i", ids).tobytes(), size)
+        if ids is not None and said:
+            row.output_tokens = len(said)
+            row.output_blocks = salt.blocks(array("i", ids + said).tobytes(), size, len(row.blocks or ()))
+        if row.prompt_tokens is None:
+            raise ValueError("it has neither input_ids nor meta_info.prompt_tokens")
+        return row
+
+
 def sglang_dump(reader: Reader, salt: Salt) -> Read:
     """The path is one file, or the folder of them."""
-    found: list[Exchange] = []
-    for file in reader.files("*.pkl"):
-        for place, record in enumerate(_dumped(file)):
-            try:
-                found.append(_dumped_row(record, salt))
-            except Malformed as error:
-                reader.reject(f"{file}: request {place}", str(error))
-    return Facts("sglang_dump", block=BLOCK_TOKENS, engine={"name": "sglang"}, rule=SGLANG_RULE), found
+    rows = [
+        row
+        for file in reader.files("*.pkl")
+        for row in reader.parsed(_dumped(file), lambda one: Dumped.of(one).row(salt))
+    ]
+    return Facts("sglang_dump", block=BLOCK_TOKENS, engine={"name": "sglang"}, rule=SGLANG_RULE), rows
 
 
-def _dumped(file: Path) -> Iterable[Any]:
+def _dumped(file: Path) -> Iterator[tuple[str, Any]]:
     try:
         with file.open("rb") as opened:
             dumped = _Unpickler(opened).load()
@@ -117,42 +151,34 @@ def _dumped(file: Path) -> Iterable[Any]:
     records = dumped.get("requests") if isinstance(dumped, dict) else dumped
     if not isinstance(records, list):
         raise MalformedInput(f"{file} is no dump of SGLang: it lacks requests.")
-    return records
-
-
-def _dumped_row(record: Any, salt: Salt) -> Exchange:
-    if not isinstance(record, tuple) or len(record) != 4 or not isinstance(record[1], dict):
-        raise Malformed("it is no request, reply, begin and end")
-    asked, reply, began_s, ended_s = record
-    meta = reply.get("meta_info") or {}
-    row = Exchange(0, float(began_s), end_s=float(ended_s), status="completed")
-    reason = meta.get("finish_reason")
-    row.finish_reason = str(reason.get("type")) if isinstance(reason, dict) else None
-    row.status = "cancelled" if row.finish_reason == "abort" else "completed"
-    row.prompt_tokens, row.output_tokens = meta.get("prompt_tokens"), meta.get("completion_tokens")
-    row.cached_tokens = meta.get("cached_tokens")
-    session = getattr(asked, "session_params", None)
-    if isinstance(session, dict) and session.get("id"):
-        row.session, row.session_from = salt.name(str(session["id"])), "body"
-    ids, said, size = getattr(asked, "input_ids", None), reply.get("output_ids"), BLOCK_TOKENS * TOKEN_BYTES
-    if isinstance(ids, list) and all(type(one) is int for one in ids):
-        row.prompt_tokens, row.blocks = len(ids), salt.blocks(array("i", ids).tobytes(), size)
-        if isinstance(said, list) and all(type(one) is int for one in said):
-            row.output_tokens = len(said)
-            row.output_blocks = salt.blocks(array("i", ids + said).tobytes(), size, len(row.blocks))
-    if row.prompt_tokens is None:
-        raise Malformed("it has neither input_ids nor meta_info.prompt_tokens")
-    return row
+    for place, (asked, reply, began_s, ended_s) in enumerate(records):
+        yield f"{file}: request {place}", {"asked": vars(asked), "reply": reply, "began_s": began_s, "ended_s": ended_s}
 
 
 # Load generators: inference-perf's per_request_lifecycle_metrics.json and AIPerf's profile_export.jsonl.
 
-AIPERF_RULE = "Prompts are known by their length alone, so no two share anything. x_correlation_id is the session."
+
+class Lifecycle(Entry):
+    start_time: float
+    end_time: float
+    request: str
+    prompt: Whole | None = Field(None, validation_alias=AliasPath("info", "input_tokens"))
+    output: Whole | None = Field(None, validation_alias=AliasPath("info", "output_tokens"))
+    first_token: float | None = Field(None, validation_alias=AliasPath("info", "output_token_times", 0))
+    error: Any = None
 
 
 def inference_perf(reader: Reader, salt: Salt) -> Read:
     recorded = Recorded(salt, "bytes", BLOCK_BYTES)
-    found = list(reader.entries(lambda entry: _lifecycle(entry, recorded)))
+
+    def served(entry: Any) -> Exchange:
+        one = Lifecycle.of(entry)
+        row = recorded.asked(0, one.start_time, {}, one.request.encode()).row
+        row.status, row.end_s = "failed" if one.error else "completed", one.end_time
+        row.prompt_tokens, row.output_tokens, row.first_token_s = one.prompt, one.output, one.first_token
+        return row
+
+    found = list(reader.entries(served))
     told = [(row.prompt_tokens, row.prompt_bytes) for row in found if row.prompt_tokens and row.prompt_bytes]
     tokens, size = sum(one for one, _ in told), sum(one for _, one in told)
     ratio = f"info.input_tokens of {len(told)} requests"
@@ -162,46 +188,42 @@ def inference_perf(reader: Reader, salt: Salt) -> Read:
     return facts, found
 
 
-def _lifecycle(entry: Row, recorded: Recorded) -> Exchange:
-    info = entry.get("info") or {}
-    try:
-        row = recorded.asked(0, number(entry, "start_time"), {}, text(entry, "request").encode()).row
-    except ValueError as error:
-        raise error if isinstance(error, Malformed) else Malformed(f"request is no JSON ({error})") from error
-    row.status, row.end_s = "failed" if entry.get("error") else "completed", number(entry, "end_time")
-    row.prompt_tokens, row.output_tokens = info.get("input_tokens"), info.get("output_tokens")
-    times = info.get("output_token_times") or [None]
-    row.first_token_s = times[0]
-    return row
+AIPERF_RULE = "Prompts are known by their length alone, so no two share anything. x_correlation_id is the session."
+
+
+class Profiled(Entry):
+    began_ns: float = Field(validation_alias=AliasPath("metadata", "request_start_ns"))
+    ended_ns: float | None = Field(None, validation_alias=AliasPath("metadata", "request_end_ns"))
+    cancelled: bool | None = Field(None, validation_alias=AliasPath("metadata", "was_cancelled"))
+    session: str | None = Field(None, validation_alias=AliasPath("metadata", "x_correlation_id"))
+    prompt: Positive | None = Field(None, validation_alias=AliasPath("metrics", "input_sequence_length", "value"))
+    output: Whole | None = Field(None, validation_alias=AliasPath("metrics", "output_sequence_length", "value"))
+    ttft_ms: float | None = Field(None, validation_alias=AliasPath("metrics", "time_to_first_token", "value"))
+    metrics: dict[str, Any]
+    error: Any = None
 
 
 def aiperf(reader: Reader, salt: Salt) -> Read:
-    return Facts("aiperf", hashes="none", rule=AIPERF_RULE), list(reader.entries(lambda line: _profiled(line, salt)))
+    def served(entry: Any) -> Exchange:
+        one = Profiled.of(entry)
+        row = Exchange(0, one.began_ns / 1e9, prompt_tokens=one.prompt, output_tokens=one.output)
+        row.status = "failed" if one.error else "cancelled" if one.cancelled else "completed"
+        row.end_s = None if one.ended_ns is None else one.ended_ns / 1e9
+        row.first_token_s = None if one.ttft_ms is None else (one.began_ns / 1e9) + one.ttft_ms / 1e3
+        if one.prompt is None and row.status == "completed":
+            raise ValueError("it has no input_sequence_length")
+        if one.session:
+            row.session, row.session_from = salt.name(one.session), "source"
+        return row
 
-
-def _profiled(line: Row, salt: Salt) -> Exchange:
-    about, metrics = line.get("metadata"), line.get("metrics")
-    if not isinstance(about, Mapping) or not isinstance(metrics, Mapping):
-        raise Malformed("it has no metadata or no metrics")
-    values: dict[str, Any] = {name: one.get("value") for name, one in metrics.items() if isinstance(one, Mapping)}
-    row = Exchange(0, number(about, "request_start_ns") / 1e9, status="completed")
-    row.status = "failed" if line.get("error") else "cancelled" if about.get("was_cancelled") else "completed"
-    row.end_s = number(about, "request_end_ns") / 1e9 if about.get("request_end_ns") is not None else None
-    if row.status == "completed" or "input_sequence_length" in values:
-        row.prompt_tokens = whole(values, "input_sequence_length", 1)
-    row.output_tokens = whole(values, "output_sequence_length") if "output_sequence_length" in values else None
-    if values.get("time_to_first_token") is not None and row.arrival_s is not None:
-        row.first_token_s = row.arrival_s + number(values, "time_to_first_token") / 1e3
-    if about.get("x_correlation_id"):
-        row.session, row.session_from = salt.name(str(about["x_correlation_id"])), "source"
-    return row
+    return Facts("aiperf", hashes="none", rule=AIPERF_RULE), list(reader.entries(served))
 
 
 SERVED: dict[str, tuple[Callable[[Reader, Salt], Read], set[str]]] = {
-    "lmcache_lookup": (lmcache_lookup, {"timestamp", "request_id", "chunk_size", "seq_len", "chunk_hashes"}),
+    "lmcache_lookup": (lmcache_lookup, Lookup.needs()),
     "sglang_dump": (sglang_dump, set()),
-    "inference_perf": (inference_perf, {"start_time", "end_time", "request", "info"}),
-    "aiperf": (aiperf, {"metadata", "metrics"}),
+    "inference_perf": (inference_perf, Lifecycle.needs()),
+    "aiperf": (aiperf, Profiled.needs()),
     "vllm_events": (vllm_events, set()),
 }
 """How each is read, raising MalformedInput, and what its first entry has."""

@@ -2,79 +2,53 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Self
 
-from pensieve.lab.workload.formats.reading import Malformed, Reader, Row, hash_list, number, text, whole
-from pensieve.lab.workload.recording import Blocks, Call, Conversation, Count, Parts, Recording, hashes_of
+from pydantic import AliasChoices, Field, model_validator
+
+from pensieve.lab.workload.formats.reading import Entry, Hashes, Positive, Reader, Time, Whole
+from pensieve.lab.workload.recording import Blocks, Call, Content, Conversation, Count, Parts, Recording
 from pensieve.units import ceil_div
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """time: in the unit of the file. who: what tells its conversation. turn: decides between equal times."""
-
-    time: float
-    content: Blocks | Parts | Count
-    reply: int
-    who: Any = None
-    turn: int = 0
-
-
-def _in_order(found: Iterable[_Request], per_s: float = 1.0) -> list[tuple[_Request, Call]]:
-    """The requests by time, each with its call, which carries its whole prompt."""
-    requests = sorted(found, key=lambda one: (one.time, one.turn))
+def _in_order(times: Sequence[float], contents: Iterable[Content], replies: Iterable[int]) -> list[Call]:
+    """Calls that carry their whole prompt, of requests in order of their times in seconds."""
     return [
-        (one, Call(one.content, one.reply, (one.time - requests[0].time) / per_s, continues=False, order=order))
-        for order, one in enumerate(requests)
+        Call(content, reply, at_s - times[0], continues=False, order=order)
+        for order, (at_s, content, reply) in enumerate(zip(times, contents, replies, strict=True))
     ]
 
 
-def _conversations(prefix: str, calls: Iterable[tuple[object, Call]]) -> tuple[Conversation, ...]:
+def _conversations(prefix: str, names: Iterable[object], calls: Iterable[Call]) -> tuple[Conversation, ...]:
     """Those with one name are a conversation."""
     found: dict[object, list[Call]] = {}
-    for name, call in calls:
+    for name, call in zip(names, calls, strict=True):
         found.setdefault(name, []).append(call)
     return tuple(Conversation(f"{prefix}-{name}", tuple(each)) for name, each in found.items())
 
 
 # Azure's LLM inference traces: CSV with a time and two lengths. There are no sessions in it.
 
-AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 AZURE_RULE = "Every request is a conversation of its own with its whole prompt; no two prompts share anything."
-_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?")
+
+
+class Azure(Entry):
+    at_s: Time = Field(alias="TIMESTAMP")
+    prompt: Positive = Field(alias="ContextTokens")
+    reply: Whole = Field(alias="GeneratedTokens")
 
 
 def azure(reader: Reader) -> Recording:
-    calls = _in_order(reader.csv_rows(AZURE, _azure_row))
-    return Recording(_conversations("azure", ((call.order, call) for _, call in calls)), AZURE_RULE)
-
-
-def _azure_row(row: Row) -> _Request:
-    prompt = Count(whole(row, "ContextTokens", 1))
-    return _Request(seconds(text(row, "TIMESTAMP")), prompt, whole(row, "GeneratedTokens"))
-
-
-def seconds(stamp: str) -> float:
-    """Of a time such as 2023-11-16 18:15:46.6805900, with any number of decimals. Raises Malformed."""
-    found = _TIME.match(stamp)
-    if not found:
-        raise Malformed(f"TIMESTAMP={stamp!r} is not a time")
-    try:
-        base = datetime.fromisoformat(found[1]).replace(tzinfo=UTC).timestamp()
-    except ValueError as error:
-        raise Malformed(f"TIMESTAMP={stamp!r} is not a time ({error})") from None
-    return base + float(found[2] or 0)
+    rows = sorted(reader.entries(Azure.of), key=lambda row: row.at_s)
+    calls = _in_order([row.at_s for row in rows], (Count(row.prompt) for row in rows), (row.reply for row in rows))
+    return Recording(_conversations("azure", range(len(calls)), calls), AZURE_RULE)
 
 
 # BurstGPT: CSV with a time in seconds, two lengths, and in its later releases a session.
 
-BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
-SESSIONS = ("Session ID", "SessionID")
 BURSTGPT_RULE = (
     "Rows with one session id are a conversation, as long as each request has room for all that was said before. The new "
     "message is its tokens less the earlier request and response. A shorter request opens another conversation. "
@@ -82,25 +56,28 @@ BURSTGPT_RULE = (
 )
 
 
+class BurstGPT(Entry):
+    at_s: float = Field(alias="Timestamp")
+    prompt: Positive = Field(alias="Request tokens")
+    reply: Whole = Field(alias="Response tokens")
+    session: str = Field("", validation_alias=AliasChoices("Session ID", "SessionID"))
+
+
 def burstgpt(reader: Reader) -> Recording:
-    rows = list(reader.csv_rows(BURSTGPT, _burstgpt_row))
-    calls: list[tuple[int, Call]] = []
+    found = list(reader.entries(BurstGPT.of))
+    rows = sorted((row for row in found if row.reply), key=lambda row: row.at_s)
+    whole = _in_order([row.at_s for row in rows], (Count(row.prompt) for row in rows), (row.reply for row in rows))
+    names, calls = [], []
     latest: dict[str, tuple[int, int]] = {}  # of a session: its present conversation, and the tokens said in it
-    for row, call in _in_order(row for row in rows if row.reply):
-        name, said = latest.get(row.who, (call.order, 0)) if row.who else (call.order, 0)
-        asked = row.content.tokens
-        if asked <= said:
+    for row, call in zip(rows, whole, strict=True):
+        name, said = latest.get(row.session, (call.order, 0)) if row.session else (call.order, 0)
+        if row.prompt <= said:
             name, said = call.order, 0
-        calls.append((name, replace(call, content=Count(asked - said), continues=True)))
-        latest[row.who] = (name, asked + row.reply)
-    facts = {"requests_without_response": sum(not row.reply for row in rows)}
-    return Recording(_conversations("burstgpt", calls), BURSTGPT_RULE, facts)
-
-
-def _burstgpt_row(row: Row) -> _Request:
-    session = next((str(row[name]).strip() for name in SESSIONS if name in row), "")
-    prompt = Count(whole(row, "Request tokens", 1))
-    return _Request(number(row, "Timestamp"), prompt, whole(row, "Response tokens"), session)
+        names.append(name)
+        calls.append(replace(call, content=Count(row.prompt - said), continues=True))
+        latest[row.session] = (name, row.prompt + row.reply)
+    facts = {"requests_without_response": len(found) - len(rows)}
+    return Recording(_conversations("burstgpt", names, calls), BURSTGPT_RULE, facts)
 
 
 # Mooncake's release for FAST 2025: JSON lines with a timestamp in ms, two lengths, and a hash for each 512 tokens.
@@ -114,22 +91,34 @@ MOONCAKE_RULE = (
 )
 
 
+class Mooncake(Entry):
+    timestamp: float
+    input_length: Positive
+    output_length: Whole
+    hash_ids: Hashes
+
+    @model_validator(mode="after")
+    def _has_a_hash_a_block(self) -> Self:
+        blocks = ceil_div(self.input_length, MOONCAKE_BLOCK)
+        if len(self.hash_ids) != blocks:
+            raise ValueError(
+                f"input_length={self.input_length} makes {blocks} blocks, and hash_ids has {len(self.hash_ids)}"
+            )
+        return self
+
+
 def mooncake(reader: Reader) -> Recording:
-    calls = [call for _, call in _in_order(reader.entries(_mooncake_line), per_s=1e3)]
-    groups, shared = continuations([call.content.hashes for call in calls if isinstance(call.content, Blocks)])
-    named = ((group[0], calls[index]) for group in groups for index in group)
-    facts = {"shared_prefix_blocks": shared}
-    rule = MOONCAKE_RULE.format(shared=shared)
-    return Recording(_conversations("mooncake", named), rule, facts)
-
-
-def _mooncake_line(row: Row) -> _Request:
-    tokens, hashes = whole(row, "input_length", 1), hash_list(row, "hash_ids")
-    blocks = ceil_div(tokens, MOONCAKE_BLOCK)
-    if len(hashes) != blocks:
-        raise Malformed(f"input_length={tokens} makes {blocks} blocks, and hash_ids has {len(hashes)}")
-    content = Blocks(hashes_of(hashes), MOONCAKE_BLOCK, tokens)
-    return _Request(number(row, "timestamp"), content, whole(row, "output_length"))
+    rows = sorted(reader.entries(Mooncake.of), key=lambda row: row.timestamp)
+    start_ms = rows[0].timestamp if rows else 0.0
+    calls = _in_order(
+        [(row.timestamp - start_ms) / 1e3 for row in rows],
+        (Blocks(row.hash_ids, MOONCAKE_BLOCK, row.input_length) for row in rows),
+        (row.output_length for row in rows),
+    )
+    groups, shared = continuations([row.hash_ids for row in rows])
+    names = {index: group[0] for group in groups for index in group}
+    found = _conversations("mooncake", (names[index] for index in range(len(calls))), calls)
+    return Recording(found, MOONCAKE_RULE.format(shared=shared), {"shared_prefix_blocks": shared})
 
 
 def continuations(requests: Sequence[Sequence[int]]) -> tuple[list[list[int]], int]:
@@ -173,42 +162,36 @@ QWEN_RULE = (
 )
 
 
+class Qwen(Entry):
+    chat_id: int
+    parent_chat_id: int
+    timestamp: float
+    input_length: Positive
+    output_length: Whole
+    turn: int
+    hash_ids: Hashes
+
+
 def qwen_bailian(reader: Reader) -> Recording:
+    rows = sorted(reader.entries(Qwen.of), key=lambda row: (row.timestamp, row.turn))
     root: dict[int, int] = {}
-    calls: list[tuple[int, Call]] = []
     orphans = 0
-    for line, call in _in_order(reader.entries(_qwen_line)):
-        chat, parent = line.who
-        orphans += parent not in root and parent != NO_PARENT
-        root[chat] = root.get(parent, chat)
-        calls.append((root[chat], call))
-    facts = {"requests_whose_parent_is_not_in_the_file": orphans}
-    return Recording(_conversations("qwen", calls), QWEN_RULE, facts)
-
-
-def _qwen_line(row: Row) -> _Request:
-    return _Request(
-        number(row, "timestamp"),
-        Blocks(hashes_of(hash_list(row, "hash_ids")), QWEN_BLOCK, whole(row, "input_length", 1)),
-        whole(row, "output_length"),
-        (whole(row, "chat_id"), whole(row, "parent_chat_id", NO_PARENT)),
-        whole(row, "turn"),
+    for row in rows:
+        orphans += row.parent_chat_id not in root and row.parent_chat_id != NO_PARENT
+        root[row.chat_id] = root.get(row.parent_chat_id, row.chat_id)
+    calls = _in_order(
+        [row.timestamp for row in rows],
+        (Blocks(row.hash_ids, QWEN_BLOCK, row.input_length) for row in rows),
+        (row.output_length for row in rows),
     )
+    facts = {"requests_whose_parent_is_not_in_the_file": orphans}
+    return Recording(_conversations("qwen", (root[row.chat_id] for row in rows), calls), QWEN_RULE, facts)
 
 
 # RAGPulse: JSON lines with a time in seconds as text, two lengths, a session, and hashes of the prompt's components.
 
 COMPONENTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
-TRACE = "0_trace.jsonl"
-LENGTHS = {
-    "1_sys_prompt.jsonl": "sys_prompt_id",
-    "2_passages.jsonl": "passage_id",
-    "3_history.jsonl": "history_id",
-    "4_user_input.jsonl": "user_input_id",
-    "5_web_search.jsonl": "web_search_id",
-}
-"""Files of the folder with the tokens of each hash: a line holds this field and token_length."""
-
+TRACE, LENGTHS = "0_trace.jsonl", "[1-5]_*.jsonl"
 RAGPULSE_RULE = (
     "Requests with one session id are a conversation. Every request carries its whole prompt: system prompt, passages, "
     "history, web search, user input, in this order; equal hashes begin with equal tokens. {lengths}"
@@ -219,40 +202,46 @@ UNKNOWN = (
 )
 
 
+class RAGPulse(Entry):
+    timestamp: float
+    input_length: Positive
+    output_length: Whole
+    session_id: str
+    hash_ids: dict[str, list[int]] = Field(min_length=1)
+
+
+class _Component(Entry):
+    """A line of the files with the tokens of each hash."""
+
+    hash: int = Field(
+        validation_alias=AliasChoices("sys_prompt_id", "passage_id", "history_id", "user_input_id", "web_search_id")
+    )
+    token_length: Whole
+
+
 def ragpulse(reader: Reader) -> Recording:
     """The path is the trace alone, or the folder that holds it and the lengths (a configuration is identified by the
     content of its path, so files that merely lie beside a trace are not read).
     """
     lengths: dict[int, int] = {}
-    for name, field in LENGTHS.items():
-        if (reader.path / name).is_file():
-            lengths.update(reader.entries(_component_length(field), reader.path / name))
+    for file in sorted(reader.path.glob(LENGTHS)):
+        lengths.update((one.hash, one.token_length) for one in reader.entries(_Component.of, file))
     file = reader.path / TRACE if reader.path.is_dir() else reader.path
-    calls = _in_order(reader.entries(_ragpulse_line(lengths), file))
+    rows = sorted(reader.entries(RAGPulse.of, file), key=lambda row: row.timestamp)
+    calls = _in_order(
+        [row.timestamp for row in rows],
+        (Parts(pieces(row.hash_ids, row.input_length, lengths)) for row in rows),
+        (row.output_length for row in rows),
+    )
     rule = RAGPULSE_RULE.format(lengths=KNOWN if lengths else UNKNOWN)
-    return Recording(_conversations("ragpulse", ((one.who, call) for one, call in calls)), rule)
+    return Recording(_conversations("ragpulse", (row.session_id for row in rows), calls), rule)
 
 
-def _component_length(field: str) -> Callable[[Row], tuple[int, int]]:
-    return lambda row: (whole(row, field), whole(row, "token_length"))
-
-
-def _ragpulse_line(lengths: Mapping[int, int]) -> Callable[[Row], _Request]:
-    def parse(row: Row) -> _Request:
-        components = row.get("hash_ids")
-        if not isinstance(components, Mapping):
-            raise Malformed("hash_ids is not an object of components")
-        hashes = tuple(one for name in COMPONENTS if name in components for one in hash_list(components, name))
-        if not hashes:
-            raise Malformed("hash_ids names no component")
-        content = Parts(pieces(hashes, whole(row, "input_length", 1), lengths))
-        return _Request(number(row, "timestamp"), content, whole(row, "output_length"), text(row, "session_id"))
-
-    return parse
-
-
-def pieces(hashes: tuple[int, ...], tokens: int, lengths: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+def pieces(
+    components: Mapping[str, Sequence[int]], tokens: int, lengths: Mapping[int, int]
+) -> tuple[tuple[int, int], ...]:
     """(hash, tokens) of each component, `tokens` in all: of known length, or even shares of what is left to divide."""
+    hashes = [one for name in COMPONENTS for one in components.get(name, ())]
     found: list[tuple[int, int]] = []
     left = tokens
     for place, one in enumerate(hashes):

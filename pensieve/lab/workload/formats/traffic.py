@@ -1,19 +1,20 @@
-"""Recorded traffic as a Recording to replay."""
+"""Recorded traffic as a Recording to replay, and any Recording as recorded traffic."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import get_args
 
 from pensieve.core.request import Hint, StopReason
 from pensieve.lab.traffic import table
-from pensieve.lab.traffic.hashing import Salt
+from pensieve.lab.traffic.hashing import BLOCK_BYTES, Salt
 from pensieve.lab.traffic.table import Exchange, Facts
 from pensieve.lab.workload.formats.reading import Reader
 from pensieve.lab.workload.formats.served import rows_of
 from pensieve.lab.workload.formats.timed import shared_prefix
+from pensieve.lab.workload.playback import Begun
 from pensieve.lab.workload.recording import (
-    Begun,
     Blocks,
     Call,
     Content,
@@ -21,6 +22,8 @@ from pensieve.lab.workload.recording import (
     Count,
     Parts,
     Recording,
+    Text,
+    chain,
     hashes_of,
 )
 
@@ -98,15 +101,6 @@ def _sessions(asked: Sequence[Exchange]) -> Iterator[str]:
         yield name
 
 
-def chain(blocks: Iterable[int]) -> list[int]:
-    """Of each block, a number for it and all before it."""
-    found, before = [], 0
-    for one in blocks:
-        before = hash((before, one))
-        found.append(before)
-    return found
-
-
 def _calls(each: Sequence[tuple[int, Exchange]], facts: Facts) -> Iterator[Call]:
     before: int | None = None
     for (order, one), after in zip(each, [*(one for _, one in each[1:]), None], strict=True):
@@ -150,3 +144,83 @@ def _length(tokens: int | None, size: int | None, facts: Facts) -> int | None:
     if tokens is None and size is not None and facts.tokens_per_byte is not None:
         return int(size * facts.tokens_per_byte)
     return tokens
+
+
+# The other way: texts become salted hashes, and what a trace knows by number keeps it.
+
+BYTES_PER_TOKEN = 4
+
+
+def converted(recording: Recording, salt: Salt) -> tuple[Facts, Iterator[Exchange]]:
+    """The rows in order of arrival, or of the file where it has no times."""
+    calls = [(call, one, turn) for one in recording.conversations for turn, call in enumerate(one.calls)]
+    if recording.timed:
+        calls.sort(key=lambda each: (each[0].at_s, each[0].order))
+    number = {(one.id, turn): request for request, (_, one, turn) in enumerate(calls)}
+    sizes = {call.content.block_tokens for call, _, _ in calls if isinstance(call.content, Blocks)}
+    texts = any(isinstance(call.content, Text) for call, _, _ in calls)
+    common = int(sizes.pop()) if len(sizes) == 1 and not texts else None
+    facts = Facts(
+        source=recording.format,
+        unit="bytes" if texts else "tokens",
+        block=BLOCK_BYTES if texts else common,
+        hashes="prefix" if recording.format in PREFIX else "content",
+        tokens_per_byte=1 / BYTES_PER_TOKEN if texts else None,
+        ratio_from=f"assumed: {BYTES_PER_TOKEN} bytes a token" if texts else None,
+        one_clock=recording.one_clock,
+        rule=recording.rule,
+    )
+    said: dict[str, bytes] = {}
+    held: dict[str, int] = {}
+
+    def rows() -> Iterator[Exchange]:
+        for request, (call, one, turn) in enumerate(calls):
+            row = Exchange(request, call.at_s, session=one.id, session_from="source", status="completed")
+            row.parent = number.get((one.id, turn - 1))
+            if one.begun is not None and not turn:
+                row.parent = number.get((one.begun.conversation, one.begun.turn - 1))
+            row.pause_s, row.waits_for = call.pause_s, list(call.waits_for) or None
+            row.finish_reason = call.hint.stop_reason if call.hint is not None else None
+            if isinstance(call.content, Text):
+                said[one.id] = _spoken(row, call, said.get(one.id, b""), f"{one.id} {turn}", salt)
+                yield row
+                continue
+            before = held.get(one.id, 0) if call.continues else 0
+            row.kept_tokens = before if call.continues else None
+            row.prompt_tokens = before + call.content.tokens
+            row.output_tokens = call.reply if isinstance(call.reply, int) else None
+            held[one.id] = row.prompt_tokens + (row.output_tokens or 0)
+            if isinstance(call.content, Blocks):
+                row.blocks = [salt.number(one) for one in call.content.hashes]
+                if common is None:
+                    row.lengths = _cut(call.content)
+            elif isinstance(call.content, Parts):
+                row.blocks = [salt.number(one) for one, _ in call.content.pieces]
+                row.lengths = [tokens for _, tokens in call.content.pieces]
+            yield row
+
+    return facts, rows()
+
+
+def _spoken(row: Exchange, call: Call, said: bytes, name: str, salt: Salt) -> bytes:
+    """Fill in what a text says; returns what has been said by then. A reply of which only the length is known is filled."""
+    assert isinstance(call.content, Text)
+    text = call.content.text.encode("utf-8", "replace")
+    prompt = said + b"\nuser\n" + text + b"\nassistant\n" if call.continues else text
+    reply = b""
+    if isinstance(call.reply, Text):
+        reply = call.reply.text.encode("utf-8", "replace")
+    elif isinstance(call.reply, int):
+        row.output_tokens = call.reply
+        reply = (name.encode() * call.reply)[: call.reply * BYTES_PER_TOKEN].ljust(call.reply * BYTES_PER_TOKEN)
+    whole = prompt + reply
+    row.prompt_bytes, row.blocks = len(prompt), salt.blocks(prompt, BLOCK_BYTES)
+    if call.reply is not None:
+        row.output_bytes, row.output_blocks = len(reply), salt.blocks(whole, BLOCK_BYTES, len(row.blocks))
+    return whole
+
+
+def _cut(content: Blocks) -> list[int]:
+    """Lengths of its blocks, the last one perhaps partly filled."""
+    ends = table.edges(len(content.hashes), content.block_tokens)
+    return [min(stop, content.tokens) - min(start, content.tokens) for start, stop in pairwise(ends)]

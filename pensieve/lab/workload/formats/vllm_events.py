@@ -11,7 +11,6 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from typing import Any
 from pensieve.errors import ConfigError, MalformedInput
 from pensieve.lab.traffic.hashing import TOKEN_BYTES, Salt
 from pensieve.lab.traffic.table import Exchange, Facts
-from pensieve.lab.workload.formats.reading import Malformed, Reader
+from pensieve.lab.workload.formats.reading import Reader, seconds
+from pensieve.lab.workload.recording import chain
 
 RULE = (
     "Arrivals are the log's: to the second, unless its format has fractions, and spread evenly within one. A first token is "
@@ -80,16 +80,16 @@ class Events:
     unknown: int = 0
 
     def take(self, batch: Any) -> None:
-        """A batch as vLLM publishes it: time, events, rank. Raises Malformed."""
+        """A batch as vLLM publishes it: time, events, rank. Raises ValueError."""
         if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
-            raise Malformed("it is no batch of a time and a list of events")
+            raise ValueError("it is no batch of a time and a list of events")
         for event in batch[1]:
             kind = event.get("type") if isinstance(event, Mapping) else None
             if kind not in ("BlockStored", "BlockRemoved", "AllBlocksCleared"):
-                raise Malformed(f"{kind!r} is no event of vLLM's cache: it has no type that is known here")
+                raise ValueError(f"{kind!r} is no event of vLLM's cache: it has no type that is known here")
             wanted = {"BlockStored": STORED, "BlockRemoved": ("block_hashes", "medium")}.get(kind, ())
             if lacking := [name for name in wanted if name not in event]:
-                raise Malformed(f"a {kind} lacks {', '.join(lacking)}")
+                raise ValueError(f"a {kind} lacks {', '.join(lacking)}")
             if event.get("group_idx") or event.get("kv_cache_spec_kind") not in (None, "full_attention"):
                 continue  # of another kind of layer, which has blocks of its own
             numbers, parent = self._stored(event) if kind == "BlockStored" else ([], 0)
@@ -104,7 +104,7 @@ class Events:
             data = array("i", event["token_ids"]).tobytes()
             contents = self.salt.blocks(data, size * TOKEN_BYTES)
             if size != self.block or len(contents) != len(hashes):
-                raise Malformed(
+                raise ValueError(
                     f"a BlockStored has {len(hashes)} block_hashes and token_ids for {len(contents)} of {size}"
                 )
             if parent is None or parent in self.chain:
@@ -123,11 +123,9 @@ def vllm_events(reader: Reader, salt: Salt) -> tuple[Facts, list[Exchange]]:
     events = Events(salt)
     files = [file for pattern in ("*.msgpack", "*.jsonl") for file in sorted(reader.path.glob(pattern))]
     for file in files:
-        for place, batch in enumerate(_batches(file), start=1):
-            try:
-                events.take(batch)
-            except Malformed as error:
-                reader.reject(f"{file}: batch {place}", str(error))
+        batches = ((f"{file}: batch {place}", batch) for place, batch in enumerate(_batches(file), start=1))
+        for _ in reader.parsed(batches, events.take):
+            pass
     return joined(events, reader.files("*.log"))
 
 
@@ -206,12 +204,13 @@ def _asked(file: Path, salt: Salt, block: int) -> Iterator[_Asked]:
             about = _LINE.search(line)
             if about is None:
                 continue
-            name, at_s = about[2], _seconds(about[1])
+            stamp, name = about[1], about[2]
+            at_s = seconds(stamp if stamp[4] == "-" else f"1972-{stamp}")
             if prompt := _PROMPT.search(line):
                 ids = [int(one) for one in prompt[1].split(",") if one.strip()]
                 row = Exchange(len(order), at_s, status="completed", prompt_tokens=len(ids))
                 row.blocks = salt.blocks(array("i", ids).tobytes(), block * TOKEN_BYTES)
-                found[name] = _Asked(row, _chain(row.blocks), block)
+                found[name] = _Asked(row, chain(row.blocks), block)
                 order.append(found[name])
             elif name in found:
                 row = found[name].row
@@ -222,19 +221,6 @@ def _asked(file: Path, salt: Salt, block: int) -> Iterator[_Asked]:
                 if reason := _REASON.search(line):
                     row.finish_reason = reason[1]
     yield from order
-
-
-def _seconds(stamp: str) -> float:
-    whole = stamp if stamp[4] == "-" else f"1972-{stamp}"
-    return datetime.fromisoformat(whole.replace(",", ".")).replace(tzinfo=UTC).timestamp()
-
-
-def _chain(blocks: Iterable[int]) -> list[int]:
-    found, number = [], 0
-    for one in blocks:
-        number = hash((number, one))
-        found.append(number)
-    return found
 
 
 def _align(asked: list[_Asked], events: Events) -> None:

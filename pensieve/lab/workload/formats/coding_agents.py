@@ -1,0 +1,298 @@
+"""Sessions of coding agents: WEKA's, with a hash for each 64 tokens of a prompt, and TraceLab's, of which lengths alone are
+known (CC BY 4.0, https://github.com/uw-syfi/TraceLab)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from pensieve.core.request import Hint, StopReason
+from pensieve.lab.workload.formats.reading import Entry, Hashes, Positive, Reader, Time, Whole
+from pensieve.lab.workload.playback import Begun
+from pensieve.lab.workload.recording import Blocks, Call, Conversation, Parts, Recording, hashes_of
+
+
+def _digest(*names: object) -> int:
+    """A signed number of 64 bits, a function of the names alone."""
+    key = "/".join(map(str, names)).encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big", signed=True)
+
+
+# WEKA's: a JSON file each, with times, lengths and hashes.
+
+WEKA = (
+    "A file is a session. Each sub-agent in it is a conversation of its own, begun by the request before it. Every request "
+    "carries its whole prompt. Equal block hashes of one file give equal tokens, across its sub-agents too. Later prompts "
+    "hold the trace's blocks, not our replies nor the tokens behind the last full block. Sessions with as many tokens of "
+    "tool definitions share the blocks that lead their first prompts. Those with as many tokens of the system prompt, too, "
+    "share its blocks. A pause is the recorded think time. If the request before has no api_time, the pause is the time "
+    "between the two requests. A sub-agent's `t` is when it ended: it began `duration_ms` before, and the request after it "
+    "waited for it."
+)
+SUB_AGENT = "subagent"
+SESSION_IDS = 2**24
+"""Block ids that one file may use."""
+
+
+class _Request(Entry):
+    type: str
+    t: float
+    prompt: Positive = Field(alias="in")
+    reply: Whole = Field(alias="out")
+    hash_ids: Hashes
+    api_time: float | None = None
+    think_time: float | None = None
+    stop: str | None = None
+
+    @model_validator(mode="after")
+    def _ids_are_of_the_file(self) -> Self:
+        if len(self.hash_ids) and not (min(self.hash_ids) >= 0 and max(self.hash_ids) < SESSION_IDS):
+            raise ValueError(f"hash_ids are numbers below {SESSION_IDS}")
+        return self
+
+
+class _Agent(Entry):
+    requests: list[
+        Annotated[
+            Annotated[_SubAgent, Tag(SUB_AGENT)] | Annotated[_Request, Tag("request")],
+            Discriminator(lambda row: SUB_AGENT if dict(row).get("type") == SUB_AGENT else "request"),
+        ]
+    ]
+    tool_tokens: Whole
+    system_tokens: Whole
+
+
+class _SubAgent(_Agent):
+    agent_id: str
+    t: float
+    duration_ms: float | None = None
+
+
+class Weka(_Agent):
+    id: str
+    block_size: Positive
+    hash_id_scope: Literal["local"] = "local"
+
+
+@dataclass(slots=True)
+class _Open:
+    """A conversation that is being read. ends_s: of each reply, by the clock of the conversation. at_s: when the last request
+    came; timed: its reply's end is known. joining: sub-agents that ended since, and when the last of them did."""
+
+    name: str
+    calls: list[Call] = field(default_factory=list)
+    ends_s: list[float] = field(default_factory=list)
+    at_s: float = 0.0
+    timed: bool = False
+    joining: list[str] = field(default_factory=list)
+    joined_s: float = 0.0
+
+
+def weka(reader: Reader) -> Recording:
+    """The path is one file, or a folder of them."""
+    sessions: dict[str, _Session] = {}
+    facts: Counter[str] = Counter()
+    for file in reader.files("*.json"):
+        for session in reader.entries(lambda row: _Session(Weka.of(row)), file):
+            if session.name in sessions:
+                reader.reject(str(file), f"two files have the id of {session.name}")
+                continue
+            sessions[session.name] = session
+            facts += session.facts
+    conversations = tuple(one for session in sessions.values() for one in session.conversations)
+    counted = {"sessions_in_file": len(sessions), **dict(sorted(facts.items()))}
+    return Recording(conversations, WEKA, counted, one_clock=False)
+
+
+class _Session:
+    """The conversations of a file: the session itself, and those of its sub-agents. Raises ValueError."""
+
+    def __init__(self, row: Weka) -> None:
+        self._size, self.name = row.block_size, f"weka-{row.id}"
+        self._base = _digest("weka", "session", self.name) >> 24 << 24
+        self.facts: Counter[str] = Counter()
+        self.conversations: list[Conversation] = []
+        self._read(row, self.name)
+
+    def _read(self, part: _Agent, name: str, begun: Begun | None = None, pause_s: float | None = None) -> None:
+        """Read one conversation and what it began. pause_s: before its first request."""
+        this, place, shared = _Open(name), len(self.conversations), self._shared(part)
+        for index, request in enumerate(part.requests):
+            if isinstance(request, _SubAgent):
+                self.facts["sub_agents"] += 1
+                self._sub_agent(request, this)
+                continue
+            if request.t < this.at_s:
+                raise ValueError(
+                    f"request {index} of {name}: t={request.t} lies before the request above it ({this.at_s})"
+                )
+            if len(request.hash_ids) * self._size > request.prompt:
+                raise ValueError(f"request {index} of {name}: in={request.prompt} has no room for its hash_ids")
+            self._call(request, this, shared, pause_s)
+            self.facts["requests_of_sub_agents" if begun else f"requests_{request.type}"] += 1
+            self.facts[f"stop_{request.stop or 'empty'}"] += begun is None
+        if not this.calls:
+            raise ValueError(f"{name} has no request")
+        self.conversations.insert(place, Conversation(name, tuple(this.calls), begun))
+
+    def _sub_agent(self, row: _SubAgent, parent: _Open) -> None:
+        """It began after the last reply of its parent that had ended then, and the parent's next request waits for it."""
+        if not parent.calls:
+            raise ValueError("a sub-agent comes before the first request")
+        began_s = max(0.0, row.t - (row.duration_ms or 0.0) / 1e3)
+        turn = sum(end <= began_s for end in parent.ends_s) or 1
+        name = f"{parent.name}/{row.agent_id}"
+        self._read(row, name, Begun(parent.name, turn), max(0.0, began_s - parent.ends_s[turn - 1]))
+        parent.joining.append(name)
+        parent.joined_s = max(parent.joined_s, row.t)
+
+    def _call(self, row: _Request, this: _Open, shared: Mapping[int, int], first_pause_s: float | None) -> None:
+        if not this.calls:
+            pause_s = first_pause_s
+        elif this.joining:
+            pause_s = max(0.0, row.t - max(this.joined_s, this.ends_s[-1]))
+        elif this.timed and row.think_time is not None:
+            pause_s = max(0.0, row.think_time)
+        else:
+            pause_s = max(0.0, row.t - this.ends_s[-1])
+        hashes = hashes_of([shared[one] if one in shared else self._base + one for one in row.hash_ids])
+        reason: StopReason | None = next((one for one in get_args(StopReason) if one == row.stop), None)
+        this.calls.append(
+            Call(
+                Blocks(hashes, self._size, row.prompt),
+                row.reply,
+                row.t,
+                continues=False,
+                order=len(this.calls),
+                pause_s=pause_s,
+                waits_for=tuple(this.joining),
+                hint=Hint(reason) if reason else None,
+            )
+        )
+        this.joining = []
+        this.at_s, this.timed = row.t, row.api_time is not None
+        this.ends_s.append(row.t + max(0.0, row.api_time or 0.0))
+
+    def _shared(self, part: _Agent) -> dict[int, int]:
+        """Names for block ids that hold across files: of the tool definitions and the system prompt, their place and how long
+        they are. Any other block is named by its file and id."""
+        tools, system = part.tool_tokens, part.system_tokens
+        leading: Iterable[int] = next((one.hash_ids for one in part.requests if isinstance(one, _Request)), ())
+        names = {}
+        for place, one in enumerate(list(leading)[: (tools + system) // self._size]):
+            whose = ("tools", tools) if (place + 1) * self._size <= tools else ("system", tools, system)
+            names[one] = _digest("weka", *whose, place)
+        return names
+
+
+# TraceLab's: a JSON object a round, unpacked, with times, lengths and what the provider's cache had.
+
+TRACELAB = (
+    "A session file is a conversation, and every round carries its whole prompt. A prompt that is not shorter than the one "
+    "before it begins with it. A shorter one (the agent compacted or edited) begins with those of its tokens that the "
+    "provider had cached. What the provider had cached of a first prompt is shared by all sessions of that provider and "
+    "model. Other tokens occur nowhere else. A round is sent at its last user message or tool result, and ends with its "
+    "last event."
+)
+_Pieces = tuple[tuple[int, int], ...]
+_ASKS = ("user_message", "tool_result")
+
+
+class _Event(Entry):
+    event_type: str = ""
+    timestamp: Time
+
+
+class _Tool(Entry):
+    tool_name: str | None = None
+
+
+class TraceLab(Entry):
+    provider: str
+    round_index: Whole
+    prefix_tokens: Whole
+    newly_append_tokens: Whole
+    input_tokens_total: Positive
+    output_tokens: Whole
+    session_id: str
+    timing_events: list[_Event] = Field(min_length=1)
+    round_id: Any = None
+    model: Any = None
+    project: Any = None
+    session_file: Any = None
+    tools: list[_Tool] | None = None
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        if self.prefix_tokens + self.newly_append_tokens != self.input_tokens_total:
+            raise ValueError(f"prefix_tokens and newly_append_tokens are not {self.input_tokens_total} together")
+        return self
+
+    @property
+    def session(self) -> str:
+        name = _digest("tracelab", f"{self.project}/{self.session_file}/{self.session_id}")
+        return f"{self.provider}-{name & (1 << 64) - 1:016x}"
+
+    @property
+    def at_s(self) -> float:
+        asks = [one.timestamp for one in self.timing_events if one.event_type in _ASKS]
+        return max(asks) if asks else min(one.timestamp for one in self.timing_events)
+
+    @property
+    def end_s(self) -> float:
+        return max(one.timestamp for one in self.timing_events)
+
+    @property
+    def cached(self) -> int:
+        return min(self.prefix_tokens, self.input_tokens_total - 1)
+
+    @property
+    def hint(self) -> Hint:
+        tool = self.tools[-1].tool_name if self.tools else None
+        return Hint("tool_use", tool) if tool else Hint("end_turn")
+
+
+def tracelab(reader: Reader) -> Recording:
+    rows = list(reader.entries(TraceLab.of))
+    once = {(one.session, one.round_index, str(one.round_id)): one for one in reversed(rows)}
+    rounds = sorted(once.values(), key=lambda one: one.at_s)
+    facts = Counter(duplicate_rounds=len(rows) - len(rounds), shorter_prompts=0)
+    prompts: dict[str, _Pieces] = {}
+    ended_s: dict[str, float] = {}
+    calls: dict[str, list[Call]] = {}
+    for order, one in enumerate(rounds):
+        name, before = one.session, prompts.get(one.session)
+        if before is None:
+            before = ((_digest("tracelab", f"{one.provider}/{one.model}"), one.cached),)
+        elif one.input_tokens_total < sum(tokens for _, tokens in before):
+            facts["shorter_prompts"] += 1
+            before = _cut(before, one.cached)
+        own = one.input_tokens_total - sum(tokens for _, tokens in before)
+        prompts[name] = (*before, (_digest("tracelab", name, one.round_index, one.round_id), own))
+        call = Call(
+            Parts(tuple(piece for piece in prompts[name] if piece[1])),
+            max(1, one.output_tokens),
+            one.at_s - rounds[0].at_s,
+            continues=False,
+            order=order,
+            pause_s=max(0.0, one.at_s - ended_s[name]) if name in ended_s else None,
+            hint=one.hint,
+        )
+        calls.setdefault(name, []).append(call)
+        ended_s[name] = one.end_s
+    return Recording(tuple(Conversation(name, tuple(own)) for name, own in calls.items()), TRACELAB, dict(facts))
+
+
+def _cut(pieces: _Pieces, tokens: int) -> _Pieces:
+    """The first so many tokens. A piece that is cut is the beginning of the whole one."""
+    found = []
+    for name, count in pieces:
+        if tokens > 0:
+            found.append((name, min(count, tokens)))
+        tokens -= count
+    return tuple(found)
