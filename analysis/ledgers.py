@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from analysis.forms import Form
 from analysis.quantities import over_seeds
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Panel, Source
-from pensieve.core.plan import Tier
-from pensieve.errors import MissingSeries
-from pensieve.lab.results.prices import Worth, prefill_seconds
+from pensieve.lab.results.prices import Worth
 from pensieve.lab.results.store import Holding
 from pensieve.serve.books.holding import TIERS
 
@@ -121,56 +118,3 @@ def _tiers(source: Source, cell: Cell) -> Iterator[Row]:
             "worthwhile_pct": 100 * sum(one >= 1 for one in known) / len(known) if known else None,
             "trials": cell.ids,
         }
-
-
-# Break-even
-
-
-def has_prices(source: Source) -> bool:
-    return source.prices.given and source.has_holdings() and any(prefill_seconds(job.metrics) for job in source.jobs)
-
-
-def break_even(source: Source, form: Form) -> Iterator[Plot]:
-    """A line a baseline and tier; those with the same GPUs and memory have one."""
-    for panel in _panels(source):
-        lines: dict[str, list[Row]] = {}
-        for cell in panel.cells:
-            for tier in TIERS:
-                lines[f"{tier}, {_name(cell)}"] = list(_break_evens(source, cell, tier))
-        alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)
-        for name, rows in lines.items():
-            alike[tuple((row["tokens"], row["break_even_s"]) for row in rows)].append(name)
-        if not any(alike):
-            raise MissingSeries(
-                f"No tier of sweep {source.sweep.id} has a price beside one of the GPUs; give gpu_hour and gpu_gib_hour or "
-                "cpu_gib_hour to --prices."
-            )
-        drawn = {every[0]: _short(every, len(alike)) for every in alike.values()}
-        rows = [
-            {**row, "_line": drawn[name]} if name in drawn else {**row, "_line": "", "_break_even_s": None}
-            for name, own in lines.items() for row in own
-        ]  # fmt: skip
-        yield Plot(panel, rows, words={"basis": _basis(source)})
-
-
-def _short(lines: Sequence[str], several: int) -> str:
-    """Tiers alone where that tells all lines apart."""
-    tiers = " and ".join(dict.fromkeys(line.split(", ")[0] for line in lines))
-    return tiers if several <= len(TIERS) else f"{tiers}, {lines[0].split(', ')[1]}"
-
-
-def _break_evens(source: Source, cell: Cell, tier: Tier) -> Iterator[Mapping[str, Any]]:
-    worth = _worth(source, cell)
-    prefill = max((prefill_seconds(source.recorded(trial)) for trial in cell.trials), key=len, default={})
-    for tokens, seconds in prefill.items() if source.metrics(cell, "held_gib_s", tier) else ():
-        even_s = worth and worth.break_even_s(tokens, seconds, tier)
-        if worth is not None and even_s is not None:
-            yield {
-                **_key(cell),
-                "tier": tier,
-                "tokens": tokens,
-                "prefill_s": seconds,
-                "gib": tokens * worth.token_gib,
-                "break_even_s": even_s,
-                "trials": cell.ids,
-            }

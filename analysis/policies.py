@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import pandas as pd
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from analysis import style
 from analysis.forms import Bars, Form, Side, cells
@@ -216,20 +217,29 @@ SIDES = [
 ]
 
 
+class Choice(BaseModel, extra="forbid"):
+    """A field, and its value that the others are held against, as a trial's configuration has it. names: what values are
+    called, of other swept fields too; reads: the others as str.format has them, numbers as such."""
+
+    title: str
+    reference: str
+    names: dict[str, str] = {}
+    reads: str = "{}"
+
+    def said(self, value: str) -> str:
+        return self.names.get(value) or self.reads.format(float(value) if ":" in self.reads else value)
+
+
 class Changes(Bars):
     """A plot a baseline: bars that begin at the reference, whose own values stand beside it. Sections are loads, and whatever
     else is swept: one in which the choice matters, one in which it must not.
 
-    varied: an axis; reference: its value that the others are held against, as a trial's configuration has it. names: what
-    values are called, if not as they are; reads: as str.format has them, numbers as such. within: another axis, whose values
-    are the bars of a section, where it was swept; the reference has no bar then.
+    choices: by field; the first that the sweep compares is drawn. within: another axis, whose values are the bars of a
+    section, where it was swept; the reference has no bar then.
     """
 
-    varied: str
-    reference: str
+    choices: dict[str, Choice]
     within: str = ""
-    names: dict[str, str] = Field({})
-    reads: str = "{}"
     rows: str = "analysis.policies.changes"
     sides: list[Side] = Field(SIDES)
     lead: str = (
@@ -237,12 +247,21 @@ class Changes(Bars):
         "and conversations"
     )
 
-    def said(self, value: str) -> str:
-        return self.names.get(value) or self.reads.format(float(value) if ":" in self.reads else value)
+
+def varied(source: Source, choices: Mapping[str, str]) -> str | None:
+    """choices: field -> reference."""
+    compared = (axis for axis, value in choices.items() if source.compares(axis) and value in source.swept(axis))
+    return next(compared, None)
+
+
+def varies(source: Source, choices: Mapping[str, Mapping[str, Any]]) -> bool:
+    return varied(source, {axis: one["reference"] for axis, one in choices.items()}) is not None
 
 
 def changes(source: Source, form: Changes) -> Iterator[Plot]:
-    axis = form.varied
+    axis = varied(source, {name: one.reference for name, one in form.choices.items()})
+    assert axis is not None, "asked only where it applies"
+    choice = form.choices[axis]
     others = [other for other in varying_axes(source.sweep.overrides, source.trials) if other != axis]
     baselines = source.baselines()
     for baseline in baselines:
@@ -252,60 +271,55 @@ def changes(source: Source, form: Changes) -> Iterator[Plot]:
             places.setdefault(tuple(cell.at[other] for other in others), {})[cell.at[axis]] = cell
         rows: list[Row] = []
         for place, at in places.items():
-            section = _section(source, form, dict(zip(others, place, strict=True)), at, panel.values(axis))
+            where = dict(zip(others, place, strict=True))
+            section = _section(source, choice, axis, where, [at[one] for one in panel.values(axis) if one in at])
             if form.within in others:
-                section = [row for row in section if row[form.varied] != form.reference]
-                at_it = place[others.index(form.within)]
-                rest = {other: value for other, value in zip(others, place, strict=True) if other != form.within}
-                section = [{**row, "_section": _place_name(form, rest), "_name": form.said(at_it)} for row in section]
+                section = [row for row in section if row[axis] != choice.reference]
+                rest = {other: value for other, value in where.items() if other != form.within}
+                named = {"_section": _place_name(choice, rest), "_name": choice.said(where[form.within])}
+                section = [{**row, **named} for row in section]
             rows += section
         if len(baselines) > 1:
             panel = replace(panel, group={"baseline": baseline, **panel.group})
-        yield Plot(panel, rows, words={"reference": form.said(form.reference)})
+        yield Plot(panel, rows, words={"reference": choice.said(choice.reference)}, title=choice.title)
 
 
-def _section(
-    source: Source, form: Changes, at: Mapping[str, str], cells: Mapping[str, Cell], order: Sequence[str]
-) -> list[Row]:
+def _section(source: Source, choice: Choice, axis: str, at: Mapping[str, str], cells: Sequence[Cell]) -> list[Row]:
     """Every value under one load, against the reference there, over the turns that both served."""
-    start = cells.get(form.reference)
+    start = next((cell for cell in cells if cell.at[axis] == choice.reference), None)
     hits = start and shares(source, start)
     if start is None or not isinstance(hits, Shares):
-        raise source.lacks(f"turn with history under {form.reference}")
+        raise source.lacks(f"turn with history under {choice.reference}")
     base, found = source.turns(start), hits.hit.value
-    own = [*(float(values_of(base, name).mean()) for name in TIMES), found]
-    name = _place_name(form, at)
+    own = dict(zip(MOVED, [*(float(values_of(base, name).mean()) for name in TIMES), found], strict=True))
     rows: list[Row] = []
-    for value in (value for value in order if value in cells):
-        cell = cells[value]
+    for cell in cells:
         moved, same = _moved(source, cell, base)
         bounds = source.metrics(cell, "bound_hit_rate")
+        texts = own if cell is start else moved
         rows.append(
             {
                 **at,
-                form.varied: value,
-                "reference": form.reference,
-                "reference_ttft_ms_mean": own[0],
-                "reference_normalized_latency_ms_mean": own[1],
-                "reference_found_pct": own[2],
+                axis: cell.at[axis],
+                "reference": choice.reference,
+                "reference_ttft_ms_mean": own["ttft_ratio"],
+                "reference_normalized_latency_ms_mean": own["latency_ratio"],
+                "reference_found_pct": found,
                 **moved,
                 "bound_points": 100 * over_seeds(bounds).value - found if bounds else None,
                 "no_turn_differs": same,
                 "trials": cell.ids,
-                "_section": name,
-                "_name": form.said(value),
+                "_section": _place_name(choice, at),
+                "_name": choice.said(cell.at[axis]),
                 "_colour": style.colour(cell.baseline),
-                **{
-                    f"_{one}_text": _text(one, moved[one], own[i], value == form.reference)
-                    for i, one in enumerate(MOVED)
-                },
+                **{f"_{name}_text": _text(name, one) for name, one in texts.items()},
             }
         )
     return rows
 
 
-def _place_name(form: Changes, at: Mapping[str, str]) -> str:
-    values = {axis: form.names.get(value, value) for axis, value in at.items()}
+def _place_name(choice: Choice, at: Mapping[str, str]) -> str:
+    values = {axis: choice.names.get(value, value) for axis, value in at.items()}
     return ", ".join(
         f"{value} requests/s" if axis == RATE else f"{axis.rpartition('.')[2]} = {value}"
         for axis, value in values.items()
@@ -335,7 +349,8 @@ def _found(turns: pd.DataFrame) -> pd.Series[float]:
     return known[["gpu_hit_tokens", "cpu_hit_tokens", "disk_hit_tokens"]].fillna(0).sum(axis=1)
 
 
-def _text(name: str, moved: Estimate, own: float, reference: bool) -> str:
-    if reference:
-        return f"{own:.1f} {'%' if name == MOVED[2] else 'ms'}"
-    return f"{moved.value:+.1f}" if name == MOVED[2] else f"{moved.value:.{3 if abs(moved.value - 1) < 0.05 else 2}f}"
+def _text(name: str, found: Estimate | float) -> str:
+    """Beside a bar: of the reference its own value, of the others what has moved."""
+    if isinstance(found, float):
+        return f"{found:.1f} {'%' if name == MOVED[2] else 'ms'}"
+    return f"{found.value:+.1f}" if name == MOVED[2] else f"{found.value:.{3 if abs(found.value - 1) < 0.05 else 2}f}"

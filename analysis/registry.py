@@ -36,7 +36,7 @@ class Plot:
     What begins with _ is for the drawing alone: _line, _section, _name, _colour, _text of the line or bar; _X in place of X.
 
     lead: what a point and its interval are; said: goes behind it, words: for {} in it. table: its numbers as cells, where
-    they are not those of the form. picture: None where the figure is a table, which is text.
+    they are not those of the form. picture: None where the figure is a table, which is text. title: in place of the figure's.
     """
 
     panel: Panel
@@ -46,6 +46,7 @@ class Plot:
     words: Mapping[str, str] = field(default_factory=dict)
     table: Table | None = None
     picture: Picture | None = None
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ def _holds(applies: Mapping[str, Any], source: Source) -> bool:
 def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
     """Title and a line of small print around the picture, and its files; the panel's group goes before the columns of the
     CSV. What does not fit the line is the caption, for whoever sets the figure."""
-    panel, origin, title = plot.panel, plot.panel.provenance, of.title
+    panel, origin, title = plot.panel, plot.panel.provenance, plot.title or of.title
     warning = f"MIXED: {'; '.join(origin.mixed)}" if origin.mixed else ""
     drawn = _interval_drawn(plot)
     lead = plot.lead if drawn else f"{plot.lead}; no interval is due below {FEWEST_GROUPS} seeds"

@@ -93,15 +93,13 @@ def test_a_cell_that_no_trial_completed_is_left_out_and_named(drawn, store, tmp_
 
 
 def test_loads_of_which_one_is_no_number_stand_at_equal_distances(drawn, tmp_path, store):
-    def turns(at, seed):
-        slow = 1 if at["workload.users"] == "None" else int(at["workload.users"])
-        return [turn(name, 1, 10.0 * slow, label=name) for name in ("hot", "cold")]
-
     axes = {"workload.users": ["None", "2", "8"], "baseline": ["pensieve"]}
-    FIGURES["hotness_load"].draw(fill(store, axes, turns, lambda at, seed: {}, summary=True), tmp_path)
-    assert flat(drawn["hotness_load"].lines["pensieve"]) == [0, 20, 1, 80, 2, 10]
-    assert drawn["hotness_load"].ticks[-3:] == ["2", "8", "unlimited"]
-    assert [axes.get_ylabel() for axes in drawn["hotness_load"].figure.axes] == ["hot users", "cold users"]
+    good = {"goodput_req_s": 1.0, "throughput_req_s": 2.0}
+    turns = [answered("a", 1, 10.0)]
+    source = fill(store, axes, lambda at, seed: turns, lambda at, seed: good, slo={"slo.ttft_ms": "200"})
+    FIGURES["goodput"].draw(source, tmp_path)
+    assert [x for x, _ in drawn["goodput"].lines["pensieve"]] == [0, 1, 2]
+    assert drawn["goodput"].ticks == ["2", "8", "unlimited"]
 
 
 def test_bars_are_quantities_and_what_nobody_counted_is_not_drawn_as_none(drawn, tmp_path):

@@ -27,7 +27,7 @@ def test_a_path_alone_is_a_recording_to_replay(config, typed, added):
     assert [all(one in note for one in added) for note in notes] == [True] * bool(added)
 
 
-SHORT = "ablation_eviction agent_scaling beyond_disk fidelity fidelity_vllm hotness paper_eviction value_of_hint"
+SHORT = "ablation_eviction agent_scaling beyond fidelity fidelity_vllm hotness paper_opt66b_4gpu value_of_hint"
 
 
 @pytest.mark.parametrize("name", SHORT.split())
@@ -38,6 +38,6 @@ def test_an_experiment_is_found_by_a_short_name(name):
     assert note == f"experiment={name} is now {now}."
 
 
-@pytest.mark.parametrize("name", ["demo", "paper/eviction", "mine"])
+@pytest.mark.parametrize("name", ["demo", "paper/beyond", "mine"])
 def test_a_whole_name_stays_as_typed(name):
     assert as_meant([f"experiment={name}"]) == ([f"experiment={name}"], [])

@@ -5,10 +5,13 @@ from functools import cache
 
 import pytest
 from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from pensieve.lab.compose import check, conf_folder, options
 from pensieve.lab.compose.help import choices, clause
+from pensieve.lab.trial.jobs import compose_jobs, plan_jobs
 from tests.composed import hydra_session
 
 EXPERIMENTS = options("experiment")
@@ -24,12 +27,12 @@ def composed(name, scale="full"):
         return compose(config_name="config", overrides=overrides, return_hydra_config=True)
 
 
-def plain(cfg):
-    return check({key: value for key, value in cfg.items() if key != "hydra"})
-
-
-def test_only_experiments_are_shortened():
-    assert set(SHORTENED) < set(EXPERIMENTS)
+def commands_of(name):
+    """Those at the head of its file, as words after runners/run.py, and how many trials it says that the first one has."""
+    head = (conf_folder() / "experiment" / f"{name}.yaml").read_text().partition("\ndefaults:")[0]
+    lines = [line.lstrip("# ") for line in head.replace("\\\n#", "").splitlines()]
+    typed = [line.partition(" # ")[::2] for line in lines if line.startswith("python runners/run.py")]
+    return [shlex.split(command)[2:] for command, _ in typed], int(typed[0][1].split()[0])
 
 
 @pytest.mark.parametrize("name", SHORTENED)
@@ -46,7 +49,7 @@ def test_small_is_the_tiny_model_on_the_cpu_with_the_same_axes(name):
 def test_swept_fields_have_a_scalar_among_their_values(name, scale):
     cfg = composed(name, scale)
     axes = cfg.hydra.sweeper.params
-    plain(cfg)
+    check({key: value for key, value in cfg.items() if key != "hydra"})
     for axis in axes:
         if "." in axis:
             assert str(OmegaConf.select(cfg, axis)).lower() in str(axes[axis]).split(","), axis
@@ -63,12 +66,18 @@ def test_no_two_experiments_are_the_same_jobs():
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_each_begins_with_its_command_and_what_it_shows(name):
-    _, command, *_ = (conf_folder() / "experiment" / f"{name}.yaml").read_text().splitlines()
-    words = shlex.split(command, comments=False)
-    assert words[1:4] == ["python", "runners/run.py", f"experiment={name}"]
-    assert {"trials", "trials,"} & set(words)
+def test_each_begins_with_commands_that_run_it_and_what_it_shows(name):
+    commands, trials = commands_of(name)
+    counts = []
+    for words in commands:
+        assert words[0] == f"experiment={name}"
+        with hydra_session():
+            typed = [word for word in words if word != "-m"]
+            hydra = GlobalHydra.instance().hydra
+            config = hydra.compose_config("config", typed, RunMode.MULTIRUN, with_log_configuration=False)
+            jobs = plan_jobs(config)
+            check(next(compose_jobs(config, jobs)))
+            counts.append(len(jobs.jobs))
+    assert counts[0] == trials and min(counts) > 1
     assert 20 < len(clause(name)) < 95
     assert f"  {name} " in choices()
-    own = {"machine/fidelity_vllm": "prefix_cache", "peers/llama_cpp_cascade": "llama_cpp"}
-    assert plain(composed(name)).baseline.name == own.get(name, "pensieve")

@@ -10,7 +10,7 @@ from typing import Any
 
 from pensieve.errors import ConfigError
 
-BASES = ("base", "base_sim", "base_beyond")
+BASES = ("base", "base_sim")
 """Files of a group that hold what its options share."""
 
 
