@@ -72,9 +72,11 @@ class MeasuredCost(Machine):
 
     def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
         attention = self._following_attention_s(runs)
-        if attention is None:
+        if attention is not None:
+            return self._following_decodes_s(attention, len(runs), sampled)
+        if self._windowed or sum(stop - start > 1 for start, stop in runs) > 1:
             return one_after_another(self.iteration_s, runs, sampled)
-        return self._following_decodes_s(attention, len(runs), sampled)
+        return self._following_mixed_s(Batch.of(runs, None), sampled)
 
     def _following_attention_s(self, runs: Sequence[Run]) -> Iterator[float] | None:
         """Of a layer, where all rows are decodes and nothing but their KV changes; None: each iteration is looked up."""
@@ -94,10 +96,19 @@ class MeasuredCost(Machine):
             self._iterations += 1
             yield linear + layers * seconds + head + reduce + overhead
 
+    def _following_mixed_s(self, batch: Batch, sampled: int) -> Iterator[float]:
+        """Iterations of a chunk and decodes, each as the one before it but for its KV."""
+        while True:
+            batch = batch.following()
+            yield self._batch_s(batch, (), sampled)
+
     def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
         """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
         runs = tuple(runs) if self._windowed else runs
-        batch = Batch.of(runs, None)
+        return self._batch_s(Batch.of(runs, None), runs, sampled)
+
+    def _batch_s(self, batch: Batch, runs: Iterable[Run], sampled: int) -> float:
+        """runs: those of the batch, where some layers have a window."""
         if not batch.tokens:
             return 0.0
         self._iterations += 1
@@ -205,16 +216,21 @@ def graph_size(tokens: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """An iteration as attention sees it. chunk: queries of all rows that have more than one; pairs: of a query and a position
-    it attends to, of these; longest: the KV of their longest row. decodes: rows of one query; decode_kv, decode_longest: the
-    mean and the most KV before them."""
+    it attends to, of these; longest: the KV of their longest row. decodes: rows of one query; decodes_kv, decode_longest: the
+    KV before all of them, and the most before one."""
 
     tokens: int
     chunk: int
     pairs: float
     longest: int
     decodes: int
-    decode_kv: float
+    decodes_kv: int
     decode_longest: int
+
+    @property
+    def decode_kv(self) -> float:
+        """The mean KV before a decode."""
+        return self.decodes_kv / self.decodes if self.decodes else 0.0
 
     @staticmethod
     def of(runs: Iterable[Run], window: int | None) -> Batch:
@@ -232,8 +248,19 @@ class Batch:
                 chunk += queries
                 pairs += attended_pairs(start, stop, window)
                 longest = max(longest, before + queries)
-        mean = decode_kv / decodes if decodes else 0.0
-        return Batch(chunk + decodes, chunk, pairs, longest, decodes, mean, decode_longest)
+        return Batch(chunk + decodes, chunk, pairs, longest, decodes, decode_kv, decode_longest)
+
+    def following(self) -> Batch:
+        """The next iteration, in which each row goes on by as many positions as it has. At most one has several."""
+        return Batch(
+            self.tokens,
+            self.chunk,
+            self.pairs + self.chunk * self.chunk,
+            self.longest + self.chunk,
+            self.decodes,
+            self.decodes_kv + self.decodes,
+            self.decode_longest + 1 if self.decodes else 0,
+        )
 
 
 class _Kernels:

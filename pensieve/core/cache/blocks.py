@@ -130,6 +130,35 @@ class BlockPool:
         return length
 
 
+class ScatteredPool(BlockPool):
+    """Free blocks as a stack, the one freed last on top: where a piece of a copy costs nothing and no kernel reads a block,
+    it matters to nobody which blocks a session has."""
+
+    def __init__(self, blocks: int, tier: Tier = GPU) -> None:
+        self.tier, self.blocks, self.facts = tier, blocks, SILENT
+        self._stack = list(range(blocks - 1, -1, -1))
+        self.free = blocks
+
+    def allocate(self, count: int, holder: int = NOBODY_NOW) -> list[int]:
+        assert count <= self.free, f"{count} blocks asked, {self.free} free"
+        self.free -= count
+        taken = self._stack[self.free :]
+        del self._stack[self.free :]
+        self.facts.held(self.tier, taken, holder)
+        return taken
+
+    def allocate_after(self, block: int | None, count: int, holder: int = NOBODY_NOW) -> list[int]:
+        return self.allocate(count, holder)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        self.facts.freed(self.tier, blocks)
+        self._stack += blocks
+        self.free += len(blocks)
+
+    def free_blocks(self) -> set[int]:
+        return set(self._stack)
+
+
 def _extents(blocks: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Group consecutive block numbers: the first of each run, and how many."""
     first = length = 0

@@ -41,7 +41,7 @@ from itertools import chain, islice
 from operator import attrgetter, lt
 
 from pensieve.core.cache.base import NO_LOWER_TIER, Broken, CacheCounters, LowerTier
-from pensieve.core.cache.blocks import ALIVE, BlockPool, CopyRun, OpenCopies
+from pensieve.core.cache.blocks import ALIVE, BlockPool, CopyRun, OpenCopies, ScatteredPool
 from pensieve.core.cache.victims import Choice, TailIndex, VictimIndex
 from pensieve.core.facts import SILENT, Facts, Found
 from pensieve.core.plan import CPU, GPU, Move, Moved, Tier
@@ -99,6 +99,11 @@ class Tiers:
 
     def _pool(self, blocks: int, tier: Tier) -> BlockPool:
         return BlockPool(blocks, tier)
+
+    def scatter(self) -> None:
+        """Nobody shall care which blocks a session has. Called before there is any."""
+        self.gpu, self.cpu = (ScatteredPool(pool.blocks, pool.tier) for pool in (self.gpu, self.cpu))
+        self.copies = OpenCopies(self.gpu, self.cpu)
 
     def _victims(self, policy: EvictionPolicy, view: View) -> VictimIndex:
         return (TailIndex if self.from_tail else VictimIndex)(policy, view)

@@ -9,13 +9,12 @@ from operator import gt
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pensieve.core.cache.base import Broken, CacheManager, Room
 from pensieve.core.cache.invariants import check_tiers
 from pensieve.core.cache.restore import RestoreMode, Restorer
 from pensieve.core.cache.tiers import Tiers, found_in, missing_runs
-from pensieve.core.cache.victims import Choice, VictimIndex
+from pensieve.core.cache.victims import Choice, VictimIndex, compared
 from pensieve.core.facts import Admission, Found
 from pensieve.core.machine import CostModel
 from pensieve.core.plan import Move, Moved
@@ -156,6 +155,13 @@ class TwoTierRoom(Room):
         swap_out. giving: clean chunks of a waiting session, whose CPU blocks count as those of duplicates."""
         if not chosen:
             return
+        if self.tiers.cpu.free < len(chosen) * self.chunk_blocks:
+            chosen = self._for_cpu(chosen, now_s, giving)
+        self.give_up(chosen, self._take_cpu)
+        self.tiers.copy_out(chosen, waiting)
+
+    def _for_cpu(self, chosen: Choice, now_s: float, giving: list[tuple[Node, int]] | None) -> Choice:
+        """Have CPU blocks freed for those that have none; returns those for which there are."""
         tiers = self.tiers
         lacking = np.flatnonzero(chosen.column("cpu") == NO_BLOCK)
         if tiers.cpu.free < len(lacking) and tiers.duplicates:
@@ -164,32 +170,29 @@ class TwoTierRoom(Room):
             node, index = giving.pop()
             tiers.free_cpu(node, index, index + 1)
             tiers.update(node, index, index + 1)
-        lost: NDArray[np.int64] = lacking[:0]
-        if tiers.cpu.free < len(lacking) * self.chunk_blocks:
-            choose = self._least if tiers.from_tail else self._less_than_others
-            rows, instead = choose(chosen.some(lacking), now_s)
-            lost = lacking[rows]
-            self.give_up(instead, tiers.drop_cpu)
+        if tiers.cpu.free >= len(lacking) * self.chunk_blocks:
+            return chosen
+        choose = self._least if tiers.from_tail else self._less_than_others
+        rows, instead = choose(chosen.some(lacking), now_s)
+        lost = lacking[rows]
+        self.give_up(instead, tiers.drop_cpu)
         if len(lost):
             self.give_up(_still_dirty(chosen.some(lost)), tiers.drop_gpu)
             chosen = chosen.some(np.delete(np.arange(len(chosen)), lost))
-        chosen = _still_dirty(chosen)
-        self.give_up(chosen, self._take_cpu)
-        tiers.copy_out(chosen, waiting)
+        return _still_dirty(chosen)
 
     def _less_than_others(self, lacking: Choice, now_s: float) -> tuple[list[int], Choice]:
         """Of those for which no CPU block is free, those that are lost, by row; and those on CPU that are lost in place of
         the others."""
         free = self.tiers.cpu.free
         there = self.tiers.cpu_only.choose(len(lacking) - free, now_s)
-        others = iter(there.victims())
-        least, lost, instead = next(others, None), [], 0
-        for row, victim in enumerate(lacking.some(slice(free, None)).victims(), free):
-            if least is None or victim < least:
+        ours, others = compared(lacking.some(slice(free, None)), there)
+        lost, instead = [], 0
+        for row, place in enumerate(ours, free):
+            if instead == len(others) or place < others[instead]:
                 lost.append(row)
             else:
                 instead += 1
-                least = next(others, None)
         return lost, there.some(slice(instead))
 
     def _least(self, lacking: Choice, now_s: float) -> tuple[list[int], Choice]:
@@ -257,6 +260,8 @@ class TwoTierCache(CacheManager):
         return Tiers(*given)
 
     def begin(self, **parts: Any) -> None:
+        if parts.get("scattered"):
+            self.tiers.scatter()
         super().begin(**parts)
         if self.tiers.from_tail and self.below.blocks:
             raise ConfigError(

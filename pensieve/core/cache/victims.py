@@ -40,7 +40,7 @@ class _Lead:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.count = 0
-        self.place = 0  # of the first of them
+        self.place = 0  # of the first of them, as it was entered last
         self.stamp = _NOT_ENTERED
         self.key: _Key = (0, None, 0)
         self.since_s: float | None = None  # last active, as of the ages that have passed
@@ -62,67 +62,107 @@ class _Candidates(NamedTuple):
 
 
 class Choice:
-    """Chunks in the order of eviction: a column for each part of their keys, a row for each chunk. A choice is of thousands
-    of chunks of a few nodes, which are compared, chosen from and grouped together.
+    """Chunks in the order of eviction. A choice is of thousands of chunks of a few nodes, the first of each: they are chosen,
+    compared and grouped together, and their order is worked out only where somebody asks for it.
 
-    of: whose each is, by place in `own`. places, scores: see Victim.
+    own: the nodes, each with what is chosen of it. A row is a chunk, in order; `some` chooses rows.
     """
 
-    __slots__ = ("of", "own", "places", "scores")
+    __slots__ = ("_rows", "_spans", "own")
 
-    def __init__(
-        self, own: Sequence[_Candidates], of: NDArray[Any], places: NDArray[np.int64], scores: NDArray[np.float64]
-    ) -> None:
-        self.own, self.of, self.places, self.scores = own, of, places, scores
-
-    @classmethod
-    def joined(cls, own: Sequence[_Candidates]) -> Choice:
-        """All of these, one node after the other."""
-        if not own:
-            return _NOTHING
-        of = np.repeat(np.arange(len(own)), [len(one.places) for one in own])
-        return cls(own, of, np.concatenate([one.places for one in own]), np.concatenate([one.scores for one in own]))
+    def __init__(self, own: Sequence[_Candidates], rows: NDArray[np.int64] | None = None) -> None:
+        """rows: the chunks in order, as places in those of all nodes, one after the other; None: all, by level and score."""
+        self.own = own
+        self._rows = rows
+        self._spans: list[Span] | None = None
 
     def __len__(self) -> int:
-        return len(self.of)
+        return sum([len(one.places) for one in self.own]) if self._rows is None else len(self._rows)
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        if self._rows is None:
+            scores = self._joined([one.scores for one in self.own])
+            levels = {one.level for one in self.own}
+            by_level = [self._of_each([one.level for one in self.own])] if len(levels) > 1 else []
+            self._rows = np.lexsort([scores, *by_level])
+        return self._rows
+
+    @property
+    def of(self) -> NDArray[np.int64]:
+        """Whose each is, by place in `own`."""
+        return self._of_each(np.arange(len(self.own)))[self.rows]
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """See Victim."""
+        return self._joined([one.places for one in self.own])[self.rows]
 
     def some(self, which: slice | NDArray[Any]) -> Choice:
         """Those in these rows."""
-        return Choice(self.own, self.of[which], self.places[which], self.scores[which])
+        return Choice(self.own, self.rows[which])
+
+    def keys(self) -> list[NDArray[Any]]:
+        """The columns of a Victim, a row each."""
+        if not self.own:
+            return [_NONE] * 5
+        rows, own = self.rows, self.own
+        of_node = [one.level for one in own], [one.last_active_s for one in own], [one.number for one in own]
+        levels, last_active, numbers = (self._of_each(each)[rows] for each in of_node)
+        return [levels, self._joined([one.scores for one in own])[rows], last_active, numbers, self.places]
 
     def victims(self) -> list[Victim]:
-        of_node = (
-            [one.level for one in self.own],
-            [one.last_active_s for one in self.own],
-            [one.number for one in self.own],
-        )
-        level, last_active, number = (np.array(each)[self.of].tolist() if self.own else [] for each in of_node)
-        return list(zip(level, self.scores.tolist(), last_active, number, self.places.tolist(), strict=True))
+        return list(zip(*[column.tolist() for column in self.keys()], strict=True))
 
     def column(self, name: str) -> NDArray[Any]:
         """What this column of Chunks says of each."""
-        chunks = np.maximum(self.places, ~self.places)
-        found = np.empty(len(chunks), np.int32)
-        for place, one in enumerate(self.own):
-            rows = self.of == place
-            found[rows] = np.asarray(getattr(one.node.chunks, name))[chunks[rows]]
-        return found
+        columns = [(np.asarray(getattr(one.node.chunks, name)), one.places) for one in self.own]
+        return self._joined([column[np.maximum(places, ~places)] for column, places in columns])[self.rows]
 
     def spans(self) -> list[Span]:
         """As runs of chunks, those of one node together, in the order of the nodes' first ones."""
-        if not len(self.of):
+        if self._spans is None:
+            if self._rows is None:
+                own = self.own if len(self.own) == 1 else sorted(self.own, key=_first_key)
+                self._spans = [span for one in own for span in _runs(one.node, one.places)]
+            else:
+                self._spans = self._spans_of_rows()
+        return self._spans
+
+    def _spans_of_rows(self) -> list[Span]:
+        if not len(self.rows):
             return []
-        own, of, places = self.own, self.of, self.places
-        if len(own) > 1:
-            rows = np.argsort(of, kind="stable")
-            of, places = of[rows], places[rows]
-        breaks = np.flatnonzero((of[1:] != of[:-1]) | (places[1:] != places[:-1] + 1)) + 1
-        begins, ends = [0, *breaks.tolist()], [*breaks.tolist(), len(of)]
-        found: dict[int, list[Span]] = {one: [] for one in dict.fromkeys(self.of.tolist())}
-        for begin, end in zip(begins, ends, strict=True):
-            start, last, one = int(places[begin]), int(places[end - 1]), int(of[begin])
-            found[one].append((own[one].node, start, last + 1) if start >= 0 else (own[one].node, ~last, -start))
-        return [span for spans in found.values() for span in spans]
+        of, places = self.of, self.places
+        nodes, firsts = np.unique(of, return_index=True)
+        order = np.argsort(of, kind="stable")
+        parts = dict(zip(nodes.tolist(), np.split(places[order], np.searchsorted(of[order], nodes[1:])), strict=True))
+        in_order = nodes[np.argsort(firsts)].tolist()
+        return [span for place in in_order for span in _runs(self.own[place].node, parts[place])]
+
+    def _of_each(self, of_nodes: Any) -> NDArray[Any]:
+        """What is of each node, for each of its chunks."""
+        return np.repeat(of_nodes, [len(one.places) for one in self.own])
+
+    @staticmethod
+    def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        return np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else _NONE
+
+
+def compared(one: Choice, other: Choice) -> tuple[list[int], list[int]]:
+    """Where each chunk of two choices stands in the order of eviction of both together."""
+    columns = [np.concatenate(pair) for pair in zip(one.keys(), other.keys(), strict=True)]
+    stands = np.empty(len(columns[0]), np.int64)
+    stands[np.lexsort(columns[::-1])] = np.arange(len(stands))
+    return stands[: len(one)].tolist(), stands[len(one) :].tolist()
+
+
+def _runs(node: Node, places: NDArray[np.int64]) -> list[Span]:
+    """Chunks of a node, in the order of eviction, as runs."""
+    first, last = int(places[0]), int(places[-1])
+    if last - first == len(places) - 1:
+        return [(node, first, last + 1) if first >= 0 else (node, ~last, -first)]
+    breaks = np.flatnonzero(places[1:] != places[:-1] + 1) + 1
+    return [span for run in np.split(places, breaks) for span in _runs(node, run)]
 
 
 class VictimIndex:
@@ -143,11 +183,13 @@ class VictimIndex:
         self._policy = policy
         self._view = int(view)
         self._leads: dict[int, _Lead] = {}
+        self._unsettled: dict[int, _Lead] = {}  # those that have changed since the last choice
         self._heaps: dict[_Key, list[_Entry]] = {}
         self._valid: dict[_Key, int] = {}
         self._touched: set[_Key] = set()  # buckets that have changed since somebody looked at their first entries
         self._firsts: dict[_Key, _Entry] = {}  # those of the others
         self._stamp = 0
+        self._looked_at = 1  # nodes that the last choice was of: the next one may be of as many
         self._whole = policy.whole_conversations
         self._together = policy.together
         self._one_order = (
@@ -161,8 +203,8 @@ class VictimIndex:
         self.chunks = 0
 
     def changed(self, node: Node, more: int) -> None:
-        """Add `more` of the node's chunks to this index (fewer than 0: take them out), and sort in the one that is now the
-        first."""
+        """Add `more` of the node's chunks to this index (fewer than 0: take them out). The next choice sorts in the one
+        that is the first then."""
         lead = self._leads.get(node.number)
         if lead is None:
             if not more:
@@ -170,17 +212,14 @@ class VictimIndex:
             lead = self._leads[node.number] = _Lead(node)
         lead.count += more
         self.chunks += more
-        if not lead.count:
+        if lead.count:
+            self._unsettled[node.number] = lead
+        else:
             self._leave(lead)
-            del self._leads[node.number]
-            return
-        first = self._first(node)
-        if first != lead.place or lead.stamp == _NOT_ENTERED:
-            self._enter(lead, first)
 
     def remove(self, node: Node) -> None:
         """Remove all chunks of a node, of which a session starts to run; the caller resets their views."""
-        lead = self._leads.pop(node.number, None)
+        lead = self._leads.get(node.number)
         if lead is not None:
             self.chunks -= lead.count
             self._leave(lead)
@@ -189,7 +228,8 @@ class VictimIndex:
         """Sort a node in anew: the last active, next use or level of its session has changed."""
         lead = self._leads.get(node.number)
         if lead is not None:
-            self._enter(lead, lead.place)
+            self._take_off(lead)
+            self._unsettled[node.number] = lead
 
     def choose(self, count: int, now_s: float, whole: bool = False) -> Choice:
         """The first `count` chunks in the order of eviction, or as many as there are; none leaves the index yet. whole: where
@@ -199,20 +239,18 @@ class VictimIndex:
         surely chosen; an entry may have a lower score than its first chunk, which counts.
         """
         whole = whole and self._whole
-        if self._policy.version != self._version:
-            self._reorder()
-        self._grow_older(now_s)
+        self._settle(now_s)
         heads = self._heads(now_s)
         if count == 1 and not whole and heads:
             level, score, order, last_active, number, place, _, _ = min(heads)
             node = self._leads[number].node
             if not self._of_several(node):
-                own = _Candidates(level, order, last_active, number, node, np.array([place]), np.array([score]))
-                return Choice((own,), _ONE, own.places, own.scores)
+                places, scores = np.array((place,)), np.array((score,))
+                return Choice((_Candidates(level, order, last_active, number, node, places, scores),))
         heap: list[tuple[int, float, float, float, int, int, int, Any]] = [*heads]
         heapq.heapify(heap)
         looked_at: list[_Candidates] = []
-        have, enough = 0, 1
+        have, enough = 0, self._looked_at
         while heap and count:
             *_, number, _, _, behind = heap[0]
             if isinstance(behind, tuple):
@@ -227,21 +265,20 @@ class VictimIndex:
             if have >= count and len(looked_at) >= enough and heap:
                 chosen = self._first_of(looked_at, count, whole, heap[0][:3])
                 if chosen is not None:
+                    self._looked_at = len(chosen.own)
                     return chosen
-                enough = 2 * len(looked_at)
-        return (self._first_of(looked_at, count, whole, None) if looked_at else None) or _NOTHING
+                enough = len(looked_at) + 1 + len(looked_at) // 2
+        return (self._first_of(looked_at, count, whole, None) if looked_at else None) or NOTHING
 
     def listed(self, nodes: Iterable[Node], now_s: float) -> Choice:
         """All chunks of these nodes in this view, in the order of eviction."""
         own = [self._candidates(node, now_s) for node in nodes if self._view in node.chunks.view]
-        return (self._first_of(own, sum(len(one.places) for one in own), False, None) if own else None) or _NOTHING
+        return (self._first_of(own, sum(len(one.places) for one in own), False, None) if own else None) or NOTHING
 
     def victims(self, now_s: float) -> Iterator[tuple[Node, int]]:
         """Chunks, by node and place, in the order of eviction. After each one the caller must have removed it from this index
         (or stop)."""
-        if self._policy.version != self._version:
-            self._reorder()
-        self._grow_older(now_s)
+        self._settle(now_s)
         heads = self._heads(now_s)
         heapq.heapify(heads)
         while heads:
@@ -250,6 +287,7 @@ class VictimIndex:
             if lead is None or lead.stamp != stamp:
                 continue
             yield lead.node, place
+            self._settle(now_s)
             for head in self._heads(now_s, changed=True):
                 heapq.heappush(heads, head)
 
@@ -259,18 +297,49 @@ class VictimIndex:
         """The first `count` chunks of these nodes, if all are before that level, score and order (None: whatever they are);
         whole: up to the last one of a node."""
         own = sorted(looked_at, key=_PRECEDENCE)
-        joined = Choice.joined(own)
-        scores, of = joined.scores, joined.of
+        lengths = [len(one.places) for one in own]
+        scores = np.concatenate([one.scores for one in own]) if len(own) > 1 else own[0].scores
+        if np.isnan(scores.max()):
+            nobody = next(one for one in own if np.isnan(one.scores).any())
+            refuse_key(self._policy, "score", float("nan"), nobody.node.session.name)
+        starts = np.array([0, *accumulate(lengths[:-1])])
         orders = None if self._one_order else np.concatenate([one.orders for one in own if one.orders is not None])
-        levels = None if own[0].level == own[-1].level else np.array([one.level for one in own])[of]
-        if np.isnan(scores).any():
-            refuse_key(self._policy, "score", float("nan"), own[of[np.isnan(scores)][0]].node.session.name)
         falls = scores[1:] < scores[:-1]
         if orders is not None:
             falls |= (scores[1:] == scores[:-1]) & (orders[1:] < orders[:-1])
-        if len(own) > 1:
-            falls &= of[1:] == of[:-1]
-        if falls.any():  # a node's chunks go in their order: one that is less than the chunk before it goes next
+        falls[starts[1:] - 1] = False
+        if whole or orders is not None or own[0].level != own[-1].level or falls.any():
+            return self._sorted_of(own, scores, orders, bool(falls.any()), count, whole, before)
+        if before is not None and own[0].level >= before[0] and np.count_nonzero(scores < before[1]) < count:
+            return None
+        if count >= len(scores):
+            return Choice(own)
+        edge = np.partition(scores, count - 1)[count - 1]
+        chosen = scores < edge
+        chosen[np.flatnonzero(scores == edge)[: count - np.count_nonzero(chosen)]] = True
+        taken = np.add.reduceat(chosen, starts, dtype=np.int64).tolist()
+        return Choice(
+            [
+                one if number == length else one._replace(places=one.places[:number], scores=one.scores[:number])
+                for one, number, length in zip(own, taken, lengths, strict=True)
+                if number
+            ]
+        )
+
+    @staticmethod
+    def _sorted_of(
+        own: Sequence[_Candidates],
+        scores: NDArray[np.float64],
+        orders: NDArray[np.float64] | None,
+        falls: bool,
+        count: int,
+        whole: bool,
+        before: tuple[int, float, float] | None,
+    ) -> Choice | None:
+        """The same, where more than the scores decides. falls: some chunk has less than the one before it of its node."""
+        of = np.repeat(np.arange(len(own)), [len(one.places) for one in own])
+        levels = None if own[0].level == own[-1].level else np.array([one.level for one in own])[of]
+        if falls:  # a node's chunks go in their order: one that is less than the chunk before it goes next
             scores, orders = _reached(own)
         sure = len(scores)
         if before is not None and own[-1].level >= before[0]:
@@ -290,7 +359,7 @@ class VictimIndex:
             if not last.any() and before is not None:
                 return None
             stop = count + int(last.argmax()) if last.any() else sure
-        return joined.some(rows[:stop])
+        return Choice(own, rows[:stop])
 
     def _heads(self, now_s: float, changed: bool = False) -> list[_Head]:
         """The first entry of each bucket. changed: of those that have changed since they were looked at."""
@@ -348,8 +417,9 @@ class VictimIndex:
     def _candidates(self, node: Node, now_s: float, most: int | None = None) -> _Candidates:
         """The node's chunks in this view, the first `most` of them."""
         column = node.chunks.view
-        if column.count(self._view) == len(column):
-            places = np.arange(len(column))
+        low, high = column.find(self._view), column.rfind(self._view)
+        if high - low + 1 == self._leads[node.number].count:
+            places = np.arange(low, high + 1)
         else:
             places = np.flatnonzero(np.frombuffer(column, np.uint8) == self._view)
         places, told = self._valued(node, places, most, now_s)
@@ -392,13 +462,31 @@ class VictimIndex:
 
     def leads(self) -> dict[int, tuple[int, int]]:
         """For check(): node number -> (place of the leading chunk, count)."""
-        return {number: (lead.place, lead.count) for number, lead in self._leads.items()}
+        return {number: (self._first(lead.node), lead.count) for number, lead in self._leads.items()}
 
     def _leave(self, lead: _Lead) -> None:
-        """Make the node's entry in its heap invalid."""
-        self._valid[lead.key] -= 1
-        self._touched.add(lead.key)
-        lead.stamp = _NOT_ENTERED
+        """A node has no chunk here any more."""
+        self._take_off(lead)
+        del self._leads[lead.node.number]
+        self._unsettled.pop(lead.node.number, None)
+
+    def _take_off(self, lead: _Lead) -> None:
+        """Make the node's entry in its heap, if it has one, invalid."""
+        if lead.stamp != _NOT_ENTERED:
+            self._valid[lead.key] -= 1
+            self._touched.add(lead.key)
+            lead.stamp = _NOT_ENTERED
+
+    def _settle(self, now_s: float) -> None:
+        """Sort in what has changed since the last choice."""
+        if self._policy.version != self._version:
+            self._reorder()
+        for lead in self._unsettled.values():
+            first = self._first(lead.node)
+            if first != lead.place or lead.stamp == _NOT_ENTERED:
+                self._enter(lead, first)
+        self._unsettled.clear()
+        self._grow_older(now_s)
 
     def _enter(self, lead: _Lead, place: int) -> None:
         node, session = lead.node, lead.node.session
@@ -407,9 +495,7 @@ class VictimIndex:
             lead.since_s, lead.passed = session.last_active_s, 0
             self._await_age(lead)
         key = (self._level(node), self._policy.bucket(session, index), lead.passed)
-        if lead.stamp != _NOT_ENTERED:
-            self._valid[lead.key] -= 1
-            self._touched.add(lead.key)
+        self._take_off(lead)
         self._stamp += 1
         lead.place, lead.stamp, lead.key = place, self._stamp, key
         order = self._policy.order(session, index)
@@ -463,7 +549,7 @@ class VictimIndex:
         self._touched.clear()
         for lead in self._leads.values():
             lead.stamp = _NOT_ENTERED
-            self._enter(lead, lead.place)
+        self._unsettled.update(self._leads)
 
     def _is_valid(self, entry: _Entry) -> bool:
         _, _, number, _, stamp = entry
@@ -482,8 +568,14 @@ def _reached(own: Iterable[_Candidates]) -> tuple[NDArray[np.float64], NDArray[n
 
 
 _PRECEDENCE = itemgetter(0, 1, 2, 3)
-_ONE = np.zeros(1, np.int64)
-_NOTHING = Choice((), _ONE[:0], _ONE[:0], np.empty(0))
+
+
+def _first_key(one: _Candidates) -> tuple[int, float]:
+    return one.level, one.scores[0]
+
+
+_NONE = np.empty(0, np.int64)
+NOTHING = Choice(())
 
 
 class TailIndex(VictimIndex):

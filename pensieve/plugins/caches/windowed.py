@@ -141,6 +141,9 @@ class WindowTiers(Tiers):
     def _pool(self, blocks: int, tier: Tier = GPU) -> BlockPool:
         return WindowPool(blocks, tier, self.windows)
 
+    def scatter(self) -> None:
+        """Do nothing: its pools know what lies beside a block."""
+
     def _victims(self, policy: EvictionPolicy, view: View) -> VictimIndex:
         return WindowIndex(policy, view, self.left, self.windows.beside)
 

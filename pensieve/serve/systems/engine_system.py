@@ -123,7 +123,12 @@ class EngineSystem(ABC):
             cpu_blocks=self._cpu_blocks,
         )
         cache.begin(
-            cost=believed, layers=parts, batch_tokens=settings.max_batch_tokens, below=self._below, report=report
+            cost=believed,
+            layers=parts,
+            batch_tokens=settings.max_batch_tokens,
+            below=self._below,
+            report=report,
+            scattered=not self._worker.computes and not self._hardware.fragment_s,
         )
         self._copy_choice = choose_copy_ahead(
             settings.copy_ahead,
