@@ -107,7 +107,7 @@ def size() -> int:
         with _imports():
             from hydra.core.hydra_config import HydraConfig
 
-            from pensieve.lab.commands.size.planner import size as run_map
+            from pensieve.lab.commands.size import size as run_map
 
         hydra = HydraConfig.get()
         if hydra.mode is not None and hydra.mode.name == "MULTIRUN":

@@ -90,7 +90,7 @@ def test_the_replay_is_the_recorded_engine_token_for_token_and_a_timestamp_is_wo
     found = advised(path, "model=tiny", monkeypatch=monkeypatch)
     assert found.largest_difference == 0 and found.engine_found == pytest.approx(found.base.rate)
     page = page_of(found)
-    assert "largest difference of a request 0 tokens" in page.checked
+    assert "largest difference of a request 0 tokens" in page.notes[0]
     named = [note for note in page.notes if f"at token {2 * SIZE}" in note]
     move = [one for one in found.outcomes if one.option.moved == 2 * SIZE]
     assert bool(named) == bool(move) == (stamp is not None)
@@ -106,12 +106,12 @@ def test_what_the_engine_found_is_unknown_where_it_does_not_say_and_sizes_are_as
         one.cached_tokens = None
     found = advised(written(tmp_path, rows, engine={}), "model=tiny", "cache.gpu=960 tokens", monkeypatch=monkeypatch)
     page = page_of(found)
-    assert "nothing was checked" in page.checked and dict(page.facts)["found by the engine"] == "unknown"
+    assert "nothing was checked" in page.notes[0] and dict(page.facts)["found by the engine"] == "unknown"
     assert any("assumed" in note for note in page.notes)
     told = page_of(
         advised(written(tmp_path, traffic()), "model=tiny", "blocks=30", "engine=vllm", monkeypatch=monkeypatch)
     )
-    assert "points; largest difference of a request 0 tokens" not in told.checked  # not the sizes that it had
+    assert "points; largest difference of a request 0 tokens" not in told.notes[0]  # not the sizes that it had
 
 
 def test_requests_that_the_model_could_not_have_served_are_refused(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -140,7 +139,6 @@ def advise(cfg: DictConfig, say: Callable[[str], None]) -> Advice:
     began = time.monotonic()
     source, served, settings = recorded(cfg)
     plan = plan_trial(check(served.changed(1.0)))
-    prices = PositionPrices(simulated_cost(plan.model, plan.hardware, served.block_tokens), served.block_tokens)
     reading = read_causes(source.facts, source.rows, source.named)
     limit = plan.model.max_context
     longer = sum(one.prompt + one.reply > limit for one in reading.sent)
@@ -161,7 +159,7 @@ def advise(cfg: DictConfig, say: Callable[[str], None]) -> Advice:
         file = Path(settings.to or source.path).expanduser().with_suffix(".machine.json")
         served = on_recorded(served, source, plan.model, file)
         plan = plan_trial(check(served.changed(1.0)))
-        prices = PositionPrices(simulated_cost(plan.model, plan.hardware, served.block_tokens), served.block_tokens)
+    prices = PositionPrices(simulated_cost(plan.model, plan.hardware, served.block_tokens), served.block_tokens)
     say(f"Read {len(reading.sent):,} requests; replaying {len(part.sent):,} of {part.sessions:,} conversations.")
     options = _options(served, plan, reading, share)
     tasks = [Task(served.changed(share), chosen)]
@@ -245,44 +243,42 @@ def _options(served: Served, plan: TrialPlan, reading: Reading, share: float) ->
     gpu, cpu = served.gpu_tokens, served.cpu_tokens
     host = int(parse_capacity(plan.config.hardware.cpu_memory or "0 tokens").bytes or 0) // token_bytes
 
-    def offload(tokens: int, **cache: Any) -> dict[str, Any]:
+    def offload(name: str, why: str, tokens: int, policy: str = "lru", **more: Any) -> Option:
+        """vLLM's OffloadingConnector with a CPU tier of so many tokens. more: of its own fields."""
+        own = policy in ("lru", "arc")
         baseline = read_option("baseline", "vllm_offload")
-        baseline["cache"].update(cache)
-        return served.changed(share, cpu=tokens, baseline=baseline)
-
-    def lines(tokens: int, policy: str = "lru", **more: Any) -> list[str]:
+        baseline["cache"].update(order=policy if own else "eviction", **more)
         extra = {"cpu_bytes_to_use": tokens * token_bytes, "eviction_policy": policy, **more}
         connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        if policy not in ("lru", "arc"):  # the plug-in
+        if not own:  # the plug-in
             connector |= {"kv_connector": "PensieveConnector", "kv_connector_module_path": "pensieve.plugins.vllm"}
-        return [f"--kv-transfer-config '{json.dumps(connector)}'"]
+        added = {"cpu": (tokens - cpu) * token_bytes} if tokens > cpu else {}
+        line = f"--kv-transfer-config '{json.dumps(connector)}'"
+        return Option(name, why, served.changed(share, cpu=tokens, baseline=baseline), added, [line])
+
+    def ours(name: str, why: str, **changed: Any) -> Option:
+        return Option(name, why, served.changed(share, baseline=read_option("baseline", "pensieve_shared"), **changed))
 
     sizes = sorted({min(size, host) for size in (gpu, 2 * gpu, 4 * gpu) if min(size, host) > 1.1 * cpu})
-    found = [
-        Option(
-            f"CPU tier of {format_bytes(size * token_bytes)}",
-            "vLLM's OffloadingConnector, least recently used first",
-            offload(size),
-            {"cpu": (size - cpu) * token_bytes},
-            lines(size),
-        )
-        for size in sizes
-    ]
+    least_recent = "vLLM's OffloadingConnector, least recently used first"
+    found = [offload(f"CPU tier of {format_bytes(size * token_bytes)}", least_recent, size) for size in sizes]
     tier = cpu or (sizes[0] if sizes else 0)
-    added = {} if cpu else {"cpu": tier * token_bytes}
     if tier:
-        size = f"in a CPU tier of {format_bytes(tier * token_bytes)}"
+        named, disk = f"CPU tier of {format_bytes(tier * token_bytes)}", 10 * gpu * token_bytes
+        own, order = str(served.config["eviction"]["name"]), "the order of this project's policy, in vLLM as a plug-in"
+        replies = "vLLM stores prompts alone unless it is told"
+        behind = ours(
+            f"Disk of {format_bytes(disk)} behind a {named}",
+            "by this project's engine: baseline=pensieve_shared",
+            cpu=tier,
+            disk=10 * gpu,
+        )
         found += [
-            Option(f"ARC {size}", "vLLM's other order of it", offload(tier, order="arc"), added, lines(tier, "arc")),
-            Option(f"Retention value {size}", "the order of this project's policy, in vLLM as a plug-in",
-                   offload(tier, order="eviction"), added, lines(tier, str(served.config["eviction"]["name"]))),
-            Option(f"Replies stored too, {size}", "vLLM stores prompts alone unless it is told",
-                   offload(tier, offload_prompt_only=False), added, lines(tier, offload_prompt_only=False)),
-            Option(f"Disk of {format_bytes(10 * gpu * token_bytes)} behind {format_bytes(tier * token_bytes)} of CPU memory",
-                   "by this project's engine: baseline=pensieve_shared",
-                   served.changed(share, cpu=tier, disk=10 * gpu, baseline=read_option("baseline", "pensieve_shared")),
-                   {**added, "disk": 10 * gpu * token_bytes}),
-        ]  # fmt: skip
+            offload(f"ARC in a {named}", "vLLM's other order of it", tier, "arc"),
+            offload(f"Retention value in a {named}", order, tier, own),
+            offload(f"Replies stored too, in a {named}", replies, tier, offload_prompt_only=False),
+            replace(behind, added={**({} if cpu else {"cpu": tier * token_bytes}), "disk": disk}),
+        ]
     returning = len({one.session for one in reading.sent if one.pause_s is not None})
     for edge, sessions in reading.edges.most_common(1):
         if sessions >= COMMON_EDGE * returning:
@@ -303,13 +299,7 @@ def _options(served: Served, plan: TrialPlan, reading: Reading, share: float) ->
             )
         )
     if served.config["baseline"]["name"] not in ("prefix_cache", "vllm_offload", "pensieve_shared"):
-        found.append(
-            Option(
-                "Sharing equal beginnings of conversations",
-                "baseline=pensieve_shared",
-                served.changed(share, baseline=read_option("baseline", "pensieve_shared")),
-            )
-        )
+        found.append(ours("Sharing equal beginnings of conversations", "baseline=pensieve_shared"))
     return found
 
 
@@ -321,8 +311,3 @@ def turns_of(reading: Reading) -> list[tuple[tuple[str, int], int | None]]:
         numbers[one.session] += 1
         found.append(((one.session, numbers[one.session]), one.found))
     return found
-
-
-def pauses(reading: Reading) -> float | None:
-    known = [one.pause_s for one in reading.sent if one.pause_s is not None]
-    return median(known) if known else None

@@ -24,26 +24,16 @@ from pensieve.lab.workload.formats.traffic import prompt_tokens
 from pensieve.serve.books.ledger import PositionPrices
 
 Cause = Literal["never", "edited", "answer", "routed", "late", "capacity", "order"]
-CAUSES: dict[Cause, tuple[str, str]] = {
-    "never": ("never seen", "positions behind all that was ever sent before"),
-    "edited": (
-        "edited prompt or template",
-        "a returning conversation sends other tokens where it had sent some before; they are missed from there to the end of "
-        "what it had sent",
-    ),
-    "answer": (
-        "answer sent back",
-        "positions of the reply before, where replies have no hashes: nobody knows whether they are the same tokens",
-    ),
-    "routed": ("routed to another replica", "sent before, and only to other replicas"),
-    "late": (
-        "written too late or not at all",
-        "sent before by a request whose first token (of a reply: whose end) came after this arrival; and less than a block, "
-        "which no cache of blocks finds",
-    ),
-    "capacity": ("capacity", "written in time, and beyond what the offline bound finds with this much memory"),
-    "order": ("order of eviction", "what the offline bound finds with this much memory and the engine did not"),
+CAUSES: dict[Cause, str] = {
+    "never": "never seen",  # behind all that was ever sent before
+    "edited": "edited prompt or template",  # a returning conversation sends other tokens where it had sent some before
+    "answer": "answer sent back",  # of a reply without hashes: nobody knows whether these are the same tokens
+    "routed": "routed to another replica",  # sent before, and only to other replicas
+    "late": "written too late or not at all",  # sent before, and not yet written; and less than a block
+    "capacity": "capacity",  # written in time, and beyond what the offline bound finds with this much memory
+    "order": "order of eviction",  # what the offline bound finds with this much memory and the engine did not
 }
+"""Their names; docs/advise.md says how each is computed."""
 Ids = NDArray[np.int64]
 Times = NDArray[np.float64]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 import pytest
 from hydra import compose
@@ -11,11 +10,9 @@ from omegaconf import DictConfig
 
 from pensieve import cli
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
-from pensieve.lab.commands.size import planner
-from pensieve.lab.commands.size.planner import _kept, size
-from pensieve.lab.commands.size.question import question_of, read
+from pensieve.lab.commands import size as planner
+from pensieve.lab.commands.size import question_of, read, size
 from pensieve.lab.compose import check, resolved
-from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.size_map import Question, SizeMap, read_map
 from pensieve.lab.results.store import open_store
 from pensieve.lab.statistics import nearest_rank
@@ -46,7 +43,7 @@ MAP = (f"size.gpu={listed(GPU)}", f"size.cpu={listed(CPU)}", "size.processes=1",
 @pytest.fixture
 def outputs(tmp_path, monkeypatch):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    monkeypatch.setattr("pensieve.lab.commands.size.planner.draw_figures", lambda *_: [])
+    monkeypatch.setattr("pensieve.lab.commands.size.draw_figures", lambda *_: [])
     return tmp_path
 
 
@@ -97,20 +94,6 @@ def test_a_cell_is_the_trial_of_the_ordinary_command_and_the_map_says_what_its_r
         assert whole.mean(place, "found") == pytest.approx(hits / sum(turn.history_tokens for turn in turns))
         assert whole.mean(place, "ttft_ms_p90") == nearest_rank([turn.ttft_ms for turn in turns], 0.9)
         assert one.gpu_tokens == int(GPU[place[0]].split()[0]) and one.cpu_tokens == int(CPU[place[1]].split()[0])
-    # What keeping cost, from the rows of the ledger: only with prices, here a second of prefill for 3 GiB·s.
-    assert "worth it" not in first.out and not _kept(whole)
-    prices = Prices(gpu_hour=3.0, gpu_gib_hour=1.0, cpu_gib_hour=1.0)
-    priced = replace(whole, question=whole.question.model_copy(update={"prices": prices}))
-    answer = priced.cells[priced.answer][3]
-    lines, rows = _kept(priced), store.holdings_of(answer.trial.id)
-    assert {line["tier"] for line in lines} == {row.tier for row in rows if row.idle_gib_s}
-    for tier, *told in (list(line.values())[:5] for line in lines):
-        tokens = int(list(lines[0])[4].split()[2].replace(",", ""))
-        own = [row for row in rows if row.tier == tier]
-        kept, won = sum(row.idle_gib_s for row in own), sum(row.saved_s for row in own)
-        held = tokens * answer.trial.kv_bytes_per_token / 2**30
-        expected = [kept, won, 3.0 * won / kept, 3.0 * answer.value("prefill_s", str(tokens)) / held]
-        assert [float(text.replace(",", "")) for text in told] == pytest.approx(expected, rel=1e-2)
     sizes = (f"cache.gpu={GPU[0]}", f"cache.cpu={CPU[-1]}")
     alone = composed(*LOAD, "seed=3", *sizes, "cache=demo", "tracking.mlflow=false", name="config")
     again = run_trial(check(alone), resolved(alone), open_tracking(check(alone)), Job("", outputs / "x"), print)
@@ -160,17 +143,10 @@ def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
     ("overrides", "error", "part"),
     [
         (["size.gpu=[]"], ConfigError, "size.gpu names no size"),
-        (["size.gpu=[]", "size.cpu=null"], ConfigError, "size.gpu names no size"),  # nothing is suggested in its place
-        (["slo.ttft_ms=0"], ConfigError, "slo.ttft_ms=0 cannot be used"),
-        (["size.gpu=4GB"], ConfigError, "size.gpu takes a list; write size.gpu=[4GB]"),
         (["size.gpu=[4GB,100 tokens]"], ConfigError, "mixes bytes and tokens"),
         (["size.disk=[0GB,4GB]", "size.cpu=[0GB]", "baseline=gpu_only"], ConfigError, "nothing reaches a disk"),
-        (["size.disk=[]"], ConfigError, "size.disk names no size"),
         (["size.gpu=[4000000GB]"], HardwareMissing, "are there; use"),
-        (["size.gpu=[1GB]", "size.cpu=[900000GB]"], HardwareMissing, "use a smaller cache.cpu"),
         (["size.gpu=[64 tokens]"], CapacityError, "blocks of 32"),
-        (["size.gpu=[160 tokens,1 ktokens]"], CapacityError, "The longest conversation"),
-        (["size.knee=2"], ConfigError, "size.knee=2"),
         (["+size.gqu=[1GB]"], ConfigError, "did you mean size.gpu"),
         (["workload.pressure=2"], ConfigError, "asks more of a larger cache"),
         (["baseline=gpu_only"], ConfigError, "has no CPU tier"),
@@ -186,7 +162,7 @@ def test_what_cannot_be_mapped_gets_a_sentence(outputs, overrides, error, part):
 
 
 def test_the_default_sizes_hold_the_longest_conversation_of_every_seed_and_fit_the_machine():
-    from pensieve.lab.commands.size.question import check_question
+    from pensieve.lab.commands.size import check_question
     from pensieve.lab.compose import plan_trial
     from pensieve.lab.compose.preflight import check_memory
     from pensieve.units import parse_capacity

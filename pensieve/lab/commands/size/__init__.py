@@ -1,1 +1,0 @@
-"""How much KV cache a load needs, as a map of sizes (runners/size.py)."""
