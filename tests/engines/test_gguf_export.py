@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pensieve.errors import UnsupportedModel
-from pensieve.plugins.engines.gguf_export import refuse_family, tokens_in, word, write_gguf
+from pensieve.plugins.engines.gguf_export import refuse_family, write_gguf
 from pensieve.plugins.engines.weights import gguf_file, model_folder, plain_module
 from tests.engines.small import ARCHITECTURES, setup_of
 
@@ -22,11 +22,6 @@ def written(family: str, folder: Path, file_type: str = "f32") -> tuple[object, 
     write_gguf(module, family, file, file_type)
     reader = gguf.GGUFReader(file)
     return module, {tensor.name: tensor.data for tensor in reader.tensors}, reader
-
-
-def test_words_are_read_back_token_by_token() -> None:
-    assert tokens_in("".join(word(token) for token in (0, 12, 120, 7))) == [0, 12, 120, 7]
-    assert not any(word(a).startswith(word(b)) for a in range(200) for b in range(200) if a != b)
 
 
 @pytest.mark.parametrize("family", ["llama", "tied_llama", "gpt2"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,8 @@ import psutil
 import pytest
 
 from pensieve.core.request import Free, Request
-from pensieve.errors import EngineFailed, EngineMissing, WorkerError
-from pensieve.plugins.engines import llama_cpp
-from pensieve.plugins.engines.llama_cpp import LlamaCpp, reported
-from pensieve.plugins.engines.system import OutsideSystem
+from pensieve.errors import EngineFailed, WorkerError
+from pensieve.plugins.engines.llama_cpp import LlamaCpp
 from pensieve.plugins.engines.weights import plain_module
 from tests.engines.small import ask, begun, greedy, prompt, served, setup_of
 
@@ -68,70 +67,29 @@ def test_the_tokens_are_the_same_streamed_and_whole() -> None:
     assert streamed.received_bytes > whole.received_bytes  # type: ignore[operator]
 
 
-def test_it_reports_what_it_runs_with() -> None:
-    fields: dict[str, Any] = {
-        "n_batch": 256,
-        "n_ubatch": 64,
-        "n_parallel": 2,
-        "kv_type": "f16",
-        "flash_attention": True,
-    }
-    system = opened(setup={"host_tokens": 3 * 2**20 // setup_of().model.kv_bytes_per_token}, n_ctx=1024, **fields)
-    settings = system.settings()
-    for name, value in {**fields, "n_ctx": 1024}.items():
-        assert settings[f"configured_{name}"] == value
-    expected = {
-        "n_ctx": 1024, "n_batch": 256, "n_ubatch": 64, "n_seq_max": 2, "kv_type": "f16", "flash_attn": "enabled",
-        "threads": 1, "threads_batch": 1,
-    }  # fmt: skip
-    assert {name: settings[f"reported_{name}"] for name in expected} == expected
-    assert (settings["n_batch"], settings["max_batch_tokens"], settings["n_parallel"]) == (256, 64, 2)
-    assert settings["version"] and "AVX" in settings["build"]
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "f32"), ("bfloat16", "f16")])
+def test_weights_and_kv_are_as_wide_as_the_models_and_batches_the_schedulers(dtype: str, kind: str) -> None:
+    setup = setup_of()
+    setup = replace(setup, model=replace(setup.model, dtype=dtype), host_tokens=2**21 // setup.model.kv_bytes_per_token)
+    system = begun(LlamaCpp(setup, n_parallel=2))
+    settings, per_token = system.settings(), setup.model.kv_bytes_per_token
+    assert settings["configured_kv_type"] == kind and f"gguf-{kind}" in settings["weights_file"]
+    assert (settings["n_parallel"], settings["n_ctx"], settings["gpu_bytes"]) == (2, 1024, 1024 * per_token)
+    assert settings["build"] and settings["version"]
+    [turn] = served(system, ask(1, "a", prompt(60)))
+    assert turn.status == "completed"
 
 
-GPU_LOG = """
-load_tensors:   CPU_Mapped model buffer size =   70.31 MiB
-load_tensors:        CUDA1 model buffer size = 4403.49 MiB
-llama_kv_cache:      CUDA1 KV buffer size =  1024.00 MiB
-"""
-CPU_LOG = """
-load_tensors:   CPU_Mapped model buffer size =     0.15 MiB
-llama_kv_cache:        CPU KV buffer size =     0.25 MiB
-"""
-
-
-@pytest.mark.parametrize(
-    ("device", "log", "says"),
-    [
-        ("cpu", CPU_LOG, None),
-        ("cuda:1", GPU_LOG, None),
-        ("cuda:1", CPU_LOG, "runs on the CPU, and the trial is to run on cuda:1"),
-        ("cuda:0", GPU_LOG, "runs on CUDA1, and the trial is to run on cuda:0"),
-        ("cpu", GPU_LOG, "runs on CUDA1, and the trial is to run on cpu"),
-        ("cuda:0", "", "does not say where it runs"),
-    ],
-)
-def test_it_runs_on_the_trial_s_device_by_its_own_report(
-    device: str, log: str, says: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed: list[bool] = []
-    monkeypatch.setattr(LlamaCpp, "_open", lambda *_: (0.0, reported(log)))
-    monkeypatch.setattr(LlamaCpp, "_slots", lambda _: [])
-    monkeypatch.setattr(LlamaCpp, "close", lambda _: closed.append(True))
-    monkeypatch.setattr(llama_cpp, "gguf_file", lambda *_: Path("model.gguf"))
-    system = OutsideSystem(LlamaCpp(setup_of(device=device)))
-    if says is None:
-        assert system.start().settings["reported_devices"] == ("none" if device == "cpu" else "CUDA1")
-    else:
-        with pytest.raises(EngineMissing, match=says):
-            system.start()
-    assert closed == ([] if says is None else [True])
+def test_a_build_without_the_trials_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pensieve.plugins.engines.llama_cpp.gguf_file", lambda *_: Path("model.gguf"))
+    with pytest.raises(EngineFailed, match=r"serves on no GPU 1 \(it finds none\)"):
+        opened(setup={"device": "cuda:1"})
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_prompt_beyond_its_slot_is_refused_and_an_output_beyond_it_fails(stream: bool) -> None:
     """n_ctx is divided among the slots: 1,024 cells in four of them."""
-    system = opened(n_ctx=1024, n_parallel=4)
+    system = opened(n_parallel=4)
     assert system.settings()["n_ctx_slot"] == 256
     long, longer, fits = served(
         system,

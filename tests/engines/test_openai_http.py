@@ -149,23 +149,6 @@ def test_a_server_that_takes_one_connection_less_is_not_gone(
     assert whole.status == "completed"
 
 
-def test_a_model_may_be_called_otherwise_than_it_is_listed(
-    endpoint: Endpoint, caplog: pytest.LogCaptureFixture
-) -> None:
-    endpoint.listing = 200, {"data": [{"id": "llama3.2:latest"}]}
-    endpoint.pieces = [completion(65)]
-    system = opened(endpoint.url, model="llama3.2")
-    [turn] = served(system, ask(1, "a", prompt(40), output=1))
-    assert turn.status == "completed" and "lists llama3.2:latest; it is asked for llama3.2" in caplog.text
-    endpoint.status, endpoint.pieces = 404, [{"error": {"message": "The model `llama3.2` does not exist."}}]
-    [failed] = served(system, ask(2, "a", prompt(40), output=1))
-    assert failed.status == "failed" and "does not exist" in str(failed.error)
-    endpoint.listing = 404, {}
-    opened(endpoint.url, model="gpt-9").close()
-    with pytest.raises(EngineFailed, match=r"it answers 404"):
-        opened(endpoint.url, start_timeout_s=0.1)
-
-
 @pytest.mark.parametrize(("keeps", "expected"), [(True, 1), (False, 4)])
 def test_a_server_that_keeps_a_connection_is_asked_on_one(endpoint: Endpoint, keeps: bool, expected: int) -> None:
     client = CompletionsClient(endpoint.url, keeps_streams=keeps)
@@ -191,10 +174,19 @@ def test_what_nobody_had_said_is_counted(endpoint: Endpoint) -> None:
 
 
 def test_no_server_is_said_in_a_sentence() -> None:
-    with pytest.raises(EngineFailed, match=r"/models; start one"):
+    with pytest.raises(EngineFailed, match=r"nothing answers there after 0.1 s\); start one"):
         opened("http://127.0.0.1:9/v1", start_timeout_s=0.1)
     with pytest.raises(ConfigError, match="base_url"):
         opened("127.0.0.1:9")
+
+
+def test_a_server_without_a_list_is_asked_for_the_model_that_is_named(endpoint: Endpoint) -> None:
+    endpoint.listing, endpoint.status = (404, {}), 404
+    endpoint.pieces = [{"error": {"message": "The model `gpt-9` does not exist."}}]
+    [failed] = served(opened(endpoint.url, model="gpt-9"), ask(2, "a", prompt(40), output=1))
+    assert failed.status == "failed" and "does not exist" in str(failed.error)
+    with pytest.raises(EngineFailed, match=r"it answers 404"):
+        opened(endpoint.url, start_timeout_s=0.1)
 
 
 @pytest.mark.slow

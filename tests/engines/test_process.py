@@ -1,7 +1,8 @@
-"""An engine's process: what is said when it does not start, and that it never outlives its trial."""
+"""An engine's process: what is said when it does not start, that it never outlives its trial, and what memory it may have."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 
 from pensieve.errors import EngineFailed
 from pensieve.plugins.engines import process
-from pensieve.plugins.engines.process import EngineProcess
+from pensieve.plugins.engines.process import EngineProcess, MemoryWatch, resident_bytes, this_process, with_children
 
 PATIENCE_S = 100.0
 
@@ -64,12 +65,6 @@ def test_a_start_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         engine.wait_until(lambda: False, 0.1)
     assert "still loading" in str(caught.value)
     assert until(lambda: gone(pid))
-
-
-def test_a_command_that_is_not_there_is_named() -> None:
-    engine = EngineProcess("engine", ["/no/such/llama-server"])
-    with pytest.raises(EngineFailed, match="/no/such/llama-server cannot be run"):
-        engine.wait_until(lambda: False, 30)
 
 
 def test_close_ends_grandchildren_also_those_that_left_the_session(tmp_path: Path) -> None:
@@ -138,3 +133,38 @@ def test_telemetry_is_off_and_a_closed_engine_says_nothing_more() -> None:
     assert all(f"{name}={value}" in said for name, value in process.QUIET.items())
     engine.close()
     assert engine.log() == ""
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("limit", "first", "killed"), [(100, 40, [3]), (130, 40, []), (None, 40, [])])
+def test_the_newest_is_killed_and_only_as_many_as_it_takes(
+    limit: int | None, first: int, killed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes 1, 2, 3 were started in that order; a killed one holds nothing from then on."""
+    held, gone = {1: first, 3: 50, 2: 40}, list[int]()
+    monkeypatch.setattr(process, "resident_bytes", lambda pid: held[pid])
+    watch = MemoryWatch(limit, lambda: {pid: float(pid) for pid in held if pid not in gone}, gone.append)
+    for _ in range(2):
+        watch.look()
+    assert gone == killed and watch.peak_bytes == 130 and watch.exceeded == bool(killed)
+
+
+def test_memory_that_is_touched_counts_and_memory_that_is_only_promised_does_not() -> None:
+    size, before = 64 * 2**20, resident_bytes(os.getpid())
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as promised:
+        assert resident_bytes(os.getpid()) - before < size / 2
+        for page in range(0, size, mmap.PAGESIZE):
+            promised[page] = 1
+        assert resident_bytes(os.getpid()) - before > 0.9 * size
+    assert resident_bytes(2**22 + 1) == 0, "a process that is gone"
+
+
+def test_a_watch_reads_while_the_block_runs_and_what_was_started_counts() -> None:
+    with MemoryWatch(1, this_process, every_s=0.001) as watch, subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            assert {os.getpid(), child.pid} <= set(with_children())
+            assert until(lambda: watch.peak_bytes > 0) and watch.exceeded, "nothing was killed: no killer was given"
+        finally:
+            child.kill()

@@ -72,7 +72,7 @@ from pensieve.lab.workload.base import Workload, WorkloadPlan
 from pensieve.lab.workload.cache_state import check_start, contamination, unverified
 from pensieve.lab.workload.vllm_run import VllmRun
 from pensieve.plugins.device import shelf
-from pensieve.plugins.engines.memory_watch import MemoryWatch, this_process, with_children
+from pensieve.plugins.engines.process import MemoryWatch, this_process, with_children
 from pensieve.plugins.engines.ray_cluster import check_ray
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import System

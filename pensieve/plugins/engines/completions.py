@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from pensieve.core.request import Free, Request, tokens_of
 from pensieve.errors import ContextLengthError, EngineFailed, RequestFailed
+from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
+from pensieve.plugins.engines.process import EngineProcess
 
 CONNECT_S = 5.0
 DONE = "[DONE]"
@@ -139,6 +142,88 @@ class Answer:
                     yield piece
         except httpx.HTTPError as error:
             raise broken(f"{type(error).__name__}: {error}") from error
+
+
+def completion_body(request: Request, model: str | None, prompt: list[int] | str) -> dict[str, Any]:
+    """What OpenAI's protocol has, and what vLLM and llama.cpp add to it: exactly so many tokens, and their ids."""
+    output = request.output
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": output.max_new_tokens,
+        "temperature": 0.0,
+        "stream": request.stream,
+        "return_token_ids": True,
+        "ignore_eos": not isinstance(output, Free) or output.ignore_eos,
+    }
+    if request.stream:
+        body["stream_options"] = {"include_usage": True}
+    return body
+
+
+def read_completion(
+    answer: Answer,
+    request: Request,
+    channel: Channel,
+    encode: Callable[[str], Sequence[int]],
+    ends: Collection[int] = (),
+) -> Reply:
+    """The answer of a completions endpoint, streamed or whole. encode: of text that comes without ids. ends: ids of which the
+    first ends it, where the server does not know them. Raises AnswerBroken where a stream ends without an end."""
+    tokens: list[int] = []
+    finish: str | None = None
+    usage: Mapping[str, Any] = {}
+    timings: Mapping[str, float] = {}
+    for piece in answer.pieces():
+        for choice in piece.get("choices", ()):
+            ids = choice.get("token_ids")
+            if ids is None:
+                ids = encode(choice["text"]) if choice.get("text") else ()
+            finish = choice.get("finish_reason") or finish
+            ended = next((place for place, token in enumerate(ids, 1) if token in ends), None)
+            wanted = channel.tell(*ids[:ended]) if request.stream else True
+            if ended or not wanted:
+                finish = "eos" if ended else finish
+                return Reply(finish, sent_bytes=answer.sent_bytes, received_bytes=answer.received_bytes)
+            tokens += ids
+        usage, timings = piece.get("usage") or usage, piece.get("timings") or timings
+    if request.stream and finish is None and not answer.whole:
+        raise broken(f"after {len(tokens)} tokens, without an end")
+    details = usage.get("prompt_tokens_details") or {}
+    return Reply(
+        finish,
+        tokens=None if request.stream else tokens_of(tokens),
+        prompt_tokens=usage.get("prompt_tokens"),
+        cached_tokens=details.get("cached_tokens"),
+        cached_on_host=details.get("cpu"),
+        compute_ms=timings["prompt_ms"] + timings["predicted_ms"] if "prompt_ms" in timings else None,
+        sent_bytes=answer.sent_bytes,
+        received_bytes=answer.received_bytes,
+    )
+
+
+def encoder(setup: EngineSetup) -> Callable[[str], Sequence[int]]:
+    def encode(text: str) -> Sequence[int]:
+        if setup.tokenizer is None:
+            raise RequestFailed("The server gives text and no token ids, and the model has no tokenizer to encode it.")
+        return setup.tokenizer.encode(text)
+
+    return encode
+
+
+@contextmanager
+def while_it_serves(process: EngineProcess, reachable: Callable[[], bool]) -> Iterator[None]:
+    """An engine's answer that breaks off because the engine ended is told as that, with the last lines of its log; where it
+    still answers, the request has failed alone."""
+    try:
+        yield
+    except EngineFailed as error:
+        if isinstance(error, AnswerBroken) and reachable():
+            raise RequestFailed(str(error)) from error
+        if process.alive and not isinstance(error, AnswerBroken):
+            raise
+        what = "does not answer any more" if process.alive else "ended while it served requests"
+        raise process.failed(what) from error
 
 
 def error_of(said: Mapping[str, Any], status: int) -> ContextLengthError | RequestFailed:

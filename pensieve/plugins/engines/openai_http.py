@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 from time import monotonic, sleep
 from typing import Any, Literal
 
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Free, Request, tokens_of
+from pensieve.core.request import Request
 from pensieve.errors import ConfigError, EngineFailed, RequestFailed
-from pensieve.lab.results.identity import UNSTATED, text_hash
+from pensieve.lab.results.identity import UNSTATED
 from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply
-from pensieve.plugins.engines.completions import Answer, AnswerBroken, CompletionsClient, broken
+from pensieve.plugins.engines.completions import (
+    AnswerBroken,
+    CompletionsClient,
+    completion_body,
+    encoder,
+    read_completion,
+)
 from pensieve.plugins.engines.process import POLL_S
 from pensieve.serve.systems.base import Capabilities
 
 KEY_ENV = "OPENAI_API_KEY"
 MODELS = "/models"
-CARD = ("id", "root", "parent", "owned_by", "max_model_len", "meta")
-PROPS = ("build_info", "model_path", "total_slots", "chat_template", "modalities")
-"""What servers say of a model and of themselves that is the same as long as they are: vLLM, llama.cpp, ours."""
-
 REFUSES_START = (401, 403)
 AT_ONCE = 256
-log = logging.getLogger(__name__)
 
 
 class OpenAIHttp(OutsideEngine):
@@ -71,28 +71,24 @@ class OpenAIHttp(OutsideEngine):
             raise ConfigError("baseline=openai_http sends text only with a tokenizer; give the model one.")
 
     def identity(self) -> dict[str, str]:
-        """What the server says of the model that would answer, of its version and of its settings; asked once. Times and
-        random ids, which are others at each answer, are left out."""
+        """What the server says of the model that would answer and of its version: vLLM at /version, llama.cpp at /props."""
         client = self._opened()
         try:
             cards = [card for card in _cards(client.page(MODELS)[1]) if self._model in (None, card["id"])][:1]
-            card = {name: cards[0][name] for name in CARD if name in cards[0]} if cards else {}
             root = self._base_url.removesuffix("/v1")
-            build, props = (_object(client.get(root + page)) for page in ("/version", "/props"))
-            props = {name: props[name] for name in PROPS if name in props} | {
-                "n_ctx": _object(props.get("default_generation_settings")).get("n_ctx")
-            }
+            said = [client.get(root + page) or {} for page in ("/version", "/props")]
         finally:
             client.close()
-        version = build.get("version") or props.get("build_info")
-        known = version and "unknown" not in str(version)  # llama.cpp's word in a build that does not know its own
-        if not card or not known:
-            missing = "does not list the model" if known else "does not state its version"
+        version = str(said[0].get("version") or said[1].get("build_info") or "unknown")
+        unknown = "unknown" in version  # llama.cpp's word too, in a build that does not know its own
+        if not cards or unknown:
+            missing = "does not state its version" if unknown else "does not list the model"
             why = f"the server at {self._base_url} {missing}, so another model may answer there now"
             return {"server": self._base_url, UNSTATED: why}
-        said = text_hash(json.dumps([card, build, props], sort_keys=True))
-        found = {"server": self._base_url, "served_model": card.get("root") or card["id"], "server_version": version}
-        return {name: str(value).replace(";", ",") for name, value in found.items()} | {"server_says": said[:16]}
+        model = cards[0].get("root") or cards[0]["id"]
+        found = {"server": self._base_url, "served_model": model, "server_version": version}
+        found["served_context"] = cards[0].get("max_model_len")
+        return {name: str(value).replace(";", ",") for name, value in found.items()}
 
     def _opened(self) -> CompletionsClient:
         key = os.environ.get(self._key_env)
@@ -106,11 +102,6 @@ class OpenAIHttp(OutsideEngine):
         names = self._listed(client)
         if self._model is None and not names:
             raise EngineFailed(f"The server at {self._base_url} lists no model; name one with baseline.engine.model.")
-        if self._model is not None and names and self._model not in names:
-            listed = ", ".join(names)
-            log.warning(
-                "The server at %s lists %s; it is asked for %s all the same.", self._base_url, listed, self._model
-            )
         self._model = self._model or names[0]
         settings = {
             "engine": "openai",
@@ -140,13 +131,9 @@ class OpenAIHttp(OutsideEngine):
                 return []
             if monotonic() > ends:
                 said = "nothing answers there" if status is None else f"it answers {status}"
-                if status is not None and status >= 500:
-                    said += (
-                        f" after {self._timeout_s:g} s; baseline.engine.start_timeout_s waits longer for one that loads"
-                    )
                 raise EngineFailed(
-                    f"No server lists its models at {self._base_url}/models; start one, or correct "
-                    f"baseline.engine.base_url ({said})."
+                    f"No server lists its models at {self._base_url}/models ({said} after {self._timeout_s:g} s); start one, "
+                    "or correct baseline.engine.base_url. baseline.engine.start_timeout_s waits longer for one that loads."
                 )
             sleep(POLL_S)
 
@@ -154,12 +141,11 @@ class OpenAIHttp(OutsideEngine):
         """A server that breaks off one answer may give the next: the request fails. One that cannot be reached is gone."""
         assert self._client is not None
         ids, tokenizer = list(request.prompt), self._setup.tokenizer
-        body = completion_body(
-            request, self._model, tokenizer.decode(ids) if self._prompts == "text" and tokenizer else ids
-        )
+        prompt = tokenizer.decode(ids) if self._prompts == "text" and tokenizer else ids
+        body, headers = completion_body(request, self._model, prompt), {}
         if self._session_header:
             body["history"] = "whole"  # to our own server: not a message to be appended to what the session holds
-        headers = {self._session_header: request.session} if self._session_header else {}
+            headers = {self._session_header: request.session}
         try:
             with self._client.ask("/completions", body, headers) as answer:
                 return read_completion(answer, request, channel, encoder(self._setup))
@@ -175,80 +161,9 @@ class OpenAIHttp(OutsideEngine):
             self._client.close()
 
 
-def completion_body(request: Request, model: str | None, prompt: list[int] | str) -> dict[str, Any]:
-    """What OpenAI's protocol has, and what vLLM and llama.cpp add to it: exactly so many tokens, and their ids."""
-    output = request.output
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": output.max_new_tokens,
-        "temperature": 0.0,
-        "stream": request.stream,
-        "return_token_ids": True,
-        "ignore_eos": not isinstance(output, Free) or output.ignore_eos,
-    }
-    if request.stream:
-        body["stream_options"] = {"include_usage": True}
-    return body
-
-
 def _cards(text: str) -> list[Mapping[str, Any]]:
     """The models of a list; none where it is none."""
     try:
         return [card for card in json.loads(text)["data"] if "id" in card]
     except (ValueError, TypeError, LookupError):
         return []
-
-
-def _object(said: Any) -> Mapping[str, Any]:
-    return said if isinstance(said, Mapping) else {}
-
-
-def read_completion(
-    answer: Answer,
-    request: Request,
-    channel: Channel,
-    encode: Callable[[str], Sequence[int]],
-    ends: Collection[int] = (),
-) -> Reply:
-    """The answer of a completions endpoint, streamed or whole. encode: of text that comes without ids. ends: ids of which the
-    first ends it, where the server does not know them. Raises AnswerBroken where a stream ends without an end."""
-    tokens: list[int] = []
-    finish: str | None = None
-    usage: Mapping[str, Any] = {}
-    timings: Mapping[str, float] = {}
-    for piece in answer.pieces():
-        for choice in piece.get("choices", ()):
-            ids = choice.get("token_ids")
-            if ids is None:
-                ids = encode(choice["text"]) if choice.get("text") else ()
-            finish = choice.get("finish_reason") or finish
-            ended = next((place for place, token in enumerate(ids, 1) if token in ends), None)
-            wanted = channel.tell(*ids[:ended]) if request.stream else True
-            if ended or not wanted:
-                finish = "eos" if ended else finish
-                return Reply(finish, sent_bytes=answer.sent_bytes, received_bytes=answer.received_bytes)
-            tokens += ids
-        usage, timings = piece.get("usage") or usage, piece.get("timings") or timings
-    if request.stream and finish is None and not answer.whole:
-        raise broken(f"after {len(tokens)} tokens, without an end")
-    details = usage.get("prompt_tokens_details") or {}
-    return Reply(
-        finish,
-        tokens=None if request.stream else tokens_of(tokens),
-        prompt_tokens=usage.get("prompt_tokens"),
-        cached_tokens=details.get("cached_tokens"),
-        cached_on_host=details.get("cpu"),
-        compute_ms=timings["prompt_ms"] + timings["predicted_ms"] if "prompt_ms" in timings else None,
-        sent_bytes=answer.sent_bytes,
-        received_bytes=answer.received_bytes,
-    )
-
-
-def encoder(setup: EngineSetup) -> Callable[[str], Sequence[int]]:
-    def encode(text: str) -> Sequence[int]:
-        if setup.tokenizer is None:
-            raise RequestFailed("The server gives text and no token ids, and the model has no tokenizer to encode it.")
-        return setup.tokenizer.encode(text)
-
-    return encode

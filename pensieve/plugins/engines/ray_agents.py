@@ -19,7 +19,7 @@ from pensieve.core.plan import StartReport
 from pensieve.core.request import Request
 from pensieve.errors import MemoryRanOut, RequestFailed, RequestRefused, refused
 from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply, kv_settings
-from pensieve.plugins.engines.memory_watch import MemoryWatch, forbid_more
+from pensieve.plugins.engines.process import MemoryWatch, forbid_more
 from pensieve.plugins.engines.ray_cluster import RayCluster, check_ray, ray_version, remote
 from pensieve.plugins.engines.weights import model_folder
 from pensieve.serve.record import TurnRecord
@@ -44,7 +44,7 @@ class _Actor:
 class _RayAgents(OutsideEngine):
     """Fields of both baselines.
 
-    kv_tokens: of KV in each process, in tokens; null: the workload's longest conversation, else all of cache.gpu.
+    Each process has KV for the workload's longest conversation, else for all of cache.gpu.
     start_timeout_s: until Ray must be ready.
 
     hardware.cpu_memory is what the processes of all agents may have resident together: the one that was started last is
@@ -52,10 +52,11 @@ class _RayAgents(OutsideEngine):
     would whose limit is its share: that limit by the number of processes that are there at a time.
     """
 
-    def __init__(self, setup: EngineSetup, *, kv_tokens: int | None = None, start_timeout_s: float = 120.0) -> None:
+    def __init__(self, setup: EngineSetup, *, start_timeout_s: float = 120.0) -> None:
         self._setup = setup
-        self._kv_tokens = kv_tokens or setup.longest_tokens or setup.kv_tokens
-        self._kv_tokens += setup.block_tokens  # the last block is filled in part
+        self._kv_tokens = (
+            setup.longest_tokens or setup.kv_tokens
+        ) + setup.block_tokens  # the last one is filled in part
         gpus = 1 if setup.device.startswith("cuda") else 0
         self._gpu_share = GPU_SHARE * gpus
         self._cluster = RayCluster(

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
@@ -130,9 +130,8 @@ class TensorParallelWorker:
         found: dict[int, Any] = {}
         while len(found) < len(self._answers):
             told = self._heard(set(range(len(self._answers))) - set(found), None)
-            failures = {number: answer for number, answer in told.items() if isinstance(answer, Failure)}
-            if failures:
-                raise self._failed(failures)
+            if any(isinstance(answer, Failure) for answer in told.values()):
+                raise self._failed(told)
             found |= told
         return [found[number] for number in sorted(found)]
 
@@ -145,21 +144,18 @@ class TensorParallelWorker:
                 answers[number] = self._answers[number].recv()
             except (EOFError, OSError):
                 code = self._processes[number].wait(BLAME_S) or 0
-                killed = code > SIGNALS
-                ended = f"was killed by signal {code - SIGNALS}" if killed else f"ended with status {code}"
+                ended = f"was killed by signal {code - SIGNALS}" if code > SIGNALS else f"ended with status {code}"
                 said = f"Rank {number} of {len(self._answers)} (process {self.pids[number]}) {ended}."
                 answers[number] = Failure(EngineFailed(said), 0)
         return answers
 
-    def _failed(self, failures: dict[int, Failure]) -> PensieveError:
+    def _failed(self, told: Mapping[int, Any]) -> PensieveError:
         """The error of the rank that failed first, also of those that say so within BLAME_S."""
-        ends_s = time.monotonic() + BLAME_S
-        open_ones = {number for number, one in enumerate(self._answers) if not one.closed}
-        silent = open_ones - set(failures)
-        while silent and all(one.at_ns for one in failures.values()) and time.monotonic() < ends_s:
-            told = self._heard(silent, ends_s - time.monotonic())
-            failures |= {number: answer for number, answer in told.items() if isinstance(answer, Failure)}
-            silent -= set(failures)
+        failures = {number: answer for number, answer in told.items() if isinstance(answer, Failure)}
+        silent = {number for number, one in enumerate(self._answers) if not one.closed} - set(failures)
+        if all(one.at_ns for one in failures.values()):
+            more = self._heard(silent, BLAME_S) if silent else {}
+            failures |= {number: answer for number, answer in more.items() if isinstance(answer, Failure)}
         if not failures:
             return self._processes[0].failed("ended while it was needed")
         first = min(failures, key=lambda number: failures[number].at_ns)

@@ -134,10 +134,10 @@ class ContinuousBatching(OutsideEngine):
     """transformers' generate_batch behind its manager. Sized by hand, since its own choice serves far worse: pages for the
     KV budget and no more, batches as large as the scheduler's. It shares full prefix pages, and does not say when it did."""
 
-    def __init__(self, setup: EngineSetup, *, page_tokens: int = 32) -> None:
+    def __init__(self, setup: EngineSetup) -> None:
         self.can = Capabilities(cancels=False)
         self.at_once = AT_ONCE
-        self._setup, self._page = setup, page_tokens
+        self._setup = setup
         self._open = ExitStack()
         self._manager: Any = None
         self._waiting: dict[str, queue.SimpleQueue[Any]] = {}
@@ -151,15 +151,15 @@ class ContinuousBatching(OutsideEngine):
         module = plain_module(setup)
         loaded = perf_counter()
         sizes = {
-            "page_size": self._page,
-            "num_blocks": max(1, setup.kv_tokens // self._page),
+            "page_size": setup.block_tokens,
+            "num_blocks": max(1, setup.kv_tokens // setup.block_tokens),
             "max_batch_tokens": setup.batch_tokens,
             "max_requests_per_batch": setup.batch_requests,
         }
         self._manager = self._open.enter_context(continuous_batching(module, sizes))
         self._reader = threading.Thread(target=self._read, name="continuous-batching-results", daemon=True)
         self._reader.start()
-        tokens = sizes["num_blocks"] * self._page
+        tokens = sizes["num_blocks"] * setup.block_tokens
         settings = {
             **_settings(setup, module, "transformers continuous batching", tokens),
             **{f"configured_{name}": value for name, value in sizes.items()},

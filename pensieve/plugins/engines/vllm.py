@@ -26,9 +26,14 @@ from pensieve.errors import (
     UnsupportedModel,
 )
 from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply, kv_settings
-from pensieve.plugins.engines.completions import CompletionsClient
-from pensieve.plugins.engines.openai_http import completion_body, encoder, read_completion
-from pensieve.plugins.engines.process import EngineProcess, free_port, while_it_serves
+from pensieve.plugins.engines.completions import (
+    CompletionsClient,
+    completion_body,
+    encoder,
+    read_completion,
+    while_it_serves,
+)
+from pensieve.plugins.engines.process import EngineProcess, free_port
 from pensieve.plugins.engines.weights import model_folder
 from pensieve.serve.systems.base import Capabilities
 from pensieve.units import ceil_div
@@ -39,10 +44,6 @@ AT_ONCE = 256
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn.py
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _COUNTS = {"block_size": "block_size", "num_blocks": "num_gpu_blocks"}
-_LOGGED = {
-    "dtype": re.compile(r"engine .* with config: .*?\bdtype=torch\.(\w+)"),
-    "max_batch_tokens": re.compile(r"with max_num_batched_tokens=(\d+)"),
-}
 PAGE_BYTES = 4096  # vllm 0.32, BLOCK_SIZE_ALIGNMENT of v1/kv_offload/cpu/shared_offload_region.py
 THEIRS = ("lru", "arc")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -51,41 +52,26 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class _Vllm(OutsideEngine):
     """Fields of both baselines.
 
-    environment: the folder of a Python environment with vLLM; null: what PENSIEVE_VLLM_ENV names, else .venv-vllm of the
-    checkout. prefix_caching: keep full blocks and share them by content. block_tokens: of a block; null: cache.chunk_tokens.
-    dtype: of weights and KV; null: the model's here. start_timeout_s: until it must be ready; imports alone may take minutes
-    on a busy machine. policy: of a CPU tier of cache.cpu behind the device (OffloadingConnector): vLLM's lru or arc, or one
-    of ours by name (plugins/vllm), with policy_fields, and with costs from `profile`; null: there is no such tier.
-    names_sessions: that policy hears which conversation a request is of. blocks_per_chunk, offload_prompt_only: the
-    connector's. On a CPU our copies stand for vLLM's, which refuse (plugins/vllm/host.py). The KV budget and the batch are
-    those of cache= and scheduler=; one block more than fits the budget is asked for, since vLLM never uses its first.
+    vLLM is in the Python environment that PENSIEVE_VLLM_ENV names, else in .venv-vllm of the checkout. prefix_caching: keep
+    full blocks and share them by content. dtype: of weights and KV; null: the model's here. start_timeout_s: until it must
+    be ready; imports alone may take minutes on a busy machine. The KV budget, the blocks and the batch are those of cache=
+    and scheduler=; one block more than fits the budget is asked for, since vLLM never uses its first.
     """
-
-    loads_ours = False
-    """vLLM finds this package."""
 
     def __init__(
         self,
         setup: EngineSetup,
         *,
-        environment: str | None = None,
         prefix_caching: bool = True,
-        block_tokens: int | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         start_timeout_s: float = 600.0,
-        policy: str | None = None,
-        policy_fields: Mapping[str, Any] | None = None,
-        profile: str | None = None,
-        names_sessions: bool = True,
-        blocks_per_chunk: int = 1,
-        offload_prompt_only: bool = True,
     ) -> None:
         self.can = Capabilities()
         self.at_once = AT_ONCE
         self._setup, self._timeout_s = setup, start_timeout_s
-        named = environment or os.environ.get(ENVIRONMENT_ENV)
+        named = os.environ.get(ENVIRONMENT_ENV)
         self._environment = Path(named).expanduser() if named else DEFAULT
-        block = block_tokens or setup.block_tokens
+        block = setup.block_tokens
         self._dtype = dtype or setup.model.dtype
         blocks = setup.kv_tokens // block
         self._per_token = setup.model.kv_bytes_per_token // setup.model.dtype_bytes * DTYPE_BYTES[self._dtype]
@@ -101,42 +87,7 @@ class _Vllm(OutsideEngine):
             "enable_prefix_caching": prefix_caching,
         }
         self._host_tokens = 0
-        self._policy, self._names_sessions = policy, names_sessions
-        if policy is not None:
-            self._offload(policy, blocks_per_chunk, offload_prompt_only)
-            if policy not in THEIRS:
-                fields = {"policy_fields": dict(policy_fields or {}), "profile": profile, "seed": setup.seed}
-                self._fields["kv_transfer_config"]["kv_connector_extra_config"] |= fields
         self._process: EngineProcess | None = None
-
-    def _offload(self, policy: str, blocks_per_chunk: int, prompt_only: bool) -> None:
-        setup, chunk_tokens = self._setup, blocks_per_chunk * self._fields["block_size"]
-        on_cpu, chunks = setup.device == "cpu", setup.host_tokens // max(chunk_tokens, 1)
-        if policy not in THEIRS and not self.loads_ours:
-            raise ConfigError(
-                f"vLLM's server takes the policies lru and arc; for {policy} use baseline=vllm_offloading."
-            )
-        if on_cpu and not self.loads_ours:
-            raise ConfigError("vLLM's server has no CPU tier where it runs on a CPU; use baseline=vllm_offloading.")
-        if chunk_tokens < 1 or not chunks:
-            raise ConfigError(
-                f"A CPU tier of {setup.host_tokens} tokens holds no chunk of {chunk_tokens}; raise cache.cpu, or set "
-                "baseline.engine.blocks_per_chunk from 1 on."
-            )
-        self._host_tokens = chunks * chunk_tokens
-        chunk_bytes = chunk_tokens * self._per_token
-        extra = {
-            "cpu_bytes_to_use": chunks * (chunk_bytes if on_cpu else ceil_div(chunk_bytes, PAGE_BYTES) * PAGE_BYTES),
-            "eviction_policy": policy,
-            "blocks_per_chunk": blocks_per_chunk,
-            "offload_prompt_only": prompt_only,
-        }
-        ours = {"kv_connector": "PensieveConnector", "kv_connector_module_path": "pensieve.plugins.vllm"}
-        self._fields["kv_transfer_config"] = {
-            **(ours if on_cpu or policy not in THEIRS else {"kv_connector": "OffloadingConnector"}),
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        }
 
     def _refuse_heads(self) -> None:
         head_dim = self._setup.model.head_dim
@@ -207,12 +158,58 @@ class _Vllm(OutsideEngine):
 
 
 class Vllm(_Vllm):
-    """vLLM's LLM class in a process of its own, step by step: no HTTP, and times as the engine's own loop sees them."""
+    """vLLM's LLM class in a process of its own, step by step: no HTTP, and times as the engine's own loop sees them.
 
-    loads_ours = True
+    policy: of a CPU tier of cache.cpu behind the device (OffloadingConnector): vLLM's lru or arc, or one of ours by name
+    (plugins/vllm), with policy_fields, and with costs from `profile`; null: there is no such tier. One of ours hears which
+    conversation a request is of. blocks_per_chunk, offload_prompt_only: the connector's. On a CPU our copies stand for
+    vLLM's, which refuse (plugins/vllm/host.py).
+    """
 
     _mail: dict[str, queue.SimpleQueue[dict[str, Any] | None]]  # from `start` on: what came for each request
     _sending: threading.Lock
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        *,
+        policy: str | None = None,
+        policy_fields: Mapping[str, Any] | None = None,
+        profile: str | None = None,
+        blocks_per_chunk: int = 1,
+        offload_prompt_only: bool = True,
+        **fields: Any,
+    ) -> None:
+        super().__init__(setup, **fields)
+        self._policy = policy
+        if policy is not None:
+            self._offload(policy, blocks_per_chunk, offload_prompt_only)
+            if policy not in THEIRS:
+                told = {"policy_fields": dict(policy_fields or {}), "profile": profile, "seed": setup.seed}
+                self._fields["kv_transfer_config"]["kv_connector_extra_config"] |= told
+
+    def _offload(self, policy: str, blocks_per_chunk: int, prompt_only: bool) -> None:
+        setup, chunk_tokens = self._setup, blocks_per_chunk * self._fields["block_size"]
+        on_cpu, chunks = setup.device == "cpu", setup.host_tokens // max(chunk_tokens, 1)
+        if chunk_tokens < 1 or not chunks:
+            raise ConfigError(
+                f"A CPU tier of {setup.host_tokens} tokens holds no chunk of {chunk_tokens}; raise cache.cpu, or set "
+                "baseline.engine.blocks_per_chunk from 1 on."
+            )
+        self._host_tokens = chunks * chunk_tokens
+        chunk_bytes = chunk_tokens * self._per_token
+        extra = {
+            "cpu_bytes_to_use": chunks * (chunk_bytes if on_cpu else ceil_div(chunk_bytes, PAGE_BYTES) * PAGE_BYTES),
+            "eviction_policy": policy,
+            "blocks_per_chunk": blocks_per_chunk,
+            "offload_prompt_only": prompt_only,
+        }
+        ours = {"kv_connector": "PensieveConnector", "kv_connector_module_path": "pensieve.plugins.vllm"}
+        self._fields["kv_transfer_config"] = {
+            **(ours if on_cpu or policy not in THEIRS else {"kv_connector": "OffloadingConnector"}),
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
 
     def start(self) -> StartReport:
         self.check()
@@ -271,7 +268,7 @@ class Vllm(_Vllm):
 
     def _of(self, request: Request) -> dict[str, Any] | None:
         """What the policy of the CPU tier hears of the conversation."""
-        if self._policy in (None, *THEIRS) or not self._names_sessions:
+        if self._policy in (None, *THEIRS):
             return None
         return {"session": request.session, **(asdict(request.hint) if request.hint else {})}
 
@@ -310,7 +307,7 @@ class VllmHttp(_Vllm):
         self._process.wait_until(client.healthy, self._timeout_s)
         version = (client.get("/version") or {}).get("version")
         listed = (client.get("/v1/models") or {}).get("data") or [{}]
-        said = reported(client.page("/metrics")[1], self._process.log())
+        said = reported(client.page("/metrics")[1])
         said |= {"version": version, "n_ctx": listed[0].get("max_model_len")}
         return StartReport(perf_counter() - began, 0.0, self._settings(said))
 
@@ -320,9 +317,7 @@ class VllmHttp(_Vllm):
         options += ["--enable-prompt-tokens-details"]
         for name, value in self._fields.items():
             flag = name.replace("_", "-")
-            if isinstance(value, dict):
-                options += [f"--{flag}", json.dumps(value)]
-            elif isinstance(value, bool):
+            if isinstance(value, bool):
                 options.append(f"--{flag}" if value else f"--no-{flag}")
             else:
                 options += [f"--{flag}", str(value)]
@@ -344,8 +339,8 @@ class VllmHttp(_Vllm):
         super().close()
 
 
-def reported(metrics: str, log: str) -> dict[str, Any]:
-    """What the server says of itself: of its cache in its metrics, of its weights and batch in its log."""
+def reported(metrics: str) -> dict[str, Any]:
+    """What the server says of its cache, in its metrics."""
     cache = next((line for line in metrics.splitlines() if line.startswith("vllm:cache_config_info{")), "")
     labels = dict(_LABEL.findall(cache))
     found: dict[str, Any] = {
@@ -353,7 +348,4 @@ def reported(metrics: str, log: str) -> dict[str, Any]:
     }
     if labels:
         found |= {"prefix_caching": labels.get("enable_prefix_caching") == "True", "kv_type": labels.get("cache_dtype")}
-    for name, pattern in _LOGGED.items():
-        for value in pattern.findall(log)[:1]:
-            found[name] = int(value) if value.isdigit() else value
     return found

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any
 
@@ -15,11 +15,11 @@ from transformers import DynamicCache
 
 from pensieve.core.request import TokenArray
 from pensieve.device.sampler import greedy
+from pensieve.plugins.engines import wire as messages
 from pensieve.plugins.engines.base import EngineSetup
-from pensieve.plugins.engines.disaggregated import wire as messages
-from pensieve.plugins.engines.disaggregated.wire import GENERATE, KV, LOGITS, STEP, STOP, Array, Said, Wire
 from pensieve.plugins.engines.process import own_pipes
 from pensieve.plugins.engines.weights import plain_module
+from pensieve.plugins.engines.wire import KV, LOGITS, Array, Said, Wire
 
 WARM_TOKENS = 8
 
@@ -124,54 +124,50 @@ def _kv_of(cache: DynamicCache) -> torch.Tensor:
 
 def main() -> None:
     """Serve a model until its client is gone."""
-    commands, answers = own_pipes()
-    setup, keeps_weights, key = commands.recv()
-    host(setup, keeps_weights, key, answers.send)
+    host(*own_pipes())
 
 
-def host(setup: EngineSetup, keeps_weights: bool, key: bytes, announce: Callable[[Any], object]) -> None:
-    """Load the model, announce at which port it is and what it is, and serve one client until that is gone."""
+def host(commands: Connection, answers: Connection) -> None:
+    """Load the model that is asked for, say what it is, and serve one client until that is gone."""
+    setup, keeps_weights = commands.recv()
     model = RemoteModel(setup, keeps_weights)
-    with Listener(("127.0.0.1", 0), authkey=key) as listener:
-        said = {
-            "port": listener.address[1],
-            "load_s": model.load_s,
-            "weight_bytes": model.weight_bytes,
-            "version": transformers.__version__,
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-        }
-        announce(said)
-        with listener.accept() as connection, suppress(EOFError, ConnectionError):  # the client is gone
-            wire = Wire(connection, setup.network_gbps)
-            while True:
-                _answer(wire, model)
+    said = {
+        "load_s": model.load_s,
+        "weight_bytes": model.weight_bytes,
+        "version": transformers.__version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+    answers.send(said)
+    wire = Wire(commands, answers, setup.network_gbps)
+    with suppress(EOFError, OSError):  # the client is gone
+        while True:
+            _answer(wire, model)
 
 
 def _answer(wire: Wire, model: RemoteModel) -> None:
     arrived = wire.receive()
     here, said = perf_counter(), arrived.said
     try:
-        if said["do"] == STEP:
-            back, began, ended = model.step(array("i", said["ids"]), arrived.arrays)
-            wire.send(messages.stepped(arrived.flight_s + began - here, ended - began), back, began_s=ended)
-        elif said["do"] == GENERATE:
+        if "step" in said:
+            back, began, ended = model.step(array("i", said["step"]), arrived.arrays)
+            wire.send(messages.computed(arrived.flight_s + began - here, ended - began), back, began_s=ended)
+        elif "generate" in said:
             _generate(wire, model, said, arrived.flight_s)
     except (RuntimeError, IndexError, ValueError, KeyError) as error:
         wire.send({"error": f"The model's process failed the request: {error!r}"})
 
 
 def _generate(wire: Wire, model: RemoteModel, said: Said, flight_s: float) -> None:
-    """A token as soon as it is drawn, until the last one or until the client says stop."""
+    """A token as soon as it is drawn, until the last one or until the client says something."""
     waited, computed = flight_s, 0.0
-    for drawn, last, seconds in model.decode(array("i", said["ids"]), said["tokens"], said["ends"]):
+    for drawn, last, seconds in model.decode(array("i", said["generate"]), said["tokens"], said["ends"]):
         computed += seconds
-        if not last and wire.waiting:
-            assert wire.receive().said["do"] == STOP
-            last = True
-        if last:
-            wire.send(messages.last_token(drawn, waited, computed))
+        if last or wire.waiting:
+            if not last:
+                wire.receive()
+            wire.send(messages.computed(waited, computed, drawn))
             return
         began = perf_counter()
-        wire.send(messages.token(drawn))
+        wire.send({"token": drawn})
         waited += perf_counter() - began

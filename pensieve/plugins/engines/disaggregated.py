@@ -11,29 +11,25 @@ KV lives as long as its request in all three, so nothing is kept from one turn t
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from array import array
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Client
 from time import perf_counter
-from types import MappingProxyType
 from typing import Any
 
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Request
 from pensieve.errors import ContextLengthError, RequestFailed
+from pensieve.plugins.engines import wire as messages
 from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply, kv_settings
-from pensieve.plugins.engines.disaggregated import wire as messages
-from pensieve.plugins.engines.disaggregated.wire import KV, LOGITS, STOP, Array, Arrived, Wire
 from pensieve.plugins.engines.process import EngineProcess
 from pensieve.plugins.engines.transformers_peers import end_tokens
 from pensieve.plugins.engines.weights import plain_module
+from pensieve.plugins.engines.wire import KV, LOGITS, Array, Arrived, Wire
 from pensieve.serve.systems.base import Capabilities
 
-KEY_BYTES = 16
+CODE = "from pensieve.plugins.engines.remote_model import main; main()"
 
 
 @dataclass(slots=True)
@@ -52,42 +48,47 @@ class _Spent:
 class _Disaggregated(OutsideEngine):
     """start_timeout_s: until the model's process must be ready.
 
-    hardware.network_gbps paces what crosses, as a network of that rate would; without it, it goes as fast as the loopback
-    interface takes it. Bytes are those of the messages as they are serialised, their heads included.
+    hardware.network_gbps paces what crosses, as a network of that rate would; without it, it goes as fast as pipes take it.
+    Bytes are those of the messages as they are serialised, their heads included.
     """
 
     keeps_weights = True
     crosses: str
+    wire: Wire
 
     def __init__(self, setup: EngineSetup, *, start_timeout_s: float = 120.0) -> None:
         self.can = Capabilities(max_in_flight=1)
         self.at_once = 1
         self._setup, self._timeout_s = setup, start_timeout_s
         self._process: EngineProcess | None = None
-        self._wire: Wire | None = None
 
     def start(self) -> StartReport:
-        began = perf_counter()
-        setup, key = self._setup, os.urandom(KEY_BYTES)
-        said = self._begin(replace(setup, tokenizer=None), self.keeps_weights, key)
-        self._wire = Wire(self._connect(said.pop("port"), key), setup.network_gbps)
-        load_s = said.pop("load_s")
+        began, setup = perf_counter(), self._setup
+        said, self.wire = self._begin(replace(setup, tokenizer=None), self.keeps_weights)
+        load_s, gbps = said.pop("load_s"), setup.network_gbps
+        paced = "as fast as they are" if gbps is None else f"paced to at most {gbps:g} Gbps: simulated by waiting"
         settings = {
             "engine": "transformers, disaggregated",
             **said,
             "crosses": self.crosses,
-            "transport": "multiprocessing.connection, TCP over loopback",
-            "network_gbps": setup.network_gbps,
-            "network": "loopback, as fast as it is"
-            if setup.network_gbps is None
-            else f"loopback, paced to at most {setup.network_gbps:g} Gbps: simulated by waiting",
+            "network_gbps": gbps,
+            "network": f"pipes between two processes, {paced}",
             **kv_settings(None, setup.model.kv_bytes_per_token, setup.model.dtype),
         }
         return StartReport(load_s, (perf_counter() - began - load_s) * 1e3, settings)
 
+    def _begin(self, *asked: Any) -> tuple[dict[str, Any], Wire]:
+        """Start the model's process: what it says once it is ready, and the way to it."""
+        threads = {"OMP_NUM_THREADS": str(self._setup.threads)}
+        self._process = process = EngineProcess.ours(self._setup.baseline, CODE, threads, talk=True)
+        with suppress(BrokenPipeError):  # it has ended, as the next line finds
+            process.sends.send(asked)
+        said: dict[str, Any] = process.first_word(self._timeout_s)
+        return said, Wire(process.receives, process.sends, self._setup.network_gbps)
+
     def answer(self, request: Request, channel: Channel) -> Reply:
         """Raises ContextLengthError for more positions than the model has, RequestFailed, EngineFailed."""
-        admitted_s, wire = perf_counter(), self._open
+        admitted_s, wire = perf_counter(), self.wire
         whole = len(request.prompt) + request.output.max_new_tokens
         if whole > self._setup.model.max_context:
             raise ContextLengthError(
@@ -111,58 +112,40 @@ class _Disaggregated(OutsideEngine):
             received_bytes=wire.received_bytes - received,
         )
 
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.close()
-        if self._wire is not None:
-            self._wire.close()
-
-    # -- how ----------------------------------------------------------------------------------------------------------
-
-    def _begin(self, *asked: Any) -> dict[str, Any]:
-        """Start the model's process: what it says once it is ready."""
-        code = "from pensieve.plugins.engines.disaggregated.remote_model import main; main()"
-        threads = {"OMP_NUM_THREADS": str(self._setup.threads)}
-        self._process = process = EngineProcess.ours(self._setup.baseline, code, threads, talk=True)
-        with suppress(BrokenPipeError):  # it has ended, as the next line finds
-            process.sends.send(asked)
-        said: dict[str, Any] = process.first_word(self._timeout_s)
-        return said
-
-    def _connect(self, port: int, key: bytes) -> Any:
-        return Client(("127.0.0.1", port), authkey=key)
-
     @abstractmethod
     def _serve(self, request: Request, channel: Channel, spent: _Spent) -> str | None:
         """Tell the tokens; returns why there are no more, None where nobody wants more."""
 
-    @property
-    def _open(self) -> Wire:
-        assert self._wire is not None, "start() comes first"
-        return self._wire
-
     def _receive(self) -> Arrived:
-        arrived = self._open.receive()
+        arrived = self.wire.receive()
         if "error" in arrived.said:
             raise RequestFailed(arrived.said["error"])
         return arrived
 
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+
 
 class PartiallyAware(_Disaggregated):
     """The model's process knows which arguments of a step are weights and keeps those. KV is an argument and a result like
-    any other: the client sends what it got back with the next step, and draws the tokens from the logits."""
+    any other: the client sends what it got back with the next step, and draws the tokens from the logits. arguments: what
+    comes along with each step beside KV."""
 
     crosses = "KV and logits, each step"
-    arguments: Mapping[str, Array] = MappingProxyType({})
-    """What comes along with each step beside KV."""
+    arguments: dict[str, Array]
+
+    def start(self) -> StartReport:
+        self.arguments = {}
+        return super().start()
 
     def _serve(self, request: Request, channel: Channel, spent: _Spent) -> str | None:
         from pensieve.device.sampler import greedy
-        from pensieve.plugins.engines.disaggregated.remote_model import tensor_of
+        from pensieve.plugins.engines.remote_model import tensor_of
 
         ends, ids, kv = end_tokens(self._setup, request), request.prompt, dict[str, Array]()
         for number in range(1, request.output.max_new_tokens + 1):
-            self._open.send(messages.step(ids), {**self.arguments, **kv})
+            self.wire.send(messages.step(ids), {**self.arguments, **kv})
             arrived = self._receive()
             spent.add(arrived)
             kv = {KV: arrived.arrays[KV]}
@@ -183,24 +166,22 @@ class SemanticBlind(PartiallyAware):
     crosses = "weights, KV and logits, each step"
 
     def start(self) -> StartReport:
-        from pensieve.plugins.engines.disaggregated.remote_model import weight_arrays
+        from pensieve.plugins.engines.remote_model import weight_arrays
 
+        report = super().start()
         self.arguments = weight_arrays(plain_module(self._setup))
-        return super().start()
-
-    def close(self) -> None:
-        super().close()
-        self.arguments = {}
+        return report
 
 
 class FullyAware(_Disaggregated):
-    """The model's process decodes: it keeps weights and KV, draws the tokens, and sends each id as soon as it has it."""
+    """The model's process decodes: it keeps weights and KV, draws the tokens, and sends each id as soon as it has it.
+    Whatever is sent meanwhile means that nobody wants more."""
 
     crosses = "token ids"
 
     def _serve(self, request: Request, channel: Channel, spent: _Spent) -> str | None:
         ends = end_tokens(self._setup, request)
-        self._open.send(messages.generate(request.prompt, request.output.max_new_tokens, ends))
+        self.wire.send(messages.generate(request.prompt, request.output.max_new_tokens, ends))
         stopped = False
         while True:
             arrived = self._receive()
@@ -210,7 +191,7 @@ class FullyAware(_Disaggregated):
                 spent.add(arrived)
                 break
             if not wanted and not stopped:
-                self._open.send({"do": STOP})
+                self.wire.send({})
                 stopped = True
         if drawn in ends:
             return "eos"

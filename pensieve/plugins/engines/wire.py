@@ -1,18 +1,16 @@
-"""What client and model say to each other, how it is serialised, and the connection that carries it.
+"""What a client and a model in another process say to each other, how it is serialised, and the pipes that carry it.
 
 A message is a head, then the bytes of each array. The head is a pickle of plain values: what is said, when the sender began,
-and the name, dtype and shape of each array. Both ends were started by one trial on one machine, and the connection is
-authenticated. The simulation sizes its messages here too, so that a head costs there what it costs in a trial.
+and the name, dtype and shape of each array. The simulation sizes its messages here too, so that a head costs there what it
+costs in a trial.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
-import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,12 +18,10 @@ from typing import Any
 from pensieve.core.request import TokenArray
 from pensieve.specs import DTYPE_BYTES, ModelSpec
 
-STEP, GENERATE, STOP = "step", "generate", "stop"
 KV, LOGITS = "kv", "logits"
 
 PIECE_BYTES = 512 * 2**10
-"""multiprocessing.connection receives a large message in one buffer for each read of the socket: pieces are ten times as
-fast."""
+"""multiprocessing.connection receives a large message in one buffer for each read: pieces are ten times as fast."""
 
 Said = Mapping[str, Any]
 
@@ -46,35 +42,24 @@ class Array:
 
 def step(ids: TokenArray[int]) -> Said:
     """Compute these positions after those of the KV that comes along (none at first), with the weights that do."""
-    return {"do": STEP, "ids": ids.tobytes()}
-
-
-def stepped(waited: float, computed: float) -> Said:
-    """Logits of the last position and the KV of all of them come along. Seconds of the model's process, since the message
-    that it answers was begun: waited for that to arrive, and to send what came before; computed from input to output."""
-    return {"waited": waited, "computed": computed}
+    return {"step": ids.tobytes()}
 
 
 def generate(prompt: TokenArray[int], tokens: int, ends: list[int]) -> Said:
     """Decode at most `tokens` tokens, greedily, until one of `ends`."""
-    return {"do": GENERATE, "ids": prompt.tobytes(), "tokens": tokens, "ends": ends}
+    return {"generate": prompt.tobytes(), "tokens": tokens, "ends": ends}
 
 
-def token(drawn: int) -> Said:
-    return {"token": drawn}
-
-
-def last_token(drawn: int, waited: float, computed: float) -> Said:
-    return {**token(drawn), **stepped(waited, computed)}
+def computed(waited_s: float, computed_s: float, token: int | None = None) -> Said:
+    """The end of an answer: logits of the last position and the KV of all of them come along, or the last token is in it.
+    Seconds of the model's process, since the message that it answers was begun: waited for that to arrive, and to send what
+    came before; computed from input to output."""
+    return {"waited": waited_s, "computed": computed_s} | ({} if token is None else {"token": token})
 
 
 def kv_array(model: ModelSpec, positions: int) -> Array:
     """The shape in which KV crosses: [layers, K and V, KV heads, positions, head_dim]."""
     return Array(model.dtype, (model.layers, 2, model.kv_heads, positions, model.head_dim))
-
-
-def logits_array(model: ModelSpec) -> Array:
-    return Array(model.dtype, (model.vocab,))
 
 
 def head(said: Said, arrays: Mapping[str, Array], began_s: float) -> bytes:
@@ -99,55 +84,47 @@ class Arrived:
 
 
 class Wire:
-    """One end of a connection. sent_bytes, received_bytes: of all messages so far, as they were handed to the connection and
+    """One end of two pipes. sent_bytes, received_bytes: of all messages so far, as they were handed to the connection and
     came out of it; the 4 bytes with which it frames each piece are not among them.
 
     gbps: a message arrives no sooner than a network of so many 10^9 bit/s would have brought it: whoever receives it waits.
     None: as soon as it is there.
     """
 
-    def __init__(self, connection: Connection, gbps: float | None = None) -> None:
-        self._connection, self._gbps = connection, gbps
+    def __init__(self, receives: Connection, sends: Connection, gbps: float | None = None) -> None:
+        self._receives, self._sends, self._gbps = receives, sends, gbps
         self.sent_bytes = self.received_bytes = 0
-        with socket.socket(fileno=os.dup(connection.fileno())) as same:
-            # Else a small piece waits until the one before is acknowledged, which takes the other end 40 ms (Nagle).
-            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, said: Said, arrays: Mapping[str, Array] | None = None, began_s: float | None = None) -> None:
         """began_s: when preparing it began (time.perf_counter); None: now. Raises OSError where the other end is gone."""
         arrays = arrays or {}
-        self._put(head(said, arrays, time.perf_counter() if began_s is None else began_s))
+        pieces: list[bytes | memoryview] = [head(said, arrays, time.perf_counter() if began_s is None else began_s)]
         for array in arrays.values():
             data = memoryview(array.data)
             assert data.nbytes == array.size, "an array without its data"
-            for start in range(0, data.nbytes, PIECE_BYTES):
-                self._put(data[start : start + PIECE_BYTES])
-
-    def _put(self, data: bytes | memoryview) -> None:
-        self._connection.send_bytes(data)
-        self.sent_bytes += len(data)
+            pieces += (data[start : start + PIECE_BYTES] for start in range(0, data.nbytes, PIECE_BYTES))
+        for piece in pieces:
+            self._sends.send_bytes(piece)
+            self.sent_bytes += len(piece)
 
     def receive(self) -> Arrived:
         """The next message. Raises EOFError or OSError where the other end is gone."""
-        data = self._connection.recv_bytes()
-        said, listed, began_s = pickle.loads(data)
-        arrays = {name: self._filled(Array(dtype, shape)) for name, dtype, shape in listed}
-        count = len(data) + sum(array.size for array in arrays.values())
+        head_bytes = self._receives.recv_bytes()
+        said, listed, began_s = pickle.loads(head_bytes)
+        arrays, count = {}, len(head_bytes)
+        for name, dtype, shape in listed:
+            wanted = Array(dtype, shape).size
+            data, filled = bytearray(wanted), 0
+            while filled < wanted:
+                filled += self._receives.recv_bytes_into(data, filled)
+            arrays[name] = Array(dtype, shape, data)
+            count += wanted
         self.received_bytes += count
         if self._gbps is not None:
             time.sleep(max(0.0, began_s + count * 8 / (self._gbps * 1e9) - time.perf_counter()))
         return Arrived(said, arrays, time.perf_counter() - began_s)
 
-    def _filled(self, array: Array) -> Array:
-        data, filled = bytearray(array.size), 0
-        while filled < array.size:
-            filled += self._connection.recv_bytes_into(data, filled)
-        return replace(array, data=data)
-
     @property
     def waiting(self) -> bool:
         """Something has come that was not received yet."""
-        return self._connection.poll(0)
-
-    def close(self) -> None:
-        self._connection.close()
+        return self._receives.poll(0)

@@ -1,1 +1,0 @@
-"""A model in another process than its client, and what crosses the network between them."""

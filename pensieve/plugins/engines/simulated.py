@@ -1,0 +1,406 @@
+"""What stands for an engine of others on a simulated machine that computes a token of one request at a time.
+
+Agents (ray_keepalive, ray_serverless): processes take turns on the card, an iteration each, as they do without MPS. Bytes of
+a process are its weights and the KV of what its request may come to; CUDA's own context is left out, so that more fit here
+than in reality.
+
+Disaggregated (semantic_blind, partially_aware, fully_aware): nothing is sent. Messages have the sizes of wire.py for the
+model's own shapes, but for what no ModelSpec has: norms and biases among the weights (below 0.1 %) and their names in the
+head. A message takes its bytes over hardware.network_gbps and hardware.network_latency_s; neither direction carries two at
+once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pensieve.core.machine import Clock, VirtualClock
+from pensieve.core.plan import StartReport
+from pensieve.core.request import Event, Free, Length, Request
+from pensieve.core.scheduler.active_request import noise_key
+from pensieve.errors import ConfigError, MemoryRanOut
+from pensieve.plugins.engines import wire as messages
+from pensieve.plugins.engines.base import kv_settings
+from pensieve.plugins.engines.wire import KV, LOGITS, Array
+from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.base import Capabilities
+from pensieve.serve.transcript import Transcripts
+from pensieve.sim.cost import simulated_cost
+from pensieve.sim.worker import drawn_token
+from pensieve.specs import HardwareSpec, ModelSpec
+from pensieve.units import ceil_div, format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What one token cost: the nanoseconds that the model computed, those in which messages were under way, and their bytes
+    each way as the client counts them (None: there is no network)."""
+
+    computed_ns: int
+    moved_ns: int = 0
+    sent: int | None = None
+    received: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Serving:
+    """ready_ns: when its first token may be computed; None: what it needs is not there yet. steps: its tokens, once it is
+    admitted."""
+
+    request: Request
+    turn: TurnRecord
+    ready_ns: int | None = None
+    steps: Iterator[Spent] | None = None
+
+
+class TokenByToken(ABC):
+    """Requests are served in order of arrival, each to its end; or, where `takes_turns`, a token of each after the other."""
+
+    takes_turns: ClassVar[bool] = False
+
+    def __init__(self, model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> None:
+        self.clock: Clock = VirtualClock()
+        self.can = Capabilities(max_in_flight=None if self.takes_turns else 1)
+        self.model, self.hardware = model, hardware
+        self._cost = simulated_cost(model, hardware, chunk_tokens)
+        self.said = Transcripts()
+        self.queue: deque[Serving] = deque()
+        self._untold: list[Event] = []
+
+    @abstractmethod
+    def tokens(self, held: int, prompt: int, count: int) -> Iterator[Spent]:
+        """What each of `count` tokens after a prompt costs of which so many tokens are held."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """As the engine itself would report them."""
+
+    def accept(self, one: Serving) -> None:
+        """A request arrives. Sets ready_ns; raises MemoryRanOut."""
+        one.ready_ns = self.clock.now_ns()
+
+    def held_of(self, one: Serving) -> int:
+        """Tokens of the history whose KV is there for this request."""
+        return 0
+
+    def leave(self, one: Serving) -> None:
+        """A request has ended, however that was."""
+        self.said.note(one.request, one.turn)
+
+    # -- the System ---------------------------------------------------------------------------------------------------
+
+    @property
+    def load_ns(self) -> int:
+        """Of the weights, over the link to the device."""
+        return round(self.model.weight_bytes / self.hardware.gpus / self.hardware.h2d_bw * 1e9)
+
+    def start(self) -> StartReport:
+        return StartReport(self.load_ns / 1e9, 0.0, self.settings())
+
+    def submit(self, request: Request) -> None:
+        turn = TurnRecord.arrived(request, request.turn, self.clock.now_s())
+        turn.h2d_bytes = turn.d2h_bytes = None
+        one = Serving(request, turn)
+        try:
+            self.accept(one)
+        except MemoryRanOut as error:
+            self._untold.append(self._ended(one, "failed", error.reason, str(error)))
+        else:
+            self.queue.append(one)
+
+    def cancel(self, request_id: int, status: str) -> None:
+        one = next((one for one in self.queue if one.request.id == request_id), None)
+        if one is not None:
+            self.queue.remove(one)
+            self._untold.append(self._ended(one, status, None))
+
+    def poll(self, until_s: float | None) -> list[Event]:
+        assert isinstance(self.clock, VirtualClock)
+        until_ns = None if until_s is None else round(until_s * 1e9)
+        events, self._untold = self._untold, []
+        while not any(event.kind == "finished" for event in events):
+            now = self.clock.now_ns()
+            if until_ns is not None and now >= until_ns:
+                break
+            one = next((one for one in self.queue if one.ready_ns is not None and one.ready_ns <= now), None)
+            if one is not None:
+                events += self._step(one, self.clock)
+                continue
+            coming = [one.ready_ns for one in self.queue if one.ready_ns is not None]
+            coming += [] if until_ns is None else [until_ns]
+            if not coming:
+                break
+            self.clock.advance_to(min(coming))
+        return events
+
+    def forget(self, session: str | None) -> None:
+        self.said.forget(session)
+
+    def counters(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self.queue.clear()
+
+    # -- how ----------------------------------------------------------------------------------------------------------
+
+    def computed_ns(self, context: int, new: int) -> int:
+        return round(self._cost.iteration_s([(context, context + new)], 1) * 1e9)
+
+    def _step(self, one: Serving, clock: VirtualClock) -> list[Event]:
+        """One token of this request."""
+        request, turn = one.request, one.turn
+        if one.steps is None:
+            self._admit(one)
+            one.steps = self.tokens(turn.gpu_hit_tokens or 0, len(request.prompt), request.output.max_new_tokens)
+        spent = next(one.steps)
+        clock.advance_to(clock.now_ns() + spent.computed_ns + spent.moved_ns)
+        if spent.sent is not None and spent.received is not None:
+            turn.sent_bytes = (turn.sent_bytes or 0) + spent.sent
+            turn.received_bytes = (turn.received_bytes or 0) + spent.received
+        turn.step(spent.computed_ns / 1e6, spent.moved_ns / 1e6)
+        position = len(request.prompt) + len(turn.token_ids)
+        drawn = drawn_token(noise_key(request.sampling, request.session, turn.turn), position, self.model.vocab)
+        now_s, first = clock.now_s(), not turn.token_ids
+        turn.token(drawn, None, now_s)
+        events = [Event("first_token" if first else "token", request.id, now_s, token=drawn)]
+        if len(turn.token_ids) == request.output.max_new_tokens:
+            self.queue.remove(one)
+            events.append(self._ended(one, "completed", "length"))
+        elif self.takes_turns:
+            self.queue.remove(one)
+            self.queue.append(one)
+        return events
+
+    def _admit(self, one: Serving) -> None:
+        request, turn = one.request, one.turn
+        assert isinstance(request.output, Length | Free), "nothing here has logits to force a token on"
+        prompt, history = len(request.prompt), self.said.history_of(request)
+        turn.admitted_s = self.clock.now_s()
+        turn.prompt_tokens, turn.history_tokens, turn.new_tokens = prompt, history, prompt - history
+        turn.gpu_hit_tokens, turn.shared_hit_tokens = min(history, self.held_of(one)), 0
+        turn.recomputed_tokens = history - turn.gpu_hit_tokens
+
+    def _ended(self, one: Serving, status: str, reason: str | None, error: str | None = None) -> Event:
+        one.turn.close(status, reason, self.clock.now_s(), error)
+        self.leave(one)
+        return Event("finished", one.request.id, self.clock.now_s(), turn=one.turn)
+
+
+# -- agents -----------------------------------------------------------------------------------------------------------------
+
+
+class _Processes(TokenByToken):
+    takes_turns = True
+
+    def __init__(self, model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> None:
+        super().__init__(model, hardware, chunk_tokens)
+        self._chunk_tokens = chunk_tokens
+        self._link_free_ns = self._starts = self._waited_ns = 0
+
+    def tokens(self, held: int, prompt: int, count: int) -> Iterator[Spent]:
+        context, new = held, prompt - held
+        for _ in range(count):
+            yield Spent(self.computed_ns(context, new))
+            context, new = context + new, 1
+
+    def bytes_for(self, tokens: int) -> int:
+        """Of a process whose conversation comes to so many tokens."""
+        kv = ceil_div(tokens, self._chunk_tokens) * self._chunk_tokens * self.model.kv_bytes_per_token
+        return self.model.weight_bytes + kv
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.hardware.gpu_memory_bytes * self.hardware.gpus
+
+    def loaded_ns(self) -> int:
+        """When the weights of a process are there that begins now. They cross the link one process after the other."""
+        now = self.clock.now_ns()
+        self._link_free_ns = max(now, self._link_free_ns) + self.load_ns
+        self._starts += 1
+        self._waited_ns += self._link_free_ns - now
+        return self._link_free_ns
+
+    def counters(self) -> dict[str, float]:
+        return {
+            "process_starts": float(self._starts),
+            "process_load_ms": self._starts * self.load_ns / 1e6,
+            "process_start_ms": self._waited_ns / 1e6,
+        }
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "engine": "simulated, a process an agent",
+            "device": self.hardware.name,
+            "memory_bytes": self.memory_bytes,
+            "weight_bytes": self.model.weight_bytes,
+            **kv_settings(None, self.model.kv_bytes_per_token, self.model.dtype),
+        }
+
+
+def _tokens(one: Serving) -> int:
+    return len(one.request.prompt) + one.request.output.max_new_tokens
+
+
+@dataclass(slots=True)
+class _Actor:
+    """tokens: that its KV may come to. loaded_ns: when its weights are there. holds: its conversation was served before."""
+
+    tokens: int
+    loaded_ns: int
+    warming: bool
+    holds: bool = False
+
+
+class RayKeepalive(_Processes):
+    """See ray_agents.RayKeepalive. An actor whose next request has no room ends, and with it the agent's request."""
+
+    def __init__(self, model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> None:
+        super().__init__(model, hardware, chunk_tokens)
+        self._actors: dict[str, _Actor] = {}
+
+    def accept(self, one: Serving) -> None:
+        request, tokens = one.request, _tokens(one)
+        actor = self._actors.pop(request.session, None) or self._taken_over(request.phase == "warmup")
+        taken = sum(self.bytes_for(other.tokens) for other in self._actors.values())
+        if taken + self.bytes_for(tokens) > self.memory_bytes:
+            raise MemoryRanOut(
+                f"{len(self._actors)} agents' processes hold {format_bytes(taken)}, and one more has no room in "
+                f"{format_bytes(self.memory_bytes)}."
+            )
+        if actor is None:
+            actor = _Actor(tokens, self.loaded_ns(), request.phase == "warmup")
+        actor.tokens = tokens
+        self._actors[request.session] = actor
+        one.ready_ns = max(self.clock.now_ns(), actor.loaded_ns)
+
+    def held_of(self, one: Serving) -> int:
+        return len(one.request.prompt) if self._actors[one.request.session].holds else 0
+
+    def leave(self, one: Serving) -> None:
+        super().leave(one)
+        actor = self._actors.get(one.request.session)
+        if actor is not None:
+            actor.holds = actor.holds or one.turn.stands
+
+    def forget(self, session: str | None) -> None:
+        super().forget(session)
+        for name, actor in self._actors.items():
+            actor.holds = actor.holds and session not in (None, name)
+
+    def _taken_over(self, warming: bool) -> _Actor | None:
+        """An actor that only warm-ups have used, where this request is none."""
+        name = None if warming else next((name for name, actor in self._actors.items() if actor.warming), None)
+        if name is None:
+            return None
+        actor = self._actors.pop(name)
+        actor.warming = actor.holds = False
+        return actor
+
+
+class RayServerless(_Processes):
+    """See ray_agents.RayServerless. Ray's queue starts as many at a time as memory has room for, in order of arrival."""
+
+    def accept(self, one: Serving) -> None:
+        if self.bytes_for(_tokens(one)) > self.memory_bytes:
+            raise MemoryRanOut(f"One process needs more than {format_bytes(self.memory_bytes)}.")
+        one.ready_ns = None
+        self._begin([*self.queue, one])
+
+    def leave(self, one: Serving) -> None:
+        super().leave(one)
+        self._begin([other for other in self.queue if other is not one])
+
+    def _begin(self, wanted: list[Serving]) -> None:
+        waiting = sorted((one for one in wanted if one.ready_ns is None), key=lambda one: one.request.id)
+        taken = sum(self.bytes_for(_tokens(one)) for one in wanted if one.ready_ns is not None)
+        for one in waiting:
+            taken += self.bytes_for(_tokens(one))
+            if taken > self.memory_bytes:
+                return
+            one.ready_ns = self.loaded_ns()
+
+
+# -- a model in another process ---------------------------------------------------------------------------------------------
+
+_WORST = (1.0, 1.0)  # seconds that take as many bytes as any in a head
+
+
+class _Disaggregated(TokenByToken):
+    """One request after the other, in order of arrival, as the real ones are served."""
+
+    def __init__(self, model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> None:
+        if hardware.network_gbps is None:
+            raise ConfigError(
+                "hardware.network_gbps has no value, and a disaggregated baseline on a simulated machine needs it; set it."
+            )
+        super().__init__(model, hardware, chunk_tokens)
+        self._bytes_s = hardware.network_gbps * 1e9 / 8
+
+    def settings(self) -> dict[str, Any]:
+        h = self.hardware
+        return {
+            "engine": "simulated, disaggregated",
+            "device": h.name,
+            **kv_settings(None, self.model.kv_bytes_per_token, self.model.dtype),
+            "network": f"simulated: {h.network_gbps:g} Gbps each way and {h.network_latency_s * 1e6:g} us one way",
+            "network_gbps": h.network_gbps,
+            "network_latency_s": h.network_latency_s,
+            "bytes": "computed from the shapes of the model",
+            "weight_bytes": self.model.weight_bytes,
+        }
+
+    def flight_ns(self, size: int) -> int:
+        return round((size / self._bytes_s + self.hardware.network_latency_s) * 1e9)
+
+
+class PartiallyAware(_Disaggregated):
+    """See disaggregated.PartiallyAware."""
+
+    weights_cross = False
+
+    def tokens(self, held: int, prompt: int, count: int) -> Iterator[Spent]:
+        context, new = 0, prompt
+        for _ in range(count):
+            kv = {KV: messages.kv_array(self.model, context)} if context else {}
+            sent = messages.size(messages.step(_ids(new)), kv)
+            if self.weights_cross:
+                sent += self.model.weight_bytes
+            back = {LOGITS: Array(self.model.dtype, (self.model.vocab,))}
+            received = messages.size(
+                messages.computed(*_WORST), {**back, KV: messages.kv_array(self.model, context + new)}
+            )
+            flights = self.flight_ns(sent) + self.flight_ns(received)
+            yield Spent(self.computed_ns(context, new), flights, sent, received)
+            context, new = context + new, 1
+
+
+class SemanticBlind(PartiallyAware):
+    """See disaggregated.SemanticBlind."""
+
+    weights_cross = True
+
+
+class FullyAware(_Disaggregated):
+    """See disaggregated.FullyAware. A token travels while the next is computed: only the first and the way of the prompt are
+    waited for."""
+
+    def tokens(self, held: int, prompt: int, count: int) -> Iterator[Spent]:
+        asked = messages.size(messages.generate(_ids(prompt), count, [self.model.vocab]))
+        context, new = 0, prompt
+        for number in range(1, count + 1):
+            last = messages.computed(*_WORST, self.model.vocab)
+            received = messages.size(last if number == count else {"token": self.model.vocab})
+            first = number == 1
+            moved = self.flight_ns(asked) + self.flight_ns(received) if first else 0
+            yield Spent(self.computed_ns(context, new), moved, asked if first else 0, received)
+            context, new = context + new, 1
+
+
+def _ids(count: int) -> array[int]:
+    return array("i", [0] * count)
