@@ -17,7 +17,7 @@ from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request, tokens_of
 from pensieve.core.session import Session
 from pensieve.errors import ConfigError
-from pensieve.plugins.caches.cpu_orders import Arc, CpuOrder, FromTail, Lru, Use
+from pensieve.plugins.caches.cpu_tier import Arc, CpuOrder, FromTail, Lru, Use
 from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.serve.record import TurnRecord

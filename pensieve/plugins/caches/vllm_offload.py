@@ -15,8 +15,7 @@ from pensieve.core.policies.base import EvictionPolicy, as_policy
 from pensieve.core.request import TokenArray
 from pensieve.core.session import Run, Session, chunks_of
 from pensieve.errors import ConfigError
-from pensieve.plugins.caches.cpu_orders import Arc, CpuOrder, FromTail, Lru, Use
-from pensieve.plugins.caches.cpu_tier import CpuChunk, CpuTier
+from pensieve.plugins.caches.cpu_tier import Arc, CpuChunk, CpuOrder, CpuTier, FromTail, Lru, Use
 from pensieve.plugins.caches.prefix import PrefixCache
 
 Order = Literal["lru", "arc", "eviction"]

@@ -13,7 +13,7 @@ from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.request import Hint, TokenArray
 from pensieve.core.session import Session
 from pensieve.errors import PensieveError
-from pensieve.plugins.caches.cpu_orders import FromTail, Lru, Use
+from pensieve.plugins.caches.cpu_tier import FromTail, Lru, Use
 
 log = logging.getLogger("vllm.pensieve")
 
