@@ -35,7 +35,6 @@ from pensieve.lab.statistics import (
     estimate_rate,
     nearest_rank,
     paired_ratio,
-    spread,
 )
 from pensieve.lab.turn_log import chosen
 from pensieve.serve.record import TurnRecord
@@ -55,7 +54,7 @@ COUNTS = (
     "replica_failures",
 )
 MOST_IN_MEMORY = 5_000_000
-"""Values of one series, such as the times between tokens, all of which memory holds: some 400 MB."""
+"""Values of one series, such as the times between tokens, of which an interval is made: that takes some 400 MB."""
 BYTES = ("h2d_bytes", "d2h_bytes", "sent_bytes", "received_bytes")
 FOR_NO_TURN = ("d2h_bytes",)  # also copied ahead of time: only the system's counter has all of it
 
@@ -223,8 +222,7 @@ def _by_turn(measured: Iterable[TurnRecord]) -> list[MetricValue]:
 
 
 def _gaps(measured: Sequence[TurnRecord]) -> list[MetricValue]:
-    """Times between tokens, of which there is one for nearly each token: so many are not held in memory, and have no
-    interval."""
+    """Times between tokens, of which there is one for nearly each token: over MOST_IN_MEMORY they have no interval."""
     completed = chosen(measured, lambda turn: turn.status == "completed")
     if sum(turn.output_tokens for turn in measured) <= MOST_IN_MEMORY:
         groups: dict[str, TokenArray[float]] = {}
@@ -232,9 +230,12 @@ def _gaps(measured: Sequence[TurnRecord]) -> list[MetricValue]:
             if len(values := _gaps_ms(turn)):
                 groups.setdefault(turn.session, array("d")).extend(values)
         return _summary("itl_ms", groups, n_unit="tokens")
-    mean, percentiles, n = spread(map(_gaps_ms, completed), list(PERCENTILES.values()))
-    found = dict(zip(SUMMARIES, (mean, *percentiles), strict=True))
-    return [MetricValue(f"itl_ms_{suffix}", value, n=n, n_unit="tokens") for suffix, value in found.items()]
+    every = np.concatenate([np.empty(0), *map(_gaps_ms, completed)])
+    if not len(every):
+        return _summary("itl_ms", {}, n_unit="tokens")
+    percentiles = (nearest_rank(every, p) for p in PERCENTILES.values())
+    found = zip(SUMMARIES, (float(every.mean()), *percentiles), strict=True)
+    return [MetricValue(f"itl_ms_{suffix}", value, n=len(every), n_unit="tokens") for suffix, value in found]
 
 
 def _summary(

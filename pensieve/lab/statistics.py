@@ -20,12 +20,10 @@ tests/test_statistics.py measures how often they hold the truth; docs/numbers.md
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
-from tempfile import TemporaryFile
 from typing import Any, Literal
 
 import numpy as np
@@ -68,7 +66,8 @@ def nearest_rank(values: Sequence[float] | Floats, p: float) -> float:
     """The smallest value that at least a share `p` (0 < p <= 1) of the values does not exceed: always one of them."""
     assert 0.0 < p <= 1.0
     assert len(values) > 0
-    return float(sorted(values)[_rank(p, len(values)) - 1])
+    place = _rank(p, len(values)) - 1
+    return float(np.partition(np.asarray(values, np.float64), place)[place])
 
 
 def median(values: Sequence[float] | Floats) -> float:
@@ -79,23 +78,6 @@ def median(values: Sequence[float] | Floats) -> float:
 def enough_for(p: float) -> int:
     """Values below which a percentile is flagged: ten of them must lie beyond it."""
     return math.ceil(10.0 / (1.0 - p) - 1e-9)
-
-
-def spread(parts: Iterable[Sequence[float]], ps: Sequence[float]) -> tuple[float | None, list[float | None], int]:
-    """Mean, nearest-rank percentiles and number of values that are too many for memory: exact, in a file without a name."""
-    with TemporaryFile() as file:
-        sums, n = array("d"), 0
-        for part in parts:
-            file.write(array("d", part).tobytes())
-            sums.append(math.fsum(part))
-            n += len(part)
-        if not n:
-            return None, [None] * len(ps), 0
-        file.flush()
-        values = np.memmap(file, np.float64, "r+")
-        ranks = [_rank(p, n) - 1 for p in ps]
-        values.partition(sorted(set(ranks)))
-        return math.fsum(sums) / n, [float(values[rank]) for rank in ranks], n
 
 
 def has_interval(groups: int) -> bool:

@@ -97,14 +97,6 @@ def test_no_trial_takes_anothers_place():
     assert rows["", "ttft_ms_mean", ""].verdict == "B is better"
 
 
-def test_a_reproduction_is_not_among_the_trials():
-    store = ResultsStore(MEMORY)
-    fill(store)
-    (trial, *_rest) = select_trials(store, "baseline=stateless")
-    store.set_trial(trial.id, flags={"reproduces": 1})
-    assert trial.id not in {found.id for found in select_trials(store, "baseline=stateless")}
-
-
 def test_seeds_in_common_are_needed():
     store = ResultsStore(MEMORY)
     fill(store)

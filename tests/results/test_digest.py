@@ -233,21 +233,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "pensieve" / "digests"
 
 
-def test_every_byte_of_a_large_file_counts(tmp_path: Path, cache: Path) -> None:
-    """Samples of it, 64 of 256 KiB, do not see the byte after the first of them."""
-    path = tmp_path / "trace.jsonl"
-    size = digest.CACHED_BYTES + 2**20
-    with path.open("wb") as file:
-        file.truncate(size)
-    hashes = {content_hash(path)}
-    for at in (0, 2**18, size - 1):
-        with path.open("r+b") as file:
-            file.seek(at)
-            file.write(b"x")
-        hashes.add(content_hash(path))
-    assert len(hashes) == 4
-
-
 def test_a_large_file_is_read_once_until_it_is_written_to(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,11 +60,6 @@ def test_a_frame_of_all_turns_and_one_of_no_trials(store):
     assert by_conversation(values_of(empty, "ttft_ms")) == {}
 
 
-def test_of_two_rows_with_one_key_the_later_one_is_kept(store):
-    turns = [turn("a", 1, 5.0), turn("a", 2, 6.0), turn("a", 1, 7.0)]
-    assert frame_of(store, turns, "ttft_ms")["ttft_ms"].to_list() == [6.0, 7.0]
-
-
 def test_what_was_not_counted_has_no_value(store):
     turns = [
         turn("a", 1, tokens=(1, 2), latency_ms=8.0, sent_bytes=6, received_bytes=4),

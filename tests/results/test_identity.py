@@ -74,19 +74,6 @@ def test_a_number_is_its_value_however_it_is_written() -> None:
     assert key != sweep_key(["workload.pressure=3.5"], {"workload.users": "2,30", "cache.gpu": "4GiB,1.5GiB"})
 
 
-def test_an_input_file_counts_by_its_content(tmp_path: Path) -> None:
-    def of(path: Path) -> str:
-        return config_hash({**CONFIG, "workload": {"path": str(path)}})
-
-    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    first.write_text("one")
-    second.write_text("one")
-    assert of(first) == of(second)
-    second.write_text("two!")
-    assert of(first) != of(second)
-    assert of(tmp_path / "missing") != of(first)
-
-
 def test_input_files_are_listed_with_their_hashes(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text("hello")
     digest = content_hash(tmp_path / "trace.jsonl")

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from sqlalchemy import create_engine, inspect, text
-from sqlalchemy.dialects import postgresql
+from sqlalchemy import inspect, text
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.schema import CreateIndex, CreateTable
 
 from pensieve.lab.metrics import MetricValue
-from pensieve.lab.results.schema import VERSION_TABLE, Base, Trial
+from pensieve.lab.results.schema import VERSION_TABLE
 from pensieve.lab.results.store import ResultsStore
 from tests.results.trials import MEMORY, trial_fields
 
@@ -72,18 +70,3 @@ def test_uniqueness_of_trials(store: ResultsStore, status: str, attempt: int) ->
         connection.execute(statement, {"s": status, "a": attempt, "id": trial})
     with store.database.writing() as connection:  # what the constraints allow
         connection.execute(statement, {"s": "completed", "a": 2, "id": trial})
-
-
-def test_every_constraint_has_a_name() -> None:
-    for table in Base.metadata.tables.values():
-        for constraint in table.constraints:
-            if constraint.columns:  # type: ignore[attr-defined]
-                assert "CONSTRAINT" in str(CreateTable(table).compile(create_engine(MEMORY))), table.name
-                assert constraint.name is not None, (table.name, constraint)
-
-
-def test_postgresql_gets_the_partial_index_too() -> None:
-    index = next(i for i in Trial.__table__.indexes if i.unique)  # type: ignore[attr-defined]
-    written = str(CreateIndex(index).compile(dialect=postgresql.dialect()))
-    assert written.startswith("CREATE UNIQUE INDEX uq_trial_fingerprint_running")
-    assert written.endswith("WHERE status = 'running'")

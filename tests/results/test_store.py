@@ -12,7 +12,6 @@ from sqlalchemy.exc import IntegrityError
 
 from pensieve.errors import ResultsError
 from pensieve.lab.metrics import MetricValue
-from pensieve.lab.results.environment import Owner, is_alive, this_process
 from pensieve.lab.results.store import Holding, Reading, ResultsStore, open_store
 from pensieve.serve.record import Miss, TurnRecord
 from tests.results.test_database import in_another_process
@@ -38,19 +37,6 @@ def test_the_same_key_is_the_same_sweep(store: ResultsStore) -> None:
     assert store.newest_sweep().id == first  # type: ignore[union-attr]
     with pytest.raises(ResultsError, match="no sweep 99"):
         store.sweep(99)
-
-
-def test_a_sweep_begun_anew_leaves_the_older_ones_as_they_are(store: ResultsStore) -> None:
-    def opened(command: str, anew: bool) -> int:
-        return store.open_sweep("key", "chat", None, command, {}, 1, "host", None, anew=anew)
-
-    first = opened("first", anew=True)  # there is no older one
-    others = [opened("forced", anew=True), opened("forced again", anew=True)]
-    assert len({first, *others}) == 3
-    assert [store.sweep(sweep).command for sweep in (first, *others)] == ["first", "forced", "forced again"]
-    assert opened("without force", anew=False) == first
-    store.open_sweep("key_", "chat", None, None, {}, 1, "host", None)  # another key that begins alike
-    assert len({store.sweep(sweep).key for sweep in (first, *others, opened("forced", anew=True))}) == 4
 
 
 def begun_anew(store: ResultsStore) -> int:
@@ -115,15 +101,6 @@ def test_a_trial_from_begin_to_end(store: ResultsStore) -> None:
     assert store.completed_by_config("other") is None
 
 
-def test_attempts_count_up_and_failures_are_kept(store: ResultsStore) -> None:
-    first = store.begin_trial(trial_fields())
-    store.finish_trial(first, "failed", error="It broke; mend it.", traceback="Traceback")
-    second = store.begin_trial(trial_fields())
-    assert store.trial(second).attempt == 2
-    assert (store.trial(first).error, store.trial(first).traceback) == ("It broke; mend it.", "Traceback")
-    assert store.completed_trial("f") is None
-
-
 def test_a_trial_that_runs_is_not_begun_twice(store: ResultsStore) -> None:
     store.begin_trial(trial_fields())
     sentence = in_another_process(lambda: store.begin_trial(trial_fields()))
@@ -171,12 +148,6 @@ def test_a_sweep_whose_process_is_gone_becomes_interrupted(
     store.interrupt_dead()
     found = store.sweep(sweep)
     assert (found.status, found.finished_at) == (status, heard if status == "interrupted" else None)
-
-
-def test_a_pid_used_again_by_another_process_is_not_alive() -> None:
-    now, me = datetime.now(UTC), this_process()
-    assert is_alive(me, now, now)
-    assert not is_alive(Owner(me.host, me.pid, me.process_started_at - timedelta(hours=1)), now, now)
 
 
 @pytest.mark.parametrize(("age_s", "alive"), [(59, True), (61, False)])

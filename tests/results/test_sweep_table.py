@@ -15,7 +15,6 @@ from pensieve.lab.results.frame import footer
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import SweepRow, sweep_table
 from pensieve.lab.trial.summary import summary
-from pensieve.serve.record import TurnRecord
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
 FAST = [40.0, 42.0, 44.0, 46.0, 48.0, 50.0]
@@ -69,19 +68,6 @@ def test_the_ratio_is_that_of_the_times_beside_it_where_some_conversations_are_f
     assert ours.ttft_last_ms and theirs.ttft_last_ms and theirs.beside_ours is not None
     assert theirs.beside_ours.value == pytest.approx(9 ** (1 / 3))
     assert theirs.ttft_last_ms / ours.ttft_last_ms == pytest.approx(9 ** (1 / 3))
-
-
-def test_the_last_turn_is_the_last_one_that_both_measured(store: ResultsStore) -> None:
-    sweep = open_sweep(store)
-    cut: list[TurnRecord] = conversation_turns(SLOW)
-    for record in cut:
-        if record.session == "s0" and record.turn == 6:
-            record.status, record.ttft_ms = "timeout", None
-    add_trial(store, sweep, 0, "pensieve", conversation_turns(FAST))
-    add_trial(store, sweep, 1, "stateless", cut)
-    ratio = by_baseline(store, sweep)["stateless"].beside_ours
-    assert ratio is not None
-    assert ratio.value == pytest.approx((120 / 48 * 3 * 3) ** (1 / 3))  # geometric mean over three conversations
 
 
 def test_what_a_swept_overlay_chose_makes_groups(store: ResultsStore) -> None:
@@ -161,16 +147,6 @@ def test_one_way_of_serving_is_one_sentence_with_the_check_that_was_nearest_to_i
     assert trials[2].seed == 1 and said in shown(store, trials[2].id)
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [({"contended": True}, "shared their device with others: do not compare its times"), ({}, None)],
-)
-def test_one_trial_that_is_to_be_compared_with_none_says_so(changed: dict[str, Any], said: str | None) -> None:
-    store = ResultsStore(MEMORY)
-    text = shown(store, add_trial(store, open_sweep(store), 0, "pensieve", conversation_turns([40.0]), **changed))
-    assert (said or "trial 1:") in text and ("do not compare" in text) is (said is not None)
-
-
 def test_several_ways_are_told_apart_and_a_fall_back_is_said_with_its_reason() -> None:
     store = ResultsStore(MEMORY)
     fell = settings(
@@ -181,15 +157,6 @@ def test_several_ways_are_told_apart_and_a_fall_back_is_said_with_its_reason() -
     assert first.startswith("Attention (pensieve): triton 3.9.0; ") and "Something better" not in first
     assert second.startswith("Attention (stateless): reference; ") and "from the model's own by 1e-06" in second
     assert second.endswith("Something better did not serve. Not varlen: old.")
-
-
-def test_engines_of_others_and_simulated_trials_have_none() -> None:
-    store = ResultsStore(MEMORY)
-    served(store, pensieve={"engine": "vllm"}, stateless=None)
-    trials = select_trials(store, "latest")
-    assert footer(trials) == []
-    trials[0].simulated, trials[0].engine = True, settings()
-    assert footer(trials[:1]) == []
 
 
 def test_what_a_context_cut_stands_above_one_trials_numbers() -> None:

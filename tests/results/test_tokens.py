@@ -104,14 +104,3 @@ def test_comparison_finds_the_first_difference_and_its_margin(tmp_path: Path) ->
     found = compare_tokens(*paths)  # type: ignore[arg-type]
     assert (found.turns_compared, found.turns_differing, found.margin) == (4, 3, 0.25)
     assert compare_tokens(paths[0], paths[0]).turns_differing == 0
-
-
-def test_an_output_that_ends_early_differs_where_it_ends_and_an_unknown_margin_is_no_tie(tmp_path: Path) -> None:
-    def compared(one: TurnRecord, other: TurnRecord) -> tuple[int, float | None]:
-        paths = write_tokens(tmp_path / "a", [one]), write_tokens(tmp_path / "b", [other])
-        found = compare_tokens(*paths)  # type: ignore[arg-type]
-        return found.turns_differing, found.margin
-
-    assert compared(with_margins(turn("s", 1), 0.5, 0.25), turn("s", 1, tokens=(1,))) == (1, 0.25)
-    silent, other = (with_margins(turn("s", 1, tokens=(token,))) for token in (1, 2))
-    assert compared(silent, other) == (1, None)

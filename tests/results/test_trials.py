@@ -113,11 +113,6 @@ def test_what_varies_leaves_seeds_out(store):
     assert differences(select_trials(store, "seed=0")) == {"baseline.name"}
 
 
-def test_flat_leaves_out_where_a_trial_is_kept():
-    config = {"a": {"b": 1, "c": True}, "tracking": {"name": "local"}, "hydra": {}, "d": None}
-    assert flat(config) == [("a.b", "1"), ("a.c", "true"), ("d", "none")]
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [(312e12, "3.12e+14"), (25e9, "2.5e+10"), (2.0, "2"), (0.2, "0.2"), (1234567.0, "1234567"),
