@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from hydra import compose
 from omegaconf import DictConfig
 
-from pensieve import cli
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
 from pensieve.lab.commands import size as planner
 from pensieve.lab.commands.size import question_of, read, size
@@ -52,13 +49,6 @@ def composed(*overrides, name="size"):
         cfg = compose(config_name=name, overrides=list(overrides))
     assert isinstance(cfg, DictConfig)
     return cfg
-
-
-@pytest.mark.parametrize("experiment", ["policies", "paper/opt13b_sharegpt"])
-def test_an_experiment_of_a_sweep_composes_into_a_map(experiment):
-    """Its axes are left out: a map has its own."""
-    cfg = composed(f"experiment={experiment}")
-    assert "sweep" not in cfg
 
 
 def planned(outputs, *overrides, load=LOAD):
@@ -303,15 +293,6 @@ def test_the_cells_just_below_the_smallest_run_with_every_seed():
     assert known().knee == [(0, 5, 0)], "what all seeds say of every size: 1.56 of 1.6"
     assert all(ran[place].keys() == {0, 1} for place in ((1, 5, 0), (0, 5, 0), (0, 4, 0), (1, 11, 0)))
     assert sum(map(len, ran.values())) < 2 * len(ran), "not every cell runs with every seed"
-
-
-def test_the_command_line_refuses_a_sweep_of_maps(monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["pensieve size", "-m", "seed=0,1"])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(SystemExit) as left:
-        cli.size()
-    assert "A map is a sweep of its own" in str(left.value.code) + capsys.readouterr().err
 
 
 @pytest.mark.slow

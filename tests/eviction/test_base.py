@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.policies.base import EvictionPolicy, as_policy, needs_future
+from pensieve.core.policies.base import EvictionPolicy, needs_future
 from pensieve.core.policies.belady import Belady
 from pensieve.core.policies.lru import Lru
 from pensieve.core.session import Session
 from pensieve.errors import ConfigError
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
-from tests.simulated import make_engine, policy_context, request, run
+from tests.simulated import make_engine, request, run
 
 
 class Longest(EvictionPolicy):
@@ -41,14 +41,6 @@ def test_a_policy_is_one_method() -> None:
 def test_what_is_no_policy_is_refused_with_what_to_inherit() -> None:
     with pytest.raises(ConfigError, match=r"dict is no eviction policy.*subclass of pensieve\.core\.policies\.base"):
         TwoTierCache(policy={}, chunk_tokens=4, gpu_blocks=8, cpu_blocks=0)  # type: ignore[arg-type]
-
-
-def test_the_defaults() -> None:
-    policy, session = Longest(policy_context()), Session("a", 0, 0.0, 0.0)
-    assert policy.bucket(session, 3) is None
-    assert policy.score(None, 2.5, 9.0) == 2.5
-    assert (policy.whole_conversations, policy.needs_future, policy.version) == (False, False, 0)
-    assert as_policy(policy) is policy
 
 
 @pytest.mark.parametrize(("made", "needs"), [(Belady, True), (Lru, False), (AdaptiveRetention, False)])

@@ -76,10 +76,7 @@ def test_the_challenger_leads_where_it_finds_more_and_gives_way_where_it_does_no
     assert not any(leads[:16]) and all(leads[160:])
     later = turns(contest, [number for first in range(16, 2_000, 4) for number in [*range(first, first + 4)] * 2], 1.0)
     assert later[0] and not later[-1]
-
-
-def test_who_finds_as_much_does_not_lead():
-    assert not any(turns(Duel(80, least_recent, tokens), list(range(16)) * 20, 0.0))
+    assert not any(turns(Duel(80, least_recent, tokens), list(range(16)) * 20, 0.0)), "who finds as much does not lead"
 
 
 class Coin:

@@ -6,7 +6,6 @@ import math
 import random
 from array import array
 from collections import defaultdict
-from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -44,17 +43,6 @@ def test_the_rate_is_that_of_the_best_time_to_give_up(seed: int) -> None:
     rates = rates_of(hazards)
     for start in range(BINS):
         assert rates[start] == pytest.approx(best_rate(hazards, start), rel=1e-9)
-
-
-def test_what_is_sure_to_return_later_is_worth_more_the_sooner_that_is_and_falling_hazards_mean_now() -> None:
-    at = AGES.index(AGES[12])
-    later = [1.0 if age_bin == at else 0.0 for age_bin in range(BINS)]
-    rates = rates_of(later)
-    assert rates[: at + 1] == sorted(rates[: at + 1]) and rates[0] == pytest.approx(1 / (EDGES[at] + EDGES[at + 1]) * 2)
-    assert max(rates[at + 1 :]) == 0.0
-    falling = rates_of(Habit(None, 1.0).hazards(1.0))  # before anything was seen
-    assert falling == sorted(falling, reverse=True)
-    assert falling[5] == pytest.approx(0.1 / (EDGES[6] - EDGES[5]) / 0.95)
 
 
 def learned(world: World, weight: str) -> Key:
@@ -197,18 +185,6 @@ def test_it_learns_which_conversations_return() -> None:
     assert returns > 500 and ours > 1.5 * lru, (ours, lru, returns)
 
 
-def test_where_nothing_tells_them_apart_and_hazards_fall_it_is_least_recently_used() -> None:
-    def gaps(rng: random.Random, session: Session) -> float | None:
-        return math.floor(math.exp(rng.uniform(0, 5)))
-
-    def same(rng: random.Random, session: Session) -> float | None:
-        session.hint, session.turns = None, 1
-        return gaps(rng, session) if session.number % 3 else None
-
-    ours, (lru, returns) = serve(LearnedReturn(EIGHT), same)[0], serve(Lru(EIGHT), same)
-    assert returns > 500 and abs(ours - lru) < 0.03 * returns, (ours, lru, returns)
-
-
 @pytest.mark.parametrize("fields", [{"weight": "bytes"}, {"half_life": 0}, {"strength": -1.0}, {"half_life": math.nan}])
 def test_a_setting_out_of_range_is_refused(fields: Any) -> None:
     with pytest.raises(ConfigError, match=r"eviction\."):
@@ -228,12 +204,6 @@ def test_what_clients_make_up_and_what_nobody_chooses_from_takes_bounded_room() 
         index.remove(session.leaf)
     assert len(policy._root.kinds) == 256
     assert len(index._aging) < 100
-
-
-def test_ages_are_ascending_and_widen() -> None:
-    widths = [stop - start for start, stop in pairwise(AGES)]
-    assert widths == sorted(widths) and AGES[0] == 1.0 and AGES[-2] < 86_400 <= AGES[-1] * 1.0000001
-    assert list(accumulate(AGES, max)) == list(AGES)
 
 
 def test_an_order_that_finds_less_is_not_followed() -> None:

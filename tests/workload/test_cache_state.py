@@ -30,11 +30,6 @@ def asked(arrivals):
 
 
 @CHOSEN
-def test_cold_is_the_workload_itself(name):
-    assert asked(drive(in_state("cold", MAKERS[name], context()))) == asked(drive(MAKERS[name](context())))
-
-
-@CHOSEN
 def test_salted_prompts_differ_from_the_first_tokens_on_and_end_as_before(name):
     plain = drive(MAKERS[name](context()))
     salted = drive(in_state("salted", MAKERS[name], context()))

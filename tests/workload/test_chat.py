@@ -21,17 +21,6 @@ def test_the_next_turn_waits_for_the_reply_and_a_think_time_that_the_system_cann
     assert 0.3 < sum(fast.values()) / len(fast) < 0.55
 
 
-def test_conversations_arrive_by_a_schedule_that_the_system_cannot_change():
-    def starts(service_s):
-        arrivals = measured(drive(ChatWorkload(context(), conversations=40, request_interval=2.0), service_s))
-        first = [arrival.at_s for arrival in arrivals if arrival.request.turn == 1]
-        return [at_s - first[0] for at_s in first]
-
-    fast, slow = starts(0.1), starts(30.0)
-    assert fast == pytest.approx(slow)
-    assert 1.2 < fast[-1] / (len(fast) - 1) < 3.0
-
-
 def test_users_take_their_conversations_one_after_another_and_warm_up_as_many_at_once():
     workload = ChatWorkload(context(), users=5, conversations=15, warmup_turns=2, think_time_s=0)
     arrivals = drive(workload)

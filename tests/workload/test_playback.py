@@ -4,7 +4,6 @@ from array import array
 
 import pytest
 
-from pensieve.errors import ConfigError
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.fit import Fit, fitted, synthesised, warmups
 from pensieve.lab.workload.playback import Pauses, Playback, Poisson, Recorded, Users, lengths_of
@@ -156,11 +155,6 @@ def test_what_does_not_fit_is_cut_and_counted():
     measured, left_out = fitted(found, Fit(context(max_context=1000)), min_turns=2, wanted=1)
     assert [one.session for one in measured] == ["cut"]
     assert left_out["conversations_with_too_few_turns"] == 1
-
-
-def test_nothing_left_says_why():
-    with pytest.raises(ConfigError, match=r"1 have fewer than workload\.min_turns=2 turns, and of 1 the first call"):
-        fitted([chat("a", (5, 5)), chat("b", (90, 20), (1, 1))], Fit(context(max_context=100)), min_turns=2)
 
 
 def test_warmups_have_the_lengths_of_the_measured_and_tokens_of_their_own():

@@ -43,21 +43,6 @@ def test_a_real_file_is_what_is_said(real):
     assert second.continues
 
 
-def test_in_steady_state_requests_come_at_the_request_rate():
-    workload = sharegpt_workload(
-        context(), conversations=500, request_rate=5.0, think_time_s=2.0, max_turns=12, max_new_tokens=8
-    )
-    times = sorted(one.at_s for one in measured(drive(workload, service_s=0.05)))
-    middle = [at for at in times if 100.0 < at - times[0] < 400.0]
-    assert len(middle) / 300.0 == pytest.approx(5.0, rel=0.12)
-
-
-def test_more_users_than_a_file_has_conversations_are_refused(real):
-    with pytest.raises(ConfigError, match=r"workload.users=10 people need a conversation each, and there are 9.*Lower"):
-        sharegpt_workload(context(), path=str(real), min_turns=2, users=10)
-    assert sharegpt_workload(context(), path=str(real), min_turns=2, users=9).describe().facts["users"] == 9
-
-
 def test_a_hub_name_needs_the_package_and_a_path_a_file(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(EngineMissing, match="owner/some-set is no file here"):
@@ -154,14 +139,3 @@ def test_rows_are_read_like_entries_of_a_file(monkeypatch):
     assert recording.examples == ("owner/set (test): entry 2: it has none of conversations, messages and data",)
     with pytest.raises(MalformedInput, match="entry 2"):
         load_from_hub("owner/set", "test", "fail")
-
-
-def test_a_set_that_cannot_be_had(monkeypatch):
-    def load_dataset(name, split):
-        raise ConnectionError("no route\nto the hub")
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(
-        MalformedInput, match=r"owner/set \(split train\) cannot be loaded from the hub: no route. workload.path also"
-    ):
-        load_from_hub("owner/set", "train", "fail")

@@ -22,14 +22,6 @@ def test_draws_are_what_they_were_when_trials_were_recorded():
     assert list(filler(6, 97, 0, "a")) == [31, 48, 40, 34, 52, 63], "a byte each"
 
 
-def test_draws_have_their_distributions():
-    draws = [exponential(2.0, 0, index) for index in range(20_000)]
-    assert abs(sum(draws) / len(draws) - 2.0) < 0.05
-    assert abs(sum(draw > 2.0 for draw in draws) / len(draws) - 0.3679) < 0.01
-    assert {between(2, 4, 0, index) for index in range(200)} == {2, 3, 4}
-    assert 900 < [part_of(f"mooncake-{number}", 2) for number in range(2000)].count(1) < 1100
-
-
 def test_prose_has_exactly_the_length_and_may_begin_unlike_another():
     assert [len(prose(context(), tokens, "a")) for tokens in (1, 7, 512)] == [1, 7, 512]
     first = prose(context(), 8, "first")

@@ -44,22 +44,12 @@ def test_skipped_lines_are_counted_warned_about_and_kept_as_examples(tmp_path, c
     assert "output_length: Field required" in recording.examples[2]
 
 
-def test_a_file_without_one_good_line_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds no request"):
-        load(write(tmp_path, "[]"), "mooncake", "skip")
-
-
 def test_an_unknown_format_and_a_missing_file(tmp_path):
     with pytest.raises(ConfigError, match=r"workload\.format='moon' is unknown.*mooncake"):
         load(write(tmp_path, GOOD), "moon")
     for name in FORMATS:
         with pytest.raises(ConfigError, match="does not exist"):
             load(tmp_path / "nothing", name)
-
-
-def test_a_folder_where_a_file_is_meant(tmp_path):
-    with pytest.raises(MalformedInput, match="cannot be read"):
-        load(tmp_path, "mooncake")
 
 
 def test_a_csv_of_another_format_and_a_row_of_the_wrong_width(tmp_path):

@@ -127,12 +127,6 @@ def test_the_text_of_conversations_becomes_hashes_alone(tmp_path):
     assert not any(isinstance(call.content, Text) for call in load(tmp_path / "t.parquet").conversations[0].calls)
 
 
-def test_two_salts_agree_on_nothing_and_one_salt_on_all():
-    data = bytes(range(128))
-    assert Salt().blocks(data, 16) != Salt().blocks(data, 16) and Salt().name("a") != Salt().name("a")
-    assert SALT.blocks(data, 16)[3:] == SALT.blocks(data, 16, first=3) and len(SALT.blocks(data[:-1], 16)) == 7
-
-
 def test_what_failed_is_left_out_and_unnamed_sessions_are_found_by_their_prefix(tmp_path):
     def row(request, blocks, **more):
         return Exchange(request, request / 2, blocks=blocks, prompt_tokens=4 * len(blocks or ()) + 1, output_tokens=1,
