@@ -128,6 +128,9 @@ class TwoTierRoom(Room):
     def _free_gpu(self, victims: VictimIndex, take: Callable[[Node, int, int], None], blocks: int, now_s: float) -> int:
         if blocks <= 0 or not victims.chunks:
             return 0
+        if blocks == 1 and (span := victims.first(now_s)) is not None:
+            take(*span)
+            return 1
         chosen = victims.choose(blocks, now_s, whole=True)
         self.give_up(chosen, take)
         return len(chosen)
@@ -208,8 +211,10 @@ class TwoTierRoom(Room):
     def _take_cpu(self, node: Node, start: int, stop: int) -> None:
         """Take CPU blocks for those of the chunks that have none, behind the block of the chunk before as far as that is
         free."""
-        blocks = node.chunks.cpu
-        for first, end in runs_of(index for index in range(start, stop) if blocks[index] == NO_BLOCK):
+        blocks, lacking = node.chunks.cpu, [(start, stop)]
+        if blocks[start:stop].count(NO_BLOCK) < stop - start:
+            lacking = runs_of(index for index in range(start, stop) if blocks[index] == NO_BLOCK)
+        for first, end in lacking:
             behind = blocks[first - 1] if first and blocks[first - 1] != NO_BLOCK else None
             blocks[first:end] = array("i", self.tiers.cpu.allocate_after(behind, end - first, node.session.number))
 

@@ -98,6 +98,10 @@ class Choice:
         """See Victim."""
         return self._joined([one.places for one in self.own])[self.rows]
 
+    @property
+    def scores(self) -> NDArray[np.float64]:
+        return self._joined([one.scores for one in self.own])[self.rows]
+
     def some(self, which: slice | NDArray[Any]) -> Choice:
         """Those in these rows."""
         return Choice(self.own, self.rows[which])
@@ -109,7 +113,7 @@ class Choice:
         rows, own = self.rows, self.own
         of_node = [one.level for one in own], [one.last_active_s for one in own], [one.number for one in own]
         levels, last_active, numbers = (self._of_each(each)[rows] for each in of_node)
-        return [levels, self._joined([one.scores for one in own])[rows], last_active, numbers, self.places]
+        return [levels, self.scores, last_active, numbers, self.places]
 
     def victims(self) -> list[Victim]:
         return list(zip(*[column.tolist() for column in self.keys()], strict=True))
@@ -148,10 +152,18 @@ class Choice:
         return np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else _NONE
 
 
-def compared(one: Choice, other: Choice) -> tuple[list[int], list[int]]:
-    """Where each chunk of two choices stands in the order of eviction of both together."""
+def compared(one: Choice, other: Choice) -> tuple[list[float], list[float]]:
+    """Numbers that compare as the chunks of two choices do: where they stand in the order of eviction of both together, or
+    just their scores, where these decide."""
+    if not len(one) or not len(other):
+        return [0.0] * len(one), [0.0] * len(other)
+    scores, others = one.scores, other.scores
+    if len({part.level for part in (*one.own, *other.own)}) == 1 and (others[1:] >= others[:-1]).all():
+        at = np.minimum(np.searchsorted(others, scores), len(others) - 1)
+        if not (others[at] == scores).any():
+            return scores.tolist(), others.tolist()
     columns = [np.concatenate(pair) for pair in zip(one.keys(), other.keys(), strict=True)]
-    stands = np.empty(len(columns[0]), np.int64)
+    stands = np.empty(len(columns[0]))
     stands[np.lexsort(columns[::-1])] = np.arange(len(stands))
     return stands[: len(one)].tolist(), stands[len(one) :].tolist()
 
@@ -241,12 +253,6 @@ class VictimIndex:
         whole = whole and self._whole
         self._settle(now_s)
         heads = self._heads(now_s)
-        if count == 1 and not whole and heads:
-            level, score, order, last_active, number, place, _, _ = min(heads)
-            node = self._leads[number].node
-            if not self._of_several(node):
-                places, scores = np.array((place,)), np.array((score,))
-                return Choice((_Candidates(level, order, last_active, number, node, places, scores),))
         heap: list[tuple[int, float, float, float, int, int, int, Any]] = [*heads]
         heapq.heapify(heap)
         looked_at: list[_Candidates] = []
@@ -269,6 +275,25 @@ class VictimIndex:
                     return chosen
                 enough = len(looked_at) + 1 + len(looked_at) // 2
         return (self._first_of(looked_at, count, whole, None) if looked_at else None) or NOTHING
+
+    def first(self, now_s: float) -> Span | None:
+        """The chunk that a choice of one gives, where its node's entry says what it is worth; None: `choose` has to tell."""
+        self._settle(now_s)
+        self._look_at_touched()
+        score, least = self._policy.score, None
+        for key, entry in self._firsts.items():
+            value = score(key[1], entry[0], now_s)
+            if least is None or key[0] < least[0] or (key[0] == least[0] and value <= least[1]):
+                head = (key[0], value, *entry)
+                least = head if least is None else min(least, head)
+            elif not value >= least[1]:
+                return None
+        if least is None or self._whole or not _is_key(least[1]):
+            return None
+        node, place = self._leads[least[4]].node, least[5]
+        if self._of_several(node):
+            return None
+        return (node, place, place + 1) if place >= 0 else (node, ~place, -place)
 
     def listed(self, nodes: Iterable[Node], now_s: float) -> Choice:
         """All chunks of these nodes in this view, in the order of eviction."""
@@ -308,15 +333,30 @@ class VictimIndex:
         if orders is not None:
             falls |= (scores[1:] == scores[:-1]) & (orders[1:] < orders[:-1])
         falls[starts[1:] - 1] = False
-        if whole or orders is not None or own[0].level != own[-1].level or falls.any():
+        if whole or orders is not None or falls.any():
             return self._sorted_of(own, scores, orders, bool(falls.any()), count, whole, before)
-        if before is not None and own[0].level >= before[0] and np.count_nonzero(scores < before[1]) < count:
-            return None
+        if before is not None and own[-1].level >= before[0]:
+            level, score, _ = before
+            sure = np.add.reduceat(scores < score, starts, dtype=np.int64).tolist()
+            known = zip(own, sure, lengths, strict=True)
+            if sum([less if one.level == level else (one.level < level) * all_ for one, less, all_ in known]) < count:
+                return None
         if count >= len(scores):
             return Choice(own)
-        edge = np.partition(scores, count - 1)[count - 1]
-        chosen = scores < edge
-        chosen[np.flatnonzero(scores == edge)[: count - np.count_nonzero(chosen)]] = True
+        first, stop = 0, lengths[0]
+        levels = [one.level for one in own]
+        for place in range(1, len(own)):  # of the last level that is chosen from
+            if levels[place] != levels[place - 1]:
+                if stop >= count:
+                    break
+                first = stop
+            stop += lengths[place]
+        part = scores[first:stop]
+        edge = np.partition(part, count - first - 1)[count - first - 1]
+        chosen = np.zeros(len(scores), bool)
+        chosen[:first] = True
+        chosen[first:stop] = part < edge
+        chosen[first + np.flatnonzero(part == edge)[: count - np.count_nonzero(chosen)]] = True
         taken = np.add.reduceat(chosen, starts, dtype=np.int64).tolist()
         return Choice(
             [
@@ -363,10 +403,8 @@ class VictimIndex:
 
     def _heads(self, now_s: float, changed: bool = False) -> list[_Head]:
         """The first entry of each bucket. changed: of those that have changed since they were looked at."""
-        touched, firsts, score = [*self._touched], self._firsts, self._policy.score
-        self._touched.clear()
-        for key in touched:
-            self._look_at(key)
+        firsts, score = self._firsts, self._policy.score
+        touched = self._look_at_touched()
         looked_at = [(key, firsts[key]) for key in touched if key in firsts] if changed else firsts.items()
         heads = [(key[0], score(key[1], first[0], now_s), *first, key) for key, first in looked_at]
         for head in heads:
@@ -374,16 +412,20 @@ class VictimIndex:
                 refuse_key(self._policy, "score", head[1], self._leads[head[4]].node.session.name)
         return heads
 
-    def _look_at(self, key: _Key) -> None:
-        """Find out anew which entry of a bucket is the first."""
-        heap = self._heaps.get(key)
-        while heap and not self._is_valid(heap[0]):
-            heapq.heappop(heap)
-        if heap:
-            self._firsts[key] = heap[0]
-        elif heap is not None:
-            del self._heaps[key], self._valid[key]
-            self._firsts.pop(key, None)
+    def _look_at_touched(self) -> list[_Key]:
+        """Find out anew which entry is the first, of each bucket that has changed since; returns these."""
+        touched = [*self._touched]
+        self._touched.clear()
+        for key in touched:
+            heap = self._heaps.get(key)
+            while heap and not self._is_valid(heap[0]):
+                heapq.heappop(heap)
+            if heap:
+                self._firsts[key] = heap[0]
+            elif heap is not None:
+                del self._heaps[key], self._valid[key]
+                self._firsts.pop(key, None)
+        return touched
 
     def _following(self, key: _Key, now_s: float) -> Iterator[_Place]:
         """Behind the first entry of a bucket, in order."""
