@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pandas as pd
 
 from analysis import style
 from analysis.forms import Bars, Form
-from analysis.provenance import of_engines
+from analysis.provenance import unlike
 from analysis.quantities import median, moved
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Source
@@ -88,6 +87,8 @@ def speed_ups(source: Source, form: Form, *, column: str, parts: Mapping[str, st
     shares no turn of any part, saying that `what` is missing."""
     for panel in source.panels():
         turns = {cell.baseline: source.turns(cell) for cell in panel.cells}
+        if REFERENCE not in turns:
+            raise source.lacks(f"completed trial of {REFERENCE} beside the others")
         reference, rows, table = turns.pop(REFERENCE), list[Row](), list[dict[str, str]]()
         for cell in (cell for cell in panel.cells if cell.baseline in turns):
             ratios = {}
@@ -208,10 +209,6 @@ def _first_tokens(steps: pd.DataFrame) -> Estimate:
 def queries(source: Source, form: Form) -> Iterator[Plot]:
     """A hit and a miss of each cell. degradation: (miss - hit) / hit in %, of the mean TTFT, paired by round."""
     for panel in source.panels(BLOCKS):
-        places = (
-            [trial for cell in panel.cells if cell.at[BLOCKS] == one for trial in cell] for one in panel.values(BLOCKS)
-        )
-        panel = replace(panel, provenance=of_engines(panel.provenance, places, source.allow_mixed))
         rows: list[Row] = []
         for blocks, cell in (
             (one, cell) for one in panel.values(BLOCKS) for cell in panel.cells if cell.at[BLOCKS] == one
@@ -240,7 +237,7 @@ def queries(source: Source, form: Form) -> Iterator[Plot]:
                         "_ttft_ms_median_text": f"{kind} {found.value:,.1f}{f' ({beside})' if missed else ''}",
                     }
                 )
-        yield Plot(panel, rows)
+        yield Plot(panel, rows, said=unlike([trial for cell in panel.cells for trial in cell]))
 
 
 def stages(source: Source, form: Form) -> Iterator[Plot]:

@@ -65,7 +65,7 @@ class Form(BaseModel, extra="forbid"):
     rows: a function(source, form) that yields plots without lead and picture, by its dotted name; by default a row a cell, of
     the `quantities`, along the axis `along` (of several the one that was swept) and `by`, in each of the `facets`: names that
     stand for {} in their `where`; facet: their column in the CSV. keys: what the table calls the columns before the
-    quantities. lacks: what a cell without numbers has none of.
+    quantities.
     """
 
     lead: str
@@ -76,8 +76,6 @@ class Form(BaseModel, extra="forbid"):
     facet: str = ""
     facets: list[str] = [""]
     keys: dict[str, str] = {}
-    partial: bool = False
-    lacks: str = "turn that counts"
     given: dict[str, Any] = {}
 
     def plots(self, source: Source) -> Iterator[Plot]:
@@ -92,15 +90,15 @@ class Form(BaseModel, extra="forbid"):
     def every(self) -> Sequence[Quantity]:
         return self.quantities
 
-    @property
-    def needed(self) -> Sequence[Quantity]:
-        """A cell without any of them is missing."""
-        return [one for one in self.every if one.says] or self.every
-
     def axis(self, source: Source) -> Axis | None:
         if not isinstance(self.along, list):
             return self.along
         return next((axis for axis in self.along if source.several(axis.axis)), None)
+
+    def numbers(self, source: Source, cell: Cell, facet: str) -> Row:
+        those = {one.name: one.model_copy(update={"where": one.where.replace("{}", facet)}) for one in self.every}
+        key = {self.facet: facet} if self.facet else {}
+        return key | {name: one.found(source, cell) for name, one in those.items()}
 
     def csv(self, rows: Sequence[Row]) -> list[Row]:
         known = {one.name: one for one in self.every}
@@ -159,10 +157,10 @@ def estimate(found: Found) -> Estimate:
 
 
 def cells(source: Source, form: Form) -> Iterator[Plot]:
-    """A row a cell and facet, line by line in the order of the axis. Raises MissingSeries where one has no number."""
+    """A row a cell and facet, line by line in the order of the axis. Raises MissingSeries where no cell has a number."""
     along, by = form.axis(source), form.by
     axes = [axis for axis in (by, along) if axis]
-    for panel in source.panels(*(axis.axis for axis in axes), partial=form.partial):
+    for panel in source.panels(*(axis.axis for axis in axes)):
         for some in [panel.of(name) for name in panel.baselines] if by else [panel.cells]:
             lines = sorted({cell.at[by.axis] for cell in some}) if by else panel.baselines
             order = panel.values(along.axis) if along else []
@@ -170,25 +168,21 @@ def cells(source: Source, form: Form) -> Iterator[Plot]:
             for line in lines:
                 own = [cell for cell in some if (cell.at[by.axis] if by else cell.baseline) == line]
                 for cell in sorted(own, key=lambda cell: order.index(cell.at[along.axis]) if along else 0):
-                    rows += _of_cell(source, form, cell, line, axes)
+                    at = {axis.column: axis.value(cell) for axis in axes}
+                    rows += [
+                        {
+                            "baseline": cell.baseline,
+                            **at,
+                            **form.numbers(source, cell, facet),
+                            "_line": line,
+                            "_cell": cell,
+                        }
+                        | {"trials": cell.ids}
+                        for facet in form.facets
+                    ]
+            if form.every and not any(_known(row, form.every) for row in rows):
+                raise source.lacks("turn that counts here")
             yield Plot(panel, rows)
-
-
-def _of_cell(source: Source, form: Form, cell: Cell, line: str, axes: Sequence[Axis]) -> list[Row]:
-    at = {axis.column: axis.value(cell) for axis in axes}
-    rows, has = list[Row](), False
-    for facet in form.facets:
-        found = {
-            one.name: one.model_copy(update={"where": one.where.replace("{}", facet)}).found(source, cell)
-            for one in form.every
-        }
-        has = has or any(found[one.name] is not None for one in form.needed)
-        key = {"baseline": cell.baseline, **at, **({form.facet: facet} if form.facet else {})}
-        rows.append({**key, **found, "_line": line, "_cell": cell, "trials": cell.ids})
-    if form.needed and not has:
-        where = f" with {axes[-1].axis}={cell.at[axes[-1].axis]}" if axes else ""
-        raise source.lacks(f"{form.lacks} of {cell.baseline}{where}")
-    return rows
 
 
 # Lines
@@ -450,10 +444,6 @@ class Bars(Form):
     def every(self) -> Sequence[Quantity]:
         of_sides = (one for side in self.sides for one in side.quantities)
         return list({one.name: one for one in (*self.quantities, *of_sides)}.values())
-
-    @property
-    def needed(self) -> Sequence[Quantity]:
-        return self.sides[0].quantities
 
     def drawn(self, rows: Sequence[Row]) -> Picture:
         sections: dict[str, dict[str, list[Row]]] = {}

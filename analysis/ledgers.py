@@ -21,7 +21,7 @@ POLICIES = "eviction"
 def _panels(source: Source) -> Iterator[Panel]:
     """With the policies of one baseline side by side where several were swept, else the baselines."""
     policies = source.several(POLICIES) and len(source.baselines()) == 1
-    yield from source.panels(*([POLICIES] if policies else []), partial=True)
+    yield from source.panels(*([POLICIES] if policies else []))
 
 
 def _name(cell: Cell) -> str:

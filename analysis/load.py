@@ -35,27 +35,17 @@ def curves(source: Source, form: Form) -> Iterator[Plot]:
     the order of the offered load. Where a rate was offered, a system parts from the dotted line where it is saturated."""
     axis = form.axis(source)
     assert axis is not None, "asked only where it applies"
-    for data in _whole(source, form):
+    for data in cells(source, form):
         said = f"; {axis.says.split(' (')[0]}: {', '.join(data.panel.values(axis.axis))}"
         offered = all(row["offered_req_s"] is not None for row in data.rows)
         yield replace(data, said=said + (f"; dotted: all that was offered{_starting(data.rows)}" if offered else ""))
 
 
 def kept(source: Source, form: Form) -> Iterator[Plot]:
-    for data in _whole(source, form):
-        fewest = min(row["goodput_req_s"].groups for row in data.rows)
+    for data in cells(source, form):
+        fewest = min(row["goodput_req_s"].groups for row in data.rows if row["goodput_req_s"])
         said = f", n = {fewest}, no interval" if fewest < FEWEST_GROUPS else ""
         yield replace(data, words={"kept": _objective(data.panel)}, said=said)
-
-
-def _whole(source: Source, form: Form) -> Iterator[Plot]:
-    """Every cell with all of its quantities but the offered rate."""
-    for data in cells(source, form):
-        for row in data.rows:
-            if any(row[one.name] is None for one in form.every if one.how):
-                at = ", ".join(f"{axis}={value}" for axis, value in row["_cell"].at.items())
-                raise source.lacks(f"{form.lacks} of {row['baseline']} with {at}")
-        yield data
 
 
 def _starting(rows: Sequence[Row]) -> str:
@@ -96,7 +86,7 @@ def at_the_papers_latency(source: Source, form: Form) -> Iterator[Plot]:
     saturates is where it has to be measured, so not all have run at all loads."""
     axis = source.load_axis
     assert axis is not None, "asked only where it applies"
-    for panel in source.panels(axis, partial=True):
+    for panel in source.panels(axis):
         trials = [trial for cell in panel.cells for trial in cell.trials]
         claim = compared(trials)
         assert claim is not None, "asked only where it applies"

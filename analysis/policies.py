@@ -150,10 +150,10 @@ def gaps(source: Source, form: Form) -> Iterator[Plot]:
 
 def _policy(source: Source, form: Form, cell: Cell, policies: Mapping[str, Cell], size: str) -> Row:
     """policies: of the same size."""
-    name, hits, start = cell.at[AXIS], shares(source, cell), policies[START]
-    first = shares(source, start)
-    if hits is None or first is None:
-        raise source.lacks(f"turn with history under {name}")
+    name, hits, start = cell.at[AXIS], shares(source, cell), policies.get(START)
+    first = None if start is None else shares(source, start)
+    if start is None or hits is None or first is None:
+        raise source.lacks(f"turn with history under {name} and {START}")
     bounds = source.by_seed(start, "bound_hit_rate")
     if not bounds:
         raise source.lacks(f"bound of {START}")

@@ -1,18 +1,14 @@
-"""What the numbers of a panel stand on, and which of them must not stand in one panel: trials of several kinds, and engines
-that ran with other sizes, batches or threads, whose times say nothing of the engines."""
+"""What the numbers of a panel stand on: trials of which kinds must not stand in one, and which settings of engines differ."""
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
-from typing import Any
+from dataclasses import dataclass
 
 from pensieve.errors import MixedPanel
 from pensieve.lab.results.frame import field_of, mixtures
 from pensieve.lab.results.schema import Sweep, Trial
-from pensieve.units import ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,79 +149,20 @@ def _unique(values: Iterable[str | None]) -> tuple[str, ...]:
 # Engines
 
 
-SLOT_CELLS, RAM_STEP = 256, 2**20
-"""llama.cpp's steps: KV of a slot in cells, its host-memory prompt cache in bytes."""
-_SETTINGS = ("kv_tokens", "max_batch_tokens", "n_batch", "max_batch_requests", "threads", "dtype")
+_SETTINGS = ("gpu_tokens", "cpu_tokens", "max_batch_tokens", "n_batch", "max_batch_requests", "threads", "dtype")
 
 
-def of_engines(of: Provenance, places: Iterable[Sequence[Trial]], allow_mixed: bool) -> Provenance:
-    """For a figure that compares engines; places: trials that stand beside each other. What an engine does not report is not
-    held against it, and baselines in ours differ by design. Raises MixedPanel where one of others ran with unlike settings;
-    allow_mixed: note it instead."""
-    beside = [list(trials) for trials in places]
-    outside = any(field_of(trial, "baseline.engine") for trials in beside for trial in trials)
-    unlike = list(dict.fromkeys(clause for trials in beside for clause in _unlike(trials))) if outside else []
-    if not unlike:
-        return of
-    found = f"engines of unlike settings: {'; '.join(unlike)}"
-    if not allow_mixed:
-        raise MixedPanel(
-            f"One panel would hold {found}. Give them the same with cache.gpu, cache.cpu, baseline.kv_budget, "
-            "scheduler.max_batch_tokens, scheduler.max_batch_requests and hardware.threads, or draw it with --allow-mixed, "
-            "which it then says."
-        )
-    return replace(of, mixed=(*of.mixed, found))
-
-
-def _unlike(trials: Sequence[Trial]) -> Iterable[str]:
-    """A clause for each setting that is not the same."""
+def unlike(trials: Sequence[Trial]) -> str:
+    """What engines report that is not the same, for a caption; of ours alone nothing: baselines there differ by design."""
+    if not any(field_of(trial, "baseline.engine") for trial in trials):
+        return ""
+    found = []
     for name in _SETTINGS:
-        known = [trial for trial in trials if _setting(trial, name) is not None]
-        if not all(_same(name, one, other) for one, other in combinations(known, 2)):
-            said = dict[Any, str]()
-            for trial in known:
-                said.setdefault(_setting(trial, name), trial.baseline)
-            yield f"{name} is {' and '.join(f'{value} for {baseline}' for value, baseline in said.items())}"
-
-
-def _setting(trial: Trial, name: str) -> Any:
-    """As the engine reports it. llama.cpp's forwards have n_ubatch tokens (max_batch_tokens) of n_batch; in other engines an
-    iteration is one forward."""
-    engine = trial.engine or {}
-    if name == "n_batch":
-        return engine.get("n_batch", engine.get("max_batch_tokens"))
-    if name == "kv_tokens":
-        gpu, cpu = engine.get("gpu_tokens"), engine.get("cpu_tokens")
-        return None if gpu is None else f"{gpu} + {cpu}" if cpu else str(gpu)
-    return engine.get(name)
-
-
-def _same(name: str, one: Trial, other: Trial) -> bool:
-    if name == "kv_tokens":
-        return _same_kv(one, other)
-    values = _setting(one, name), _setting(other, name)
-    if name == "max_batch_requests":  # bounds that the workload does not reach are as good as one
-        asked = (((trial.engine or {}).get("workload") or {}).get("requests_at_once") for trial in (one, other))
-        most = max(math.inf if at is None else float(at) for at in asked)
-        return bool(values[0] == values[1] or most <= min(values))
-    return str(values[0]) == str(values[1])
-
-
-def _same_kv(one: Trial, other: Trial) -> bool:
-    """Tier by tier, but for what llama.cpp rounds. An engine with a single tier may have in it what the other has on its
-    device (baseline.kv_budget=device), or in both tiers (total)."""
-    engines = [one.engine or {}, other.engine or {}]
-    (gpu, other_gpu), (cpu, other_cpu) = (
-        [int(engine.get(tier) or 0) for engine in engines] for tier in ("gpu_tokens", "cpu_tokens")
-    )
-    slots = max(
-        SLOT_CELLS * (1 if engine.get("configured_kv_unified") else int(engine["n_parallel"])) - 1
-        for engine in ({"n_parallel": 0, "configured_kv_unified": False} | engine for engine in engines)
-    )
-    steps = [engine["kv_bytes_per_token"] for engine in engines if "configured_ram_cache_mib" in engine]
-    device, ram = abs(gpu - other_gpu) <= max(slots, 0), max((ceil_div(RAM_STEP, step) for step in steps), default=0)
-    if bool(cpu) == bool(other_cpu):
-        return device and abs(cpu - other_cpu) <= ram
-    total = abs(gpu + cpu - other_gpu - other_cpu) <= max(slots, 0) + ram
-    budget = field_of(other if cpu else one, "baseline.kv_budget")
-    return {"device": device, "total": total}.get(str(budget), device or total)
+        said: dict[str, dict[str, None]] = defaultdict(dict)
+        for trial in trials:
+            if (value := (trial.engine or {}).get(name)) is not None:
+                said[str(value)][trial.baseline] = None
+        if len(said) > 1:
+            each = (f"{value} of {', '.join(names)}" for value, names in said.items())
+            found.append(f"{name} {' and '.join(each)}")
+    return f". Engines' settings that differ: {'; '.join(found)}" if found else ""

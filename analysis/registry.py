@@ -158,7 +158,8 @@ def _publish(of: Figure, plot: Plot, folder: Path) -> Drawing:
     stem = folder / (of.name + "".join(f"-{_slug(axis)}-{_slug(value)}" for axis, value in panel.group.items()))
     png = pdf = None
     if plot.picture is not None:
-        style.compose(plot.picture, title, panel.text, warning, brief(origin, drawn))
+        small = "\n".join(filter(None, [warning, brief(origin, drawn)]))
+        style.compose(plot.picture, "\n".join(filter(None, [title, panel.text])), small, bool(warning))
         png, pdf, text = style.save(plot.picture, stem, title, caption)
     else:
         assert plot.table is not None, "neither a picture nor a table"

@@ -13,8 +13,8 @@ from fontTools.subset import Options  # type: ignore[import-untyped]
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch
-from matplotlib.text import Text
 
 Options._drop_tables_default += [
     "GSUB",
@@ -24,6 +24,8 @@ Options._drop_tables_default += [
 
 WIDTH_IN = 3.3  # one column of a paper
 MARGIN_IN = 0.06
+ABOVE = "outside upper left"  # the axes
+TITLE_LETTERS = 46  # of a line of the title
 EDGE = "#7F7F7F"  # around parts that are too light to end by themselves
 GREY = "#595959"
 WARNING = "#B00020"
@@ -100,7 +102,7 @@ RC = {
     "legend.columnspacing": 1.1,
     "legend.handletextpad": 0.4,
     "legend.borderpad": 0.0,
-    "legend.borderaxespad": 0.0,
+    "legend.borderaxespad": 0.6,
     "figure.constrained_layout.w_pad": 0.03,
     "figure.constrained_layout.h_pad": 0.03,
     "pdf.fonttype": 42,  # letters stay letters in the PDF
@@ -155,12 +157,9 @@ def legend(figure: Figure, handles: Sequence[Artist] | None = None) -> None:
         for axes in figure.axes:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 labelled.setdefault(label, handle)
-        labels: Sequence[str] = list(labelled)
         handles = list(labelled.values())
-    else:
-        labels = [str(handle.get_label()) for handle in handles]
     for columns in range(len(handles), 0, -1):
-        found = figure.legend(handles, labels, loc="upper left", ncols=columns)
+        found = figure.legend(handles=handles, loc=ABOVE, ncols=columns)
         if columns == 1 or found.get_window_extent().width <= figure.bbox.width - 2 * MARGIN_IN * figure.dpi:
             return
         found.remove()
@@ -171,34 +170,19 @@ def parts_key(parts: Sequence[str]) -> list[Artist]:
     return [Patch(facecolor=PARTS[part], edgecolor=EDGE, linewidth=0.4, label=part.replace("_", " ")) for part in parts]
 
 
-def compose(figure: Figure, title: str, subtitle: str, warning: str, note: str) -> None:
-    """Texts and the legend above the axes, the small print below; the figure grows by what they take."""
-    width, height = figure.get_size_inches()
-    texts = [
-        _text(figure, text, size, va="top", fontweight=weight, color=ink)
-        for text, size, weight, ink in (
-            (title, 8.5, "bold", "black"),
-            (subtitle, 6.5, "normal", GREY),
-            (warning, 6.5, "bold", WARNING),
-        )
-        if text
-    ]
-    small = _text(figure, note, 5.2, va="bottom", color=GREY, linespacing=1.25)
-    tall = [one.get_window_extent().height / figure.dpi + 0.03 for one in (*texts, *figure.legends, small)]
-    top = MARGIN_IN + sum(tall[:-1]) + 0.03 * (1 + len(figure.legends))
-    bottom = MARGIN_IN + tall[-1] + 0.03
-    total = top + height + bottom
-    figure.set_size_inches(width, total)
-    y = MARGIN_IN
-    for text, high in zip(texts, tall, strict=False):
-        text.set_position((MARGIN_IN / width, 1 - y / total))
-        y += high
-    for legend in figure.legends:
-        place = (MARGIN_IN / width, 1 - (y + 0.03) / total)
-        legend.set_bbox_to_anchor(place, transform=figure.transFigure)
-    small.set_position((MARGIN_IN / width, MARGIN_IN / total))
+def compose(figure: Figure, title: str, note: str, warning: bool) -> None:
+    """The title over the legend, and the small print below, red for a warning; the figure grows by what they take."""
+    if not figure.legends:
+        figure.legend([], [], loc=ABOVE)
+    [above] = figure.legends
+    bold = FontProperties(size=8.5, weight="bold")
+    above.set_title("\n".join(textwrap.fill(line, TITLE_LETTERS) for line in title.splitlines()), prop=bold)
+    above.set_alignment("left")
+    left = MARGIN_IN / figure.get_figwidth()
+    below = figure.supxlabel(note, x=left, ha="left", fontsize=5.2, color=WARNING if warning else GREY, wrap=True)
+    taken = above.get_window_extent().height + below.get_window_extent().height
+    figure.set_figheight(figure.get_figheight() + taken / figure.dpi + 2 * MARGIN_IN)
     figure.align_ylabels()
-    figure.set_layout_engine("constrained", rect=(0, bottom / total, 1, height / total))
 
 
 def save(figure: Figure, stem: Path, title: str, caption: str) -> list[Path]:
@@ -210,11 +194,3 @@ def save(figure: Figure, stem: Path, title: str, caption: str) -> list[Path]:
     figure.savefig(paths[1], metadata={"Title": title, "Subject": caption, "CreationDate": None})
     paths[2].write_text(f"{caption}\n", encoding="utf-8")
     return paths
-
-
-def _text(figure: Figure, text: str, size: float, **look: Any) -> Text:
-    """Lines as wide as the figure, by the mean width of a letter."""
-    letters = int(
-        (figure.get_figwidth() - 2 * MARGIN_IN) * 72 / (size * (0.58 if look.get("fontweight") == "bold" else 0.53))
-    )
-    return figure.text(0, 0, "\n".join(textwrap.wrap(text, letters)), fontsize=size, **look)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +11,11 @@ from sqlalchemy import select
 
 from analysis.provenance import Provenance, trace
 from pensieve.errors import ConfigError, MissingSeries
-from pensieve.lab.results.frame import REFERENCE, Frame, axis_value, conversations_of, listed_values, varying_axes
+from pensieve.lab.results.frame import REFERENCE, Frame, axis_value, conversations_of, varying_axes
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.schema import Sweep, SweepTrial, Trial
 from pensieve.lab.results.size_map import SETTINGS
-from pensieve.lab.results.store import JobResult, ResultsStore
+from pensieve.lab.results.store import ResultsStore
 from pensieve.serve.books.holding import TIERS
 from pensieve.units import parse_capacity
 
@@ -45,6 +44,10 @@ class Cell:
         return iter(self.trials)
 
     @property
+    def place(self) -> str:
+        return ", ".join(f"{axis}={value}" for axis, value in self.at.items())
+
+    @property
     def ids(self) -> str:
         """For the column `trials` of a CSV."""
         return " ".join(str(trial.id) for trial in self.trials)
@@ -52,8 +55,8 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture's worth. group: the swept axes that are not drawn, with their values. left_out: the cells that no trial of
-    has completed, as they are named to people."""
+    """One picture's worth. group: the swept axes that are not drawn, with their values. left_out: the cells of which trials
+    began and none has completed, as they are named to people."""
 
     sweep: Sweep
     group: Mapping[str, str]
@@ -106,15 +109,12 @@ class Source(Frame):
         return [found[key] for key in sorted(found) if found[key].baseline in chosen]
 
     def baselines(self) -> list[str]:
-        """As wanted, else all that the sweep names or has begun."""
-        return list(self.wanted) or list(
-            dict.fromkeys([*self._named("baseline"), *(job.last.baseline for job in self.jobs)])
-        )
+        """As wanted, else all that the sweep has begun."""
+        return list(self.wanted) or list(dict.fromkeys(job.last.baseline for job in self.jobs))
 
     def swept(self, axis: str) -> list[str]:
         """The values that an axis takes in this sweep, those of trials that did not complete included."""
-        begun = (axis_value(job.trial or job.last, axis) for job in self.jobs)
-        return in_order(dict.fromkeys([*self._named(axis), *begun]))
+        return in_order(dict.fromkeys(axis_value(job.trial or job.last, axis) for job in self.jobs))
 
     def compares(self, axis: str) -> bool:
         """Several values of an axis, and each trial has one. A sweep over machines varies fields of theirs that some of them
@@ -127,10 +127,6 @@ class Source(Frame):
 
     def one(self, axis: str) -> bool:
         return not self.several(axis)
-
-    def holds(self, values: Mapping[str, str]) -> bool:
-        """Whether each of these axes takes this value, among others."""
-        return all(value in self.swept(axis) for axis, value in values.items())
 
     def lacks(self, what: str) -> MissingSeries:
         """To be raised where `what` is missing from the sweep."""
@@ -171,27 +167,51 @@ class Source(Frame):
         turns = self.turns_of(self.trials[0])
         return bool(((turns.index.get_level_values("turn") > 1) & (turns["phase"] == "chat")).any())
 
-    def panels(self, *along: str, partial: bool = False) -> list[Panel]:
-        """A panel for each combination of the swept axes but seed, repeat, baseline and those that are drawn `along`.
-        partial: cells without a completed trial are left out where their baseline has others, and the caption names them.
+    def panels(self, *along: str) -> list[Panel]:
+        """A panel for each combination of the swept axes but seed, repeat, baseline and those that are drawn `along`. A cell
+        without a completed trial is left out, and the caption names it.
 
-        An axis is a group (cache, eviction, ...) or a dotted field (workload.request_rate). Raises MissingSeries, with
-        the command to run, where a panel lacks a baseline at some value, and MixedPanel where one mixes what must not be.
+        An axis is a group (cache, eviction, ...) or a dotted field (workload.request_rate). Raises MissingSeries, with the
+        command to run, where nothing has completed, or nothing of a wanted baseline, and MixedPanel where one mixes what
+        must not be.
         """
         names = self.baselines()
-        if not names:
-            raise self.lacks("trials yet")
-        if not self.trials and not self.wanted:
+        done = {trial.baseline for trial in self.trials}
+        for name in self.wanted:
+            if name not in done:
+                command = self.command if self.has_begun(name) else f"python runners/run.py baseline={name} -m"
+                raise MissingSeries(
+                    f"Sweep {self.sweep.id} has no completed trial of baseline {name}; run `{command}`."
+                )
+        if not done:
             raise self.lacks("completed trial")
         begun = [job for job in self.jobs if job.last.baseline in names]
-        panels = []
-        for group, jobs in self._groups(begun, along).items() or {(): begun}.items():
-            every = self._cells(dict(group), jobs, names, along, partial)
-            cells = [cell for cell in every if cell.trials]
-            left_out = [_in_words(cell, several=len(names) > 1) for cell in every if not cell.trials]
-            trials = [trial for cell in cells for trial in cell.trials]
-            panels.append(Panel(self.sweep, dict(group), cells, self.trace(trials, self._incomplete()), left_out))
-        return panels
+        every = [job.trial or job.last for job in begun]
+        axes = [axis for axis in varying_axes(self.sweep.overrides, every) if axis not in along]
+        groups: dict[tuple[str, ...], dict[tuple[str, ...], list[Trial]]] = {}
+        for job, one in zip(begun, every, strict=True):
+            group, place = (tuple(axis_value(one, axis) for axis in some) for some in (axes, along))
+            own = groups.setdefault(group, {}).setdefault((one.baseline, *place), [])
+            own += [job.trial] if job.trial else []
+        made = ((dict(zip(axes, group, strict=True)), self._cells(found, along)) for group, found in groups.items())
+        return [self._panel(group, cells) for group, cells in made if any(cell.trials for cell in cells)]
+
+    def has_begun(self, baseline: str) -> bool:
+        return any(job.last.baseline == baseline for job in self.jobs)
+
+    def _cells(self, found: Mapping[tuple[str, ...], Sequence[Trial]], along: Sequence[str]) -> list[Cell]:
+        """Baseline by baseline. found: by baseline and place."""
+        order = self.baselines()
+        keys = sorted(found, key=lambda key: order.index(key[0]))
+        return [Cell(name, dict(zip(along, place, strict=True)), found[name, *place]) for name, *place in keys]
+
+    def _panel(self, group: Mapping[str, str], every: Sequence[Cell]) -> Panel:
+        cells = [cell for cell in every if cell.trials]
+        left_out = [f"{cell.baseline}{f' ({cell.place})' if cell.at else ''}" for cell in every if not cell.trials]
+        completed = sum(job.trial is not None for job in self.jobs)
+        incomplete = max(self.sweep.n_expected, len(self.jobs)) - completed  # those that never began included
+        trials = [trial for cell in cells for trial in cell.trials]
+        return Panel(self.sweep, group, cells, self.trace(trials, incomplete), left_out)
 
     def trace(self, trials: Sequence[Trial], incomplete: int = 0) -> Provenance:
         """What numbers of these trials stand on. Raises MixedPanel where they must not stand beside each other."""
@@ -200,61 +220,6 @@ class Source(Frame):
                 self._conversations[trial.id] = frozenset(conversations_of(self.turns_of(trial)))
         conversations = frozenset[Any]().union(*(self._conversations[trial.id] for trial in trials))
         return trace(self.sweep, trials, len(conversations), incomplete, self.allow_mixed)
-
-    def _cells(
-        self,
-        group: Mapping[str, str],
-        jobs: Sequence[JobResult],
-        names: Sequence[str],
-        along: Sequence[str],
-        partial: bool,
-    ) -> list[Cell]:
-        """partial: some may have no trials."""
-        places = dict.fromkeys(_place(job, along) for job in jobs) or {(): None}
-        for axis in along:  # what the sweep names and never began is missing too
-            for value in self._named(axis):
-                if len(along) == 1:
-                    places.setdefault((value,))
-        cells = []
-        for name in names:
-            for place in places:
-                here = [job.trial for job in jobs if job.trial and _place(job, along) == place]
-                own = [trial for trial in here if trial.baseline == name]
-                at = dict(zip(along, place, strict=True))
-                if not own and not (partial and any(job.trial and job.trial.baseline == name for job in jobs)):
-                    self._missing(name, {**group, **at})
-                cells.append(Cell(name, at, own))
-        return cells
-
-    def _missing(self, baseline: str, at: Mapping[str, str]) -> None:
-        own = not self.wanted or baseline in {*self._named("baseline"), *(job.last.baseline for job in self.jobs)}
-        command = self.command if own else f"python runners/run.py baseline={baseline} -m"
-        where = f" with {', '.join(f'{axis}={value}' for axis, value in at.items())}" if at else ""
-        raise MissingSeries(
-            f"Sweep {self.sweep.id} has no completed trial of baseline {baseline}{where}; run `{command}`."
-        )
-
-    def _incomplete(self) -> int:
-        """Jobs of the sweep without a completed trial, those that never began included."""
-        done = sum(job.trial is not None for job in self.jobs)
-        return max(self.sweep.n_expected, len(self.jobs)) - done
-
-    def _named(self, axis: str) -> list[str]:
-        """Values of a swept axis as the command gives them; none where it is not swept by a plain list."""
-        given = {key.lstrip("+"): value for key, value in self.sweep.overrides.items()}
-        values = listed_values(given[axis]) if axis in given else []  # of choice(...): its trials tell
-        return [_configured(re.sub(r"\\(.)", r"\1", value)) for value in values]  # Hydra escapes blanks
-
-    def _groups(
-        self, jobs: Sequence[JobResult], along: Sequence[str]
-    ) -> dict[tuple[tuple[str, str], ...], list[JobResult]]:
-        typed = varying_axes(self.sweep.overrides, [job.trial or job.last for job in jobs])
-        axes = [axis for axis in typed if axis not in along]
-        groups: dict[tuple[tuple[str, str], ...], list[JobResult]] = {}
-        for job in jobs:
-            key = tuple((axis, axis_value(job.trial or job.last, axis)) for axis in axes)
-            groups.setdefault(key, []).append(job)
-        return groups
 
 
 def open_source(
@@ -275,16 +240,12 @@ def open_source(
 
 
 def joined(sweep: Sweep, further: Sequence[Sweep]) -> Sweep:
-    """Several sweeps of one overlay as one: what is swept takes the values that it takes in any of them."""
+    """Several sweeps of one overlay as one."""
     if not further:
         return sweep
     every = [sweep, *further]
-    overrides: dict[str, Any] = {}
-    for axis in dict.fromkeys(axis for one in every for axis in one.overrides):
-        given = [one.overrides[axis] for one in every if axis in one.overrides]
-        values = list(dict.fromkeys(value for one in given for value in listed_values(one)))
-        overrides[axis] = values if len(values) > 1 else given[0]
     kept = {column.name: getattr(sweep, column.name) for column in Sweep.__table__.columns}
+    overrides = {axis: values for one in every for axis, values in one.overrides.items()}
     commands = " && ".join(one.command for one in every if one.command)
     n_expected = sum(one.n_expected for one in every)
     return Sweep(**{**kept, "overrides": overrides, "command": commands, "n_expected": n_expected})
@@ -321,21 +282,6 @@ def in_order(values: Mapping[str, Any] | Sequence[str]) -> list[str]:
     return sorted(sizes, key=lambda value: size[1] if (size := sizes[value]) else math.inf)
 
 
-def _configured(value: str) -> str:
-    """How a value of the command line reads in a trial's configuration: null, true, 0.50 and 1e3 are not kept as typed."""
-    if value[0] in "\"'":
-        return value.strip(value[0])
-    known = {"null": NO_VALUE, "true": "True", "false": "False"}
-    if value.lower() in known:
-        return known[value.lower()]
-    for kind in (int, float):
-        try:
-            return str(kind(value))
-        except ValueError:
-            continue
-    return value
-
-
 def _size(value: str) -> tuple[str, float] | None:
     """Its unit ("", "tokens" or "bytes") and how many; None for a name."""
     try:
@@ -348,13 +294,3 @@ def _size(value: str) -> tuple[str, float] | None:
     except ConfigError:
         return None
     return ("tokens", capacity.tokens) if capacity.tokens is not None else ("bytes", capacity.bytes or 0)
-
-
-def _in_words(cell: Cell, several: bool) -> str:
-    """several: baselines."""
-    at = ", ".join(f"{axis}={value}" for axis, value in cell.at.items())
-    return f"{cell.baseline} ({at})" if several else at
-
-
-def _place(job: JobResult, along: Sequence[str]) -> tuple[str, ...]:
-    return tuple(axis_value(job.trial or job.last, axis) for axis in along)

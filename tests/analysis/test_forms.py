@@ -119,7 +119,7 @@ def test_bars_are_quantities_and_what_nobody_counted_is_not_drawn_as_none(drawn,
 def test_a_cell_without_numbers_is_told_with_the_command(store, tmp_path):
     warm, sent = [turn("a", 1, phase="warmup")], {"sent_bytes": 0.0}
     source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: warm, lambda at, seed: sent, workload="decode")
-    with pytest.raises(MissingSeries, match=r"no completed request that decodes by itself of pensieve; run"):
+    with pytest.raises(MissingSeries, match=r"no turn that counts here; run"):
         FIGURES["disaggregation"].draw(source, tmp_path)
 
 

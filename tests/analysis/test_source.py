@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from analysis.registry import FIGURES
 from analysis.sweep import in_order, number, open_source
 from pensieve.errors import MissingSeries
 from tests.analysis.sweeps import fill
@@ -68,54 +69,26 @@ def test_a_missing_series_names_the_command_that_makes_it(store):
         wanted.panels()
 
 
-def test_a_baseline_whose_trials_failed_is_missing_not_left_out(store):
-    source = chat(store, {"baseline": ["pensieve"]})
+def test_what_did_not_complete_is_left_out_and_said(store):
+    source = chat(store, {"baseline": ["pensieve"]}, command="run.py -m")
     failed = store.begin_trial(trial_fields("x", baseline="stateless"))
     store.link(source.sweep.id, failed, 9, reused=False)
     store.finish_trial(failed, "failed", error="No memory.")
-    with pytest.raises(MissingSeries, match=r"no completed trial of baseline stateless; run `run.py -m`"):
-        open_source(store).panels()
-
-
-def test_a_value_that_was_never_begun_is_missing(store):
-    source = chat(store, {"workload.request_rate": ["0.5"], "baseline": ["pensieve"]})
-    overrides = {**source.sweep.overrides, "workload.request_rate": "0.5,1.0"}
-    store.open_sweep(source.sweep.key, "sweep", None, "run.py -m", overrides, 4, "host", None)
-    with pytest.raises(MissingSeries, match=r"pensieve with workload.request_rate=1.0; run `run.py -m`"):
-        open_source(store).panels("workload.request_rate")
-
-
-def test_a_seed_that_did_not_complete_is_told(store):
-    source = chat(store, {"baseline": ["pensieve"]})
-    store.set_sweep(source.sweep.id, n_expected=3)
+    store.set_sweep(source.sweep.id, n_expected=5)
     [panel] = open_source(store).panels()
-    assert panel.provenance.incomplete == 1
+    assert (panel.baselines, panel.left_out, panel.provenance.incomplete) == (["pensieve"], ["stateless"], 3)
+    [plot] = FIGURES["ttft_by_turn"].plots(open_source(store))
+    assert "stateless" not in {row["baseline"] for row in plot.rows}
+    with pytest.raises(MissingSeries, match=r"has no completed trial of stateless beside the others; run `run.py -m`"):
+        list(FIGURES["speedup"].plots(open_source(store)))
 
 
 def test_an_axis_with_a_null_value_is_drawn(store):
-    """The command line says null, a trial's configuration None."""
-    source = chat(store, {"workload.users": ["null", "2"], "baseline": ["pensieve", "stateless"]})
-    for job in source.jobs:
-        config = job.last.config
-        users = None if config["workload"]["users"] == "null" else int(config["workload"]["users"])
-        store.set_trial(job.last.id, config={**config, "workload": {**config["workload"], "users": users}})
-    source = open_source(store)
+    source = chat(store, {"workload.users": ["None", "2"], "baseline": ["pensieve", "stateless"]})
     assert source.swept("workload.users") == ["2", "None"]
     [panel] = source.panels("workload.users")
     assert panel.values("workload.users") == ["2", "None"]
     assert [len(cell.trials) for cell in panel.cells] == [2] * 4
-
-
-@pytest.mark.parametrize(
-    ("typed", "kept"), [("null", None), ("true", True), ("0.50", 0.5), ("1e3", 1000.0), ("'2 ktokens'", "2 ktokens")]
-)
-def test_a_value_is_found_however_it_was_typed(store, typed, kept):
-    source = chat(store, {"workload.think_time_s": [typed, "7"], "baseline": ["pensieve"]})
-    for job in source.jobs:
-        config = job.last.config
-        value = kept if config["workload"]["think_time_s"] == typed else 7
-        store.set_trial(job.last.id, config={**config, "workload": {**config["workload"], "think_time_s": value}})
-    assert open_source(store).panels("workload.think_time_s")[0].values("workload.think_time_s").count(str(kept)) == 1
 
 
 def test_sizes_are_in_order_of_what_they_come_to():
