@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from pensieve.device.model import load_model
 from pensieve.device.options import TorchOptions
 from pensieve.device.transfers.pinned import kept
 from pensieve.device.worker import TorchWorker
+from pensieve.errors import HardwareMissing
 from pensieve.specs import ModelSpec
 
 from .conftest import needs_triton
@@ -67,6 +69,9 @@ def test_what_auto_reserves_is_what_is_taken(device, graphs):
         worker._try(rows, 2)
         taken[temperature] = device.peak - standing
     assert taken[0.0] < taken[1.0] <= room.iteration_bytes < 2 * taken[1.0]
+    hungry = TorchWorker(model, CHUNK, WallClock(), options=replace(options, memory_share=1e-6))
+    with pytest.raises(HardwareMissing, match=r"finds no room .* An iteration of 8 tokens needs .*memory_share=1e-06"):
+        hungry.room()
     share = 0.02 * device.card.memory
     assert share * 0.96 < standing + room.iteration_bytes <= share, "all of its share, but for the rounding"
     worker.close()

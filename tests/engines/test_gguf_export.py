@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from pensieve.errors import UnsupportedModel
-from pensieve.plugins.engines.gguf_export import refuse_family, write_gguf
-from pensieve.plugins.engines.weights import gguf_file, model_folder, plain_module
+from pensieve.plugins.engines.weights import gguf_file, model_folder, plain_module, refuse_family, write_gguf
 from tests.engines.small import ARCHITECTURES, setup_of
 
 gguf = pytest.importorskip("gguf")

@@ -5,19 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pensieve.core.machine import WallClock
+from pensieve.device.asked import ModelAsked
 from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.model import load_model
+from pensieve.device.options import TorchOptions
 from pensieve.device.transfers.copies import choose_copier
 from pensieve.device.transfers.lanes import CudaLink
 from pensieve.device.transfers.link import Link
 from pensieve.device.transfers.pinned import pinned_bytes
 from pensieve.device.transfers.transfer import Transfer
-from pensieve.plugins.device.thread_link import ThreadLink, copy_and_wait
+from pensieve.device.worker import TorchWorker
 from pensieve.specs import ModelSpec
 
 from .shuttle import shuttle
 from .small import SIZES
-
-pytestmark = pytest.mark.real_device
 
 DEVICE = torch.device("cuda", 0)
 LARGE = {**SIZES["llama"], "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 8}
@@ -41,6 +43,7 @@ def _shuttle(tensors: KvTensors, link: Link | None) -> None:
     transfer.close()
 
 
+@pytest.mark.real_device
 @pytest.mark.parametrize("sizes", [SIZES["llama"], LARGE], ids=["blocks of 16 KiB", "blocks of 128 KiB"])
 @pytest.mark.parametrize("way", ["calls", "chosen"])
 def test_bytes_survive(way: str, sizes: dict[str, object]) -> None:
@@ -48,10 +51,7 @@ def test_bytes_survive(way: str, sizes: dict[str, object]) -> None:
     _shuttle(tensors, None if way == "calls" else CudaLink(DEVICE, choose_copier(tensors)[0]))
 
 
-def test_bytes_survive_a_slowed_link() -> None:
-    _shuttle(_tensors(SIZES["llama"], 32), ThreadLink(2e9, copy_and_wait, DEVICE))
-
-
+@pytest.mark.real_device
 def test_pinned_memory_is_copied_without_waiting_and_may_be_given_back() -> None:
     """A copy from it returns while the device is still busy; and it can be taken and dropped again and again."""
     for _ in range(3):
@@ -67,3 +67,15 @@ def test_pinned_memory_is_copied_without_waiting_and_may_be_given_back() -> None
         assert not torch.cuda.current_stream().query(), "the copy was waited for"
         assert bool((target == 7).all())
         del memory
+
+
+def test_what_is_chosen_leaves_nothing_behind_and_is_in_the_record() -> None:
+    spec = ModelSpec.from_architecture("small", SIZES["llama"])
+    pools = KvTensors(spec, 32, 100, 100, DEVICE, torch.bfloat16)
+    _, note = choose_copier(pools)
+    assert not pools.gpu.any() and not pools.cpu.any()
+    assert "wrongly" not in note and "Error" not in note, note
+    model = load_model(ModelAsked(spec, device="cuda", attention="reference"))
+    worker = TorchWorker(model, 32, WallClock(), options=TorchOptions(max_batch_requests=4, graphs=False))
+    assert worker.start(100, 100).settings["copies"] == note
+    worker.close()

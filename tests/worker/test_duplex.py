@@ -51,12 +51,6 @@ def test_copies_of_different_plans_slow_each_other_while_they_overlap() -> None:
     assert (out.begins_ns, out.ends_ns) == (0, 112)
 
 
-def test_without_a_penalty_each_way_is_alone_and_one_way_has_no_penalty() -> None:
-    both: list[Asked] = [("out", 0, 100, True), ("in", 40, 48, False)]
-    assert [one.ends_ns for one in performed(both, 0.0)] == [100, 88]
-    assert [one.ends_ns for one in performed([("in", 0, 30, False), ("in", 10, 30, False)], 0.5)] == [30, 60]
-
-
 @pytest.mark.parametrize("penalty", [0.0, 0.2, 0.5])
 def test_random_copies_end_when_a_second_computation_says(penalty: float) -> None:
     for seed in range(60):

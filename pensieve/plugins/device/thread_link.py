@@ -1,4 +1,4 @@
-"""A link made of threads: where there is no GPU, or a link slower than the GPU's own.
+"""A link made of threads, where there is no GPU.
 
 A CPU has neither streams nor events. One thread a direction stands in, so that pipelined copies, their order and their
 failures can be run and measured. No worker has one of itself: tests and benchmarks give it.
@@ -16,8 +16,7 @@ from queue import SimpleQueue
 import torch
 
 from pensieve.core.plan import BlockRun
-from pensieve.device.transfers.lanes import CudaMark
-from pensieve.device.transfers.link import Haul, Mark, gpu_of
+from pensieve.device.transfers.link import Haul, Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,31 +40,20 @@ def copy_runs(piece: Piece) -> None:
         target[run.dst : run.dst + run.blocks].copy_(source[run.src : run.src + run.blocks], non_blocking=True)
 
 
-def copy_and_wait(piece: Piece) -> None:
-    """Copy to or from a GPU on a stream of its own, and wait: on the default stream the copy would wait for the compute."""
-    stream = torch.cuda.Stream(gpu_of(piece.source, piece.target))
-    with torch.cuda.stream(stream):
-        copy_runs(piece)
-    stream.synchronize()
-
-
 class ThreadLink:
     """The same lanes, marks and waits as on CUDA, made of threads. Copies release the interpreter's lock, so they run beside
     the forward. Used to study a slow link, and by tests of the order of copies; otherwise a worker on a CPU has no link,
     since a direct copy from RAM to RAM is faster than handing it to a thread.
 
     bytes_per_s: of each direction; a copy that is done sooner delays its mark. None: as fast as memory is.
-    copy: performs a piece, and returns when it is done. device: where the compute runs. A GPU's, together with
-    copy_and_wait, makes a link that is slower than the GPU's own.
+    copy: performs a piece, and returns when it is done.
     """
 
     def __init__(
         self,
         bytes_per_s: float | None = None,
         copy: Callable[[Piece], None] = copy_runs,
-        device: torch.device | None = None,
     ) -> None:
-        self._device = device
         self.inward = _ThreadLane("cpu-to-gpu", bytes_per_s, copy)
         self.outward = _ThreadLane("gpu-to-cpu", bytes_per_s, copy)
         self._stalled_ns = 0
@@ -75,8 +63,6 @@ class ThreadLink:
         self.inward.bytes_per_s = self.outward.bytes_per_s = bytes_per_s
 
     def computed(self) -> Mark:
-        if self._device is not None and self._device.type == "cuda":
-            return CudaMark(torch.cuda.current_stream(self._device).record_event())
         return _ThreadMark(reached=True)  # a forward on a CPU is done when the call returns
 
     def hold_compute(self, mark: Mark) -> None:

@@ -1,6 +1,6 @@
 """llama.cpp: its server in a process of its own, over the loopback interface.
 
-It is the C++ server of xllamacpp, a wheel that needs no compiler. Prompts are token ids; see gguf_export for how replies
+It is the C++ server of xllamacpp, a wheel that needs no compiler. Prompts are token ids; see weights.py for how replies
 become ids again.
 """
 
@@ -22,9 +22,8 @@ from pensieve.core.request import Free, Request
 from pensieve.errors import ConfigError, EngineMissing
 from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply
 from pensieve.plugins.engines.completions import CompletionsClient, read_completion, while_it_serves
-from pensieve.plugins.engines.gguf_export import refuse_family, tokens_in
 from pensieve.plugins.engines.process import EngineProcess, free_port
-from pensieve.plugins.engines.weights import gguf_file
+from pensieve.plugins.engines.weights import gguf_file, refuse_family, tokens_in
 from pensieve.serve.systems.base import Capabilities
 from pensieve.units import ceil_div
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,6 @@ log = logging.getLogger(__name__)
 class _Write:
     """A chunk of a store: to block dst of the file."""
 
-    number: int
     ticket: int
     key: bytes
     dst: int
@@ -44,7 +42,6 @@ class _Write:
 class _Read:
     """marks: one a layer, set when it has come, or something else has."""
 
-    number: int
     load: Move
     marks: list[threading.Event]
     wrong: set[int] = field(default_factory=set)  # which of its chunks are not what was asked for
@@ -67,9 +64,8 @@ class DiskOptions:
 
 
 class DiskTransfer(Transfer):
-    """Performs moves from and to the file beside the compute, one at a time. Reads go first, but for writes to their blocks
-    that were ordered before them: so a block of the file may be given to another chunk while it is still to be read, and a
-    chunk be asked for while it is still to be written.
+    """Performs moves from and to the file beside the compute, one at a time and in the order of the plans: so a block of the
+    file may be given to another chunk while it is still to be read, and a chunk be asked for while it is still to be written.
 
     What is to be written is copied in memory first, since its block is used again at once; where more than `staging_bytes`
     wait, it is not written. What is read is checked layer by layer; a layer that is not what was written is zeroed, the load
@@ -86,10 +82,7 @@ class DiskTransfer(Transfer):
         self._file, self._staging_bytes = file, staging_bytes
         self.read_bytes = self.written_bytes = 0
         self._staged_bytes = 0
-        self._changed = threading.Condition()
-        self._to_read: deque[_Read] = deque()
-        self._to_write: deque[_Write] = deque()
-        self._numbers, self._closing = 0, False
+        self._orders: SimpleQueue[_Write | _Read | None] = SimpleQueue()
         self._reads: list[_Read] = []  # under way, oldest first
         self._required_read: _Read | None = None
         self._stored: SimpleQueue[Moved] = SimpleQueue()
@@ -108,12 +101,9 @@ class DiskTransfer(Transfer):
             if move.target != GPU:
                 self._store(move)
                 continue
-            self._numbers += 1
-            read = _Read(self._numbers, move, [threading.Event() for _ in range(self._tensors.layers)])
+            read = _Read(move, [threading.Event() for _ in range(self._tensors.layers)])
             self._reads.append(read)
-            with self._changed:
-                self._to_read.append(read)
-                self._changed.notify()
+            self._orders.put(read)
         return super().begin(plan)
 
     def _store(self, move: Move) -> None:
@@ -121,17 +111,13 @@ class DiskTransfer(Transfer):
         pool = self._tensors.gpu if move.source == GPU else self._tensors.cpu
         gone = []
         for key, src, dst in zip(move.keys, move.src, move.dst, strict=True):
-            self._numbers += 1
             with self._lock:
                 full = self._staged_bytes + self._tensors.block_bytes > self._staging_bytes
                 self._staged_bytes += 0 if full else self._tensors.block_bytes
             if full:
                 gone.append(key)
                 continue
-            write = _Write(self._numbers, move.ticket, key, dst, pool[:, src].clone())
-            with self._changed:
-                self._to_write.append(write)
-                self._changed.notify()
+            self._orders.put(_Write(move.ticket, key, dst, pool[:, src].clone()))
         self._stored.put(Moved(move.ticket, not gone, tuple(gone)))
 
     def require(self, blocks: NDArray[np.int64]) -> bool:
@@ -178,37 +164,18 @@ class DiskTransfer(Transfer):
     def close(self) -> None:
         """Write what is still to be written, and close the file."""
         super().close()
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._orders.put(None)
         self._thread.join()
         self._file.close()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (order := self._next()) is not None:
+        while (order := self._orders.get()) is not None:
             if isinstance(order, _Read):
                 self._read(order)
             else:
                 self._write(order)
-
-    def _next(self) -> _Write | _Read | None:
-        """Wait for the next write or read; None: the transfer is closed, and all is written."""
-        with self._changed:
-            while not self._to_read and not self._to_write:
-                if self._closing:
-                    return None
-                self._changed.wait()
-            if not self._to_read:
-                return self._to_write.popleft()
-            read = self._to_read[0]
-            blocks = set(read.load.src)
-            before = next((w for w in self._to_write if w.number < read.number and w.dst in blocks), None)
-            if before is None:
-                return self._to_read.popleft()
-            self._to_write.remove(before)
-            return before
 
     def _write(self, order: _Write) -> None:
         layers = [_bytes_of(layer) for layer in order.staged]
@@ -223,11 +190,15 @@ class DiskTransfer(Transfer):
 
     def _read(self, order: _Read) -> None:
         load, wrong = order.load, order.wrong
-        sums = [self._checksums(src, key) for src, key in zip(load.src, load.keys, strict=True)]
+        sums = [self._file.checksums(src, key) for src, key in zip(load.src, load.keys, strict=True)]
         for layer, mark in enumerate(order.marks):
             for place, (src, dst) in enumerate(zip(load.src, load.dst, strict=True)):
                 told, into = sums[place], self._tensors.gpu[layer, dst]
-                if told is None or place in wrong or not self._read_layer(src, layer, into, told[layer]):
+                if (
+                    told is None
+                    or place in wrong
+                    or not self._file.read_layer(src, layer, _bytes_of(into), told[layer])
+                ):
                     wrong.add(place)
                     into.zero_()
             if layer == len(order.marks) - 1:  # whoever sees the last mark sees what was wrong
@@ -235,27 +206,12 @@ class DiskTransfer(Transfer):
             mark.set()
 
     def _report(self, order: _Read) -> None:
+        count = len(order.load.keys)
         if order.wrong:
-            count = len(order.load.keys)
-            log.warning(
-                "%s of %s chunks on disk are not what was written; they are computed again.", len(order.wrong), count
-            )
+            wrong = len(order.wrong)
+            log.warning("%s of %s chunks on disk are not what was written; they are computed again.", wrong, count)
         with self._lock:
-            self.read_bytes += len(order.load.keys) * self._tensors.block_bytes
-
-    def _checksums(self, block: int, key: bytes) -> tuple[int, ...] | None:
-        try:
-            return self._file.checksums(block, key)
-        except OSError as error:
-            log.error("The file of cache.disk cannot be read: %s", error)
-            return None
-
-    def _read_layer(self, block: int, layer: int, into: torch.Tensor, checksum: int) -> bool:
-        try:
-            return self._file.read_layer(block, layer, _bytes_of(into), checksum)
-        except OSError as error:
-            log.error("The file of cache.disk cannot be read: %s", error)
-            return False
+            self.read_bytes += count * self._tensors.block_bytes
 
 
 def _outcome(read: _Read) -> Moved:

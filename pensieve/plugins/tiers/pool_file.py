@@ -130,16 +130,24 @@ class PoolFile:
         self._write_at(memoryview(head.ljust(self._header_bytes, b"\0")), base)
 
     def checksums(self, block: int, key: bytes) -> tuple[int, ...] | None:
-        """Of the layers of this chunk; None if the block does not hold it."""
-        told = self._read_header(os.pread(self._file, self._header_bytes, block * self._stride))
+        """Of the layers of this chunk; None if the block does not hold it, or cannot be read."""
+        try:
+            told = self._read_header(os.pread(self._file, self._header_bytes, block * self._stride))
+        except OSError as error:
+            log.error("The file of cache.disk cannot be read: %s", error)
+            return None
         if told is None or told[:2] != (self._identity, key) or told[3:5] != (self.layers, self.layer_bytes):
             return None
         return told[5]
 
     def read_layer(self, block: int, layer: int, into: memoryview, checksum: int) -> bool:
-        """False: what is there is something else. Raises OSError."""
+        """False: what is there is something else, or cannot be read."""
         place = block * self._stride + self._header_bytes + layer * self.layer_bytes
-        return os.preadv(self._file, [into], place) == self.layer_bytes and zlib.crc32(into) == checksum
+        try:
+            return os.preadv(self._file, [into], place) == self.layer_bytes and zlib.crc32(into) == checksum
+        except OSError as error:
+            log.error("The file of cache.disk cannot be read: %s", error)
+            return False
 
     def measure_s(self) -> float:
         """Seconds to read a chunk as it is read later, checksums and all, from the disk and not from the system's cache: the

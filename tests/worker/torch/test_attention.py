@@ -6,41 +6,14 @@ import pytest
 import torch
 
 from pensieve.device.attention import Iteration, attending, paged_attention
-from pensieve.device.batch import BlockTables
 from pensieve.device.kernels import reference
 from pensieve.errors import UnsupportedModel
 
-from .kernels.cases import Case, Heads, make_case
+from .kernels.cases import Heads, make_case
 
 CHUNK, HEADS, KV_HEADS, DIM = 4, 4, 2, 8
 SMALL = Heads(HEADS, KV_HEADS, DIM)
 CPU = torch.device("cpu")
-
-
-def _attend(case: Case, window: int | None, softcap: float | None) -> tuple[Iteration, torch.Tensor]:
-    q, k, v = (x.transpose(0, 1)[None] for x in (case.queries, case.keys, case.values))
-    iteration = Iteration(case.batch, case.pool, case.chunk)
-    with attending(iteration):
-        layer = SimpleNamespace(layer_idx=1)
-        output, _ = paged_attention(layer, q, k, v, None, scaling=0.3, sliding_window=window, softcap=softcap)
-    return iteration, output[0]
-
-
-@pytest.mark.parametrize("window", [None, 5, 64])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize(
-    "contexts",
-    [
-        [(30, 31), (29, 30), (100, 101), (3, 4), (0, 1), (99, 100)],
-        [(0, 7), (30, 31), (12, 25), (280, 281), (5, 6), (0, 1), (0, 33), (31, 34)],
-    ],
-)
-def test_equals_the_definition(contexts: list[tuple[int, int]], softcap: float | None, window: int | None) -> None:
-    """Unwritten places hold NaN: only keys inside the context and the window may be read."""
-    case = make_case([[run] for run in contexts], SMALL, chunk=CHUNK)
-    iteration, output = _attend(case, window, softcap)
-    assert iteration.layers == [1]
-    case.check(output, case.expected(0.3, window, softcap))
 
 
 def test_a_failed_forward_leaves_no_iteration_behind() -> None:
@@ -74,15 +47,6 @@ def test_every_layer_waits_before_its_kv_is_touched() -> None:
     assert pool.sum() == 2 * 3 * 2 * KV_HEADS * DIM
 
 
-def test_tables_are_overwritten_from_a_chunk_on() -> None:
-    tables = BlockTables()
-    tables.overwrite(0, 0, [5, 6, 7])
-    tables.overwrite(0, 1, [8])
-    tables.overwrite(0, 40, [9])
-    assert tables.blocks(0, 4).tolist() == [5, 8, 7, -1]
-    assert tables.blocks(0, 41)[-1] == 9
-
-
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 120])
 def test_long_contexts_attend_by_themselves(window: int | None, softcap: float | None) -> None:
@@ -94,9 +58,8 @@ def test_long_contexts_attend_by_themselves(window: int | None, softcap: float |
         each = -(-chunks // len(runs))
         tables.append([first + i for first in runs for i in range(each)][:chunks])
     case = make_case([[(stop - 1, stop)] for stop in lengths], SMALL, chunk=CHUNK, tables_of=tables)
-    iteration, output = _attend(case, window, softcap)
-    assert isinstance(iteration.plan, reference.ReferencePlan)
-    pieces = iteration.plan.work(window, softcap is not None)
+    plan = reference.ReferenceBackend().plan(case.batch, case.pool, CHUNK)
+    pieces = plan.work(window, softcap is not None)
     told = [(piece.rows, isinstance(piece.places, slice)) for piece in pieces]  # type: ignore[union-attr]
     assert told == [(1, False), (1, True), (1, False), (2, False)]
-    case.check(output, case.expected(0.3, window, softcap))
+    case.check(case.attend(plan, 0.3, window, softcap), case.expected(0.3, window, softcap))

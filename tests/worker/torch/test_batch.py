@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from pensieve.core.plan import Row, Sample
-from pensieve.device import sampler
 from pensieve.device.batch import Batch, BlockTables, Spans, build_batch
 
 CPU = torch.device("cpu")
@@ -88,24 +87,3 @@ def test_a_row_of_another_length_than_its_tokens_is_a_bug() -> None:
         build_batch([Row(0, ((9, 11),), (1, 2), None)], tables, {}, CHUNK, CPU)
     with pytest.raises(AssertionError, match="beyond"):
         build_batch([Row(5, ((0, 1),), (1,), None)], tables, {}, CHUNK, CPU)
-
-
-def test_ordering_by_float32_keeps_what_ordering_the_scores_keeps() -> None:
-    """With ties, and at temperatures that make scores large and small."""
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(6, 500, generator=generator).mul_(3).round(decimals=1)
-    temperatures = torch.tensor([[0.01], [0.3], [1.0], [1.0], [7.0], [100.0]], dtype=torch.float64)
-    top_p = torch.tensor([[0.9], [0.5], [1.0], [0.0], [0.99], [0.3]], dtype=torch.float64)
-    top_k = torch.tensor([[0], [7], [20], [0], [3], [0]])
-    scores = keys.double() / temperatures
-    kept = sampler._keep(scores, keys, top_p, top_k)
-    for row in range(6):
-        order = sorted(range(500), key=lambda token: (-float(scores[row, token]), token))
-        allowed = order[: int(top_k[row])] if top_k[row] else order
-        mass = torch.softmax(scores[row, allowed], 0)
-        before, wanted = 0.0, set()
-        for place, token in enumerate(allowed):
-            if place == 0 or top_p[row] == 1.0 or before < float(top_p[row]) - 1e-12:
-                wanted.add(token)
-            before += float(mass[place])
-        assert set(torch.isfinite(kept[row]).nonzero()[:, 0].tolist()) == wanted, row

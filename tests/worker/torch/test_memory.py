@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pensieve.core.machine import WallClock
 from pensieve.core.request import Length, Request
-from pensieve.device.memory import find_room, largest_rows, rounded
+from pensieve.device.memory import largest_rows
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
 
 from .driver import engine_on, plain_generate, random_tokens, served
-
-GIB = 2**30
 
 
 class Stumbling:
@@ -96,11 +94,6 @@ def test_copies_that_fail_fail_their_step(llama, monkeypatch):
 # -- how much fits ------------------------------------------------------------------------------------------------------
 
 
-def test_sizes_are_rounded_down_to_six_digits():
-    assert [rounded(n) for n in (0, 5, 63, 64, 65, 1000, 12345)] == [0, 5, 63, 64, 64, 992, 12288]
-    assert all(rounded(n) > n * 31 / 32 for n in range(1, 5000, 7))
-
-
 def test_the_largest_iterations_reach_every_bound():
     long, many = largest_rows(1000, 64, 400)
     assert [row.positions for row in long] == [400, 400, 200]
@@ -108,71 +101,3 @@ def test_the_largest_iterations_reach_every_bound():
     assert sum(row.positions for row in many) <= 1000
     assert all(row.sample for row in (*long, *many))
     assert [row.positions for row in largest_rows(8, 64, 400)[1]] == [1] * 8
-
-
-@dataclass
-class Device:
-    """torch.cuda's accounts, scripted. pool, standing: what the rehearsal has allocated so far; peak: of its iterations."""
-
-    free: int
-    total: int
-    peak: int
-    allocated: int = 5 * GIB
-    pool: int = 0
-    standing: int = 0
-
-    def install(self, patch):
-        for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
-            patch.setattr(torch.cuda, name, lambda *_: None)
-        patch.setattr(torch.cuda, "mem_get_info", lambda *_: (self.free - self.pool - self.standing, self.total))
-        patch.setattr(torch.cuda, "memory_allocated", lambda *_: self.allocated + self.pool)
-        patch.setattr(torch.cuda, "max_memory_allocated", lambda *_: self.allocated + self.pool + self.peak)
-
-
-@dataclass
-class Scripted:
-    """A rehearsal over a scripted device. graphs: bytes that stay with the worker."""
-
-    device: Device
-    block_bytes: int
-    graphs: int = 0
-    error: Exception | None = None
-    seen: list[tuple[int, int]] = field(default_factory=list)
-
-    def stand(self, blocks):
-        self.device.pool = blocks * self.block_bytes
-
-    def iterate(self, blocks, rows):
-        if self.error is not None:
-            raise self.error
-        self.seen.append((blocks, sum(row.positions for row in rows)))
-
-    def record(self):
-        self.device.standing = self.graphs
-
-
-@pytest.mark.parametrize("graphs", [0, 3 * GIB])
-def test_what_is_measured_decides_how_much_fits(llama, monkeypatch, graphs):
-    model, options = replace(llama, device=torch.device("cuda")), TorchOptions(max_batch_tokens=100, memory_share=0.9)
-    block = 8 * llama.spec.kv_bytes_per_token
-    device = Device(free=60 * GIB, total=80 * GIB, peak=2 * GIB)
-    device.install(monkeypatch)
-    rehearsal = Scripted(device, block, graphs)
-    found = find_room(model, options, block, rehearsal)
-    room = 0.9 * 80 * GIB - 20 * GIB - 2 * GIB - graphs
-    assert room * 31 / 32 < found.blocks * block <= room
-    assert (found.iteration_bytes, found.standing_bytes) == (2 * GIB, graphs)
-    assert rehearsal.seen == [(13, 100), (13, 64)]
-    device = Device(free=9 * GIB, total=80 * GIB, peak=2 * GIB)
-    device.install(monkeypatch)
-    with pytest.raises(HardwareMissing, match=r" of 80.0 GiB are free .* An iteration of 100 tokens needs 2.0 GiB"):
-        find_room(model, options, block, Scripted(device, block, graphs))
-
-
-def test_an_iteration_that_does_not_fit_is_a_sentence(llama, monkeypatch):
-    device = Device(free=GIB, total=80 * GIB, peak=0)
-    device.install(monkeypatch)
-    model = replace(llama, device=torch.device("cuda"))
-    failing = Scripted(device, 4096, error=torch.OutOfMemoryError("Tried to allocate"))
-    with pytest.raises(HardwareMissing, match=r"1.0 GiB of 80.0 GiB are free .* needs more than that"):
-        find_room(model, TorchOptions(), 4096, failing)

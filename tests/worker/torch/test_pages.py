@@ -102,16 +102,6 @@ def test_pools_are_zeroed_by_returning_their_pages():
     assert not tensors.gpu.any() and not tensors.cpu.any()
 
 
-def test_nothing_is_returned_where_the_system_does_not_say_what_is_a_file(tmp_path, monkeypatch):
-    file = tmp_path / "weights.safetensors"
-    save_file({"a": torch.arange(2**18, dtype=torch.float32)}, file)
-    stored = load_file(file)["a"]
-    own = torch.from_numpy(np.full(2**22, 7, np.uint8))
-    monkeypatch.setattr("pensieve.device.pages._MAPS", tmp_path / "unreadable")
-    assert return_file_pages([own, stored]) == 0
-    assert bool((own == 7).all()) and stored.equal(torch.arange(2**18, dtype=torch.float32))
-
-
 def test_what_measures_the_machine_leaves_both_tiers_empty(monkeypatch):
     """Else the first trial of a process, and a server, has memory for both that no conversation has asked for."""
     monkeypatch.setattr(profiling, "_known", {})

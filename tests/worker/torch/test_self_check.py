@@ -13,8 +13,7 @@ from pensieve.device.attention import TransformersForward, register
 from pensieve.device.batch import Spans
 from pensieve.device.fused import build_fused
 from pensieve.device.kernels.reference import ReferenceBackend, ReferencePlan
-from pensieve.device.self_check import MULTIPLE, check_against_eager
-from pensieve.device.upcast import upcast
+from pensieve.device.self_check import MULTIPLE, check_against_eager, upcast
 from pensieve.errors import UnsupportedModel
 from pensieve.specs import ModelSpec
 

@@ -20,13 +20,6 @@ def test_an_open_shelf_gives_the_same_model_and_keeps_one():
         assert take().module is not first.module  # the other took its place
 
 
-def test_without_a_shelf_every_trial_loads_its_own():
-    with open_shelf():
-        first = take()
-    assert take().module is not first.module
-    assert take().module is not take().module
-
-
 def test_a_folder_that_was_written_again_is_loaded_again(tmp_path):
     first = take()
     first.module.save_pretrained(tmp_path)

@@ -3,26 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.core.machine import WallClock
 from pensieve.core.plan import Moved, swap_out
 from pensieve.device.model import LoadedModel
-from pensieve.device.worker import TorchWorker
 
 from .driver import Driver, random_tokens, tiny_model
-
-
-def test_start_reports_what_runs(llama: LoadedModel) -> None:
-    worker = TorchWorker(llama, 8, WallClock())
-    report = worker.start(4, 2)
-    assert report.load_s == llama.load_s > 0
-    assert report.warmup_ms > 0
-    block_bytes = llama.spec.kv_bytes_per_token * 8
-    said = report.settings
-    assert (said["gpu_pool_bytes"], said["cpu_pool_bytes"]) == (4 * block_bytes, 2 * block_bytes)
-    assert (said["device"], said["dtype"], said["attention"]) == ("cpu", "float32", "pensieve_paged")
-    assert said["torch"] == torch.__version__
-    assert said["threads"] == 1
-    assert not worker.tensors.gpu.any(), "the warm-up leaves zeroes"
 
 
 def test_copies_only(llama: LoadedModel) -> None:
@@ -43,12 +27,6 @@ def test_a_step_reports_times_and_margins(llama: LoadedModel) -> None:
     assert before < result.ended_ns <= driver.worker._clock.now_ns()
     assert 0 < result.compute_ns <= result.ended_ns - before
     assert (result.h2d_bytes, result.d2h_bytes, result.stall_ns) == (0, 0, 0)
-
-
-def test_rows_without_a_sample_yield_nothing(llama: LoadedModel) -> None:
-    driver = Driver(llama)
-    result = driver.step(driver.prompt_row(0, random_tokens(12, 0), sample=False))
-    assert (result.tokens, result.margins) == ({}, {})
 
 
 def test_an_exception_in_the_forward_fails_the_step_only(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,11 +68,3 @@ def test_a_row_whose_logits_are_not_finite_leaves_the_others_exact(attention: st
     driver.step(driver.decode_row(4), driver.decode_row(1))
     driver.check_logits(4)
     driver.check_logits(1)
-
-
-def test_close_frees_the_pools(llama: LoadedModel) -> None:
-    driver = Driver(llama)
-    driver.worker.close()
-    assert driver.worker.settings()["gpu_pool_bytes"] == 0
-    driver.worker.start(4, 0)
-    assert driver.worker.settings()["gpu_pool_bytes"] == 4 * 8 * llama.spec.kv_bytes_per_token

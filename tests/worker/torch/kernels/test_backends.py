@@ -24,11 +24,6 @@ def test_auto_takes_the_triton_kernel_on_a_gpu_and_the_compiled_one_on_a_cpu():
         candidates("flash", "cpu")
 
 
-def test_the_reference_is_always_there():
-    backend = _load("reference")
-    assert (backend.name, backend.version, backend.captures) == ("reference", torch.__version__, False)
-
-
 @pytest.mark.parametrize(
     ("name", "device", "chunk", "interpret", "sentence"),
     [

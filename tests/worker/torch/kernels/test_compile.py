@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +32,9 @@ _POINTERS = {
     "partial_ptr": "*fp32", "weight_ptr": "*fp32", "items_ptr": "*i32", "tables_ptr": "*i32", "joins_ptr": "*i32",
     "places_ptr": "*i64",
 }  # fmt: skip
+
+
+PRODUCTS = {"mma": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,34 +67,15 @@ def resident(registers, shared_bytes, warps, on):
     return min(by_registers, by_shared, on.threads // (warps * _WARP))
 
 
-@dataclass(frozen=True, slots=True)
-class Code:
-    """A kernel compiled for an architecture, with bfloat16. predicted_bytes: of shared memory, by Tiles.shared_bytes.
-
-    stack_bytes: of a thread; spilled registers go there. buffers: of K and of V, each; waits: copies that may be under way
-    when a step goes on; neither is read where steps come in boxes. products: mma (registers), wgmma (shared memory), tcgen05
-    (sm_100). programs: on a multiprocessor; expected_programs: by Tiles.programs, which work is cut by.
-    """
-
-    boxed: bool
-    large_rows: int
-    block_keys: int
-    warps: int
-    registers: int
-    stack_bytes: int
-    shared_bytes: int
-    predicted_bytes: int
-    buffers: int
-    waits: frozenset[int]
-    products: frozenset[str]
-    programs: int
-    expected_programs: int
-    ttgir: str
-    ptx: str
-
-
 def attention_code(architecture, large, head_dim, descriptors=True):
-    """The attention kernel with the tiles that a device of this architecture gets. Needs triton, not interpreted."""
+    """The attention kernel with the tiles that a device of this architecture gets, compiled with bfloat16. Needs triton, not
+    interpreted.
+
+    predicted_bytes: of shared memory, by Tiles.shared_bytes. stack_bytes: of a thread; spilled registers go there. buffers:
+    of K and of V, each; waits: copies that may be under way when a step goes on; neither is read where steps come in boxes.
+    products: mma (registers), wgmma (shared memory), tcgen05 (sm_100). programs: on a multiprocessor; expected_programs: by
+    Tiles.programs, which work is cut by.
+    """
     from pensieve.device.kernels.paged import attend_kernel
     from pensieve.device.kernels.triton_backend import boxes_fit, tiles_for
 
@@ -109,17 +94,16 @@ def attention_code(architecture, large, head_dim, descriptors=True):
     registers, stack = _resources(built.asm["cubin"])
     ttgir, ptx = built.asm["ttgir"], built.asm["ptx"]
     buffers = [int(n) for n in re.findall(r"local_alloc : \(\) -> !ttg.memdesc<(\d+)x[\dx]+x\d+xbf16", ttgir)]
-    return Code(
-        tiles.boxed, tiles.large_rows, tiles.block_keys, tiles.warps, registers, stack,
-        shared_bytes=int(built.metadata.shared),
+    return SimpleNamespace(
+        boxed=tiles.boxed, large_rows=tiles.large_rows, block_keys=tiles.block_keys, warps=tiles.warps, registers=registers,
+        stack_bytes=stack, shared_bytes=int(built.metadata.shared),
         predicted_bytes=tiles.shared_bytes(padded, 2, rows, major),
         buffers=min(buffers, default=1),
-        waits=frozenset(int(n) for n in re.findall(r"async_wait[^\n]*num = (\d+)", ttgir)),
-        products=frozenset(_products(ptx)),
+        waits={int(n) for n in re.findall(r"async_wait[^\n]*num = (\d+)", ttgir)},
+        products={name for name, instruction in PRODUCTS.items() if instruction in ptx},
         programs=resident(registers, int(built.metadata.shared), tiles.warps, machine),
         expected_programs=tiles.programs(padded, 2, rows, major, machine.shared_a_program),
-        ttgir=ttgir,
-        ptx=ptx,
+        ttgir=ttgir, ptx=ptx,
     )  # fmt: skip
 
 
@@ -164,12 +148,6 @@ def _resources(cubin):
     found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert found is not None, said
     return int(found[1]), int(found[2])
-
-
-def _products(ptx):
-    for name, instruction in (("mma", "mma.sync"), ("wgmma", "wgmma.mma_async"), ("tcgen05", "tcgen05.mma")):
-        if instruction in ptx:
-            yield name
 
 
 @pytest.mark.parametrize(
@@ -228,18 +206,6 @@ def test_boxes_fit(changed, fit, monkeypatch):
     assert triton_backend.boxes_fit(**case) is fit
     monkeypatch.setattr(triton_backend, "TensorDescriptor", None)
     assert not triton_backend.boxes_fit(**case), "an older Triton has none"
-
-
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_the_small_kernels_compile_without_shared_copies(architecture, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from pensieve.device.kernels.paged import join_kernel, write_kernel
-
-    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
-    join = compiled(join_kernel, architecture, options, HEADS=32, HEAD_DIM=128, PADDED_DIM=128, BLOCK_S=16)
-    write = compiled(write_kernel, architecture, options, KV_HEADS=8, HEAD_DIM=128, PADDED=1024)
-    for built in (join, write):
-        assert built.metadata.shared <= KNOWN[architecture].shared_a_program and "cp.async" not in built.asm["ptx"]
 
 
 @pytest.mark.parametrize("kibibytes", [99, 163, 227])

@@ -151,27 +151,6 @@ def test_swap_outs_wait_for_loads_unless_urgent(urgent: bool, open_at_the_end: A
         assert gate.made == ["in0", "in1", "out0", "out1"]
 
 
-def test_an_urgent_swap_out_passes_a_load_that_is_stuck(open_at_the_end: Any) -> None:
-    transfer, _, gate = gated()
-    stuck = threading.Event()
-    passes = gate.passes
-
-    def copy(piece: Piece) -> None:
-        if gate.names[piece.target.data_ptr()].startswith("in"):
-            stuck.wait(10)
-        copy_runs(piece)
-
-    transfer.close()
-    transfer = Transfer(transfer._tensors, ThreadLink(copy=copy))
-    open_at_the_end(transfer, gate)
-    transfer.swap_in([swap_in(1, (0,), (4,))])
-    transfer.swap_out([swap_out(2, (8,), (9,)), swap_out(3, (7,), (6,), True)])
-    assert transfer.wait() and transfer.moved() == (Moved(3),)
-    stuck.set()
-    transfer.finish()
-    assert sorted(transfer.moved()) == [Moved(1), Moved(2)] and passes is gate.passes
-
-
 def test_a_failed_load_fails_whoever_needs_it_and_nobody_else(open_at_the_end: Any) -> None:
     transfer, tensors, gate = gated(fails=lambda name: name == "in1")
     open_at_the_end(transfer, gate)
