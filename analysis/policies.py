@@ -17,7 +17,6 @@ from analysis.quantities import Quantity, Shares, moved, over_seeds, shares
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Source
 from pensieve.errors import MissingSeries
-from pensieve.lab.metric_registry import REAL
 from pensieve.lab.results.frame import (
     PAPERS,
     REFERENCE,
@@ -29,7 +28,7 @@ from pensieve.lab.results.frame import (
     values_of,
     varying_axes,
 )
-from pensieve.lab.statistics import Estimate, paired_ratio
+from pensieve.lab.statistics import REAL, Estimate, paired_ratio
 
 SIZES = {"cache": "cache", "cache.gpu": "GPU cache (tokens)", "cache.cpu": "CPU cache (tokens)"}
 AXIS = "eviction"

@@ -14,8 +14,7 @@ from pydantic import BaseModel
 
 from analysis.sweep import Cell, Source
 from pensieve.errors import MissingSeries
-from pensieve.lab.metric_registry import PERCENTILES
-from pensieve.lab.metrics import OUT_OF_MEMORY
+from pensieve.lab.metrics import OUT_OF_MEMORY, PERCENTILES
 from pensieve.lab.results.frame import (
     REFERENCE,
     ByConversation,

@@ -9,8 +9,12 @@ from hypothesis import strategies as st
 from scipy import stats as distributions
 
 from pensieve.errors import MissingSeries
-from pensieve.lab.metric_registry import NONNEGATIVE, PERCENT, REAL, SHARE, Support
 from pensieve.lab.statistics import (
+    NONNEGATIVE,
+    PERCENT,
+    REAL,
+    SHARE,
+    Support,
     estimate_mean,
     estimate_percentile_by_seed,
     estimate_percentiles,

@@ -1,4 +1,4 @@
-"""Records in, summary out: the metrics of a trial, with units, counts and intervals. No I/O.
+"""Each metric: what it is (recording, comparison, claims, size maps, tables and figures ask), and how it is made of records.
 
 Which turns count: latencies and rates are over all measured turns (request.is_measured), so that each baseline answers for
 the same turns; throughputs are over those that finished in the measurement window. Latencies are of completed turns; the
@@ -19,16 +19,20 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from pensieve.core.plan import StartReport
 from pensieve.core.request import TokenArray, is_measured
 from pensieve.errors import CapacityError, MemoryRanOut
-from pensieve.lab.metric_registry import PERCENTILES, SUMMARIES, metric_of
 from pensieve.lab.statistics import (
+    NONNEGATIVE,
+    PERCENT,
+    REAL,
+    SHARE,
     Estimate,
+    Support,
     enough_for,
     estimate_mean,
     estimate_percentiles,
@@ -38,6 +42,127 @@ from pensieve.lab.statistics import (
 )
 from pensieve.lab.turn_log import chosen
 from pensieve.serve.record import TurnRecord
+
+Better = Literal["higher", "lower", "none"]
+PERCENTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
+SUMMARIES = ("mean", *PERCENTILES)
+"""Suffixes of a series: one value a turn, a token or a gap, summarised over a trial."""
+
+
+# What each metric is. A new one is one entry, and the lines of summarise() that make it of the records.
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """name: as in table `metric`, or of a column of table `turn`. better: "none" where neither way is.
+    per_conversation: two trials are compared by the mean of each conversation, not by one value a trial."""
+
+    name: str
+    unit: str
+    better: Better
+    support: Support = NONNEGATIVE
+    per_conversation: bool = False
+
+
+def _summarised(name: str, unit: str = "ms", per_conversation: bool = False) -> Iterator[Metric]:
+    """A time by itself and its summaries. Percentiles of two trials are compared by trial."""
+    whole = Metric(name, unit, "lower", NONNEGATIVE, per_conversation)
+    yield whole
+    for suffix in SUMMARIES:
+        yield replace(whole, name=f"{name}_{suffix}", per_conversation=per_conversation and suffix == "mean")
+
+
+def _of_unit(unit: str, better: Better, *names: str, support: Support = NONNEGATIVE) -> Iterator[Metric]:
+    return (Metric(name, unit, better, support) for name in names)
+
+
+_ABOVE_MINUS_ALL = Support(-100.0, math.inf)
+_BYTES = ("h2d_bytes", "d2h_bytes", "sent_bytes", "received_bytes")
+_ALL = (
+    # Times of turns
+    *_summarised("ttft_ms", per_conversation=True),
+    *_summarised("latency_ms", per_conversation=True),
+    *_summarised("normalized_latency_ms", "ms/token", per_conversation=True),
+    *_summarised("queue_ms", per_conversation=True),
+    *_summarised("tpot_ms"),
+    *_summarised("itl_ms"),
+    *_summarised("warmup_ms"),
+    *_summarised("total_ms"),
+    *_summarised("per_token_ms", "ms/token"),
+    *_of_unit("ms", "lower", "send_lag_ms_p99"),
+    *_of_unit("ms", "lower", "stream_overhead_ms", support=REAL),
+    *_of_unit("%", "lower", "ttft_degradation_pct", support=_ABOVE_MINUS_ALL),
+    # Rates of work
+    *_of_unit("requests/s", "higher", "throughput_req_s", "goodput_req_s"),
+    *_of_unit("tokens/s", "higher", "throughput_output_tok_s", "throughput_total_tok_s", "makespan_output_tok_s"),
+    *_of_unit("share", "higher", "slo_attainment", support=SHARE),
+    # Where history was found
+    *_of_unit("share", "higher", "gpu_hit_rate", "cpu_hit_rate", "disk_hit_rate", "prompt_hit_rate", support=SHARE),
+    *_of_unit("share", "higher", "bound_hit_rate", "bound_prompt_hit_rate", support=SHARE),
+    *_of_unit("share", "lower", "miss_rate", support=SHARE),
+    # Work of the cache and of the scheduler; the configuration decides how many replicas fail
+    *_of_unit("s", "lower", "bound_recomputed_s", "recomputed_s", "prefill_s"),
+    *_of_unit("s", "higher", "saved_s"),
+    *_of_unit("tokens", "lower", "recomputed_tokens"),
+    *_of_unit("bytes", "lower", "swapped_in_bytes", "swapped_out_bytes", "plan_bytes_mean", *_BYTES),
+    *_of_unit("bytes/token", "lower", "wire_bytes_per_token", *(f"{name}_per_token" for name in _BYTES)),
+    *_of_unit("chunks", "lower", "evicted_chunks", "dropped_chunks"),
+    *_of_unit("requests", "lower", "suspended_requests", "deferred_requests", "restarted_requests"),
+    *_of_unit("turns", "none", "moved_turns", "migrated_turns"),
+    *_of_unit("failures", "none", "replica_failures"),
+    *_of_unit("ms", "lower", "schedule_ms_mean", "plan_ms_mean"),
+    *_of_unit("GiB s", "lower", "held_gib_s", "held_idle_gib_s"),
+    # Turns
+    *_of_unit("turns", "none", "turns"),  # by status
+    *_of_unit("turns", "lower", "oom_turns"),
+    # Start
+    *_of_unit("s", "lower", "load_s"),
+    *_of_unit("ms", "lower", "engine_warmup_ms", "process_load_ms_mean", "process_start_ms_mean"),
+    # The device
+    *_of_unit("%", "none", "gpu_util_pct", "gpu_mem_util_pct", "cpu_util_pct", support=PERCENT),
+    *_of_unit("W", "lower", "power_w"),
+    *_of_unit("J/token", "lower", "energy_j_per_token"),
+    *_of_unit("bytes", "lower", "device_peak_bytes", "allocator_peak_bytes", "processes_peak_bytes"),
+    *_of_unit("GB/s", "none", "memory_bw_gbps"),
+    # How far a simulation is from what it simulates
+    *_of_unit("%", "none", "cost_model_error_pct", support=_ABOVE_MINUS_ALL),
+    *_of_unit("%", "none", "fidelity_error_pct", support=_ABOVE_MINUS_ALL),
+    *_of_unit("ms", "none", "real_ms", "simulated_ms"),
+    *_of_unit("tokens/s", "none", "real_tok_s", "simulated_tok_s"),
+    *_of_unit("%", "none", "fidelity_limit_pct"),
+    *_of_unit("requests", "lower", "fidelity_left_out"),
+    # Benchmarks; ttft_ms_p50_turn_ stands before the turn's number, bound is 1 where the count of agents is no bound
+    *_of_unit("ms", "lower", "time_ms", "step_ms", "prefill_ms", "restore_ms", "attention_ms", "host_ms"),
+    *_of_unit("ms", "lower", "transfer_ms", "compute_ms", "ttft_ms_p50_turn_"),
+    *_of_unit("GB/s", "higher", "swap_in_gb_s"),
+    *_of_unit("tok/s", "higher", "throughput_output_tok_s_at_equal_p90"),
+    *_of_unit("agents", "higher", "agents_carried", "refused_at"),
+    *_of_unit("", "none", "bound"),
+    *_of_unit("x", "higher", "speedup", "times_stateless"),
+    *_of_unit("x", "lower", "several_over_one", "ratio_of_best", "q1", "q3"),
+    *_of_unit("x", "none", "roofline_ratio", "recompute_over_profile"),
+    *_of_unit("chunks", "none", "recomputed_chunks"),
+    *_of_unit("%", "higher", "overlap_pct", "saving_pct", support=REAL),
+    *_of_unit("%", "none", "predicted_saving_pct", support=REAL),
+    *_of_unit("%", "lower", "slower_pct", support=REAL),
+    *_of_unit("%", "lower", "gpu_idle_pct", support=PERCENT),
+    *_of_unit("%", "higher", "matrix_rate_pct"),
+)
+
+METRICS = {metric.name: metric for metric in _ALL}
+assert len(METRICS) == len(_ALL), "a metric is stated twice"
+
+
+def is_known(name: str) -> bool:
+    return name in METRICS or name.rstrip("0123456789") in METRICS
+
+
+def metric_of(name: str) -> Metric:
+    """The entry of a metric. Of a name that only an older database has nothing is known: no unit, no direction."""
+    return METRICS.get(name) or METRICS.get(name.rstrip("0123456789")) or Metric(name, "", "none", REAL)
+
+
+# Made of the records of a trial
 
 STATUSES = ("completed", "timeout", "cancelled", "refused", "failed")
 COUNTS = (

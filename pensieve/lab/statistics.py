@@ -4,7 +4,7 @@ Turns of one conversation are not independent (they share a history, and a slow 
 groups: seeds, where there are several, else the conversations of the one seed. It is due from FEWEST_GROUPS groups on. That
 never depends on the values: an interval given only where the seeds agree would be too narrow just then.
 
-The method follows from the values that a quantity can take (metric_registry.Support); no end is outside of them.
+The method follows from the values that a quantity can take (Support); no end is outside of them.
 
 - Any real number, and logarithms of paired ratios: Student's t on the sums of the groups.
 - Zero and above (times, counts): the same on the logarithm of the mean. Student's t is too short on the side of the long
@@ -30,7 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pensieve.errors import MissingSeries
-from pensieve.lab.metric_registry import NONNEGATIVE, REAL, SHARE, Support
 
 Floats = NDArray[np.float64]
 
@@ -41,6 +40,20 @@ _GROUPS_BEYOND = 4  # that a percentile with an interval has beyond it, on avera
 _MOST_SKEW = 0.75  # by how much the reach of Student's t is lengthened, at most
 _FEW = 20  # groups from which on that falls with the root of their number, as the skewness of their mean does
 _TAIL = (1.0 - CONFIDENCE) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """The values that a quantity can take: low <= value <= high. It decides how an interval is made."""
+
+    low: float
+    high: float
+
+
+REAL = Support(-math.inf, math.inf)
+NONNEGATIVE = Support(0.0, math.inf)
+SHARE = Support(0.0, 1.0)
+PERCENT = Support(0.0, 100.0)
 
 
 @dataclass(frozen=True, slots=True)

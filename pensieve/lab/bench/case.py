@@ -9,7 +9,7 @@ from typing import Any
 from scipy import stats
 
 from pensieve.errors import WorkerError
-from pensieve.lab.metric_registry import metric_of
+from pensieve.lab.metrics import metric_of
 from pensieve.lab.statistics import CONFIDENCE, median
 from pensieve.lab.tables import Table
 from pensieve.units import NONE

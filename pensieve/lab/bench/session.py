@@ -18,8 +18,7 @@ from pensieve.lab.bench.timer import interleaved
 from pensieve.lab.compose import check, resolved
 from pensieve.lab.compose.machine import Device
 from pensieve.lab.compose.schema import HardwareConfig
-from pensieve.lab.metric_registry import is_known
-from pensieve.lab.metrics import MetricValue
+from pensieve.lab.metrics import MetricValue, is_known
 from pensieve.lab.results.environment import environment, git_commit, gpus, host
 from pensieve.lab.results.identity import identify, sweep_key
 from pensieve.lab.results.schema import BENCH

@@ -22,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from sqlalchemy import delete, insert
 
 from pensieve.errors import ConfigError, MissingSeries
-from pensieve.lab.metric_registry import metric_of
+from pensieve.lab.metrics import metric_of
 from pensieve.lab.results.frame import (
     Frame,
     TrialGroup,

@@ -12,8 +12,7 @@ from rich.text import Text
 from sqlalchemy import select
 
 from pensieve.errors import MissingSeries, MixedPanel, ResultsError, typed
-from pensieve.lab.metric_registry import metric_of
-from pensieve.lab.metrics import Slo
+from pensieve.lab.metrics import Slo, metric_of
 from pensieve.lab.results.frame import (
     UNEQUAL_RATE,
     conversation_means,

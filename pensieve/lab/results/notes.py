@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from pensieve.lab.metric_registry import metric_of
+from pensieve.lab.metrics import metric_of
 from pensieve.lab.results.frame import (
     CONVERSATION,
     OURS,

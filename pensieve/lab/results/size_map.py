@@ -24,8 +24,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from pensieve.errors import MissingSeries, typed
-from pensieve.lab import metric_registry
-from pensieve.lab.metric_registry import Metric
+from pensieve.lab import metrics
+from pensieve.lab.metrics import Metric
 from pensieve.lab.results.notes import load_line, plan_of
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.schema import Sweep, Trial
@@ -65,7 +65,7 @@ _SAID = {
 
 def metric_of(name: str) -> Metric:
     """What one of SHOWN is: its direction says whether more memory raises or lowers it, where it does anything."""
-    return metric_registry.metric_of(_RATES["prompt"].get(name, name))
+    return metrics.metric_of(_RATES["prompt"].get(name, name))
 
 
 class Question(BaseModel):

@@ -22,8 +22,7 @@ from sqlalchemy.orm import Session, aliased
 from pensieve.core.plan import Tier
 from pensieve.core.request import PREPARING
 from pensieve.errors import ResultsError, TrialRunning, typed
-from pensieve.lab.metric_registry import is_known
-from pensieve.lab.metrics import SLO_METRICS, MetricValue, Slo, slo_metrics
+from pensieve.lab.metrics import SLO_METRICS, MetricValue, Slo, is_known, slo_metrics
 from pensieve.lab.results.environment import HEARTBEAT_LIMIT, Owner, host, is_alive, this_process
 from pensieve.lab.results.schema import (
     BENCH,
@@ -399,7 +398,7 @@ class ResultsStore:
     def add_metrics(self, trial_id: int, metrics: Iterable[MetricValue]) -> None:
         """A value that is not finite is stored as null, since databases do not agree on how to store it."""
         found = list(metrics)
-        assert all(is_known(m.name) for m in found), "a metric that metric_registry does not have"
+        assert all(is_known(m.name) for m in found), "a metric that lab/metrics.py does not have"
         rows = ({**asdict(m), "unit": m.unit, "value": _finite(m.value)} for m in found)
         self._add(MetricRow.__table__, trial_id, rows)
 

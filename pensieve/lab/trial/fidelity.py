@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from rich.console import Group, RenderableType
 
 from pensieve.core.request import is_measured
-from pensieve.lab.metric_registry import PERCENTILES
-from pensieve.lab.metrics import MetricValue
+from pensieve.lab.metrics import PERCENTILES, MetricValue
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.tables import grid

@@ -12,9 +12,8 @@ from typing import Any
 from pensieve.core.request import is_measured
 from pensieve.lab.compose import build_cluster, build_system, build_tokenizer, check, plan_trial
 from pensieve.lab.compose.build import workload_context
-from pensieve.lab.metric_registry import NONNEGATIVE, REAL
 from pensieve.lab.replay import replay
-from pensieve.lab.statistics import Estimate, nearest_rank, paired_ratio
+from pensieve.lab.statistics import NONNEGATIVE, REAL, Estimate, nearest_rank, paired_ratio
 from pensieve.lab.workload.base import shuffled
 from pensieve.lab.workload.fit import Fit, fitted
 from pensieve.lab.workload.playback import Pauses, Playback, Recorded

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.lab.metric_registry import METRICS, REAL, is_known, metric_of
+from pensieve.lab.metrics import METRICS, is_known, metric_of
+from pensieve.lab.statistics import REAL
 
 PACKAGE = Path(__file__).parents[1] / "pensieve"
 
