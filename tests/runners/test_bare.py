@@ -1,4 +1,4 @@
-"""A machine with torch and transformers, and without mlflow, datasets and matplotlib: what runs, and what it says.
+"""A machine with torch and transformers, and without mlflow and matplotlib: what runs, and what it says.
 
 Two of them are new interpreters; the others are forks of this one, in which the package is imported anew.
 """
@@ -15,7 +15,7 @@ import pytest
 from tests.typed import typed
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-BARE = ("mlflow", "datasets", "matplotlib")
+BARE = ("mlflow", "matplotlib")
 BLOCKER = (
     "import sys\nsys.modules.update(dict.fromkeys({blocked!r}))\n"  # None there: not found, whoever asks in which way
 )

@@ -1,17 +1,15 @@
 """Conversations of a file, of the hub, and drawn from published means."""
 
 import json
-import sys
 from dataclasses import replace
 from statistics import mean, median
-from types import SimpleNamespace
 
 import pytest
 
-from pensieve.errors import ConfigError, EngineMissing, MalformedInput
+from pensieve.errors import ConfigError
 from pensieve.lab.compose import build_tokenizer, make_workload, plan_trial
 from pensieve.lab.statistics import nearest_rank
-from pensieve.lab.workload.sharegpt import SHAREGPT, ULTRACHAT, draw, load_from_hub, sharegpt_workload
+from pensieve.lab.workload.sharegpt import SHAREGPT, ULTRACHAT, draw, sharegpt_workload
 from tests.composed import checked
 from tests.scripted import context
 from tests.workload.dry import drive, measured
@@ -43,15 +41,6 @@ def test_a_real_file_is_what_is_said(real):
     assert second.continues
 
 
-def test_a_hub_name_needs_the_package_and_a_path_a_file(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(EngineMissing, match="owner/some-set is no file here"):
-        sharegpt_workload(context(), path="owner/some-set")
-    for path in ("data/file.json", str(tmp_path / "none"), "file"):
-        with pytest.raises(ConfigError, match="does not exist"):
-            sharegpt_workload(context(), path=path)
-
-
 @pytest.fixture
 def few_means(monkeypatch):
     monkeypatch.setattr("pensieve.lab.workload.sharegpt.MEANS_OF", 100)
@@ -70,7 +59,7 @@ def test_a_relative_rate_is_a_multiple_of_what_stateless_serving_could_finish(fe
     steps = [step for each in sharegpt_workload(known, conversations=100)._measured for step in each.steps]
     prompts = sum(step.prompt for step in steps) / len(steps)
     assert 2 * half["request_rate_per_s"] == pytest.approx(1 / prompts)
-    for field in ("relative_rate", "stateless_capacity_req_s"):  # a plain rate knows nothing of it
+    for field in ("stateless_capacity_req_s",):  # a plain rate knows nothing of it
         assert field not in sharegpt_workload(known, request_rate=1.0).describe().facts
 
 
@@ -120,22 +109,3 @@ def test_min_turns_lengthens_all():
     turns = [len(one.calls) for one in draw(SHAREGPT, 1_000, 0, min_turns=10).conversations]
     assert min(turns) == 10
     assert mean(turns) == pytest.approx(9 + SHAREGPT.turns, rel=0.06)
-
-
-ROWS = [{"id": "a", "data": ["Hi", "Hello"]}, {"id": "b", "other": 1}]
-
-
-def test_rows_are_read_like_entries_of_a_file(monkeypatch):
-    asked = []
-
-    def load_dataset(name, split):
-        asked.append((name, split))
-        return ROWS
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    recording = load_from_hub("owner/set", "test", "skip")
-    assert asked == [("owner/set", "test")]
-    assert [one.id for one in recording.conversations] == ["a"]
-    assert recording.examples == ("owner/set (test): entry 2: it has none of conversations, messages and data",)
-    with pytest.raises(MalformedInput, match="entry 2"):
-        load_from_hub("owner/set", "test", "fail")

@@ -15,7 +15,6 @@ from pensieve.errors import ConfigError, PensieveError
 from pensieve.lab.compose.folder import ended, nearest, options
 from pensieve.lab.compose.schema import TrialConfig
 from pensieve.lab.compose.weights import completed
-from pensieve.lab.workload.vllm_run import setting
 
 Node = TypeVar("Node", bound=BaseModel)
 
@@ -25,6 +24,8 @@ OmegaConf.register_new_resolver("product", lambda *factors: math.prod(map(int, f
 
 def _setting_of_run(name: str, otherwise: Any, *, _root_: DictConfig) -> Any:
     """For overlays: ${vllm_run:max_num_seqs,256}, a setting of the run that the workload replays."""
+    from pensieve.lab.workload.vllm_run import setting  # which takes a while to import, and few ask
+
     value = setting(name, _root_.workload.get("run"), _root_.workload.get("path"))
     return otherwise if value is None else f"{value} tokens" if name == "num_kv_tokens" else value
 

@@ -237,9 +237,7 @@ def shuffled(count: int, seed: int, *names: object) -> list[int]:
     return sorted(range(count), key=lambda index: uniform(seed, *names, index))
 
 
-PART_RULE = "the first byte of the SHA-256 of the conversation's id, modulo the number of parts"
-
-
 def part_of(conversation: str, parts: int) -> int:
-    """Which of `parts` parts, from 1, it belongs to (PART_RULE), in whatever trace and under every seed."""
+    """Which of `parts` parts, from 1, it belongs to, in whatever trace and under every seed: by the first byte of the SHA-256
+    of its id."""
     return 1 + hashlib.sha256(conversation.encode()).digest()[0] % parts

@@ -81,15 +81,9 @@ class DecodeWorkload(Playback):
             Dialogue.written(f"iteration-{number}", phase, [(prompt, new_tokens, {"iteration": number})])
             for number, phase in enumerate(phases)
         ]
-        facts = {
-            "prompt_tokens": len(prompt),
-            "new_tokens": new_tokens,
-            "requests_at_once": 1,
-            "n_ctx": context.max_context,
-        }
         super().__init__(
             context, (), asked, Users([asked]), lambda *_: 0.0,
-            timeout_s=timeout_s, facts=facts, working_set=asked[0].longest,
+            timeout_s=timeout_s, facts={"requests_at_once": 1}, working_set=asked[0].longest,
         )  # fmt: skip
 
 
@@ -164,18 +158,9 @@ class PrefixInvalidationWorkload(Playback):
             for place in shuffled(len(kinds), context.seed, "order", number):
                 streamed, kind = kinds[place]
                 cases.append(case(f"{number}-{kind}{'' if streamed else '-whole'}", number, kind, streamed))
-        facts = {
-            "blocks": f"{a_tokens}/{b_tokens}",
-            "query_tokens": query_tokens,
-            "new_tokens": new_tokens,
-            "streaming": stream,
-            "settle_s": settle_s,
-            "n_ctx": context.max_context,
-            "requests_at_once": 1,
-        }
         super().__init__(
             context, (), cases, Users([cases]), lambda _, turn: settle_s if turn else 0.0,
-            timeout_s=timeout_s, facts=facts, cache_state="primed", working_set=longest - 1,
+            timeout_s=timeout_s, facts={"requests_at_once": 1}, cache_state="primed", working_set=longest - 1,
         )  # fmt: skip
 
 
@@ -232,16 +217,8 @@ class RoundsWorkload(Playback):
         there = context.gpu_tokens + context.cpu_tokens
         each = system_tokens + rounds * turn - 1  # the last token has no KV
         count = conversations or max(1, ceil_div(round(pressure * there), each))
-        facts = {
-            "conversations": count,
-            "rounds": rounds,
-            "order": order,
-            "live_set_over_both_tiers": round(count * each / there, 3) if there else None,
-            "message_tokens": message_tokens,
-            "reply_tokens": reply_tokens,
-            **({"system_tokens": system_tokens} if system_tokens else {}),
-            "requests_at_once": at_once,
-        }
+        live = round(count * each / there, 3) if there else None
+        facts = {"conversations": count, "live_set_over_both_tiers": live, "requests_at_once": at_once}
         measured = [written(f"conversation-{one}", rounds) for one in range(count)]
         super().__init__(
             context, [written("warmup", warmup_turns)], measured, Users(()), lambda *_: 0.0,
@@ -338,9 +315,6 @@ class AgentsWorkload(Playback):
 
         measured = [written(f"agent-{agent}", steps) for agent in range(agents)]
         facts = {
-            "agents": agents,
-            "act_s": act_s,
-            "steps": steps,
             "longest_context_tokens": measured[0].longest,
             "longest_conversation_tokens": None,  # out of memory is something to measure here, not to refuse
         }

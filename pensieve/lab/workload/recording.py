@@ -118,6 +118,7 @@ def facts_of(recording: Recording, byte_tokens: bool) -> dict[str, Any]:
     """For the facts of a plan: what was left out of the file, and byte_tokens where the lengths of its texts are in bytes."""
     has_text = any(isinstance(call.content, Text) for one in recording.conversations for call in one.calls)
     return {
+        "rule": recording.rule,
         "malformed_lines": recording.malformed,
         "malformed_examples": list(recording.examples),
         **recording.facts,

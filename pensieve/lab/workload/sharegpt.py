@@ -1,17 +1,15 @@
-"""Conversations of the length of ShareGPT's or UltraChat's: the real ones where they are given, from a file or the Hugging
-Face hub, else synthetic ones, of which only the lengths matter."""
+"""Conversations of the length of ShareGPT's or UltraChat's: the real ones where their file is given, else synthetic ones, of
+which only the lengths matter."""
 
 from __future__ import annotations
 
-import importlib
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pensieve.errors import ConfigError, EngineMissing, MalformedInput
+from pensieve.errors import ConfigError
 from pensieve.lab.workload.base import (
     Count,
     NoneOrMore,
@@ -25,15 +23,13 @@ from pensieve.lab.workload.base import (
 )
 from pensieve.lab.workload.fit import Fit, fitted, warmups
 from pensieve.lab.workload.formats import load
-from pensieve.lab.workload.formats.reading import OnMalformed, Reader
-from pensieve.lab.workload.formats.text import ShareGPT
+from pensieve.lab.workload.formats.reading import OnMalformed
 from pensieve.lab.workload.playback import Dialogue, Pauses, Playback, Poisson, Users, lengths_of
 from pensieve.lab.workload.recording import Call, Conversation, Recording, facts_of
 from pensieve.lab.workload.recording import Count as Tokens
 
 MEANS_OF = 2000  # conversations whose means set a relative rate, and how many arrive in a time
 WARMUP_SIDE_BY_SIDE = 2  # under a Poisson load nobody knows how many there will be
-_HUB_NAME = re.compile(r"[\w-]+(\.[\w-]+)*/[\w.-]+")
 MESSAGE_SIGMA, REPLY_SIGMA = 1.2, 0.9
 """Widths of the lognormal distributions of lengths: our choice, since only the means are published."""
 
@@ -57,7 +53,6 @@ def sharegpt_workload(
     *,
     dataset: Literal["sharegpt", "ultrachat"] = "sharegpt",
     path: str | None = None,
-    split: str = "train",
     on_malformed: OnMalformed = "fail",
     conversations: Count = 200,
     users: Count | None = None,
@@ -76,7 +71,7 @@ def sharegpt_workload(
 ) -> Playback:
     """People talk to one model, each reply becomes history, and the next message waits for it and for a think time.
 
-    Conversations are those of a file or of a name on the hub, in an order that the seed decides; without a path synthetic
+    Conversations are those of a file, in an order that the seed decides; without a path synthetic
     ones from the published means of `dataset`, named synthetic in the record. They arrive as a Poisson process at
     request_rate / mean turns of those that were taken (load "partly open"); both rates are recorded. Or `users` people work
     through them, one after another (load "closed"); nobody may be without one.
@@ -96,36 +91,38 @@ def sharegpt_workload(
         )
     fit = Fit(context, max_turns, max_new_tokens, free, system_tokens, systems)
 
-    def taken(count: int) -> tuple[Recording, str, list[Dialogue], dict[str, int]]:
-        recording, source = _source(dataset, path, split, on_malformed, count, min_turns, context.seed)
-        at_hand = len(recording.conversations)
-        order = range(at_hand) if path is None else shuffled(at_hand, context.seed, "conversations")
-        chosen = [recording.conversations[index] for index in order]
-        return recording, source, *fitted(chosen, fit, min_turns=min_turns, wanted=count)
+    published = SHAREGPT if dataset == "sharegpt" else ULTRACHAT
+
+    def taken(count: int) -> tuple[Recording, list[Dialogue], dict[str, int]]:
+        if path is None:
+            recording = draw(published, count, context.seed, min_turns)
+            chosen = recording.conversations
+        else:
+            recording = load(path, "sharegpt", on_malformed)
+            order = shuffled(len(recording.conversations), context.seed, "conversations")
+            chosen = tuple(recording.conversations[index] for index in order)
+        return recording, *fitted(chosen, fit, min_turns=min_turns, wanted=count)
 
     relative: dict[str, float] = {}
     if arrivals_s is not None or relative_rate is not None:
-        _, _, known, _ = taken(MEANS_OF)
+        _, known, _ = taken(MEANS_OF)
         if relative_rate is not None:
             capacity = _stateless_capacity(context, known)
             request_rate = relative_rate * capacity
-            relative = {"relative_rate": relative_rate, "stateless_capacity_req_s": round(capacity, 4)}
+            relative = {"stateless_capacity_req_s": round(capacity, 4)}
         if arrivals_s is not None:
             conversations = math.ceil(arrivals_s * request_rate / _mean_turns(known))
     conversations = max(conversations, users or 1)
-    recording, source, measured, left_out = taken(conversations)
+    recording, measured, left_out = taken(conversations)
     arrivals, rates = arrivals_of(measured, users, request_rate)
     facts: dict[str, Any] = {
-        "source": source,
+        "source": f"synthetic, published means of {published.name}" if path is None else Path(path).name,
         "synthetic": path is None,
-        "rule": recording.rule,
-        "conversations_at_hand": len(recording.conversations),
         **facts_of(recording, context.byte_tokens),
         **left_out,
         **rates,
         **relative,
         "think_time_s": think_time_s,
-        **({"system_tokens": system_tokens, "system_prompts": systems} if system_tokens else {}),
         **lengths_of(measured),
     }
     side_by_side = users or WARMUP_SIDE_BY_SIDE
@@ -160,18 +157,6 @@ def arrivals_of(
     }
 
 
-def _source(
-    dataset: str, path: str | None, split: str, on_malformed: OnMalformed, conversations: int, min_turns: int, seed: int
-) -> tuple[Recording, str]:
-    if path is None:
-        published = SHAREGPT if dataset == "sharegpt" else ULTRACHAT
-        return draw(published, conversations, seed, min_turns), f"synthetic, published means of {published.name}"
-    file = Path(path).expanduser()
-    if not file.exists() and file.suffix not in (".json", ".jsonl") and _HUB_NAME.fullmatch(path):
-        return load_from_hub(path, split, on_malformed), f"{path} ({split}) on the hub"
-    return load(path, "sharegpt", on_malformed), file.name
-
-
 def _mean_turns(dialogues: Sequence[Dialogue]) -> float:
     return sum(dialogue.turns for dialogue in dialogues) / len(dialogues)
 
@@ -183,31 +168,6 @@ def _stateless_capacity(context: WorkloadContext, dialogues: Sequence[Dialogue])
             "hardware=sim_a100_80g; on a real one set workload.request_rate in requests a second."
         )
     return context.stateless_capacity([(step.prompt, step.reply) for each in dialogues for step in each.steps])
-
-
-def load_from_hub(name: str, split: str, on_malformed: OnMalformed) -> Recording:
-    """Every conversation of one split, from the local cache of the hub or over the network.
-
-    Raises EngineMissing without the package, MalformedInput where the data set cannot be had.
-    """
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as error:
-        raise EngineMissing(
-            f"workload.path={name} is no file here, and a name on the hub needs the package datasets "
-            "(pip install datasets); or give the path of a JSON file."
-        ) from error
-    try:
-        rows = datasets.load_dataset(name, split=split)
-    except Exception as error:  # the library raises dozens of types for a name, a split or a network that is not there
-        reason = (str(error).strip() or repr(error)).splitlines()[0].rstrip(".")
-        raise MalformedInput(
-            f"The data set {name} (split {split}) cannot be loaded from the hub: {reason}. workload.path also takes a "
-            "downloaded JSON file."
-        ) from error
-    reader = Reader(Path(name), on_malformed)
-    entries = ((f"{name} ({split}): entry {number}", row) for number, row in enumerate(rows, start=1))
-    return reader.read("sharegpt", lambda _: ShareGPT.recording(reader.parsed(entries, ShareGPT.named)))
 
 
 def draw(published: Published, conversations: int, seed: int, min_turns: int = 1) -> Recording:

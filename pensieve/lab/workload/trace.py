@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from pensieve.errors import ConfigError, MalformedInput
 from pensieve.lab.workload.base import (
-    PART_RULE,
     Count,
     NotNegative,
     Positive,
@@ -97,26 +96,19 @@ def trace_workload(
     paused = any(call.pause_s is not None for one in recording.conversations for call in one.calls)
     arrivals: Recorded | Poisson | Users = Recorded(time_scale)
     rates: dict[str, Any] = {}
-    if recording.timed:
-        last_s = max(call.at_s or 0.0 for one in recording.conversations for call in one.calls)
-        rates = {"time_scale": time_scale, "window_start_s": window_start_s, "window_s": window_s}
-        rates["recorded_s"] = round(last_s, 3)
-    else:
+    if not recording.timed:
         arrivals, rates = arrivals_of(measured, len(measured) if users == "all" else users, request_rate)
-        rates |= {"think_scale": think_scale, "think_cap_s": think_cap_s} if paused else {"think_time_s": think_time_s}
+        rates |= {} if paused else {"think_time_s": think_time_s}
     facts: dict[str, Any] = {
         "source": Path(path).name,
         "format": recording.format,
-        "rule": recording.rule,
         "requests_in_file": recording.requests,
         "conversations_in_file": len(recording.conversations),
         **facts_of(recording, context.byte_tokens),
-        **({"part": part, "part_rule": PART_RULE} if part else {}),
         "conversations_begun_before_the_window": begun_before,
         "requests_far_from_all_others": outliers,
         **left_out,
         **({"begun_by_others": len(begun), "begun_by_others_left_out": never} if begun or never else {}),
-        "hint": hint,
         **rates,
         **repeats,
         **lengths_of([*measured, *begun]),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pensieve.errors import ConfigError, MalformedInput
 from pensieve.lab.workload.base import Count, WorkloadContext
 from pensieve.lab.workload.fit import Fit, fitted, warmups
+from pensieve.lab.workload.formats.reading import Entry, Reader
 from pensieve.lab.workload.playback import Pauses, Playback, Recorded, lengths_of
 from pensieve.lab.workload.recording import Call, Content, Conversation, Parts
 
@@ -90,9 +89,7 @@ def _pieces(requests: Sequence[RealRequest], index: int, tokens: int) -> list[tu
 
 # The runs: settings, and of each request when it came, how long it was, and when its first and last token were there.
 
-COLUMNS = ("arrival_s", "input_tokens", "output_tokens", "first_token_s", "last_token_s")
-SHARED = ("request", "earlier", "tokens")
-RUNS = files("pensieve.lab.workload") / "vllm_runs"
+RUNS = Path(__file__).parent / "vllm_runs"
 """Those that come with the package: LLMServingSim 2.0's, of vLLM 0.19 (MIT, Copyright (c) 2024, CASYS Lab at KAIST)."""
 _REPLAYED: Mapping[str, tuple[object, ...]] = {
     "data_parallel_size": (1,),
@@ -143,26 +140,65 @@ class RealRequest:
 
 def shipped() -> list[str]:
     """The runs that come with the package."""
-    names = (each.name for each in RUNS.iterdir())
-    return sorted(name.removesuffix(".csv") for name in names if name.endswith(".csv") and ".shared." not in name)
+    return sorted(file.stem for file in RUNS.glob("*.json"))
 
 
 def shipped_run(name: str) -> list[RealRequest]:
     """By arrival. Raises ConfigError for one that there is not."""
     meta = _shipped_meta(name)
-    lines = (RUNS / f"{name}.csv").read_text(encoding="utf-8").splitlines()
-    return _requests([[float(row[column]) for column in COLUMNS] for row in csv.DictReader(lines)], meta)
+    return _beginning_alike([RealRequest(*row) for row in Reader(RUNS / f"{name}.csv", "fail").entries(_numbers)], meta)
 
 
 def read_run(path: Path) -> list[RealRequest]:
     """A requests.jsonl as LLMServingSim's benchmark of vLLM writes it, by arrival. meta.json beside it names the workload,
     which tells which prompts begin alike; without it none do.
 
+    Arrivals are on the wall's clock and tokens on the engine's. The least time between the arrival of a request and its
+    being queued by the engine is taken as the difference of the two: then nobody is queued before it arrived.
+
     Raises MalformedInput for a file that is none, or a meta.json that is no object; ConfigError as settings_of does.
     """
     meta = _meta_beside(path)
     settings_of(meta)
-    return _requests(rows_of(path), meta)
+    rows = sorted(Reader(path, "fail").entries(_Served.of), key=lambda row: row.arrival_time)
+    if not rows:
+        raise MalformedInput(f"{path} is no requests.jsonl of a vLLM run; give one, or leave path out.")
+    began = rows[0].arrival_time
+    began_engine = began + min(row.queued_ts - row.arrival_time for row in rows)
+    found = [
+        RealRequest(
+            round(row.arrival_time - began, 6),
+            row.input_toks,
+            row.output_toks,
+            round(row.first_token_ts - began_engine, 6),
+            round(row.last_token_ts - began_engine, 6),
+        )
+        for row in rows
+    ]
+    return _beginning_alike(found, meta)
+
+
+class _Served(Entry):
+    arrival_time: float
+    queued_ts: float
+    first_token_ts: float
+    last_token_ts: float
+    input_toks: int
+    output_toks: int
+
+
+def _numbers(row: Mapping[str, str]) -> tuple[Any, ...]:
+    """A row of the package's own tables, in the order of their columns."""
+    return tuple(float(text) if "." in text else int(text) for text in row.values())
+
+
+def _beginning_alike(requests: Sequence[RealRequest], meta: Mapping[str, Any]) -> list[RealRequest]:
+    """The requests with what is known of their workload's prompts."""
+    found = list(requests)
+    known = RUNS / f"{Path(str(meta.get('dataset_path', ''))).stem}.shared.csv"
+    for place, earlier, tokens in Reader(known, "fail").entries(_numbers) if known.is_file() else ():
+        found[place] = replace(found[place], beginning=earlier, shared_tokens=tokens)
+    return found
 
 
 def setting(name: str, run: str | None, path: str | None) -> object:
@@ -216,45 +252,3 @@ def _meta_beside(path: Path) -> dict[str, Any]:
             "settings are vLLM's defaults."
         ) from None
     return meta
-
-
-def rows_of(path: Path) -> list[list[float]]:
-    """COLUMNS of a requests.jsonl, by arrival.
-
-    Arrivals are on the wall's clock and tokens on the engine's. The least time between the arrival of a request and its
-    being queued by the engine is taken as the difference of the two: then nobody is queued before it arrived.
-    """
-    try:
-        requests = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        apart = min(float(each["queued_ts"]) - float(each["arrival_time"]) for each in requests)
-        began = min(float(each["arrival_time"]) for each in requests)
-        return sorted(_row(each, began, began + apart) for each in requests)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise MalformedInput(
-            f"{path} is no requests.jsonl of a vLLM run ({error!r}); give one, or leave path out."
-        ) from None
-
-
-def _row(request: dict[str, Any], began: float, began_engine: float) -> list[float]:
-    return [
-        round(float(request["arrival_time"]) - began, 6),
-        int(request["input_toks"]),
-        int(request["output_toks"]),
-        round(float(request["first_token_ts"]) - began_engine, 6),
-        round(float(request["last_token_ts"]) - began_engine, 6),
-    ]
-
-
-def _requests(rows: Sequence[Sequence[float]], meta: Mapping[str, Any]) -> list[RealRequest]:
-    workload = Path(str(meta.get("dataset_path", ""))).stem
-    known = RUNS / f"{workload}.shared.csv"
-    beginnings: dict[int, tuple[int, int]] = {}
-    if workload and known.is_file():
-        for row in csv.DictReader(known.read_text(encoding="utf-8").splitlines()):
-            request, earlier, tokens = (int(row[column]) for column in SHARED)
-            beginnings[request] = (earlier, tokens)
-    requests = []
-    for index, (arrival, prompt, reply, first, last) in enumerate(rows):
-        beginning, tokens = beginnings.get(index, (None, 0))
-        requests.append(RealRequest(arrival, int(prompt), int(reply), first, last, beginning, tokens))
-    return requests
