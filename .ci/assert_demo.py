@@ -6,10 +6,10 @@ Pensieve comes before the others at equal GPU memory; by how much is printed, an
 import sys
 from pathlib import Path
 
-from pensieve.core.request import is_measured
 from pensieve.lab.results.store import open_store
 from pensieve.lab.results.sweep_table import sweep_table
 from pensieve.lab.statistics import paired_ratio
+from pensieve.serve.record import is_measured
 
 LEAST_SHARE = 0.02  # of the history tokens, for GPU hits, CPU hits and recomputation each
 

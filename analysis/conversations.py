@@ -14,11 +14,11 @@ from analysis.provenance import unlike
 from analysis.quantities import median, moved
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Source
-from pensieve.core.request import is_measured
 from pensieve.errors import MissingSeries
 from pensieve.lab import tables
 from pensieve.lab.results.frame import OURS, PROBES, REFERENCE, by_round, conversations_of, paired, speed_up, values_of
 from pensieve.lab.statistics import Estimate, paired_ratio
+from pensieve.serve.record import is_measured
 
 CLASSES = ("hot", "warm", "cold")
 PROMPT = ["gpu_hit_tokens", "cpu_hit_tokens", "disk_hit_tokens", "recomputed_tokens", "new_tokens"]

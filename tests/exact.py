@@ -16,6 +16,7 @@ from pensieve.device.options import TorchOptions
 from pensieve.device.sampler import greedy
 from pensieve.device.transfers.link import Link
 from pensieve.device.worker import TorchWorker
+from pensieve.plugins.overlap import strategies_of
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
 from tests.simulated import TalkingEngine
@@ -115,6 +116,7 @@ class CheckedEngine(TalkingEngine):
             clock=clock,
             max_context=max_context,
             facts=Books(cache.chunk_tokens),
+            strategies=strategies_of(settings, cache.chunk_tokens, None),
         )
         self.model = model
         self.paths = Paths()

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from pensieve.core.machine import VirtualClock
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, Request
 from pensieve.lab.workload.base import WorkloadContext
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import Capabilities
+from pensieve.sim.worker import VirtualClock
 
 
 @dataclass(frozen=True)

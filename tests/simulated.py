@@ -10,17 +10,17 @@ from typing import Any
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.engine import Engine, MemoryLimits
-from pensieve.core.machine import VirtualClock
 from pensieve.core.plan import Moved, StepResult
 from pensieve.core.policies.base import PolicyContext
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.core.session import Chunks, Session
+from pensieve.plugins.overlap import strategies_of
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
-from pensieve.sim.fast_forward import forward_for
-from pensieve.sim.worker import SimulatedWorker
+from pensieve.serve.systems.inline_system import forward_for
+from pensieve.sim.worker import SimulatedWorker, VirtualClock
 from pensieve.specs import HardwareSpec, ModelSpec
 
 MODEL = ModelSpec(
@@ -97,17 +97,16 @@ def make_engine(
     worker = SimulatedWorker(*made) if late is None else LateWorker(*made, rng=late)
     worker.computes = computes
     worker.start(gpu_blocks, manager.cpu_blocks)
-    books = Books(chunk_tokens, cost)
+    books, asked = Books(chunk_tokens, cost), SchedulerSettings(**settings)
     made_engine = TalkingEngine(
         cache=manager,
-        settings=SchedulerSettings(**settings),
+        settings=asked,
         worker=worker,
         clock=clock,
         max_context=MODEL.max_context,
         limits=limits,
-        cost=cost,
         facts=books,
-        forward=forward_for(worker.computes, depth),
+        strategies=strategies_of(asked, chunk_tokens, cost, forward_for(worker.computes, depth)),
     )
     if holding:
         books.count_holding()

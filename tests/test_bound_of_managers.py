@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.engine import MemoryLimits
-from pensieve.core.machine import VirtualClock
-from pensieve.core.request import Forced, Fork, History, Request, is_measured, tokens_of
+from pensieve.core.request import Forced, Fork, History, Request, tokens_of
 from pensieve.lab.bound import Prices, offline_bound
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import TurnRecord, is_measured
+from pensieve.sim.worker import VirtualClock
 from tests.simulated import make_engine
 
 MANAGERS = {  # with GPU and CPU blocks

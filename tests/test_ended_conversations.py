@@ -6,7 +6,6 @@ import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.engine import MemoryLimits
-from pensieve.core.machine import VirtualClock
 from pensieve.core.plan import StartReport
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.scheduler.scheduler import SchedulerSettings
@@ -18,7 +17,7 @@ from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.serve.systems.inline_system import InlineSystem
-from pensieve.sim.worker import SimulatedWorker
+from pensieve.sim.worker import SimulatedWorker, VirtualClock
 from tests.scripted import context
 from tests.simulated import MACHINE, MODEL, request
 

@@ -9,13 +9,11 @@ from functools import partial
 
 import pytest
 
-from pensieve.core.block_hash import HashChain
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.machine import VirtualClock
 from pensieve.core.plan import Moved, StartReport
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Fork, tokens_of
-from pensieve.core.session import Session
+from pensieve.core.session import HashChain, Session
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.caches.slots import SlotCache
@@ -24,6 +22,7 @@ from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.serve.books.books import Books
 from pensieve.serve.books.holding import EARLIER, Held
+from pensieve.sim.worker import VirtualClock
 from tests.simulated import make_engine, request
 from tests.test_bound_of_managers import Dear, trace
 

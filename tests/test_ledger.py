@@ -14,7 +14,7 @@ from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
-from pensieve.serve.books.ledger import MOST_EVICTORS, ledger_of
+from pensieve.serve.books.books import MOST_EVICTORS, ledger_of
 from pensieve.serve.record import Loss, Missed
 from tests.baselines.systems import inline
 

@@ -1,8 +1,8 @@
 """What a newcomer has to open to follow one turn: the files of the package that it runs through.
 
-17 are left, each for a question of its own: who drives (system, engine, clock and prices), what becomes of the request (its
-state, record, session), who runs and what an iteration computes (scheduler, fast_forward), where KV is (manager, tiers,
-blocks, victims, policy), what it takes (worker, roofline), and what the books make of it (books, the ledger of misses).
+13 are left, each for a question of its own: who drives (system, engine), what becomes of the request (its state, record,
+session), who runs and what an iteration computes (scheduler), where KV is (manager, tiers, blocks, victims), what it takes
+(worker, roofline), and what the books make of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from tests.crossings import generated_turn, restored_turn
 
 
-@pytest.mark.parametrize(("turn", "files", "calls"), [(restored_turn, 17, 399), (generated_turn, 26, 924)])
+@pytest.mark.parametrize(("turn", "files", "calls"), [(restored_turn, 13, 377), (generated_turn, 23, 887)])
 def test_a_turn_whose_history_comes_back_from_cpu_crosses_few_files(turn, files, calls):
     found = turn()
     assert len(found.calls) <= files, f"{found}\n{found.table()}"

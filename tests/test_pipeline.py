@@ -14,7 +14,7 @@ from pensieve.core.policies.fifo import Fifo
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Forced, Free, Request, tokens_of
-from pensieve.core.scheduler.scheduler import split, unified
+from pensieve.core.scheduler.scheduler import Strategies, split, unified
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
@@ -22,7 +22,8 @@ from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.serve.books.books import Books
-from pensieve.sim.fast_forward import forward_for
+from pensieve.serve.systems.inline_system import forward_for
+from pensieve.serve.tokenizer import StopSearch
 from pensieve.sim.worker import SimulatedWorker
 from tests.simulated import MACHINE, LateWorker, TalkingEngine, make_engine, request, run
 
@@ -93,9 +94,9 @@ def engine_of(depth, eos=frozenset(), **options):
         clock=made.clock,
         max_context=4096,
         eos=eos,
-        decode_text=letters,
+        search=lambda stops: StopSearch(letters, stops).push,
         facts=Books(made.cache.chunk_tokens),
-        forward=forward_for(worker.computes, depth),
+        strategies=Strategies(forward=forward_for(worker.computes, depth)),
     )
 
 

@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.machine import VirtualClock
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request
 from pensieve.core.scheduler.scheduler import SchedulerSettings
@@ -15,7 +14,7 @@ from pensieve.lab.workload.base import Arrival, WorkloadPlan
 from pensieve.lab.workload.chat import ChatWorkload
 from pensieve.serve.systems.base import Capabilities
 from pensieve.serve.systems.inline_system import InlineSystem
-from pensieve.sim.worker import SimulatedWorker
+from pensieve.sim.worker import SimulatedWorker, VirtualClock
 from tests.scripted import Latency, ScriptedSystem, context
 from tests.simulated import MACHINE, MODEL
 

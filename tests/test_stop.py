@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from pensieve.core.stop import StopSearch, before_stop
-from pensieve.serve.tokenizer import ByteTokenizer, HubTokenizer
+from pensieve.serve.tokenizer import ByteTokenizer, HubTokenizer, StopSearch, before_stop
 
 TEXT = ["the cat sat on the mat, don't stop now", "中文 и кириллица 🙂🙃 naïve café", "a  b   c\n\nEND of it. </s> ##x"]
 

@@ -9,7 +9,6 @@ import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.engine import Engine, MemoryLimits
-from pensieve.core.machine import VirtualClock
 from pensieve.core.plan import CPU
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
@@ -20,6 +19,7 @@ from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.policies import duel
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.learned_return import LearnedReturn
+from pensieve.sim.worker import VirtualClock
 from tests.simulated import make_engine, request
 
 CASES = {

@@ -11,11 +11,11 @@ from typing import Literal
 
 from pensieve.core.cache.base import CacheManager
 from pensieve.core.facts import NOBODY_NOW, SILENT, Computed, Facts
-from pensieve.core.machine import Clock, CostModel, Worker
+from pensieve.core.machine import Clock, Worker
 from pensieve.core.plan import Moved, Repeats, StepResult
 from pensieve.core.request import UNNUMBERED, Event, Request, TokenArray
 from pensieve.core.scheduler.active_request import ActiveRequest
-from pensieve.core.scheduler.scheduler import Forward, Scheduler, SchedulerSettings, Step
+from pensieve.core.scheduler.scheduler import Scheduler, SchedulerSettings, Step, Strategies
 from pensieve.core.session import Session
 
 _LOOKED_AT = 4  # ended sessions looked at whenever one more ends; so at most one in four of those kept has no KV left
@@ -37,7 +37,8 @@ class MemoryLimits:
 class Engine:
     """Drives one scheduler and one worker; not thread-safe, owned by whoever calls `step`.
 
-    decode_text: token ids to text, needed for stop strings only. eos: token ids that end a Free output.
+    search: makes of a request's stop strings what says of each token whether one of them is there. eos: token ids that end a
+    Free output.
     """
 
     def __init__(
@@ -49,25 +50,24 @@ class Engine:
         clock: Clock,
         max_context: int,
         eos: frozenset[int] = frozenset(),
-        decode_text: Callable[[Sequence[int]], str] | None = None,
+        search: Callable[[Sequence[str]], Callable[[int], bool]] | None = None,
         limits: MemoryLimits | None = None,
-        cost: CostModel | None = None,
         facts: Facts = SILENT,
-        forward: Callable[[Scheduler], Forward] | None = None,
+        strategies: Strategies | None = None,
     ) -> None:
-        """cost: what decisions go by. facts: where it is told what happens; what that returns of a request that ended is in
-        its event `finished`."""
+        """facts: where it is told what happens; what that returns of a request that ended is in its event `finished`."""
         assert worker.depth in (1, 2), "one plan in flight, or one more that is made before it is collected"
         self.cache = cache
         """For queries alone."""
         self.facts = facts
-        self.scheduler = Scheduler(cache, settings, max_context, worker.depth > 1, cost, worker.computes, facts)
-        self.scheduler.forward = None if forward is None else forward(self.scheduler)
+        self.scheduler = Scheduler(
+            cache, settings, max_context, worker.depth > 1, worker.computes, facts, strategies or Strategies()
+        )
         self.sessions = Sessions(cache, limits or MemoryLimits(), facts)
         self.worker = worker
         self.clock = clock
         self._eos = eos
-        self._decode_text = decode_text
+        self._search = search
         self._active: dict[int, ActiveRequest] = {}  # requests under way, by id
         self._arrived = 0  # requests, ever
         self.progressed = False
@@ -107,7 +107,7 @@ class Engine:
         """Queue a request, unless it can never be served. Counts as under way what nothing can refuse any more."""
         turn = session.turns if request.turn == UNNUMBERED else request.turn
         self.facts.arrived(request, turn, now_s)
-        active = ActiveRequest.arrive(request, session, self._arrived, turn, self._eos, self._decode_text)
+        active = ActiveRequest.arrive(request, session, self._arrived, turn, self._eos, self._search)
         self._arrived += 1
         error = self.scheduler.refusal(active)
         if error is not None:

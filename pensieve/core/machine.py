@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from pensieve.core.plan import StartReport, StepPlan, StepResult
@@ -49,48 +47,6 @@ class Clock(Protocol):
     def now_s(self) -> float: ...
 
 
-class WallClock:
-    """The machine's monotonic clock: a change of the wall time does not reach it."""
-
-    virtual = False
-
-    def __init__(self) -> None:
-        self._start_ns = time.perf_counter_ns()
-
-    def now_ns(self) -> int:
-        return time.perf_counter_ns() - self._start_ns
-
-    def now_s(self) -> float:
-        return self.now_ns() / 1e9
-
-
-class VirtualClock:
-    """A counter that only a simulated worker or an idle engine moves.
-
-    Integer nanoseconds, so that summing many short steps gives the same time as one long one.
-    """
-
-    virtual = True
-
-    def __init__(self) -> None:
-        self._now_ns = 0
-        self.on_advance: Callable[[int], None] | None = None
-        """Called with the new time just before the clock moves there: nothing changes in between."""
-
-    def now_ns(self) -> int:
-        return self._now_ns
-
-    def now_s(self) -> float:
-        return self._now_ns / 1e9
-
-    def advance_to(self, ns: int) -> None:
-        """Move forward to `ns`; an earlier time leaves the clock where it is."""
-        if ns > self._now_ns:
-            if self.on_advance is not None:
-                self.on_advance(ns)
-            self._now_ns = ns
-
-
 class CostModel(Protocol):
     """Marginal seconds, not those of a lone chunk: a forward of 32 tokens would measure weight loading and turn the
     retention value into LRU."""
@@ -114,24 +70,3 @@ class CostModel(Protocol):
     def describe(self) -> dict[str, Any]:
         """For the trial's record."""
         ...
-
-
-def marginal_s(cost: CostModel, start: int, stop: int, chunk_tokens: int) -> float:
-    """Positions [start, stop) of a conversation, computed as part of a longer prefill."""
-    seconds = 0.0
-    while start < stop:
-        end = min(stop, (start // chunk_tokens + 1) * chunk_tokens)
-        seconds += cost.recompute_s(end) * (end - start) / chunk_tokens
-        start = end
-    return seconds
-
-
-def predicted_s(cost: CostModel, runs: Iterable[tuple[int, int]], chunk_tokens: int) -> float:
-    """An iteration that computes these positions of one conversation, chunk by chunk as the eviction policy counts them, and
-    what the weights of a short one take beyond their arithmetic."""
-    marginal, tokens = 0.0, 0
-    for start, stop in runs:
-        tokens += stop - start
-        marginal += marginal_s(cost, start, stop, chunk_tokens)
-    linear = cost.recompute_s(chunk_tokens) * tokens / chunk_tokens  # a first chunk attends to next to nothing
-    return cost.step_s() + marginal + max(0.0, cost.weights_s() - linear)

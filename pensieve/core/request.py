@@ -264,12 +264,3 @@ class Event(NamedTuple):
     token: int | None = None
     turn: Any = None
     tokens: int = 1
-
-
-PREPARING = ("warmup", "rewarm")
-
-
-def is_measured(phase: str) -> bool:
-    """Whether a turn of this phase counts, or only prepares others. Every choice of turns to report asks here with the phase
-    of a TurnRecord, a Request, or a row of table `turn`."""
-    return phase not in PREPARING

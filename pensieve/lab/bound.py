@@ -35,10 +35,10 @@ from itertools import accumulate
 
 import numpy as np
 
-from pensieve.core.request import TokenArray, is_measured
+from pensieve.core.request import TokenArray
 from pensieve.lab.metrics import MetricValue
-from pensieve.serve.books.ledger import PositionPrices
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.books.books import PositionPrices
+from pensieve.serve.record import TurnRecord, is_measured
 
 LEVELS = 16
 _WIDTH = 9

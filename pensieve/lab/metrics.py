@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pensieve.core.plan import StartReport
-from pensieve.core.request import TokenArray, is_measured
+from pensieve.core.request import TokenArray
 from pensieve.errors import CapacityError, MemoryRanOut
 from pensieve.lab.statistics import (
     NONNEGATIVE,
@@ -41,7 +41,7 @@ from pensieve.lab.statistics import (
     paired_ratio,
 )
 from pensieve.lab.turn_log import chosen
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import TurnRecord, is_measured
 
 Better = Literal["higher", "lower", "none"]
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}

@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from pensieve.core.request import Event, Request, TokenArray, is_measured
+from pensieve.core.request import Event, Request, TokenArray
 from pensieve.lab.metrics import Measurement, out_of_memory
 from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.turn_log import TurnLog, chosen
 from pensieve.lab.window import MeasuredStretches, find_window
 from pensieve.lab.workload.base import Arrival, Foresees, KnowsEnds, Workload, WorkloadPlan, out_of_work
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import Transcripts, TurnRecord, is_measured
 from pensieve.serve.systems.base import CountsTokens, ExpectsReuse, ForgetsEnded, LooksAhead, System
-from pensieve.serve.transcript import Transcripts
 
 CANCEL, ARRIVE = 0, 1  # at equal times a cancellation goes first: what it frees serves the arrival
 SLACK_NS = 2  # an idle system may stop a rounding error before the time it was told

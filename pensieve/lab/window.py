@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pensieve.core.request import Request, is_measured
-from pensieve.serve.record import TurnRecord
+from pensieve.core.request import Request
+from pensieve.serve.record import TurnRecord, is_measured
 
 FEWEST_TURNS = 20
 START_UP = 0.5  # of the time in which an open load's conversations arrive: the engine fills up, and is not measured

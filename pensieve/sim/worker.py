@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise, repeat
 from operator import sub
 
 import numpy as np
 
-from pensieve.core.machine import STAGING_BYTES, VirtualClock
+from pensieve.core.machine import STAGING_BYTES
 from pensieve.core.plan import (
     CPU,
     GPU,
@@ -32,6 +32,33 @@ from pensieve.specs import HardwareSpec, ModelSpec
 
 _MASK = (1 << 64) - 1
 _FEW = 12  # tokens that are drawn sooner one by one
+
+
+class VirtualClock:
+    """A counter that only a simulated worker or an idle engine moves.
+
+    Integer nanoseconds, so that summing many short steps gives the same time as one long one.
+    """
+
+    virtual = True
+
+    def __init__(self) -> None:
+        self._now_ns = 0
+        self.on_advance: Callable[[int], None] | None = None
+        """Called with the new time just before the clock moves there: nothing changes in between."""
+
+    def now_ns(self) -> int:
+        return self._now_ns
+
+    def now_s(self) -> float:
+        return self._now_ns / 1e9
+
+    def advance_to(self, ns: int) -> None:
+        """Move forward to `ns`; an earlier time leaves the clock where it is."""
+        if ns > self._now_ns:
+            if self.on_advance is not None:
+                self.on_advance(ns)
+            self._now_ns = ns
 
 
 @dataclass(slots=True)

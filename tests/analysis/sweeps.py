@@ -16,10 +16,9 @@ from matplotlib.text import Text
 
 from analysis import style
 from analysis.sweep import Source, open_source
-from pensieve.core.request import is_measured
 from pensieve.lab.metrics import Measurement, MetricValue, summarise
 from pensieve.lab.results.store import ResultsStore
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import TurnRecord, is_measured
 from tests.results.trials import trial_fields, turn
 
 TurnsOf = Callable[[Mapping[str, str], int], Sequence[TurnRecord]]

@@ -6,14 +6,15 @@ import threading
 from typing import Any
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.machine import CostModel, VirtualClock, WallClock
+from pensieve.core.machine import CostModel
 from pensieve.core.plan import Moved, StartReport, StepPlan, StepResult
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.scheduler.scheduler import SchedulerSettings
+from pensieve.serve.systems.base import WallClock
 from pensieve.serve.systems.inline_system import InlineSystem
 from pensieve.serve.systems.threaded_system import ThreadedSystem
 from pensieve.sim.roofline import Roofline
-from pensieve.sim.worker import SimulatedWorker
+from pensieve.sim.worker import SimulatedWorker, VirtualClock
 from tests.simulated import MACHINE, MODEL
 
 PATIENCE_S = 100.0  # after which a thread that should have come back is taken to hang

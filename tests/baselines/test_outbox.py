@@ -7,10 +7,9 @@ import time
 
 import pytest
 
-from pensieve.core.machine import WallClock
 from pensieve.core.request import Event
 from pensieve.errors import WorkerError
-from pensieve.serve.systems.base import Outbox
+from pensieve.serve.systems.base import Outbox, WallClock
 
 
 def token(request_id: int) -> Event:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.machine import VirtualClock
 from pensieve.core.plan import CPU, GPU, Move, Moved, StartReport, StepPlan
 from pensieve.core.policies.lru import Lru
 from pensieve.errors import ConfigError, HardwareMissing
@@ -18,7 +17,7 @@ from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.create import server_of
 from pensieve.sim.profile import Profile
-from pensieve.sim.worker import SimulatedWorker
+from pensieve.sim.worker import SimulatedWorker, VirtualClock
 from tests.simulated import MACHINE, MODEL, policy_context
 
 

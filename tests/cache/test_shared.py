@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.machine import WallClock
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Forced, Fork, Length, Request
@@ -21,6 +20,7 @@ from pensieve.errors import ConfigError
 from pensieve.plugins.caches.shared import SharedCache
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.base import WallClock
 from tests.simulated import TalkingEngine, make_engine, policy_context, run
 
 SYSTEM = array("i", range(1, 41))  # ten chunks of four

@@ -5,7 +5,7 @@ from collections import OrderedDict
 
 import pytest
 
-from pensieve.core.request import is_measured
+from pensieve.serve.record import is_measured
 from tests.composed import replayed
 from tests.shared_data import shared
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from pensieve.core.request import is_measured
+from pensieve.serve.record import is_measured
 from tests.composed import replayed
 
 AT_ONCE = {  # people (or agents), conversations, fewest and most turns of one

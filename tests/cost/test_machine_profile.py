@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pensieve.core.machine import VirtualClock
 from pensieve.errors import ConfigError
 from pensieve.lab.commands.profile import profile
 from pensieve.lab.compose import check, plan_trial, resolved
@@ -23,11 +22,11 @@ from pensieve.lab.trial.job import Job
 from pensieve.lab.trial.machine import MEASURED_AT, _grid, host_times, measure_beside, measure_grids, measure_machine
 from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.tracking import open_tracking
+from pensieve.serve.systems.inline_system import FastForward
 from pensieve.serve.systems.profiling import load_s, profile_of
 from pensieve.sim.cost import simulated_cost
-from pensieve.sim.fast_forward import FastForward
 from pensieve.sim.machine_profile import Grid, MachineProfile, ProfiledCost, middle_of, powers_of_two, read_profile
-from pensieve.sim.worker import SimulatedWorker
+from pensieve.sim.worker import SimulatedWorker, VirtualClock
 from tests.composed import composed, replayed
 
 POOL = 2048  # tokens of each tier

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.core.machine import VirtualClock, predicted_s
 from pensieve.errors import WorkerError
 from pensieve.lab.compose import read_option
 from pensieve.lab.compose.folder import options
 from pensieve.lab.compose.machine import find_device, hardware_spec
 from pensieve.lab.compose.schema import HardwareConfig, ModelConfig
+from pensieve.serve.books.books import predicted_s
 from pensieve.serve.systems.profiling import profile_of
 from pensieve.sim.profile import WHOLE, Profile, measure
 from pensieve.sim.roofline import Roofline
-from pensieve.sim.worker import SimulatedWorker
+from pensieve.sim.worker import SimulatedWorker, VirtualClock
 from pensieve.specs import ModelSpec
 from tests.simulated import MACHINE, MODEL
 

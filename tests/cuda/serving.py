@@ -15,7 +15,6 @@ import torch
 from pensieve.core.cache.restore import RestoreMode
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.engine import Engine
-from pensieve.core.machine import WallClock
 from pensieve.core.plan import Row, Sample, StepPlan, StepResult
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Sampling
@@ -27,6 +26,7 @@ from pensieve.device.options import TorchOptions
 from pensieve.device.sampler import Draws, draw, noise_starts
 from pensieve.device.worker import TorchWorker
 from pensieve.serve.books.books import Books
+from pensieve.serve.systems.base import WallClock
 from pensieve.sim.profile import Profile
 from pensieve.specs import ModelSpec
 from tests.exact import CheckedEngine, Paths, Readings, WatchedWorker

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.core.machine import WallClock
 from pensieve.core.plan import Row, Sample
 from pensieve.device.asked import ModelAsked
 from pensieve.device.model import load_model
@@ -15,6 +14,7 @@ from pensieve.device.options import TorchOptions
 from pensieve.device.transfers.pinned import kept
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
+from pensieve.serve.systems.base import WallClock
 from pensieve.specs import ModelSpec
 
 from .conftest import needs_triton

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, Protocol
 from scipy.stats import kendalltau
 
 from pensieve.core.facts import Admission
-from pensieve.core.machine import VirtualClock
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request, tokens_of
 from pensieve.core.scheduler.scheduler import SchedulerSettings
@@ -33,6 +32,7 @@ from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.engines.base import EngineSetup, Reply
 from pensieve.plugins.engines.vllm import Vllm
 from pensieve.plugins.vllm.options import Tiers, policy_maker
+from pensieve.sim.worker import VirtualClock
 from tests.engines.offload_shapes import SHAPES
 from tests.engines.small import setup_of
 from tests.simulated import MACHINE, TalkingEngine, make_engine, policy_context

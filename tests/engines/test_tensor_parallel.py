@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.machine import WallClock
 from pensieve.core.plan import Moved, StepResult
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Event, Length, Request, Sampling
@@ -29,6 +28,7 @@ from pensieve.errors import EngineFailed, UnsupportedModel, WorkerError
 from pensieve.plugins.device.sharding import refuse_unsharded
 from pensieve.plugins.engines.tensor_parallel import Failure, Setup, TensorParallelWorker, Together
 from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.base import WallClock
 from pensieve.serve.systems.threaded_system import ThreadedSystem
 from pensieve.specs import HardwareSpec
 from tests.engines.test_process import until

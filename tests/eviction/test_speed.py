@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 
-from pensieve.core.machine import VirtualClock
 from pensieve.core.plan import CPU, GPU, Moved, StepPlan, StepResult
 from pensieve.core.policies.conversation_lru import ConversationLru
 from pensieve.core.policies.fifo import Fifo
@@ -19,7 +18,7 @@ from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.serve.systems import profiling
 from pensieve.serve.systems.inline_system import InlineSystem
-from pensieve.sim.worker import SimulatedWorker
+from pensieve.sim.worker import SimulatedWorker, VirtualClock
 from tests.baselines.systems import parts
 from tests.simulated import MACHINE, MODEL, request, run
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from pensieve.core.machine import WallClock
 from pensieve.core.request import Length, Request
 from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
 from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.base import WallClock
 from tests.worker.torch.driver import engine_on, random_tokens, served
 
 _MORE_THAN_ANY = 2**50

@@ -7,10 +7,10 @@ import gc
 import pytest
 import torch
 
-from pensieve.core.machine import WallClock
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
+from pensieve.serve.systems.base import WallClock
 from tests.worker.torch.driver import plain_logits
 
 from .shortage import fail_and_go_on

@@ -9,12 +9,12 @@ from functools import cache
 import pytest
 import torch
 
-from pensieve.core.machine import WallClock
 from pensieve.core.plan import Row, Sample, StepPlan
 from pensieve.core.request import Length, Request, Sampling
 from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
+from pensieve.serve.systems.base import WallClock
 from tests.simulated import run
 from tests.worker.torch.driver import engine_on, random_tokens
 

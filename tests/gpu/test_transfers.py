@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.core.machine import WallClock
 from pensieve.device.asked import ModelAsked
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import load_model
@@ -16,6 +15,7 @@ from pensieve.device.transfers.link import Link
 from pensieve.device.transfers.pinned import pinned_bytes
 from pensieve.device.transfers.transfer import Transfer
 from pensieve.device.worker import TorchWorker
+from pensieve.serve.systems.base import WallClock
 from pensieve.specs import ModelSpec
 
 from .shuttle import shuttle

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from pensieve.core.machine import WallClock
 from pensieve.core.request import Fork, History, Length, Request, Sampling, tokens_of
 from pensieve.errors import EngineFailed
 from pensieve.plugins.cluster.routing import affinity
@@ -21,6 +20,7 @@ from pensieve.plugins.replicas import engine as engine_module
 from pensieve.plugins.replicas.actors import Actors, Replica
 from pensieve.plugins.replicas.engine import EngineReplica
 from pensieve.plugins.replicas.system import ATTEMPTS, ReplicaSystem
+from pensieve.serve.systems.base import WallClock
 from tests.baselines.systems import PATIENCE_S, HeldWorker, PricedSystem, parts
 from tests.engines.test_process import until
 

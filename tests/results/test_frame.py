@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import pensieve
-from pensieve.core.request import is_measured
 from pensieve.errors import RequestFailed
 from pensieve.lab.metrics import Measurement, summarise
 from pensieve.lab.results.compare_trials import compare_trials, select_trials
@@ -29,6 +28,7 @@ from pensieve.lab.results.frame import (
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import sweep_table
 from pensieve.lab.trial.run import _refuse_empty
+from pensieve.serve.record import is_measured
 from tests.results.synthetic import measure, numbered, sweep
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn
 

@@ -10,10 +10,10 @@ import pytest
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.plan import GPU, Moved
 from pensieve.core.policies.lru import Lru
-from pensieve.core.request import is_measured
-from pensieve.core.scheduler.copy_ahead import Never, choose_copy_ahead
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.errors import ConfigError
+from pensieve.plugins.overlap import Never, choose_copy_ahead
+from pensieve.serve.record import is_measured
 from pensieve.specs import HardwareSpec
 from tests.baselines.systems import threaded
 from tests.composed import replayed
@@ -176,7 +176,7 @@ def test_auto_goes_by_what_the_tiers_are_and_by_their_sizes():
     assert choose_copy_ahead("auto", 9, True, kept_clean=10).mode == "never"
     assert choose_copy_ahead("paper", 9, False, kept_clean=10).mode == "paper"
     with pytest.raises(ConfigError, match=r"scheduler\.copy_ahead is one of auto, paper, spare, never, not 'always'"):
-        SchedulerSettings(copy_ahead="always")
+        choose_copy_ahead("always", 10, False)
 
 
 def test_a_trial_records_what_auto_chose():

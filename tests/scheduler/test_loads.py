@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.machine import VirtualClock
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request, tokens_of
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.lab.compose import plan_trial
+from pensieve.plugins.overlap import strategies_of
 from pensieve.serve.books.books import Books
 from pensieve.sim.roofline import Roofline
-from pensieve.sim.worker import SimulatedWorker
+from pensieve.sim.worker import SimulatedWorker, VirtualClock
 from tests.composed import checked
 from tests.simulated import TalkingEngine, policy_context
 
@@ -62,8 +62,8 @@ def serve(load_apart, history, decoders=16, returning=8, name="sim_a100_80g", de
         worker=worker,
         clock=clock,
         max_context=model.max_context,
-        cost=cost,
         facts=Books(CHUNK),
+        strategies=strategies_of(settings, CHUNK, cost),
     )
     traffic = Traffic()
 

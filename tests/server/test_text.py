@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from pensieve.core.stop import before_stop
-from pensieve.serve.tokenizer import ByteTokenizer, TextStream
+from pensieve.serve.tokenizer import ByteTokenizer, TextStream, before_stop
 
 decode = ByteTokenizer().decode
 

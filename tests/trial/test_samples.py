@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pensieve.core.machine import VirtualClock, WallClock
 from pensieve.errors import ResultsError
 from pensieve.lab.compose.machine import Device
 from pensieve.lab.results.store import open_store
 from pensieve.lab.trial import samples
 from pensieve.lab.trial.samples import MOST_MOMENTS, Quantity, Sampler, device_metrics, gauges_of, meter_of
+from pensieve.serve.systems.base import WallClock
+from pensieve.sim.worker import VirtualClock
 from tests.results.trials import trial_fields
 from tests.trial.running import run
 

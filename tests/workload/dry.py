@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from heapq import heappop, heappush
 
-from pensieve.core.request import is_measured
 from pensieve.lab.workload.base import Arrival, Workload, WorkloadContext
 from pensieve.lab.workload.chat import ChatWorkload, HotnessWorkload
 from pensieve.lab.workload.exact import AgentsWorkload, DecodeWorkload, PrefixInvalidationWorkload, RoundsWorkload
 from pensieve.lab.workload.sharegpt import sharegpt_workload
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import TurnRecord, is_measured
 
 MAKERS: dict[str, Callable[[WorkloadContext], Workload]] = {
     "chat": lambda at: ChatWorkload(at, conversations=9, pressure=0, min_turns=2, max_turns=5, timeout_s=7.0),

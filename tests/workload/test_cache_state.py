@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.core.request import is_measured
 from pensieve.errors import MeasurementInvalid
 from pensieve.lab.workload.base import WorkloadPlan
 from pensieve.lab.workload.cache_state import (
@@ -17,7 +16,7 @@ from pensieve.lab.workload.cache_state import (
     in_state,
     unverified,
 )
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import TurnRecord, is_measured
 from tests.composed import SHORT, replayed
 from tests.scripted import context
 from tests.workload.dry import MAKERS, drive

@@ -127,6 +127,9 @@ class Room(ABC):
     grows = True
     """Decode takes blocks beyond those of the admission; if not, admissions need keep no reserve for it."""
 
+    low = high = 0
+    """Watermarks of the GPU blocks that are free or clean, or will be."""
+
     chunk_blocks = 1
     """GPU blocks that a further chunk of a request takes at most."""
 
@@ -179,7 +182,7 @@ class Room(ABC):
 
     def make_room(self, head: Session | None, lacking: int, now_s: float) -> None:
         """Start the copies that the plan being made shall have. head: whose request lacks so many blocks; None: nobody
-        does. This and the next three are a way to copy ahead (scheduler/copy_ahead.py has others)."""
+        does. This and the next three are a way to copy ahead (plugins/overlap.py has others)."""
         return None
 
     def on_its_way(self, in_flight: bool) -> bool:

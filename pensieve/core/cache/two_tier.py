@@ -42,14 +42,13 @@ hole; chunks are given up from the tail."""
 class TwoTierRoom(Room):
     """Which blocks of both tiers can be had, and who gives up theirs.
 
-    cpu_blocks: of the CPU tier. low, high: watermarks of the GPU blocks that are free or clean, or will be.
+    cpu_blocks: of the CPU tier.
     loaded_early: by number of a waiting session, its chunks that were loaded before its admission (copy_ahead=never): what
     finds its KV there counts them as on CPU.
     """
 
     def __init__(self, tiers: Tiers) -> None:
         self.tiers, self.cpu_blocks = tiers, tiers.cpu.blocks
-        self.low = self.high = 0
         self.loaded_early: dict[int, set[int]] = {}
 
     @property

@@ -12,7 +12,6 @@ from pensieve.core.facts import Admission
 from pensieve.core.plan import Row, Sample
 from pensieve.core.request import Forced, Free, Request, Sampling, TokenArray
 from pensieve.core.session import Run, Session, chunks_of, common_prefix, tokens_in
-from pensieve.core.stop import StopSearch
 from pensieve.errors import CapacityError, ContextLengthError, RequestRefused
 
 
@@ -43,7 +42,7 @@ class ActiveRequest:
     noise_key: int
     max_new_tokens: int
     eos: frozenset[int] = frozenset()
-    stop: StopSearch | None = None
+    stop: Callable[[int], bool] | None = None
     work: deque[Run] = field(default_factory=deque)
     work_tokens: int = 0
     slot: int | None = None
@@ -70,17 +69,17 @@ class ActiveRequest:
         arrival: int,
         turn: int,
         eos: frozenset[int],
-        decode_text: Callable[[Sequence[int]], str] | None,
+        search: Callable[[Sequence[str]], Callable[[int], bool]] | None,
     ) -> ActiveRequest:
-        """Make that of a request that has just arrived. turn: its number. eos, decode_text: as Engine takes them."""
+        """Make that of a request that has just arrived. turn: its number. eos, search: as Engine takes them."""
         output = request.output
         noise = noise_key(request.sampling, request.session, turn)
         active = cls(request, arrival, session, noise, output.max_new_tokens)
         if isinstance(output, Free):
             if not output.ignore_eos:
                 active.eos = eos
-            if output.stop and decode_text is not None:
-                active.stop = StopSearch(decode_text, output.stop)
+            if output.stop and search is not None:
+                active.stop = search(output.stop)
         return active
 
     # -- waiting ------------------------------------------------------------------------------------------------------
@@ -184,7 +183,7 @@ class ActiveRequest:
         """Why this token is its last one; None: it goes on."""
         if token in self.eos:
             return "eos"
-        if self.stop is not None and self.stop.push(token):
+        if self.stop is not None and self.stop(token):
             return "stop"
         return "length" if self.generated >= self.max_new_tokens else None
 

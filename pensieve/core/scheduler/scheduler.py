@@ -6,16 +6,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, get_args
+from typing import Protocol
 
-from pensieve.core.cache.base import CacheManager
-from pensieve.core.facts import SILENT, Facts
-from pensieve.core.machine import CostModel
+from pensieve.core.cache.base import CacheManager, Room
+from pensieve.core.facts import Facts
 from pensieve.core.plan import Move, Moved, Repeats, Row, StepPlan, StepResult
 from pensieve.core.request import Event, TokenArray
 from pensieve.core.scheduler.active_request import ActiveRequest, WaitingQueue
-from pensieve.core.scheduler.copy_ahead import AskedCopyAhead, strategy_of
-from pensieve.core.scheduler.loads import Loads
 from pensieve.core.session import Run, Session
 from pensieve.errors import ConfigError, RequestRefused
 
@@ -69,12 +66,11 @@ class SchedulerSettings:
 
     max_batch_tokens: positions an iteration computes, at most. max_batch_requests: requests that run at once.
     swap_out_start, swap_out_stop: the low and the high watermark of available blocks; admission_reserve: what an admission
-    leaves. All three are shares of the GPU blocks (sections 4.3.2 and 4.3.5). copy_ahead: see CopyAhead; auto is resolved
-    by whoever starts the engine. load_apart: a request whose KV is
-    on CPU joins the batch when what is left of its load fits an iteration (see Loads); the paper's engine waits for it.
+    leaves. All three are shares of the GPU blocks (sections 4.3.2 and 4.3.5).
     admit_beyond_budget: admit whoever fits into memory, so that what it has on the CPU is loaded before its turn to
-    compute; False: only while this iteration has positions left, as vLLM does. cost_error, cost_error_context: see
-    cost.mistaken.
+    compute; False: only while this iteration has positions left, as vLLM does.
+    What whoever starts the engine makes strategies of: copy_ahead and load_apart (plugins/overlap.py); cost_error,
+    cost_error_context (cost.mistaken).
     """
 
     composition: Composition = unified
@@ -83,7 +79,7 @@ class SchedulerSettings:
     swap_out_start: float = 0.25
     swap_out_stop: float = 0.30
     admission_reserve: float = 0.10
-    copy_ahead: AskedCopyAhead = "paper"
+    copy_ahead: str = "paper"
     load_apart: bool = False
     admit_beyond_budget: bool = True
     cost_error: float = 1.0
@@ -94,10 +90,6 @@ class SchedulerSettings:
             raise ConfigError("scheduler.max_batch_tokens and scheduler.max_batch_requests must be at least 1.")
         if not 0 <= self.swap_out_start <= self.swap_out_stop <= 1:
             raise ConfigError("scheduler.swap_out_start and swap_out_stop are shares with 0 <= start <= stop <= 1.")
-        if self.copy_ahead not in get_args(AskedCopyAhead):
-            raise ConfigError(
-                f"scheduler.copy_ahead is one of {', '.join(get_args(AskedCopyAhead))}, not {self.copy_ahead!r}."
-            )
         if not 0 <= self.admission_reserve < 1:
             raise ConfigError("scheduler.admission_reserve is a share of the GPU blocks, at least 0 and below 1.")
 
@@ -142,6 +134,35 @@ class _Draft:
     admitted: list[ActiveRequest] = field(default_factory=list)
 
 
+class Copying(Protocol):
+    """When copies are made; Room says what each answers, and does as the paper."""
+
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> None: ...
+
+    def on_its_way(self, in_flight: bool) -> bool: ...
+
+    def begins_below(self, prefilled: Sequence[Session]) -> int: ...
+
+    def changes_places(self, head: Session) -> bool: ...
+
+
+class Joining(Protocol):
+    """When a request whose KV is being loaded joins the batch."""
+
+    @property
+    def expected(self) -> bool:
+        """Some request does not compute yet."""
+
+    def begin(self, active: ActiveRequest, blocks: int, now_s: float) -> None:
+        """It is admitted, and loads so many blocks."""
+
+    def end(self, active: ActiveRequest) -> None:
+        """It runs no more."""
+
+    def joined(self, running: Sequence[ActiveRequest], max_tokens: int, now_s: float) -> Sequence[ActiveRequest]:
+        """Those that the next iteration may compute."""
+
+
 class Forward(Protocol):
     """Plans that stand for several iterations, for a worker that computes nothing."""
 
@@ -155,6 +176,15 @@ class Forward(Protocol):
         """Apply the further iterations of a plan, the first of which ended now. Returns the tokens that they appended to each
         of the plan's first rows, and the events of all but the last. counted: those tell only how many tokens there are."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Strategies:
+    """How the scheduler differs from the paper's: None: not at all, and each plan is one iteration."""
+
+    copying: Callable[[Room], Copying] | None = None
+    joining: Joining | None = None
+    forward: Callable[[Scheduler], Forward] | None = None
 
 
 class Scheduler:
@@ -176,22 +206,21 @@ class Scheduler:
         cache: CacheManager,
         settings: SchedulerSettings,
         max_context: int,
-        ahead: bool = False,
-        cost: CostModel | None = None,
-        computes: bool = True,
-        facts: Facts = SILENT,
+        ahead: bool,
+        computes: bool,
+        facts: Facts,
+        strategies: Strategies,
     ) -> None:
         """ahead: plans are made while an earlier one is in flight."""
         cache.begin(facts=facts)
         self.cache, self._room = cache, cache.room
-        self.forward: Forward | None = None
         self.in_flight: deque[Step] = deque()
         """Plans that are launched and not collected, the oldest first."""
         self.facts = facts
         self.must_drain = False
         """The next plan is to be made when none is in flight."""
         self._ahead = ahead
-        self._loads = Loads(cost, cache.chunk_tokens) if settings.load_apart and cost is not None else None
+        self._joining = strategies.joining
         self._reading: dict[int, int] = {}  # by arrival of a request that waits for a tier below, the ticket
         self._computes = computes
         self.settings = settings
@@ -202,10 +231,11 @@ class Scheduler:
         self._max_context = max_context
         self._deferred: set[int] = set()  # arrivals of the requests that were counted as deferred
         self._unsent = _Draft()  # admissions that no plan has told the worker of
-        low = math.ceil(settings.swap_out_start * cache.gpu_blocks)
-        high = high_watermark(settings.swap_out_stop, cache.gpu_blocks)
-        self._copying = strategy_of(settings.copy_ahead, cache.room, low, high)
+        cache.room.low = math.ceil(settings.swap_out_start * cache.gpu_blocks)
+        cache.room.high = high_watermark(settings.swap_out_stop, cache.gpu_blocks)
+        self._copying = cache.room if strategies.copying is None else strategies.copying(cache.room)
         self._reserve = math.ceil(settings.admission_reserve * cache.gpu_blocks)
+        self.forward = None if strategies.forward is None else strategies.forward(self)
 
     def refusal(self, active: ActiveRequest) -> RequestRefused | None:
         """Why it can never be served, or None."""
@@ -342,8 +372,8 @@ class Scheduler:
     def _expect_no_load(self, active: ActiveRequest) -> None:
         """Stop waiting for what it loads or reads: it no longer runs."""
         self._reading.pop(active.arrival, None)
-        if self._loads is not None:
-            self._loads.end(active)
+        if self._joining is not None:
+            self._joining.end(active)
 
     def _remove_waiting(self, active: ActiveRequest, now_s: float) -> None:
         self.queue.remove(active)
@@ -436,8 +466,8 @@ class Scheduler:
         assert active.slot is not None
         draft.admitted.append(active)
         draft.tables.append((active.slot, 0, admission.table))
-        if self._loads is not None:
-            self._loads.begin(active, admission.loading, now_s)
+        if self._joining is not None:
+            self._joining.begin(active, admission.loading, now_s)
         if admission.read_ticket is not None:
             self._reading[active.arrival] = admission.read_ticket
 
@@ -451,8 +481,8 @@ class Scheduler:
         joined = running
         if self._reading:  # how long that takes nobody knows, so each joins when it has read
             joined = [active for active in running if active.arrival not in self._reading]
-        if self._loads is not None:
-            joined = self._loads.joined(joined, self.settings.max_batch_tokens, now_s)
+        if self._joining is not None:
+            joined = self._joining.joined(joined, self.settings.max_batch_tokens, now_s)
         rows = self._compose_from(joined, draft, now_s)
         if not rows and joined is not running:  # rather wait for a load than stand still
             rows = self._compose_from(running, draft, now_s)
@@ -525,7 +555,7 @@ class Scheduler:
         0 where the next one may in any case. A deferred head is admitted no sooner, unless what is prefilled meanwhile may
         shorten its prompt (shares), or the work under way decides (admit_beyond_budget). See `filling_matters` too."""
         room, copying, head, lacking = self._room, self._copying, self.next_head, 0
-        if self._reading or (self._loads is not None and self._loads.expected):
+        if self._reading or (self._joining is not None and self._joining.expected):
             return -1
         if room.frees or (room.stores and room.storing(bool(prefills))):
             return -1

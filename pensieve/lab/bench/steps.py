@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import transformers
 
-from pensieve.core.machine import WallClock
 from pensieve.core.plan import Row, Sample, StepPlan
 from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
@@ -31,6 +30,7 @@ from pensieve.lab.bench.models import (
 from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.timer import attempt, in_turn, synchronize
 from pensieve.lab.compose.build import torch_options
+from pensieve.serve.systems.base import WallClock
 from pensieve.sim.roofline import attended_pairs
 from pensieve.specs import ModelSpec
 from pensieve.units import ceil_div

@@ -10,14 +10,13 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from pensieve.core.request import is_measured
 from pensieve.errors import ResultsError
 from pensieve.lab.compose import build_tokenizer, check, make_workload, plan_trial
 from pensieve.lab.results.frame import OURS, REFERENCE, Frame
 from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.tokens import read_tokens
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import TurnRecord, is_measured
 
 _COLUMNS = (
     "session", "turn", "phase", "label", "iteration", "status", "finish_reason", "finished_s", "ttft_ms", "gpu_hit_tokens",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pensieve.core.cache.base import NO_LOWER_TIER, CacheManager, LowerTier
 from pensieve.core.engine import MemoryLimits
-from pensieve.core.machine import Clock, CostModel, VirtualClock, WallClock, Worker
+from pensieve.core.machine import Clock, CostModel, Worker
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
 from pensieve.core.request import tokens_of
 from pensieve.core.scheduler.scheduler import Composition
@@ -28,10 +28,11 @@ from pensieve.plugins.device import shelf
 from pensieve.plugins.engines.base import EngineSetup, OutsideEngine
 from pensieve.plugins.engines.system import OutsideSystem
 from pensieve.serve.chat_template import ChatTemplate
-from pensieve.serve.systems.base import AnsweringSystem, System
+from pensieve.serve.systems.base import AnsweringSystem, System, WallClock
 from pensieve.serve.tokenizer import ByteTokenizer, Tokenizer
 from pensieve.sim.cost import Batches, Lengths, simulated_cost, stateless_capacity
 from pensieve.sim.machine_profile import read_profile
+from pensieve.sim.worker import VirtualClock
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.units import format_bytes
 

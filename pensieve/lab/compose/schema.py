@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pensieve.core.scheduler.copy_ahead import AskedCopyAhead
 from pensieve.lab.workload.cache_state import CacheState
+from pensieve.plugins.overlap import AskedCopyAhead
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1)]

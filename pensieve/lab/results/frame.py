@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from sqlalchemy import BigInteger, Float, Integer, Row
 
-from pensieve.core.request import is_measured
 from pensieve.lab.metrics import STATUSES, MetricValue
 from pensieve.lab.results.identity import NOT_CONFIG, outside_names
 from pensieve.lab.results.schema import Sweep, Trial, turn_table
 from pensieve.lab.results.store import TURN_COLUMNS, JobResult, ResultsStore
 from pensieve.lab.statistics import REAL, Estimate, paired_ratio
+from pensieve.serve.record import is_measured
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -20,7 +20,6 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, aliased
 
 from pensieve.core.plan import Tier
-from pensieve.core.request import PREPARING
 from pensieve.errors import ResultsError, TrialRunning, typed
 from pensieve.lab.metrics import SLO_METRICS, MetricValue, Slo, is_known, slo_metrics
 from pensieve.lab.results.environment import HEARTBEAT_LIMIT, Owner, host, is_alive, this_process
@@ -40,7 +39,7 @@ from pensieve.lab.results.schema import (
     turn_table,
 )
 from pensieve.lab.results.tokens import read_tokens
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import PREPARING, TurnRecord
 
 T = TypeVar("T")
 N = TypeVar("N", "Reading", "Holding")

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 
-from pensieve.core.request import is_measured
 from pensieve.lab.metrics import PERCENTILES, MetricValue
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.tables import grid
 from pensieve.lab.workload.vllm_run import RealRequest
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import TurnRecord, is_measured
 
 SEEN_PCT, UNSEEN_PCT = 2.0, 5.0
 """What no figure's error may exceed: of a run that was looked at when the machine was made, and of any other."""

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pensieve.core.plan import Tier
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.store import Holding
+from pensieve.serve.books.books import PositionPrices
 from pensieve.serve.books.holding import TIERS, Held
-from pensieve.serve.books.ledger import PositionPrices
 from pensieve.serve.record import TurnRecord
 from pensieve.units import GIB
 

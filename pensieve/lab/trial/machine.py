@@ -24,9 +24,8 @@ from pensieve.lab.compose.build import clock_and_worker
 from pensieve.lab.compose.preflight import check_measurable
 from pensieve.lab.statistics import median
 from pensieve.lab.trial.samples import Neighbours
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import Transcripts, TurnRecord
 from pensieve.serve.systems.profiling import DECODES, decodes_s, load_s, prefill_s, profile_of
-from pensieve.serve.transcript import Transcripts
 from pensieve.sim.machine_profile import Grid, MachineProfile, powers_of_two
 
 MEASURED_AT = "machine_measured_at"

@@ -13,7 +13,6 @@ from math import inf
 from typing import Any
 
 from pensieve.core.plan import StartReport
-from pensieve.core.request import is_measured
 from pensieve.errors import (
     ConfigError,
     EngineMissing,
@@ -74,7 +73,7 @@ from pensieve.lab.workload.vllm_run import VllmRun
 from pensieve.plugins.device import shelf
 from pensieve.plugins.engines.process import MemoryWatch, this_process, with_children
 from pensieve.plugins.engines.ray_cluster import check_ray
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import TurnRecord, is_measured
 from pensieve.serve.systems.base import System
 from pensieve.serve.systems.engine_system import EngineSystem
 from pensieve.serve.systems.inline_system import InlineSystem

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from pensieve.core.machine import Clock, VirtualClock
+from pensieve.core.machine import Clock
 from pensieve.errors import ResultsError
 from pensieve.lab.compose.machine import Device, cores
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.store import ENGINE, Reading, ResultsStore
 from pensieve.serve.systems.base import System
+from pensieve.sim.worker import VirtualClock
 
 INTERVAL_S = 0.1
 MOST_MOMENTS = 1_000

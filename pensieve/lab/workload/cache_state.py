@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from pensieve.core.request import TokenArray, is_measured
+from pensieve.core.request import TokenArray
 from pensieve.errors import MeasurementInvalid
 from pensieve.lab.workload.base import Arrival, Workload, WorkloadContext, WorkloadPlan, out_of_work
 from pensieve.lab.workload.exact import prose
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import TurnRecord, is_measured
 
 CacheState = Literal["cold", "warm", "salted"]
 SALT_TOKENS = 16

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from pensieve.core.request import TokenArray, is_measured
+from pensieve.core.request import TokenArray
 from pensieve.core.session import common_prefix
 from pensieve.lab.workload.base import Arrival, Workload, WorkloadPlan
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import TurnRecord, is_measured
 
 UNKNOWN = -1  # a reply's token: only the model could say it
 

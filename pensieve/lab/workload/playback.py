@@ -11,7 +11,7 @@ from functools import partial
 from itertools import count, pairwise
 from typing import Any
 
-from pensieve.core.request import Free, Hint, Length, Request, Sampling, TokenArray, is_measured
+from pensieve.core.request import Free, Hint, Length, Request, Sampling, TokenArray
 from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.workload.base import (
     Arrival,
@@ -22,7 +22,7 @@ from pensieve.lab.workload.base import (
     said_end,
     unless_said,
 )
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import TurnRecord, is_measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pensieve.core.block_hash import BlockHash, HashChain
 from pensieve.core.cache.blocks import BlockPool
 from pensieve.core.facts import Facts, Found
 from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.request import TokenArray
-from pensieve.core.session import Run, Session, chunks_of
+from pensieve.core.session import BlockHash, HashChain, Run, Session, chunks_of
 from pensieve.plugins.caches.one_tier import OneTier
 
 

@@ -9,7 +9,7 @@ is what one alone has, its last chunk, partly filled, among it:
             +-- leaf of b
             +-- leaf of c
 
-Full chunks are known by content: a chained hash of the tenant and of all tokens up to their end (block_hash.py). A prompt is
+Full chunks are known by content: a chained hash of the tenant and of all tokens up to their end (HashChain). A prompt is
 held against the tree when it is admitted, so that its session joins the stems whose chunks it begins with; the node at which
 it diverges is split there. Columns of records are cut, blocks stay where they are, so the table of a request that runs stays
 true. Two prompts that are answered alike have the same chunks twice while both run; when the second one stops, those of its
@@ -24,10 +24,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from pensieve.core.block_hash import BlockHash, HashChain
 from pensieve.core.cache.two_tier import TwoTierCache, TwoTierRoom
 from pensieve.core.request import TokenArray
-from pensieve.core.session import NO_BLOCK, Node, Session, Stem, View, chunks_of, common_prefix
+from pensieve.core.session import NO_BLOCK, BlockHash, HashChain, Node, Session, Stem, View, chunks_of, common_prefix
 from pensieve.errors import ConfigError
 
 Share = Literal["off", "within-tenant"]

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from pensieve.core.block_hash import BlockHash
 from pensieve.core.cache.base import Broken
 from pensieve.core.facts import Admission, Facts, Found
 from pensieve.core.plan import GPU, Move, Moved, swap_in, swap_out
 from pensieve.core.policies.base import EvictionPolicy, as_policy
 from pensieve.core.request import TokenArray
-from pensieve.core.session import Run, Session, chunks_of
+from pensieve.core.session import BlockHash, Run, Session, chunks_of
 from pensieve.errors import ConfigError
 from pensieve.plugins.caches.cpu_tier import Arc, CpuChunk, CpuOrder, CpuTier, FromTail, Lru, Use
 from pensieve.plugins.caches.prefix import PrefixCache

@@ -10,17 +10,17 @@ from itertools import count
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from pensieve.core.machine import Clock, VirtualClock
+from pensieve.core.machine import Clock
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, History, Request
 from pensieve.lab.workload.base import Following, exponential
 from pensieve.plugins.cluster.migration import KvTransfer, Migration, lacking
 from pensieve.plugins.cluster.outlook import NEVER_NS, Outlook
 from pensieve.plugins.cluster.routing import LOAD_BLIND, Asked, Router
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import Transcripts, TurnRecord
 from pensieve.serve.systems.base import Capabilities
 from pensieve.serve.systems.inline_system import InlineSystem
-from pensieve.serve.transcript import Transcripts
+from pensieve.sim.worker import VirtualClock
 
 
 @dataclass(frozen=True, slots=True)

@@ -329,13 +329,13 @@ class Replica:
         if self._memory_bytes is not None:
             forbid_more(self._memory_bytes)
         from pensieve.core.cache.two_tier import TwoTierCache
-        from pensieve.core.machine import WallClock
         from pensieve.core.policies.lru import Lru
         from pensieve.core.scheduler.scheduler import SchedulerSettings
         from pensieve.device.asked import ModelAsked
         from pensieve.device.model import load_model
         from pensieve.device.options import TorchOptions
         from pensieve.device.worker import TorchWorker
+        from pensieve.serve.systems.base import WallClock
         from pensieve.serve.systems.threaded_system import ThreadedSystem
         from pensieve.sim.profile import Profile
         from pensieve.specs import HardwareSpec

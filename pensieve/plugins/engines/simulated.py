@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pensieve.core.machine import Clock, VirtualClock
+from pensieve.core.machine import Clock
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, Free, Length, Request
 from pensieve.core.scheduler.active_request import noise_key
@@ -27,11 +27,10 @@ from pensieve.errors import ConfigError, MemoryRanOut
 from pensieve.plugins.engines import wire as messages
 from pensieve.plugins.engines.base import kv_settings
 from pensieve.plugins.engines.wire import KV, LOGITS, Array
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import Transcripts, TurnRecord
 from pensieve.serve.systems.base import Capabilities
-from pensieve.serve.transcript import Transcripts
 from pensieve.sim.cost import simulated_cost
-from pensieve.sim.worker import drawn_token
+from pensieve.sim.worker import VirtualClock, drawn_token
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.units import ceil_div, format_bytes
 

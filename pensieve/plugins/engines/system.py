@@ -8,15 +8,14 @@ from array import array
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pensieve.core.machine import Clock, WallClock
+from pensieve.core.machine import Clock
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, Forced, Free, Length, Request, TokenArray
 from pensieve.core.session import common_prefix
 from pensieve.errors import EngineFailed, RequestFailed, RequestRefused, WorkerError
 from pensieve.plugins.engines.base import OutsideEngine, Reply
-from pensieve.serve.record import TurnRecord
-from pensieve.serve.systems.base import Outbox
-from pensieve.serve.transcript import Transcripts
+from pensieve.serve.record import Transcripts, TurnRecord
+from pensieve.serve.systems.base import Outbox, WallClock
 
 
 class OutsideSystem:

@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pensieve.core.machine import Clock, WallClock
+from pensieve.core.machine import Clock
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, History, Request, TokenArray
 from pensieve.device.asked import physical_cores
@@ -25,10 +25,9 @@ from pensieve.plugins.cluster.cluster_system import Turn
 from pensieve.plugins.cluster.routing import ROUTERS
 from pensieve.plugins.replicas.actors import Actors, Replica
 from pensieve.plugins.replicas.engine import Described, moved
-from pensieve.serve.record import TurnRecord
-from pensieve.serve.systems.base import Capabilities, Listener, Outbox
+from pensieve.serve.record import Transcripts, TurnRecord
+from pensieve.serve.systems.base import Capabilities, Listener, Outbox, WallClock
 from pensieve.serve.systems.engine_system import ENGINE_CLOSED, Answer
-from pensieve.serve.transcript import Transcripts
 
 ATTEMPTS = 3
 """A turn whose replica ended is asked again elsewhere, up to so many times in all: it may be what ends them."""

@@ -1,7 +1,7 @@
 """The disk tier: which full chunks are in the file store, what they are called there, and which are worth reading.
 
 A chunk goes there when it would be lost: its CPU block is wanted (or its GPU block, where it was not on CPU), and the copy on
-disk is what stays. It comes back straight to a GPU block. The store knows chunks by content (block_hash.py): the name of a
+disk is what stays. It comes back straight to a GPU block. The store knows chunks by content (HashChain): the name of a
 chunk is a digest of its tenant and of all tokens up to its end, so a session can only find KV of its very tokens,
 also after a restart, and whatever became of the file meanwhile.
 
@@ -15,13 +15,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from pensieve.core.block_hash import BlockHash
 from pensieve.core.cache.base import LowerTier
 from pensieve.core.cache.tiers import missing_runs
 from pensieve.core.facts import SILENT, Facts
-from pensieve.core.machine import CostModel, predicted_s
+from pensieve.core.machine import CostModel
 from pensieve.core.plan import GPU, Move, Moved, StartReport, Tier
-from pensieve.core.session import ChunkRun, Node, Session, runs_of, without
+from pensieve.core.session import BlockHash, ChunkRun, Node, Session, runs_of, without
+from pensieve.serve.books.books import predicted_s
 
 if TYPE_CHECKING:
     from pensieve.plugins.tiers.disk_transfer import DiskTransfer

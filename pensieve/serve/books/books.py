@@ -1,22 +1,32 @@
-"""The books of an engine: a record of each turn, the ledger of its misses, what each conversation holds, and counts."""
+"""The books of an engine: a record of each turn, the ledger of its misses, what each conversation holds, and counts.
+
+The ledger says where the history of an admitted prompt was, why what lacked KV did, and what of the time to first token that
+took. A turn that ended without a token (cancelled in prefill, timed out, failed) has a ledger of the time until it ended."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from pensieve.core.facts import Admission, Computed, Found
-from pensieve.core.machine import CostModel, predicted_s
+from pensieve.core.facts import Admission, Computed, Facts, Found
+from pensieve.core.machine import CostModel
 from pensieve.core.plan import CPU, GPU, Repeats, StepPlan, StepResult, Tier
-from pensieve.core.request import Request, TokenArray
-from pensieve.core.session import Run, Session, tokens_in
+from pensieve.core.request import History, Request, TokenArray
+from pensieve.core.session import Run, Session, tokens_in, without
 from pensieve.serve.books.content import Content
 from pensieve.serve.books.holding import Held, Holding
-from pensieve.serve.books.ledger import Lookup, Losses, PositionPrices, account
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import Cause, Loss, Miss, Missed, TurnRecord
 
 _LONG_ROW = 128  # positions of a row whose time the cost model should tell
+
+
+MOST_EVICTORS = 8
+_NEVER = float("-inf")
+
+REMEMBERED = 16
+"""Pools of evicted blocks of whose content the loss is remembered."""
 
 
 @dataclass(slots=True)
@@ -39,6 +49,165 @@ class Counts:
     plan_bytes: int = 0
     plan_ns: int = 0
     sent_plans: int = 0
+
+
+class Losses(Facts):
+    """For whom KV was given up, by session and chunk, or by content."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, dict[int, Loss]] = {}  # by session number
+        self._lost_content: OrderedDict[bytes, Loss] = OrderedDict()
+        self._for: tuple[str, float] = ("", 0.0)
+        self._taker: Loss | None = None
+        self._blocks: dict[Tier, int] = {}
+
+    def tier(self, tier: Tier, blocks: int, earlier: Iterable[int] = ()) -> None:
+        self._blocks[tier] = blocks
+
+    def room_for(self, session: Session, now_s: float) -> None:
+        self._for, self._taker = (session.name, now_s), None
+
+    def lost(self, session: Session, start: int, stop: int) -> None:
+        self._chunks.setdefault(session.number, {}).update(dict.fromkeys(range(start, stop), self._loss()))
+
+    def lost_content(self, name: bytes) -> None:
+        self._lost_content[name] = self._loss()
+        if len(self._lost_content) > REMEMBERED * self._blocks["gpu"]:
+            self._lost_content.popitem(last=False)
+
+    def not_lost(self, session: Session, start: int, stop: int) -> None:
+        own = self._chunks.get(session.number)
+        if own:
+            for index in range(start, stop):
+                own.pop(index, None)
+
+    def moved(self, source: Session, target: Session, index: int) -> None:
+        known = self._chunks.get(source.number, {}).get(index)
+        if known is not None:
+            self._chunks.setdefault(target.number, {})[index] = known
+        self.lost(source, index, index + 1)
+
+    def closed(self, session: Session) -> None:
+        self._chunks.pop(session.number, None)
+
+    def loss_in(self, session: Session, found: Found) -> Callable[[int, bool], Loss | None]:
+        """Return what tells the loss of a chunk. The second argument: the prompt has all of the chunk."""
+        own, names, first = self._chunks.get(session.number, {}), found.names, None
+
+        def loss_of(index: int, full: bool) -> Loss | None:
+            """A chunk that is still there is of no use without those before it: the first of them to go took it too."""
+            nonlocal first
+            if names is not None and not full:
+                return None
+            loss = own.get(index) if names is None else self._lost_content.get(names[index])
+            if loss is None and index in found.stranded:
+                loss = first
+            first = first or loss
+            return loss
+
+        return loss_of
+
+    def _loss(self) -> Loss:
+        self._taker = self._taker or Loss(*self._for)
+        return self._taker
+
+
+class Lookup:
+    """Where the history of a prompt is found when it is admitted, in tokens, before its plan changes anything.
+
+    gpu_hit + cpu_hit + disk_hit + recomputed = history; history + new = prompt; shared_hit <= new.
+    keep: leading tokens that are its session's own. history: of them, or of what the workload says was said elsewhere, those
+    that were computed before. on_gpu, on_cpu: the positions that were found; those beyond the history are shared hits.
+    missed: why those positions without KV that were computed before, or would have been but for an edit, have none.
+    """
+
+    def __init__(self, session: Session, keep: int, suffix: TokenArray[int], told: History | None, stale: bool) -> None:
+        """told: by whoever asks. stale: that is of a session that was forgotten."""
+        self.keep, self.prompt, self._told = keep, keep + len(suffix), told
+        known = min(keep, session.computed) if told is None or stale else told.tokens
+        self.history = min(known, self.prompt - 1)
+        self.on_gpu: tuple[Run, ...] = ()
+        self.on_cpu: tuple[Run, ...] = ()
+        self.missed: tuple[Missed, ...] = ()
+        if keep < len(session.tokens) and suffix and suffix[0] != session.tokens[keep]:
+            end = min(session.computed, keep + len(suffix))
+            self.missed = joined([Missed(max(self.history, keep), end, "edited")])
+
+    def enter(
+        self, record: TurnRecord, admission: Admission, loss_of: Callable[[int, bool], Loss | None], size: int
+    ) -> None:
+        """Record what the admission has found, and which positions are not computed again."""
+        found = admission.found
+        assert found is not None
+        own, self._shares = min(self.history, self.keep), found.shared
+        self.on_gpu = found.gpu if found.shared else _below(found.gpu, own)
+        self.on_cpu = found.cpu if found.shared else _below(found.cpu, own)
+        missed: list[Missed] = []
+        for start, stop in without(((0, own),), (*self.on_gpu, *self.on_cpu)):
+            index = start // size
+            loss = loss_of(index, (index + 1) * size <= own)
+            for end in range((index + 1) * size, stop, size):
+                following = loss_of(end // size, end + size <= own)
+                if following is not loss:
+                    missed.append(_lost(start, end, loss))
+                    start, loss = end, following
+            missed.append(_lost(start, stop, loss))
+        for start, stop in without(((own, self.history),), (*self.on_gpu, *self.on_cpu)):
+            missed.append(Missed(start, stop, "edited"))  # known to the workload, at another place
+        self.missed = (*joined(missed), *self.missed)
+        record.prompt_tokens, record.history_tokens = self.prompt, self.history
+        record.gpu_hit_tokens, record.cpu_hit_tokens = self._hit(self.on_gpu), self._hit(self.on_cpu)
+        record.new_tokens, record.cpu_recomputed_tokens = self.prompt - self.history, admission.again_tokens
+        loaded = without(self.on_cpu, admission.work) if admission.again_tokens else self.on_cpu
+        record.found = (self.on_gpu, loaded)
+        self.enter_disk(record, admission.read)
+
+    def enter_disk(self, record: TurnRecord, read: Iterable[Run]) -> None:
+        """Record, after `enter` or where what was read from disk was something else, what came from there, and why each
+        prompt position without KV had none."""
+        assert record.gpu_hit_tokens is not None and record.cpu_hit_tokens is not None
+        on_disk: tuple[Run, ...] = ()
+        missed = self.missed
+        for start, end in read:
+            stop = end if self._shares else min(end, self.history)
+            if start < stop:
+                on_disk = (*on_disk, (start, stop))
+                halves = ((replace(m, stop=min(m.stop, start)), replace(m, start=max(m.start, stop))) for m in missed)
+                missed = joined(half for both in halves for half in both)
+        hits = record.gpu_hit_tokens + record.cpu_hit_tokens + self._hit(on_disk)
+        found = (*self.on_gpu, *self.on_cpu, *on_disk)
+        record.disk_hit_tokens = self._hit(on_disk)
+        record.recomputed_tokens = self.history - hits
+        record.shared_hit_tokens = tokens_in(found) - hits if self._shares else 0
+        record.found = (*record.found[:2], on_disk)
+        record.missed = self._explained(missed, found)
+
+    def _hit(self, runs: tuple[Run, ...]) -> int:
+        return tokens_in(_below(runs, self.history))
+
+    def _explained(self, missed: Sequence[Missed], found: Sequence[Run]) -> tuple[Missed, ...]:
+        """Explain every prompt position without KV. Where the engine does not know the conversation, whoever asks says why;
+        what is left was never said before."""
+        told, runs, later = self._told, list[Missed](), list[Missed]()
+        for one in missed:
+            if one.stop > self.history:
+                later.append(one)
+            elif told is not None and told.lost == "restarted" and one.cause in ("never_stored", "edited"):
+                runs.append(
+                    replace(one, cause="restarted")
+                )  # what was said elsewhere is in no token that the engine has
+            else:
+                runs.append(one)
+        if told is not None and told.lost == "kept" and not self.keep and not self.history:
+            later.append(Missed(0, min(told.tokens, self.prompt), "expired"))
+        for place, end in without(((self.history, self.prompt),), found):
+            for one in later:
+                start, stop = max(one.start, place), min(one.stop, end)
+                if start < stop:
+                    runs += (Missed(place, start, "new"), Missed(start, stop, one.cause, one.loss))
+                    place = stop
+            runs.append(Missed(place, end, "new"))
+        return joined(runs)
 
 
 @dataclass(slots=True)
@@ -258,3 +427,119 @@ class Books(Losses):
         if self._cost is not None and tokens_in(runs) >= _LONG_ROW:
             self.counts.predicted_ns += round(predicted_s(self._cost, runs, self._size) * 1e9)
             self.counts.predictable_ns += compute_ns
+
+
+def _lost(start: int, stop: int, loss: Loss | None) -> Missed:
+    return Missed(start, stop, "evicted" if loss else "never_stored", loss)
+
+
+def _below(runs: tuple[Run, ...], position: int) -> tuple[Run, ...]:
+    if not runs or runs[-1][1] <= position:
+        return runs
+    return tuple((start, min(stop, position)) for start, stop in runs if start < position)
+
+
+def marginal_s(cost: CostModel, start: int, stop: int, chunk_tokens: int) -> float:
+    """Positions [start, stop) of a conversation, computed as part of a longer prefill."""
+    seconds = 0.0
+    while start < stop:
+        end = min(stop, (start // chunk_tokens + 1) * chunk_tokens)
+        seconds += cost.recompute_s(end) * (end - start) / chunk_tokens
+        start = end
+    return seconds
+
+
+def predicted_s(cost: CostModel, runs: Iterable[tuple[int, int]], chunk_tokens: int) -> float:
+    """An iteration that computes these positions of one conversation, chunk by chunk as the eviction policy counts them, and
+    what the weights of a short one take beyond their arithmetic."""
+    marginal, tokens = 0.0, 0
+    for start, stop in runs:
+        tokens += stop - start
+        marginal += marginal_s(cost, start, stop, chunk_tokens)
+    linear = cost.recompute_s(chunk_tokens) * tokens / chunk_tokens  # a first chunk attends to next to nothing
+    return cost.step_s() + marginal + max(0.0, cost.weights_s() - linear)
+
+
+class PositionPrices:
+    """Seconds to compute positions as part of a longer prefill, with a price for each that does not depend on which others
+    are computed: a part of a chunk at the price of the whole one. So what several runs take adds up. Sums of leading chunks
+    are kept, so that any interval is priced at once."""
+
+    def __init__(self, cost: CostModel, chunk_tokens: int) -> None:
+        self._cost = cost
+        self._size = chunk_tokens
+        self._chunks: list[float] = []
+        self._sums = [0.0]  # of the leading chunks
+
+    def seconds(self, start: int, stop: int) -> float:
+        return self._below(stop) - self._below(start)
+
+    def of(self, runs: Iterable[tuple[int, int]]) -> float:
+        """Seconds of several intervals."""
+        seconds = 0.0
+        for start, stop in runs:
+            seconds += self._below(stop) - self._below(start)
+        return seconds
+
+    def _below(self, position: int) -> float:
+        self._price(position)
+        whole, rest = divmod(position, self._size)
+        return self._sums[whole] + (self._chunks[whole] * rest / self._size if rest else 0.0)
+
+    def _price(self, position: int) -> None:
+        for index in range(len(self._chunks), -(-position // self._size)):
+            self._chunks.append(self._cost.recompute_s((index + 1) * self._size))
+            self._sums.append(self._sums[-1] + self._chunks[-1])
+
+
+def account(record: TurnRecord, cost: CostModel, prices: PositionPrices, chunk_tokens: int) -> None:
+    """Price, once it is over, what it computed again and what it found (seconds), and make its ledger."""
+    if (history := record.history_tokens) is not None:
+        again = [(one.start, min(one.stop, history)) for one in record.missed if one.start < history]
+        record.recomputed_s = prices.of(again)
+        record.saved_s = tuple([prices.of(runs) for runs in record.found])
+    waited_ms = record.latency_ms if record.ttft_ms is None else record.ttft_ms
+    if waited_ms is not None and record.missed:
+        record.misses = ledger_of(record.missed, waited_ms, cost, chunk_tokens)
+    record.missed = record.found = ()
+
+
+def ledger_of(missed: Sequence[Missed], waited_ms: float, cost: CostModel, chunk_tokens: int) -> tuple[Miss, ...]:
+    """Divide the time that a turn waited for its first token among the causes of its missed positions, in proportion to
+    what the cost model says each position takes to compute. Returns a line for each cause and evicting conversation (the
+    MOST_EVICTORS largest): their tokens add up to the positions missed, their ms to waited_ms."""
+    lines: dict[tuple[Cause, str | None], list[float]] = {}  # tokens, seconds, and when the last of them was given up
+    for one in missed:
+        line = lines.setdefault((one.cause, one.loss.by if one.loss else None), [0, 0.0, _NEVER])
+        line[0] += one.stop - one.start
+        line[1] += marginal_s(cost, one.start, one.stop, chunk_tokens)
+        line[2] = max(line[2], one.loss.at_s if one.loss else _NEVER)
+    named = sorted((key for key in lines if key[1] is not None), key=lambda key: (-lines[key][0], key))
+    for cause, by in named[MOST_EVICTORS:]:
+        more, rest = lines.pop((cause, by)), lines.setdefault((cause, None), [0, 0.0, _NEVER])
+        rest[:] = [rest[0] + more[0], rest[1] + more[1], max(rest[2], more[2])]
+    count, total, _ = map(sum, zip(*lines.values(), strict=True))
+    return tuple(
+        Miss(
+            cause,
+            int(tokens),
+            waited_ms * (seconds / total if total else tokens / count),
+            by,
+            at_s if at_s > _NEVER else None,
+        )
+        for (cause, by), (tokens, seconds, at_s) in lines.items()
+    )
+
+
+def joined(missed: Iterable[Missed]) -> tuple[Missed, ...]:
+    """Join neighbours of one cause and loss, and leave empty ones out."""
+    runs: list[Missed] = []
+    for one in missed:
+        if one.start >= one.stop:
+            continue
+        last = runs[-1] if runs else None
+        if last is not None and (last.stop, last.cause, last.loss) == (one.start, one.cause, one.loss):
+            runs[-1] = Missed(last.start, one.stop, one.cause, one.loss)
+        else:
+            runs.append(one)
+    return tuple(runs)

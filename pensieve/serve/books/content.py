@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pensieve.core.block_hash import BlockHash
-from pensieve.core.session import Session
+from pensieve.core.session import BlockHash, Session
 
 
 class Content:

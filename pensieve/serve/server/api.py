@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from pensieve.core.request import Event, Free, Hint, History, Length, Request, Sampling, stops_of, text_of
 from pensieve.core.session import common_prefix
-from pensieve.core.stop import before_stop
 from pensieve.errors import ConfigError, PensieveError, RequestFailed, WorkerError, refused
 from pensieve.lab.compose.explain import explain_crash
 from pensieve.serve.chat_template import ChatTemplate
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.conversations import Asked, Conversation, Conversations, Mark, Message, message_keys
 from pensieve.serve.systems.base import AnsweringSystem
-from pensieve.serve.tokenizer import TextStream, Tokenizer
+from pensieve.serve.tokenizer import TextStream, Tokenizer, before_stop
 
 if TYPE_CHECKING:
     from pensieve.serve.server.schemas import Tools

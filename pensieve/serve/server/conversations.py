@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pensieve.core.request import Fork, TokenArray, text_of, tokens_of
 from pensieve.core.session import common_prefix
 from pensieve.errors import ConfigError, TooManySessions
-from pensieve.serve.record import TurnRecord
-from pensieve.serve.transcript import Transcript
+from pensieve.serve.record import Transcript, TurnRecord
 
 if TYPE_CHECKING:
     from pensieve.serve.server.api import Turn

@@ -4,6 +4,7 @@ beside it."""
 from __future__ import annotations
 
 import queue
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,6 +19,21 @@ from pensieve.serve.record import TurnRecord
 
 if TYPE_CHECKING:
     from pensieve.lab.workload.base import Following
+
+
+class WallClock:
+    """The machine's monotonic clock: a change of the wall time does not reach it."""
+
+    virtual = False
+
+    def __init__(self) -> None:
+        self._start_ns = time.perf_counter_ns()
+
+    def now_ns(self) -> int:
+        return time.perf_counter_ns() - self._start_ns
+
+    def now_s(self) -> float:
+        return self.now_ns() / 1e9
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -15,16 +15,15 @@ from pensieve.core.machine import Clock, CostModel, Worker
 from pensieve.core.plan import StartReport, Tier
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
 from pensieve.core.request import Event, Request
-from pensieve.core.scheduler.copy_ahead import CopyChoice, choose_copy_ahead
-from pensieve.core.scheduler.scheduler import SchedulerSettings, high_watermark
+from pensieve.core.scheduler.scheduler import Forward, Scheduler, SchedulerSettings, high_watermark
 from pensieve.errors import WorkerError
+from pensieve.plugins.overlap import CopyChoice, choose_copy_ahead, strategies_of
 from pensieve.serve.books.books import Books
 from pensieve.serve.books.holding import Held
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import Capabilities, Listener
-from pensieve.serve.tokenizer import Tokenizer
+from pensieve.serve.tokenizer import StopSearch, Tokenizer
 from pensieve.sim.cost import mistaken
-from pensieve.sim.fast_forward import forward_for
 from pensieve.specs import HardwareSpec, ModelSpec
 
 _log = logging.getLogger(__name__)
@@ -80,6 +79,9 @@ class EngineSystem(ABC):
     engine: Engine
     books: Books
     """From `start` on, both."""
+
+    _forward: Callable[[Scheduler], Forward] | None = None
+    """Makes plans that stand for several iterations."""
 
     @abstractmethod
     def _prices(self, report: StartReport) -> CostModel:
@@ -139,20 +141,24 @@ class EngineSystem(ABC):
         if self._copy_choice.note:
             _log.info("Copies ahead of time: %s, since %s.", self._copy_choice.mode, self._copy_choice.note)
         self.books = Books(size, true)
+        settings = replace(settings, copy_ahead=self._copy_choice.mode)
         self.engine = Engine(
             cache=cache,
-            settings=replace(settings, copy_ahead=self._copy_choice.mode),
+            settings=settings,
             worker=self._worker,
             clock=self.clock,
             max_context=self._model.max_context,
             eos=report.eos | self._tokenizer.eos_ids if self._tokenizer else report.eos,
-            decode_text=self._tokenizer.decode if self._tokenizer else None,
+            search=self._search if self._tokenizer else None,
             limits=self._limits,
-            cost=believed,
             facts=self.books,
-            forward=forward_for(self._worker.computes, self._worker.depth),
+            strategies=strategies_of(settings, size, believed, self._forward),
         )
         return report
+
+    def _search(self, stops: Sequence[str]) -> Callable[[int], bool]:
+        assert self._tokenizer is not None
+        return StopSearch(self._tokenizer.decode, stops).push
 
     def watch_content(self) -> None:
         """Record what could be found of each prompt in other conversations, which a bound needs where they share blocks;

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pensieve.lab.commands.advise.causes import parts, read_causes, split
 from pensieve.lab.traffic.table import Exchange, Facts
 from pensieve.lab.workload.formats.traffic import conversations_of
-from pensieve.serve.books.ledger import PositionPrices
+from pensieve.serve.books.books import PositionPrices
 
 SIZE = 4
 FACTS = Facts("proxy", block=SIZE)

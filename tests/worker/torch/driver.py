@@ -11,7 +11,6 @@ import torch
 from transformers import GenerationConfig
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.machine import WallClock
 from pensieve.core.plan import Move, Row, Sample, StepPlan, StepResult
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Request
@@ -22,8 +21,10 @@ from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.options import TorchOptions
 from pensieve.device.transfers.link import Link
 from pensieve.device.worker import TorchWorker
+from pensieve.plugins.overlap import strategies_of
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
+from pensieve.serve.systems.base import WallClock
 from pensieve.specs import ModelSpec
 from tests.simulated import TalkingEngine, policy_context, run
 
@@ -130,13 +131,15 @@ def engine_on(
     """An engine over a worker that is started with these pools."""
     pools = {"chunk_tokens": chunk, "gpu_blocks": gpu_blocks, "cpu_blocks": cpu_blocks}
     worker.start(gpu_blocks, cpu_blocks)
+    asked = SchedulerSettings(**settings)
     return TalkingEngine(
         cache=TwoTierCache(policy=policy(policy_context(chunk, gpu_blocks, cpu_blocks)), **pools),
-        settings=SchedulerSettings(**settings),
+        settings=asked,
         worker=worker,
         clock=WallClock(),
         max_context=max_context,
         facts=Books(chunk),
+        strategies=strategies_of(asked, chunk, None),
     )
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pensieve.core.machine import WallClock
 from pensieve.core.request import Length, Request
 from pensieve.device.memory import largest_rows
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
 from pensieve.errors import HardwareMissing
+from pensieve.serve.systems.base import WallClock
 
 from .driver import engine_on, plain_generate, random_tokens, served
 

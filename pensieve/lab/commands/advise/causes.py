@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pensieve.lab.bound import Idle, most_kept
 from pensieve.lab.traffic.table import Exchange, Facts, lengths_of
 from pensieve.lab.workload.formats.traffic import prompt_tokens
-from pensieve.serve.books.ledger import PositionPrices
+from pensieve.serve.books.books import PositionPrices
 
 Cause = Literal["never", "edited", "answer", "routed", "late", "capacity", "order"]
 CAUSES: dict[Cause, str] = {

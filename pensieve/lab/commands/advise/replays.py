@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
-from pensieve.core.request import is_measured
 from pensieve.lab.compose import build_cluster, build_system, build_tokenizer, check, plan_trial
 from pensieve.lab.compose.build import workload_context
 from pensieve.lab.replay import replay
@@ -18,6 +17,7 @@ from pensieve.lab.workload.base import shuffled
 from pensieve.lab.workload.fit import Fit, fitted
 from pensieve.lab.workload.playback import Pauses, Playback, Recorded
 from pensieve.lab.workload.recording import Blocks, Call, Conversation, hashes_of
+from pensieve.serve.record import is_measured
 
 REQUEST_S, BLOCK_S = 1e-3, 12e-6
 """What a replay takes of one core for a request and for each block of its prompt, roughly: it sizes the sample alone, so that

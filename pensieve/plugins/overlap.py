@@ -1,16 +1,22 @@
-"""When KV is copied to the CPU tier, other than as the paper does, and how `auto` chooses."""
+"""What overlaps with compute: when KV is copied to the CPU tier, other than as the paper does, and when a request whose KV is
+loaded from there joins the batch."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, Protocol
+from typing import Literal, cast, get_args
 
 from pensieve.core.cache.base import Room
 from pensieve.core.cache.two_tier import TwoTierRoom
+from pensieve.core.machine import CostModel
+from pensieve.core.scheduler.active_request import ActiveRequest
+from pensieve.core.scheduler.scheduler import Copying, Forward, Scheduler, SchedulerSettings, Strategies
 from pensieve.core.session import NO_BLOCK, Session, View, runs_of
+from pensieve.errors import ConfigError
+from pensieve.serve.books.books import predicted_s
 from pensieve.units import ceil_div
 
 CopyAhead = Literal["paper", "spare", "never"]
@@ -32,7 +38,7 @@ class CopyChoice:
     note: str = ""
 
 
-def choose_copy_ahead(asked: AskedCopyAhead, cpu_blocks: int, one_memory: bool, kept_clean: int = 0) -> CopyChoice:
+def choose_copy_ahead(asked: str, cpu_blocks: int, one_memory: bool, kept_clean: int = 0) -> CopyChoice:
     """one_memory: both tiers are the same memory. kept_clean: GPU blocks that the paper's mode keeps free or clean.
 
     No measurement decides: trials of one command must evict alike, however busy the machine is. Where both tiers are one
@@ -40,8 +46,10 @@ def choose_copy_ahead(asked: AskedCopyAhead, cpu_blocks: int, one_memory: bool, 
     blocks than are kept clean cannot hold their copies: the paper's mode then drops chunks from the GPU ahead of time to keep
     the others free, and both tiers together hold less than the GPU alone (G - kept_clean + C blocks of G).
     """
+    if asked not in get_args(AskedCopyAhead):
+        raise ConfigError(f"scheduler.copy_ahead is one of {', '.join(get_args(AskedCopyAhead))}, not {asked!r}.")
     if asked != "auto":
-        return CopyChoice(asked)
+        return CopyChoice(cast(CopyAhead, asked))
     if not cpu_blocks:
         return CopyChoice("paper", "there is no CPU tier to copy to")
     if one_memory:
@@ -50,18 +58,6 @@ def choose_copy_ahead(asked: AskedCopyAhead, cpu_blocks: int, one_memory: bool, 
         held = f"the CPU tier holds {cpu_blocks} blocks, fewer than the {kept_clean} of the GPU tier that would be kept clean"
         return CopyChoice("spare", held)
     return CopyChoice("paper", "the CPU tier is another memory")
-
-
-class Strategy(Protocol):
-    """When copies are made; Room says what each answers, and does as the paper."""
-
-    def make_room(self, head: Session | None, lacking: int, now_s: float) -> None: ...
-
-    def on_its_way(self, in_flight: bool) -> bool: ...
-
-    def begins_below(self, prefilled: Sequence[Session]) -> int: ...
-
-    def changes_places(self, head: Session) -> bool: ...
 
 
 class Spare:
@@ -145,9 +141,77 @@ class Never(Spare):
         return tiers.copy_in(session, runs)
 
 
-def strategy_of(mode: AskedCopyAhead, room: Room, low: int, high: int) -> Strategy:
-    """low, high: the watermarks in GPU blocks."""
-    if not isinstance(room, TwoTierRoom):
-        return room
-    room.low, room.high = low, high
-    return {"spare": Spare, "never": Never}[mode](room) if mode in ("spare", "never") else room
+class Loads:
+    """An iteration waits, layer by layer, for the loads of every row in it. So a long load holds up the decodes that share
+    its iteration; apart from them it runs beside them, and only the last part of it, which an iteration covers, is shared.
+
+    When a load ends is what the cost model predicts for the link, one load after the other. Nothing waits for the prediction
+    where it is wrong: an iteration that comes too early waits for its loads, as it does without this.
+    """
+
+    def __init__(self, cost: CostModel, chunk_tokens: int) -> None:
+        self._cost, self._chunk_tokens = cost, chunk_tokens
+        self._link_free_s = 0.0
+        self._ends_s: dict[int, float] = {}  # by arrival
+
+    @property
+    def expected(self) -> bool:
+        """Some request still waits for its load."""
+        return bool(self._ends_s)
+
+    def begin(self, active: ActiveRequest, blocks: int, now_s: float) -> None:
+        """Record that the request is admitted, and loads so many blocks."""
+        if blocks:
+            self._link_free_s = max(self._link_free_s, now_s) + blocks * self._cost.load_s()
+            self._ends_s[active.arrival] = self._link_free_s
+
+    def end(self, active: ActiveRequest) -> None:
+        """Stop waiting for the request: it joined, was preempted, or is over."""
+        self._ends_s.pop(active.arrival, None)
+
+    def joined(self, running: Sequence[ActiveRequest], max_tokens: int, now_s: float) -> Sequence[ActiveRequest]:
+        """Return the requests that the next iteration may compute: all, where nobody decodes meanwhile; else without those
+        whose load has more left than the iteration would take with them."""
+        if not self._ends_s:
+            return running
+        there = [active for active in running if active.arrival not in self._ends_s]
+        decodes = [active.work[0] for active in there if active.decoding]
+        for active in running:
+            left_s = self._ends_s.get(active.arrival, now_s) - now_s
+            if left_s > 0 and decodes and left_s > self._iteration_s([*decodes, *_first(active, max_tokens)]):
+                continue
+            self.end(active)
+        return [active for active in running if active.arrival not in self._ends_s]
+
+    def _iteration_s(self, runs: Iterable[tuple[int, int]]) -> float:
+        return predicted_s(self._cost, runs, self._chunk_tokens)
+
+
+def _first(active: ActiveRequest, most: int) -> list[tuple[int, int]]:
+    """The first `most` positions of its work, as one iteration takes them."""
+    runs = []
+    for start, stop in active.work:
+        taken = min(stop - start, most)
+        if taken:
+            runs.append((start, start + taken))
+        most -= taken
+    return runs
+
+
+def strategies_of(
+    settings: SchedulerSettings,
+    chunk_tokens: int,
+    cost: CostModel | None,
+    forward: Callable[[Scheduler], Forward] | None = None,
+) -> Strategies:
+    """What the settings ask for. cost: what computing and loading take; None: nothing is loaded apart."""
+    joining = Loads(cost, chunk_tokens) if settings.load_apart and cost is not None else None
+    return Strategies(_COPYING.get(settings.copy_ahead), joining, forward)
+
+
+def _two_tiers(way: Callable[[TwoTierRoom], Copying]) -> Callable[[Room], Copying]:
+    """Other managers copy in ways of their own."""
+    return lambda room: way(room) if isinstance(room, TwoTierRoom) else room
+
+
+_COPYING = {"spare": _two_tiers(Spare), "never": _two_tiers(Never)}
