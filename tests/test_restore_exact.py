@@ -14,10 +14,11 @@ from pensieve.core.request import Length, Request
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.asked import ModelAsked
 from pensieve.device.model import load_model
-from pensieve.lab.bench.models import spec_of
+from pensieve.lab.compose import read_option
 from pensieve.plugins.device.thread_link import ThreadLink, copy_runs
 from pensieve.serve.systems.profiling import load_s, profile_of
 from pensieve.sim.profile import Profile
+from pensieve.specs import ModelSpec
 from tests.exact import CheckedEngine
 from tests.simulated import TalkingEngine, policy_context
 from tests.test_exactness import load
@@ -110,7 +111,8 @@ def test_a_split_by_the_measured_profile_generates_what_transformers_does():
     """Compute and link are measured as at the start of a trial. The link is as slow beside this machine's compute as PCIe
     Gen4 x8 is beside an H200's with an 8B model: of a long conversation a part is computed while the rest loads."""
     size, blocks, budget, link = 32, 26, 128, ThreadLink()
-    model = load_model(ModelAsked(spec_of("tiny"), threads=1))
+    spec = ModelSpec.from_architecture("tiny", read_option("model", "tiny")["architecture"])
+    model = load_model(ModelAsked(spec, threads=1))
     policy = RetentionValue(policy_context(size, blocks, 2 * blocks))
     cache = TwoTierCache(policy=policy, chunk_tokens=size, gpu_blocks=blocks, cpu_blocks=2 * blocks, restore="hybrid")
     checked = CheckedEngine(model, cache, SchedulerSettings(max_batch_tokens=budget), 2048, link)

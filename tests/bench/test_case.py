@@ -1,8 +1,12 @@
-"""A case, its table, and the trials that it is recorded as."""
+"""A case, its table, the trials that it is recorded as, and how its backends are timed."""
+
+from dataclasses import replace
 
 import pytest
+import torch
 
-from pensieve.lab.bench.case import Case, Measured, Result, table
+from pensieve.lab.bench import case
+from pensieve.lab.bench.case import Case, Measured, interleaved, table
 from tests.bench.bench import make_bench
 
 CASE = Case("decode 1", 0.5, "bytes over bandwidth", "time_ms")
@@ -17,7 +21,7 @@ def test_the_interval_is_the_narrowest_pair_of_order_statistics_with_95_percent(
 
 
 @pytest.mark.parametrize(
-    ("case", "measured", "gaps"),
+    ("asked", "measured", "gaps"),
     [
         ({}, [OURS, PEER], []),
         ({}, [OURS, Measured("sdpa", error="it is gone.")], ["no peer ran beside it (sdpa: it is gone)"]),
@@ -28,26 +32,28 @@ def test_the_interval_is_the_narrowest_pair_of_order_statistics_with_95_percent(
         ({"peer": "cb"}, [OURS, PEER, Measured("cb", [1.0])], []),
     ],
 )
-def test_a_case_without_ours_or_its_peer_says_what_is_missing(case, measured, gaps):
-    result = Result(Case("decode 1", 0.5, "", "time_ms", **case), measured)
-    assert result.gaps == [f"decode 1: {gap}." for gap in gaps]
+def test_a_case_without_ours_or_its_peer_says_what_is_missing(asked, measured, gaps):
+    assert Case("decode 1", 0.5, "", "time_ms", **asked, measured=measured).gaps == [
+        f"decode 1: {gap}." for gap in gaps
+    ]
 
 
 def test_the_table_holds_each_backend_against_limit_and_peer_and_a_limit_that_is_beaten_gets_a_word():
-    result = Result(CASE, [Measured("ours", [1.0], figures={"matrix_rate_pct": 0.25}), Measured("sdpa", [0.4], "2.13")])
-    ours, peer = table([result])
+    both = [Measured("ours", [1.0], figures={"matrix_rate_pct": 0.25}), Measured("sdpa", [0.4], "2.13")]
+    found = replace(CASE, measured=both)
+    ours, peer = table([found])
     assert [*ours.values()] == ["decode 1", "ours", "1", "–", "ms", "0.5", "2.00", "0.40x"]
     assert [*peer.values()] == ["", "sdpa 2.13", "0.4", "–", "ms", "0.5", "0.80", ""]
-    said, beaten = result.remarks
+    said, beaten = found.remarks
     assert said == "decode 1, ours: matrix rate pct 0.25 %"
     assert beaten.startswith("decode 1: sdpa is at 0.80 of the limit (bytes over bandwidth)")
 
 
 def test_every_backend_of_a_case_is_a_trial_with_the_floor_as_its_limit(tmp_path):
     bench = make_bench("swap", tmp_path)
-    case = Case("swap in 64", 2.0, "bytes at copy rate", "restore_ms", {"blocks": 64}, ours="pipelined")
+    swap = Case("swap in 64", 2.0, "bytes at copy rate", "restore_ms", {"blocks": 64}, ours="pipelined")
     pipelined = Measured("pipelined", [3.0, 2.5, 4.0], figures={"overlap_pct": 90.0}, engine={"streams": 2})
-    bench.record(case, [pipelined, Measured("sequential", [5.0], "1.2"), Measured("driver", error="there is none")])
+    bench.record(swap, [pipelined, Measured("sequential", [5.0], "1.2"), Measured("driver", error="there is none")])
     bench.close("completed")
     store = bench.tracking.store
     jobs = store.trials_of_sweep(bench.sweep_id)
@@ -78,3 +84,59 @@ def test_the_same_case_again_is_another_attempt_of_the_same_trial_and_another_ca
     first, second = bench.tracking.store.trials_of_sweep(bench.sweep_id)
     assert (first.last.attempt, first.value("time_ms", "decode 1")) == (2, 2.0)
     assert first.last.fingerprint != second.last.fingerprint
+
+
+CPU = torch.device("cpu")
+
+
+class Stopped:
+    """A clock that only `run` moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 3.0
+        monkeypatch.setattr(case, "perf_counter", lambda: self.now_s)
+
+    def run(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_rounds_alternate_and_each_begins_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = Stopped(monkeypatch), list[str]()
+
+    def slow(name: str) -> None:
+        calls.append(name)
+        clock.run(0.002)
+
+    times = interleaved({"a": lambda: slow("a"), "b": lambda: slow("b")}, 2, CPU, at_least_ms=0.0)
+    assert calls == [*"aaabbb", "a", "b", "b", "a"]  # two warm calls and one to size each
+    assert [len(t.values) for t in times.values()] == [2, 2]
+    assert all(value == pytest.approx(2.0) for t in times.values() for value in t.values)
+
+
+def test_short_runs_are_repeated_and_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = Stopped(monkeypatch), [0]
+
+    def short() -> None:
+        calls[0] += 1
+        clock.run(0.001)
+
+    times = interleaved({"short": short}, 1, CPU, at_least_ms=10.0)["short"]
+    assert calls[0] == 2 + 1 + 10, "two warm calls, one to size it, and as many as take 10 ms"
+    assert times.values == [pytest.approx(1.0)]
+
+
+def test_a_backend_that_raises_costs_only_itself() -> None:
+    state = [0]
+
+    def late() -> None:
+        state[0] += 1
+        if state[0] > 4:
+            raise ValueError("no more\nsecond line")
+
+    def never() -> None:
+        raise NotImplementedError
+
+    times = interleaved({"late": late, "never": never, "fine": lambda: None}, 3, CPU, at_least_ms=0.0)
+    assert times["late"].error == "ValueError: no more" and times["late"].values == ()
+    assert times["never"].error == "NotImplementedError"
+    assert len(times["fine"].values) == 3

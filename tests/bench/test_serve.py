@@ -29,17 +29,17 @@ def test_a_cell_puts_every_baseline_beside_the_roofline_ratio(tmp_path, monkeypa
     monkeypatch.setattr(serve, "cells", lambda gpu: [cell])
     with initialize_config_dir(str(conf_folder()), version_base="1.3"):
         serve.run(bench)
-    (result,) = bench.results["serve"]
-    assert [m.backend for m in result.measured] == [*serve.BASELINES, serve.PEER]
-    ran = {m.backend: m for m in result.measured if m.values}
+    (found,) = bench.results["serve"]
+    assert [m.backend for m in found.measured] == [*serve.BASELINES, serve.PEER]
+    ran = {m.backend: m for m in found.measured if m.values}
     assert set(ran) == set(serve.BASELINES)
-    assert "simulated" in str(result.measured[-1].error)
+    assert "simulated" in str(found.measured[-1].error)
     ratio = ran["pensieve"].figures["roofline_ratio"]
     assert ratio > 1
-    assert result.case.floor == pytest.approx(ratio * ran["stateless"].value)
+    assert found.floor == pytest.approx(ratio * ran["stateless"].value)
     assert [point["load"] for point in ran["pensieve"].engine["curve"]] == [2, 8]
     jobs = bench.tracking.store.trials_of_sweep(bench.sweep_id)
-    assert [job.job for job in jobs] == list(range(2 * 5 + 6))
+    assert [job.job for job in jobs] == list(range(2 * 4 + 5))
     assert {job.last.workload for job in jobs} == {"sharegpt", "bench_serve"}
     assert jobs[0].last.id == ran["pensieve"].engine["curve"][0]["trial_id"]
     (gap,) = bench.gaps

@@ -5,8 +5,7 @@ import torch
 
 from pensieve.device.options import TorchOptions
 from pensieve.lab.bench import steps
-from pensieve.lab.bench.models import Generate, batched_gaps_ms, continuous_batching, plain_module, prompts
-from pensieve.lab.bench.steps import Stepper, prompt
+from pensieve.lab.bench.steps import Generate, Stepper, plain_module, prompt
 from tests.bench.bench import make_bench
 from tests.worker.torch.driver import tiny_model, tiny_spec
 
@@ -53,13 +52,6 @@ def test_generate_is_timed_between_its_tokens_and_can_be_asked_again(model):
     assert peer.step_ms(3) > 0
 
 
-def test_continuous_batching_is_timed_while_all_requests_decode(model):
-    with continuous_batching(plain_module(model), 3 * 64, 64, 3) as manager:
-        gaps = batched_gaps_ms(manager, prompts(3, 40, 97), 12)
-    assert 3 <= len(gaps) <= 12
-    assert all(gap > 0 for gap in gaps)
-
-
 def test_decode_and_prefill_stand_beside_their_peers(model, tmp_path, monkeypatch):
     bench = make_bench("decode", tmp_path, repeats=1)
     monkeypatch.setattr(steps, "load", lambda bench: model)
@@ -68,7 +60,7 @@ def test_decode_and_prefill_stand_beside_their_peers(model, tmp_path, monkeypatc
     steps.run_decode(bench)
     assert bench.gaps == []
     (result,) = bench.results["decode"]
-    assert [m.backend for m in result.measured] == ["ours", "transformers_generate", "transformers_cb"]
+    assert [m.backend for m in result.measured] == ["ours", "transformers_generate"]
     assert all(m.values for m in result.measured), [m.error for m in result.measured]
     assert result.measured[0].engine["engine"] == "torch"
     monkeypatch.setitem(steps._PREFILLS, "cpu", (48,))

@@ -37,7 +37,7 @@ def test_every_figure_stands_beside_its_limit_and_its_peer(model, tmp_path, monk
     swap.run(bench)
     assert bench.gaps == []
     results = bench.results["swap"]
-    backends = {one.case.label.split(" of ")[0].split(",")[0]: [m.backend for m in one.measured] for one in results}
+    backends = {one.label.split(" of ")[0].split(",")[0]: [m.backend for m in one.measured] for one in results}
     assert backends["swap in"] == ["ours", "plain_copy"]
     assert backends["restore 256"] == ["pipelined", "sequential"]
     assert all(m.values for result in results for m in result.measured)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from pensieve.device.options import TorchOptions
-from pensieve.lab.bench.models import Generate, batched_gaps_ms, continuous_batching, plain_module, prompts
-from pensieve.lab.bench.steps import Stepper
+from pensieve.lab.bench.steps import Generate, Stepper, plain_module
 
 from .small import small_model
 
@@ -39,10 +38,6 @@ def test_decode_steps_are_timed_by_the_device_and_graphs_are_faster() -> None:
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
-def test_the_peers_of_the_benchmarks_run() -> None:
-    """transformers' own ways to decode, on the weights that the fused forward has joined."""
-    module = plain_module(small_model("deep", dtype="bfloat16"))
-    assert Generate(module, 4, 100, 1024).step_ms(6) > 0
-    with continuous_batching(module, 4 * 256, 512, 4) as manager:
-        gaps = batched_gaps_ms(manager, prompts(4, 100, 1024), 20)
-    assert gaps and all(0 < gap < 10_000 for gap in gaps)
+def test_the_peer_of_the_benchmarks_runs() -> None:
+    """transformers' own decode, on the weights that the fused forward has joined."""
+    assert Generate(plain_module(small_model("deep", dtype="bfloat16")), 4, 100, 1024).step_ms(6) > 0

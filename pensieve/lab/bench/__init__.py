@@ -44,6 +44,6 @@ def run_target(config: Mapping[str, Any], overrides: Mapping[str, str]) -> int:
     options = check_node(Options, config, "bench")  # before torch is imported
     if options.model is not None:
         read_option("model", options.model)  # refuses an unknown one, also where the target runs none
-    from pensieve.lab.bench.command import run_command
+    from pensieve.lab.bench.session import run_command
 
     return run_command(target, tuple(TARGETS) if target == "all" else (target,), config, options, overrides)

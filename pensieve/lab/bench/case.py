@@ -1,11 +1,14 @@
-"""What a benchmark measures: a case with its limit, and the result of each backend; and both as a table."""
+"""What a benchmark measures: a case with its limit and the result of each backend, timed in interleaved rounds, so that a
+disturbance meets all of them alike; and cases as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
+import torch
 from scipy import stats
 
 from pensieve.errors import WorkerError
@@ -15,34 +18,8 @@ from pensieve.lab.tables import Table
 from pensieve.units import NONE
 
 OURS = "ours"
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One question that several backends answer in the same run.
-
-    label: the metric's label in the database, and the case's name in the table. metric: the metric's name, which the registry
-    knows; where more of it is better the limit is a ceiling.
-    floor: the limit in `unit`, from physics measured in this run; floor_is: what it is made of, in words.
-    parameters: the sizes that make up the case (batch, context, ...), JSON-ready: they identify the trial. ours: the backend
-    that the others are the peers of. peer: the one without which the case is no benchmark; "": any one will do.
-    """
-
-    label: str
-    floor: float
-    floor_is: str
-    metric: str
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    ours: str = OURS
-    peer: str = ""
-
-    @property
-    def unit(self) -> str:
-        return metric_of(self.metric).unit
-
-    @property
-    def higher_is_better(self) -> bool:
-        return metric_of(self.metric).better == "higher"
+_WARM_CALLS = 2
+_MOST_CALLS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,69 +55,87 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """A case with all its backends, measured beside each other."""
+class Case:
+    """One question that several backends answer in the same run.
 
-    case: Case
-    measured: Sequence[Measured]
+    label: the metric's label in the database, and the case's name in the table. metric: the metric's name, which the registry
+    knows; where more of it is better the limit is a ceiling.
+    floor: the limit in `unit`, from physics measured in this run; floor_is: what it is made of, in words.
+    parameters: the sizes that make up the case (batch, context, ...), JSON-ready: they identify the trial. ours: the backend
+    that the others are the peers of. peer: the one without which the case is no benchmark; "": any one will do. measured: all
+    backends, once they are.
+    """
+
+    label: str
+    floor: float
+    floor_is: str
+    metric: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    ours: str = OURS
+    peer: str = ""
+    measured: Sequence[Measured] = ()
+
+    @property
+    def unit(self) -> str:
+        return metric_of(self.metric).unit
+
+    @property
+    def higher_is_better(self) -> bool:
+        return metric_of(self.metric).better == "higher"
 
     @property
     def gaps(self) -> list[str]:
         """What keeps the case from being a benchmark, a sentence each: nothing of ours, or no peer."""
-        ours = [one for one in self.measured if one.backend == self.case.ours]
-        peers = [
-            one for one in self.measured if one.backend == self.case.peer or (not self.case.peer and one not in ours)
-        ]
-        sides = {f"nothing was measured for {self.case.ours}": ours, "no peer ran beside it": peers}
+        ours = [one for one in self.measured if one.backend == self.ours]
+        peers = [one for one in self.measured if one.backend == self.peer or (not self.peer and one not in ours)]
+        sides = {f"nothing was measured for {self.ours}": ours, "no peer ran beside it": peers}
         found = []
         for said, side in sides.items():
             if not any(one.values for one in side):
                 why = "; ".join(f"{one.backend}: {one.error.rstrip('.')}" for one in side if one.error)
-                found.append(f"{self.case.label}: {said}{f' ({why})' if why else ''}.")
+                found.append(f"{self.label}: {said}{f' ({why})' if why else ''}.")
         return found
 
     @property
     def remarks(self) -> list[str]:
         """What stands beside the numbers; and a sentence for each backend that is better than the limit, then none."""
-        case, found = self.case, []
+        found = []
         for one in self.measured:
             parts = [one.error] if one.error else []
             figures = ((name, _number(value), metric_of(name).unit) for name, value in one.figures.items())
             parts += [f"{name.replace('_', ' ')} {value} {unit}".rstrip() for name, value, unit in figures]
             if parts:
-                found.append(f"{case.label}, {one.backend}: {', '.join(parts)}")
-            ratio = one.value / case.floor if one.values and case.floor else 1.0
-            if ratio > 1.0 if case.higher_is_better else ratio < 1.0:
+                found.append(f"{self.label}, {one.backend}: {', '.join(parts)}")
+            ratio = one.value / self.floor if one.values and self.floor else 1.0
+            if ratio > 1.0 if self.higher_is_better else ratio < 1.0:
                 found.append(
-                    f"{case.label}: {one.backend} is at {ratio:.2f} of the limit ({case.floor_is}). So it is no limit: its "
+                    f"{self.label}: {one.backend} is at {ratio:.2f} of the limit ({self.floor_is}). So it is no limit: its "
                     "rates were measured too low in this run, or this backend does less work."
                 )
         return found
 
 
-def table(results: Sequence[Result]) -> Table:
+def table(cases: Sequence[Case]) -> Table:
     """A line a backend of a case: value with its spread, limit, ratio to it, and how many times better than the best peer."""
-    return [_line(result, one) for result in results for one in result.measured]
+    return [_line(case, one) for case in cases for one in case.measured]
 
 
-def _line(result: Result, one: Measured) -> dict[str, str]:
-    case = result.case
+def _line(case: Case, one: Measured) -> dict[str, str]:
     low, high = one.interval or (None, None)
     return {
-        "case": case.label if one is result.measured[0] else "",
+        "case": case.label if one is case.measured[0] else "",
         "backend": one.backend + (f" {one.version}" if one.version else ""),
         "value": _number(one.value) if one.values else NONE,
         "spread": NONE if low is None else f"{_number(low)}..{_number(high)}",
         "unit": case.unit,
         "limit": _number(case.floor),
         "of limit": f"{one.value / case.floor:.2f}" if one.values and case.floor else NONE,
-        "of peer": _against_peers(result, one),
+        "of peer": _against_peers(case, one),
     }
 
 
-def _against_peers(result: Result, one: Measured) -> str:
-    case = result.case
-    peers = [peer.value for peer in result.measured if peer.values and peer.backend != case.ours]
+def _against_peers(case: Case, one: Measured) -> str:
+    peers = [peer.value for peer in case.measured if peer.values and peer.backend != case.ours]
     if one.backend != case.ours or not one.values or not peers:
         return ""
     better = one.value / max(peers) if case.higher_is_better else min(peers) / one.value
@@ -153,3 +148,87 @@ def _number(value: float | None) -> str:
     if value != 0 and (abs(value) < 0.01 or abs(value) >= 1e6):
         return f"{value:.3g}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+# Times
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all its work; on a CPU there is nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Measured]:
+    """The milliseconds that each way returns, once a round, each round beginning with another one. A round before warms up,
+    and does not count. A way that raises has its error in place of values, and the others go on."""
+    names = list(ways)
+    values: dict[str, list[float]] = {name: [] for name in names}
+    errors: dict[str, str] = {}
+    for number in range(-1, rounds):
+        shift = max(0, number) % max(1, len(names))
+        for name in (*names[shift:], *names[:shift]):
+            if name in errors:
+                continue
+            try:
+                took = ways[name]()
+            except Exception as error:  # a backend may refuse in any way it likes
+                errors[name] = explain(error)
+            else:
+                values[name] += [took] if number >= 0 else []
+    return {
+        name: Measured(name, error=errors[name]) if name in errors else Measured(name, values[name]) for name in names
+    }
+
+
+def interleaved(
+    runs: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, at_least_ms: float = 5.0
+) -> dict[str, Measured]:
+    """Milliseconds a call of each run, as in_turn.
+
+    A run shorter than `at_least_ms` is called several times in a row, and the time is divided. On a GPU the time is the
+    device's (events on the current stream around the calls), so a run that ends on other streams must make the current one
+    wait for them; on a CPU it is the wall's. Call under torch.inference_mode() where gradients are not wanted.
+    """
+    return in_turn({name: _several(run, device, at_least_ms) for name, run in runs.items()}, rounds)
+
+
+def _several(run: Callable[[], object], device: torch.device, at_least_ms: float) -> Callable[[], float]:
+    calls = 0
+
+    def way() -> float:
+        nonlocal calls
+        if not calls:
+            for _ in range(_WARM_CALLS):  # compiles, chooses kernels, touches memory
+                run()
+            once = _timed(run, 1, device)
+            calls = max(1, min(_MOST_CALLS, round(at_least_ms / max(once, 1e-4))))
+            return once
+        return _timed(run, calls, device)
+
+    return way
+
+
+def _timed(run: Callable[[], object], calls: int, device: torch.device) -> float:
+    if device.type == "cuda":
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        began.record()
+        for _ in range(calls):
+            run()
+        ended.record()
+        torch.cuda.synchronize(device)
+        return float(began.elapsed_time(ended)) / calls
+    started = perf_counter()
+    for _ in range(calls):
+        run()
+    return (perf_counter() - started) * 1e3 / calls
+
+
+def explain(error: BaseException) -> str:
+    """The first line of what was raised, with its kind."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        return f"the device ran out of memory ({text})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -23,9 +23,8 @@ from pensieve.device.graphs import CudaRecorder
 from pensieve.device.kernels.backends import BACKENDS, ON_CPU, candidates, load_backend
 from pensieve.device.kernels.base import AttentionBackend, Plan, Scores
 from pensieve.errors import PensieveError
-from pensieve.lab.bench.case import OURS, Case, Measured
+from pensieve.lab.bench.case import OURS, Case, Measured, interleaved
 from pensieve.lab.bench.session import Bench
-from pensieve.lab.bench.timer import interleaved
 
 Call = Callable[[], torch.Tensor]
 Runs = Sequence[tuple[int, int]]

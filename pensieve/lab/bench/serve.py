@@ -10,16 +10,15 @@ from typing import Any
 import transformers
 
 from pensieve.errors import ConfigError, PensieveError, RequestFailed
-from pensieve.lab.bench.case import Case, Measured
+from pensieve.lab.bench.case import Case, Measured, explain
 from pensieve.lab.bench.session import Bench
-from pensieve.lab.bench.timer import explain
-from pensieve.lab.compose import TrialPlan, build_tokenizer, build_workload, check, plan_trial
+from pensieve.lab.compose import check, plan_trial
 from pensieve.lab.results.frame import measured_turns
 from pensieve.lab.trial.jobs import compose_job
 from pensieve.plugins.device import shelf
 from pensieve.sim.roofline import Roofline
 
-BASELINES = ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots")
+BASELINES = ("pensieve", "gpu_only", "stateless", "prefix_cache")
 OURS, WORST, PEER = "pensieve", "stateless", "transformers_cb"
 GPU_BATCH_TOKENS = 2048  # the peer gets the same sizes
 MARGIN = 1.25  # over the lowest latency that every system keeps to
@@ -128,7 +127,7 @@ def _measure(bench: Bench, cell: Cell) -> None:
     bench.record(case, sorted(measured, key=lambda one: list(points).index(one.backend)))
     bounded = ", ".join(f"{one.bound} {name}" for name, one in reached.items() if one.bound)
     bench.note(
-        f"{cell.label}: KV on {cell.gpu} of GPU and {cell.cpu} of CPU memory (gpu_only, stateless, prefix_cache, llama_slots "
+        f"{cell.label}: KV on {cell.gpu} of GPU and {cell.cpu} of CPU memory (gpu_only, stateless, prefix_cache "
         f"and {PEER}: GPU alone). {cell.load_field} {', '.join(map(str, cell.loads))}. Equal p90 {latency:.3g} ms/token; at "
         f"all loads below it (>=) or above it (<=): {bounded or 'none'}."
     )
@@ -157,10 +156,6 @@ def _trial(bench: Bench, cell: Cell, load: int, name: str) -> Point:
     if name == PEER:
         shelf.empty()  # it loads a module of its own, for which a device may have no room beside ours
     cfg = _compose(bench, cell, load, name)
-    if name == "llama_slots":  # as many slots as conversations, where each still has room for the longest
-        plan = plan_trial(check(cfg))
-        longest = _longest(plan)
-        cfg.baseline.cache.n_slots = max(1, min(load, plan.gpu_blocks * plan.chunk_tokens // (longest + 64)))
     outcome = bench.run_trial(cfg, f"{cell.workload} {cell.load_field}={load} {name}")
     if not outcome.completed:
         raise RequestFailed(outcome.error or "the trial did not complete")
@@ -174,13 +169,6 @@ def _trial(bench: Bench, cell: Cell, load: int, name: str) -> Point:
         if metric == "ttft_ms_p50" and label.startswith("turn=") and value is not None
     }
     return Point(load, throughput, latency, outcome.trial_id, turns)
-
-
-def _longest(plan: TrialPlan) -> int:
-    """Tokens of the longest conversation of the workload, as it says itself."""
-    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
-    facts = build_workload(plan, tokenizer)[1].facts
-    return int(facts.get("longest_conversation_tokens") or facts.get("longest_context_tokens") or 0)
 
 
 def _roofline_ratio(bench: Bench, cell: Cell, point: Point) -> float:

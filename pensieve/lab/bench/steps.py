@@ -1,10 +1,12 @@
-"""Whole model steps by the engine's worker, decode and prefill, beside their limits and transformers' own ways to do them."""
+"""Whole model steps by the engine's worker, decode and prefill, beside their limits and transformers' own ways to do them.
+Weights are random: only speed is asked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -12,40 +14,79 @@ import torch
 import transformers
 
 from pensieve.core.plan import Row, Sample, StepPlan
-from pensieve.device.model import LoadedModel
+from pensieve.device.asked import ModelAsked
+from pensieve.device.attention import TransformersForward
+from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.options import TorchOptions
 from pensieve.device.sampler import greedy
 from pensieve.device.worker import TorchWorker
-from pensieve.lab.bench.case import OURS, Case, Measured
-from pensieve.lab.bench.models import (
-    CHUNK,
-    Generate,
-    batched_gaps_ms,
-    continuous_batching,
-    load,
-    perform_ms,
-    plain_module,
-    prompts,
-)
+from pensieve.errors import WorkerError
+from pensieve.lab.bench.case import OURS, Case, Measured, in_turn, synchronize
 from pensieve.lab.bench.session import Bench
-from pensieve.lab.bench.timer import attempt, in_turn, synchronize
+from pensieve.lab.compose import read_option
 from pensieve.lab.compose.build import torch_options
+from pensieve.lab.results.frame import sentence
+from pensieve.lab.statistics import median
+from pensieve.plugins.device.shelf import take_model
 from pensieve.serve.systems.base import WallClock
 from pensieve.sim.roofline import attended_pairs
 from pensieve.specs import ModelSpec
 from pensieve.units import ceil_div
 
+CHUNK = 32  # tokens of a KV block
+ON_GPU, ON_CPU = "llama3_8b", "llama_25m"
 # (requests, context) of decode, and tokens of prefill.
 _DECODES = {"cuda": ((1, 1024), (32, 1024), (64, 1024), (128, 1024)), "cpu": ((1, 500), (8, 512))}
 _PREFILLS = {"cuda": (2048, 8192), "cpu": (768,)}
-_BATCHED = "transformers_cb"
 _STEPS = {"cuda": 32, "cpu": 8}
 _PEER_STEPS = {"cuda": 12, "cpu": 8}  # of generate: some 30 ms a step on any GPU, since Python launches its kernels
-# Tokens of a batch on a GPU, up to which continuous batching is tried: without FlashAttention it attends
-# through a mask over all of its pages, which takes half a minute for the prompts of 128 x 1024 tokens.
-_MOST_BATCHED = 32 * 1024
 _PREFILL_TOKENS = 8192  # of one plan
+_PEER_TOKENS = 16384  # of one forward of the peer, so that its activations fit beside the pools
 _GRAPH_ROWS = 64  # recorded at least
+
+
+def load(bench: Bench) -> LoadedModel:
+    """bench.model, or one that suits a machine of this kind. Raises PensieveError where it does not fit."""
+    bench.model = bench.options.model or (ON_GPU if bench.on_gpu else ON_CPU)
+    spec = ModelSpec.from_architecture(bench.model, read_option("model", bench.model)["architecture"], bench.dtype_name)
+    model = take_model(ModelAsked(spec, "random", None, None, bench.options.seed, bench.machine.name, bench.threads))
+    bench.note(sentence([model.served()]))
+    return model
+
+
+def plain_module(model: LoadedModel) -> Any:
+    """A transformers module on its own attention (sdpa), for the peers: with the same weights where ours does not run it."""
+    module = model.module
+    if isinstance(model.forward, TransformersForward):  # ours runs this very module: the peers need another
+        module = load_model(ModelAsked(model.spec, device=str(model.device), threads=model.threads, fused=False)).module
+    module.set_attn_implementation("sdpa")
+    return module
+
+
+def perform_ms(worker: TorchWorker, plans: Iterable[StepPlan], tokens: dict[int, int] | None = None) -> float:
+    """Milliseconds from the first launch until all steps and copies of the plans are done, as many in flight as the worker
+    takes. tokens: gets what each slot sampled last. Raises WorkerError."""
+    began, in_flight, copies = perf_counter(), 0, set[int]()
+
+    def collect() -> int:
+        result = worker.collect(None)
+        assert result is not None
+        if result.error is not None or not all(one.ok for one in result.moved):
+            raise WorkerError(result.error or "A copy between the tiers failed.")
+        copies.difference_update(one.ticket for one in result.moved)
+        if tokens is not None:
+            tokens.update(result.tokens)
+        return int(result.step is not None)
+
+    for plan in plans:
+        while in_flight == worker.depth:
+            in_flight -= collect()
+        worker.launch(plan)
+        copies.update(move.ticket for move in plan.moves)
+        in_flight += 1
+    while in_flight or copies:
+        in_flight -= collect()
+    return (perf_counter() - began) * 1e3
 
 
 def run_decode(bench: Bench) -> None:
@@ -56,8 +97,7 @@ def run_decode(bench: Bench) -> None:
         _measure_decode(bench, model, module, batch, context)
     bench.note(
         "limit: weights and KV of a step at the copy bandwidth measured in this run, or its operations at the matrix rate "
-        "where that is longer. transformers_generate: the time between tokens; transformers_cb: continuous batching sized "
-        "by hand, the gaps between tokens while all requests decode, run before the other rounds."
+        "where that is longer. transformers_generate: the time between tokens."
     )
 
 
@@ -72,10 +112,6 @@ def floor_ms(spec: ModelSpec, batch: int, context: int, copy_bytes_s: float, mat
 def _measure_decode(bench: Bench, model: LoadedModel, module: Any, batch: int, context: int) -> None:
     spec, kind = model.spec, bench.device.type
     bench.measure_limits()
-    if bench.on_gpu and batch * context > _MOST_BATCHED:
-        batched = Measured(_BATCHED, error="left out for its time")
-    else:
-        batched = attempt(_BATCHED, lambda: _batched_ms(module, spec, batch, context, _STEPS[kind]))
     stepper = Stepper(model, batch, context, _options(bench, batch))
     stepper.fill()
     peer = Generate(module, batch, context, spec.vocab)
@@ -94,16 +130,7 @@ def _measure_decode(bench: Bench, model: LoadedModel, module: Any, batch: int, c
         metric="step_ms",
         parameters={"batch": batch, "context": context},
     )
-    bench.record(case, _with_settings([*times.values(), batched], engine))
-
-
-def _batched_ms(module: Any, spec: ModelSpec, batch: int, context: int, steps: int) -> list[float]:
-    batch_tokens = max(512, min(8192, batch * context))
-    lead = -(-batch * context // batch_tokens)  # steps by which the first request is ahead of the last
-    new = steps + lead + 2
-    with continuous_batching(module, batch * (context + new), batch_tokens, batch) as manager:
-        inputs = prompts(batch, context, spec.vocab)
-        return batched_gaps_ms(manager, inputs, new)
+    bench.record(case, _with_settings([*times.values()], engine))
 
 
 def run_prefill(bench: Bench) -> None:
@@ -220,3 +247,66 @@ class Stepper:
 
     def _perform(self, plans: Sequence[StepPlan]) -> float:
         return perform_ms(self.worker, plans, self.tokens)
+
+
+# transformers
+
+
+def prompts(batch: int, context: int, vocab: int) -> list[list[int]]:
+    """Make `batch` prompts of `context` tokens; none shares a block with another, so that no prefix cache helps."""
+    return [[(slot * 31 + 7 * i) % (vocab - 1) + 1 for i in range(context)] for slot in range(batch)]
+
+
+class Generate:
+    """A decode step of `module.generate` over a cache that holds the context already."""
+
+    def __init__(self, module: Any, batch: int, context: int, vocab: int) -> None:
+        self._module, self._context = module, context
+        self._ids = torch.tensor(prompts(batch, context + 1, vocab), device=module.device)
+        self._cache: Any = None
+
+    def _filled(self) -> Any:
+        from transformers import DynamicCache
+
+        if self._cache is None:
+            self._cache = DynamicCache(config=self._module.config)
+            batch = len(self._ids)
+            for part in self._ids[:, : self._context].split(max(1, _PEER_TOKENS // batch), dim=1):
+                self._module(input_ids=part, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        return self._cache
+
+    def step_ms(self, steps: int) -> float:
+        """The median time between two tokens of one generate call; its prefill is left out."""
+        from transformers import StoppingCriteriaList
+
+        clock = _TokenClock()
+        with torch.inference_mode():
+            self._module.generate(
+                self._ids,
+                attention_mask=torch.ones_like(self._ids),
+                max_new_tokens=steps + 2,
+                min_new_tokens=steps + 2,
+                do_sample=False,
+                pad_token_id=0,
+                stopping_criteria=StoppingCriteriaList([clock]),
+                past_key_values=self._filled(),
+            )
+        self._cache.crop(self._context - self._cache.get_seq_length())  # negative: how many tokens to take off
+        return clock.gap_ms()
+
+
+class _TokenClock:
+    """A stopping criterion that never stops and notes the time at which it is asked: once a token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        if input_ids.device.type == "cuda":
+            torch.cuda.synchronize(input_ids.device)
+        self.times.append(perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def gap_ms(self) -> float:
+        gaps = [b - a for a, b in pairwise(self.times[1:])]  # the first holds the prefill
+        return median(gaps) * 1e3

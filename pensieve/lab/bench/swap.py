@@ -15,10 +15,9 @@ from pensieve.device.transfers.copies import CallCopier, choose_copier
 from pensieve.device.transfers.lanes import CudaLink
 from pensieve.device.transfers.transfer import Transfer
 from pensieve.device.worker import TorchWorker
-from pensieve.lab.bench.case import OURS, Case
-from pensieve.lab.bench.models import CHUNK, load, perform_ms
+from pensieve.lab.bench.case import OURS, Case, in_turn, interleaved
 from pensieve.lab.bench.session import Bench
-from pensieve.lab.bench.timer import in_turn, interleaved
+from pensieve.lab.bench.steps import CHUNK, load, perform_ms
 from pensieve.plugins.device.thread_link import ThreadLink
 from pensieve.serve.systems.base import WallClock
 from pensieve.specs import ModelSpec
