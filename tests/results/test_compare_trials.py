@@ -1,10 +1,7 @@
-from io import StringIO
-
 import pytest
-from rich.console import Console
 
 from pensieve.errors import MissingSeries, MixedPanel
-from pensieve.lab.results.compare_trials import ComparedTrials, _row, compare_trials, select_trials
+from pensieve.lab.results.compare_trials import _row, compare_trials, select_trials
 from pensieve.lab.results.store import ResultsStore
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
@@ -109,17 +106,6 @@ def test_unequal_achieved_rates_are_said_unless_the_load_waits():
         store = ResultsStore(MEMORY)
         fill(store, flags={"load": load})
         assert any("achieved rates differ" in note for note in contrasts(store)[1]) is said
-
-
-def test_no_cell_is_cut_where_output_is_no_terminal():
-    """120 columns."""
-    a, b = ({(0, f"s{i}"): ms * (1 + i % 7 / 10) for i in range(1272)} for ms in (14.83, 23.22))
-    latency = _row("", "normalized_latency_ms_mean", "", "ms/token", a, b, "conversations")
-    rate = _row("", "throughput_total_tok_s", "", "tokens/s", {(0, "0"): 3829.0}, {(0, "0"): 12345.6}, "trials")
-    written = StringIO()
-    Console(width=120, file=written).print(ComparedTrials([latency, rate], []).table(lambda _: True))
-    assert "…" not in written.getvalue()
-    assert "1272 conversations" in written.getvalue() and "no interval" in written.getvalue()
 
 
 def test_the_ratio_is_of_the_pairs_and_not_of_the_means():

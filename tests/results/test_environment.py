@@ -1,33 +1,20 @@
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from pensieve.lab.results import environment as environment_module
-from pensieve.lab.results.environment import _git, environment
+from pensieve.lab.results.environment import _git
 
 
 def git(folder: Path, *arguments: str) -> str:
     identity = ["-c", "user.name=t", "-c", "user.email=t@t"]
     done = subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True, text=True)
     return done.stdout.strip()
-
-
-def test_the_machine_is_described_and_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = environment()
-    assert found["memory_bytes"] == psutil.virtual_memory().total
-    assert found["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
-    assert found["cpu"]["logical_cores"] == psutil.cpu_count()
-    assert found["packages"]["sqlalchemy"]
-    assert json.loads(json.dumps(found)) == found
-    monkeypatch.setattr(environment_module, "_packages", lambda: pytest.fail("read again"))
-    assert environment() == found
 
 
 def test_torch_is_not_imported_for_it_but_asked_when_there() -> None:

@@ -41,11 +41,10 @@ def by_baseline(store: ResultsStore, sweep: int) -> dict[str, SweepRow]:
 def test_columns_are_taken_from_the_measured_turns(store: ResultsStore) -> None:
     rows = by_baseline(store, sweep_of(store, {"pensieve": FAST, "stateless": SLOW}))
     ours, theirs = rows["pensieve"], rows["stateless"]
-    assert (ours.trials, ours.seeds, ours.group) == (2, 2, {})
+    assert (ours.trials, ours.group) == (2, {})
     # Three conversations at 1.0, 1.1 and 1.2 times the list. Warm-up took 900 ms.
     mean = (1.0 * 1.1 * 1.2) ** (1 / 3)
     for row, ttft in ((ours, FAST), (theirs, SLOW)):
-        assert row.ttft_first_ms == pytest.approx(mean * ttft[0])
         assert row.ttft_last_ms == pytest.approx(mean * ttft[5])
     assert theirs.beside_ours is not None
     assert theirs.beside_ours.value == pytest.approx(3.0)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from itertools import groupby
-from math import log
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Literal
 
@@ -24,6 +23,7 @@ from pensieve.lab.results.frame import (
     Frame,
     TrialGroup,
     conversation_ends,
+    conversation_means,
     found_more,
     gap_closed,
     paired,
@@ -142,17 +142,15 @@ def _beside_lowest(found: Frame, group: TrialGroup) -> list[Finding]:
         for name, trials in group.trials.items()
         if name not in lost
     }
-    values = {name: own for name, own in values.items() if (own > 0).any()}
-    if len(values) < 2:
-        return []
-    first, *others = values
-    beside = {name: ratio for name in others if (ratio := speed_up(paired(values[name], values[first]))) is not None}
-    lowest = min([first, *beside], key=lambda name: log(beside[name].value) if name in beside else 0.0)
+    level = {name: _geometric_mean(conversation_means(own).values()) for name, own in values.items()}
+    known = {name: value for name, value in level.items() if value is not None}
+    lowest = min(known, key=known.__getitem__, default=None)
     return [
         Finding(TOKEN_LATENCY, group.at, lowest, name, ratio)
-        for name in values
-        if name != lowest and (ratio := speed_up(paired(values[name], values[lowest]))) is not None
-    ]
+        for name in known
+        if lowest is not None and name != lowest
+        and (ratio := speed_up(paired(values[name], values[lowest]))) is not None
+    ]  # fmt: skip
 
 
 def _beside_the_papers_policy(found: Frame, groups: Sequence[TrialGroup]) -> list[Finding]:
@@ -228,18 +226,16 @@ class OutputCheck:
 class SweepRow:
     """One baseline in one group. metrics: means over its trials; bound_hit_rate is None for a server that stores nothing.
 
-    ttft_first_ms, ttft_last_ms: geometric mean over seeds, repeats and conversations, of the first measured turn and of each
-    conversation's own last one. The ratio of two baselines' last turns is so the quotient of their numbers, where both
-    measured the same conversations. beside_ours: its TTFT over Pensieve's at the last turn that both measured, paired by
-    seed and conversation. gap_closed: where eviction policies were compared, see frame.gap_closed.
+    ttft_last_ms: of each conversation's own last turn, the geometric mean over seeds, repeats and conversations. The ratio of
+    two baselines' last turns is so the quotient of their numbers, where both measured the same conversations.
+    beside_ours: its TTFT over Pensieve's at the last turn that both measured, paired by seed and conversation. gap_closed:
+    where eviction policies were compared, see frame.gap_closed.
     """
 
     group: Mapping[str, str]
     baseline: str
     trials: int
-    seeds: int
     metrics: Mapping[str, float | None]
-    ttft_first_ms: float | None
     ttft_last_ms: float | None
     beside_ours: Estimate | None
     gap_closed: Estimate | None
@@ -324,7 +320,6 @@ def sweep_table(store: ResultsStore, sweep_id: int) -> SweepTable:
 def _row(found: Frame, group: TrialGroup, baseline: str, made: Sequence[Finding]) -> SweepRow:
     trials = group.trials[baseline]
     ttft = values_of(found.turns(trials), "ttft_ms").sort_index()
-    turns = ttft.index.get_level_values("turn")
     reference = REFERENCE if REFERENCE in group.trials else next(iter(group.trials))
     beside = (f.found for f in made if f.quantity == LAST_TTFT and (f.at, f.other) == (group.at, baseline))
     means = {name: found.mean(trials, name) for name in _MEANS}
@@ -335,9 +330,7 @@ def _row(found: Frame, group: TrialGroup, baseline: str, made: Sequence[Finding]
         group=group.at,
         baseline=baseline,
         trials=len(trials),
-        seeds=len({trial.seed for trial in trials}),
         metrics=means,
-        ttft_first_ms=_geometric_mean(ttft[turns == min(turns, default=0)]),
         ttft_last_ms=_geometric_mean(ttft.groupby(level=CONVERSATION).last()),
         beside_ours=next(beside, None),
         gap_closed=_gap_closed(found, group, baseline),
@@ -356,21 +349,18 @@ def _gap_closed(found: Frame, group: TrialGroup, baseline: str) -> Estimate | No
 
 
 def _check_outputs(store: ResultsStore, reference: str, theirs: Sequence[Trial], ours: Sequence[Trial]) -> OutputCheck:
-    by_seed = {(trial.seed, trial.repeat): trial for trial in theirs}
     if any(trial.simulated for trial in ours):
         return OutputCheck(reference, problem="simulated")
+    by_seed = {(trial.seed, trial.repeat): trial for trial in theirs}
     found: list[TokenComparison] = []
-    for trial in ours:
-        pair = filter(None, (by_seed.get((trial.seed, trial.repeat)), trial))
-        paths = [artifact.path for one in pair for artifact in store.artifacts_of(one.id, "tokens")]
-        if len(paths) == 2:
-            try:
-                found.append(compare_tokens(*paths))
-            except ResultsError as error:
-                return OutputCheck(reference, problem=str(error))
-    compared, differing = (
-        sum(each) for each in ((o.turns_compared for o in found), (o.turns_differing for o in found))
-    )
+    try:
+        for trial in ours:
+            pair = filter(None, (by_seed.get((trial.seed, trial.repeat)), trial))
+            paths = [artifact.path for one in pair for artifact in store.artifacts_of(one.id, "tokens")]
+            found += [compare_tokens(*paths)] if len(paths) == 2 else []
+    except ResultsError as error:
+        return OutputCheck(reference, problem=str(error))
+    compared, differing = (sum(getattr(one, name) for one in found) for name in ("turns_compared", "turns_differing"))
     if compared == 0:
         return OutputCheck(reference, problem="no tokens kept")
     margins = [one.margin for one in found if one.margin is not None]
