@@ -64,8 +64,9 @@ class DiskOptions:
 
 
 class DiskTransfer(Transfer):
-    """Performs moves from and to the file beside the compute, one at a time and in the order of the plans: so a block of the
-    file may be given to another chunk while it is still to be read, and a chunk be asked for while it is still to be written.
+    """Performs moves from and to the file beside the compute, one at a time. Reads go first, for which somebody
+    waits, but for writes to their blocks that were ordered before: so a block of the file may be given to another chunk while
+    it is still to be read, and a chunk be asked for while it is still to be written.
 
     What is to be written is copied in memory first, since its block is used again at once; where more than `staging_bytes`
     wait, it is not written. What is read is checked layer by layer; a layer that is not what was written is zeroed, the load
@@ -82,7 +83,9 @@ class DiskTransfer(Transfer):
         self._file, self._staging_bytes = file, staging_bytes
         self.read_bytes = self.written_bytes = 0
         self._staged_bytes = 0
-        self._orders: SimpleQueue[_Write | _Read | None] = SimpleQueue()
+        self._changed = threading.Condition()
+        self._orders: list[_Write | _Read] = []
+        self._closing = False
         self._reads: list[_Read] = []  # under way, oldest first
         self._required_read: _Read | None = None
         self._stored: SimpleQueue[Moved] = SimpleQueue()
@@ -103,7 +106,7 @@ class DiskTransfer(Transfer):
                 continue
             read = _Read(move, [threading.Event() for _ in range(self._tensors.layers)])
             self._reads.append(read)
-            self._orders.put(read)
+            self._order(read)
         return super().begin(plan)
 
     def _store(self, move: Move) -> None:
@@ -117,8 +120,13 @@ class DiskTransfer(Transfer):
             if full:
                 gone.append(key)
                 continue
-            self._orders.put(_Write(move.ticket, key, dst, pool[:, src].clone()))
+            self._order(_Write(move.ticket, key, dst, pool[:, src].clone()))
         self._stored.put(Moved(move.ticket, not gone, tuple(gone)))
+
+    def _order(self, order: _Write | _Read) -> None:
+        with self._changed:
+            self._orders.append(order)
+            self._changed.notify()
 
     def require(self, blocks: NDArray[np.int64]) -> bool:
         waits, self._required_read = super().require(blocks), None
@@ -164,18 +172,36 @@ class DiskTransfer(Transfer):
     def close(self) -> None:
         """Write what is still to be written, and close the file."""
         super().close()
-        self._orders.put(None)
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
         self._thread.join()
         self._file.close()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
+        while (order := self._next()) is not None:
             if isinstance(order, _Read):
                 self._read(order)
             else:
                 self._write(order)
+
+    def _next(self) -> _Write | _Read | None:
+        """Wait for the next write or read; None: the transfer is closed, and all is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._orders or self._closing)
+            if not self._orders:
+                return None
+            reads = (place for place, one in enumerate(self._orders) if isinstance(one, _Read))
+            place = first = next(reads, 0)
+            read = self._orders[first]
+            blocks = read.load.src if isinstance(read, _Read) else ()
+            for earlier, write in enumerate(self._orders[:first]):
+                if isinstance(write, _Write) and write.dst in blocks:
+                    place = earlier
+                    break
+            return self._orders.pop(place)
 
     def _write(self, order: _Write) -> None:
         layers = [_bytes_of(layer) for layer in order.staged]
