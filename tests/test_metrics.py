@@ -253,14 +253,6 @@ def test_out_of_memory_is_a_refusal_for_capacity_and_no_other():
     assert (metric.value, metric.n) == (1.0, 4)
 
 
-def test_plans_have_a_size_and_a_way_only_where_they_go_to_other_processes():
-    metrics = summarise(measurement(turn(), counters={"sent_plans": 4.0, "plan_bytes": 1200.0, "plan_ms": 2.0}))
-    assert (value(metrics, "plan_bytes_mean"), value(metrics, "plan_ms_mean")) == (300.0, 0.5)
-    assert (table(metrics)["plan_ms_mean", ""].n, table(metrics)["plan_ms_mean", ""].n_unit) == (4, "plans")
-    alone = table(summarise(measurement(turn(), counters={"sent_plans": 0.0, "plan_bytes": 0.0, "plan_ms": 0.0})))
-    assert not {("plan_bytes_mean", ""), ("plan_ms_mean", "")} & set(alone), "a zero would look like a measurement"
-
-
 def test_more_times_between_tokens_than_memory_holds_have_no_interval_and_the_same_values(monkeypatch):
     record = replay(ScriptedSystem(lambda request: Latency(first=40, gap=3 + request.id % 7)), ChatWorkload(context()))
     held = table(summarise(record.measurement))

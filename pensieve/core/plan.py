@@ -142,8 +142,7 @@ class StepResult:
     wrote is valid, and no result says that one of its moves to the GPU or the CPU tier is over, neither this one nor a later
     one. repeats: what came after the first iteration, which all else here is about.
     ended_ns: the clock at the end of the iteration; None where the plan computed nothing. step None: only copies finished.
-    stall_ns: compute that waited for a transfer. error: the sentence that fails this plan's requests. plan_bytes, plan_ns: of
-    a plan that went to several processes: its size on the way, and the time from the launch until the last of them had it.
+    stall_ns: compute that waited for a transfer. error: the sentence that fails this plan's requests.
     """
 
     step: int | None
@@ -157,8 +156,6 @@ class StepResult:
     h2d_bytes: int = 0
     d2h_bytes: int = 0
     error: str | None = None
-    plan_bytes: int = 0
-    plan_ns: int = 0
     repeats: Repeats | None = None
 
 

@@ -104,13 +104,13 @@ _ALL = (
     *_of_unit("s", "lower", "bound_recomputed_s", "recomputed_s", "prefill_s"),
     *_of_unit("s", "higher", "saved_s"),
     *_of_unit("tokens", "lower", "recomputed_tokens"),
-    *_of_unit("bytes", "lower", "swapped_in_bytes", "swapped_out_bytes", "plan_bytes_mean", *_BYTES),
+    *_of_unit("bytes", "lower", "swapped_in_bytes", "swapped_out_bytes", *_BYTES),
     *_of_unit("bytes/token", "lower", "wire_bytes_per_token", *(f"{name}_per_token" for name in _BYTES)),
     *_of_unit("chunks", "lower", "evicted_chunks", "dropped_chunks"),
     *_of_unit("requests", "lower", "suspended_requests", "deferred_requests", "restarted_requests"),
     *_of_unit("turns", "none", "moved_turns", "migrated_turns"),
     *_of_unit("failures", "none", "replica_failures"),
-    *_of_unit("ms", "lower", "schedule_ms_mean", "plan_ms_mean"),
+    *_of_unit("ms", "lower", "schedule_ms_mean"),
     *_of_unit("GiB s", "lower", "held_gib_s", "held_idle_gib_s"),
     # Turns
     *_of_unit("turns", "none", "turns"),  # by status
@@ -484,11 +484,10 @@ def _moved_for(measured: Sequence[TurnRecord], name: str) -> float | None:
 def _of_the_system(
     measurement: Measurement, measured: Sequence[TurnRecord], started: StartReport | None
 ) -> list[MetricValue]:
-    """How it started; scheduler and cache time a step; size of a plan and its way to the last of several processes, where
-    plans leave one; predicted over measured time of the iterations that computed one long row, less one; how late requests
-    were sent, and how many did not get the memory they needed."""
+    """How it started; scheduler and cache time a step; predicted over measured time of the iterations that computed one long
+    row, less one; how late requests were sent, and how many did not get the memory they needed."""
     counted, lags = measurement.counters, measurement.send_lag_s
-    steps, schedule_ms, plans = counted.get("steps"), counted.get("schedule_ms"), counted.get("sent_plans", 0.0)
+    steps, schedule_ms = counted.get("steps"), counted.get("schedule_ms")
     a_step = schedule_ms / steps if steps and schedule_ms is not None else None
     predicted, took = (counted.get(name, 0.0) for name in ("predicted_ms", "predictable_ms"))
     lag_ms = nearest_rank(lags, 0.99) * 1e3 if len(lags) else None
@@ -496,11 +495,6 @@ def _of_the_system(
         MetricValue("load_s", started.load_s if started else None),
         MetricValue("engine_warmup_ms", started.warmup_ms if started else None),
         MetricValue("schedule_ms_mean", a_step, n=int(steps) if steps is not None else None, n_unit="steps"),
-        *(
-            MetricValue(f"{name}_mean", counted[name] / plans, n=int(plans), n_unit="plans")
-            for name in ("plan_bytes", "plan_ms")
-            if plans
-        ),
         MetricValue("cost_model_error_pct", (predicted / took - 1) * 100 if took else None),
         MetricValue("send_lag_ms_p99", lag_ms, n=len(lags), n_unit="turns"),
         MetricValue("oom_turns", float(sum(map(out_of_memory, measured))), n=len(measured), n_unit="turns"),

@@ -103,8 +103,6 @@ def test_gpu_hit_cpu_restore_dropped_and_recomputed_equal_generate(group: Tensor
     for where in ("gpu_hit_tokens", "cpu_hit_tokens", "recomputed_tokens"):
         assert sum(getattr(record, where) or 0 for record in records) > 0, f"no {where}: the test shows nothing"
     counters = engine.facts.counts
-    assert counters.sent_plans == counters.steps > 0
-    assert counters.plan_bytes > 100 * counters.steps and counters.plan_ns > 0
     block_bytes = CHUNK * tiny_spec("llama").kv_bytes_per_token
     assert counters.h2d_bytes == engine.cache.counters.swapped_in_blocks * block_bytes, (
         "both halves of a block are counted"
@@ -219,10 +217,8 @@ def test_a_copy_that_failed_on_one_rank_has_failed() -> None:
 
 
 def test_times_are_the_slowest_rank_s_and_bytes_are_all_of_them() -> None:
-    slow = StepResult(3, ended_ns=90, compute_ns=8, stall_ns=1, h2d_bytes=10, d2h_bytes=2, plan_bytes=50, plan_ns=4)
-    fast = StepResult(
-        3, {1: 5}, {1: 0.5}, ended_ns=70, compute_ns=6, stall_ns=3, h2d_bytes=10, d2h_bytes=2, plan_bytes=50
-    )
+    slow = StepResult(3, ended_ns=90, compute_ns=8, stall_ns=1, h2d_bytes=10, d2h_bytes=2)
+    fast = StepResult(3, {1: 5}, {1: 0.5}, ended_ns=70, compute_ns=6, stall_ns=3, h2d_bytes=10, d2h_bytes=2)
     assert Together(2).result([fast, slow]) == StepResult(
-        3, {1: 5}, {1: 0.5}, ended_ns=90, compute_ns=8, stall_ns=3, h2d_bytes=20, d2h_bytes=4, plan_bytes=50, plan_ns=4
+        3, {1: 5}, {1: 0.5}, ended_ns=90, compute_ns=8, stall_ns=3, h2d_bytes=20, d2h_bytes=4
     )

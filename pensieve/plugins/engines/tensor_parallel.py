@@ -31,6 +31,7 @@ from pensieve.plugins.engines.process import EngineProcess, own_pipes
 
 if TYPE_CHECKING:
     from pensieve.device.options import TorchOptions
+    from pensieve.device.worker import TorchWorker
 
 BLAME_S = 2.0  # how long others are heard when one has failed: another may have failed first
 
@@ -95,13 +96,13 @@ class TensorParallelWorker:
         return Together.start(self._ask(("start", (gpu_blocks, cpu_blocks))))
 
     def launch(self, plan: StepPlan) -> None:
-        self._send(("launch", (plan, time.perf_counter_ns())))
+        self._send(("launch", (plan,)))
 
     def collect(self, until_ns: int | None) -> StepResult | None:
-        result = self._together.result(self._ask(("collect", ())))
+        result = self._together.result(self._ask(("collect", (None,))))
         while result is not None and result.step is None and not result.moved:
             # Some ranks have a copy behind them that others still have under way.
-            result = self._together.result(self._ask(("collect", ())))
+            result = self._together.result(self._ask(("collect", (None,))))
         if result is None or result.ended_ns is None:
             return result
         return replace(result, ended_ns=result.ended_ns - self._clock_began_ns)
@@ -116,7 +117,7 @@ class TensorParallelWorker:
         self._folder.cleanup()
 
     def _send(self, command: object) -> None:
-        """A method of Rank and what it is given; at first, the setup."""
+        """A method of TorchWorker and what it is given; at first, the setup."""
         data = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         try:
             for process in self._processes:
@@ -190,7 +191,6 @@ class Together:
             stall_ns=max(result.stall_ns for result in told),
             h2d_bytes=sum(result.h2d_bytes for result in told),
             d2h_bytes=sum(result.d2h_bytes for result in told),
-            plan_ns=max(result.plan_ns for result in told),
             error=next((result.error for result in told if result.error is not None), None),
         )
 
@@ -236,46 +236,17 @@ class MachineClock:
         return time.perf_counter_ns() / 1e9
 
 
-class Rank:
-    """One process's worker, and when it had the plans that it was sent."""
+def load_part(setup: Setup, number: int) -> TorchWorker:
+    """This rank's worker: loads its part of the model, as all the others do. Raises what load_model raises."""
+    from pensieve.device.model import load_model, resolve_device
+    from pensieve.device.worker import TorchWorker
+    from pensieve.plugins.device.sharding import RankGroup
 
-    def __init__(self, setup: Setup, number: int) -> None:
-        """Loads this rank's part of the model, as all the others do. Raises what load_model raises."""
-        from pensieve.device.model import load_model, resolve_device
-        from pensieve.device.worker import TorchWorker
-        from pensieve.plugins.device.sharding import RankGroup
-
-        device, store = setup.devices[number], setup.store
-        assert store is not None
-        ranks = RankGroup.join(number, len(setup.devices), resolve_device(device), store)
-        asked = setup.asked._replace(device=device)
-        model = load_model(asked, ranks)
-        self.worker: TorchWorker = TorchWorker(model, asked.chunk_tokens, MachineClock(), options=setup.options)
-        self._ready_ns = time.perf_counter_ns()
-        self.size = 0  # of the last command
-        self._sent: list[tuple[int, int]] = []  # size and nanoseconds on the way of each plan that was not collected
-
-    def launch(self, plan: StepPlan, sent_ns: int) -> None:
-        """sent_ns: on the clock that all processes of a machine share."""
-        began_ns = max(self._ready_ns, sent_ns)  # what it waited for us to be ready is not the way
-        self._sent.append((self.size, time.perf_counter_ns() - began_ns))
-        self.worker.launch(plan)
-
-    def collect(self) -> StepResult | None:
-        result = self.worker.collect(None)
-        if result is None or result.step is None:
-            return result
-        size, took_ns = self._sent.pop(0)
-        return replace(result, plan_bytes=size, plan_ns=took_ns)
-
-    def perform(self, command: bytes) -> tuple[str, Any]:
-        """The method that was asked for, and its answer."""
-        name, given = pickle.loads(command)
-        self.size = len(command)
-        own = getattr(self, name, None) or getattr(self.worker, name)
-        answer = own(*given)
-        self._ready_ns = time.perf_counter_ns()
-        return name, answer
+    device, store = setup.devices[number], setup.store
+    assert store is not None
+    ranks = RankGroup.join(number, len(setup.devices), resolve_device(device), store)
+    asked = setup.asked._replace(device=device)
+    return TorchWorker(load_model(asked, ranks), asked.chunk_tokens, MachineClock(), options=setup.options)
 
 
 def main(number: int) -> NoReturn:
@@ -285,14 +256,15 @@ def main(number: int) -> NoReturn:
     try:
         setup: Setup = commands.recv()
         ranks = len(setup.devices)
-        rank = Rank(setup, number)
+        worker = load_part(setup, number)
         answers.send(os.getpid())
         while True:
             try:
                 command = commands.recv_bytes()
             except EOFError:
                 os._exit(0)  # a group is not left in order: the others see their pipes break
-            name, answer = rank.perform(command)
+            name, given = pickle.loads(command)
+            answer = getattr(worker, name)(*given)
             if name != "launch":
                 answers.send(answer)
     except BaseException as error:

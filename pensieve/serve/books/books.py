@@ -33,7 +33,6 @@ REMEMBERED = 16
 class Counts:
     """Times in ns. schedule: scheduler and cache, on the wall, also where the worker is simulated. predicted, predictable:
     the cost model's time and the measured one, of the iterations that computed a single row of at least _LONG_ROW positions.
-    plan_bytes, plan_ns, sent_plans: of plans that went to several processes.
     """
 
     steps: int = 0
@@ -46,9 +45,6 @@ class Counts:
     predicted_ns: int = 0
     predictable_ns: int = 0
     forgotten_sessions: int = 0
-    plan_bytes: int = 0
-    plan_ns: int = 0
-    sent_plans: int = 0
 
 
 class Losses(Facts):
@@ -382,9 +378,6 @@ class Books(Losses):
         counts.stall_ns += result.stall_ns
         counts.h2d_bytes += result.h2d_bytes
         counts.d2h_bytes += result.d2h_bytes
-        counts.plan_bytes += result.plan_bytes
-        counts.plan_ns += result.plan_ns
-        counts.sent_plans += result.plan_bytes > 0
         moves = () if plan is None else plan.moves
         for move in moves:
             waiting = self._open.get(self._awaited_by.pop(move.ticket, -1))

@@ -237,9 +237,6 @@ class EngineSystem(ABC):
             "stall_ms": own.stall_ns / 1e6,
             "h2d_bytes": own.h2d_bytes,
             "d2h_bytes": own.d2h_bytes,
-            "plan_bytes": own.plan_bytes,
-            "plan_ms": own.plan_ns / 1e6,
-            "sent_plans": own.sent_plans,
             **cache.extra,
         }
 
