@@ -16,7 +16,6 @@ from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, get_args
 
-from pensieve.core.cache.restore import RestoreMode
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.base import PolicyContext
 from pensieve.core.policies.conversation_lru import ConversationLru
@@ -29,6 +28,7 @@ from pensieve.device.asked import ModelAsked
 from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.options import TorchOptions
 from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.restore import RestoreMode, RestoringCache
 from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
@@ -52,7 +52,7 @@ _POLICIES: tuple[Any, ...] = (
     AdaptiveRetention,
     LearnedReturn,
 )
-_RESTORING = (TwoTierCache, SharedCache)
+_RESTORING = (RestoringCache, SharedCache)
 _CACHES: tuple[Any, ...] = (
     *_RESTORING,
     *_RESTORING,

@@ -15,6 +15,7 @@ from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Fork, tokens_of
 from pensieve.core.session import HashChain, Session
 from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.restore import RestoringCache
 from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
@@ -35,7 +36,7 @@ def positions_s(cost, start, stop, chunk_tokens):
 
 MANAGERS = {
     "pensieve": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 8},
-    "pensieve, hybrid": {"cache": partial(TwoTierCache, restore="hybrid"), "gpu_blocks": 14, "cpu_blocks": 12},
+    "pensieve, hybrid": {"cache": partial(RestoringCache, restore="hybrid"), "gpu_blocks": 14, "cpu_blocks": 12},
     "pensieve, no copies ahead": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 8, "copy_ahead": "never"},
     "pensieve, one step ahead": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 8, "depth": 2},
     "pensieve, late copies": {"cache": TwoTierCache, "gpu_blocks": 12, "cpu_blocks": 8, "late": True},

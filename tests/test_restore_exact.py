@@ -8,13 +8,13 @@ from functools import partial
 
 import pytest
 
-from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.asked import ModelAsked
 from pensieve.device.model import load_model
 from pensieve.lab.compose import read_option
+from pensieve.plugins.caches.restore import RestoringCache
 from pensieve.plugins.device.thread_link import ThreadLink, copy_runs
 from pensieve.serve.systems.profiling import load_s, profile_of
 from pensieve.sim.profile import Profile
@@ -33,7 +33,7 @@ def engine(name, restore, link, budget, load_ratio):
     """load_ratio: seconds to load a chunk over seconds to compute it, for the split of a hybrid restore."""
     model = load(name)
     blocks = 30
-    cache = TwoTierCache(
+    cache = RestoringCache(
         policy=RetentionValue(policy_context(CHUNK, blocks, 80)),
         chunk_tokens=CHUNK,
         gpu_blocks=blocks,
@@ -114,7 +114,7 @@ def test_a_split_by_the_measured_profile_generates_what_transformers_does():
     spec = ModelSpec.from_architecture("tiny", read_option("model", "tiny")["architecture"])
     model = load_model(ModelAsked(spec, threads=1))
     policy = RetentionValue(policy_context(size, blocks, 2 * blocks))
-    cache = TwoTierCache(policy=policy, chunk_tokens=size, gpu_blocks=blocks, cpu_blocks=2 * blocks, restore="hybrid")
+    cache = RestoringCache(policy=policy, chunk_tokens=size, gpu_blocks=blocks, cpu_blocks=2 * blocks, restore="hybrid")
     checked = CheckedEngine(model, cache, SchedulerSettings(max_batch_tokens=budget), 2048, link)
     worker = checked.torch_worker
     measured = profile_of(worker, checked.clock, size, blocks * size, 2048, 0, worker.settings(), budget)

@@ -23,6 +23,7 @@ from pensieve.core.request import Fork, Length, Request, Sampling, tokens_of
 from pensieve.core.scheduler.scheduler import SchedulerSettings, split, unified
 from pensieve.device.options import TorchOptions
 from pensieve.plugins.caches.prefix import PrefixCache
+from pensieve.plugins.caches.restore import RestoringCache
 from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
@@ -52,7 +53,7 @@ class Serving(RuleBasedStateMachine):
         gpu=st.integers(10, 30),
         cpu=st.sampled_from([0, 3, 12, 40]),
         make=st.sampled_from(
-            [TwoTierCache, TwoTierCache, SharedCache, SharedCache, StatelessCache, PrefixCache, SlotCache, *OFFLOAD]
+            [RestoringCache, RestoringCache, SharedCache, SharedCache, StatelessCache, PrefixCache, SlotCache, *OFFLOAD]
         ),
         policy=st.sampled_from([RetentionValue, Lru, Fifo, ConversationLru, AdaptiveRetention, LearnedReturn]),
         composition=st.sampled_from([unified, split]),
@@ -83,8 +84,8 @@ class Serving(RuleBasedStateMachine):
         disk_blocks,
         ahead,
     ):
-        prefix = reuse == "prefix" and make in (TwoTierCache, SharedCache)
-        if make in (TwoTierCache, SharedCache):
+        prefix = reuse == "prefix" and make in (RestoringCache, SharedCache)
+        if make in (RestoringCache, SharedCache):
             make = partial(make, reuse=reuse) if prefix else partial(make, restore=restore)
         cache = make(policy=policy(policy_context(CHUNK, gpu, cpu)), chunk_tokens=CHUNK, gpu_blocks=gpu, cpu_blocks=cpu)
         costs = {"cost": Profile(CHUNK, {128: 0.128, 256: 0.256}, load * CHUNK / 1000, {}), "layers": 2}

@@ -15,6 +15,7 @@ from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request
 from pensieve.errors import ConfigError
+from pensieve.plugins.caches.restore import RestoringCache
 from pensieve.plugins.caches.shared import SharedCache
 from pensieve.serve.record import TurnRecord
 from tests.simulated import TalkingEngine, make_engine, run
@@ -161,4 +162,4 @@ def test_a_hole_in_a_stem_is_filled_for_all_and_what_others_have_behind_it_count
 def test_what_the_rule_cannot_be_with_is_refused() -> None:
     for field in ({"reuse": "suffix"}, {"reuse": "prefix", "restore": "hybrid"}):
         with pytest.raises(ConfigError, match="reuse"):
-            make_engine(cache=partial(TwoTierCache, **field))
+            make_engine(cache=partial(RestoringCache, **field))

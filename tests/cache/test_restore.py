@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pensieve.core.cache.restore import CpuChunks, RestoreTimes
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.engine import Engine
 from pensieve.errors import ConfigError
+from pensieve.plugins.caches.restore import CpuChunks, RestoreTimes, RestoringCache
 from pensieve.serve.record import TurnRecord
 from pensieve.sim.roofline import Roofline
 from pensieve.specs import HardwareSpec, ModelSpec
@@ -90,15 +90,15 @@ def test_what_the_link_has_still_to_bring_others_moves_the_split() -> None:
 
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match="load, hybrid, recompute"):
-        make_engine(cache=partial(TwoTierCache, restore="fast"))
+        make_engine(cache=partial(RestoringCache, restore="fast"))
 
 
 def returning(mode: str, hardware: HardwareSpec, tokens: int = 400, budget: int = 32) -> tuple[TurnRecord, Engine]:
     """A conversation whose chunks another one has displaced to CPU returns to an idle machine."""
     blocks = -(-tokens // 4) + 20
-    engine = make_engine(blocks, 2 * blocks, cache=partial(TwoTierCache, restore=mode), hardware=hardware,
+    engine = make_engine(blocks, 2 * blocks, cache=partial(RestoringCache, restore=mode), hardware=hardware,
                          max_batch_tokens=budget)  # fmt: skip
-    assert isinstance(engine.cache, TwoTierCache)
+    assert isinstance(engine.cache, RestoringCache)
     engine.cache.begin(cost=Roofline(MODEL, hardware, 4), layers=MODEL.layers, batch_tokens=budget)
     run(engine)
     for number, name in ((1, "a"), (2, "b")):
@@ -147,8 +147,8 @@ def test_savings_of_an_8b_model_on_slow_and_fast_links(h2d_bw: float, least: flo
 
 
 def test_with_another_request_running_everything_is_loaded() -> None:
-    engine = make_engine(200, 400, cache=partial(TwoTierCache, restore="hybrid"), max_batch_tokens=64)
-    assert isinstance(engine.cache, TwoTierCache)
+    engine = make_engine(200, 400, cache=partial(RestoringCache, restore="hybrid"), max_batch_tokens=64)
+    assert isinstance(engine.cache, RestoringCache)
     engine.cache.begin(cost=Cost(load=1.0, chunk=0.5), layers=MODEL.layers, batch_tokens=64)
     engine.say(request(1, "a", 600, 2))
     run(engine)
@@ -166,7 +166,7 @@ def test_cancelled_half_way_the_copies_on_cpu_are_still_there() -> None:
     hardware = replace(MACHINE, h2d_bw=3e5)
     for steps in range(1, 12):
         blocks = 120
-        engine = make_engine(blocks, 240, cache=partial(TwoTierCache, restore="recompute"), hardware=hardware,
+        engine = make_engine(blocks, 240, cache=partial(RestoringCache, restore="recompute"), hardware=hardware,
                              max_batch_tokens=30)  # fmt: skip
         for number, name in ((1, "a"), (2, "b")):
             engine.say(request(number, name, 390 + 8 * number, 2))

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from pensieve.core.cache.restore import RestoreMode
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.engine import Engine
 from pensieve.core.plan import Row, Sample, StepPlan, StepResult
@@ -25,6 +24,7 @@ from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.options import TorchOptions
 from pensieve.device.sampler import Draws, draw, noise_starts
 from pensieve.device.worker import TorchWorker
+from pensieve.plugins.caches.restore import RestoreMode, RestoringCache
 from pensieve.serve.books.books import Books
 from pensieve.serve.systems.base import WallClock
 from pensieve.sim.profile import Profile
@@ -129,7 +129,7 @@ def converse(
 ) -> Served:
     """Random conversations, more than both tiers hold."""
     context = policy_context(CHUNK, GPU_BLOCKS, CPU_BLOCKS)
-    store = TwoTierCache(
+    store = RestoringCache(
         policy=RetentionValue(context), chunk_tokens=CHUNK, gpu_blocks=GPU_BLOCKS, cpu_blocks=CPU_BLOCKS, restore=mode
     )
     settings = SchedulerSettings(max_batch_tokens=48, max_batch_requests=REQUESTS)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pensieve.core.cache.restore import RestoreMode
-from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
 from pensieve.device.transfers.link import Link
+from pensieve.plugins.caches.restore import RestoreMode, RestoringCache
 from pensieve.sim.profile import Profile
 from tests.exact import CheckedEngine, Paths
 from tests.simulated import policy_context
@@ -21,7 +20,9 @@ TURNS = 40
 def converse(model: LoadedModel, mode: RestoreMode, options: TorchOptions, link: Link | None, turns: int) -> Paths:
     """Raises Mismatch at the first token or logit that the plain model would not have given."""
     policy = RetentionValue(policy_context(CHUNK, GPU_BLOCKS, CPU_BLOCKS))
-    cache = TwoTierCache(policy=policy, chunk_tokens=CHUNK, gpu_blocks=GPU_BLOCKS, cpu_blocks=CPU_BLOCKS, restore=mode)
+    cache = RestoringCache(
+        policy=policy, chunk_tokens=CHUNK, gpu_blocks=GPU_BLOCKS, cpu_blocks=CPU_BLOCKS, restore=mode
+    )
     settings = SchedulerSettings(max_batch_tokens=48, max_batch_requests=REQUESTS)
     cost = Profile(CHUNK, {128: 0.128, 256: 0.256}, 2 * CHUNK / 1000, {})  # loading is twice as dear as computing
     cache.begin(cost=cost, layers=model.spec.layers, batch_tokens=settings.max_batch_tokens)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.core.cache.restore import RestoreMode
 from pensieve.device.options import TorchOptions
+from pensieve.plugins.caches.restore import RestoreMode
 
 from .conversations import CHUNK, REQUESTS, TURNS, check_paths, converse
 from .small import small_model

@@ -12,17 +12,16 @@ import numpy as np
 
 from pensieve.core.cache.base import Broken, CacheManager, Room
 from pensieve.core.cache.invariants import check_tiers
-from pensieve.core.cache.restore import RestoreMode, Restorer
 from pensieve.core.cache.tiers import Tiers, found_in, missing_runs
 from pensieve.core.cache.victims import Choice, VictimIndex, compared
 from pensieve.core.facts import Admission, Found
-from pensieve.core.machine import CostModel
 from pensieve.core.plan import Move, Moved
 from pensieve.core.policies.base import EvictionPolicy, as_policy
 from pensieve.core.request import TokenArray
 from pensieve.core.session import (
     NO_BLOCK,
     NO_BLOCKS,
+    Chunks,
     Node,
     Run,
     Session,
@@ -245,20 +244,15 @@ class TwoTierCache(CacheManager):
         chunk_tokens: int,
         gpu_blocks: int,
         cpu_blocks: int,
-        restore: RestoreMode = "load",
         reuse: Reuse = "any",
     ) -> None:
-        """Raises ConfigError for what there is not, and for a prefix in which something is computed again."""
+        """Raises ConfigError for a way to reuse that there is not."""
         super().__init__(chunk_tokens, gpu_blocks, cpu_blocks)
         if reuse not in get_args(Reuse):
             raise ConfigError(f"baseline.cache.reuse is one of {', '.join(get_args(Reuse))}, not {reuse!r}.")
-        if reuse == "prefix" and restore != "load":
-            raise ConfigError("baseline.cache.reuse=prefix loads what is on CPU; set baseline.cache.restore=load.")
         self.policy = as_policy(policy)
         self.tiers = self._tiers(self.policy, chunk_tokens, gpu_blocks, cpu_blocks, self.counters, reuse == "prefix")
-        self.restorer = Restorer(restore, chunk_tokens, self.counters)
         self.room = TwoTierRoom(self.tiers)
-        self._running = 0
 
     def _tiers(self, *given: Any) -> Tiers:
         return Tiers(*given)
@@ -273,9 +267,6 @@ class TwoTierCache(CacheManager):
             )
         self.tiers.below = self.below
         self.tiers.report_to(self.facts)
-
-    def _price(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
-        self.restorer.set_cost_model(cost, layers, batch_tokens)
 
     # -- query --------------------------------------------------------------------------------------------------------
 
@@ -360,7 +351,6 @@ class TwoTierCache(CacheManager):
         leaf.chunks.add(chunks_of(length + 1, size) - leaf.start - len(leaf.chunks.gpu))
         session.start(now_s)
         self.facts.runs(session)
-        self._running += 1
         lacking, needed = [], 0
         for node in nodes:
             tiers.pin(node)
@@ -372,11 +362,8 @@ class TwoTierCache(CacheManager):
             column[start:stop] = array("i", islice(blocks, stop - start))
         chunks = session.chunks
         on_cpu = list(compress(count(), map(gt, chunks.cpu_len, chunks.gpu_len)))
-        again: list[int] = []
-        if on_cpu and self.restorer.mode != "load":
-            first = self.restorer.recomputed(chunks, length, on_cpu, tiers.copies.incoming, alone=self._running == 1)
-            again, on_cpu = on_cpu[:first], on_cpu[first:]
-        loading = tiers.copy_in(session, runs_of(on_cpu)) if on_cpu else 0
+        again = self._recomputed(chunks, length, on_cpu) if on_cpu else 0
+        loading = tiers.copy_in(session, runs_of(on_cpu[again:])) if again < len(on_cpu) else 0
         read_ticket, read = self._read_from_below(session) if self.below.blocks else (None, ())
         for node in nodes:
             if node.chunks.cpu.count(NO_BLOCK) < len(node.chunks.cpu):
@@ -387,11 +374,15 @@ class TwoTierCache(CacheManager):
             tuple(chunks.gpu),
             found,
             loading,
-            sum(map(chunks.cpu_len.__getitem__, on_cpu)) + tokens_in(read),
-            sum(map(chunks.cpu_len.__getitem__, again)),
+            sum(map(chunks.cpu_len.__getitem__, on_cpu[again:])) + tokens_in(read),
+            sum(map(chunks.cpu_len.__getitem__, on_cpu[:again])),
             read_ticket,
             read,
         )
+
+    def _recomputed(self, chunks: Chunks, length: int, on_cpu: Sequence[int]) -> int:
+        """How many of the chunks on CPU, the first ones, a session of that length computes again while the others load."""
+        return 0
 
     def _read_from_below(self, session: Session) -> tuple[int | None, tuple[Run, ...]]:
         """Start to read those chunks without KV for which reading is worth it; returns the ticket and the positions."""
@@ -456,7 +447,6 @@ class TwoTierCache(CacheManager):
             self.policy.rest(session, now_s)
         session.stop(now_s)
         self.facts.rests(session)
-        self._running -= 1
         for node in session.nodes():
             self.tiers.unpin(node)
         if self.tiers.shares:
@@ -521,7 +511,6 @@ class TwoTierCache(CacheManager):
         return bool(somewhere or self.below.blocks or self.tiers.copies.any_of(session.leaf))
 
     def check(self) -> None:
-        assert self._running == sum(session.running for session in self.sessions.values())
         check_tiers(self.tiers, self.sessions.values())
         self.below.check()
 

@@ -24,10 +24,11 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from pensieve.core.cache.two_tier import TwoTierCache, TwoTierRoom
+from pensieve.core.cache.two_tier import TwoTierRoom
 from pensieve.core.request import TokenArray
 from pensieve.core.session import NO_BLOCK, BlockHash, HashChain, Node, Session, Stem, View, chunks_of, common_prefix
 from pensieve.errors import ConfigError
+from pensieve.plugins.caches.restore import RestoringCache
 
 Share = Literal["off", "within-tenant"]
 
@@ -180,10 +181,10 @@ class SharedRoom(TwoTierRoom):
         return self._tree.matches(self._asked[2][: (len(prompt) - 1) // self.tiers.chunk_tokens])
 
 
-class SharedCache(TwoTierCache):
+class SharedCache(RestoringCache):
     """Pensieve's cache in which sessions of one tenant have equal beginnings in common.
 
-    share: off is TwoTierCache. A conversation that is forgotten leaves its nodes; what no other has goes with it.
+    share: off is RestoringCache. A conversation that is forgotten leaves its nodes; what no other has goes with it.
     """
 
     def __init__(self, *, share: Share = "within-tenant", **others: Any) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from pensieve.core.cache.base import CacheCounters
 from pensieve.core.cache.tiers import missing_runs
+from pensieve.core.cache.two_tier import Reuse, TwoTierCache
+from pensieve.core.facts import Admission, Found
 from pensieve.core.machine import CostModel
-from pensieve.core.session import Chunks, Run, merged, tokens_in
+from pensieve.core.session import Chunks, Run, Session, merged, tokens_in
 from pensieve.errors import ConfigError
 from pensieve.units import ceil_div
 
@@ -104,38 +105,46 @@ class RestoreTimes:
         return until[whole] + (until[whole + 1] - until[whole]) * rest / size
 
 
-class Restorer:
-    """Decides each restore by its mode. A hybrid one takes compute that other requests could use, so while another request
-    runs everything is loaded; so it is before the costs are known.
+class RestoringCache(TwoTierCache):
+    """TwoTierCache that decides each restore by its mode. A hybrid one takes compute that other requests could use, so while
+    another request runs everything is loaded; so it is before the costs are known.
 
     A chunk computed again keeps its copy on CPU: the two differ by rounding only, and either is the KV of these tokens. If
     the request stops before the chunk is computed as far as the copy goes, the copy is what stays.
     """
 
-    def __init__(self, mode: RestoreMode, chunk_tokens: int, counters: CacheCounters) -> None:
-        """Raises ConfigError for a mode that there is not."""
-        if mode not in get_args(RestoreMode):
-            raise ConfigError(f"baseline.cache.restore is one of {', '.join(get_args(RestoreMode))}, not {mode!r}.")
-        self.mode = mode
+    def __init__(self, *, restore: RestoreMode = "load", reuse: Reuse = "any", **others: Any) -> None:
+        """Raises ConfigError for a mode that there is not, and for a prefix in which something is computed again."""
+        if restore not in get_args(RestoreMode):
+            raise ConfigError(f"baseline.cache.restore is one of {', '.join(get_args(RestoreMode))}, not {restore!r}.")
+        if reuse == "prefix" and restore != "load":
+            raise ConfigError("baseline.cache.reuse=prefix loads what is on CPU; set baseline.cache.restore=load.")
+        super().__init__(reuse=reuse, **others)
+        self.mode: RestoreMode = restore
         self.times: RestoreTimes | None = None
-        self._chunk_tokens = chunk_tokens
-        self._counters = counters
+        self._running = 0
 
-    def set_cost_model(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
-        self.times = RestoreTimes(cost, self._chunk_tokens, layers, batch_tokens)
+    def _price(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
+        self.times = RestoreTimes(cost, self.chunk_tokens, layers, batch_tokens)
 
-    def recomputed(self, chunks: Chunks, length: int, on_cpu: Sequence[int], backlog: int, alone: bool) -> int:
-        """How many of the chunks on CPU, the first ones, a session of that length computes again. backlog: chunks that are
-        being copied to the GPU for others. alone: no other request runs. The predicted times are counted, so that the
-        measured saving can be compared with them."""
-        if self.mode == "recompute":
-            return len(on_cpu)
-        if not alone or self.times is None:
+    def _start(self, session: Session, found: Found | None, now_s: float) -> Admission:
+        self._running += 1
+        return super()._start(session, found, now_s)
+
+    def release(self, session: Session, now_s: float, finished: bool = True) -> None:
+        self._running -= session.running
+        super().release(session, now_s, finished)
+
+    def _recomputed(self, chunks: Chunks, length: int, on_cpu: Sequence[int]) -> int:
+        """The predicted times are counted, so that the measured saving can be compared with them."""
+        if self.mode != "hybrid":
+            return len(on_cpu) if self.mode == "recompute" else 0
+        if self._running > 1 or self.times is None:
             return 0
-        size, extra = self._chunk_tokens, self._counters.extra
+        size, extra = self.chunk_tokens, self.counters.extra
         missing = missing_runs(chunks, length, size, cpu_too=True)
         positions = [(index * size, index * size + chunks.cpu_len[index]) for index in on_cpu]
-        split = self.times.choose(missing, positions, backlog)
+        split = self.times.choose(missing, positions, self.tiers.copies.incoming)
         for name, value in (
             ("hybrid_restores", 1.0),
             ("restore_predicted_ms", split.predicted_s * 1e3),
@@ -144,6 +153,11 @@ class Restorer:
         ):
             extra[name] = extra.get(name, 0.0) + value
         return split.recomputed
+
+
+def restored(*, restore: RestoreMode = "load", **others: Any) -> TwoTierCache:
+    """Make the cache that restores so."""
+    return TwoTierCache(**others) if restore == "load" else RestoringCache(restore=restore, **others)
 
 
 class CpuChunks:
