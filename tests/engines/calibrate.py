@@ -32,7 +32,7 @@ from pensieve.lab.commands.advise.replays import Task, replayed
 from pensieve.lab.compose import conf_folder
 from pensieve.lab.traffic.hashing import BLOCK_TOKENS, TOKEN_BYTES, Salt
 from pensieve.lab.traffic.table import Exchange, Facts, read, read_facts, write
-from pensieve.plugins.engines.base import Channel, Reply
+from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
 from pensieve.plugins.engines.completions import CompletionsClient
 from pensieve.plugins.engines.vllm import VllmHttp
 from tests.engines.offload_loads import BATCH, BLOCK, LOADS, OWN, RANKED, Hits, Load, theirs, with_orders
@@ -84,10 +84,10 @@ def name(load: Load) -> str:
 class Served(VllmHttp):
     """vLLM's server behind the proxy. sent: the last request is on its way."""
 
-    loads_ours = True
-
-    def __init__(self, load: Load) -> None:
-        super().__init__(load.setup, policy=load.order if load.host else None)
+    def __init__(self, setup: EngineSetup, policy: str | None) -> None:
+        super().__init__(setup)
+        if policy is not None:
+            self._offload(policy)
         self.sent = threading.Event()
 
     def _variables(self) -> dict[str, str]:
@@ -246,7 +246,7 @@ def main(parts: Sequence[str]) -> None:
         asked = [one for one in wanted if one.host == host]
         if not asked:
             continue
-        with closing(Served(asked[0])) as engine:
+        with closing(Served(asked[0].setup, asked[0].order if host else None)) as engine:
             engine.start()
             for load in asked:
                 known[name(load)] = record(load, engine)

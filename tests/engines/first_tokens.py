@@ -33,7 +33,7 @@ from pensieve.plugins.engines.vllm import VllmHttp
 from pensieve.specs import ModelSpec
 from tests.engines import calibrate
 from tests.engines.calibrate import Row, recorded_by, rows_of, traffic
-from tests.engines.offload_loads import OWN
+from tests.engines.offload_loads import OWN, Heard
 
 KEPT = Path(__file__).with_name("first_tokens.json")
 BLOCK, REPLY, GAP_S = 32, 12, 1.1
@@ -84,20 +84,8 @@ def setup(size: Size) -> EngineSetup:
 
 
 class Real(calibrate.Served):
-    def __init__(self, size: Size) -> None:
-        VllmHttp.__init__(self, setup(size), policy=size.order if size.host else None)
-
     def answer(self, request: Request, channel: Channel) -> Reply:
         return VllmHttp.answer(self, request, channel)
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def tell(self, *tokens: int, at_s: float | None = None) -> bool:
-        self.tokens += tokens
-        return True
 
 
 def serve(size: Size) -> list[Row]:
@@ -106,7 +94,10 @@ def serve(size: Size) -> list[Row]:
     prompts: dict[int, list[int]] = {}
     replies: dict[int, list[int]] = {}
     order: list[int] = []
-    with closing(Real(size)) as engine, tempfile.TemporaryDirectory() as folder:
+    with (
+        closing(Real(setup(size), size.order if size.host else None)) as engine,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         engine.start()
         for number in range(-4, 0):  # the first requests are slower
             engine.answer(Request(number, "warm", 0, tokens_of(range(100, 420)), Length(4)), Heard())

@@ -296,7 +296,7 @@ def theirs(load: Load, engine: Anew | None = None) -> tuple[list[Hits], list[Seq
     engine.anew(load)
     prompts: list[list[int]] = []
     said: dict[str, list[int]] = {}
-    heard: list[_Heard] = []
+    heard: list[Heard] = []
     running: dict[Future[Reply], tuple[int, str]] = {}
     found: dict[int, Hits] = {}
 
@@ -313,7 +313,7 @@ def theirs(load: Load, engine: Anew | None = None) -> tuple[list[Hits], list[Seq
             while len(running) == load.at_once or name in {other for _, other in running.values()}:
                 take()
             prompts.append(prompt(said))
-            heard.append(_Heard())
+            heard.append(Heard())
             request = Request(number, name, number, tokens_of(prompts[-1]), Length(reply))
             engine.sent.clear()
             running[pool.submit(engine.answer, request, heard[-1])] = number, name
@@ -347,7 +347,7 @@ class Asked(Vllm):
         self.sent.set()
 
 
-class _Heard:
+class Heard:
     """The tokens of a reply."""
 
     cancelled = False

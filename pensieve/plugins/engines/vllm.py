@@ -89,6 +89,39 @@ class _Vllm(OutsideEngine):
         self._host_tokens = 0
         self._process: EngineProcess | None = None
 
+    def _offload(
+        self,
+        policy: str,
+        policy_fields: Mapping[str, Any] | None = None,
+        profile: str | None = None,
+        blocks_per_chunk: int = 1,
+        offload_prompt_only: bool = True,
+    ) -> None:
+        """Puts a CPU tier behind the device, see Vllm; on a CPU, and with a policy of ours, vLLM must find this package."""
+        setup, chunk_tokens = self._setup, blocks_per_chunk * self._fields["block_size"]
+        on_cpu, chunks = setup.device == "cpu", setup.host_tokens // max(chunk_tokens, 1)
+        if chunk_tokens < 1 or not chunks:
+            raise ConfigError(
+                f"A CPU tier of {setup.host_tokens} tokens holds no chunk of {chunk_tokens}; raise cache.cpu, or set "
+                "baseline.engine.blocks_per_chunk from 1 on."
+            )
+        self._host_tokens = chunks * chunk_tokens
+        chunk_bytes = chunk_tokens * self._per_token
+        extra: dict[str, Any] = {
+            "cpu_bytes_to_use": chunks * (chunk_bytes if on_cpu else ceil_div(chunk_bytes, PAGE_BYTES) * PAGE_BYTES),
+            "eviction_policy": policy,
+            "blocks_per_chunk": blocks_per_chunk,
+            "offload_prompt_only": offload_prompt_only,
+        }
+        if policy not in THEIRS:
+            extra |= {"policy_fields": dict(policy_fields or {}), "profile": profile, "seed": setup.seed}
+        ours = {"kv_connector": "PensieveConnector", "kv_connector_module_path": "pensieve.plugins.vllm"}
+        self._fields["kv_transfer_config"] = {
+            **(ours if on_cpu or policy not in THEIRS else {"kv_connector": "OffloadingConnector"}),
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+
     def _refuse_heads(self) -> None:
         head_dim = self._setup.model.head_dim
         if self._setup.device == "cpu" and head_dim not in CPU_HEAD_SIZES:
@@ -183,33 +216,7 @@ class Vllm(_Vllm):
         super().__init__(setup, **fields)
         self._policy = policy
         if policy is not None:
-            self._offload(policy, blocks_per_chunk, offload_prompt_only)
-            if policy not in THEIRS:
-                told = {"policy_fields": dict(policy_fields or {}), "profile": profile, "seed": setup.seed}
-                self._fields["kv_transfer_config"]["kv_connector_extra_config"] |= told
-
-    def _offload(self, policy: str, blocks_per_chunk: int, prompt_only: bool) -> None:
-        setup, chunk_tokens = self._setup, blocks_per_chunk * self._fields["block_size"]
-        on_cpu, chunks = setup.device == "cpu", setup.host_tokens // max(chunk_tokens, 1)
-        if chunk_tokens < 1 or not chunks:
-            raise ConfigError(
-                f"A CPU tier of {setup.host_tokens} tokens holds no chunk of {chunk_tokens}; raise cache.cpu, or set "
-                "baseline.engine.blocks_per_chunk from 1 on."
-            )
-        self._host_tokens = chunks * chunk_tokens
-        chunk_bytes = chunk_tokens * self._per_token
-        extra = {
-            "cpu_bytes_to_use": chunks * (chunk_bytes if on_cpu else ceil_div(chunk_bytes, PAGE_BYTES) * PAGE_BYTES),
-            "eviction_policy": policy,
-            "blocks_per_chunk": blocks_per_chunk,
-            "offload_prompt_only": prompt_only,
-        }
-        ours = {"kv_connector": "PensieveConnector", "kv_connector_module_path": "pensieve.plugins.vllm"}
-        self._fields["kv_transfer_config"] = {
-            **(ours if on_cpu or policy not in THEIRS else {"kv_connector": "OffloadingConnector"}),
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        }
+            self._offload(policy, policy_fields, profile, blocks_per_chunk, offload_prompt_only)
 
     def start(self) -> StartReport:
         self.check()
@@ -320,7 +327,7 @@ class VllmHttp(_Vllm):
             if isinstance(value, bool):
                 options.append(f"--{flag}" if value else f"--no-{flag}")
             else:
-                options += [f"--{flag}", str(value)]
+                options += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
         return options
 
     def answer(self, request: Request, channel: Channel) -> Reply:
