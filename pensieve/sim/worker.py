@@ -244,8 +244,13 @@ class SimulatedWorker:
         for slot, first_chunk, blocks in plan.tables:
             self._tables.setdefault(slot, [])[first_chunk : first_chunk + len(blocks)] = blocks
         blocks_in, blocks_out = self._start_moves(plan.moves, start) if plan.moves else (0, 0)
-        samples = {row.slot: row.sample for row in plan.rows if row.sample is not None}
-        compute_s = self.cost.iteration_s([run for row in plan.rows for run in row.runs], len(samples))
+        samples: dict[int, Sample] = {}
+        runs: list[tuple[int, int]] = []
+        for row in plan.rows:
+            runs += row.runs
+            if row.sample is not None:
+                samples[row.slot] = row.sample
+        compute_s = self.cost.iteration_s(runs, len(samples))
         compute = round(compute_s * 1e9)
         if plan.rows:  # of the overhead, what is still to come
             compute += max(0, self._prepared_ns - start) - round(self._hardware.step_overhead_s * 1e9)
@@ -254,17 +259,21 @@ class SimulatedWorker:
         ended = self._ended(plan.rows, begins, compute)
         self._clock.advance_to(ended)
         ends, took = self._repeat(plan, len(samples), ended) if plan.repeat > 1 else ((), ())
-        drawn = dict(zip(samples, drawn_tokens(samples.values(), 1 + len(ends), self._model.vocab), strict=True))
+        tokens: dict[int, int] = {}
+        further: dict[int, TokenArray[int]] = {}
+        drawn = drawn_tokens(samples.values(), 1 + len(ends), self._model.vocab)
+        for slot, each in zip(samples, drawn, strict=True):
+            tokens[slot], further[slot] = each[0], each[1:]
         return StepResult(
             step=plan.step,
-            tokens={slot: tokens[0] for slot, tokens in drawn.items()},
+            tokens=tokens,
             ended_ns=ended,
             moved=self._moved(),
             compute_ns=compute,
             stall_ns=ended - start - compute,
             h2d_bytes=blocks_in * self._block_bytes,
             d2h_bytes=blocks_out * self._block_bytes,
-            repeats=Repeats(ends, took, {slot: tokens[1:] for slot, tokens in drawn.items()}) if ends else None,
+            repeats=Repeats(ends, took, further) if ends else None,
         )
 
     def _repeat(self, plan: StepPlan, sampled: int, now_ns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -40,6 +40,9 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, islice
 from operator import attrgetter, lt
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pensieve.core.cache.base import NO_LOWER_TIER, Broken, CacheCounters, LowerTier
 from pensieve.core.cache.blocks import ALIVE, BlockPool, CopyRun, OpenCopies, ScatteredPool
 from pensieve.core.cache.victims import Choice, TailIndex, VictimIndex
@@ -475,48 +478,40 @@ def found_in(session: Session, length: int, chunk_tokens: int, early: Collection
     """Where its first `length` positions have KV. early: chunks that were loaded for this very prompt, and so count as on
     CPU."""
     chunks = session.chunks
-    gpu: list[Run] = []
-    cpu: list[Run] = []
     whole = length // chunk_tokens
     if early or not whole or chunks.gpu_len[:whole] != array("i", (chunk_tokens,)) * whole:
         whole = 0
-    else:  # as most turns find their history
-        gpu.append((0, whole * chunk_tokens))
-    starts = range(whole * chunk_tokens, length, chunk_tokens)
-    columns = zip(chunks.gpu_len[whole:], chunks.cpu_len[whole:], starts, strict=False)
-    for index, (gpu_len, cpu_len, start) in enumerate(columns, whole):
-        wanted = min(length - start, chunk_tokens)
-        on_gpu, on_cpu = min(gpu_len, wanted), min(cpu_len, wanted)
-        if index in early:
-            on_gpu, on_cpu = 0, max(on_gpu, on_cpu)
-        if on_gpu:
-            gpu.append((start, start + on_gpu))
-        if on_cpu > on_gpu:
-            cpu.append((start + on_gpu, start + on_cpu))
-    return Found(merged(gpu), merged(cpu))
+    starts = np.arange(whole, min(chunks_of(length, chunk_tokens), len(chunks))) * chunk_tokens
+    wanted, some = np.minimum(length - starts, chunk_tokens), slice(whole, whole + len(starts))
+    on_gpu, on_cpu = np.minimum(chunks.gpu_len[some], wanted), np.minimum(chunks.cpu_len[some], wanted)
+    for index in early:
+        if index < len(starts):
+            on_gpu[index], on_cpu[index] = 0, max(on_gpu[index], on_cpu[index])
+    gpu = _intervals(starts, starts + on_gpu)
+    if whole:  # as most turns find their history
+        gpu = merged(((0, whole * chunk_tokens), *gpu))
+    return Found(gpu, _intervals(starts + on_gpu, starts + on_cpu))
+
+
+def _intervals(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> tuple[Run, ...]:
+    """Ascending intervals without the empty ones, neighbours joined."""
+    there = starts < stops
+    starts, stops = starts[there], stops[there]
+    if not len(starts):
+        return ()
+    apart = starts[1:] != stops[:-1]
+    first, last = np.append(True, apart), np.append(apart, True)
+    return tuple(zip(starts[first].tolist(), stops[last].tolist(), strict=True))
 
 
 def missing_runs(chunks: Chunks, length: int, chunk_tokens: int, cpu_too: bool = False) -> tuple[Run, ...]:
     """Maximal intervals of [0, length) without KV on GPU (swap-ins of the plan being made count as there); with cpu_too,
     without KV in either tier."""
-    there: Iterable[int] = map(max, chunks.gpu_len, chunks.cpu_len) if cpu_too else chunks.gpu_len
-    runs: list[Run] = []
-    begun, start = None, 0
-    for resident in there:
-        if start >= length:
-            break
-        if resident < chunk_tokens and start + resident < length:
-            if begun is not None and resident:
-                runs.append((begun, start))
-                begun = None
-            if begun is None:
-                begun = start + resident
-        elif begun is not None:
-            runs.append((begun, start))
-            begun = None
-        start += chunk_tokens
-    if begun is None and start < length:
-        begun = start
-    if begun is not None:
-        runs.append((begun, length))
-    return tuple(runs)
+    there = np.array(chunks.gpu_len, np.int64)
+    if cpu_too:
+        there = np.maximum(there, chunks.cpu_len)
+    ends = np.arange(1, len(there) + 2) * chunk_tokens
+    ends[-1] = max(length, ends[-1])
+    starts = np.append(ends[:-1] - chunk_tokens + there, ends[-1] - chunk_tokens)
+    starts[-1] = len(there) * chunk_tokens
+    return _intervals(starts, np.minimum(ends, length))

@@ -434,12 +434,11 @@ def _below(runs: tuple[Run, ...], position: int) -> tuple[Run, ...]:
 
 def marginal_s(cost: CostModel, start: int, stop: int, chunk_tokens: int) -> float:
     """Positions [start, stop) of a conversation, computed as part of a longer prefill."""
-    seconds = 0.0
-    while start < stop:
-        end = min(stop, (start // chunk_tokens + 1) * chunk_tokens)
-        seconds += cost.recompute_s(end) * (end - start) / chunk_tokens
+    seconds, recompute_s = 0.0, cost.recompute_s
+    for end in range((start // chunk_tokens + 1) * chunk_tokens, stop, chunk_tokens):
+        seconds += recompute_s(end) * (end - start) / chunk_tokens
         start = end
-    return seconds
+    return seconds + recompute_s(stop) * (stop - start) / chunk_tokens if start < stop else seconds
 
 
 def predicted_s(cost: CostModel, runs: Iterable[tuple[int, int]], chunk_tokens: int) -> float:
