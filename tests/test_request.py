@@ -7,9 +7,10 @@ from array import array
 import numpy as np
 import pytest
 
-from pensieve.core.request import Forced, Free, Length, Request, Sampling, stops_of, tokens_of
+from pensieve.core.request import Forced, Free, Length, Request, Sampling, tokens_of
 from pensieve.errors import CapacityError, ConfigError, ContextLengthError, RequestRefused, refused
 from pensieve.serve.record import TurnRecord
+from pensieve.serve.server.api import stops_of
 
 NAN, INF = float("nan"), float("inf")
 

@@ -143,11 +143,6 @@ class Engine:
         self.facts.at(self.clock.now_ns())
         self.sessions.forget(session, tenant, left)
 
-    def receive(self, session: str, tenant: str, tokens: TokenArray[int], lengths: Sequence[int]) -> int:
-        """See Sessions.receive."""
-        self.facts.at(self.clock.now_ns())
-        return self.sessions.receive(session, tenant, tokens, lengths, self.clock.now_ns())
-
     def step(self, until_ns: int | None) -> list[Event]:
         """Perform one iteration, or finish copies, or reach `until_ns`; returns what requests got."""
         scheduler, worker = self.scheduler, self.worker
@@ -373,7 +368,7 @@ class Sessions:
         self._under_way[name] -= 1
         if not self._under_way[name]:
             del self._under_way[name]
-            self._rests(session, now_ns)
+            self.rests(session, now_ns)
 
     def expect(self, name: str, next_use_s: float | None) -> None:
         """Set when the schedule will ask it again; read by offline policies only."""
@@ -430,20 +425,13 @@ class Sessions:
             else:
                 self._let_go(over)
 
-    def receive(self, name: str, tenant: str, tokens: TokenArray[int], lengths: Sequence[int], now_ns: int) -> int:
-        """Take over KV of a session from another engine (CacheManager.receive). Returns how many tokens of it were
-        taken: 0 while it has a request under way."""
-        if name in self._under_way:
-            return 0
-        now_s = now_ns / 1e9
-        known = self._cache.open(name, now_s, tenant)
-        taken = self._cache.receive(known, tokens, lengths, now_s)
-        self._not_idle(name)
-        self._rests(known, now_ns)
-        return taken
+    def has_request(self, name: str) -> bool:
+        """A request of it is under way."""
+        return name in self._under_way
 
-    def _rests(self, session: Session, now_ns: int) -> None:
+    def rests(self, session: Session, now_ns: int) -> None:
         """Count a session as idle from now on."""
+        self._not_idle(session.name)
         self._idle[session.name] = _Idle(session, len(session.tokens), now_ns)
         self._idle_tokens += len(session.tokens)
 

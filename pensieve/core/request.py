@@ -40,18 +40,6 @@ def tokens_of(values: Iterable[int], vocab: int | None = None) -> TokenArray[int
     return array("i", wide)
 
 
-def stops_of(stop: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Stop strings as callers give them: one, several, or none at all (None or nothing in a list)."""
-    if stop is None:
-        return ()
-    if isinstance(stop, str):
-        return (stop,)
-    try:
-        return tuple(stop)
-    except TypeError as error:
-        raise ConfigError(f"stop is a string or a list of strings, not {stop!r}.") from error
-
-
 def text_of(value: object, name: str) -> str:
     """A string that has an encoding; lone surrogates have none. name: of the argument, for the error."""
     if not isinstance(value, str):

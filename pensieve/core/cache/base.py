@@ -289,11 +289,6 @@ class CacheManager(Inspect):
         child.begin(parent.tokens[:length], parent.computed)
         self.facts.began_as(child)
 
-    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
-        """Take over tokens of an idle session, and KV that came from another machine. lengths: by chunk, the leading offsets
-        that came. Returns the number of tokens whose KV is taken; managers without a CPU tier take none."""
-        return 0
-
     def reorder(self, session: Session) -> None:
         """Sort its chunks among the victims anew: whether a request of it waits has changed, or when it will be asked
         again."""

@@ -292,33 +292,6 @@ class Tiers:
             self.facts.passed_on(pool.tier, held, target.session.number)
         self.update(target, 0, count)
 
-    def split(self, node: Node, upper: Node, count: int) -> None:
-        """Move the node's first `count` chunks to a new node that precedes it; blocks and copies under way stay as they
-        are."""
-        for victims in self._index.values():
-            victims.remove(node)
-        duplicates = [index for index in range(len(node.chunks)) if self.duplicates.pop((node.number, index), None)]
-        upper.start, upper.running, upper.waiting = node.start, node.running, node.waiting
-        upper.chunks = node.chunks.split(count)
-        node.start += count
-        self.copies.split(node, upper, count)
-        for index in duplicates:
-            part, place = (upper, index) if index < count else (node, index - count)
-            self.duplicates[part.number, place] = part
-        for part in (upper, node):
-            for view, victims in self._index.items():
-                victims.changed(part, part.chunks.view.count(view))
-
-    def fill(self, target: Node, source: Node) -> None:
-        """Have idle chunks without KV take over the blocks that another node has for the same content."""
-        old, new = source.chunks, target.chunks
-        for index in range(0 if target.running else min(len(old), len(new))):
-            there = new.gpu[index] != NO_BLOCK or new.cpu[index] != NO_BLOCK or new.copying[index]
-            if not there and old[index].resident_len and not old.copying[index]:
-                new.take(index, old)
-                self._set_views(source, index, bytes(1))
-                self.update(target, index, index + 1)
-
     # -- copies -----------------------------------------------------------------------------------------------------
 
     def copy_out(self, chosen: Choice, waiting: Session | None) -> None:

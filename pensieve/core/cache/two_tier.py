@@ -27,7 +27,6 @@ from pensieve.core.session import (
     Session,
     View,
     chunks_of,
-    common_prefix,
     runs_of,
     tokens_in,
 )
@@ -297,8 +296,7 @@ class TwoTierCache(CacheManager):
             session.extend(suffix)
             if self.policy.observe is not None:
                 self.policy.observe(session, now_s)
-        if self.tiers.shares:
-            self._meet(session, len(session.tokens) - 1)
+        self.meet(session, len(session.tokens) - 1)
         stranded = self._strand(session) if self.tiers.from_tail or self.room.frees else None
         if suffix is None:
             return self._start(session, None, now_s)
@@ -320,10 +318,10 @@ class TwoTierCache(CacheManager):
                 self.tiers.strand(node, start, stop)
         return stranded
 
-    def _meet(self, session: Session, length: int) -> None:
+    def meet(self, session: Session, length: int) -> None:
         """Join what other sessions have of the full chunks in [0, length) of an idle one, where sessions share chunks."""
 
-    def _used(self, session: Session) -> None:
+    def used(self, session: Session) -> None:
         """The chunks of a session are kept for its sake from now on, also those that others have, where sessions share."""
 
     def extend(self, session: Session, length: int, now_s: float) -> tuple[int, tuple[int, ...]] | None:
@@ -345,8 +343,7 @@ class TwoTierCache(CacheManager):
     def _start(self, session: Session, found: Found | None, now_s: float) -> Admission:
         """Reserve blocks for its tokens and one more, and decide which of its chunks are loaded and which computed."""
         tiers, size, length = self.tiers, self.chunk_tokens, len(session.tokens)
-        if tiers.shares:
-            self._used(session)
+        self.used(session)
         leaf, nodes = session.leaf, session.nodes()
         leaf.chunks.add(chunks_of(length + 1, size) - leaf.start - len(leaf.chunks.gpu))
         session.start(now_s)
@@ -441,49 +438,16 @@ class TwoTierCache(CacheManager):
     def release(self, session: Session, now_s: float, finished: bool = True) -> None:
         if not session.running:
             return
-        if self.tiers.shares:
-            self._used(session)
+        self.used(session)
         if finished and self.policy.rest is not None:
             self.policy.rest(session, now_s)
         session.stop(now_s)
         self.facts.rests(session)
         for node in session.nodes():
             self.tiers.unpin(node)
-        if self.tiers.shares:
-            self._meet(session, session.computed)
+        self.meet(session, session.computed)
 
     # -- lifecycle ----------------------------------------------------------------------------------------------------
-
-    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
-        """Store the KV in CPU blocks that are free, or of duplicates, or of the policy's victims. Where these do not
-        suffice, the last chunks get them, which take longest to compute."""
-        size, tiers = self.chunk_tokens, self.tiers
-        chunks = session.chunks
-        keep = common_prefix(session.tokens, tokens)
-        for index, length in enumerate(lengths[: len(chunks)]):
-            if length > chunks[index].resident_len > 0:
-                keep = min(keep, index * size)  # what is there of that chunk gives way to more of it
-        self.facts.room_for(session, now_s)
-        self.truncate(session, keep)
-        session.extend(tokens[keep:])
-        session.advance(len(tokens) - 1)
-        session.leaf.chunks.add(chunks_of(len(tokens), size) - session.leaf.start - len(session.leaf.chunks))
-        chunks = session.chunks
-        wanted = [index for index, length in enumerate(lengths) if length and not chunks[index].resident_len]
-        tiers.free_duplicates(max(0, len(wanted) - tiers.cpu.free))
-        lacking = max(0, len(wanted) - tiers.cpu.free)
-        others = self.room.victims_of_others(tiers.cpu_only, session, View.CPU_ONLY, lacking, now_s)
-        self.room.give_up(others, tiers.drop_cpu)
-        taken = wanted[max(0, len(wanted) - tiers.cpu.free) :]
-        for index, block in zip(taken, tiers.cpu.allocate(len(taken), session.number), strict=True):
-            for node, place, _ in session.in_nodes([(index, index + 1)]):
-                node.chunks.cpu[place], node.chunks.cpu_len[place] = block, lengths[index]
-            self.facts.not_lost(session, index, index + 1)
-        for node in session.nodes():
-            tiers.update(node, 0, len(node.chunks))
-        if tiers.shares:
-            self._meet(session, session.computed)
-        return sum(lengths[index] for index in taken)
 
     def reorder(self, session: Session) -> None:
         if not session.waiting or session.running:
@@ -496,7 +460,7 @@ class TwoTierCache(CacheManager):
         session. The parent keeps their raw tokens, as of chunks that were dropped."""
         super().fork(parent, child, length, takes_kv)
         if self.tiers.shares:
-            self._meet(child, child.computed)
+            self.meet(child, child.computed)
             return
         self.facts.room_for(child, child.last_active_s)
         if takes_kv and not parent.running and not parent.waiting:

@@ -213,7 +213,7 @@ class Scheduler:
     ) -> None:
         """ahead: plans are made while an earlier one is in flight."""
         cache.begin(facts=facts)
-        self.cache, self._room = cache, cache.room
+        self.cache, self.room = cache, cache.room
         self.in_flight: deque[Step] = deque()
         """Plans that are launched and not collected, the oldest first."""
         self.facts = facts
@@ -233,7 +233,7 @@ class Scheduler:
         self._unsent = _Draft()  # admissions that no plan has told the worker of
         cache.room.low = math.ceil(settings.swap_out_start * cache.gpu_blocks)
         cache.room.high = high_watermark(settings.swap_out_stop, cache.gpu_blocks)
-        self._copying = cache.room if strategies.copying is None else strategies.copying(cache.room)
+        self.copying = cache.room if strategies.copying is None else strategies.copying(cache.room)
         self._reserve = math.ceil(settings.admission_reserve * cache.gpu_blocks)
         self.forward = None if strategies.forward is None else strategies.forward(self)
 
@@ -265,12 +265,12 @@ class Scheduler:
         lacking = self._admit(draft, now_s)
         rows = self._compose(draft, now_s)
         head = self.queue.head() if lacking else None
-        self._copying.make_room(None if head is None else head.session, lacking, now_s)
-        while lacking and not self.running and not self._copying.on_its_way(bool(self.in_flight)):
+        self.copying.make_room(None if head is None else head.session, lacking, now_s)
+        while lacking and not self.running and not self.copying.on_its_way(bool(self.in_flight)):
             # Nothing runs and nothing is on its way: lose idle KV rather than stand still, unless what was dropped for
             # want of CPU room is enough. More than once where the policy's choice was the head's own.
             still = self._admit(draft, now_s)
-            if not self.running and still == lacking and not self._room.drop(lacking, now_s):
+            if not self.running and still == lacking and not self.room.drop(lacking, now_s):
                 break
             lacking = still
             rows = self._compose(draft, now_s)
@@ -317,7 +317,7 @@ class Scheduler:
         failing = [*step.members, *self._running_on((*broken.copied, *broken.read))]
         for active, runs in step.rows:
             self.invalidate(active, runs)
-        if self._room.shares:
+        if self.room.shares:
             failing += [active for later in self.in_flight for active in later.admitted]
         return failing
 
@@ -424,9 +424,9 @@ class Scheduler:
                 return 0  # it would not compute anything yet
             session = head.session
             keep = head.kept()
-            if self.running and self._room.awaits(session, head.prompt):
+            if self.running and self.room.awaits(session, head.prompt):
                 return 0
-            lacking = self._lacking(head, keep)
+            lacking = self.lacking(head, keep)
             self.facts.room_for(session, now_s)
             if lacking > 0:
                 if head.arrival not in self._deferred:
@@ -437,10 +437,19 @@ class Scheduler:
             self._start(head, keep, draft, now_s)
         return 0
 
-    def _lacking(self, head: ActiveRequest, keep: int) -> int:
+    @property
+    def loading(self) -> bool:
+        """A request that runs is not computed before what it loads or reads is there, or is about to be."""
+        return bool(self._reading or (self._joining is not None and self._joining.expected))
+
+    def is_deferred(self, active: ActiveRequest) -> bool:
+        """Its blocks were lacking when it was asked last."""
+        return active.arrival in self._deferred
+
+    def lacking(self, head: ActiveRequest, keep: int) -> int:
         """Blocks that its admission takes beyond those available; 0 or less: it fits."""
-        reserve = self._reserve if self.running and self._room.grows else 0
-        return self._room.lacking(head.session, keep, head.prompt) + reserve
+        reserve = self._reserve if self.running and self.room.grows else 0
+        return self.room.lacking(head.session, keep, head.prompt) + reserve
 
     def _start(self, active: ActiveRequest, keep: int, draft: _Draft, now_s: float) -> None:
         """Admit the request, or resume it, into a slot of its own."""
@@ -492,7 +501,7 @@ class Scheduler:
         self, running: Sequence[ActiveRequest], draft: _Draft, now_s: float
     ) -> list[tuple[ActiveRequest, Row]]:
         rows: list[tuple[ActiveRequest, Row]] = []
-        decoded, stores = None, self._room.stores
+        decoded, stores = None, self.room.stores
         for active, count in self.settings.composition(running, self.settings.max_batch_tokens):
             if active.slot is None:
                 continue  # preempted a moment ago, to make room for an earlier one
@@ -514,7 +523,7 @@ class Scheduler:
     ) -> bool:
         """Take a block for the next decoded position. Returns False where the request skips this iteration, or was
         preempted."""
-        cache, room, session = self.cache, self._room, active.session
+        cache, room, session = self.cache, self.room, active.session
         length = active.work[0][1]
         self.facts.room_for(session, now_s)
         while True:
@@ -538,45 +547,10 @@ class Scheduler:
             elif not room.drop(room.chunk_blocks, now_s):
                 return False  # the other blocks are in this very plan; the next iteration preempts
 
-    # -- for how long a plan stays as it is ---------------------------------------------------------------------------
-
     @property
     def next_head(self) -> ActiveRequest | None:
         """Who is admitted next; None where nobody waits, or no slot is free."""
         return self.queue.head() if self._slots else None
-
-    @property
-    def filling_matters(self) -> bool:
-        """Once a decode has filled a block, a plan may admit or copy something."""
-        return self._room.stores_replies or (self._room.shares and self.next_head is not None)
-
-    def blocks_until_change(self, prefills: Sequence[ActiveRequest]) -> float:
-        """How many GPU blocks decodes may take until a plan would admit or copy something, while these prefills go on; below
-        0 where the next one may in any case. A deferred head is admitted no sooner, unless what is prefilled meanwhile may
-        shorten its prompt (shares), or the work under way decides (admit_beyond_budget). See `filling_matters` too."""
-        room, copying, head, lacking = self._room, self._copying, self.next_head, 0
-        if self._reading or (self._joining is not None and self._joining.expected):
-            return -1
-        if room.frees or (room.stores and room.storing(bool(prefills))):
-            return -1
-        if head is not None:
-            if (
-                (room.shares and prefills)
-                or not self.settings.admit_beyond_budget
-                or head.arrival not in self._deferred
-            ):
-                return -1
-            lacking = self._lacking(head, head.kept())
-            if lacking <= 0 or copying.changes_places(head.session):
-                return -1
-        if not room.grows:
-            return math.inf
-        blocks = room.available
-        if not room.can_swap_out:
-            return blocks
-        ahead = copying.begins_below([active.session for active in prefills])
-        wanted = max(ahead, blocks + lacking if lacking else 0)
-        return min(blocks, blocks + room.outgoing - wanted)
 
     def take_block(self, active: ActiveRequest, length: int, now_s: float) -> None:
         """Take the block of a decode that no plan of its own asks for, if it needs one; there is one."""
@@ -601,7 +575,7 @@ class Scheduler:
             return False  # copies to the CPU tier make room without a preemption
         size = cache.chunk_tokens
         needed = sum(active.decoding and active.work[0][0] % size == 0 for active in self.running)
-        return needed * self._room.chunk_blocks > self._room.available
+        return needed * self.room.chunk_blocks > self.room.available
 
     def _latest_not_in(self, rows: list[tuple[ActiveRequest, Row]]) -> ActiveRequest | None:
         """The running request that arrived last, of those that this iteration does not compute yet."""
@@ -611,7 +585,7 @@ class Scheduler:
     def _preempt(self, active: ActiveRequest, now_s: float) -> None:
         self.counters.preempted += 1
         self._wait_again(active, now_s, misread=False)
-        self._room.swap_out_all(active.session, now_s)
+        self.room.swap_out_all(active.session, now_s)
 
     def _wait_again(self, active: ActiveRequest, now_s: float, misread: bool) -> None:
         """Make a running request wait again."""

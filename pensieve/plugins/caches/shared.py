@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
+from pensieve.core.cache.tiers import Tiers
 from pensieve.core.cache.two_tier import TwoTierRoom
 from pensieve.core.request import TokenArray
 from pensieve.core.session import NO_BLOCK, BlockHash, HashChain, Node, Session, Stem, View, chunks_of, common_prefix
@@ -136,6 +137,37 @@ class PrefixTree:
         return []
 
 
+class SharedTiers(Tiers):
+    """Tiers whose nodes are split, and take over what others have of the same content."""
+
+    def split(self, node: Node, upper: Node, count: int) -> None:
+        """Move the node's first `count` chunks to a new node that precedes it; blocks and copies under way stay as they
+        are."""
+        for victims in self._index.values():
+            victims.remove(node)
+        duplicates = [index for index in range(len(node.chunks)) if self.duplicates.pop((node.number, index), None)]
+        upper.start, upper.running, upper.waiting = node.start, node.running, node.waiting
+        upper.chunks = node.chunks.split(count)
+        node.start += count
+        self.copies.split(node, upper, count)
+        for index in duplicates:
+            part, place = (upper, index) if index < count else (node, index - count)
+            self.duplicates[part.number, place] = part
+        for part in (upper, node):
+            for view, victims in self._index.items():
+                victims.changed(part, part.chunks.view.count(view))
+
+    def fill(self, target: Node, source: Node) -> None:
+        """Have idle chunks without KV take over the blocks that another node has for the same content."""
+        old, new = source.chunks, target.chunks
+        for index in range(0 if target.running else min(len(old), len(new))):
+            there = new.gpu[index] != NO_BLOCK or new.cpu[index] != NO_BLOCK or new.copying[index]
+            if not there and old[index].resident_len and not old.copying[index]:
+                new.take(index, old)
+                self._set_views(source, index, bytes(1))
+                self.update(target, index, index + 1)
+
+
 class SharedRoom(TwoTierRoom):
     """As TwoTierRoom, where what the tree has of a prompt needs no block."""
 
@@ -187,6 +219,8 @@ class SharedCache(RestoringCache):
     share: off is RestoringCache. A conversation that is forgotten leaves its nodes; what no other has goes with it.
     """
 
+    tiers: SharedTiers
+
     def __init__(self, *, share: Share = "within-tenant", **others: Any) -> None:
         """Raises ConfigError for a way to share that there is not."""
         if share not in get_args(Share):
@@ -197,11 +231,16 @@ class SharedCache(RestoringCache):
         if self.tiers.shares:
             self.room = SharedRoom(self)
 
+    def _tiers(self, *given: Any) -> Tiers:
+        return SharedTiers(*given)
+
     # -- content ------------------------------------------------------------------------------------------------------
 
-    def _meet(self, session: Session, length: int) -> None:
+    def meet(self, session: Session, length: int) -> None:
         """Have the session's leaf be what it alone has: full chunks in [0, length) that the tree has too are the tree's from
         now on, and others find the rest."""
+        if not self.tiers.shares:
+            return
         names, leaf = session.named(length, self.chunk_tokens), session.leaf
         while leaf.start < len(names):
             other = self.tree.after(leaf.parent).get(names[leaf.start])
@@ -229,7 +268,7 @@ class SharedCache(RestoringCache):
         self.tiers.split(node, stem, count)
         return stem
 
-    def _used(self, session: Session) -> None:
+    def used(self, session: Session) -> None:
         for stem in session.stems():
             self._hold(stem, session)
 

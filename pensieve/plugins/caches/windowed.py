@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pensieve.core.cache.base import CacheManager
 from pensieve.core.cache.blocks import ALIVE, BlockPool
 from pensieve.core.cache.tiers import Tiers
 from pensieve.core.cache.two_tier import Reuse, TwoTierCache, TwoTierRoom
@@ -417,10 +416,6 @@ class WindowedCache(TwoTierCache):
             if count * room.chunk_blocks > room.available:
                 return None
         return super().extend(session, length, now_s)
-
-    def receive(self, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
-        """What another machine sends lacks what has left the window there."""
-        return CacheManager.receive(self, session, tokens, lengths, now_s)
 
     def fork(self, parent: Session, child: Session, length: int, takes_kv: bool) -> None:
         """The child begins without KV: the parent's window is behind it."""

@@ -14,7 +14,7 @@ from pensieve.core.machine import Clock
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, History, Request
 from pensieve.lab.workload.base import Following, exponential
-from pensieve.plugins.cluster.migration import KvTransfer, Migration, lacking
+from pensieve.plugins.cluster.migration import KvTransfer, Migration, lacking, receive
 from pensieve.plugins.cluster.outlook import NEVER_NS, Outlook
 from pensieve.plugins.cluster.routing import LOAD_BLIND, Asked, Router
 from pensieve.serve.record import Transcripts, TurnRecord
@@ -334,7 +334,7 @@ class ClusterSystem:
         self._advance(ns)
         replica = self._replicas[transfer.target]
         self._wake(replica, ns)
-        taken = replica.system.engine.receive(sent.session, sent.tenant, transfer.tokens, transfer.lengths)
+        taken = receive(replica.system.engine, sent.session, sent.tenant, transfer.tokens, transfer.lengths)
         self._received[sent.id] += transfer.count
         self._counted.update(
             {"migrated_tokens": taken, "sent_tokens": transfer.count, "sent_bytes": self._bytes(transfer.count)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.engine import Engine
 from pensieve.core.machine import CostModel
 from pensieve.core.request import TokenArray
-from pensieve.core.session import Session, common_prefix
+from pensieve.core.session import Session, View, chunks_of, common_prefix
 
 When = Literal["never", "cheaper", "always"]
 
@@ -100,3 +103,48 @@ class Migration:
     def failed(self, replica: int) -> None:
         """What is on the way from it or to it never arrives, and takes no interface any more."""
         self._on_the_way = [one for one in self._on_the_way if replica not in (one.source, one.target)]
+
+
+def receive(engine: Engine, name: str, tenant: str, tokens: TokenArray[int], lengths: Sequence[int]) -> int:
+    """Have an engine take over KV of a conversation. lengths: by chunk, the leading offsets that came. Returns the number of
+    tokens whose KV is taken: 0 while the conversation has a request under way, and where no CPU tier keeps whole chunks."""
+    if engine.sessions.has_request(name):
+        return 0
+    now_ns, cache = engine.clock.now_ns(), engine.cache
+    engine.facts.at(now_ns)
+    session, taken = cache.open(name, now_ns / 1e9, tenant), 0
+    if isinstance(cache, TwoTierCache) and not cache.room.frees:
+        taken = _store(cache, session, tokens, lengths, now_ns / 1e9)
+    engine.sessions.rests(session, now_ns)
+    return taken
+
+
+def _store(cache: TwoTierCache, session: Session, tokens: TokenArray[int], lengths: Sequence[int], now_s: float) -> int:
+    """Store the KV in CPU blocks that are free, or of duplicates, or of the policy's victims. Where these do not suffice, the
+    last chunks get them, which take longest to compute."""
+    size, tiers = cache.chunk_tokens, cache.tiers
+    chunks = session.chunks
+    keep = common_prefix(session.tokens, tokens)
+    for index, length in enumerate(lengths[: len(chunks)]):
+        if length > chunks[index].resident_len > 0:
+            keep = min(keep, index * size)  # what is there of that chunk gives way to more of it
+    cache.facts.room_for(session, now_s)
+    cache.truncate(session, keep)
+    session.extend(tokens[keep:])
+    session.advance(len(tokens) - 1)
+    session.leaf.chunks.add(chunks_of(len(tokens), size) - session.leaf.start - len(session.leaf.chunks))
+    chunks = session.chunks
+    wanted = [index for index, length in enumerate(lengths) if length and not chunks[index].resident_len]
+    tiers.free_duplicates(max(0, len(wanted) - tiers.cpu.free))
+    lacking = max(0, len(wanted) - tiers.cpu.free)
+    others = cache.room.victims_of_others(tiers.cpu_only, session, View.CPU_ONLY, lacking, now_s)
+    cache.room.give_up(others, tiers.drop_cpu)
+    taken = wanted[max(0, len(wanted) - tiers.cpu.free) :]
+    for index, block in zip(taken, tiers.cpu.allocate(len(taken), session.number), strict=True):
+        for node, place, _ in session.in_nodes([(index, index + 1)]):
+            node.chunks.cpu[place], node.chunks.cpu_len[place] = block, lengths[index]
+        cache.facts.not_lost(session, index, index + 1)
+    for node in session.nodes():
+        tiers.update(node, 0, len(node.chunks))
+    cache.meet(session, session.computed)
+    return sum(lengths[index] for index in taken)

@@ -8,13 +8,13 @@ import queue
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from pensieve.core.request import Event, Free, Hint, History, Length, Request, Sampling, stops_of, text_of
+from pensieve.core.request import Event, Free, Hint, History, Length, Request, Sampling, text_of
 from pensieve.core.session import common_prefix
 from pensieve.errors import ConfigError, PensieveError, RequestFailed, WorkerError, refused
 from pensieve.lab.compose.explain import explain_crash
@@ -28,6 +28,18 @@ if TYPE_CHECKING:
     from pensieve.serve.server.schemas import Tools
 
 log = logging.getLogger(__name__)
+
+
+def stops_of(stop: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Stop strings as callers give them: one, several, or none at all (None or nothing in a list)."""
+    if stop is None:
+        return ()
+    if isinstance(stop, str):
+        return (stop,)
+    try:
+        return tuple(stop)
+    except TypeError as error:
+        raise ConfigError(f"stop is a string or a list of strings, not {stop!r}.") from error
 
 
 class Server:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import repeat
@@ -181,15 +182,44 @@ class FastForward:
                 lengths.append(len(active.session.tokens))
             further = min(further, left)
         prefills = len(rows) - len(lengths)
-        if scheduler.filling_matters:
+        if scheduler.room.stores_replies or (scheduler.room.shares and scheduler.next_head is not None):
             size = scheduler.cache.chunk_tokens
             further = min(further, *((-length - 1) % size for length in lengths), further)
         if not further or (not prefills and len(rows) < len(scheduler.running)):
             return 1
-        blocks = scheduler.blocks_until_change([active for active, _ in rows[len(lengths) :]])
+        blocks = self._blocks_until_change([active for active, _ in rows[len(lengths) :]])
         if self._blocks_for(lengths, further) > blocks:
             further = max(0, bisect_right(range(further), blocks, key=partial(self._blocks_for, lengths)) - 1)
         return 1 + further if blocks >= 0 else 1
+
+    def _blocks_until_change(self, prefills: Sequence[ActiveRequest]) -> float:
+        """How many GPU blocks decodes may take until a plan would admit or copy something, while these prefills go on; below
+        0 where the next one may in any case. A deferred head is admitted no sooner, unless what is prefilled meanwhile may
+        shorten its prompt (shares), or the work under way decides (admit_beyond_budget)."""
+        scheduler, lacking = self._scheduler, 0
+        room, copying, head = scheduler.room, scheduler.copying, scheduler.next_head
+        if scheduler.loading:
+            return -1
+        if room.frees or (room.stores and room.storing(bool(prefills))):
+            return -1
+        if head is not None:
+            if (
+                (room.shares and prefills)
+                or not scheduler.settings.admit_beyond_budget
+                or not scheduler.is_deferred(head)
+            ):
+                return -1
+            lacking = scheduler.lacking(head, head.kept())
+            if lacking <= 0 or copying.changes_places(head.session):
+                return -1
+        if not room.grows:
+            return math.inf
+        blocks = room.available
+        if not room.can_swap_out:
+            return blocks
+        ahead = copying.begins_below([active.session for active in prefills])
+        wanted = max(ahead, blocks + lacking if lacking else 0)
+        return min(blocks, blocks + room.outgoing - wanted)
 
     def _blocks_for(self, lengths: list[int], further: int) -> int:
         """Blocks that requests whose positions fill blocks up to these lengths take for `further` positions more each."""
