@@ -1,14 +1,12 @@
-"""For all tests: one thread for torch, as workers of pytest-xdist share the cores; MLflow stores are copies of one, options
-chosen together are composed once, and what was imported is not searched for garbage."""
+"""For all tests: one thread for torch, as workers of pytest-xdist share the cores; options chosen
+together are composed once, and what was imported is not searched for garbage."""
 
 import gc
 import os
-import shutil
 import sys
 
 import pytest
 
-from pensieve.lab.results import mlflow_runs
 from tests.composed_once import composing_once
 
 
@@ -49,30 +47,3 @@ def _keep_what_is_imported():
 def _composed_once():
     with composing_once():
         yield
-
-
-@pytest.fixture(scope="session")
-def empty_mlflow(tmp_path_factory):
-    """Copies an empty MLflow database, which MLflow makes in some fifty migrations: two seconds for each test otherwise."""
-    create, template = mlflow_runs._create_database, tmp_path_factory.mktemp("mlflow")
-
-    def copy(outputs):
-        file = template / mlflow_runs.DATABASE_NAME
-        if not file.exists():
-            create(template)
-        shutil.copyfile(file, outputs / f".{file.name}")
-        (outputs / f".{file.name}").replace(outputs / file.name)
-
-    return copy
-
-
-@pytest.fixture(autouse=True)
-def _copied_mlflow(request, monkeypatch, empty_mlflow):
-    """Tests of how a store is made ask for `made_mlflow`."""
-    if "made_mlflow" not in request.fixturenames:
-        monkeypatch.setattr(mlflow_runs, "_create_database", empty_mlflow)
-
-
-@pytest.fixture
-def made_mlflow():
-    """MLflow makes its database itself in this test."""

@@ -19,9 +19,12 @@ from pensieve.lab.results.frame import (
     by_conversation,
     conversation_ends,
     field_of,
+    found_more,
+    gap_closed,
     leaves,
     measured_turns,
     paired,
+    positive_ratio,
     turn_frame,
     values_of,
 )
@@ -60,6 +63,11 @@ def test_a_frame_of_all_turns_and_one_of_no_trials(store):
     assert by_conversation(values_of(empty, "ttft_ms")) == {}
 
 
+def test_of_two_rows_with_one_key_the_later_one_is_kept(store):
+    turns = [turn("a", 1, 5.0), turn("a", 2, 6.0), turn("a", 1, 7.0)]
+    assert frame_of(store, turns, "ttft_ms")["ttft_ms"].to_list() == [6.0, 7.0]
+
+
 def test_what_was_not_counted_has_no_value(store):
     turns = [
         turn("a", 1, tokens=(1, 2), latency_ms=8.0, sent_bytes=6, received_bytes=4),
@@ -74,13 +82,28 @@ def test_what_was_not_counted_has_no_value(store):
 
 
 def test_turns_are_paired_where_both_have_them(store):
-    ours = frame_of(store, [turn("a", 1, 1.0), turn("a", 2, 2.0), turn("a", 3, None), turn("b", 1, 4.0)])
+    ours = frame_of(store, [turn("a", 2, 2.0), turn("a", 1, 1.0), turn("a", 3, None), turn("b", 1, 4.0)])
     theirs = frame_of(ResultsStore(MEMORY), [turn("a", 2, 20.0), turn("a", 1, 10.0), turn("a", 3, 30.0)])
     pairs = paired(values_of(ours, "ttft_ms"), values_of(theirs, "ttft_ms"))
     assert [tuple(row) for row in pairs.to_numpy()] == [(1.0, 10.0), (2.0, 20.0)]
     assert conversation_ends(pairs, last=False)["a"].to_list() == [1.0]
     assert conversation_ends(pairs, last=True)["b"].to_list() == [20.0]
     assert by_conversation(pairs["a"]) == {(0, "a/0"): [1.0, 2.0]}
+    ratio = positive_ratio({(0, "x"): 4.0, (0, "y"): 0.0, (0, "z"): 1.0}, {(0, "x"): 2.0, (0, "y"): 1.0, (0, "z"): 0.0})
+    assert ratio is not None and (ratio.value, ratio.n) == (2.0, 1)
+
+
+def test_the_gap_closed_is_in_tokens_of_all_tiers(store):
+    """Of 100 tokens lru finds 20 and the bound 60: who finds 30 closes a quarter."""
+
+    def found(**hits):
+        known = {"history_tokens": 100, "gpu_hit_tokens": 10, "cpu_hit_tokens": 0, "disk_hit_tokens": 0, **hits}
+        return frame_of(ResultsStore(MEMORY), [turn("a", 1, **known), turn("b", 1, **known)])
+
+    start, policy = found(disk_hit_tokens=10), found(cpu_hit_tokens=5, disk_hit_tokens=15)
+    assert gap_closed(policy, start, {0: 0.6}).value == pytest.approx(0.25)
+    assert gap_closed(policy, start, {0: 0.2}) is None, "lru is at the bound"
+    assert found_more(policy, start).value == pytest.approx(0.1)
 
 
 def test_a_comparison_and_a_claim_give_one_conversation_one_interval():

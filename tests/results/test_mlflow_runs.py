@@ -157,18 +157,24 @@ def test_without_mlflow_one_sentence(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("made_mlflow")
 def test_a_store_whose_maker_died_is_made_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the cache that keeps an empty one cannot be written."""
     pytest.importorskip("mlflow")
-    with monkeypatch.context() as patch:
-        patch.setattr(mlflow_runs.shutil, "copyfile", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        dying = FORK.Process(target=mlflow_runs.client_of, args=(tmp_path,))  # of its own: MLflow remembers files
-        dying.start()
-        dying.join()
-    assert dying.exitcode == -signal.SIGKILL
-    assert not (tmp_path / "mlflow.db").exists()
-    assert list(tmp_path.glob(".mlflow-new-*/mlflow.db"))
-    assert mlflow_runs.client_of(tmp_path) is not None
+    (tmp_path / "file").touch()
+    for cache in (tmp_path / "cache", tmp_path / "file"):
+        outputs = tmp_path / f"outputs of {cache.name}"
+        outputs.mkdir()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        with monkeypatch.context() as patch:
+            patch.setattr(mlflow_runs.shutil, "copyfile", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            dying = FORK.Process(target=mlflow_runs.client_of, args=(outputs,))  # of its own: MLflow remembers files
+            dying.start()
+            dying.join()
+        assert dying.exitcode == -signal.SIGKILL
+        assert not (outputs / "mlflow.db").exists()
+        assert list(outputs.glob(".mlflow-new-*/mlflow.db"))
+        assert mlflow_runs.client_of(outputs) is not None
+    assert list(tmp_path.glob("cache/pensieve/mlflow-*.db"))
 
 
 @pytest.mark.slow
@@ -211,7 +217,6 @@ def test_what_mlflow_missed_is_written_once_its_store_was_moved_away(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("made_mlflow")
 def test_four_processes_that_copy_one_sweep_make_each_run_once(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     store = open_store(tmp_path)

@@ -111,6 +111,7 @@ def test_an_empty_database_has_nothing():
 def test_what_varies_leaves_seeds_out(store):
     assert differences(select_trials(store, "1")) == {"baseline.name", "workload.users"}
     assert differences(select_trials(store, "seed=0")) == {"baseline.name"}
+    assert differences([trial(n, None, repeat=n, experiment_name=str(n)) for n in (1, 2)]) == set()
 
 
 @pytest.mark.parametrize(

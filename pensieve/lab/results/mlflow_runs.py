@@ -15,6 +15,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from math import ceil
@@ -30,6 +31,7 @@ from pensieve.lab.results.frame import axis_value, leaves, swept_axes
 from pensieve.lab.results.identity import counts_for_sweep
 from pensieve.lab.results.schema import Sweep, SweepTrial, Trial, sweep_result
 from pensieve.lab.results.store import ResultsStore, figures_folder, report_file, slo_of
+from pensieve.user_cache import user_cache
 
 if TYPE_CHECKING:
     from pensieve.lab.results.sweep_table import SweepTable
@@ -106,14 +108,26 @@ def _client(outputs: Path, remote: str | None) -> Any:
 
 
 def _create_database(outputs: Path) -> None:
-    """Create it in another folder, then move it: MLflow cannot repair a schema that a dead process left incomplete."""
-    from mlflow import MlflowClient
+    """Copy an empty one, which MLflow makes once for each of its versions: its fifty migrations take a second. What stands in
+    its place is whole: MLflow cannot repair a schema that a dead process left incomplete."""
+    import mlflow
 
-    with tempfile.TemporaryDirectory(prefix=".mlflow-new-", dir=outputs, ignore_cleanup_errors=True) as name:
-        made, closed = Path(name, DATABASE_NAME), Path(name, "closed.db")
-        MlflowClient(tracking_uri=mlflow_url(made.parent)).search_experiments(max_results=1)
-        shutil.copyfile(made, closed)  # MLflow keeps the other one open, under its name
-        closed.replace(outputs / DATABASE_NAME)
+    empty = outputs / f".{DATABASE_NAME}"
+    with suppress(OSError, RuntimeError):  # a cache that cannot be written only costs time
+        user_cache().mkdir(parents=True, exist_ok=True, mode=0o700)
+        empty = user_cache() / f"mlflow-{mlflow.__version__}.db"
+    if not empty.exists():
+        with tempfile.TemporaryDirectory(prefix=".mlflow-new-", dir=outputs, ignore_cleanup_errors=True) as name:
+            made = Path(name, DATABASE_NAME)
+            mlflow.MlflowClient(tracking_uri=f"sqlite:///{made}").search_experiments(max_results=1)
+            _copied_whole(made, empty)  # MLflow keeps the other one open, under its name
+    _copied_whole(empty, outputs / DATABASE_NAME)
+
+
+def _copied_whole(source: Path, place: Path) -> None:
+    partial = place.with_name(f"{place.name}.{os.getpid()}")
+    shutil.copyfile(source, partial)
+    partial.replace(place)
 
 
 def _lock(outputs: Path) -> FileLock:

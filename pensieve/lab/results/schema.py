@@ -337,7 +337,7 @@ BUSY_TIMEOUT_S = 30
 SCHEMA_LOCK_TIMEOUT_S = 60
 _MAGIC = b"SQLite format 3\0"
 _NO_DATABASE = "is damaged, or is no SQLite database; move it away and run again. It was left as it is."
-_SCHEMA_LOCK_KEY = 0x70656E73  # a PostgreSQL advisory lock: any number will do, as long as all of us take the same
+_WRITER_KEY = 0x70656E73  # a PostgreSQL advisory lock: any number will do, as long as all of us take the same
 
 _SENTENCES = (  # part of the driver's message -> what it means, and what to do
     ("not a database", _NO_DATABASE),
@@ -352,7 +352,8 @@ _SENTENCES = (  # part of the driver's message -> what it means, and what to do
 
 
 class Database:
-    """One SQL database. `reading` and `writing` give connections inside a transaction: all of it, or nothing.
+    """One SQL database. `reading` and `writing` give connections inside a transaction: all of it, or nothing. One process
+    writes at a time, also to PostgreSQL, so that what a transaction found stays true until its end.
 
     SQLite opens a connection for each transaction, so that processes may fork and no handle outlives its use, and takes
     the write lock when a writing transaction begins: a reader that turns writer would fail at once, without waiting.
@@ -409,6 +410,8 @@ class Database:
         with self._memory_lock or nullcontext(), self._sentences():
             engine = self.engine.execution_options(pensieve_begin=begin)
             with engine.begin() as connection:
+                if begin == "IMMEDIATE" and not self.sqlite:
+                    connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _WRITER_KEY})
                 yield connection
 
     @contextmanager
@@ -462,9 +465,9 @@ class Database:
                 if self.path is not None:
                     self.alone("PRAGMA journal_mode=WAL")
                 with self.writing() as connection:
-                    if not self.sqlite:
-                        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK_KEY})
-                    self._make_schema(connection)
+                    if _version(connection) is None:  # another process may have been faster
+                        Base.metadata.create_all(connection)
+                        connection.execute(insert(version_table).values(version_num=SCHEMA_VERSION))
         except Timeout:
             raise ResultsError(
                 f"Another process has been creating {self.shown} for {SCHEMA_LOCK_TIMEOUT_S} s; "
@@ -475,12 +478,6 @@ class Database:
                 f"The results database {self.shown} cannot be created ({error.strerror or error}); give this user write "
                 "permission on its folder, or set PENSIEVE_OUTPUTS to another folder."
             ) from None
-
-    def _make_schema(self, connection: Connection) -> None:
-        """All or nothing, under the lock: another process may have been faster."""
-        if _version(connection) is None:
-            Base.metadata.create_all(connection)
-            connection.execute(insert(version_table).values(version_num=SCHEMA_VERSION))
 
     def _found_version(self) -> str | None:
         """The schema's version, None where there is no schema yet. Raises ResultsError where it is someone else's."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -16,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import URL, ColumnElement, Connection, Row, Select, Table, delete, func, insert, select, update
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, aliased
 
 from pensieve.core.plan import Tier
@@ -38,7 +35,7 @@ from pensieve.lab.results.schema import (
     sweep_result,
     turn_table,
 )
-from pensieve.lab.results.tokens import read_tokens
+from pensieve.lab.results.tokens import put_times
 from pensieve.serve.record import PREPARING, TurnRecord
 
 T = TypeVar("T")
@@ -148,26 +145,21 @@ class ResultsStore:
             "started_at": _now(), "finished_at": None,
         }  # fmt: skip
         same = select(Sweep).where((Sweep.key == key) | Sweep.key.startswith(f"{key}{_AGAIN}", autoescape=True))
-        for _ in range(2):
-            try:
-                with self._session(write=True) as session:
-                    sweeps = list(session.scalars(same.order_by(Sweep.id)))
-                    again = [one for one in sweeps if one.key != key]
-                    if anew:
-                        left = (one for one in reversed(again) if one.status != "completed")
-                        found = next((one for one in left if not _is_run(session.connection(), one)), None)
-                    else:
-                        found = min(sweeps, key=lambda one: (one.key != key, one.id), default=None)
-                    if found is None:
-                        own = f"{key}{_AGAIN}{1 + len(again)}" if anew else key
-                        return _inserted_id(session.connection(), Sweep, {**values, "key": own})
-                    if anew:
-                        _unlink_others(session.connection(), found.id)
-                    session.execute(update(Sweep).where(Sweep.id == found.id).values(**values))
-                    return int(found.id)
-            except IntegrityError:
-                continue  # another process inserted the same key in between: now it is found
-        raise ResultsError(f"The sweep {name} cannot be recorded: another process keeps opening it; run it once.")
+        with self._session(write=True) as session:
+            sweeps = list(session.scalars(same.order_by(Sweep.id)))
+            again = [one for one in sweeps if one.key != key]
+            if anew:
+                left = (one for one in reversed(again) if one.status != "completed")
+                found = next((one for one in left if not _is_run(session.connection(), one)), None)
+            else:
+                found = min(sweeps, key=lambda one: (one.key != key, one.id), default=None)
+            if found is None:
+                own = f"{key}{_AGAIN}{1 + len(again)}" if anew else key
+                return _inserted_id(session.connection(), Sweep, {**values, "key": own})
+            if anew:
+                _unlink_others(session.connection(), found.id)
+            session.execute(update(Sweep).where(Sweep.id == found.id).values(**values))
+            return int(found.id)
 
     def set_sweep(self, sweep_id: int, **fields: Any) -> None:
         """Change columns; a status other than running also sets finished_at."""
@@ -280,25 +272,20 @@ class ResultsStore:
         now, owner, fingerprint = _now(), this_process(), fields["fingerprint"]
         own = {"started_at": now, "heartbeat_at": now, "status": "running", **asdict(owner)}
         same = Trial.fingerprint == fingerprint
-        for _ in range(3):
-            try:
-                with self.database.writing() as connection:
-                    _interrupt_dead(connection, now, same)
-                    running = select(Trial.id, Trial.pid, Trial.host).where(same, Trial.status == "running")
-                    if (alive := connection.execute(running).first()) is not None:
-                        raise TrialRunning(
-                            f"This trial is running already (trial {alive.id}, process {alive.pid} on {alive.host}); "
-                            "it has to end first."
-                        )
-                    current = select(current_trial.c.id).where(current_trial.c.fingerprint == fingerprint)
-                    done = None if again else connection.scalar(current)
-                    if done is None:
-                        attempt = (connection.scalar(select(func.max(Trial.attempt)).where(same)) or 0) + 1
-                        return _inserted_id(connection, Trial, {**_TRIAL_DEFAULTS, **fields, **own, "attempt": attempt})
-            except IntegrityError:
-                continue  # another process began the same fingerprint in between (not possible on SQLite)
-            return self.trial(int(done))
-        raise ResultsError("This trial cannot be recorded: other processes keep beginning it; run it once.")
+        with self.database.writing() as connection:
+            _interrupt_dead(connection, now, same)
+            running = select(Trial.id, Trial.pid, Trial.host).where(same, Trial.status == "running")
+            if (alive := connection.execute(running).first()) is not None:
+                raise TrialRunning(
+                    f"This trial is running already (trial {alive.id}, process {alive.pid} on {alive.host}); "
+                    "it has to end first."
+                )
+            current = select(current_trial.c.id).where(current_trial.c.fingerprint == fingerprint)
+            done = None if again else connection.scalar(current)
+            if done is None:
+                attempt = (connection.scalar(select(func.max(Trial.attempt)).where(same)) or 0) + 1
+                return _inserted_id(connection, Trial, {**_TRIAL_DEFAULTS, **fields, **own, "attempt": attempt})
+        return self.trial(int(done))
 
     def heartbeat(self, trial_id: int) -> None:
         """Record that the trial is alive. Call it more often than environment.HEARTBEAT_LIMIT."""
@@ -472,16 +459,9 @@ class ResultsStore:
     def _records(self, trial_id: int) -> Sequence[TurnRecord]:
         """The recorded turns, with the times of their tokens where the token file is still there."""
         records = [TurnRecord(**row._mapping) for row in self.turns_of(trial_id)]
-        tokens = {}
         for artifact in self.artifacts_of(trial_id, "tokens"):
             with suppress(ResultsError):
-                tokens = read_tokens(artifact.path)
-        times = Counter((record.session, record.turn) for record in records)
-        for record in records:
-            key = (record.session, record.turn)
-            if times[key] == 1 and key in tokens:  # a turn that ran several times has one entry in the file
-                emitted = tokens[key].emitted_s
-                record.emitted_s = array("d", emitted[emitted == emitted])
+                put_times(records, artifact.path)
         return records
 
     def turns_of(self, trial_id: int, *columns: str) -> Sequence[Row[Any]]:
