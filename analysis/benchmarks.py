@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from analysis import style
 from analysis.forms import Form
 from analysis.quantities import moved
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Panel, Source
-from pensieve.errors import MissingSeries
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.store import JobResult
-from pensieve.lab.statistics import Estimate, paired_ratio
-
-SEQUENTIAL, PIPELINED = "sequential", "pipelined"
-Measured = tuple[JobResult, MetricValue]
+from pensieve.lab.statistics import Estimate
 
 # A backend has one colour everywhere: ours those of Pensieve, and plain ones that of the baseline that forgets.
 _COLOURS = {
@@ -27,127 +23,71 @@ _COLOURS = {
     "contiguous": "#E69F00",
     "copied_out": "#D55E00",
     "one_at_a_time": "#332288",
-    "one_run": "#56B4E9",
     "transformers": "#882255",
 }
 
 
-def cases(source: Source, form: Form, *, target: str, needed: Sequence[str] = ()) -> Iterator[Plot]:
-    """Every case with all its backends, as multiples of its limit, in the order in which they were measured. needed: only
-    cases of these backends, which must have all of them.
-
-    Raises MissingSeries where a case has no limit, or lacks a backend that is needed or asked for; a peer that this machine
-    does not have is absent, and the caption says so.
-    """
-    found, absent = _measured(source, target, needed)
-    every = [one for own in found.values() for one in own]
-    names = sorted({name for job, metric in every for name in _beside(job, metric)})
-    rows = [row for own in found.values() for row in _case(own, names)]
-    counts = sorted(row["n"] for row in rows)
-    limits = " / ".join(dict.fromkeys(row["floor_is"] for row in rows if row["floor_is"]))
-    backends = dict.fromkeys(job.last.baseline for job, _ in every)
-    words = {
-        "n": str(counts[0]) if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]}",
-        "limits": limits or "see the CSV",
-        "without": "".join(f"; without {name}: {why}" for name, why in absent.items() if name not in backends),
-    }
-    trials = {job.trial.id: job.trial for job, _ in every if job.trial}
-    cells = [Cell(name, {}, [one for one in trials.values() if one.baseline == name]) for name in backends]
-    yield Plot(Panel(source.sweep, {}, cells, source.trace(list(trials.values()))), rows, words=words)
-
-
-def _measured(source: Source, target: str, needed: Sequence[str]) -> tuple[dict[str, list[Measured]], dict[str, str]]:
-    """By case, and the backends that could not run here, with why."""
-    command = f"python runners/bench.py target={target}"
-    jobs = [job for job in source.jobs if job.last.workload == f"bench_{target}"]
-    chosen = [job for job in jobs if not source.wanted or job.last.baseline in {*source.wanted, *needed}]
-    found: dict[str, list[Measured]] = {}
-    absent: dict[str, str] = {}
-    for job in chosen:
-        bench = (job.last.config or {}).get("bench") or {}
-        metric = job.metrics.get((bench.get("metric", ""), bench.get("case", "")))
-        if job.trial is None or metric is None or metric.value is None:
-            absent.setdefault(job.last.baseline, (job.last.error or "not measured").rstrip("."))
-        else:
-            found.setdefault(metric.label, []).append((job, metric))
-    if needed:
-        found = {label: own for label, own in found.items() if any(job.last.baseline in needed for job, _ in own)}
+def cases(source: Source, form: Form, *, target: str) -> Iterator[Plot]:
+    """Every case that is a time with all its backends, as multiples of its limit, in the order in which they were measured.
+    Raises MissingSeries where there is none; a backend that failed is left out, and the caption says why."""
+    jobs = [job for job in source.jobs if job.last.baseline in source.baselines()]
+    every = [(job, _main(job)) for job in jobs if job.last.workload == f"bench_{target}"]
+    found = [(job, one) for job, one in every if one is not None and one.unit == "ms"]
     if not found:
-        again = source.sweep.command or command
-        raise MissingSeries(f"Sweep {source.sweep.id} has no completed case of {target}; run `{again}`.")
-    for label, measured in found.items():
-        for backend in (*needed, *source.wanted):
-            if backend not in {job.last.baseline for job, _ in measured}:
-                why = f" ({absent[backend]})" if backend in absent else ""
-                raise MissingSeries(
-                    f"Sweep {source.sweep.id} has no {target} measurement of {backend} for {label}{why}; run `{command}`."
-                )
-        if not any(metric.limit_value for _, metric in measured):
-            raise MissingSeries(
-                f"Case {label} of {target} in sweep {source.sweep.id} has no limit beside it; run `{command}`."
-            )
-    return found, absent
-
-
-def _beside(job: JobResult, metric: MetricValue) -> dict[str, float | None]:
-    """Further numbers about it, by name."""
-    return {name: one.value for (name, of), one in job.metrics.items() if of == metric.label and name != metric.name}
-
-
-def _case(measured: Sequence[Measured], names: Sequence[str]) -> Iterator[Row]:
-    """time: the median over repetitions; over_floor: that over the case's limit, which was measured in the same run."""
-    floor = next(metric.limit_value for _, metric in measured if metric.limit_value)
-    floor_is = str((measured[0][0].last.flags or {}).get("floor_is", ""))
-    faster = _speed_up(measured)
-    for job, metric in measured:
-        backend, figures = job.last.baseline, _beside(job, metric)
-        time = Estimate(metric.value or 0.0, metric.ci_low, metric.ci_high, metric.n or 0, 1)
-        over = moved(time, lambda own: own / floor)
-        text = f"{digits(time.value)} {metric.unit}"
-        if faster is None:
-            text += f" ({digits(over.value)}×)"
-        elif backend == PIPELINED:
-            overlap = figures.get("overlap_pct")
-            text += f", {faster.value:.2f}× faster" + ("" if overlap is None else f", {overlap:.0f} % overlap")
-        yield {
-            "case": metric.label,
-            "backend": backend,
-            "unit": metric.unit,
-            "time": time.value,
-            "ci_low": time.ci_low,
-            "ci_high": time.ci_high,
-            "n": time.n,
-            "floor": floor,
-            "over_floor": over,
-            "floor_is": floor_is,
-            **{name: figures.get(name) for name in names},
-            "trials": str(job.trial.id if job.trial else ""),
-            **_speed_columns(faster),
-            "_section": metric.label,
-            "_name": backend,
-            "_colour": _COLOURS.get(backend) or style.colour(backend),
-            "_over_floor_text": text,
-        }
-
-
-def _speed_up(measured: Sequence[Measured]) -> Estimate | None:
-    """How many times as long the sequential one takes, paired by repetition, since the two were interleaved."""
-    values = {
-        job.last.baseline: [
-            float(one) for one in ((job.trial and job.trial.engine) or {}).get("values") or [metric.value]
-        ]
-        for job, metric in measured
+        raise source.lacks(f"completed case of {target}")
+    names = sorted({name for job, _ in found for name in _beside(job)})
+    rows = [_row(job, one, names) for job, one in found]
+    trials = [job.trial for job, _ in found if job.trial]
+    backends = dict.fromkeys(trial.baseline for trial in trials)
+    cells = [Cell(name, {}, [one for one in trials if one.baseline == name]) for name in backends]
+    failed = {job.last.baseline: job.last.error for job, _ in every if job.last.error}
+    left_out = [f"{name} ({why.rstrip('.')})" for name, why in failed.items() if name not in backends and why]
+    counts = sorted(row["n"] for row in rows)
+    words = {
+        "n": "-".join(map(str, dict.fromkeys((counts[0], counts[-1])))),
+        "limits": " / ".join(dict.fromkeys(row["floor_is"] for row in rows)),
     }
-    if not {SEQUENTIAL, PIPELINED} <= set(values):
-        return None
-    sides = ({(0, str(at)): one for at, one in enumerate(values[name])} for name in (SEQUENTIAL, PIPELINED))
-    return paired_ratio(*sides)
+    yield Plot(Panel(source.sweep, {}, cells, source.trace(trials), left_out), rows, words=words)
 
 
-def _speed_columns(faster: Estimate | None) -> Mapping[str, float | None]:
-    if faster is None:
-        return {}
-    return {"speed_up": faster.value, "speed_up_ci_low": faster.ci_low, "speed_up_ci_high": faster.ci_high}
+def _main(job: JobResult) -> MetricValue | None:
+    """What the case is about; None where the backend gave nothing."""
+    bench = (job.last.config or {}).get("bench") or {}
+    metric = job.metrics.get((bench.get("metric", ""), bench.get("case", "")))
+    return metric if job.trial and metric and metric.value is not None and metric.limit_value else None
+
+
+def _beside(job: JobResult) -> dict[str, float | None]:
+    """Further numbers about the case, by name."""
+    main = (job.last.config or {})["bench"]["metric"]
+    return {name: one.value for (name, _), one in job.metrics.items() if name != main}
+
+
+def _row(job: JobResult, metric: MetricValue, names: Sequence[str]) -> Row:
+    """time: the median over repetitions; over_floor: that over the case's limit, which was measured in the same run."""
+    time, floor = (
+        Estimate(metric.value or 0.0, metric.ci_low, metric.ci_high, metric.n or 0, 1),
+        metric.limit_value or 1.0,
+    )
+    over, beside = moved(time, lambda own: own / floor), _beside(job)
+    return {
+        "case": metric.label,
+        "backend": job.last.baseline,
+        "unit": metric.unit,
+        "time": time.value,
+        "ci_low": time.ci_low,
+        "ci_high": time.ci_high,
+        "n": time.n,
+        "floor": floor,
+        "over_floor": over,
+        "floor_is": str((job.last.flags or {}).get("floor_is", "")),
+        **{name: beside.get(name) for name in names},
+        "trials": str(job.trial.id if job.trial else ""),
+        "_section": metric.label,
+        "_name": job.last.baseline,
+        "_colour": _COLOURS.get(job.last.baseline) or style.colour(job.last.baseline),
+        "_over_floor_text": f"{digits(time.value)} {metric.unit} ({digits(over.value)}×)",
+    }
 
 
 def digits(value: float) -> str:

@@ -1,7 +1,4 @@
-"""The figures that a sweep supports, all of them or those that are named: python analysis/figures.py [NAME ...] [--sweep ID]
-
-What a sweep does not support is named in a line, with the command that makes it.
-"""
+"""Draw the figures that a sweep supports, or those that are named: python analysis/figures.py [NAME ...] [--sweep ID]"""
 
 from __future__ import annotations
 
@@ -42,8 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             drawings, failed = draw_all(source, _folder_of(options, source.sweep.id))
             problems.extend(failed)
             _print_paths(drawings)
-            for line in not_drawn(source, options.missing):
-                print(line, file=sys.stderr)
+            others = sum(not (figure.asked or figure.applies(source)) for figure in registry.FIGURES.values())
+            if others:
+                print(f"{others} figures need other experiments (--help names them).", file=sys.stderr)
             if not drawings and not failed:
                 print(f"Sweep {source.sweep.id} supports no figure; `{source.command}` completes it.", file=sys.stderr)
 
@@ -71,18 +69,6 @@ def draw_all(source: Source, folder: Path) -> tuple[list[Drawing], list[str]]:
             fault = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
             problems.append(f"{figure.name}: the figure has a fault, please report it: {fault}")
     return drawings, problems
-
-
-def not_drawn(source: Source, named: bool) -> list[str]:
-    """How many figures need other experiments; named: which, a line for each command that makes some of them."""
-    names: dict[str, list[str]] = {}
-    for figure in registry.FIGURES.values():
-        if not figure.asked and not figure.applies(source):
-            names.setdefault(figure.command, []).append(figure.name)
-    if named:
-        return [f"not drawn: {', '.join(found)}; run `{command}`" for command, found in names.items()]
-    count = sum(map(len, names.values()))
-    return [f"{count} figures need other experiments (--missing names them)."] if count else []
 
 
 def _folder_of(options: argparse.Namespace, sweep_id: int) -> Path:
@@ -198,7 +184,9 @@ def chosen_source(store: ResultsStore, options: argparse.Namespace, sweep_id: in
 
 
 def _parser() -> argparse.ArgumentParser:
-    shown = "\n".join(f"  {figure.name:20} {figure.shows}" for figure in registry.FIGURES.values())
+    shown = "\n".join(
+        f"  {figure.name:20} {figure.shows}\n{'':23}{figure.command}" for figure in registry.FIGURES.values()
+    )
     found = source_options(f"Draw the figures of a sweep: all that it supports, or those that are named.\n\n{shown}")
     found.add_argument(
         "names", nargs="*", metavar="NAME", help="figures to draw (default: all that the sweep supports)"
@@ -209,9 +197,6 @@ def _parser() -> argparse.ArgumentParser:
         help="further sweeps of the same overlay, read as one with it: each system at loads of its own",
     )  # fmt: skip
     found.add_argument("--to", type=Path, help="folder to write to (default: figures/sweep-ID in the outputs folder)")
-    found.add_argument(
-        "--missing", action="store_true", help="name the figures that need other experiments, with commands"
-    )
     return found
 
 

@@ -25,7 +25,6 @@ from analysis.sweep import NO_VALUE, Cell, Source, in_order, number
 from pensieve.lab import tables
 from pensieve.lab.statistics import Estimate
 
-DOTTED: dict[str, Any] = {"linewidth": 0.9, "linestyle": (0, (1, 1.5))}
 DASHED: dict[str, Any] = {"linewidth": 1.0, "linestyle": (0, (3, 1.5))}
 Points = Sequence[tuple[float, Estimate]]
 
@@ -50,15 +49,6 @@ class Axis(BaseModel, frozen=True, extra="forbid"):
         return cell.at[self.axis] if found is None else int(found) if self.whole else found
 
 
-class Series(Quantity, frozen=True):
-    """A quantity of a line. over: what it stands over, where that is not the figure's own axis; diagonal: both are equal on a
-    dotted line. dotted: on the axes of the quantity before."""
-
-    over: Axis | None = None
-    diagonal: bool = False
-    dotted: bool = False
-
-
 class Form(BaseModel, extra="forbid"):
     """A table; and what all forms share.
 
@@ -70,7 +60,7 @@ class Form(BaseModel, extra="forbid"):
 
     lead: str
     rows: str = "analysis.forms.cells"
-    quantities: list[Series] = []
+    quantities: list[Quantity] = []
     along: Axis | list[Axis] | None = None
     by: Axis | None = None
     facet: str = ""
@@ -191,81 +181,54 @@ def cells(source: Source, form: Form) -> Iterator[Plot]:
 class Lines(Form):
     """A line a baseline, or a value of the axis `by`. Each quantity that `says` something has axes of its own, in each facet.
 
-    beside: axes next to each other. log: never from zero; False: always; else where only a logarithm shows all. band: an
-    interval is a band. crosses: a count among the quantities, and its name; a line has a cross where it is first above 0.
+    over: what they stand over, where that is not `along`. log: never from zero; False: always; else where only a logarithm
+    shows all. band: an interval is a band. crosses: a count among the quantities, and its name: a line has a cross at the
+    first above 0.
     """
 
-    beside: bool = False
+    over: Axis | None = None
     log: bool | None = None
     band: bool = False
     crosses: tuple[str, str] | None = None
 
     def drawn(self, rows: Sequence[Row]) -> Picture:
-        names = list(dict.fromkeys(row.get("_line", row["baseline"]) for row in rows))
         every = self.along if isinstance(self.along, list) else [self.along]
-        along = next((axis for axis in every if axis and axis.column in rows[0]), Axis(axis=""))
-        facets = [one for one in self.facets if any(_known(row, self.quantities) for row in self._in(rows, one))]
+        axis = self.over or next((one for one in every if one and one.column in rows[0]), Axis(axis=""))
+        rows = [row for row in rows if shown(axis.column, row) is not None]
+        names = list(dict.fromkeys(row.get("_line", row["baseline"]) for row in rows))
         panes = [
-            (facet, one, one.over or along)
-            for facet in facets
+            (own, one, one.says.replace("{}", facet))
+            for facet in self.facets
+            if (own := [row for row in rows if not self.facet or row[self.facet] == facet])
             for one in self.quantities
-            if one.says and (one.over is None or all(shown(one.over.column, row) for row in rows))
+            if one.says and any(shown(one.name, row) is not None for row in own)
         ]
-        panes.sort(key=lambda pane: pane[1].diagonal)  # last, wherever the CSV has it
-        shape = (1, len(panes)) if self.beside else (len(panes), 1)
-        shared = len({axis.column for *_, axis in panes}) == 1
-        picture, grid = style.new_grid(max(2.0, 0.6 + shape[0]), *shape, sharex=shared, sharey=self.beside)
-        for place, (axes, (facet, one, axis)) in enumerate(zip(picture.axes, panes, strict=True)):
+        picture, grid = style.new_grid(max(2.0, 0.6 + len(panes)), len(panes), sharex=True)
+        at = _steps(rows, axis)
+        for [axes], (own, one, says) in zip(grid, panes, strict=True):
             axes.set_ymargin(0.12)  # the highest marker whole
-            own = self._in(rows, facet)
-            self._lines(axes, own, names, one, axis)
-            if axes in [row[0] for row in grid]:
-                axes.set_ylabel(one.says.replace("{}", facet))
-            if self.beside and facet:
-                axes.set_title(facet, fontweight="bold", color=style.GREY)
-            if axes in grid[-1] or axis != panes[place + 1][2]:
-                axes.set_xlabel(axis.says)
-            _ticks(axes, _steps(rows, axis), any(isinstance(row.get(axis.column), str) for row in rows), axis)
+            axes.set_ylabel(says)
+            self._lines(axes, own, names, one, [at[str(shown(axis.column, row))] for row in own])
+        grid[-1][0].set_xlabel(axis.says)
+        _ticks(grid[-1][0], at, any(isinstance(row.get(axis.column), str) for row in rows), axis)
         style.legend(picture)
         return picture
 
-    def _in(self, rows: Sequence[Row], facet: str) -> list[Row]:
-        return [row for row in rows if not self.facet or row[self.facet] == facet]
-
-    def _lines(self, axes: Axes, rows: Sequence[Row], names: Sequence[str], one: Series, axis: Axis) -> None:
-        at, dotted = _steps(rows, axis), [other for other in self.quantities if other.dotted]
-        drawn: list[float] = []
+    def _lines(self, axes: Axes, rows: Sequence[Row], names: Sequence[str], one: Quantity, xs: Sequence[float]) -> None:
+        known = [
+            (row, x, found) for row, x in zip(rows, xs, strict=True) if (found := shown(one.name, row)) is not None
+        ]
         for order, (name, look) in enumerate(style.looks(names).items()):
-            own = [row for row in rows if row.get("_line", row["baseline"]) == name]
-            for other in (one, *dotted):
-                known = [(row, found) for row in own if (found := shown(other.name, row)) is not None]
-                points = [(at[str(shown(axis.column, row))], estimate(found)) for row, found in known]
-                if points and other.dotted:
-                    xy = zip(*((x, found.value) for x, found in points), strict=True)
-                    axes.plot(*xy, color=look[0], gid=f"{name}/{other.text}", **DOTTED)
-                elif points:
-                    _line(axes, name, points, look, order, self.band)
-                    self._cross(axes, name, look[0], known, points)
-                drawn += [found.value for _, found in points]
-        for other in dotted:
-            axes.plot([], [], color=style.GREY, label=other.text, **DOTTED)
-        if one.diagonal:
-            most = [0, max(at.values())]
-            axes.plot(most, most, color=style.GREY, gid="all offered", **DOTTED)
-        if self.log or (self.log is None and wide(drawn)):
+            own = [(row, x, estimate(found)) for row, x, found in known if row.get("_line", row["baseline"]) == name]
+            if own:
+                _line(axes, name, [(x, found) for _, x, found in own], look, order, self.band)
+            count, text = self.crosses or ("", "")
+            for x, found in [(x, found) for row, x, found in own if count and value_of(row[count])][:1]:
+                axes.plot(x, found.value, "x", color=look[0], markersize=9, gid=f"{name}/{text}", label=text)
+        if self.log or (self.log is None and wide([estimate(found).value for *_, found in known])):
             plain_log(axes)
         else:
             axes.set_ylim(bottom=0)
-
-    def _cross(
-        self, axes: Axes, name: str, colour: str, known: Sequence[tuple[Row, Any]], points: Sequence[Any]
-    ) -> None:
-        count, text = self.crosses or ("", "")
-        first = next(
-            (point for (row, _), point in zip(known, points, strict=True) if count and value_of(row[count])), None
-        )
-        if first is not None:
-            axes.plot(first[0], first[1].value, "x", color=colour, markersize=9, gid=f"{name}/{text}", label=text)
 
 
 def _known(row: Row, quantities: Sequence[Quantity]) -> bool:
@@ -363,7 +326,7 @@ class Side(BaseModel, extra="forbid"):
     parts: by label, their columns; or the one column that holds the labels, where a bar's parts are rows. per: so many of a
     part are one. ends: what has an interval between two parts. mark: a column whose value is marked on the bar. line: a value
     at which a line stands; line_says: its name. origin: where bars begin. limits: of the axes; least: what they show at most
-    below the origin. nothing: stands where a baseline has none of them, or all are 0.
+    below the origin.
     """
 
     says: str
@@ -377,7 +340,6 @@ class Side(BaseModel, extra="forbid"):
     origin: float = 0.0
     limits: tuple[float, float] | None = None
     least: float | None = None
-    nothing: str = ""
 
     def bars(self, rows: Sequence[Row], at: str) -> list[Bar]:
         """Of one group; `at` names it."""
@@ -386,9 +348,9 @@ class Side(BaseModel, extra="forbid"):
         found = []
         for row, one in ((row, one) for row in rows for one in self.quantities if one.drawn):
             own, gid, hatched = shown(one.name, row), f"{at}/{one.name}", row.get("_hatched", one.hatched)
-            if own is not None and (value_of(own) or not self.nothing):
+            if own is not None:
                 found.append(Bar(estimate(own), row.get(f"_{one.name}_text", one.shown(own)), gid, hatched))
-        return found or ([Bar(estimate(None), self.nothing, f"{at}/nothing")] if self.nothing else [])
+        return found
 
     def _stack(self, rows: Sequence[Row], gid: str) -> Bar:
         if isinstance(self.parts, str):
@@ -465,14 +427,15 @@ class Bars(Form):
             for axes, side in zip(line, sides, strict=True):
                 axes.set_ylim(height, 0)
                 values[side.says] += self._groups(axes, side, section, groups, rooms[section], names=axes is line[0])
-                _mark_value(axes, side)
+                if side.line is not None:
+                    axes.axvline(side.line, color=style.WARNING, linewidth=1.1, gid="line", zorder=0)
         for axes, side in zip(grid[-1], sides, strict=True):
             side.scale(axes, [one for one in values[side.says] if one], 3 if len(sides) > 1 else 5)
         marked = any(row.get(side.mark) is not None for side in sides for row in rows)
         handles: list[Any] = list(style.parts_key([part for part in style.PARTS if part in _parts(sides, rows)]))
         handles += [Line2D([], [], **_MARK, label=BOUND)] * marked
         named = dict.fromkeys(side.line_says for side in sides if side.line_says)
-        handles += [Line2D([], [], color="black", label=name, **DASHED) for name in named]
+        handles += [Line2D([], [], color=style.WARNING, label=name) for name in named]
         if handles:
             style.legend(picture, handles)
         return picture
@@ -514,13 +477,6 @@ def _name(row: Row) -> str:
 def _parts(sides: Sequence[Side], rows: Sequence[Row]) -> set[str]:
     """Their labels."""
     return {part for side in sides for row in rows if side.parts for bar in side.bars([row], "") for part in bar.parts}
-
-
-def _mark_value(axes: Axes, side: Side) -> None:
-    if side.line is not None and side.line_says:
-        axes.axvline(side.line, color="black", gid="line", zorder=0, **DASHED)
-    elif side.line is not None:
-        axes.axvline(side.line, color=style.WARNING, linewidth=1.1, gid="limit")
 
 
 def _bar(axes: Axes, one: Bar, y: float, origin: float, colour: str) -> None:

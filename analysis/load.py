@@ -15,12 +15,11 @@ from pensieve.lab.compose.folder import conf_folder
 from pensieve.lab.metrics import Slo
 from pensieve.lab.results.claims import Claim, rates_at, read_claims, unmet
 from pensieve.lab.results.frame import TrialGroup, positive_ratio
-from pensieve.lab.results.notes import load_changed, starting
+from pensieve.lab.results.notes import load_changed
 from pensieve.lab.results.notes import offered_rate as rate_of
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.statistics import FEWEST_GROUPS
 
-NOT_REACHED = "; the window of some trials began before the offered rate was reached, which is that of steady state"
 STATISTICS = ("mean", "p90")
 MEASURE = "throughput_at_latency_ratio"
 
@@ -32,13 +31,11 @@ def offered_rate(source: Source, cell: Cell) -> float | None:
 
 def curves(source: Source, form: Form) -> Iterator[Plot]:
     """Over the rate that was achieved: under load that waits for replies a slow baseline is asked less. Points are joined in
-    the order of the offered load. Where a rate was offered, a system parts from the dotted line where it is saturated."""
+    the order of the offered load, which the CSV has beside it."""
     axis = form.axis(source)
     assert axis is not None, "asked only where it applies"
     for data in cells(source, form):
-        said = f"; {axis.says.split(' (')[0]}: {', '.join(data.panel.values(axis.axis))}"
-        offered = all(row["offered_req_s"] is not None for row in data.rows)
-        yield replace(data, said=said + (f"; dotted: all that was offered{_starting(data.rows)}" if offered else ""))
+        yield replace(data, said=f"; {axis.says.split(' (')[0]}: {', '.join(data.panel.values(axis.axis))}")
 
 
 def kept(source: Source, form: Form) -> Iterator[Plot]:
@@ -46,10 +43,6 @@ def kept(source: Source, form: Form) -> Iterator[Plot]:
         fewest = min(row["goodput_req_s"].groups for row in data.rows if row["goodput_req_s"])
         said = f", n = {fewest}, no interval" if fewest < FEWEST_GROUPS else ""
         yield replace(data, words={"kept": _objective(data.panel)}, said=said)
-
-
-def _starting(rows: Sequence[Row]) -> str:
-    return NOT_REACHED if any(starting(row["_cell"].trials) for row in rows) else ""
 
 
 def _objective(panel: Panel) -> str:

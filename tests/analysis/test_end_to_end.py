@@ -47,4 +47,4 @@ def test_a_sweep_draws_its_figures_and_they_can_be_drawn_again(tmp_path, drawn, 
     for name in names:
         csv = f"{name}.csv"
         assert (tmp_path / "again" / csv).read_text() == (tmp_path / "figures" / "latest" / csv).read_text()
-    assert "figures need other experiments (--missing names them)." in capsys.readouterr().err
+    assert "figures need other experiments (--help names them)." in capsys.readouterr().err

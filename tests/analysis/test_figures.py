@@ -24,23 +24,21 @@ def chat(store, command="run.py -m", baselines=("pensieve", "stateless")):
     return fill(store, {"baseline": list(baselines)}, turns, summary=True, command=command)
 
 
-def test_what_a_sweep_supports_is_drawn_and_the_rest_is_named_with_its_command(outputs, drawn, capsys):
+def test_what_a_sweep_supports_is_drawn_and_the_rest_is_named_by_help(outputs, drawn, capsys):
     chat(open_store(outputs))
-    assert figures.main(["--missing"]) == 0
+    assert figures.main([]) == 0
     assert set(drawn) == {"ttft_by_turn", "hit_rates"}  # and speedup, which is a table
     assert [one.clipped for one in drawn.values()] == [[]] * 2
     shares = drawn["hit_rates"].bars
     assert shares["pensieve/GPU hit"] == (0, 80) and shares["pensieve/recomputed"] == (80, 20)
     told = capsys.readouterr()
     assert str(outputs / "figures" / "sweep-1" / "hit_rates.png") in told.out.splitlines()
-    lines = told.err.splitlines()
-    skipped = {name for line in lines for name in line.removeprefix("not drawn: ").partition(";")[0].split(", ")}
-    assert skipped == set(registry.FIGURES) - set(drawn) - {"speedup", "idea"}
-    assert all("; run `python runners/" in line for line in lines)
-    assert "not drawn: hotness; run `python runners/run.py experiment=users/hotness -m`" in lines
-    assert figures.main([]) == 0
-    count = len(registry.FIGURES) - len(drawn) - 2
-    assert capsys.readouterr().err == f"{count} figures need other experiments (--missing names them).\n"
+    assert (
+        told.err == f"{len(registry.FIGURES) - 4} figures need other experiments (--help names them).\n"
+    )  # idea is asked
+    with pytest.raises(SystemExit):
+        figures.main(["--help"])
+    assert "python runners/run.py experiment=users/hotness -m" in capsys.readouterr().out
 
 
 def test_a_folder_a_sweep_and_latest_is_the_one_that_was_drawn_last(outputs, drawn, capsys):

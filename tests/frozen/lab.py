@@ -111,7 +111,7 @@ def said(run: Callable[[], object], *words: str) -> str:
 def shown(store: ResultsStore, sweep: int, folder: Path) -> Iterator[tuple[str, str]]:
     """(file, text) of everything about a sweep."""
     to = folder / "shown" / str(sweep)
-    out = said(lambda: figures.main(["--sweep", str(sweep), "--to", str(to / "figures"), "--missing"]))
+    out = said(lambda: figures.main(["--sweep", str(sweep), "--to", str(to / "figures")]))
     yield "figures.txt", out.replace(f"{to}/", "")
     claims = read_claims(conf_folder() / "claims.yaml")
     yield (
