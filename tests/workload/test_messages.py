@@ -26,17 +26,6 @@ def chatml(tmp_path: Path) -> HubTokenizer:
     return HubTokenizer(save_tokenizer(tmp_path, CHATML))
 
 
-def test_a_workload_asks_what_the_template_makes_of_its_messages(chatml: HubTokenizer) -> None:
-    workload = ChatWorkload(
-        reading(chatml), conversations=1, min_turns=2, max_turns=2, max_new_tokens=5, pressure=0, free=True
-    )
-    first = workload.start()[0].due().prompt
-    text = chatml.decode(first)
-    assert "Before we begin: " in text and "User:" not in text
-    start = chatml.encode("<|im_start|>")[0]
-    assert list(first).count(start) == 3, "system, user and the reply that is asked for"
-
-
 @pytest.mark.parametrize("ended", [True, False])
 def test_the_token_that_ends_a_reply_stands_there_once(chatml: HubTokenizer, ended: bool) -> None:
     workload = ChatWorkload(

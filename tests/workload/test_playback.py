@@ -55,17 +55,6 @@ def test_prompts_are_built_when_they_are_due():
     assert sent["b", 1].next_use_s - sent["b", 1].intended_s == pytest.approx(0.5)
 
 
-def test_the_record_says_what_will_be_asked():
-    plan = playback(TALKS, Poisson(1.0)).describe()
-    longest = [sum(len(one.calls) * [5 + n + 2]) - 1 for n, one in enumerate(TALKS)]
-    assert plan.working_set_tokens == sum(longest)
-    assert plan.facts["longest_conversation_tokens"] == max(longest)
-    assert plan.facts["source"] == "x"
-    assert plan.facts["mean_turns"] == 2.0
-    assert plan.facts["reply_tokens_mean"] == 2.0
-    assert plan.facts["message_tokens_p50"] == 9.0
-
-
 def conversation(name, *calls):
     return Conversation(name, tuple(calls))
 
@@ -91,26 +80,9 @@ def test_equal_hashes_give_equal_tokens_wherever_they_are():
     assert tokens(blocks(40, 1, 2, 3), seed=1) != one
 
 
-def test_tokens_without_a_hash_are_like_no_others():
-    one, two = tokens(blocks(48, 1, 2), ("a", 1)), tokens(blocks(48, 1, 2), ("b", 1))
-    assert one[:32] == two[:32] and one[32:] != two[32:]
-    assert len(one) == 48
-
-
 def test_parts_have_their_lengths_and_begin_alike():
     one, two = tokens(Parts(((1, 10), (2, 20)))), tokens(Parts(((1, 10), (2, 5))))
     assert len(one) == 30 and one[:15] == two
-
-
-def test_prompts_of_a_conversation_add_up_and_those_with_the_whole_do_not():
-    dialogue = Fit(context()).dialogue(chat("a", (10, 5), (7, 3)))
-    assert [(step.message, step.prompt, step.reply) for step in dialogue.steps] == [(10, 10, 5), (7, 22, 3)]
-    assert dialogue.longest == 24
-    whole = conversation("b", Call(blocks(20, 1, 2), 5, continues=False), Call(blocks(30, 1, 3), 5, continues=False))
-    dialogue = Fit(context()).dialogue(whole)
-    assert [(step.message, step.prompt) for step in dialogue.steps] == [(20, 20), (30, 30)]
-    assert dialogue.longest == 34
-    assert dialogue.steps[0].build()[:16] == dialogue.steps[1].build()[:16]
 
 
 def test_a_prompt_is_built_anew_each_time():

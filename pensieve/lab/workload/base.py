@@ -128,17 +128,15 @@ class WorkloadPlan:
 def cut_by_context(plans: Iterable[Mapping[str, Any]]) -> str:
     """What the model's context took from these workloads (WorkloadPlan.facts of each), in words; empty where it took nothing
     or where nobody counts."""
-    counted = ("conversations_cut_by_context", "turns_cut_by_context", "conversations_too_long_for_the_context")
-    sums = dict.fromkeys(("conversations", *counted), 0)
-    for facts in plans:
-        for name in sums:
-            found = facts.get(name) or 0
-            sums[name] += (
-                sum(found.values()) if isinstance(found, Mapping) else int(found)
-            )  # some count by class of user
-    ended, turns, left_out = (sums[name] for name in counted)
-    never = f" ({turns:,} turns are never asked)" if turns else ""
-    told = [f"{ended:,} of {sums['conversations']:,} conversations end early{never}"] if ended else []
+    known = list(plans)
+
+    def all_of(name: str) -> int:
+        return sum(facts.get(name) or 0 for facts in known)
+
+    ended, turns = all_of("conversations_cut_by_context"), all_of("turns_cut_by_context")
+    left_out = all_of("conversations_too_long_for_the_context")
+    asked = f" ({turns:,} turns are never asked)" if turns else ""
+    told = [f"{ended:,} of {all_of('conversations'):,} conversations end early{asked}"] if ended else []
     told += [f"{left_out:,} conversations are left out, whose first prompt does not fit"] if left_out else []
     return " and ".join(told)
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from pensieve.lab.commands.advise.causes import parts, read_causes, split
 from pensieve.lab.traffic.table import Exchange, Facts
-from pensieve.lab.workload.formats.traffic import conversations_of
 from pensieve.serve.books.books import PositionPrices
 
 SIZE = 4
@@ -148,16 +147,6 @@ def test_what_the_recording_lacks_is_counted_and_nothing_is_dropped_in_silence()
         for word in ("an end", "first token", "engine found", "left out")
     )
     assert (len(reading.sent), ends, first, hits, out) == (3, 2, 1, 1, 1)
-
-
-def test_conversations_without_names_are_told_by_their_prefixes_though_they_are_interleaved_and_numbers_come_twice():
-    rows = chats(conversations=3)
-    names = [one.session for one in rows]
-    for one in rows:
-        one.session, one.request = None, 7
-    found = {call.order: one.id for one in conversations_of(rows, FACTS) for call in one.calls}
-    found = dict(sorted(found.items()))
-    assert len(set(zip(names, found.values(), strict=True))) == len(set(found.values())) == 3
 
 
 def test_a_request_of_which_nobody_knows_what_was_found_does_not_count():

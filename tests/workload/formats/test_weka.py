@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pensieve.core.request import Hint
-from pensieve.errors import ConfigError, MalformedInput
+from pensieve.errors import MalformedInput
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.playback import Begun
@@ -77,18 +77,6 @@ def test_closed_loop_the_next_request_comes_a_pause_after_the_reply(folder):
     assert [capped["weka-a", turn] for turn in (2, 3, 4)] == [8.5, 16.5, 31.5]
 
 
-def test_sessions_begin_as_a_poisson_process_or_one_after_another(folder):
-    workload = build(folder, request_rate=0.01)
-    plan = workload.describe()
-    assert plan.load == "partly open" and plan.facts["arrival_s_mean"] == 300.0
-    at = times(workload)
-    assert {at["weka-a", 1], at["weka-b", 1]} != {0.0}
-    one_user = times(build(folder, users=1))
-    assert one_user["weka-b", 1] == one_user["weka-a", 4] + 1.0
-    with pytest.raises(ConfigError, match="users"):
-        build(folder, users=3)
-
-
 @pytest.fixture
 def family(tmp_path):
     """The first request begins two agents; the second request waits for both, 3 s after the later one."""
@@ -133,12 +121,6 @@ def test_waiting_for_others_is_not_having_nothing_left_to_ask(family):
     assert "unsent" not in record.flags
 
 
-def test_the_future_of_who_waits_is_told_when_its_wait_is_over(family):
-    system = ScriptedSystem()
-    replay(system, build(family, users="all"))
-    assert [name for name, _ in system.expected].count("weka-p") == 2
-
-
 def test_what_a_context_cuts_off_begins_nobody(tmp_path):
     session(
         tmp_path, "p", call(0.0, [1, 2, 3, 4]), call(5.0, [1, 2, 3, 4, 5], think=3.0),
@@ -174,17 +156,6 @@ def test_a_malformed_session_is_named_and_counted(tmp_path, requests, reason):
     with pytest.raises(MalformedInput, match=rf"x\.json:1: .*{reason}"):
         load(tmp_path, "weka")
     assert (load(tmp_path, "weka", "skip").malformed, len(load(tmp_path, "weka", "skip").conversations)) == (1, 1)
-
-
-def test_a_scope_that_is_not_known_is_refused_and_so_is_one_session_twice(tmp_path):
-    session(tmp_path, "a", call(0.0, [1]), hash_id_scope="global")
-    with pytest.raises(MalformedInput, match="hash_id_scope: "):
-        load(tmp_path, "weka")
-    (tmp_path / "a.json").unlink()
-    session(tmp_path, "a", call(0.0, [1]))
-    (tmp_path / "copy.json").write_bytes((tmp_path / "a.json").read_bytes())
-    with pytest.raises(MalformedInput, match="two files have the id of weka-a"):
-        load(tmp_path, "weka")
 
 
 def test_a_salt_limits_reuse_to_a_session(tmp_path):

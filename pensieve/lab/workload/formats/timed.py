@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, model_validator
 
 from pensieve.lab.workload.formats.reading import Entry, Hashes, Positive, Reader, Time, Whole
 from pensieve.lab.workload.recording import Blocks, Call, Content, Conversation, Count, Parts, Recording
 from pensieve.units import ceil_div
 
+Row = TypeVar("Row", bound="Timed")
 
-def _in_order(times: Sequence[float], contents: Iterable[Content], replies: Iterable[int]) -> list[Call]:
-    """Calls that carry their whole prompt, of requests in order of their times in seconds."""
-    return [
-        Call(content, reply, at_s - times[0], continues=False, order=order)
-        for order, (at_s, content, reply) in enumerate(zip(times, contents, replies, strict=True))
+
+class Timed(Entry):
+    """A request that carries its whole prompt. A format names the fields as its files do."""
+
+    at_s: float = Field(alias="timestamp")
+    prompt: Positive = Field(alias="input_length")
+    reply: Whole = Field(alias="output_length")
+
+    @property
+    def content(self) -> Content:
+        return Count(self.prompt)
+
+
+def _in_order(rows: Iterable[Row], key: Callable[[Row], Any] = lambda row: row.at_s) -> tuple[list[Row], list[Call]]:
+    """The rows by time, and the calls that they are."""
+    ordered = sorted(rows, key=key)
+    start_s = ordered[0].at_s if ordered else 0.0
+    return ordered, [
+        Call(row.content, row.reply, row.at_s - start_s, continues=False, order=order)
+        for order, row in enumerate(ordered)
     ]
 
 
@@ -35,15 +51,14 @@ def _conversations(prefix: str, names: Iterable[object], calls: Iterable[Call]) 
 AZURE_RULE = "Every request is a conversation of its own with its whole prompt; no two prompts share anything."
 
 
-class Azure(Entry):
+class Azure(Timed):
     at_s: Time = Field(alias="TIMESTAMP")
     prompt: Positive = Field(alias="ContextTokens")
     reply: Whole = Field(alias="GeneratedTokens")
 
 
 def azure(reader: Reader) -> Recording:
-    rows = sorted(reader.entries(Azure.of), key=lambda row: row.at_s)
-    calls = _in_order([row.at_s for row in rows], (Count(row.prompt) for row in rows), (row.reply for row in rows))
+    _, calls = _in_order(reader.entries(Azure.of))
     return Recording(_conversations("azure", range(len(calls)), calls), AZURE_RULE)
 
 
@@ -56,7 +71,7 @@ BURSTGPT_RULE = (
 )
 
 
-class BurstGPT(Entry):
+class BurstGPT(Timed):
     at_s: float = Field(alias="Timestamp")
     prompt: Positive = Field(alias="Request tokens")
     reply: Whole = Field(alias="Response tokens")
@@ -65,8 +80,7 @@ class BurstGPT(Entry):
 
 def burstgpt(reader: Reader) -> Recording:
     found = list(reader.entries(BurstGPT.of))
-    rows = sorted((row for row in found if row.reply), key=lambda row: row.at_s)
-    whole = _in_order([row.at_s for row in rows], (Count(row.prompt) for row in rows), (row.reply for row in rows))
+    rows, whole = _in_order(row for row in found if row.reply)
     names, calls = [], []
     latest: dict[str, tuple[int, int]] = {}  # of a session: its present conversation, and the tokens said in it
     for row, call in zip(rows, whole, strict=True):
@@ -91,30 +105,24 @@ MOONCAKE_RULE = (
 )
 
 
-class Mooncake(Entry):
-    timestamp: float
-    input_length: Positive
-    output_length: Whole
+class Mooncake(Timed):
+    at_s: Annotated[float, AfterValidator(lambda ms: ms / 1e3)] = Field(alias="timestamp")
     hash_ids: Hashes
+
+    @property
+    def content(self) -> Content:
+        return Blocks(self.hash_ids, MOONCAKE_BLOCK, self.prompt)
 
     @model_validator(mode="after")
     def _has_a_hash_a_block(self) -> Self:
-        blocks = ceil_div(self.input_length, MOONCAKE_BLOCK)
+        blocks = ceil_div(self.prompt, MOONCAKE_BLOCK)
         if len(self.hash_ids) != blocks:
-            raise ValueError(
-                f"input_length={self.input_length} makes {blocks} blocks, and hash_ids has {len(self.hash_ids)}"
-            )
+            raise ValueError(f"input_length={self.prompt} makes {blocks} blocks, and hash_ids has {len(self.hash_ids)}")
         return self
 
 
 def mooncake(reader: Reader) -> Recording:
-    rows = sorted(reader.entries(Mooncake.of), key=lambda row: row.timestamp)
-    start_ms = rows[0].timestamp if rows else 0.0
-    calls = _in_order(
-        [(row.timestamp - start_ms) / 1e3 for row in rows],
-        (Blocks(row.hash_ids, MOONCAKE_BLOCK, row.input_length) for row in rows),
-        (row.output_length for row in rows),
-    )
+    rows, calls = _in_order(reader.entries(Mooncake.of))
     groups, shared = continuations([row.hash_ids for row in rows])
     names = {index: group[0] for group in groups for index in group}
     found = _conversations("mooncake", (names[index] for index in range(len(calls))), calls)
@@ -162,28 +170,24 @@ QWEN_RULE = (
 )
 
 
-class Qwen(Entry):
+class Qwen(Timed):
     chat_id: int
     parent_chat_id: int
-    timestamp: float
-    input_length: Positive
-    output_length: Whole
     turn: int
     hash_ids: Hashes
 
+    @property
+    def content(self) -> Content:
+        return Blocks(self.hash_ids, QWEN_BLOCK, self.prompt)
+
 
 def qwen_bailian(reader: Reader) -> Recording:
-    rows = sorted(reader.entries(Qwen.of), key=lambda row: (row.timestamp, row.turn))
+    rows, calls = _in_order(reader.entries(Qwen.of), key=lambda row: (row.at_s, row.turn))
     root: dict[int, int] = {}
     orphans = 0
     for row in rows:
         orphans += row.parent_chat_id not in root and row.parent_chat_id != NO_PARENT
         root[row.chat_id] = root.get(row.parent_chat_id, row.chat_id)
-    calls = _in_order(
-        [row.timestamp for row in rows],
-        (Blocks(row.hash_ids, QWEN_BLOCK, row.input_length) for row in rows),
-        (row.output_length for row in rows),
-    )
     facts = {"requests_whose_parent_is_not_in_the_file": orphans}
     return Recording(_conversations("qwen", (root[row.chat_id] for row in rows), calls), QWEN_RULE, facts)
 
@@ -202,10 +206,7 @@ UNKNOWN = (
 )
 
 
-class RAGPulse(Entry):
-    timestamp: float
-    input_length: Positive
-    output_length: Whole
+class RAGPulse(Timed):
     session_id: str
     hash_ids: dict[str, list[int]] = Field(min_length=1)
 
@@ -227,12 +228,11 @@ def ragpulse(reader: Reader) -> Recording:
     for file in sorted(reader.path.glob(LENGTHS)):
         lengths.update((one.hash, one.token_length) for one in reader.entries(_Component.of, file))
     file = reader.path / TRACE if reader.path.is_dir() else reader.path
-    rows = sorted(reader.entries(RAGPulse.of, file), key=lambda row: row.timestamp)
-    calls = _in_order(
-        [row.timestamp for row in rows],
-        (Parts(pieces(row.hash_ids, row.input_length, lengths)) for row in rows),
-        (row.output_length for row in rows),
-    )
+    rows, whole = _in_order(reader.entries(RAGPulse.of, file))
+    calls = [
+        replace(call, content=Parts(pieces(row.hash_ids, row.prompt, lengths)))
+        for row, call in zip(rows, whole, strict=True)
+    ]
     rule = RAGPULSE_RULE.format(lengths=KNOWN if lengths else UNKNOWN)
     return Recording(_conversations("ragpulse", (row.session_id for row in rows), calls), rule)
 
