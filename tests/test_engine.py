@@ -139,16 +139,16 @@ def test_a_conversation_is_idle_from_the_end_of_its_last_request_however_it_ende
     clock.advance_to(4 * 10**9)
     engine.say(request(3, "a", tokens=4, output=2, turn=2))
     engine.cancel(3, "cancelled")
-    assert engine.next_expiry_ns is not None
-    assert engine.next_expiry_ns < 6 * 10**9, "b's"
+    assert engine.sessions.next_expiry_ns is not None
+    assert engine.sessions.next_expiry_ns < 6 * 10**9, "b's"
     clock.advance_to(6 * 10**9)
     engine.step(None)
     assert list(engine.cache.sessions) == ["a"]
-    assert engine.next_expiry_ns == 9 * 10**9
+    assert engine.sessions.next_expiry_ns == 9 * 10**9
     clock.advance_to(9 * 10**9)
     engine.step(None)
     assert list(engine.cache.sessions) == []
-    assert engine.next_expiry_ns is None
+    assert engine.sessions.next_expiry_ns is None
 
 
 def test_steady_swap_ins_do_not_starve_swap_outs():

@@ -96,7 +96,7 @@ def run_until(engine, clock, until_ns, seen):
                 seen.append(told(event.turn))
         if not events and clock.now_ns() == before and not engine.progressed:
             assert until_ns is not None
-            expiry = engine.next_expiry_ns
+            expiry = engine.sessions.next_expiry_ns
             clock.advance_to(until_ns if expiry is None else min(until_ns, expiry))
     return len(seen)
 

@@ -83,11 +83,6 @@ class Engine:
         """Some request waits or runs, or a plan is in flight."""
         return bool(self._active or self.scheduler.in_flight)
 
-    @property
-    def next_expiry_ns(self) -> int | None:
-        """When a `step` will forget the next idle session for its age; None: not before another request ends."""
-        return self.sessions.next_expiry_ns
-
     def submit(self, request: Request) -> None:
         """Queue a request; one that can never be served comes out of the next `step` as refused."""
         now_ns = self.clock.now_ns()

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, cast, get_args
 
+import numpy as np
+
 from pensieve.core.cache.base import Room
 from pensieve.core.cache.two_tier import TwoTierRoom
 from pensieve.core.machine import CostModel
 from pensieve.core.scheduler.active_request import ActiveRequest
 from pensieve.core.scheduler.scheduler import Copying, Forward, Scheduler, SchedulerSettings, Strategies
-from pensieve.core.session import NO_BLOCK, Session, View, runs_of
+from pensieve.core.session import NO_BLOCK, Node, Session, View, runs_of
 from pensieve.errors import ConfigError
 from pensieve.serve.books.books import predicted_s
 from pensieve.units import ceil_div
@@ -73,10 +75,10 @@ class Spare:
         room.swap_out(ahead - max(urgent, 0), now_s, None, spare=True)
 
     def on_its_way(self, in_flight: bool) -> bool:
-        return bool(self._room.outgoing)
+        return False
 
     def begins_below(self, prefilled: Sequence[Session]) -> int:
-        spare = self._room.spare_cpu_blocks or any(map(self._room.on_cpu, prefilled))  # what is computed again is spare
+        spare = self._room.spare_cpu_blocks or any(map(_on_cpu, prefilled))  # what is computed again is spare
         return self._room.low if spare else 0
 
     def changes_places(self, head: Session) -> bool:
@@ -89,13 +91,13 @@ class Never(Spare):
     what leaves the GPU takes the CPU blocks of its chunks that are loaded already."""
 
     def on_its_way(self, in_flight: bool) -> bool:
-        return bool(self._room.outgoing) or in_flight or not self._room.copies_done
+        return in_flight or not self.copies_done
 
     def begins_below(self, prefilled: Sequence[Session]) -> int:
         return 0
 
     def changes_places(self, head: Session) -> bool:
-        return self._room.on_cpu(head)
+        return _on_cpu(head)
 
     def make_room(self, head: Session | None, lacking: int, now_s: float) -> None:
         """Make as much room as one plan can. Others lose their only copies only for what the head needs beyond the room in
@@ -104,7 +106,7 @@ class Never(Spare):
         if head is None or not room.cpu_blocks:
             return
         tiers, chunks, wanted = room.tiers, head.chunks, lacking - room.outgoing
-        begins = room.copies_done and not room.available
+        begins = self.copies_done and not room.available
         loads = self._load(head, now_s)
         clean = [
             (node, index) for node in head.nodes() for index, view in enumerate(node.chunks.view) if view == View.CLEAN
@@ -116,12 +118,27 @@ class Never(Spare):
         dropped = room.tiers.counters.dropped_chunks
         if most > 0:
             others = room.victims_of_others(tiers.dirty, head, View.DIRTY, most, now_s)
-            room.copy_out(others, now_s, head, giving=clean)
+            self._give(clean, int(np.count_nonzero(others.column("cpu") == NO_BLOCK)))
+            room.copy_out(others, now_s, head)
         if not loads:
             self._load(head, now_s)  # where chunks were dropped there are blocks now
-        stuck = room.copies_done and not tiers.copies.in_flight and dropped == room.tiers.counters.dropped_chunks
+        stuck = self.copies_done and not tiers.copies.in_flight and dropped == room.tiers.counters.dropped_chunks
         if stuck and wanted > 0:
             room.swap_out(wanted, now_s, head)  # what it has itself must leave the GPU
+
+    @property
+    def copies_done(self) -> bool:
+        """No copy is under way whose end would change what may be evicted."""
+        return not self._room.tiers.copies.open_moves
+
+    def _give(self, clean: list[tuple[Node, int]], wanted: int) -> None:
+        """Free as many CPU blocks, first those of duplicates, then those of clean chunks of the head."""
+        tiers = self._room.tiers
+        tiers.free_duplicates(max(0, wanted - tiers.cpu.free))
+        while tiers.cpu.free < wanted and clean:
+            node, index = clean.pop()
+            tiers.free_cpu(node, index, index + 1)
+            tiers.update(node, index, index + 1)
 
     def _load(self, session: Session, now_s: float) -> int:
         """Load as many CPU chunks of a waiting session as there are GPU blocks for without a copy; returns how many."""
@@ -207,6 +224,11 @@ def strategies_of(
     """What the settings ask for. cost: what computing and loading take; None: nothing is loaded apart."""
     joining = Loads(cost, chunk_tokens) if settings.load_apart and cost is not None else None
     return Strategies(_COPYING.get(settings.copy_ahead), joining, forward)
+
+
+def _on_cpu(session: Session) -> bool:
+    """Some of its KV is in the CPU tier."""
+    return session.chunks.cpu.count(NO_BLOCK) < len(session.chunks)
 
 
 def _two_tiers(way: Callable[[TwoTierRoom], Copying]) -> Callable[[Room], Copying]:

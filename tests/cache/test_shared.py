@@ -280,4 +280,4 @@ def test_conversations_at_random_keep_every_invariant(seed: int) -> None:
         engine.cache.check()
     run(engine)
     engine.forget(None)
-    assert engine.cache.gpu_blocks_used == engine.cache.cpu_blocks_used == 0 or not engine.cache.room.copies_done
+    assert engine.cache.gpu_blocks_used == engine.cache.cpu_blocks_used == 0 or engine.cache.tiers.copies.open_moves

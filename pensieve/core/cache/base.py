@@ -186,8 +186,8 @@ class Room(ABC):
         return None
 
     def on_its_way(self, in_flight: bool) -> bool:
-        """Whether copies are under way that give the head of the queue blocks. in_flight: a plan is."""
-        return bool(self.outgoing)
+        """Whether anything else than `outgoing` gives the head of the queue blocks. in_flight: a plan is."""
+        return False
 
     def begins_below(self, prefilled: Sequence[Session]) -> int:
         """Of how many available and outgoing blocks the next plan would copy ahead of time, while these are prefilled."""

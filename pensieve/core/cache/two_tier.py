@@ -59,11 +59,6 @@ class TwoTierRoom(Room):
         return self.tiers.copies.outgoing
 
     @property
-    def copies_done(self) -> bool:
-        """No copy is under way whose end would change what may be evicted."""
-        return not self.tiers.copies.open_moves
-
-    @property
     def can_swap_out(self) -> bool:
         return bool(self.cpu_blocks and self.tiers.dirty.chunks)
 
@@ -71,10 +66,6 @@ class TwoTierRoom(Room):
     def spare_cpu_blocks(self) -> int:
         """CPU blocks that are free or hold a second copy: using them for something else loses no KV."""
         return self.tiers.cpu.free + len(self.tiers.duplicates)
-
-    def on_cpu(self, session: Session) -> bool:
-        """Some of its KV is in the CPU tier."""
-        return session.chunks.cpu.count(NO_BLOCK) < len(session.chunks)
 
     def lacking(self, session: Session, keep: int, prompt: TokenArray[int]) -> int:
         size = self.tiers.chunk_tokens
@@ -143,33 +134,23 @@ class TwoTierRoom(Room):
         chosen = victims.choose(count + sum(own.values()), now_s)
         return chosen.some(np.array([one.node not in own for one in chosen.own], bool)[chosen.of]).some(slice(count))
 
-    def copy_out(
-        self,
-        chosen: Choice,
-        now_s: float,
-        waiting: Session | None,
-        giving: list[tuple[Node, int]] | None = None,
-    ) -> None:
+    def copy_out(self, chosen: Choice, now_s: float, waiting: Session | None) -> None:
         """Start to copy dirty chunks to the CPU: to blocks that are free, then those of duplicates, then of the policy's
         victims. Where every CPU block holds what the policy would keep longer than a chunk, that is dropped. waiting: see
-        swap_out. giving: clean chunks of a waiting session, whose CPU blocks count as those of duplicates."""
+        swap_out."""
         if not chosen:
             return
         if self.tiers.cpu.free < len(chosen) * self.chunk_blocks:
-            chosen = self._for_cpu(chosen, now_s, giving)
+            chosen = self._for_cpu(chosen, now_s)
         self.give_up(chosen, self._take_cpu)
         self.tiers.copy_out(chosen, waiting)
 
-    def _for_cpu(self, chosen: Choice, now_s: float, giving: list[tuple[Node, int]] | None) -> Choice:
+    def _for_cpu(self, chosen: Choice, now_s: float) -> Choice:
         """Have CPU blocks freed for those that have none; returns those for which there are."""
         tiers = self.tiers
         lacking = np.flatnonzero(chosen.column("cpu") == NO_BLOCK)
         if tiers.cpu.free < len(lacking) and tiers.duplicates:
             tiers.free_duplicates(len(lacking) - tiers.cpu.free)
-        while tiers.cpu.free < len(lacking) and giving:
-            node, index = giving.pop()
-            tiers.free_cpu(node, index, index + 1)
-            tiers.update(node, index, index + 1)
         if tiers.cpu.free >= len(lacking) * self.chunk_blocks:
             return chosen
         choose = self._least if tiers.from_tail else self._less_than_others

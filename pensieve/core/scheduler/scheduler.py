@@ -147,20 +147,16 @@ class Copying(Protocol):
 
 
 class Joining(Protocol):
-    """When a request whose KV is being loaded joins the batch."""
+    """When a request whose KV is being loaded joins the batch; see Loads of plugins/overlap.py."""
 
     @property
-    def expected(self) -> bool:
-        """Some request does not compute yet."""
+    def expected(self) -> bool: ...
 
-    def begin(self, active: ActiveRequest, blocks: int, now_s: float) -> None:
-        """It is admitted, and loads so many blocks."""
+    def begin(self, active: ActiveRequest, blocks: int, now_s: float) -> None: ...
 
-    def end(self, active: ActiveRequest) -> None:
-        """It runs no more."""
+    def end(self, active: ActiveRequest) -> None: ...
 
-    def joined(self, running: Sequence[ActiveRequest], max_tokens: int, now_s: float) -> Sequence[ActiveRequest]:
-        """Those that the next iteration may compute."""
+    def joined(self, running: Sequence[ActiveRequest], max_tokens: int, now_s: float) -> Sequence[ActiveRequest]: ...
 
 
 class Forward(Protocol):
@@ -266,11 +262,12 @@ class Scheduler:
         rows = self._compose(draft, now_s)
         head = self.queue.head() if lacking else None
         self.copying.make_room(None if head is None else head.session, lacking, now_s)
-        while lacking and not self.running and not self.copying.on_its_way(bool(self.in_flight)):
+        room, copying = self.room, self.copying
+        while lacking and not self.running and not (room.outgoing or copying.on_its_way(bool(self.in_flight))):
             # Nothing runs and nothing is on its way: lose idle KV rather than stand still, unless what was dropped for
             # want of CPU room is enough. More than once where the policy's choice was the head's own.
             still = self._admit(draft, now_s)
-            if not self.running and still == lacking and not self.room.drop(lacking, now_s):
+            if not self.running and still == lacking and not room.drop(lacking, now_s):
                 break
             lacking = still
             rows = self._compose(draft, now_s)

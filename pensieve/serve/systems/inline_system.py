@@ -148,7 +148,7 @@ class InlineSystem(EngineSystem):
             if not engine.progressed:
                 # Nothing to compute and no copy ends by then.
                 assert until_ns is not None, "requests wait, and nothing runs that could let them in"
-                expiry_ns = engine.next_expiry_ns
+                expiry_ns = engine.sessions.next_expiry_ns
                 clock.advance_to(until_ns if expiry_ns is None else min(until_ns, expiry_ns))
         self._told_ends = engine.ended_requests
         return events

@@ -176,7 +176,7 @@ class ThreadedSystem(EngineSystem):
 
     def _idle_s(self) -> float | None:
         """For how long an idle engine has nothing to do; None: until a command comes."""
-        expiry_ns = self.engine.next_expiry_ns
+        expiry_ns = self.engine.sessions.next_expiry_ns
         if expiry_ns is None:
             return None
         return min(max(0, expiry_ns - self.clock.now_ns()) / 1e9, threading.TIMEOUT_MAX)
