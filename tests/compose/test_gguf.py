@@ -97,7 +97,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, cache):
     before = sorted(path for path in kept.glob("*") if path.is_dir())
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"no such thing")
-    with pytest.raises(WeightsMissing, match="not a whole GGUF file: it does not begin with GGUF"):
+    with pytest.raises(WeightsMissing, match="not a whole GGUF file"):
         model_config(str(broken))
     assert sorted(path for path in kept.glob("*") if path.is_dir()) == before
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from pensieve.device.weights import REPORTED, check_bits, check_whole, quiet_transformers
-from pensieve.errors import PensieveError, UnsupportedModel
-from pensieve.gguf_header import check_gguf_header
+from pensieve.errors import PensieveError, UnsupportedModel, WeightsMissing
 from pensieve.hub import first_line
 from pensieve.specs import ModelSpec
 
@@ -17,10 +16,14 @@ def dequantise(source: Path, folder: Path) -> None:
     """Write config.json, generation_config.json, model.safetensors (float32: every weight as the file's format defines it)
     and the tokenizer into `folder`. Raises WeightsMissing for a file that is not whole, UnsupportedModel for one
     that transformers does not read."""
+    from gguf import GGUFReader
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    check_gguf_header(source)
+    try:
+        GGUFReader(source)
+    except Exception as error:  # of any class, where a count, a length or an offset leads beyond the end
+        raise WeightsMissing(f"{source} is not a whole GGUF file: {first_line(error)}; fetch it again.") from error
     place, name = str(source.parent), source.name
     with quiet_transformers():
         try:
