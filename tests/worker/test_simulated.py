@@ -56,15 +56,6 @@ def test_swap_out_waits_for_swap_in_unless_urgent_and_is_reported_when_it_ends()
     assert ends[True] < ends[False]
 
 
-def test_tokens_depend_on_key_and_position_only():
-    worker, _ = started()
-    alone = perform(worker, StepPlan(0, rows=(ROW,))).tokens[0]
-    other = Row(3, ((0, 2),), (1, 2), Sample(2, key=5))
-    both = perform(worker, StepPlan(1, rows=(other, ROW._replace(slot=7)))).tokens
-    assert both[7] == alone
-    assert 0 <= both[3] < MODEL.vocab
-
-
 def test_a_row_waits_only_for_the_loads_below_its_positions():
     """A restore: chunks 0 to 3 are computed again while chunks 4 to 7 load; the plan above them waits."""
     worker, clock = started(h2d_bw=3e5)

@@ -21,9 +21,10 @@ def test_conversations(llama, mode, depth):
     check_paths(converse(llama, mode, options, ThreadLink(5e7), turns=TURNS), mode)
 
 
-def test_blocks_survive():
+@pytest.mark.parametrize("link", [True, False])
+def test_blocks_survive(link):
     tensors = KvTensors(tiny_spec("llama"), 4, 24, 24, torch.device("cpu"), torch.float32)
-    transfer = Transfer(tensors, ThreadLink(2e8))
+    transfer = Transfer(tensors, ThreadLink(2e8) if link else None)
     shuttle(tensors, transfer, lambda: None, rounds=3)
     transfer.close()
 

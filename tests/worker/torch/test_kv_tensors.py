@@ -27,17 +27,6 @@ def test_pools_are_zero_and_memory_is_touched_only_when_used() -> None:
     assert not tensors.gpu[:, 100:110].any()
 
 
-def test_token_slots_are_a_view_of_blocks() -> None:
-    tensors = _make(4, 0)
-    tensors.gpu[1, 2, 5] = 7.0
-    tokens = tensors.gpu_tokens()
-    assert tokens.shape == (2, 128, 2, 2, 16)
-    assert (tokens[1, 2 * 32 + 5] == 7.0).all()
-    assert tokens.sum() == 7.0 * 2 * 2 * 16
-    assert tensors.cpu.numel() == 0
-    assert tensors.block_bytes == 32 * tiny_spec("llama").kv_bytes_per_token
-
-
 def test_more_than_the_machine_has_is_refused_with_numbers() -> None:
     with pytest.raises(HardwareMissing, match=r"TiB.*this machine has .*GiB"):
         _make(2**28, 0)

@@ -11,15 +11,6 @@ def take(seed=0):
     return take_model(ModelAsked(tiny_spec("llama"), "random", None, None, seed, "cpu", 1))
 
 
-def test_an_open_shelf_gives_the_same_model_and_keeps_one():
-    with open_shelf():
-        first, second = take(), take()
-        assert (first.reused, second.reused) == (False, True)
-        assert second.module is first.module and second.forward is first.forward
-        assert take(seed=1).module is not first.module
-        assert take().module is not first.module  # the other took its place
-
-
 def test_a_folder_that_was_written_again_is_loaded_again(tmp_path):
     first = take()
     first.module.save_pretrained(tmp_path)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,10 +79,3 @@ def test_a_long_decode_row_is_split_beside_a_prefill():
     assert by_kind[SMALL][:, 6].min() > 16
     assert set(by_kind[LARGE][:, 6]) == {1}, "a prefill of 256 tokens has little to split"
     assert work.kinds == {SMALL, LARGE}
-
-
-@pytest.mark.parametrize("batch", [64, 128])
-def test_enough_rows_are_not_split(batch):
-    """128 rows of 8 KV heads occupy 132 multiprocessors by themselves."""
-    work = work_list(_spans([(4095, 4096)] * batch), Cutting(4, 32, 64, 66), None)
-    assert len(work.items) == batch and len(work.joins) == 0
