@@ -266,6 +266,30 @@ def test_what_finds_no_room_to_wait_is_told_before_the_rest_is_written(tmp_path)
     talk.close()
 
 
+def test_a_read_goes_before_writes_but_for_those_to_its_blocks(tmp_path):
+    talk = Talk(tmp_path)
+    disk, begun, go, seen = talk.engine.torch_worker._transfer, threading.Event(), threading.Event(), []
+    write, read = disk._file.write, disk._file.checksums
+
+    def writes(block, *given):
+        begun.set()
+        assert go.wait(20)
+        seen.append(("write", block))
+        write(block, *given)
+
+    disk._file.write = writes
+    disk._file.checksums = lambda block, key: (seen.append(("read", block)), read(block, key))[1]
+    keys = tuple(bytes([number]) * 16 for number in range(4))
+    disk.begin(StepPlan(1, moves=(Move(7, GPU, "disk", (0, 1, 2, 3), (3, 4, 5, 6), keys),)))
+    assert begun.wait(20), "the first one is under way"
+    disk.begin(StepPlan(2, moves=(Move(8, "disk", GPU, (5,), (9,), keys[2:3], urgent=True),)))
+    disk.begin(StepPlan(3, moves=(Move(9, GPU, "disk", (1,), (5,), (bytes([9]) * 16,)),)))
+    go.set()
+    disk.wait()
+    talk.close()
+    assert seen == [("write", 3), ("write", 5), ("read", 5), ("write", 4), ("write", 6), ("write", 5)]
+
+
 def test_what_an_earlier_engine_left_of_a_conversation_can_be_given_up(tmp_path):
     talk = Talk(tmp_path)
     talk.ask("a", 90, tenant="alice")

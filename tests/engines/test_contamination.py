@@ -69,11 +69,13 @@ def test_a_trial_is_reused_while_its_server_says_that_it_is_the_same(tracking: T
     assert trial() == 3
     card["root"] = "org/other"
     assert trial() == 4 and "served_model org/model -> org/other" in lines[-1]
+    card["max_model_len"] = 8192
+    assert trial() == 5 and "served_context 4096 -> 8192" in lines[-1]
     endpoint.pages["/version"]["version"] = "0.33.0"
-    assert trial() == 5 and "server_version 0.32.0 -> 0.33.0" in lines[-1]
-    assert trial("baseline.engine.model=served") == 6
+    assert trial() == 6 and "server_version 0.32.0 -> 0.33.0" in lines[-1]
+    assert trial("baseline.engine.model=served") == 7
     card["id"] = "another"
-    assert trial("baseline.engine.model=served") == 7 and "does not list the model" in lines[-1]
+    assert trial("baseline.engine.model=served") == 8 and "does not list the model" in lines[-1]
 
 
 def held(*trials: Any) -> list[tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections.abc import Callable
@@ -156,6 +157,27 @@ def test_an_engine_that_dies_surfaces_in_poll() -> None:
         system.poll(None)
     system.close()
     assert engine.closed == 1
+
+
+def test_a_cancelled_request_keeps_what_it_had() -> None:
+    told, go = threading.Event(), threading.Event()
+
+    def how(request: Request, channel: Channel) -> Reply:
+        channel.tell(7)
+        told.set()
+        assert go.wait(10)
+        assert not channel.tell(8), "nobody wants more"
+        return Reply("length")
+
+    system, _ = started(how)
+    system.submit(ask(1, "a", prompt(4), output=5))
+    assert told.wait(10)
+    system.cancel(1, "timeout")
+    go.set()
+    turns: list[TurnRecord] = []
+    while not turns:
+        turns = [event.turn for event in system.poll(None) if event.turn]
+    assert [(turn.status, list(turn.token_ids)) for turn in turns] == [("timeout", [7])]
 
 
 def test_a_replay_sends_whole_prompts_and_counts_history_as_our_engine_does() -> None:
