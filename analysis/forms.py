@@ -31,13 +31,14 @@ Points = Sequence[tuple[float, Estimate]]
 
 class Axis(BaseModel, frozen=True, extra="forbid"):
     """axis: a swept field, or a column of the rows. name: its column in the CSV. says: what the axis is called. log: a
-    logarithm, with a tick at each value. whole: its values are counts."""
+    logarithm, with a tick at each value. whole: its values are counts; named: they are names, as they were given."""
 
     axis: str
     name: str = ""
     says: str = ""
     log: bool = False
     whole: bool = False
+    named: bool = False
 
     @property
     def column(self) -> str:
@@ -45,7 +46,7 @@ class Axis(BaseModel, frozen=True, extra="forbid"):
 
     def value(self, cell: Cell) -> Any:
         """As the CSV has it: a number, or a name."""
-        found = number(cell.at[self.axis])
+        found = None if self.named else number(cell.at[self.axis])
         return cell.at[self.axis] if found is None else int(found) if self.whole else found
 
 
@@ -358,7 +359,7 @@ class Side(BaseModel, extra="forbid"):
             found = {row[self.parts]: value_of(row[one.name]) for row in rows}
             gid = f"{gid}/{one.name}"
         else:
-            found = {label: rows[0].get(column) for label, column in self.parts.items()}
+            found = {label: value_of(rows[0].get(column)) for label, column in self.parts.items()}
         parts = {label: value / self.per for label, value in found.items() if value is not None}
         ends = dict.fromkeys(rows[0].get(end) for end in self.ends)
         text = rows[0].get("_text", "" if parts else "not reported")
@@ -398,7 +399,8 @@ Groups = Mapping[str, Sequence[Row]]
 
 
 class Bars(Form):
-    """A group of bars a baseline, or a `_name`, in each of the `sides`; one below the other for each `_section`."""
+    """A group of bars a baseline, in each of the `sides`; along an axis one for each of its values, a section a baseline.
+    Rows of one's own name their groups by `_name` and `_section`."""
 
     sides: list[Side]
 
@@ -410,7 +412,8 @@ class Bars(Form):
     def drawn(self, rows: Sequence[Row]) -> Picture:
         sections: dict[str, dict[str, list[Row]]] = {}
         for row in rows:
-            sections.setdefault(row.get("_section", ""), {}).setdefault(_name(row), []).append(row)
+            section, name = self._place(row)
+            sections.setdefault(section, {}).setdefault(name, []).append(row)
         sides = self.sides
         rooms = {
             section: [max(1, *(len(side.bars(own, "")) for side in sides)) for own in groups.values()]
@@ -428,7 +431,7 @@ class Bars(Form):
                 axes.set_ylim(height, 0)
                 values[side.says] += self._groups(axes, side, section, groups, rooms[section], names=axes is line[0])
                 if side.line is not None:
-                    axes.axvline(side.line, color=style.WARNING, linewidth=1.1, gid="line", zorder=0)
+                    axes.axvline(side.line, color=style.WARNING, linewidth=1.1, gid="line")
         for axes, side in zip(grid[-1], sides, strict=True):
             side.scale(axes, [one for one in values[side.says] if one], 3 if len(sides) > 1 else 5)
         marked = any(row.get(side.mark) is not None for side in sides for row in rows)
@@ -439,6 +442,14 @@ class Bars(Form):
         if handles:
             style.legend(picture, handles)
         return picture
+
+    def _place(self, row: Row) -> tuple[str, str]:
+        """Section and name."""
+        every = self.along if isinstance(self.along, list) else [self.along]
+        axis = next((one for one in every if one and one.column in row), None)
+        if axis is not None:
+            return ", ".join(filter(None, [row["baseline"], axis.says])), row[axis.column].removesuffix(" tokens")
+        return row.get("_section", ""), str(row["_name"] if "_name" in row else row["baseline"])
 
     def _groups(
         self, axes: Axes, side: Side, section: str, groups: Groups, rooms: Sequence[int], *, names: bool
@@ -462,16 +473,10 @@ class Bars(Form):
                 axes.plot([row[side.mark]], middles[-1:], **_MARK, gid=f"{section}/{name}/bound")
             top += room + _GAP
         axes.set_yticks(middles, list(groups) if names else [""] * len(groups))
-        for label, rows in zip(axes.get_yticklabels(), groups.values(), strict=True):
-            ink = (
-                "black" if "_name" in rows[0] else style.colour(rows[0]["baseline"])
-            )  # a baseline's name has its colour
-            label.set(color=ink, fontweight="bold")
+        for label, (name, rows) in zip(axes.get_yticklabels(), groups.items(), strict=True):
+            baseline = rows[0].get("baseline")  # whose name has its colour
+            label.set(color=style.colour(name) if name == baseline else "black", fontweight="bold")
         return values
-
-
-def _name(row: Row) -> str:
-    return str(row["_name"] if "_name" in row else row["baseline"])
 
 
 def _parts(sides: Sequence[Side], rows: Sequence[Row]) -> set[str]:

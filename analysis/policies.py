@@ -1,5 +1,5 @@
-"""Where history was found, by size of the cache and by eviction policy; how far each policy goes from least recently used to
-the offline bound; and what a choice that the paper did not vary changes, turn by turn."""
+"""How far each eviction policy goes from least recently used to the offline bound, and what a choice that the paper did not
+vary changes, turn by turn."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pandas as pd
 from pydantic import BaseModel, Field
 
 from analysis import style
-from analysis.forms import Bars, Form, Side, cells
-from analysis.quantities import Quantity, Shares, moved, over_seeds, shares
+from analysis.forms import Bars, Form, Side
+from analysis.quantities import Quantity, found_pct, moved, over_seeds
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Source
 from pensieve.errors import MissingSeries
@@ -30,7 +30,7 @@ from pensieve.lab.results.frame import (
 )
 from pensieve.lab.statistics import REAL, Estimate, paired_ratio
 
-SIZES = {"cache": "cache", "cache.gpu": "GPU cache (tokens)", "cache.cpu": "CPU cache (tokens)"}
+SIZES = ("cache", "cache.gpu", "cache.cpu")
 AXIS = "eviction"
 
 
@@ -38,88 +38,10 @@ def size_axis(source: Source) -> str | None:
     return next((axis for axis in SIZES if source.several(axis)), None)
 
 
-def short(tokens: int) -> str:
-    """2560 as 2.6k, to fit beside a bar."""
-    for size, unit in ((1_000_000, "M"), (1000, "k")):
-        if tokens >= size:
-            scaled = tokens / size
-            return f"{scaled:.0f}{unit}" if scaled >= 10 else f"{scaled:.1f}{unit}"
-    return str(tokens)
-
-
-# Where history was found
-
-
 def shows_sizes(source: Source) -> bool:
     """A sweep over the size, or over nothing but baselines; what else is swept has figures of its own."""
     plain = not varying_axes(source.sweep.overrides, source.trials)
     return source.has_metric("gpu_hit_rate") and (plain or size_axis(source) is not None)
-
-
-def where_found(source: Source, form: Form) -> Iterator[Plot]:
-    """The shares of each cell, beside the quantities of the form. A sweep over the size has a part of the picture for each
-    baseline, any other one bar a cell."""
-    axis = size_axis(source)
-    for data in cells(source, form):
-        every = [shares(source, row["_cell"]) for row in data.rows]
-        parts = next((list(one.parts) for one in every if one is not None), None)
-        if parts is None:
-            raise source.lacks("turn with history whose engine says what it found")
-        several = len({row["baseline"] for row in data.rows}) > 1
-        rows = []
-        for row, found in zip(data.rows, every, strict=True):
-            cell: Cell = row["_cell"]
-            rows.append(
-                {
-                    "baseline": cell.baseline,
-                    **cell.at,
-                    "gpu_tokens": cell.trials[0].gpu_tokens,
-                    "cpu_tokens": cell.trials[0].cpu_tokens,
-                    **{_column(part): found.parts[part] if found else None for part in parts},
-                    "gpu_ci_low": found.gpu.ci_low if found else None,
-                    "gpu_ci_high": found.gpu.ci_high if found else None,
-                    "hit_ci_low": found.hit.ci_low if found else None,
-                    "hit_ci_high": found.hit.ci_high if found else None,
-                    "n_conversations": found.hit.n if found else 0,
-                    **{one.name: row[one.name] for one in form.every},
-                    "bound_hit_pct": _bound(source, cell),
-                    "trials": cell.ids,
-                    "_gpu": found and found.gpu,
-                    "_hit": found and found.hit,
-                    "_colour": style.colour(cell.baseline),
-                    **_place(cell, axis, several),
-                }
-            )
-        yield replace(data, rows=rows)
-
-
-def _column(part: str) -> str:
-    return f"{part.lower().replace(' ', '_')}_pct"
-
-
-def _place(cell: Cell, axis: str | None, several: bool) -> Row:
-    """Where its bar stands, and how it is called. several: baselines."""
-    if AXIS in cell.at:
-        return {"_name": f"{cell.baseline}, {cell.at[AXIS]}" if several else cell.at[AXIS]}
-    if axis is None:
-        return {}
-    return {"_section": f"{cell.baseline}, {SIZES[axis]}", "_name": _size(cell, axis)}
-
-
-def _size(cell: Cell, axis: str) -> str:
-    """In tokens as the engine had them; an option by its name."""
-    if axis == "cache":
-        return cell.at[axis]
-    trial = cell.trials[0]
-    tokens = trial.gpu_tokens if axis == "cache.gpu" else trial.cpu_tokens
-    asked = cell.at[axis].removesuffix(" tokens")
-    return asked if tokens is None or (axis == "cache.cpu" and not tokens) else short(tokens)
-
-
-def _bound(source: Source, cell: Cell) -> float | None:
-    """In percent; a server that stores nothing has none."""
-    values = {} if cell.baseline == REFERENCE else source.metrics(cell, "bound_hit_rate")
-    return 100.0 * over_seeds(values).value if values else None
 
 
 # From least recently used to the bound
@@ -141,7 +63,7 @@ def gaps(source: Source, form: Form) -> Iterator[Plot]:
             rows: list[Row] = []
             for value in panel.values(size) if size else [""]:
                 policies = {cell.at[AXIS]: cell for cell in panel.cells if not size or cell.at[size] == value}
-                found = [_policy(own, form, cell, policies, _tokens(cell, size)) for cell in policies.values()]
+                found = [_policy(own, form, cell, policies, value) for cell in policies.values()]
                 rows += sorted(found, key=lambda row: -row["hit_pct"].value)
             group = {"baseline": name, **panel.group} if len(bounded) > 1 else panel.group
             yield Plot(replace(panel, group=group), rows)
@@ -149,8 +71,8 @@ def gaps(source: Source, form: Form) -> Iterator[Plot]:
 
 def _policy(source: Source, form: Form, cell: Cell, policies: Mapping[str, Cell], size: str) -> Row:
     """policies: of the same size."""
-    name, hits, start = cell.at[AXIS], shares(source, cell), policies.get(START)
-    first = None if start is None else shares(source, start)
+    name, hits, start = cell.at[AXIS], found_pct(source, cell), policies.get(START)
+    first = None if start is None else found_pct(source, start)
     if start is None or hits is None or first is None:
         raise source.lacks(f"turn with history under {name} and {START}")
     bounds = source.by_seed(start, "bound_hit_rate")
@@ -160,22 +82,22 @@ def _policy(source: Source, form: Form, cell: Cell, policies: Mapping[str, Cell]
     closed = None if name == START else _closed(source, cell, start)
     papers = policies.get(PAPERS)
     more = None if papers is None or name == PAPERS else found_more(source.turns(cell), source.turns(papers))
-    none = Estimate(0.0, None, None, hits.hit.n, hits.hit.groups)
+    none = Estimate(0.0, None, None, hits.n, hits.groups)
     own = {"eviction", "hit_pct", "bound_pct", "gap_closed_pct", f"more_than_{PAPERS}_pct"}
     return {
         "eviction": name,
         "size": size,
-        "hit_pct": hits.hit,
+        "hit_pct": hits,
         "bound_pct": bound,
         "gap_closed_pct": closed or none,
         f"more_than_{PAPERS}_pct": more and _in_percent(more),
         **{one.name: one.found(source, cell) for one in form.quantities if one.name not in own},
         "trials": cell.ids,
-        "_section": f"{size and f'{size}: '}{START} {first.hit.value:.1f} % of history, bound {bound:.1f} %",
+        "_section": f"{size and f'{size}: '}{START} {first.value:.1f} % of history, bound {bound:.1f} %",
         "_name": name,
         "_colour": style.GREY if name == START else style.colour(cell.baseline),
         "_gap_closed_pct": none if name == START else closed,
-        "_gap_closed_pct_text": f"{hits.hit.value:.1f} %",
+        "_gap_closed_pct_text": f"{hits.value:.1f} %",
     }
 
 
@@ -187,14 +109,6 @@ def _closed(source: Source, cell: Cell, start: Cell) -> Estimate | None:
 
 def _in_percent(ratio: Estimate) -> Estimate:
     return moved(ratio, lambda share: 100 * share)
-
-
-def _tokens(cell: Cell, size: str | None) -> str:
-    """Of both tiers together, which is what the bound is of."""
-    trial = cell.trials[0]
-    if size is None or trial.gpu_tokens is None:
-        return "" if size is None else cell.at[size]
-    return f"{short(trial.gpu_tokens + (trial.cpu_tokens or 0))} tokens"
 
 
 # What the paper did not vary
@@ -286,10 +200,10 @@ def changes(source: Source, form: Changes) -> Iterator[Plot]:
 def _section(source: Source, choice: Choice, axis: str, at: Mapping[str, str], cells: Sequence[Cell]) -> list[Row]:
     """Every value under one load, against the reference there, over the turns that both served."""
     start = next((cell for cell in cells if cell.at[axis] == choice.reference), None)
-    hits = start and shares(source, start)
-    if start is None or not isinstance(hits, Shares):
+    hits = None if start is None else found_pct(source, start)
+    if start is None or hits is None:
         raise source.lacks(f"turn with history under {choice.reference}")
-    base, found = source.turns(start), hits.hit.value
+    base, found = source.turns(start), hits.value
     own = dict(zip(MOVED, [*(float(values_of(base, name).mean()) for name in TIMES), found], strict=True))
     rows: list[Row] = []
     for cell in cells:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from pkgutil import resolve_name
 from statistics import fmean
 from typing import Any
@@ -31,6 +31,7 @@ from pensieve.lab.statistics import (
     paired_ratio,
     rate_by_seed,
 )
+from pensieve.serve.books.holding import TIERS
 from pensieve.units import significant
 
 Found = Estimate | float | None
@@ -153,52 +154,49 @@ def _those(turns: pd.DataFrame, where: str) -> pd.DataFrame:
 # Where history was found
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """gpu, hit (all tiers together) of all history tokens, in percent. disk: of these the part on disk; None: the sweep found
-    nothing there."""
-
-    gpu: Estimate
-    hit: Estimate
-    disk: float | None = None
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """They sum to 100."""
-        on_disk = {} if self.disk is None else {"disk hit": self.disk}
-        cpu = self.hit.value - self.gpu.value - (self.disk or 0.0)
-        return {"GPU hit": self.gpu.value, "CPU hit": cpu, **on_disk, "recomputed": 100.0 - self.hit.value}
-
-
-def shares(source: Source, cell: Cell) -> Shares | None:
-    """None where no turn had history, or the engine does not say what it found."""
+def _share(source: Source, cell: Cell, *tiers: str) -> Estimate | None:
+    """History tokens found on these tiers, in percent of all; None where no turn had history, or the engine does not say what
+    it found."""
     turns = source.turns(cell)
     turns = turns[(turns["history_tokens"] > 0) & turns["gpu_hit_tokens"].notna()]
     if turns.empty:
         return None
-    gpu, history = turns["gpu_hit_tokens"], turns["history_tokens"]
-    on_disk = turns["disk_hit_tokens"].fillna(0)
+    hits = turns[[f"{tier}_hit_tokens" for tier in tiers]].fillna(0).sum(axis=1)
+    found = percent(hits, turns["history_tokens"])
+    if cell.baseline == REFERENCE and not found.value:
+        return replace(found, ci_low=None, ci_high=None)  # it keeps nothing: its 0 is no estimate
+    return found
+
+
+def gpu_pct(source: Source, cell: Cell) -> Estimate | None:
+    return _share(source, cell, "gpu")
+
+
+def cpu_pct(source: Source, cell: Cell) -> Estimate | None:
+    return _share(source, cell, "cpu")
+
+
+def disk_pct(source: Source, cell: Cell) -> Estimate | None:
+    """None where the sweep found nothing there."""
     has_disk = any((job.value("disk_hit_rate") or 0.0) > 0 for job in source.jobs)
-    disk = percent(on_disk, history).value if has_disk else None
-    found = Shares(percent(gpu, history), percent(gpu + turns["cpu_hit_tokens"].fillna(0) + on_disk, history), disk)
-    if cell.baseline != REFERENCE or found.hit.value > 0:
-        return found
-    certain = replace(found.hit, ci_low=None, ci_high=None)  # it keeps nothing: its 0 is no estimate
-    return replace(found, gpu=certain, hit=certain)
+    return _share(source, cell, "disk") if has_disk else None
 
 
 def found_pct(source: Source, cell: Cell) -> Estimate | None:
-    """History tokens found on any tier, in percent."""
-    found = shares(source, cell)
-    return found.hit if found else None
+    """On any tier."""
+    return _share(source, cell, *TIERS)
 
 
 def lost_pct(source: Source, cell: Cell) -> Estimate | None:
     """The rest, which was computed again."""
     found = found_pct(source, cell)
-    if found is None:
-        return None
-    return moved(found, lambda pct: 100 - pct)
+    return None if found is None else moved(found, lambda pct: 100 - pct)
+
+
+def bound_pct(source: Source, cell: Cell) -> float | None:
+    """Of the history, what a policy that knows the future could find; a server that stores nothing has none."""
+    values = {} if cell.baseline == REFERENCE else source.metrics(cell, "bound_hit_rate")
+    return 100.0 * over_seeds(values).value if values else None
 
 
 # Replicas
