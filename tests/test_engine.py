@@ -19,29 +19,6 @@ from pensieve.serve.tokenizer import StopSearch
 from tests.simulated import MACHINE, make_engine, request, run
 
 
-def test_second_turn_is_a_gpu_hit_and_computes_the_pending_token_with_its_prompt():
-    engine = make_engine()
-    engine.say(request(1, "a", tokens=10, output=5))
-    run(engine)
-    engine.say(request(2, "a", tokens=3, output=2, turn=2))
-    turn = run(engine)[2]
-    assert (turn.prompt_tokens, turn.history_tokens, turn.gpu_hit_tokens, turn.new_tokens) == (18, 14, 14, 4)
-    assert turn.recomputed_tokens == turn.cpu_hit_tokens == 0
-
-
-def test_stateless_recomputes_its_history_and_gives_the_same_tokens():
-    kept, forgot = make_engine(), make_engine(cache=StatelessCache)
-    for engine in (kept, forgot):
-        engine.say(request(1, "a", tokens=10, output=5))
-        run(engine)
-        engine.say(request(2, "a", tokens=3, output=4, turn=2))
-    one, other = run(kept)[2], run(forgot)[2]
-    assert one.token_ids == other.token_ids
-    assert (other.history_tokens, other.recomputed_tokens, other.gpu_hit_tokens) == (14, 14, 0)
-    assert forgot.cache.cpu_blocks == 0, "no CPU tier, whatever it is given"
-    assert forgot.cache.room.available == forgot.cache.gpu_blocks
-
-
 def test_swap_out_starts_ahead_of_time_and_keeps_the_gpu_copy():
     engine = make_engine(gpu_blocks=16, cpu_blocks=16)
     engine.say(request(1, "a", tokens=46, output=6))  # 13 of 16 blocks: fewer than 25 % are available
@@ -197,28 +174,6 @@ def test_cancelling_a_turn_that_waits_behind_a_preempted_one_costs_that_one_noth
             assert len(engine.cache.sessions.get("b").chunks) == held, "the preempted turn's KV"
         resumed.append((run(engine)[2].token_ids, engine.cache.counters.dropped_chunks))
     assert resumed[0] == resumed[1]
-
-
-@pytest.mark.parametrize("cache", [TwoTierCache, PrefixCache, VllmOffload, SlotCache, StatelessCache])
-def test_an_edit_that_does_not_stand_leaves_what_both_prompts_begin_with(cache):
-    engine = make_engine(cache=cache, gpu_blocks=64)
-    engine.say(request(1, "a", tokens=10, output=5))
-    run(engine)
-    before = list(engine.cache.sessions.get("a").tokens)
-    engine.submit(Request(2, "a", 2, tokens_of([*before[:6], 91, 92]), Length(4)))
-    step = engine._plan(None)
-    assert step is not None
-    assert len(engine.cache.sessions.get("a").tokens) == 8, "admitted, and the old end is gone"
-    engine.worker.launch(step.plan)
-    engine.cancel(2, "timeout")
-    run(engine)
-    assert list(engine.cache.sessions.get("a").tokens) == before[:6]
-    fresh, again = make_engine(), Request(3, "a", 3, tokens_of(before) + request(3, "a", 3, 3).prompt, Length(3))
-    for one in (engine, fresh):
-        one.submit(again)
-    turn = run(engine)[3]
-    assert turn.history_tokens == 6, "what was cut off is computed again"
-    assert run(fresh)[3].token_ids == turn.token_ids
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.request import Hint
-from pensieve.errors import ConfigError
 from tests.simulated import make_engine, request, run
 
 
@@ -64,19 +61,3 @@ def test_of_a_reply_that_did_not_come_to_its_end_nothing_was_said():
     engine.cancel(2, "cancelled")
     run(engine)
     assert session.hint is None
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("stop_reason", "length"),
-        ("tool", ""),
-        ("tool", 3),
-        ("expected_s", -1),
-        ("keep_s", float("inf")),
-        ("keep_s", "5m"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_by_name(field, value):
-    with pytest.raises(ConfigError, match=field):
-        Hint(**{field: value})

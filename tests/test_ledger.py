@@ -77,13 +77,6 @@ def test_the_lines_of_every_turn_add_up_under_pressure(kind):
         assert all(0 <= miss.evicted_s <= turn.admitted_s for miss in evicted)
 
 
-def test_stateless_stores_nothing_and_nobody_evicts():
-    talk = Talk("stateless")
-    first = talk.ask("a", range(20))
-    second = talk.ask("a", [*range(20), *first.token_ids, 9])
-    assert causes(second) == {"never_stored": 22, "new": 2}
-
-
 def test_who_was_evicted_knows_by_whom_and_when():
     talk = Talk(gpu_blocks=16, cpu_blocks=0)
     first = talk.ask("victim", range(30))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 from array import array
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import pensieve
-from pensieve.core.session import NO_BLOCK, Chunks, Session, common_prefix
+from pensieve.core.session import Session, common_prefix
 
 SOURCES = Path(pensieve.__file__).parent
 OWN = {"tokens", "computed", "waiting", "running"}
@@ -24,21 +23,6 @@ def session_with(tokens: int, computed: int) -> Session:
     return session
 
 
-def test_a_turn_from_its_prompt_to_its_last_token() -> None:
-    session = session_with(5, 0)
-    session.start(1.0)
-    session.advance(5)
-    session.advance(3)
-    assert (session.running, session.last_active_s, session.computed) == (True, 1.0, 5)
-    for token in (7, 8):
-        session.append(token)
-    session.advance(7)
-    session.stop(2.0)
-    assert list(session.tokens) == [0, 1, 2, 3, 4, 7, 8]
-    assert (session.running, session.last_active_s) == (False, 2.0)
-    assert session.computed == 6, "the last token is for the next turn to compute"
-
-
 @pytest.mark.parametrize(
     ("length", "before", "computed"), [(6, None, 6), (6, 4, 4), (6, 9, 6), (9, None, 8), (9, 5, 5), (0, None, 0)]
 )
@@ -48,13 +32,6 @@ def test_a_rollback_leaves_as_much_computed_as_there_was(length: int, before: in
     assert (len(session.tokens), session.computed) == (length, computed)
 
 
-def test_a_session_that_runs_is_not_rolled_back() -> None:
-    session = session_with(4, 0)
-    session.start(0.0)
-    with pytest.raises(AssertionError):
-        session.rollback(2)
-
-
 @pytest.mark.parametrize("length", [0, 1, 2, 31, 32, 33, 100])
 def test_the_common_prefix_ends_at_the_first_difference(length: int) -> None:
     one, other = array("i", range(100)), array("i", range(100))
@@ -62,15 +39,6 @@ def test_the_common_prefix_ends_at_the_first_difference(length: int) -> None:
     if length < 100:
         other[length] = -1
         assert common_prefix(one, other) == length
-
-
-@pytest.mark.parametrize("column", [[], [NO_BLOCK], [3], [3, NO_BLOCK, NO_BLOCK, 5, NO_BLOCK], [NO_BLOCK] * 4, [1, 2]])
-def test_runs_without_a_gpu_block_are_the_chunks_that_have_none(column: list[int]) -> None:
-    chunks = Chunks(len(column))
-    chunks.gpu[:] = array("i", column)
-    runs = chunks.without_gpu()
-    assert [i for start, stop in runs for i in range(start, stop)] == [i for i, x in enumerate(column) if x == NO_BLOCK]
-    assert all(stop < start for (_, stop), (start, _) in pairwise(runs)), "runs are as long as they come"
 
 
 def _written(node: ast.AST) -> bool:

@@ -52,12 +52,6 @@ def found(tokenizer, ids, stops):
     return next((n for n, token in enumerate(ids, start=1) if search.push(token)), None)
 
 
-@pytest.mark.parametrize("between", [0, 9, 10, 500])
-def test_a_stop_string_around_tokens_without_text(between):
-    ids = [*b"xxa", *[300] * between, *b"b"]
-    assert found(ByteTokenizer(), ids, ["ab"]) == len(ids)
-
-
 IDS = st.lists(st.one_of(st.sampled_from([*"abc🙂 é".encode(), 300]), st.integers(0, 299)), max_size=120)
 
 

@@ -217,17 +217,3 @@ def tokens_of_each(seen):
     for _, number, at_s, _, tokens in (each for each in seen if each[0] in KINDS[:2]):
         found[number] = found.get(number, (0, 0.0))[0] + tokens, at_s
     return found
-
-
-def test_a_window_ends_at_the_next_arrival():
-    engine = make_engine(gpu_blocks=64, computes=False)
-    engine.say(request(0, "a", 4, 200))
-    clock = engine.clock
-    assert isinstance(clock, VirtualClock)
-    until = 20_000_000
-    seen = []
-    run_until(engine, clock, until, seen)
-    assert engine.busy and clock.now_ns() >= until
-    last = max(at_s for kind, _, at_s, _, _ in (each for each in seen if each[0] == "token"))
-    before = sorted({each[2] for each in seen if each[0] == "token"})[-2]
-    assert before * 1e9 < until <= last * 1e9, "no iteration begins after the arrival"

@@ -41,16 +41,6 @@ def test_nothing_that_is_forgotten_or_edited_counts_as_evicted(cache: str) -> No
     assert (counted.evicted_chunks, counted.dropped_chunks) == (0, 0)
 
 
-def test_what_went_with_another_conversation_was_evicted_for_nobody() -> None:
-    engine = make_engine(cache=PrefixCache, gpu_blocks=64)
-    for name in "ab":
-        engine.submit(Request(ord(name), name, 1, request(1, "a", tokens=20, output=4).prompt, Length(4)))
-        run(engine)
-    engine.forget("a")
-    engine.say(request(3, "b", tokens=2, output=2, turn=2))
-    assert {missed.cause for missed in run(engine)[3].missed} == {"never_stored", "new"}
-
-
 def test_a_slot_is_used_as_far_as_the_next_turn_finds_kv_in_it() -> None:
     engine = make_engine(cache=CACHES["llama_slots"], gpu_blocks=32)
     engine.say(request(1, "a", tokens=18, output=4))
@@ -62,19 +52,6 @@ def test_a_slot_is_used_as_far_as_the_next_turn_finds_kv_in_it() -> None:
     assert run(engine)[2].gpu_hit_tokens == 21, "of 22, in six blocks of four"
     engine.forget("a")
     assert engine.cache.gpu_blocks_used == 0
-
-
-def test_a_slot_that_was_forgotten_is_taken_before_another_conversations() -> None:
-    engine = make_engine(cache=CACHES["llama_slots"], gpu_blocks=32)
-    for number, name in enumerate("ba", start=1):
-        engine.say(request(number, name, tokens=20, output=4))
-        run(engine)
-    engine.forget("a")
-    engine.say(request(3, "c", tokens=20, output=4))
-    run(engine)
-    engine.say(request(4, "b", tokens=2, output=2, turn=2))
-    turn = run(engine)[4]
-    assert (turn.gpu_hit_tokens, turn.recomputed_tokens) == (23, 0)
 
 
 def test_forgetting_the_beginning_of_a_slot_leaves_it_to_whose_it_is() -> None:

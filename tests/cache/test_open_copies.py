@@ -76,17 +76,6 @@ def test_a_step_does_not_look_at_blocks_that_still_wait_for_their_copies() -> No
     assert costs[0] == costs[1]
 
 
-def test_blocks_wait_for_the_plan_even_if_their_copies_end_before_it() -> None:
-    cache, copies = under_way(6)
-    cache.forget(session_of(cache, "a"))
-    cache.finish(copies)
-    cache.check()
-    assert (cache.tiers.gpu.free, cache.tiers.cpu.free) == (1, 1), "the plan in flight may still write them"
-    cache.plans(1, 1)
-    cache.check()
-    assert cache.tiers.gpu.free == cache.tiers.cpu.free == 7
-
-
 def test_a_return_during_the_copy_takes_its_chunks_from_what_is_outgoing_and_its_end_gives_them_back() -> None:
     cache, copies = under_way(6)
     session = session_of(cache, "a")

@@ -12,30 +12,6 @@ def asked(number: int, session: str, tokens: list[int], output: int = 2) -> Requ
     return Request(number, session, 1, tokens_of(tokens), Length(output))
 
 
-def test_a_second_turn_hits_its_full_blocks_only() -> None:
-    engine = make_engine(cache=PrefixCache)
-    engine.say(request(1, "a", tokens=10, output=5))
-    run(engine)
-    engine.say(request(2, "a", tokens=3, output=2, turn=2))
-    turn = run(engine)[2]
-    assert (turn.history_tokens, turn.gpu_hit_tokens, turn.cpu_hit_tokens, turn.recomputed_tokens) == (14, 12, 0, 2)
-    assert turn.shared_hit_tokens == 0
-
-
-def test_two_conversations_share_a_prompt_and_the_hit_is_new_to_the_second() -> None:
-    engine = make_engine(cache=PrefixCache)
-    prompt = list(range(12))
-    engine.say(asked(1, "a", prompt))
-    first = run(engine)[1]
-    engine.say(asked(2, "b", prompt))
-    turn = run(engine)[2]
-    assert (turn.history_tokens, turn.new_tokens, turn.gpu_hit_tokens) == (0, 12, 0)
-    assert turn.shared_hit_tokens == 8, "two of three blocks: the last prompt token is always computed"
-    engine.say(asked(3, "c", [*prompt[:5], 77, 78, 79]))
-    assert run(engine)[3].shared_hit_tokens == 4
-    assert first.shared_hit_tokens == 0
-
-
 def test_running_together_two_equal_prompts_hold_blocks_once() -> None:
     engine = make_engine(cache=PrefixCache, gpu_blocks=16)
     engine.say(asked(1, "a", list(range(16)), output=8))

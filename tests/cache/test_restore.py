@@ -82,12 +82,6 @@ def test_never_predicted_slower_than_either_and_nearly_the_best_of_all() -> None
         assert split.predicted_s <= min(every) + cost.step + 2 * cost.load + 2 * cost.recompute_s(last)
 
 
-def test_what_the_link_has_still_to_bring_others_moves_the_split() -> None:
-    model = times(Cost(load=0.5), batch_tokens=4)
-    alone = model.choose([(120, 121)], chunks(30), 0).recomputed
-    assert alone < model.choose([(120, 121)], chunks(30), 10).recomputed
-
-
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match="load, hybrid, recompute"):
         make_engine(cache=partial(RestoringCache, restore="fast"))

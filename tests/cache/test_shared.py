@@ -129,18 +129,6 @@ def test_tenants_find_nothing_of_each_other() -> None:
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_what_one_forgets_stays_for_the_others() -> None:
-    engine = engine_of()
-    for number, name in enumerate("abc", 1):
-        turn(engine, asking(number, name, SYSTEM + own(number)))
-    used = engine.cache.gpu_blocks_used
-    engine.forget("c")
-    assert engine.cache.gpu_blocks_used == used - 2
-    assert hits(turn(engine, asking(4, "d", SYSTEM + own(4))))[3] == 40
-    engine.forget(None)
-    assert engine.cache.gpu_blocks_used == 0 and engine.cache.room.available == 64
-
-
 def test_conversations_that_are_over_do_not_pile_up_behind_a_prompt_that_lives() -> None:
     engine = engine_of(gpu_blocks=24)
     for number in range(1, 30):

@@ -192,22 +192,6 @@ def test_scores_are_what_score_says(make: type[EvictionPolicy]) -> None:
         assert list(policy.scores(session, 5, 40, 9.0)) == each
 
 
-def test_retention_value_is_not_lru_on_long_contexts() -> None:
-    """An early chunk of a recent conversation goes before a late chunk of an older one: it costs less to recompute."""
-    context = policy_context()
-    old, recent = (
-        with_chunks(Session(name, i, 0.0, at), 200) for i, (name, at) in enumerate((("old", 0.0), ("new", 60.0)))
-    )
-    for policy, expected in ((RetentionValue(context), "new"), (Lru(context), "old")):
-        index = VictimIndex(policy, View.DIRTY)
-        for session, chunk in ((old, 199), (recent, 0)):
-            put(index, session, chunk)
-        found = next(index.victims(100.0), None)
-        assert found is not None
-        assert found[0].session.name == expected
-        old.chunks.view = recent.chunks.view = bytearray(200)
-
-
 def test_a_thousand_of_a_million_chunks_a_tenth_of_them_shared(capsys: pytest.CaptureFixture[str]) -> None:
     """28,125 conversations and 3,125 beginnings of theirs, of 32 chunks each. Printed: milliseconds of a choice."""
     context = PolicyContext(32, 10**6, 10**6, lambda tokens: 1.0 + tokens / 2000, 0.1, 0)

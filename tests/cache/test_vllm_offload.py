@@ -17,7 +17,7 @@ from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request, tokens_of
 from pensieve.core.session import Session
 from pensieve.errors import ConfigError
-from pensieve.plugins.caches.cpu_tier import Arc, CpuOrder, FromTail, Lru, Use
+from pensieve.plugins.caches.cpu_tier import CpuOrder, FromTail, Use
 from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.serve.record import TurnRecord
@@ -75,15 +75,6 @@ def test_the_last_token_is_computed_even_where_all_of_the_prompt_is_found() -> N
     assert hits(turn) == (0, 15, 0) and turn.recomputed_tokens == 0 and turn.new_tokens == 1
 
 
-@pytest.mark.parametrize(("prompt_only", "found"), [(True, 16), (False, 24)])
-def test_replies_are_stored_where_they_are_asked_for(prompt_only: bool, found: int) -> None:
-    engine = engine_of(offload_prompt_only=prompt_only)
-    first = text(1, 18)
-    turn = say(engine, "a", first, output=9)
-    say(engine, "b", text(2, 63))
-    assert say(engine, "a", [*first, *turn.token_ids, 3]).cpu_hit_tokens == found
-
-
 def test_chunks_of_several_blocks_are_stored_and_found_as_a_whole() -> None:
     first = text(1, 36)  # three chunks
     for length, places, found in ((48, "BBBBCCCCC-", (16, 20, 0)), (36, "BBBBBBBCC-", (28, 0, 0))):
@@ -102,22 +93,6 @@ def test_a_prompt_that_the_cpu_tier_has_no_room_for_is_not_stored_at_all() -> No
     assert engine.cache.cpu_blocks_used == 5
     say(engine, "b", text(2, 32))
     assert engine.cache.cpu_blocks_used == 5 and engine.cache.counters.swapped_out_blocks == 5
-
-
-def test_the_prompt_found_last_stays_longest_and_of_one_the_last_chunk_goes_first() -> None:
-    engine = engine_of(cpu_blocks=8)
-    a, b = text(1, 16), text(2, 12)
-    say(engine, "a", a)
-    say(engine, "b", b)
-    say(
-        engine, "x", text(3, 3) + text(4, 57), output=2
-    )  # no room: nothing is stored, and the device has nothing of them
-    assert say(engine, "a", [*a, 7]).cpu_hit_tokens == 16
-    say(engine, "c", text(5, 8))
-    left = cache_of(engine).cpu
-    names = engine.cache.sessions["b"].named(12, 4)
-    assert [name in left for name in names] == [True, True, False]
-    assert all(name in left for name in engine.cache.sessions["a"].named(16, 4))
 
 
 def test_a_tier_below_and_unknown_fields_are_refused() -> None:
@@ -180,37 +155,6 @@ def chosen(order: CpuOrder, count: int, kept: Iterable[int] = (), now_s: float =
     spared = set(map(key, kept))
     names = order.choose(count, lambda name: name not in spared, now_s)
     return None if names is None else [int.from_bytes(name, "big") for name in names]
-
-
-def test_lru_goes_from_the_tail_of_the_request_used_longest_ago() -> None:
-    order = Lru()
-    use(session_of(1), order, stored=(1, 2, 3))
-    use(session_of(2), order, stored=(11, 12))
-    use(session_of(3), order, found=(1, 2))
-    assert chosen(order, 9) is None and len(order.keys()) == 5
-    assert chosen(order, 3, kept=(12,)) == [3, 11, 2]
-    assert chosen(order, 2) == [12, 1]
-
-
-def test_arc_promotes_what_is_found_and_learns_from_what_it_gave_up() -> None:
-    order = Arc(4)
-    use(session_of(1), order, stored=(1, 2))
-    use(session_of(2), order, stored=(11, 12))
-    use(session_of(3), order, found=(1,))
-    assert list(order.once) == [key(2), key(12), key(11)] and list(order.again) == [key(1)]
-    assert chosen(order, 2) == [2, 12] and list(order.gone_once) == [key(2), key(12)]
-    order.missed([key(2), key(99)])
-    assert order.target == 1.0, "what was given up from there is wanted again"
-    use(session_of(4), order, stored=(2,))
-    assert list(order.once) == [key(11), key(2)] and list(order.gone_once) == [key(12)]
-    assert chosen(order, 2) == [11, 2], "while it has as many as the target, the first list gives up"
-    assert chosen(order, 1) == [1], "then the second one"
-    order.missed([key(1)])
-    assert order.target == 0.0
-    order.target = 3.0
-    use(session_of(5), order, found=(), stored=(21, 22))
-    use(session_of(6), order, found=(21,))
-    assert chosen(order, 1) == [21], "below the target the second list gives up first"
 
 
 @pytest.mark.parametrize("policy", [RetentionValue, LruPolicy, partial(LearnedReturn, guarded=False)])
