@@ -85,6 +85,17 @@ def test_parts_have_their_lengths_and_begin_alike():
     assert len(one) == 30 and one[:15] == two
 
 
+def test_prompts_of_a_conversation_add_up_and_those_with_the_whole_do_not():
+    dialogue = Fit(context()).dialogue(chat("a", (10, 5), (7, 3)))
+    assert [(step.message, step.prompt, step.reply) for step in dialogue.steps] == [(10, 10, 5), (7, 22, 3)]
+    assert dialogue.longest == 24
+    whole = conversation("b", Call(blocks(20, 1, 2), 5, continues=False), Call(blocks(30, 1, 3), 5, continues=False))
+    dialogue = Fit(context()).dialogue(whole)
+    assert [(step.message, step.prompt) for step in dialogue.steps] == [(20, 20), (30, 30)]
+    assert dialogue.longest == 34
+    assert dialogue.steps[0].build()[:16] == dialogue.steps[1].build()[:16]
+
+
 def test_a_prompt_is_built_anew_each_time():
     for content in (Text("hello"), Count(5), blocks(20, 1, 2)):
         step = Fit(context()).dialogue(conversation("a", Call(content, 1))).steps[0]

@@ -11,12 +11,13 @@ from hydra import compose, initialize_config_dir
 from pensieve import cli
 from pensieve.errors import ConfigError, MalformedInput
 from pensieve.lab.commands.advise import advice as module
-from pensieve.lab.commands.advise.advice import advise
+from pensieve.lab.commands.advise.advice import Outcome, advise
 from pensieve.lab.commands.advise.causes import read_causes
 from pensieve.lab.commands.advise.page import page_of, render
 from pensieve.lab.commands.advise.replays import moved, replayed
 from pensieve.lab.commands.advise.source import open_source
 from pensieve.lab.compose import conf_folder
+from pensieve.lab.statistics import Estimate
 from pensieve.lab.traffic.table import Exchange, Facts, write
 from pensieve.lab.workload.recording import Blocks, Call, Conversation, hashes_of
 
@@ -98,6 +99,14 @@ def test_the_replay_is_the_recorded_engine_token_for_token_and_a_timestamp_is_wo
     assert sum(line.tokens or 0 for line in found.split.lines) == found.split.missed_tokens
     html = render(page)
     assert page.answer.split(".")[0] in html and all(bar.name in html for bar in page.causes)
+
+
+@pytest.mark.parametrize(
+    ("more", "helps"), [((0.01, 0.001, 0.02), True), ((0.01, -0.001, 0.02), False), ((0.004, 0.003, 0.005), False)]
+)
+def test_what_helps_finds_enough_with_its_whole_interval_above_nothing(more, helps):
+    value, low, high = more
+    assert Outcome(None, None, Estimate(value, low, high, 9, 1), None).helps is helps
 
 
 def test_what_the_engine_found_is_unknown_where_it_does_not_say_and_sizes_are_assumed(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from pensieve.lab.traffic.hashing import Salt
 from pensieve.lab.traffic.table import Exchange, Facts
 from pensieve.lab.workload.base import WorkloadContext
 from pensieve.lab.workload.fit import Fit
-from pensieve.lab.workload.formats import convert, load
+from pensieve.lab.workload.formats import convert, load, served_rows
 from pensieve.lab.workload.formats.traffic import converted
 from pensieve.lab.workload.formats.vllm_events import Events, joined, listen
 from pensieve.lab.workload.recording import Blocks, Parts, Text
@@ -257,6 +257,20 @@ def test_what_others_wrote_of_served_requests_becomes_rows(name, tmp_path, monke
     direct, converted = load(source), load(tmp_path / "t.parquet")
     assert direct.format == name and direct.requests == converted.requests == 2
     assert [one.calls[-1].content.tokens for one in converted.conversations][-1] == 60
+
+
+def test_a_reply_that_was_aborted_is_cancelled_and_chunks_of_two_sizes_say_their_lengths(tmp_path):
+    meta = {"prompt_tokens": 9, "finish_reason": {"type": "abort"}}
+    dumped = {"requests": [(GenerateReqInput(rid="a"), {"meta_info": meta}, 1.0, 2.0)]}
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(dumped))
+    [row] = served_rows(tmp_path / "a.pkl", None, SALT)[1]
+    assert (row.status, row.prompt_tokens, row.blocks) == ("cancelled", 9, None)
+    file = tmp_path / "lookup_hashes_0.jsonl"
+    lookups(file)
+    first, again, second = file.read_text().splitlines()
+    lines(file, first, again, second.replace('"chunk_size": 16', '"chunk_size": 20'))
+    _, rows = served_rows(file, None, SALT)
+    assert [row.lengths for row in rows] == [[16, 16], [20, 20, 20]]
 
 
 def test_an_unknown_format_is_refused_with_what_it_lacks(tmp_path):

@@ -77,7 +77,6 @@ class Events:
         default_factory=dict
     )  # of vLLM's hash: our number, and of the block alone
     taken: list[tuple[float, str, str, list[int], int, str | None]] = field(default_factory=list)
-    unknown: int = 0
 
     def take(self, batch: Any) -> None:
         """A batch as vLLM publishes it: time, events, rank. Raises ValueError."""
@@ -112,8 +111,7 @@ class Events:
                 for one, content in zip(hashes, contents, strict=True):
                     number = hash((number, content))
                     self.chain[one] = number, content
-        known = [self.chain[one][0] for one in hashes if one in self.chain]
-        self.unknown += len(hashes) - len(known)  # stored before anybody listened, or a placeholder
+        known = [self.chain[one][0] for one in hashes if one in self.chain]  # others: from before anybody listened
         return known, self.chain[parent][0] if parent in self.chain else 0
 
 
