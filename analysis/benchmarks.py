@@ -47,7 +47,7 @@ def cases(source: Source, form: Form, *, target: str) -> Iterator[Plot]:
         "n": "-".join(map(str, dict.fromkeys((counts[0], counts[-1])))),
         "limits": " / ".join(dict.fromkeys(row["floor_is"] for row in rows)),
     }
-    yield Plot(Panel(source.sweep, {}, cells, source.trace(trials), left_out), rows, words=words)
+    yield Plot(Panel({}, cells, source.sweep, source.trace(trials), left_out), rows, words=words)
 
 
 def _main(job: JobResult) -> MetricValue | None:

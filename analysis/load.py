@@ -13,8 +13,9 @@ from analysis.sweep import Cell, Panel, Source, number
 from pensieve.errors import MissingSeries
 from pensieve.lab.compose.folder import conf_folder
 from pensieve.lab.metrics import Slo
+from pensieve.lab.results import frame
 from pensieve.lab.results.claims import Claim, rates_at, read_claims, unmet
-from pensieve.lab.results.frame import TrialGroup, positive_ratio
+from pensieve.lab.results.frame import positive_ratio
 from pensieve.lab.results.notes import load_changed
 from pensieve.lab.results.notes import offered_rate as rate_of
 from pensieve.lab.results.schema import Trial
@@ -114,7 +115,7 @@ def at_the_papers_latency(source: Source, form: Form) -> Iterator[Plot]:
                         "trials": " ".join(cell.ids for cell in panel.of(name)),
                     }
                 )
-        groups = [TrialGroup(cell.at, {cell.baseline: cell.trials}) for cell in panel.cells]
+        groups = [frame.Panel(cell.at, [cell]) for cell in panel.cells]
         words = {
             "cut": "".join(f"{note.text} " for note in load_changed(groups)),
             "paper": f"{claim.source}, {claim.text}",

@@ -35,7 +35,7 @@ def size_map(source: Source) -> Iterator[Plot]:
         group = {DISK: size or "0"} if q.disks else {}
         drawn = [{k: v for k, v in row.items() if k != DISK} for row in rows if row[DISK] == (size or "0")]
         lead = f"{sentence} {_ran(found, disk)}"
-        yield Plot(Panel(source.sweep, group, (), origin), drawn, lead, picture=_drawn(found, disk))
+        yield Plot(Panel(group, (), source.sweep, origin), drawn, lead, picture=_drawn(found, disk))
 
 
 def _drawn(found: SizeMap, disk: int) -> Any:

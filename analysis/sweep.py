@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,9 @@ from sqlalchemy import select
 
 from analysis.provenance import Provenance, trace
 from pensieve.errors import ConfigError, MissingSeries
+from pensieve.lab.results import frame
 from pensieve.lab.results.frame import REFERENCE, Frame, axis_value, conversations_of, varying_axes
+from pensieve.lab.results.frame import Cell as Cell
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.schema import Sweep, SweepTrial, Trial
 from pensieve.lab.results.size_map import SETTINGS
@@ -33,51 +35,16 @@ NO_VALUE = "None"  # how a field that is null reads in a trial's configuration
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """The completed trials of one baseline at one place of the drawn axes: they differ in seed and repeat alone."""
-
-    baseline: str
-    at: Mapping[str, str]
-    trials: Sequence[Trial]
-
-    def __iter__(self) -> Iterator[Trial]:
-        return iter(self.trials)
-
-    @property
-    def place(self) -> str:
-        return ", ".join(f"{axis}={value}" for axis, value in self.at.items())
-
-    @property
-    def ids(self) -> str:
-        """For the column `trials` of a CSV."""
-        return " ".join(str(trial.id) for trial in self.trials)
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One picture's worth. group: the swept axes that are not drawn, with their values. left_out: the cells of which trials
-    began and none has completed, as they are named to people."""
+class Panel(frame.Panel):
+    """One picture's worth. left_out: the cells of which trials began and none has completed, as they are named to people."""
 
     sweep: Sweep
-    group: Mapping[str, str]
-    cells: Sequence[Cell]
     provenance: Provenance
     left_out: Sequence[str] = ()
-
-    @property
-    def baselines(self) -> list[str]:
-        return list(dict.fromkeys(cell.baseline for cell in self.cells))
-
-    def of(self, baseline: str) -> list[Cell]:
-        return [cell for cell in self.cells if cell.baseline == baseline]
 
     def values(self, axis: str) -> list[str]:
         """Of a drawn axis: numbers in ascending order, names as they were given."""
         return in_order(dict.fromkeys(cell.at[axis] for cell in self.cells))
-
-    @property
-    def text(self) -> str:
-        return ", ".join(f"{axis}={value}" for axis, value in self.group.items())
 
 
 class Source(Frame):
@@ -211,7 +178,7 @@ class Source(Frame):
         completed = sum(job.trial is not None for job in self.jobs)
         incomplete = max(self.sweep.n_expected, len(self.jobs)) - completed  # those that never began included
         trials = [trial for cell in cells for trial in cell.trials]
-        return Panel(self.sweep, group, cells, self.trace(trials, incomplete), left_out)
+        return Panel(group, cells, self.sweep, self.trace(trials, incomplete), left_out)
 
     def trace(self, trials: Sequence[Trial], incomplete: int = 0) -> Provenance:
         """What numbers of these trials stand on. Raises MixedPanel where they must not stand beside each other."""

@@ -25,7 +25,7 @@ from pensieve.errors import ConfigError, MissingSeries
 from pensieve.lab.metrics import metric_of
 from pensieve.lab.results.frame import (
     Frame,
-    TrialGroup,
+    Panel,
     axis_value,
     by_round,
     conversation_ends,
@@ -369,8 +369,8 @@ def judge_sweep(store: ResultsStore, sweep_id: int, claims: Sequence[Claim]) -> 
     for claim in claims:
         varied = varying_axes(evidence.sweep.overrides, evidence.trials)
         over = next((axis for axis in claim.over if axis in varied), claim.over[0] if claim.over else None)
-        groups = evidence.groups(over)
-        judged = [_judged(claim, evidence, group, over, len(groups) > 1) for group in groups]
+        panels = evidence.groups(over)
+        judged = [_judged(claim, evidence, panel, over, len(panels) > 1) for panel in panels]
         if not judged:
             why = "no trial of this sweep is completed"
             judged = [Judged(claim.name, claim, "", None, None, None, (), "not comparable", why, (why,), False)]
@@ -399,11 +399,11 @@ def record_claims(store: ResultsStore, sweep_id: int, judged: Sequence[Judged]) 
             connection.execute(insert(ClaimRow), rows)
 
 
-def _judged(claim: Claim, evidence: Frame, group: TrialGroup, over: str | None, several: bool) -> Judged:
+def _judged(claim: Claim, evidence: Frame, panel: Panel, over: str | None, several: bool) -> Judged:
     """A benchmark's sweep holds several workloads: the trials of the claim's own are taken, if there are any."""
     workload = {field: wanted for field, wanted in claim.conditions.items() if field == "workload"}
-    of_workload = {name: [t for t in trials if not unmet(workload, [t])] for name, trials in group.trials.items()}
-    asked = {name: trials for name, trials in of_workload.items() if trials} or group.trials
+    of_workload = {name: [t for t in trials if not unmet(workload, [t])] for name, trials in panel.trials.items()}
+    asked = {name: trials for name, trials in of_workload.items() if trials} or panel.trials
     ours, theirs = (next((name for name in wanted if name in asked), None) for wanted in (claim.of, claim.against))
     absent = [
         f"no completed trial of {' or '.join(wanted)} in this sweep"
@@ -419,11 +419,11 @@ def _judged(claim: Claim, evidence: Frame, group: TrialGroup, over: str | None, 
             measured = MEASURES[claim.measure](sides, **claim.arguments)
         except MissingSeries as error:
             reasons.append(str(error).rstrip("."))
-    name = f"{claim.name} ({group.name})" if several and group.name else claim.name
+    name = f"{claim.name} ({panel.text})" if several and panel.text else claim.name
     verdict, why = judge(claim.claimed, measured, reasons, claim.seeds)
     ids = tuple(sorted({trial.id for trial in (*sides.ours, *sides.theirs)})) if measured else ()
     simulated = any(trial.simulated for trial in trials)
-    return Judged(name, claim, group.name, ours, theirs, measured, ids, verdict, why, tuple(reasons), simulated)
+    return Judged(name, claim, panel.text, ours, theirs, measured, ids, verdict, why, tuple(reasons), simulated)
 
 
 def judge(

@@ -233,7 +233,7 @@ class Frame:
         lost = (name for name in STATUSES if name != "completed")
         return +Counter({name: sum(int(self.metric(trial, "turns", name) or 0) for trial in trials) for name in lost})
 
-    def mostly_lost(self, group: TrialGroup) -> dict[str, tuple[int, int]]:
+    def mostly_lost(self, group: Panel) -> dict[str, tuple[int, int]]:
         """The baselines that completed under half of their turns: how many, of how many. Those few had the machine to
         themselves, so they are compared with nothing."""
         counts = {}
@@ -244,30 +244,72 @@ class Frame:
                 counts[name] = (done, asked)
         return counts
 
-    def groups(self, over: str | None = None) -> Sequence[TrialGroup]:
-        """Trials by the values of every axis that the sweep varied, but seed, repeat, baseline and `over`."""
+    def groups(self, over: str | None = None) -> Sequence[Panel]:
+        """A panel for the values of every axis that the sweep varied, but seed, repeat, baseline and `over`.
+
+        Each has a cell for every baseline."""
         axes = [axis for axis in varying_axes(self.sweep.overrides, self.trials) if axis != over]
         found: dict[tuple[str, ...], dict[str, list[Trial]]] = {}
         for trial in self.trials:
             place = tuple(axis_value(trial, axis) for axis in axes)
             found.setdefault(place, defaultdict(list))[trial.baseline].append(trial)
-        return [TrialGroup(dict(zip(axes, place, strict=True)), dict(trials)) for place, trials in found.items()]
+        return [
+            Panel(dict(zip(axes, place, strict=True)), [Cell(name, {}, own) for name, own in trials.items()])
+            for place, trials in found.items()
+        ]
 
 
 @dataclass(frozen=True, slots=True)
-class TrialGroup:
-    """at: the values of the sweep's other axes. trials: by baseline."""
+class Cell:
+    """The completed trials of one baseline at one place of the axes: they differ in seed and repeat alone."""
 
+    baseline: str
     at: Mapping[str, str]
-    trials: Mapping[str, Sequence[Trial]]
+    trials: Sequence[Trial]
+
+    def __iter__(self) -> Iterator[Trial]:
+        return iter(self.trials)
 
     @property
-    def name(self) -> str:
-        return ", ".join(f"{axis}={value}" for axis, value in self.at.items())
+    def place(self) -> str:
+        return _in_words(self.at)
+
+    @property
+    def ids(self) -> str:
+        """For the column `trials` of a CSV."""
+        return " ".join(str(trial.id) for trial in self.trials)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """What stands beside each other. group: the swept axes that are the same in all cells, with their values."""
+
+    group: Mapping[str, str]
+    cells: Sequence[Cell]
+
+    @property
+    def trials(self) -> dict[str, Sequence[Trial]]:
+        """By baseline."""
+        return {name: [trial for cell in self.of(name) for trial in cell] for name in self.baselines}
+
+    @property
+    def baselines(self) -> list[str]:
+        return list(dict.fromkeys(cell.baseline for cell in self.cells))
+
+    def of(self, baseline: str) -> list[Cell]:
+        return [cell for cell in self.cells if cell.baseline == baseline]
+
+    @property
+    def text(self) -> str:
+        return _in_words(self.group)
 
     def place(self, baseline: str) -> str:
         """Of one of its baselines: "pensieve (eviction=lru)"."""
-        return f"{baseline} ({self.name})" if self.name else baseline
+        return f"{baseline} ({self.text})" if self.group else baseline
+
+
+def _in_words(at: Mapping[str, str]) -> str:
+    return ", ".join(f"{axis}={value}" for axis, value in at.items())
 
 
 # Eviction policies, least recently used and the offline bound

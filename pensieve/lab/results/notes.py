@@ -18,7 +18,7 @@ from pensieve.lab.results.frame import (
     REFERENCE,
     UNEQUAL_RATE,
     Frame,
-    TrialGroup,
+    Panel,
     conversations_of,
     footer,
     mixtures,
@@ -117,9 +117,9 @@ class Note:
         return self.code in ABOVE
 
 
-def notes(found: Frame, groups: Sequence[TrialGroup]) -> list[Note]:
+def notes(found: Frame, panels: Sequence[Panel]) -> list[Note]:
     """All that apply to the sweep, those above the table first."""
-    return [note for rule in _RULES for note in rule(found, groups)]
+    return [note for rule in _RULES for note in rule(found, panels)]
 
 
 def _told(code: str, places: Sequence[str]) -> Iterator[Note]:
@@ -127,7 +127,7 @@ def _told(code: str, places: Sequence[str]) -> Iterator[Note]:
         yield Note(code, tuple(places))
 
 
-def _missing(found: Frame, _groups: Sequence[TrialGroup]) -> Iterator[Note]:
+def _missing(found: Frame, _panels: Sequence[Panel]) -> Iterator[Note]:
     """How many trials of the sweep have nothing to show: everything said is of the others."""
     expected = max(found.sweep.n_expected, len(found.jobs))
     count = expected - len(found.trials)
@@ -138,31 +138,31 @@ def _missing(found: Frame, _groups: Sequence[TrialGroup]) -> Iterator[Note]:
         yield Note("trials_missing", (f"{count} of {expected}",))
 
 
-def _not_comparable(_found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
+def _not_comparable(_found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
     """What the trials of a setting mix. That an axis sweeps hardware or weights is no mixture."""
-    beside = [[trial for own in group.trials.values() for trial in own] for group in groups]
+    beside = [[trial for own in panel.trials.values() for trial in own] for panel in panels]
     every = dict.fromkeys((one.what, one.remedy) for trials in beside for one in mixtures(trials))
     yield from (Note("do_not_compare", (f"{what}. Remedy: {remedy}",)) for what, remedy in every)
 
 
-def _lost_most(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
+def _lost_most(found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
     lost = [
-        f"{group.place(name)} {done:,} of {asked:,}"
-        for group in groups
-        for name, (done, asked) in found.mostly_lost(group).items()
+        f"{panel.place(name)} {done:,} of {asked:,}"
+        for panel in panels
+        for name, (done, asked) in found.mostly_lost(panel).items()
     ]
     yield from _told("mostly_lost", lost)
 
 
-def load_changed(groups: Sequence[TrialGroup]) -> Iterator[Note]:
+def load_changed(panels: Sequence[Panel]) -> Iterator[Note]:
     """What makes the load another one than was meant: lengths in bytes, conversations that the model's context cuts.
-    Baselines of a group have the same conversations by seed, which count once."""
-    if any(byte_notes(plan_of(trial)) for _, _, trials in _cells(groups) for trial in trials):
+    Baselines of a panel have the same conversations by seed, which count once."""
+    if any(byte_notes(plan_of(trial)) for _, _, trials in _cells(panels) for trial in trials):
         yield Note("tokens_are_bytes")
     told: dict[str, list[str]] = {}
-    for group in groups:
-        each = {trial.seed: plan_of(trial) for trials in group.trials.values() for trial in trials}
-        told.setdefault(cut_by_context(each.values()), []).append(group.name)
+    for panel in panels:
+        each = {trial.seed: plan_of(trial) for trials in panel.trials.values() for trial in trials}
+        told.setdefault(cut_by_context(each.values()), []).append(panel.text)
     cut = [f"({names[0]}) {said}" if len(told) > 1 else said for said, names in told.items() if said]
     yield from _told("context_cut", cut)
 
@@ -186,38 +186,38 @@ def starting(trials: Sequence[Trial]) -> bool:
     return any("not_steady" in trial.flags for trial in trials)
 
 
-def _turns_without_reply(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
+def _turns_without_reply(found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
     lost = []
-    for group, name, trials in _cells(groups):
+    for panel, name, trials in _cells(panels):
         if less := found.incomplete(trials):
             turns = less.total() + sum(int(found.metric(trial, "turns", "completed") or 0) for trial in trials)
             each = ", ".join(f"{count:,} {status}" for status, count in less.items())
-            lost.append(f"{group.place(name)} {less.total():,} of {turns:,} ({each})")
+            lost.append(f"{panel.place(name)} {less.total():,} of {turns:,} ({each})")
     yield from _told("turns_without_reply", lost)
 
 
-def _near_saturation(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
+def _near_saturation(found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
     """Medians over each conversation's last turn."""
     late = []
-    for group, name, trials in _cells(groups):
+    for panel, name, trials in _cells(panels):
         turns = found.turns(trials)
         both = turns[["queue_ms", "ttft_ms"]].dropna().sort_index()
         last = both.groupby(level=CONVERSATION).tail(1).query("ttft_ms > 0")
         if not last.empty and (last["queue_ms"] / last["ttft_ms"]).median() > MOSTLY:
-            late.append(f"{group.place(name)} {last['queue_ms'].median():,.0f} of {last['ttft_ms'].median():,.0f} ms")
+            late.append(f"{panel.place(name)} {last['queue_ms'].median():,.0f} of {last['ttft_ms'].median():,.0f} ms")
     yield from _told("near_saturation", late)
 
 
-def _less_finished(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
+def _less_finished(found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
     """Baselines that finished less of an open load than another did with the same seeds."""
     less = []
-    for group in groups:
-        rates = {name: own for name, trials in group.trials.items() if (own := _steady_rates(found, trials))}
+    for panel in panels:
+        rates = {name: own for name, trials in panel.trials.items() if (own := _steady_rates(found, trials))}
         for name, own in rates.items():
             both = {other: _over_same_seeds(own, of) for other, of in rates.items() if own.keys() & of.keys()}
             other, (rate, most) = max(both.items(), key=lambda one: one[1][1] - one[1][0])
             if _clearly_less(rate, most):
-                less.append(f"{group.place(name)} {rate:.3g}, {other} {most:.3g} with the same seeds")
+                less.append(f"{panel.place(name)} {rate:.3g}, {other} {most:.3g} with the same seeds")
     yield from _told("less_finished", less)
 
 
@@ -243,12 +243,12 @@ def _load_decides(trial: Trial) -> bool:
     return bool(trial.flags.get("load", "closed") != "closed")
 
 
-def _slower_at(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
+def _slower_at(found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
     """At what Pensieve is behind another baseline with every seed: the headline is of the first token alone. How many tokens
     are made under an open load is the load's."""
     slower = []
-    for group, other, theirs in _cells(groups):
-        ours = group.trials.get(OURS, ())
+    for panel, other, theirs in _cells(panels):
+        ours = panel.trials.get(OURS, ())
         asked = {"tpot_ms_mean": "TPOT {:.3g} ms"}
         if not any(_load_decides(trial) for trial in (*ours, *theirs)):
             asked["throughput_output_tok_s"] = "{:.3g} output tokens/s"
@@ -258,26 +258,26 @@ def _slower_at(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
             lower = metric_of(name).better == "lower"
             if both and all(_clearly_less(*((y, x) if lower else (x, y))) for x, y in both):
                 own, others = _over_same_seeds(a, b)
-                slower.append(f"{text.format(own)}, {group.place(other)} {others:.3g}")
+                slower.append(f"{text.format(own)}, {panel.place(other)} {others:.3g}")
     yield from _told("slower_at", slower)
 
 
-def _cache_not_verified(_found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
+def _cache_not_verified(_found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
     """Servers that ran before a trial: of those that say what they held, see trials.mixtures."""
     flag, places = "cache_state_unverified", []
-    for group, name, trials in _cells(groups):
+    for panel, name, trials in _cells(panels):
         said = [str(trial.flags[flag]).rstrip(".") for trial in trials if flag in trial.flags]
-        places += [f"{group.place(name)}: {said[0]}"] if said else []
+        places += [f"{panel.place(name)}: {said[0]}"] if said else []
     yield from _told("cache_not_verified", places)
 
 
-def _few(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
+def _few(found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
     seeds = len({trial.seed for trial in found.trials})
     if seeds == 1:
         yield Note("one_seed")
     elif 1 < seeds < FEWEST_GROUPS:
         yield Note("few_seeds", (str(seeds),))
-    ttft = [values_of(found.turns(trials), "ttft_ms") for _, _, trials in _cells(groups)]
+    ttft = [values_of(found.turns(trials), "ttft_ms") for _, _, trials in _cells(panels)]
     fewest = min((len(conversations_of(one).unique()) for one in ttft), default=0)
     if 0 < fewest < enough_for(0.5):
         yield Note("few_conversations", (str(fewest),))
@@ -286,7 +286,7 @@ def _few(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
         yield Note("few_turns_for_p99", (str(fewest),))
 
 
-def _tiers(found: Frame, _groups: Sequence[TrialGroup]) -> Iterator[Note]:
+def _tiers(found: Frame, _panels: Sequence[Panel]) -> Iterator[Note]:
     """Pensieve that never evicted, or never read back what it evicted, says nothing about its tiers."""
     ours = [trial for trial in found.trials if trial.baseline == OURS]
     evicted, dropped, read = (
@@ -299,7 +299,7 @@ def _tiers(found: Frame, _groups: Sequence[TrialGroup]) -> Iterator[Note]:
         yield Note("cpu_tier_unused", (f"{sum(value or 0 for value in evicted):,.0f}",))
 
 
-def _machine(found: Frame, _groups: Sequence[TrialGroup]) -> Iterator[Note]:
+def _machine(found: Frame, _panels: Sequence[Panel]) -> Iterator[Note]:
     shares = [float(trial.flags["others_cpu_share"]) for trial in found.trials if "others_cpu_share" in trial.flags]
     if shares and max(shares) > _BUSY:
         yield Note("busy_machine", (f"{median(shares):.0%} (at most {max(shares):.0%})",))
@@ -311,7 +311,7 @@ def _machine(found: Frame, _groups: Sequence[TrialGroup]) -> Iterator[Note]:
     yield from _told("cost_model_off", [f"{name} {error:+.0f} %" for name, error in worst.items()])
 
 
-def _what_ran(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
+def _what_ran(found: Frame, panels: Sequence[Panel]) -> Iterator[Note]:
     """bound: of one setting; of several it is a column. A server that stores nothing has none."""
     trials = found.trials
     yield from _told("simulated", sorted({trial.hardware for trial in trials if trial.simulated}))
@@ -320,13 +320,13 @@ def _what_ran(found: Frame, groups: Sequence[TrialGroup]) -> Iterator[Note]:
     yield from (Note("served_by", (text,)) for text in footer(trials))
     if load := load_line(trials):
         yield Note("load", (load,))
-    if len(groups) == 1:
-        bounds = {name: found.mean(own, "bound_hit_rate") for name, own in groups[0].trials.items()}
+    if len(panels) == 1:
+        bounds = {name: found.mean(own, "bound_hit_rate") for name, own in panels[0].trials.items()}
         known = [f"{name} {percent(one)}" for name, one in bounds.items() if one is not None and name != REFERENCE]
         yield from _told("bound", known)
 
 
-def _window(found: Frame, _groups: Sequence[TrialGroup]) -> Iterator[Note]:
+def _window(found: Frame, _panels: Sequence[Panel]) -> Iterator[Note]:
     """What qualifies the throughput column: a note for each flag, with the trials that have it by baseline."""
     totals = Counter(trial.baseline for trial in found.trials)
     for flag in WINDOW:
@@ -335,14 +335,14 @@ def _window(found: Frame, _groups: Sequence[TrialGroup]) -> Iterator[Note]:
         yield from _told(flag, ["all trials"] if flagged and flagged == totals else each)
 
 
-def _failures(found: Frame, _groups: Sequence[TrialGroup]) -> Iterator[Note]:
+def _failures(found: Frame, _panels: Sequence[Panel]) -> Iterator[Note]:
     lost = [job.last for job in found.jobs if job.last.status not in ("completed", "running")]
     each = [f"{t.baseline}, seed {t.seed}, {t.status}{f': {t.error}'.rstrip('.') if t.error else ''}" for t in lost]
     yield from _told("not_completed", each)
 
 
-_RULES: Sequence[Callable[[Frame, Sequence[TrialGroup]], Iterator[Note]]] = (
-    _missing, _not_comparable, _lost_most, lambda _, groups: load_changed(groups), _turns_without_reply,
+_RULES: Sequence[Callable[[Frame, Sequence[Panel]], Iterator[Note]]] = (
+    _missing, _not_comparable, _lost_most, lambda _, panels: load_changed(panels), _turns_without_reply,
     _near_saturation, _less_finished, _slower_at, _cache_not_verified, _few, _tiers, _machine, _what_ran, _window, _failures,
 )  # fmt: skip
 
@@ -370,5 +370,5 @@ def load_line(trials: Sequence[Trial]) -> str | None:
     return f"Load ({load}): {', '.join(parts)}." if load else None
 
 
-def _cells(groups: Sequence[TrialGroup]) -> list[tuple[TrialGroup, str, Sequence[Trial]]]:
-    return [(group, name, trials) for group in groups for name, trials in group.trials.items()]
+def _cells(panels: Sequence[Panel]) -> list[tuple[Panel, str, Sequence[Trial]]]:
+    return [(panel, name, trials) for panel in panels for name, trials in panel.trials.items()]

@@ -21,7 +21,7 @@ from pensieve.lab.results.frame import (
     REFERENCE,
     START,
     Frame,
-    TrialGroup,
+    Panel,
     conversation_ends,
     conversation_means,
     found_more,
@@ -109,65 +109,65 @@ def last_turn_ratio(a: pd.Series[float], b: pd.Series[float]) -> Estimate | None
     return speed_up(conversation_ends(paired(a, b), last=True))
 
 
-def findings(found: Frame, groups: Sequence[TrialGroup]) -> list[Finding]:
+def findings(found: Frame, panels: Sequence[Panel]) -> list[Finding]:
     """Everything that a sweep compares. Where Pensieve ran beside others: its TTFT at the last turn. Where others ran without
     it: the latency a token beside the lowest. Where eviction policies were swept: the history that the paper's recomputes.
     Baselines that completed under half of their turns are left out."""
-    with_ours = any(OURS in group.trials and len(group.trials) > 1 for group in groups)
+    with_ours = any(OURS in panel.trials and len(panel.trials) > 1 for panel in panels)
     latencies = [
-        one for group in groups for one in (_beside_ours(found, group) if with_ours else _beside_lowest(found, group))
+        one for panel in panels for one in (_beside_ours(found, panel) if with_ours else _beside_lowest(found, panel))
     ]
-    return [*latencies, *_beside_the_papers_policy(found, groups)]
+    return [*latencies, *_beside_the_papers_policy(found, panels)]
 
 
-def _beside_ours(found: Frame, group: TrialGroup) -> list[Finding]:
-    lost = found.mostly_lost(group)
-    if OURS not in group.trials or OURS in lost:
+def _beside_ours(found: Frame, panel: Panel) -> list[Finding]:
+    lost = found.mostly_lost(panel)
+    if OURS not in panel.trials or OURS in lost:
         return []
-    ours = values_of(found.turns(group.trials[OURS]), "ttft_ms")
-    others = sorted((name for name in group.trials if name != OURS), key=lambda name: name != REFERENCE)
+    ours = values_of(found.turns(panel.trials[OURS]), "ttft_ms")
+    others = sorted((name for name in panel.trials if name != OURS), key=lambda name: name != REFERENCE)
     made = []
     for name in others:
-        ratio = last_turn_ratio(values_of(found.turns(group.trials[name]), "ttft_ms"), ours)
+        ratio = last_turn_ratio(values_of(found.turns(panel.trials[name]), "ttft_ms"), ours)
         if name not in lost and ratio is not None:
-            made.append(Finding(LAST_TTFT, group.at, OURS, name, ratio))
+            made.append(Finding(LAST_TTFT, panel.group, OURS, name, ratio))
     return made
 
 
-def _beside_lowest(found: Frame, group: TrialGroup) -> list[Finding]:
-    lost = found.mostly_lost(group)
+def _beside_lowest(found: Frame, panel: Panel) -> list[Finding]:
+    lost = found.mostly_lost(panel)
     read = Frame(found.store, found.sweep.id, "latency_ms", "output_tokens")
     values = {
         name: values_of(read.turns(trials), "normalized_latency_ms")
-        for name, trials in group.trials.items()
+        for name, trials in panel.trials.items()
         if name not in lost
     }
     level = {name: _geometric_mean(conversation_means(own).values()) for name, own in values.items()}
     known = {name: value for name, value in level.items() if value is not None}
     lowest = min(known, key=known.__getitem__, default=None)
     return [
-        Finding(TOKEN_LATENCY, group.at, lowest, name, ratio)
+        Finding(TOKEN_LATENCY, panel.group, lowest, name, ratio)
         for name in known
         if lowest is not None and name != lowest
         and (ratio := speed_up(paired(values[name], values[lowest]))) is not None
     ]  # fmt: skip
 
 
-def _beside_the_papers_policy(found: Frame, groups: Sequence[TrialGroup]) -> list[Finding]:
+def _beside_the_papers_policy(found: Frame, panels: Sequence[Panel]) -> list[Finding]:
     """Nothing where nobody recomputed anything, or where a baseline served less than was asked."""
     made = []
-    for group in groups:
-        baseline = OURS if OURS in group.trials else next(iter(group.trials))
-        if group.at.get("eviction") != PAPERS:
+    for panel in panels:
+        baseline = OURS if OURS in panel.trials else next(iter(panel.trials))
+        if panel.group.get("eviction") != PAPERS:
             continue
-        turns = found.turns(group.trials[baseline])
-        for other in groups:
-            if other is group or {**other.at, "eviction": PAPERS} != group.at or baseline not in other.trials:
+        turns = found.turns(panel.trials[baseline])
+        for other in panels:
+            if other is panel or {**other.group, "eviction": PAPERS} != panel.group or baseline not in other.trials:
                 continue
             more = found_more(found.turns(other.trials[baseline]), turns)
-            shares = [found.mean(one.trials[baseline], "miss_rate") for one in (group, other)]
+            shares = [found.mean(one.trials[baseline], "miss_rate") for one in (panel, other)]
             if more is not None and any(shares):
-                made.append(Finding(RECOMPUTED, group.at, PAPERS, other.at["eviction"], more))
+                made.append(Finding(RECOMPUTED, panel.group, PAPERS, other.group["eviction"], more))
     return made
 
 
@@ -308,44 +308,44 @@ class SweepTable:
 def sweep_table(store: ResultsStore, sweep_id: int) -> SweepTable:
     """Compare the baselines of a sweep, by the trials that it shows. Raises ResultsError where there is no such sweep."""
     found = Frame(store, sweep_id, *NOTE_COLUMNS, *GAP_COLUMNS)
-    groups = found.groups()
-    made = findings(found, groups)
-    rows = [_row(found, group, name, made) for group in groups for name in group.trials]
-    told = [*notes(found, groups), *_notes_on_outputs(rows)]
+    panels = found.groups()
+    made = findings(found, panels)
+    rows = [_row(found, panel, name, made) for panel in panels for name in panel.trials]
+    told = [*notes(found, panels), *_notes_on_outputs(rows)]
     if any(row.gap_closed is not None for row in rows):
         told.append(Note("gap_closed"))
     return SweepTable(found.sweep, rows, headline(found, made), made, told)
 
 
-def _row(found: Frame, group: TrialGroup, baseline: str, made: Sequence[Finding]) -> SweepRow:
-    trials = group.trials[baseline]
+def _row(found: Frame, panel: Panel, baseline: str, made: Sequence[Finding]) -> SweepRow:
+    trials = panel.trials[baseline]
     ttft = values_of(found.turns(trials), "ttft_ms").sort_index()
-    reference = REFERENCE if REFERENCE in group.trials else next(iter(group.trials))
-    beside = (f.found for f in made if f.quantity == LAST_TTFT and (f.at, f.other) == (group.at, baseline))
+    reference = REFERENCE if REFERENCE in panel.trials else next(iter(panel.trials))
+    beside = (f.found for f in made if f.quantity == LAST_TTFT and (f.at, f.other) == (panel.group, baseline))
     means = {name: found.mean(trials, name) for name in _MEANS}
     if baseline == REFERENCE:
         means["bound_hit_rate"] = None
-    outputs = _check_outputs(found.store, reference, group.trials[reference], trials) if baseline != reference else None
+    outputs = _check_outputs(found.store, reference, panel.trials[reference], trials) if baseline != reference else None
     return SweepRow(
-        group=group.at,
+        group=panel.group,
         baseline=baseline,
         trials=len(trials),
         metrics=means,
         ttft_last_ms=_geometric_mean(ttft.groupby(level=CONVERSATION).last()),
         beside_ours=next(beside, None),
-        gap_closed=_gap_closed(found, group, baseline),
+        gap_closed=_gap_closed(found, panel, baseline),
         outputs=outputs,
     )
 
 
-def _gap_closed(found: Frame, group: TrialGroup, baseline: str) -> Estimate | None:
+def _gap_closed(found: Frame, panel: Panel, baseline: str) -> Estimate | None:
     """None for START itself, and where its trials are not in the sweep."""
-    if group.at.get("eviction", START) == START:
+    if panel.group.get("eviction", START) == START:
         return None
-    at = {**group.at, "eviction": START}
-    start = next((other.trials.get(baseline, ()) for other in found.groups() if other.at == at), ())
+    at = {**panel.group, "eviction": START}
+    start = next((other.trials.get(baseline, ()) for other in found.groups() if other.group == at), ())
     bounds = found.by_seed(start, "bound_hit_rate")
-    return gap_closed(found.turns(group.trials[baseline]), found.turns(start), bounds) if bounds else None
+    return gap_closed(found.turns(panel.trials[baseline]), found.turns(start), bounds) if bounds else None
 
 
 def _check_outputs(store: ResultsStore, reference: str, theirs: Sequence[Trial], ours: Sequence[Trial]) -> OutputCheck:

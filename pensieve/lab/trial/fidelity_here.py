@@ -126,7 +126,7 @@ def compare(found: Frame) -> list[Compared]:
                 own = [trial for trial in trials if trial.seed == seed]
                 real = [trial for trial in own if not trial.simulated]
                 simulated = [trial for trial in own if trial.simulated and _profile_of(trial) is not None]
-                place = ", ".join(filter(None, (group.name, baseline, f"seed {seed}")))
+                place = ", ".join(filter(None, (group.text, baseline, f"seed {seed}")))
                 observed = [_observed(found, trial) for trial in real]
                 errors = None
                 if real and simulated:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from pensieve.errors import in_checkout
 from pensieve.lab.metrics import MetricValue
-from pensieve.lab.results.frame import TrialGroup, footer, mixtures
+from pensieve.lab.results.frame import Cell, Panel, footer, mixtures
 from pensieve.lab.results.mlflow_runs import URL_ENV, remote_url
 from pensieve.lab.results.notes import MOSTLY, load_changed, offered_rate, starting
 from pensieve.lab.results.schema import Trial
@@ -50,7 +50,7 @@ def summary(store: ResultsStore, trial_id: int) -> RenderableType:
     )
     told = [str(trial.flags[flag]) for flag in TOLD if flag in trial.flags]
     told += [f"One of the {why.what}: do not compare its times, and {why.remedy}." for why in mixtures([trial])]
-    cut = load_changed([TrialGroup({}, {trial.baseline: [trial]})])
+    cut = load_changed([Panel({}, [Cell(trial.baseline, {}, [trial])])])
     first = [*(note.text for note in cut), *_overloaded(trial, metrics)]
     return Group(*map(Text, first), table, *(Text(line) for line in [*told, *footer([trial])]))
 
