@@ -51,11 +51,11 @@ def test_the_budget_is_in_blocks_beside_the_one_that_vllm_keeps() -> None:
     fields = Vllm(setup_of("wide_llama", kv_tokens=4096))._fields
     assert (fields["num_gpu_blocks_override"], fields["block_size"]) == (129, 32)
     assert fields["max_model_len"] == 2048, "the model's own"
-    engine = Vllm(setup_of("wide_llama", kv_tokens=1000), dtype="bfloat16")
+    engine = Vllm(setup_of("wide_llama", kv_tokens=1000))
     assert engine._fields["max_model_len"] == 31 * 32, "a request can have no more than there is"
     settings = engine._settings({"num_blocks": 32, "block_size": 32})
     assert settings["gpu_tokens"] == 31 * 32
-    assert settings["kv_bytes_per_token"] == setup_of("wide_llama").model.kv_bytes_per_token // 2
+    assert settings["kv_bytes_per_token"] == setup_of("wide_llama").model.kv_bytes_per_token
 
 
 METRICS = """# TYPE vllm:cache_config_info gauge

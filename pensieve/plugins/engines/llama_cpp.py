@@ -88,13 +88,12 @@ class LlamaCpp(OutsideEngine):
         written = perf_counter()
         client = self._open(file)
         ready, per_token = perf_counter(), self._setup.model.kv_bytes_per_token
-        slots, props = client.get("/slots") or [], client.get("/props") or {}
+        slots = client.get("/slots") or []
         cells = self._fields["n_ctx"] if self._fields["kv_unified"] else sum(slot["n_ctx"] for slot in slots)
         host = self._fields["ram_cache_mib"] * 2**20
         settings = {
             "engine": "llama.cpp",
             "version": version("xllamacpp"),
-            "build": props.get("build_info"),
             **{f"configured_{name}": value for name, value in self._fields.items()},
             "n_batch": self._fields["n_batch"],
             "max_batch_tokens": self._fields["n_batch"],

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Request
@@ -46,15 +46,14 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _COUNTS = {"block_size": "block_size", "num_blocks": "num_gpu_blocks"}
 PAGE_BYTES = 4096  # vllm 0.32, BLOCK_SIZE_ALIGNMENT of v1/kv_offload/cpu/shared_offload_region.py
 THEIRS = ("lru", "arc")
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class _Vllm(OutsideEngine):
     """Fields of both baselines.
 
     vLLM is in the Python environment that PENSIEVE_VLLM_ENV names, else in .venv-vllm of the checkout. prefix_caching: keep
-    full blocks and share them by content. dtype: of weights and KV; null: the model's here. start_timeout_s: until it must
-    be ready; imports alone may take minutes on a busy machine. The KV budget, the blocks and the batch are those of cache=
+    full blocks and share them by content. start_timeout_s: until it must be ready; imports alone may take minutes on a busy
+    machine. Weights and KV have the type of the model, and the KV budget, the blocks and the batch are those of cache=
     and scheduler=; one block more than fits the budget is asked for, since vLLM never uses its first.
     """
 
@@ -63,7 +62,6 @@ class _Vllm(OutsideEngine):
         setup: EngineSetup,
         *,
         prefix_caching: bool = True,
-        dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         start_timeout_s: float = 600.0,
     ) -> None:
         self.can = Capabilities()
@@ -72,11 +70,10 @@ class _Vllm(OutsideEngine):
         named = os.environ.get(ENVIRONMENT_ENV)
         self._environment = Path(named).expanduser() if named else DEFAULT
         block = setup.block_tokens
-        self._dtype = dtype or setup.model.dtype
         blocks = setup.kv_tokens // block
-        self._per_token = setup.model.kv_bytes_per_token // setup.model.dtype_bytes * DTYPE_BYTES[self._dtype]
+        self._per_token = setup.model.kv_bytes_per_token
         self._fields: dict[str, Any] = {
-            "dtype": self._dtype,
+            "dtype": setup.model.dtype,
             "enforce_eager": True,
             "skip_tokenizer_init": True,
             "max_model_len": min(setup.model.max_context, blocks * block),
@@ -172,7 +169,7 @@ class _Vllm(OutsideEngine):
             **{f"configured_{name}": value for name, value in self._fields.items()},
             "configured_threads": self._setup.threads,
             **{name: value for name, value in self._variables().items() if name.startswith(("VLLM", "OMP"))},
-            **kv_settings(tokens, self._per_token, self._dtype),
+            **kv_settings(tokens, self._per_token, self._setup.model.dtype),
             "cpu_tokens": self._host_tokens,
             "cpu_bytes": self._host_tokens * self._per_token,
             "max_batch_tokens": self._fields["max_num_batched_tokens"],
