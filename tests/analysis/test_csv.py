@@ -11,7 +11,6 @@ from statistics import fmean
 import pytest
 
 from analysis.figures import registry
-from tests.analysis.prefixes import FAST, SLOW, prefix_sweep
 from tests.analysis.sweeps import answered, fill
 
 NAMES = ("pensieve", "gpu_only", "stateless")
@@ -92,18 +91,3 @@ def test_shares_of_history(store, written):
             ("gpu_hit_pct", "gpu_hit_tokens"), ("cpu_hit_pct", "cpu_hit_tokens"), ("recomputed_pct", "recomputed_tokens")
         ):  # fmt: skip
             assert float(row[column]) == pytest.approx(100 * sum(one[tokens] for one in turns) / history)
-
-
-def test_hits_and_misses_of_a_changing_prefix(store, written):
-    source = prefix_sweep(store, {"pensieve": FAST, "stateless": SLOW}, blocks=("512/256",))
-    rows = written("invalidation_cost", source)
-    for row in rows:
-        turns = [one for one in rows_of(store, baseline=row["baseline"]) if one["iteration"] >= 0]
-        times = {kind: [one["ttft_ms"] for one in turns if one["phase"] == kind] for kind in ("hit", "miss")}
-        assert float(row["ttft_ms_median"]) == nearest_rank(times[row["query"]], 0.5)
-        if row["query"] == "miss":
-            change = 100 * (fmean(times["miss"]) / fmean(times["hit"]) - 1)
-            assert float(row["degradation_pct"]) == pytest.approx(change)
-    assert [(row["baseline"], row["query"]) for row in rows] == [
-        ("pensieve", "hit"), ("pensieve", "miss"), ("stateless", "hit"), ("stateless", "miss"),
-    ]  # fmt: skip

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from analysis import figures, registry
-from analysis.sweep import open_source
 from pensieve.errors import ConfigError, MissingSeries
 from pensieve.lab.compose.folder import conf_folder
 from pensieve.lab.results.store import open_store
@@ -91,12 +90,6 @@ def test_a_figure_that_cannot_be_drawn_is_named_and_does_not_take_the_others_wit
     assert list(drawn) == ["ttft_by_turn"]
 
 
-def test_only_the_asked_baselines_are_drawn(outputs, drawn, capsys):
-    chat(open_store(outputs), baselines=("pensieve", "gpu_only", "stateless"))
-    assert figures.main(["--baselines", "gpu_only,stateless"]) == 0
-    assert set(drawn["ttft_by_turn"].lines) == {"gpu_only", "stateless", "ideal"}
-
-
 def test_a_sweep_that_supports_nothing_says_how_it_is_completed(outputs, capsys):
     store = open_store(outputs)
     store.open_sweep("key", "chat", None, "run.py -m", {}, 3, "host", None)
@@ -125,12 +118,6 @@ def test_a_figure_of_ones_own_that_is_written_wrong_is_told_by_its_field(store, 
         figure.draw(source, tmp_path)
 
 
-def test_applying_never_raises_on_a_sweep_without_trials(store):
-    store.open_sweep("key", "chat", None, "run.py -m", {}, 3, "host", None)
-    source = open_source(store, 1)
-    assert not any(figure.applies(source) for figure in registry.FIGURES.values())
-
-
 def test_named_figures_are_drawn_and_one_that_does_not_apply_is_told_with_its_command(outputs, drawn, capsys):
     chat(open_store(outputs))
     assert figures.main(["speedup", "goodput", "hit_rates"]) == 1
@@ -141,10 +128,3 @@ def test_named_figures_are_drawn_and_one_that_does_not_apply_is_told_with_its_co
         "speedup.md", "speedup.csv", "speedup.json"
     }  # fmt: skip
     assert told.err.startswith("goodput needs other trials than sweep 1 has; run `python runners/run.py")
-
-
-def test_a_name_that_no_figure_has_is_answered_with_those_that_there_are(capsys):
-    assert figures.main(["speed_up"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("There is no figure speed_up; there are ")
-    assert all(name in told for name in registry.FIGURES)

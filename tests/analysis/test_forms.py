@@ -8,12 +8,11 @@ import pytest
 from matplotlib.colors import to_hex
 
 from analysis import load, style
-from analysis.quantities import Quantity, moved
+from analysis.quantities import Quantity
 from analysis.registry import FIGURES
 from analysis.sweep import open_source
 from pensieve.errors import MissingSeries
 from pensieve.lab.results.store import ResultsStore
-from pensieve.lab.statistics import Estimate
 from tests.analysis.sweeps import answered, fill, flat
 from tests.results.trials import MEMORY, turn
 
@@ -114,18 +113,6 @@ def test_bars_are_quantities_and_what_nobody_counted_is_not_drawn_as_none(drawn,
     assert {"sent 1.02 kB", "all 10"} <= set(drawn["disaggregation"].texts)
     rows = {row["baseline"]: row["sent_bytes_per_token"] for row in rows_of(tmp_path, "disaggregation")}
     assert rows == {"pensieve": "", "stateless": "1024.0"}
-
-
-def test_a_cell_without_numbers_is_told_with_the_command(store, tmp_path):
-    warm, sent = [turn("a", 1, phase="warmup")], {"sent_bytes": 0.0}
-    source = fill(store, {"baseline": ["pensieve"]}, lambda at, seed: warm, lambda at, seed: sent, workload="decode")
-    with pytest.raises(MissingSeries, match=r"no turn that counts here; run"):
-        FIGURES["disaggregation"].draw(source, tmp_path)
-
-
-def test_what_is_turned_round_keeps_its_interval_in_order():
-    assert moved(Estimate(90.0, 85.0, 97.0, 9, 6), lambda pct: 100 - pct) == Estimate(10.0, 3.0, 15.0, 9, 6)
-    assert moved(Estimate(0.5, 0.4, None, 9, 6), lambda share: 100 * share) == Estimate(50.0, 40.0, None, 9, 6)
 
 
 def test_a_sum_of_metrics_is_of_trials_that_have_all_of_them(store):

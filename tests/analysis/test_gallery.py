@@ -67,12 +67,6 @@ def test_a_missing_or_interrupted_sweep_is_named_by_its_command_and_the_page_sta
     assert written(ENTRY) == (1, before)
 
 
-def test_a_figure_that_the_sweep_does_not_support_is_one_sentence(written, tmp_path, capsys):
-    recorded(tmp_path / "outputs")
-    assert written(ENTRY | {"figures": ["policy_gap"]}) == (1, "")
-    assert capsys.readouterr().err.startswith("policy_gap needs other trials than sweep 1 has; run `")
-
-
 def test_the_page_of_the_project_is_of_its_questions_and_small():
     entries = [gallery.Entry(**entry) for entry in yaml.safe_load(gallery.ENTRIES.read_text())]
     assert {name for entry in entries for name in entry.figures} <= set(registry.FIGURES)

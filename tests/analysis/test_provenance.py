@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from analysis.provenance import unlike
 from analysis.registry import FIGURES
 from analysis.sweep import open_source
 from pensieve.errors import MixedPanel
-from tests.analysis.prefixes import FAST, prefix_sweep
 from tests.analysis.sweeps import fill
 from tests.results.trials import conversation_turns
 
@@ -51,20 +52,6 @@ def test_what_must_not_stand_in_one_panel_is_refused_unless_asked_for_and_then_s
     assert warning.startswith(" ".join(["MIXED:", *"; ".join(told["mixed"]).split()]))
 
 
-def test_settings_that_engines_report_unlike_are_said_beside_another_engine(store):
-    prefix_sweep(store, dict.fromkeys(("pensieve", "prefix_cache", "llama_cpp"), FAST), blocks=["512/256"])
-    theirs = {"gpu_tokens": 4352, "max_batch_tokens": 512}
-    for name in ("pensieve", "prefix_cache"):
-        source = change(store, name, engine={"gpu_tokens": 4096, "max_batch_tokens": 512, "threads": 1})
-    [ours] = FIGURES["invalidation_cost"].plots(source)
-    assert "differ" not in ours.lead, "of ours alone nothing is said"
-    config = {**source.trials[-1].config, "baseline": {"name": "llama_cpp", "engine": {"_target_": "an.Engine"}}}
-    [plot] = FIGURES["invalidation_cost"].plots(change(store, "llama_cpp", engine=theirs, config=config))
-    assert plot.lead.endswith(
-        "Engines' settings that differ: gpu_tokens 4096 of pensieve, prefix_cache and 4352 of llama_cpp"
-    )
-
-
 def test_classes_of_ones_own_may_have_code_of_their_own(store):
     chat(store)
     own = {"seed": 0, "eviction": {"_target_": "my_module.Longest"}}
@@ -72,3 +59,15 @@ def test_classes_of_ones_own_may_have_code_of_their_own(store):
         if job.last.baseline == "stateless":
             store.set_trial(job.last.id, config={**job.last.config, **own, "seed": job.last.seed})
     assert len(open_source(store).panels()[0].provenance.code) == 2
+
+
+def test_settings_that_engines_report_unlike_are_said_beside_another_engine():
+    def trial(baseline, engine, **settings):
+        return SimpleNamespace(baseline=baseline, config={"baseline": {"engine": engine}}, engine=settings, flags={})
+
+    ours = [
+        trial(name, None, gpu_tokens=4096, max_batch_tokens=512, threads=1) for name in ("pensieve", "prefix_cache")
+    ]
+    assert unlike([*ours, trial("gpu_only", None, gpu_tokens=1)]) == "", "baselines in ours differ by design"
+    said = unlike([*ours, trial("llama_cpp", {"_target_": "an.Engine"}, gpu_tokens=4352, max_batch_tokens=512)])
+    assert said == ". Engines' settings that differ: gpu_tokens 4096 of pensieve, prefix_cache and 4352 of llama_cpp"

@@ -5,7 +5,6 @@ from html.parser import HTMLParser
 import pytest
 
 from analysis import registry, report
-from pensieve.errors import MissingSeries
 from pensieve.lab.results import mlflow_runs
 from pensieve.lab.results.store import open_store
 from tests.results.synthetic import recorded_claims
@@ -111,18 +110,6 @@ def test_again_replaces_the_verdicts_of_the_sweep_and_swapping_the_baselines_fli
     assert verdicts(other, swapped) == {"faster": "fails"}
 
 
-def test_a_figure_that_cannot_be_drawn_is_a_line(outputs, monkeypatch):
-    def draw(source):
-        raise MissingSeries("Sweep 1 has no completed trial of baseline vllm; run `some command`.")
-
-    broken = registry.Figure("broken", "Broken", "a thing", "some command", lambda source: True, draw)
-    monkeypatch.setattr(registry, "FIGURES", {"broken": broken})
-    fill(open_store(outputs))
-    assert report.main([]) == 0
-    said = "Not drawn: broken: Sweep 1 has no completed trial of baseline vllm; run `some command`."
-    assert said in page_of(outputs, 1).text
-
-
 def test_names_from_the_database_are_escaped(outputs, without_figures):
     store = open_store(outputs)
     hostile = "<img src=x onerror=alert(1)>\"'&"
@@ -152,18 +139,6 @@ def test_it_goes_to_the_sweep_s_run_in_mlflow(outputs, capsys, without_figures):
     assert f"Logged to MLflow as report.html of run {run}." in capsys.readouterr().out
     [written] = outputs.glob(f"mlartifacts/**/{run}/artifacts/report.html")
     assert written.read_text().startswith("<!doctype html>")
-
-
-def test_errors_are_sentences(outputs, capsys, tmp_path):
-    assert report.main([]) == 1
-    assert "There are no results" in capsys.readouterr().err
-    open_store(outputs)
-    assert report.main([]) == 1
-    assert "No sweep" in capsys.readouterr().err
-    assert report.main(["--sweep", "7"]) == 1
-    assert "no sweep 7" in capsys.readouterr().err
-    assert report.main(["--claims", str(tmp_path / "none.yaml")]) == 1
-    assert "claims cannot be read" in capsys.readouterr().err
 
 
 def test_a_sweep_without_completed_trials_still_has_its_page(outputs, without_figures):

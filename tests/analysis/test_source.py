@@ -31,22 +31,6 @@ def test_what_is_drawn_along_makes_cells_and_the_rest_makes_panels(store):
     assert len(source.panels("cache", "workload.request_rate")) == 1
 
 
-def test_a_field_swept_beside_an_option_of_its_group_keeps_its_values_apart(store):
-    source = chat(store, {"cache": ["tiny", "small"], "cache.chunk_tokens": ["8", "32"], "baseline": ["pensieve"]})
-    groups = [dict(panel.group) for panel in source.panels()]
-    assert len(groups) == 4
-    assert {tuple(sorted(group)) for group in groups} == {("cache", "cache.chunk_tokens")}
-    assert [len(cell.trials) for panel in source.panels() for cell in panel.cells] == [2] * 4
-
-
-def test_a_field_of_the_baseline_that_is_swept_keeps_its_values_apart(store):
-    source = chat(store, {"baseline.kv_budget": ["device", "total"]}, baseline="pensieve")
-    assert [dict(panel.group) for panel in source.panels()] == [
-        {"baseline.kv_budget": "device"},
-        {"baseline.kv_budget": "total"},
-    ]
-
-
 def test_only_the_current_trials_of_the_chosen_sweep_are_read(store):
     first = open_sweep(store, seed="0", baseline="pensieve")
     old = add_trial(store, first, 0, "pensieve", CHAT)
@@ -58,15 +42,6 @@ def test_only_the_current_trials_of_the_chosen_sweep_are_read(store):
     add_trial(store, other, 0, "pensieve", CHAT, seed=5)
     assert [trial.seed for trial in open_source(store).trials] == [5]
     assert [trial.id for trial in open_source(store, first).trials] == [new]
-
-
-def test_a_missing_series_names_the_command_that_makes_it(store):
-    with pytest.raises(MissingSeries, match=r"run `python runners/run.py -m`"):
-        open_source(store)
-    source = chat(store, {"baseline": ["pensieve"]})
-    wanted = open_source(store, source.sweep.id, ["pensieve", "vllm"])
-    with pytest.raises(MissingSeries, match=r"baseline vllm; run `python runners/run.py baseline=vllm -m`"):
-        wanted.panels()
 
 
 def test_what_did_not_complete_is_left_out_and_said(store):

@@ -18,16 +18,6 @@ def test_every_baseline_of_the_configuration_has_a_colour_of_its_own():
     assert len(set(style.COLOURS.values())) == len(style.COLOURS)
 
 
-def test_the_default_baselines_differ_in_lightness_and_marker():
-    def luminance(name):
-        red, green, blue = (int(style.colour(name)[i : i + 2], 16) / 255 for i in (1, 3, 5))
-        return 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
-
-    names = ("pensieve", "gpu_only", "stateless")
-    assert all(abs(luminance(a) - luminance(b)) > 0.05 for a, b in itertools.combinations(names, 2))
-    assert len({style.marker(name) for name in names}) == 3
-
-
 @pytest.mark.parametrize("names", [("a", "b"), tuple(style.COLOURS)])
 def test_the_texts_and_the_legend_stand_above_the_axes_and_the_small_print_below(names):
     figure, [[axes]] = style.new_grid(1.5)

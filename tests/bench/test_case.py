@@ -76,16 +76,6 @@ def test_every_backend_of_a_case_is_a_trial_with_the_floor_as_its_limit(tmp_path
     assert store.latest_sweep() is None  # tables and figures of "the latest sweep" mean one of trials
 
 
-def test_the_same_case_again_is_another_attempt_of_the_same_trial_and_another_case_is_another(tmp_path):
-    for value in (1.0, 2.0):
-        bench = make_bench("kernel", tmp_path)
-        bench.record(CASE, [Measured("ours", [value])])
-    bench.record(Case("decode 1", 0.5, "", "time_ms", {"batch": 2}), [OURS])
-    first, second = bench.tracking.store.trials_of_sweep(bench.sweep_id)
-    assert (first.last.attempt, first.value("time_ms", "decode 1")) == (2, 2.0)
-    assert first.last.fingerprint != second.last.fingerprint
-
-
 CPU = torch.device("cpu")
 
 

@@ -60,12 +60,6 @@ def test_between_two_loads_it_is_linear_and_beyond_them_only_bounded(points, lat
     assert common_latency({"slow": SLOW, "fast": FAST}) == MARGIN * 8.0, "one that every system keeps to"
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_a_curve_that_dips_is_left_where_it_crosses_last(order: int) -> None:
-    points = [Point(1, 10.0, 12.0), Point(2, 18.0, 9.0), Point(3, 20.0, 14.0)][::order]
-    assert at_latency(points, 10.0) == Reached(pytest.approx(18.4), "")  # type: ignore[arg-type]
-
-
 def test_a_prompt_and_its_decode_steps_add_up() -> None:
     line, turn = Roofline(tiny_spec("llama"), MACHINE, 32), Turn(100, 20, 10)
     step = line.iteration_s([(125, 126)] * 2, 2)

@@ -55,16 +55,6 @@ def test_swept_fields_have_a_scalar_among_their_values(name, scale):
             assert str(OmegaConf.select(cfg, axis)).lower() in str(axes[axis]).split(","), axis
 
 
-def test_no_two_experiments_are_the_same_jobs():
-    named: dict[str, str] = {}
-    for name, scale in [*((name, "full") for name in EXPERIMENTS), *((name, "small") for name in SHORTENED)]:
-        cfg = composed(name, scale)
-        jobs = OmegaConf.to_container(cfg)
-        del jobs["hydra"], jobs["experiment_name"]
-        known = named.setdefault(repr((jobs, cfg.hydra.sweeper.params)), f"{name} scale={scale}")
-        assert known == f"{name} scale={scale}", f"{name} scale={scale} runs what {known} runs"
-
-
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_each_begins_with_commands_that_run_it_and_what_it_shows(name):
     commands, trials = commands_of(name)

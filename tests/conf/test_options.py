@@ -3,9 +3,8 @@
 import pytest
 import yaml
 
-from pensieve.errors import ConfigError, EngineMissing
+from pensieve.errors import EngineMissing
 from pensieve.lab.compose import check, conf_folder, options, plan_trial, read_option, resolved
-from pensieve.lab.compose.folder import BASES
 from pensieve.lab.compose.schema import ModelConfig
 from pensieve.specs import ModelSpec
 from tests.composed import composed
@@ -91,11 +90,3 @@ def with_defaults(file):
 def test_no_option_says_again_what_it_builds_on(group):
     again = {file.stem: with_defaults(file)[1] for file in (conf_folder() / group).glob("*.yaml")}
     assert {option: fields for option, fields in again.items() if fields} == {}
-
-
-@pytest.mark.parametrize("choice", ["model=base", "cache=base", "hardware=base_sim", "scheduler=base", "baseline=base"])
-def test_what_options_build_on_cannot_be_chosen(choice):
-    group = choice.partition("=")[0]
-    assert not set(BASES) & set(options(group))
-    with pytest.raises(ConfigError, match=rf"{group}\.\w+ has no value.*{options(group)[0]}"):
-        check(composed(choice))
