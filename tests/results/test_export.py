@@ -1,10 +1,12 @@
 import csv
+from datetime import UTC, datetime, timedelta
 
 import pyarrow.parquet as pq
 import pytest
 
+from pensieve import cli
 from pensieve.errors import MissingSeries, ResultsError
-from pensieve.lab.results.export import baseline_report, export_sweep
+from pensieve.lab.results.export import baseline_report, export_sweep, show_trial
 from pensieve.lab.results.store import TURN_COLUMNS, open_store
 from tests.results.trials import add_trial, conversation_turns, open_sweep, turn
 
@@ -80,3 +82,17 @@ def test_what_cannot_be_written_says_so(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ResultsError, match="another folder with --to"):
         export_sweep(store, sweep, tmp_path / "file" / "export")
+
+
+def test_a_trial_that_is_not_there_is_said(tmp_path):
+    store = open_store(tmp_path)
+    with pytest.raises(ResultsError, match="no trial 99"):
+        list(show_trial(store, 99))
+
+
+def test_a_killed_sweep_is_listed_as_interrupted(tmp_path, monkeypatch, capsys):
+    store = open_store(tmp_path)
+    store.set_sweep(open_sweep(store), started_at=datetime.now(UTC) - timedelta(hours=1))
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
+    assert cli.results(["list"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["1", "interrupted"]

@@ -9,7 +9,7 @@ from sqlalchemy import select
 
 from pensieve.errors import CapacityError, ConfigError, ResultsError
 from pensieve.lab.metrics import SLO_METRICS
-from pensieve.lab.results.listing import list_trials
+from pensieve.lab.results.export import list_trials
 from pensieve.lab.results.schema import MetricRow, Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.tokens import read_tokens

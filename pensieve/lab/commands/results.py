@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pensieve.errors import ResultsError
 from pensieve.lab.compose import outputs_folder
-from pensieve.lab.results import listing
+from pensieve.lab.results import export
 from pensieve.lab.results.store import ResultsStore, open_store
 from pensieve.lab.trial.terminal import console, say
 
@@ -51,7 +51,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     listed.add_argument("--sweep", type=int, help="only trials of this sweep")
     listed.add_argument("--status", choices=("running", "completed", "failed", "interrupted"), help="only such trials")
     listed.add_argument("--limit", type=int, default=50, metavar="N", help="at most so many (default: 50; 0: all)")
-    shown = command("show", lambda store, asked: listing.show_trial(store, asked.trial), "all that is known of a trial")
+    shown = command("show", lambda store, asked: export.show_trial(store, asked.trial), "all that is known of a trial")
     shown.add_argument("trial", type=int)
     read = command("read", _read, "a conversation of a trial as text, with where each turn's history came from")
     read.add_argument("trial", help="its number; latest shows the latest sweep's, beside stateless serving")
@@ -72,8 +72,8 @@ def _list(store: ResultsStore, asked: argparse.Namespace) -> Iterator[str]:
     if asked.sweep is not None:
         store.sweep(asked.sweep)  # says where there is none
     elif asked.status is None:
-        yield from [*listing.list_sweeps(store, limit), ""]
-    yield from listing.list_trials(store, asked.sweep, asked.status, limit)
+        yield from [*export.list_sweeps(store, limit), ""]
+    yield from export.list_trials(store, asked.sweep, asked.status, limit)
 
 
 def _read(store: ResultsStore, asked: argparse.Namespace) -> Iterator[str]:
@@ -107,10 +107,8 @@ def _notes(store: ResultsStore, asked: argparse.Namespace) -> int:
 
 
 def _export(store: ResultsStore, asked: argparse.Namespace) -> Iterable[str]:
-    from pensieve.lab.results.export import export_sweep
-
     sweep_id = store.sweep_named(asked.sweep).id
-    return map(str, export_sweep(store, sweep_id, asked.to or outputs_folder() / "export" / f"sweep-{sweep_id}"))
+    return map(str, export.export_sweep(store, sweep_id, asked.to or outputs_folder() / "export" / f"sweep-{sweep_id}"))
 
 
 def _reproduce(store: ResultsStore, asked: argparse.Namespace) -> int:

@@ -1,20 +1,22 @@
-"""A sweep in files for other programs: one JSON a baseline, and all its turns as CSV and Parquet."""
+"""What was recorded, for other programs: a sweep as one JSON a baseline, and all its turns as CSV and Parquet; sweeps and
+trials as lines of text, quick for ten thousand of them."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sqlalchemy import Boolean, Float, Integer, Row
+from sqlalchemy import Boolean, Float, Integer, Row, and_, select
 
 from pensieve.errors import MissingSeries, ResultsError
 from pensieve.lab.results.frame import axis_value, measured_turns, varying_axes
-from pensieve.lab.results.schema import Trial, turn_table
+from pensieve.lab.results.schema import MetricRow, Sweep, SweepTrial, Trial, turn_table
 from pensieve.lab.results.store import TURN_COLUMNS, JobResult, ResultsStore
 from pensieve.lab.statistics import median, nearest_rank
 
@@ -158,3 +160,97 @@ def _arrow_type(name: str) -> Any:
     kind_of = (turn[name] if name in turn else trial[name]).type
     kinds = {Boolean: pa.bool_(), Float: pa.float64(), Integer: pa.int64()}
     return next((arrow for kind, arrow in kinds.items() if isinstance(kind_of, kind)), pa.string())
+
+
+# Lines of text
+
+_NONE = "-"
+_SHOWN = ("ttft_ms_p50", "throughput_output_tok_s", "gpu_hit_rate")
+_TITLES = ("trial", "status", "baseline", "model", "cache", "eviction", "workload", "hardware", "seed", "started")
+
+
+def list_sweeps(store: ResultsStore, limit: int | None = None) -> Iterable[str]:
+    """A line for each sweep, the newest first."""
+    query = select(Sweep).order_by(Sweep.started_at.desc(), Sweep.id.desc()).limit(limit)
+    with store.database.reading() as connection:
+        rows = connection.execute(query).all()
+    titles = ("sweep", "status", "trials", "started", "overrides")
+    cells = [(str(r.id), r.status, str(r.n_expected), _moment(r.started_at), _overrides(r.overrides)) for r in rows]
+    return _aligned(titles, cells)
+
+
+def list_trials(
+    store: ResultsStore, sweep_id: int | None = None, status: str | None = None, limit: int | None = None
+) -> Iterable[str]:
+    """A line for each trial, the newest first, with the metrics that tell trials apart. limit None: all trials."""
+    columns = [Trial.id, *(getattr(Trial, name) for name in _TITLES[1:-1]), Trial.started_at]
+    query = select(*columns).order_by(Trial.id.desc()).limit(limit)
+    if sweep_id is not None:
+        query = query.join(SweepTrial, and_(SweepTrial.trial_id == Trial.id, SweepTrial.sweep_id == sweep_id))
+    if status is not None:
+        query = query.where(Trial.status == status)
+    with store.database.reading() as connection:
+        trials = connection.execute(query).all()
+        chosen = select(MetricRow.trial_id, MetricRow.name, MetricRow.value).where(
+            MetricRow.name.in_(_SHOWN), MetricRow.label == ""
+        )
+        if trials:
+            chosen = chosen.where(MetricRow.trial_id.between(trials[-1].id, trials[0].id))
+        values = {(row.trial_id, row.name): row.value for row in connection.execute(chosen)} if trials else {}
+    cells = [_trial_cells(row, values) for row in trials]
+    return _aligned((*_TITLES, *_SHOWN), cells)
+
+
+def show_trial(store: ResultsStore, trial_id: int) -> Iterable[str]:
+    """All that is recorded of one trial but its turns and samples. Raises ResultsError where there is no such trial."""
+    trial = store.trial(trial_id)
+    for name in (c.name for c in Trial.__table__.columns):
+        value = getattr(trial, name)
+        if value is None or name in ("traceback", "config", "environment", "engine", "flags"):
+            continue
+        yield f"{name:<20} {value}"
+    for name in ("flags", "engine", "environment", "config"):
+        yield f"{name}:"
+        told = {key: value for key, value in (getattr(trial, name) or {}).items() if key != "code"}  # a line a file
+        yield from ("  " + line for line in json.dumps(told, indent=1, default=str).splitlines())
+    yield "metrics:"
+    metrics = [
+        (
+            f"{m.name}[{m.label}]" if m.label else m.name,
+            _number(m.value),
+            m.unit,
+            str(m.n if m.n is not None else _NONE),
+        )
+        for m in sorted(store.metrics_of(trial_id), key=lambda m: (m.label, m.name))
+    ]
+    yield from ("  " + line for line in _aligned(("name", "value", "unit", "n"), metrics))
+    for artifact in store.artifacts_of(trial_id):
+        yield f"artifact {artifact.kind}: {artifact.path}{'' if artifact.path.exists() else ' (gone)'}"
+    if trial.traceback:
+        yield trial.traceback.rstrip()
+
+
+def _trial_cells(row: Row[Any], values: dict[tuple[int, str], float | None]) -> tuple[str, ...]:
+    texts, started = tuple(row)[:-1], row.started_at
+    shown = (_number(values.get((row.id, name))) for name in _SHOWN)
+    return (*(_NONE if text is None else str(text) for text in texts), _moment(started), *shown)
+
+
+def _aligned(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of aligned columns, without rich: its tables take seconds for ten thousand rows."""
+    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
+    form = "  ".join(f"{{:<{width}}}" for width in widths)
+    return [form.format(*row).rstrip() for row in (titles, *cells)]
+
+
+def _overrides(overrides: dict[str, Any]) -> str:
+    texts = {key: ",".join(value) if isinstance(value, list) else value for key, value in overrides.items()}
+    return " ".join(f"{key}={text}" for key, text in texts.items()) or _NONE
+
+
+def _moment(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _number(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.4g}"
