@@ -72,6 +72,8 @@ def trace(sweep: Sweep, trials: Sequence[Trial], conversations: int, incomplete:
 
 def footnote(of: Provenance, lead: str) -> str:
     """The caption of a figure, without its title. lead: what a point and its interval are."""
+    if not of.trials:
+        return f"{lead.rstrip('.')}; COMPUTED, without a trial; sweep {of.sweep}."
     cache = f"{' and '.join(of.cache_state)} at the start" if of.cache_state else "state at the start not recorded"
     served = of.conversations > 0 or bool(of.load)  # a benchmark of a part has neither conversations nor a load
     parts = [
@@ -98,6 +100,8 @@ def footnote(of: Provenance, lead: str) -> str:
 
 def brief(of: Provenance, intervals: bool) -> str:
     """The one line of small print inside a figure: what a reader must not miss. intervals: whether any is drawn, or due."""
+    if not of.trials:
+        return f"COMPUTED, without a trial; sweep {of.sweep}"
     simulated = f"SIMULATED on {', '.join(of.devices)}"
     kind = simulated if of.kind == ("simulated",) else "measured" if of.kind == ("real",) else "PARTLY SIMULATED"
     parts = [f"{kind}, random weights" if "random" in of.weights else kind]

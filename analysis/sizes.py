@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from analysis import style
 from analysis.registry import Plot
 from analysis.sweep import Panel, Source
-from pensieve.lab.results.size_map import Place, SizeMap, read_map, spaced
+from pensieve.lab.results.size_map import ONE_PASS, Place, SizeMap, read_map, spaced
 
 DISK = "cache.disk"
 BORDERS: dict[str, dict[str, Any]] = {  # both are seen on either map, and on a dark ground
@@ -42,15 +42,18 @@ def _drawn(found: SizeMap, disk: int) -> Any:
     """The cells beside one disk: what is found above, the time to first token below."""
     q = found.question
     height = max(0.17 * len(q.gpu) + 0.35, 1.2)  # of few sizes too their axis has a name
-    picture, grid = style.new_grid(2 * height + 0.3, 2, 1, sharex=True)
-    above, below = grid[0][0], grid[1][0]
+    rows = 1 if q.reuse else 2
+    picture, grid = style.new_grid(rows * height + 0.3, rows, 1, sharex=True)
+    above, below = grid[0][0], grid[-1][0]
     kind = "history" if q.of == "history" else "prompt"
-    _heat(above, found, disk, "found", f"{kind} tokens found (%)", 100.0, Normalize(0, 100))
+    how = " by LRU, open loop" if q.reuse else ""
+    _heat(above, found, disk, "found", f"{kind} tokens found{how} (%)", 100.0, Normalize(0, 100))
     late = [value for place in found.cells if (value := found.mean(place, found.objective)) is not None]
     norm = LogNorm(min(late), max(max(late), min(late) * 1.01)) if late else Normalize(0, 1)
-    _heat(below, found, disk, found.objective, f"TTFT {q.percentile} (ms)", 1.0, norm)
+    if not q.reuse:
+        _heat(below, found, disk, found.objective, f"TTFT {q.percentile} (ms)", 1.0, norm)
     each = " a device" if q.devices > 1 else ""
-    for axes in (above, below):
+    for axes in (above,) if q.reuse else (above, below):
         _border(axes, found, disk, found.reaches, "knee")
         _border(axes, found, disk, found.meets, "objective")
         axes.set_ylabel(f"GPU KV{each}")
@@ -120,6 +123,8 @@ def _key(found: SizeMap, disk: int) -> list[Any]:
 
 def _ran(found: SizeMap, disk: int) -> str:
     q = found.question
+    if q.reuse:
+        return ONE_PASS
     counts = sorted({len(trials) for trials in found.cells.values()})
     seeds = "1 seed" if counts == [1] else f"{'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} seeds"
     ran = sum(place[2] == disk for place in found.cells)

@@ -84,6 +84,16 @@ def test_several_disks_are_a_picture_each_and_the_answer_is_marked_in_one(store,
         assert {row["cache.disk"] for row in rows.values()} == {drawing.panel.group["cache.disk"]}
 
 
+def test_a_map_in_one_pass_shows_what_is_found_and_says_how_it_was_made(store, drawn, tmp_path):
+    shares = (((0.1, 0.2, 0.3), (0.2, 0.3, 0.4), (0.3, 0.4, 0.5)),)
+    _, problems = draw_all(mapped(store, {}, slo=None, reuse=shares), tmp_path)
+    picture = drawn["size_map"]
+    assert not problems and not picture.clipped
+    assert "open loop" in picture.caption and "open loop" in picture.figure.axes[0].get_title(loc="left")
+    assert "COMPUTED, without a trial" in picture.caption
+    assert len(picture.figure.axes) == 1, "nobody knows a time"
+
+
 def test_a_map_without_its_largest_sizes_says_what_to_run(store, tmp_path):
     source = mapped(store, {(0, 0): 0.2})
     drawings, problems = draw_all(source, tmp_path)

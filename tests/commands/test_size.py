@@ -129,10 +129,24 @@ def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
     )
 
 
+def test_one_pass_fills_the_map_without_a_trial(outputs, capsys):
+    typed = [*LOAD, *MAP, "size.by=reuse", "eviction=lru", "size.seeds=[3,4]"]
+    assert (size(composed(*typed), typed, outputs / "cells"), trials(outputs)) == (0, 0)
+    store = open_store(outputs)
+    found = read_map(store, store.sweep(1))
+    assert "in an open loop" in capsys.readouterr().out
+    assert set(found.cells) == set(found.question.places)
+    shares = {place: found.mean(place, "found") for place in found.cells}
+    assert shares[2, 2, 0] == 1.0 > shares[0, 0, 0]
+    assert found.mean((0, 0, 0), "ttft_ms_p90") is None
+
+
 @pytest.mark.parametrize(
     ("overrides", "error", "part"),
     [
         (["size.gpu=[]"], ConfigError, "size.gpu names no size"),
+        (["size.by=reuse"], ConfigError, "set eviction=lru"),
+        (["size.by=reuse", "eviction=lru", "slo.ttft_ms=9"], ConfigError, "knows no times"),
         (["size.gpu=[4GB,100 tokens]"], ConfigError, "mixes bytes and tokens"),
         (["size.disk=[0GB,4GB]", "size.cpu=[0GB]", "baseline=gpu_only"], ConfigError, "nothing reaches a disk"),
         (["size.gpu=[4000000GB]"], HardwareMissing, "are there; use"),

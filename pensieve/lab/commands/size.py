@@ -36,6 +36,7 @@ from pensieve.lab.results.identity import code_hash, counts_for_sweep, sweep_key
 from pensieve.lab.results.mlflow_runs import copy_sweep
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.size_map import NO_DISK, SETTINGS, Place, Question, SizeMap, read_map
+from pensieve.lab.reuse import reuse_of
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.tables import Table, estimated, grid
 from pensieve.lab.trial.job import Asked, Job, Outcome
@@ -79,6 +80,7 @@ class SizeSettings(BaseModel):
     of: Literal["history", "prompt"] = "history"
     knee: float = Field(0.99, gt=0.0, le=1.0)
     percentile: Literal["p50", "p90", "p99"] = "p90"
+    by: Literal["trials", "reuse"] = "trials"
     processes: int | None = Field(None, ge=1)
     prices: Prices = Prices()
 
@@ -229,6 +231,29 @@ def check_question(load: Load, question: Question) -> None:
         )
 
 
+def computed(load: Load, question: Question, config: TrialConfig) -> Question:
+    """The question with what one pass says of each cell. Raises ConfigError where a pass does not say what trials would."""
+    if config.eviction.get("name") != "lru" or config.baseline.name not in ("pensieve", "gpu_only"):
+        raise ConfigError(
+            "size.by=reuse counts what least-recently-used tiers find of each conversation's own KV; set eviction=lru and "
+            "baseline=pensieve or gpu_only, or size.by=trials."
+        )
+    if question.slo_ttft_ms is not None or question.prices.given or question.disk != (NO_DISK,):
+        raise ConfigError(
+            "size.by=reuse knows no times, prices or disk; leave slo.ttft_ms, size.prices and size.disk out, or set "
+            "size.by=trials."
+        )
+    gpu = [load.plan(size, question.cpu[0], NO_DISK, 0).gpu_blocks for size in question.gpu]
+    cpu = [load.plan(question.gpu[0], size, NO_DISK, 0).cpu_blocks for size in question.cpu]
+    shares = []
+    for seed in question.seeds:
+        plan = load.plan(*question.sizes(question.corner), seed)
+        tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
+        reuse = reuse_of(make_workload(plan, tokenizer), plan.chunk_tokens)
+        shares.append(tuple(tuple(reuse.found(own + beside, question.of) for beside in cpu) for own in gpu))
+    return question.model_copy(update={"reuse": tuple(shares)})
+
+
 # -- the command --------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +267,8 @@ def size(cfg: DictConfig, typed: Sequence[str], folder: Path) -> int:
     question = question_of(settings, load, first)
     tracking = open_tracking(first)
     check_question(load, question)
+    if settings.by == "reuse":
+        question = computed(load, question, first)
     store = tracking.store
     store.interrupt_dead()
     sweep_id = _open(tracking, load, question, typed, first)
@@ -439,7 +466,7 @@ def tables_of(found: SizeMap) -> dict[str, Table]:
 def _map_title(q: Question, disk: int) -> str:
     slo = "" if q.slo_ttft_ms is None else f", + meets {q.slo_ttft_ms:g} ms"
     beside = f"; cache.disk = {q.axes['cache.disk'][disk]}" if q.disks else ""
-    what = f"Share found (%), and TTFT {q.percentile} (ms) under it"
+    what = "Share found (%)" + ("" if q.reuse else f", and TTFT {q.percentile} (ms) under it")
     return f"{what}: * reaches {q.knee:.0%} of the most{slo}{beside}"
 
 
@@ -452,7 +479,8 @@ def _map_lines(found: SizeMap, disk: int) -> Table:
             return NONE
         late = found.mean(place, found.objective)
         marks = "*" * found.reaches(place) + "+" * found.meets(place)
-        return f"{marks}{percent(found.mean(place, 'found'))}\n{NONE if late is None else significant(late)}"
+        under = "" if q.reuse else f"\n{NONE if late is None else significant(late)}"
+        return f"{marks}{percent(found.mean(place, 'found'))}{under}"
 
     return [
         {"GPU \\ CPU": size, **{beside: cell((gpu, cpu, disk)) for cpu, beside in enumerate(q.cpu)}}

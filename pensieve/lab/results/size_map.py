@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -63,6 +63,12 @@ _SAID = {
 }
 
 
+ONE_PASS = (
+    "One pass over the requests in their order, in an open loop: they take no time, and LRU tiers find what their exact "
+    "reuse distances say."
+)
+
+
 def metric_of(name: str) -> Metric:
     """What one of SHOWN is: its direction says whether more memory raises or lowers it, where it does anything."""
     return metrics.metric_of(_RATES["prompt"].get(name, name))
@@ -86,6 +92,9 @@ class Question(BaseModel):
     prices: Prices = Prices()
     devices: int = 1
     disk: tuple[str, ...] = (NO_DISK,)
+    reuse: tuple[tuple[tuple[float, ...], ...], ...] = ()
+    """By seed, GPU and CPU size, what one pass over the requests says that LRU tiers find (lab/reuse.py): a map without
+    trials. Empty: each cell is a trial."""
 
     @field_validator("disk", mode="before")
     @classmethod
@@ -139,12 +148,22 @@ class Question(BaseModel):
         return tuple(place), self.seeds[seed]
 
 
+class Computed(NamedTuple):
+    """A cell of a map in one pass: it has no trial, and nothing but what is found."""
+
+    found: float
+    trial: None = None
+
+    def value(self, name: str, label: str = "") -> float | None:
+        return {"miss_rate": 1.0 - self.found, "prompt_hit_rate": self.found}.get(name)
+
+
 @dataclass(frozen=True)
 class SizeMap:
-    """What is known of a map so far. cells: those with a completed trial, these by seed."""
+    """What is known of a map so far. cells: those with a completed trial, or computed ones, these by seed."""
 
     question: Question
-    cells: Mapping[Place, Mapping[int, JobResult]]
+    cells: Mapping[Place, Mapping[int, JobResult | Computed]]
     failed: Mapping[Place, str] = field(default_factory=dict)
 
     # -- of one cell --------------------------------------------------------------------------------------------------
@@ -262,7 +281,10 @@ class SizeMap:
         return f"{gpu} of GPU and {cpu} of CPU KV{each}{beside}"
 
     def load(self) -> str | None:
-        """The traffic that the answer is for, and what to install where its tokens are bytes."""
+        """The traffic that the answer is for, and what to install where its tokens are bytes; or how a map without trials was
+        made."""
+        if self.question.reuse:
+            return ONE_PASS
         trials = [job.trial for job in self.cells.get(self.question.corner, {}).values() if job.trial is not None]
         in_bytes = dict.fromkeys(text for trial in trials for text in byte_notes(plan_of(trial)))
         return "\n".join(filter(None, (load_line(trials), *in_bytes))) or None
@@ -331,7 +353,10 @@ def read_map(store: ResultsStore, sweep: Sweep) -> SizeMap:
     if asked is None:
         raise MissingSeries(f"Sweep {sweep.id} is no map of sizes; run `{typed('size')}`.")
     question = Question.model_validate_json(asked)
-    trials: dict[Place, dict[int, JobResult]] = {}
+    trials: dict[Place, dict[int, JobResult | Computed]] = {}
+    for seed, shares in zip(question.seeds, question.reuse, strict=False):
+        for gpu, cpu in np.ndindex(len(question.gpu), len(question.cpu)):
+            trials.setdefault((gpu, cpu, 0), {})[seed] = Computed(shares[gpu][cpu])
     failed: dict[Place, str] = {}
     for job in store.trials_of_sweep(sweep.id):
         place, seed = question.where(job.job)

@@ -1,0 +1,123 @@
+"""What LRU tiers of any size find of a load, in one pass over its requests.
+
+LRU is a stack algorithm (Mattson, Gecsei, Slutz and Traiger 1970): a cache of C chunks holds the C chunks that were touched
+last, whatever C is. A request finds what is there of its conversation, and then touches all of it, from the first chunk on.
+So the last chunk that it asks again lies below the chunks of all conversations that were touched since, and each chunk
+before it one deeper.
+
+This is an open loop. Requests come in the order of the workload, each is over at once, and nothing is reserved for those that
+run. Two tiers count as one of both sizes, as where what leaves the GPU goes to the CPU and comes back from there. It is exact
+while conversations grow: of one that is cut, the chunks that go have taken no room from others.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pensieve.core.request import TokenArray
+from pensieve.core.session import chunks_of, common_prefix
+from pensieve.lab.workload.base import Arrival, Workload
+from pensieve.serve.record import TurnRecord, is_measured
+
+_UNSAID = array("i", (-1,))  # a token of a reply: whatever it is, no prompt has it
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Of the measured turns. tokens: of their history, which any cache could have had. depths: the chunks down to the first
+    one of it. prompts: tokens of each."""
+
+    chunk_tokens: int
+    tokens: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    prompts: NDArray[np.int64]
+
+    def found(self, chunks: int, of: str = "history") -> float:
+        """The share of history tokens, or of prompt tokens, that a cache of so many chunks finds; 0 where there are none."""
+        whole = int((self.tokens if of == "history" else self.prompts).sum())
+        gone = np.maximum(self.depths - chunks, 0) * self.chunk_tokens
+        return int(np.maximum(self.tokens - gone, 0).sum()) / whole if whole else 0.0
+
+
+@dataclass(slots=True)
+class _Held:
+    """A conversation. touched: the place of its last request. chunks: that have KV."""
+
+    tokens: TokenArray[int]
+    touched: int
+    chunks: int
+
+
+def reuse_of(workload: Workload, chunk_tokens: int) -> Reuse:
+    """Play the workload with replies that take no time, and measure how far back each turn reaches."""
+    requests: list[
+        tuple[int, int, int, int, bool, int]
+    ] = []  # last place, chunks then and now, history, measured, prompt
+    held: dict[str, _Held] = {}
+    order = count()
+    heap: list[tuple[float, int, Arrival]] = []
+
+    def push(arrivals: list[Arrival]) -> None:
+        for one in arrivals:
+            heapq.heappush(heap, (one.at_s, next(order), one))
+
+    push(list(workload.start()))
+    while heap:
+        at_s, _, arrival = heapq.heappop(heap)
+        known = held.get(arrival.request.session)
+        request = arrival.due(known.tokens if known is not None else array("i"))
+        prompt, reply = request.prompt, request.output.max_new_tokens
+        keep = common_prefix(known.tokens, prompt) if known is not None else 0
+        history = min(keep, len(known.tokens) - 1, len(prompt) - 1) if known is not None else 0
+        now = chunks_of(len(prompt) + reply - 1, chunk_tokens)
+        before = (known.touched, known.chunks) if known is not None else (-1, 0)
+        requests.append((*before, now, history, is_measured(request.phase), len(prompt)))
+        held[request.session] = _Held(prompt + _UNSAID * reply, len(requests) - 1, now)
+        turn = TurnRecord.arrived(request, request.turn, at_s)
+        turn.close("completed", "length", at_s)
+        push(list(workload.on_finished(turn)))
+    return Reuse(chunk_tokens, *_measured(requests))
+
+
+def _measured(requests: list[tuple[int, int, int, int, bool, int]]) -> Iterator[NDArray[np.int64]]:
+    """The columns of Reuse."""
+    sums = _Sums(len(requests))
+    tokens, depths, prompts = array("q"), array("q"), array("q")
+    for place, (last, had, now, history, measured, prompt) in enumerate(requests):
+        if measured:
+            tokens.append(history)
+            depths.append(had + sums.from_(last + 1))
+            prompts.append(prompt)
+        if last >= 0:
+            sums.add(last, -had)
+        sums.add(place, now)
+    return (np.frombuffer(each, np.int64) for each in (tokens, depths, prompts))
+
+
+class _Sums:
+    """Numbers by place, and the sum of those from a place on (a Fenwick tree)."""
+
+    def __init__(self, places: int) -> None:
+        self._parts = [0] * (places + 1)
+        self._whole = 0
+
+    def add(self, place: int, value: int) -> None:
+        self._whole += value
+        place += 1
+        while place < len(self._parts):
+            self._parts[place] += value
+            place += place & -place
+
+    def from_(self, place: int) -> int:
+        below = 0
+        while place:
+            below += self._parts[place]
+            place -= place & -place
+        return self._whole - below
