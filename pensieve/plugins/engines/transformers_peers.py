@@ -15,7 +15,7 @@ from typing import Any
 
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Request, TokenArray
-from pensieve.errors import ConfigError, EngineFailed, EngineMissing, RequestFailed
+from pensieve.errors import ConfigError, EngineFailed, RequestFailed
 from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply, kv_settings
 from pensieve.plugins.engines.weights import plain_module
 from pensieve.serve.systems.base import Capabilities
@@ -145,7 +145,6 @@ class ContinuousBatching(OutsideEngine):
         self._closing = False
 
     def start(self) -> StartReport:
-        """Raises EngineMissing where this transformers has no continuous batching."""
         setup = self._setup
         began = perf_counter()
         module = plain_module(setup)
@@ -216,11 +215,9 @@ class ContinuousBatching(OutsideEngine):
 
 @contextmanager
 def continuous_batching(module: Any, sizes: dict[str, int]) -> Iterator[Any]:
-    """A running manager of these sizes. Raises EngineMissing where this version of transformers has none."""
-    try:
-        from transformers import ContinuousBatchingConfig, GenerationConfig
-    except ImportError:
-        raise EngineMissing("this version of transformers has no continuous batching (5.10 and later do)") from None
+    """A running manager of these sizes."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
     known = {field.name for field in fields(ContinuousBatchingConfig)}
     named = {**sizes, "block_size": sizes["page_size"]}  # its name before 5.17
     if "page_size" in known:
