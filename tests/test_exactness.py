@@ -14,6 +14,7 @@ from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request, Sampling
 from pensieve.core.scheduler.scheduler import SchedulerSettings
+from pensieve.plugins.caches.restore import RestoringCache
 from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from tests.exact import CheckedEngine
@@ -86,7 +87,7 @@ def test_two_leading_chunks_and_a_hole_within_a_budget(name, fused, budget):
 
 def test_baselines_give_the_same_tokens_greedy_and_sampled():
     outputs = []
-    prefixes = [(partial(make, reuse="prefix"), blocks) for make in (TwoTierCache, SharedCache) for blocks in (10, 0)]
+    prefixes = [(partial(make, reuse="prefix"), blocks) for make in (RestoringCache, SharedCache) for blocks in (10, 0)]
     for cache, cpu_blocks in ((TwoTierCache, 10), (TwoTierCache, 0), (StatelessCache, 0), *prefixes):
         engine = checked(load("llama"), gpu_blocks=22, cpu_blocks=cpu_blocks, cache=cache)
         tokens = []

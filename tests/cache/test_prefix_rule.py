@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request
@@ -21,7 +20,7 @@ from pensieve.serve.record import TurnRecord
 from tests.simulated import TalkingEngine, make_engine, run
 
 CHUNK = 4
-MANAGERS = [TwoTierCache, SharedCache]
+MANAGERS = [RestoringCache, SharedCache]
 
 
 class Dear:
@@ -120,7 +119,7 @@ ROOM = {"gpu_blocks": 500, "cpu_blocks": 500}
 def test_holes_are_of_no_use_to_prompts_that_keep_half_of_the_conversation() -> None:
     """An edit discards the tail, which the rule has given up, and asks for the head, which holes have lost."""
     by_reuse = [
-        sum(found(replay(rows_of(7, 120), 0.5, cache=partial(TwoTierCache, reuse=reuse), policy=Lru, **SMALL)))
+        sum(found(replay(rows_of(7, 120), 0.5, cache=partial(RestoringCache, reuse=reuse), policy=Lru, **SMALL)))
         for reuse in ("any", "prefix")
     ]
     assert by_reuse[0] < by_reuse[1]
@@ -135,9 +134,9 @@ def test_what_is_behind_a_hole_is_computed_again_and_counts_as_lost_with_it(make
     ask(engine, 1, "a", 40, 5)
     tiers, node = engine.cache.tiers, engine.cache.sessions["a"].leaf
     engine.cache.facts.room_for(engine.cache.open("b", 0.0), 0.0)
-    tiers.from_tail = False  # as a copy that fails, which makes a hole where nobody chose one
+    tiers._free_behind = lambda node, *run: run  # as a copy that fails, which makes a hole where nobody chose one
     tiers.drop_gpu(node, 3, 4)
-    tiers.from_tail = True
+    del tiers._free_behind
     record = ask(engine, 2, "a", 5, 3)
     assert (record.gpu_hit_tokens, record.cpu_hit_tokens, record.recomputed_tokens) == (12, 0, 44 - 12)
     assert {(one.cause, one.evicted_by) for one in record.misses} == {("evicted", "b"), ("new", None)}

@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 
 from pensieve.core.cache.base import NO_LOWER_TIER, Broken, CacheCounters, LowerTier
 from pensieve.core.cache.blocks import ALIVE, BlockPool, CopyRun, OpenCopies, ScatteredPool
-from pensieve.core.cache.victims import Choice, TailIndex, VictimIndex
+from pensieve.core.cache.victims import Choice, VictimIndex, compared
 from pensieve.core.facts import SILENT, Facts, Found
 from pensieve.core.plan import CPU, GPU, Move, Moved, Tier
 from pensieve.core.policies.base import EvictionPolicy
@@ -72,6 +72,9 @@ class Tiers:
     It moves chunks as it is told; which chunk has to go, the cache decides.
     """
 
+    from_tail = False
+    """Victims are chosen from the tail, so that what is left of a conversation is a prefix."""
+
     def __init__(
         self,
         policy: EvictionPolicy,
@@ -79,15 +82,12 @@ class Tiers:
         gpu_blocks: int,
         cpu_blocks: int,
         counters: CacheCounters,
-        from_tail: bool = False,
     ) -> None:
-        """from_tail: what is left of a conversation is a prefix, as far as chunks are chosen by these indices."""
         self.chunk_tokens, self.full = chunk_tokens, array("i", (chunk_tokens,))
         self.counters = counters
         self.facts: Facts = SILENT
         self.gpu, self.cpu = self._pool(gpu_blocks, GPU), self._pool(cpu_blocks, CPU)
         self.copies = OpenCopies(self.gpu, self.cpu)
-        self.from_tail = from_tail
         self.dirty = self._victims(policy, View.DIRTY)
         self.clean = self._victims(policy, View.CLEAN)
         self.cpu_only = self._victims(policy, View.CPU_ONLY)
@@ -109,7 +109,7 @@ class Tiers:
         self.copies = OpenCopies(self.gpu, self.cpu)
 
     def _victims(self, policy: EvictionPolicy, view: View) -> VictimIndex:
-        return (TailIndex if self.from_tail else VictimIndex)(policy, view)
+        return VictimIndex(policy, view)
 
     def report_to(self, facts: Facts) -> None:
         self.facts = self.gpu.facts = self.cpu.facts = facts
@@ -272,8 +272,6 @@ class Tiers:
         self.copies.retire(on_gpu, node, start, blocks, discarded)
         column[start:stop] = NO_BLOCKS * len(blocks)
         lengths[start:stop] = NOTHING * len(blocks)
-        if self.from_tail and not start and node.parent is not None:
-            self.reorder(node.parent)
 
     def move(self, source: Node, target: Node, count: int) -> None:
         """Move the first `count` chunks of an idle node to a new one, except those that a copy reads or writes."""
@@ -378,12 +376,24 @@ class Tiers:
                     self.free_cpu(node, index, index + 1)  # its copy failed
         return lost
 
+    def lost_for_want(self, lacking: Choice, now_s: float) -> tuple[list[int], Choice]:
+        """Of those for which no CPU block is free, those that are lost, by row; and those on CPU that are lost in place of
+        the others."""
+        free = self.cpu.free
+        there = self.cpu_only.choose(len(lacking) - free, now_s)
+        ours, others = compared(lacking.some(slice(free, None)), there)
+        lost, instead = [], 0
+        for row, place in enumerate(ours, free):
+            if instead == len(others) or place < others[instead]:
+                lost.append(row)
+            else:
+                instead += 1
+        return lost, there.some(slice(instead))
+
     # -- how --------------------------------------------------------------------------------------------------------
 
     def _lose(self, node: Node, start: int, stop: int) -> None:
-        """The last copies of these chunks are gone; where a prefix alone is of use, those behind them go too."""
-        if self.from_tail:
-            start, stop = self._free_behind(node, start, stop)
+        """The last copies of these chunks are gone."""
         if self.shares:
             for name in node.named(stop, self.chunk_tokens)[start:]:
                 self.facts.lost_content(name)
@@ -391,18 +401,6 @@ class Tiers:
             self.facts.lost(node.session, node.start + start, node.start + stop)
         self.counters.dropped_chunks += stop - start
         self.update(node, start, stop)
-
-    def _free_behind(self, node: Node, start: int, stop: int) -> ChunkRun:
-        gpu, cpu, first = node.chunks.gpu, node.chunks.cpu, stop
-        stop = next(
-            (i + 1 for i in range(len(gpu) - 1, first - 1, -1) if gpu[i] != NO_BLOCK or cpu[i] != NO_BLOCK), first
-        )
-        if stop > first:
-            self.copies.abandon(node, first, stop)
-            self.counters.evicted_chunks += stop - first - gpu[first:stop].count(NO_BLOCK)
-            self.free_gpu(node, first, stop)
-            self.free_cpu(node, first, stop)
-        return start, stop
 
     def _cut(self, node: Node, first: int) -> None:
         """Delete the records from chunk `first` on."""
@@ -425,8 +423,6 @@ class Tiers:
             now, was = views.count(view), before.count(view)
             if now or was:
                 victims.changed(node, now - was)
-        if self.from_tail:
-            self.reorder(node)  # another chunk may be its last
 
 
 _GPU_BLOCKS, _CPU_BLOCKS = attrgetter("gpu"), attrgetter("cpu")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress, count, islice, repeat
+from itertools import compress, count, islice
 from operator import gt
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
 from pensieve.core.cache.base import Broken, CacheManager, Room
 from pensieve.core.cache.invariants import check_tiers
 from pensieve.core.cache.tiers import Tiers, found_in, missing_runs
-from pensieve.core.cache.victims import Choice, VictimIndex, compared
+from pensieve.core.cache.victims import Choice, VictimIndex
 from pensieve.core.facts import Admission, Found
 from pensieve.core.plan import Move, Moved
 from pensieve.core.policies.base import EvictionPolicy, as_policy
@@ -30,11 +30,6 @@ from pensieve.core.session import (
     runs_of,
     tokens_in,
 )
-from pensieve.errors import ConfigError
-
-Reuse = Literal["any", "prefix"]
-"""Of a conversation that returns: any: all that is there, with holes, as in the paper. prefix: what is there up to the first
-hole; chunks are given up from the tail."""
 
 
 class TwoTierRoom(Room):
@@ -153,38 +148,13 @@ class TwoTierRoom(Room):
             tiers.free_duplicates(len(lacking) - tiers.cpu.free)
         if tiers.cpu.free >= len(lacking) * self.chunk_blocks:
             return chosen
-        choose = self._least if tiers.from_tail else self._less_than_others
-        rows, instead = choose(chosen.some(lacking), now_s)
+        rows, instead = tiers.lost_for_want(chosen.some(lacking), now_s)
         lost = lacking[rows]
         self.give_up(instead, tiers.drop_cpu)
         if len(lost):
             self.give_up(_still_dirty(chosen.some(lost)), tiers.drop_gpu)
             chosen = chosen.some(np.delete(np.arange(len(chosen)), lost))
         return _still_dirty(chosen)
-
-    def _less_than_others(self, lacking: Choice, now_s: float) -> tuple[list[int], Choice]:
-        """Of those for which no CPU block is free, those that are lost, by row; and those on CPU that are lost in place of
-        the others."""
-        free = self.tiers.cpu.free
-        there = self.tiers.cpu_only.choose(len(lacking) - free, now_s)
-        ours, others = compared(lacking.some(slice(free, None)), there)
-        lost, instead = [], 0
-        for row, place in enumerate(ours, free):
-            if instead == len(others) or place < others[instead]:
-                lost.append(row)
-            else:
-                instead += 1
-        return lost, there.some(slice(instead))
-
-    def _least(self, lacking: Choice, now_s: float) -> tuple[list[int], Choice]:
-        """The same from the tail: the least of both together are lost, so that no chunk goes before those behind it."""
-        cpu_only, short = self.tiers.cpu_only, len(lacking) - self.tiers.cpu.free
-        there = cpu_only.choose(short, now_s)
-        nodes = [lacking.own[of].node for of in lacking.of.tolist()]
-        ours = map(cpu_only.as_victim, nodes, lacking.places.tolist(), repeat(now_s))
-        going = sorted([*zip(ours, count()), *zip(there.victims(), repeat(-1))])[:short]
-        lost = [row for _, row in going if row >= 0]
-        return lost, there.some(slice(short - len(lost)))
 
     def _take_cpu(self, node: Node, start: int, stop: int) -> None:
         """Take CPU blocks for those of the chunks that have none, behind the block of the chunk before as far as that is
@@ -217,21 +187,10 @@ class TwoTierCache(CacheManager):
     room: TwoTierRoom
     drops = True
 
-    def __init__(
-        self,
-        *,
-        policy: EvictionPolicy,
-        chunk_tokens: int,
-        gpu_blocks: int,
-        cpu_blocks: int,
-        reuse: Reuse = "any",
-    ) -> None:
-        """Raises ConfigError for a way to reuse that there is not."""
+    def __init__(self, *, policy: EvictionPolicy, chunk_tokens: int, gpu_blocks: int, cpu_blocks: int) -> None:
         super().__init__(chunk_tokens, gpu_blocks, cpu_blocks)
-        if reuse not in get_args(Reuse):
-            raise ConfigError(f"baseline.cache.reuse is one of {', '.join(get_args(Reuse))}, not {reuse!r}.")
         self.policy = as_policy(policy)
-        self.tiers = self._tiers(self.policy, chunk_tokens, gpu_blocks, cpu_blocks, self.counters, reuse == "prefix")
+        self.tiers = self._tiers(self.policy, chunk_tokens, gpu_blocks, cpu_blocks, self.counters)
         self.room = TwoTierRoom(self.tiers)
 
     def _tiers(self, *given: Any) -> Tiers:
@@ -241,10 +200,6 @@ class TwoTierCache(CacheManager):
         if parts.get("scattered"):
             self.tiers.scatter()
         super().begin(**parts)
-        if self.tiers.from_tail and self.below.blocks:
-            raise ConfigError(
-                "baseline.cache.reuse=prefix has no tier below the CPU's; set cache.disk=0, or reuse=any."
-            )
         self.tiers.below = self.below
         self.tiers.report_to(self.facts)
 
@@ -278,7 +233,7 @@ class TwoTierCache(CacheManager):
             if self.policy.observe is not None:
                 self.policy.observe(session, now_s)
         self.meet(session, len(session.tokens) - 1)
-        stranded = self._strand(session) if self.tiers.from_tail or self.room.frees else None
+        stranded = self._strand(session)
         if suffix is None:
             return self._start(session, None, now_s)
         length = len(session.tokens) if self.tiers.shares else keep
@@ -288,16 +243,8 @@ class TwoTierCache(CacheManager):
         return self._start(session, found._replace(stranded=stranded) if stranded else found, now_s)
 
     def _strand(self, session: Session) -> frozenset[int]:
-        """Where a prefix alone is reused, have an idle session that is about to run compute again all that it has behind the
-        first hole. Returns those chunks."""
-        chunks, size = session.chunks, self.chunk_tokens
-        there = list(map(max, chunks.gpu_len, chunks.cpu_len))
-        hole = next((index for index, length in enumerate(there) if length < size), len(there))
-        stranded = frozenset(index for index in range(hole + 1, len(there)) if there[index])
-        for node, start, stop in session.in_nodes(runs_of(sorted(stranded))):
-            if not node.running:  # else what is missing before it is being computed
-                self.tiers.strand(node, start, stop)
-        return stranded
+        """Chunks of a session that is about to run which are there and are computed again all the same."""
+        return frozenset()
 
     def meet(self, session: Session, length: int) -> None:
         """Join what other sessions have of the full chunks in [0, length) of an idle one, where sessions share chunks."""

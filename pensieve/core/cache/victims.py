@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pensieve.core.policies.base import EvictionPolicy, Scores, refuse_key
-from pensieve.core.session import NO_BLOCK, Node, Stem, View
+from pensieve.core.session import Node, Stem, View
 
 Victim = tuple[int, float, float, int, int]
 """A chunk as it stands in the order of eviction, lowest first: level, score, last active, number of its node, and its place
@@ -618,40 +618,6 @@ def _first_key(one: _Candidates) -> tuple[int, float]:
 
 _NONE = np.empty(0, np.int64)
 NOTHING = Choice(())
-
-
-class TailIndex(VictimIndex):
-    """From the tail: the last chunk of a node goes first, and what follows a node before it, so that what is left of a
-    conversation is a prefix. The place of a chunk is ~chunk.
-
-    The policy says which conversation: each of its chunks has the score of the last one that it still has in any view.
-    """
-
-    def _valued(
-        self, node: Node, indices: NDArray[np.int64], most: int | None, now_s: float
-    ) -> tuple[NDArray[np.int64], Scores]:
-        places = ~indices[::-1][:most]
-        asked = self._asked(node, int(places[0]))
-        return places, [*self._scores(node, asked, asked + 1, now_s)] * len(places)
-
-    def _first(self, node: Node) -> int:
-        return ~node.chunks.view.rfind(self._view)
-
-    def _asked(self, node: Node, place: int) -> int:
-        return node.start + max(len(node.chunks.view.rstrip(b"\0")) - 1, ~place)
-
-    def _level(self, node: Node) -> int:
-        return 2 * super()._level(node) + self._precedes(node)
-
-    def _precedes(self, node: Node) -> bool:
-        """A node that follows it has KV: on GPU, or where this index gives up what is on CPU, anywhere."""
-        lower = self._view == View.CPU_ONLY
-        following = reversed(node.children.values()) if isinstance(node, Stem) else ()
-        return any(
-            child.chunks.gpu[0] != NO_BLOCK or (lower and child.chunks.cpu[0] != NO_BLOCK)
-            for child in following
-            if len(child.chunks)
-        )
 
 
 def _is_key(value: object) -> bool:

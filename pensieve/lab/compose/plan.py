@@ -23,8 +23,8 @@ GPU_SHARE = 0.9
 """Of a GPU's memory: weights, KV and the largest iteration together. The rest is CUDA's context and fragmentation."""
 CPU_SHARE = 0.5
 """Of a CPU machine's free memory: other processes need some too, and a machine without any kills processes."""
-KEEPS_WINDOWS_WHOLE = ("pensieve.core.cache.two_tier.TwoTierCache", "pensieve.plugins.caches.restore.restored")
-"""What makes the managers in whose place one comes that does not (cache.windows=slide)."""
+KEEPS_WINDOWS_WHOLE = "pensieve.plugins.caches.restore.restored"
+"""What makes the manager in whose place one comes that does not (cache.windows=slide)."""
 LEAST_GPU_BLOCKS = 4
 """A prompt, its reply and the reserve need a few blocks. build_workload asks for those of the longest conversation."""
 
@@ -205,7 +205,7 @@ def _sliding(config: TrialConfig, device: Device, model: ModelSpec) -> ModelSpec
         else "cache.windows=slide gives up KV that has left its window",
         {
             f"baseline={config.baseline.name} has no cache that does": (config.baseline.cache or {}).get("_target_")
-            not in KEEPS_WINDOWS_WHOLE,
+            != KEEPS_WINDOWS_WHOLE,
             f"all layers of model={model.name} have one": model.windowed_layers == model.attending_layers,
             f"cache.disk={config.cache.disk} keeps whole chunks": bool(disk.bytes or disk.tokens),
             "scheduler.copy_ahead=never loads chunks one by one": config.scheduler.copy_ahead == "never",

@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from pensieve.core.cache.victims import TailIndex
 from pensieve.core.facts import Facts
 from pensieve.core.plan import CPU
 from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.session import BlockHash, Node, Session, View
+from pensieve.plugins.caches.prefix_rule import TailIndex
 
 Evictable = Callable[[BlockHash], bool]
 STORING = -1

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from pensieve.core.cache.tiers import missing_runs
-from pensieve.core.cache.two_tier import Reuse, TwoTierCache
+from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.facts import Admission, Found
 from pensieve.core.machine import CostModel
 from pensieve.core.session import Chunks, Run, Session, merged, tokens_in
 from pensieve.errors import ConfigError
+from pensieve.plugins.caches.prefix_rule import PrefixRuleCache, Reuse
 from pensieve.units import ceil_div
 
 RestoreMode = Literal["load", "hybrid", "recompute"]
@@ -105,9 +106,9 @@ class RestoreTimes:
         return until[whole] + (until[whole + 1] - until[whole]) * rest / size
 
 
-class RestoringCache(TwoTierCache):
-    """TwoTierCache that decides each restore by its mode. A hybrid one takes compute that other requests could use, so while
-    another request runs everything is loaded; so it is before the costs are known.
+class RestoringCache(PrefixRuleCache):
+    """Decides each restore by its mode. A hybrid one takes compute that other requests could use, so while another request
+    runs everything is loaded; so it is before the costs are known.
 
     A chunk computed again keeps its copy on CPU: the two differ by rounding only, and either is the KV of these tokens. If
     the request stops before the chunk is computed as far as the copy goes, the copy is what stays.
@@ -155,9 +156,11 @@ class RestoringCache(TwoTierCache):
         return split.recomputed
 
 
-def restored(*, restore: RestoreMode = "load", **others: Any) -> TwoTierCache:
-    """Make the cache that restores so."""
-    return TwoTierCache(**others) if restore == "load" else RestoringCache(restore=restore, **others)
+def restored(*, restore: RestoreMode = "load", reuse: Reuse = "any", **others: Any) -> TwoTierCache:
+    """Make the cache that restores and reuses so."""
+    if (restore, reuse) == ("load", "any"):
+        return TwoTierCache(**others)
+    return RestoringCache(restore=restore, reuse=reuse, **others)
 
 
 class CpuChunks:

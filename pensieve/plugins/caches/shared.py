@@ -29,6 +29,7 @@ from pensieve.core.cache.two_tier import TwoTierRoom
 from pensieve.core.request import TokenArray
 from pensieve.core.session import NO_BLOCK, BlockHash, HashChain, Node, Session, Stem, View, chunks_of, common_prefix
 from pensieve.errors import ConfigError
+from pensieve.plugins.caches.prefix_rule import PrefixTiers
 from pensieve.plugins.caches.restore import RestoringCache
 
 Share = Literal["off", "within-tenant"]
@@ -168,6 +169,10 @@ class SharedTiers(Tiers):
                 self.update(target, index, index + 1)
 
 
+class SharedPrefixTiers(PrefixTiers, SharedTiers):
+    """The same, of which a prefix alone is of use."""
+
+
 class SharedRoom(TwoTierRoom):
     """As TwoTierRoom, where what the tree has of a prompt needs no block."""
 
@@ -232,7 +237,7 @@ class SharedCache(RestoringCache):
             self.room = SharedRoom(self)
 
     def _tiers(self, *given: Any) -> Tiers:
-        return SharedTiers(*given)
+        return (SharedPrefixTiers if self.reuse == "prefix" else SharedTiers)(*given)
 
     # -- content ------------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from pensieve.core.cache.blocks import ALIVE, BlockPool
 from pensieve.core.cache.tiers import Tiers
-from pensieve.core.cache.two_tier import Reuse, TwoTierCache, TwoTierRoom
+from pensieve.core.cache.two_tier import TwoTierCache, TwoTierRoom
 from pensieve.core.cache.victims import Choice, VictimIndex
 from pensieve.core.facts import NOBODY_NOW, Admission, Found
 from pensieve.core.plan import GPU, Tier
@@ -38,6 +38,7 @@ from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.request import TokenArray
 from pensieve.core.session import NO_BLOCK, ChunkRun, Node, Session, View, chunks_of, runs_of
 from pensieve.errors import ConfigError
+from pensieve.plugins.caches.prefix_rule import Reuse
 from pensieve.units import ceil_div
 
 
@@ -209,6 +210,25 @@ class WindowTiers(Tiers):
             count += len(src)
         return count
 
+    def lost_for_want(self, lacking: Choice, now_s: float) -> tuple[list[int], Choice]:
+        """In blocks: one of the others may not be enough for a chunk in its window."""
+        needed = int(self.widths(lacking).sum())
+        while self.cpu.free < needed and self.duplicates:
+            self.free_duplicates(ceil_div(needed - self.cpu.free, 1 + self.windows.beside))
+        free = self.cpu.free
+        there = self.cpu_only.choose(max(0, needed - free), now_s)
+        others = zip(there.victims(), self.widths(there).tolist(), strict=True)
+        least, lost, instead = next(others, None), [], 0
+        for row, (victim, width) in enumerate(zip(lacking.victims(), self.widths(lacking).tolist(), strict=True)):
+            while free < width and least is not None and not victim < least[0]:
+                free, instead = free + least[1], instead + 1
+                least = next(others, None)
+            if free < width:
+                lost.append(row)
+            else:
+                free -= width
+        return lost, there.some(slice(instead))
+
 
 class Need(NamedTuple):
     """What an admission needs, in chunks. again: leading ones that are computed again. first, done: those between were
@@ -309,26 +329,6 @@ class WindowRoom(TwoTierRoom):
 
     def blocks_of(self, chosen: Choice) -> int:
         return int(self.tiers.widths(chosen).sum())
-
-    def _less_than_others(self, lacking: Choice, now_s: float) -> tuple[list[int], Choice]:
-        """In blocks: one of the others may not be enough for a chunk in its window."""
-        tiers = self.tiers
-        needed = self.blocks_of(lacking)
-        while tiers.cpu.free < needed and tiers.duplicates:
-            tiers.free_duplicates(ceil_div(needed - tiers.cpu.free, self.chunk_blocks))
-        free = tiers.cpu.free
-        there = tiers.cpu_only.choose(max(0, needed - free), now_s)
-        others = zip(there.victims(), tiers.widths(there).tolist(), strict=True)
-        least, lost, instead = next(others, None), [], 0
-        for row, (victim, width) in enumerate(zip(lacking.victims(), tiers.widths(lacking).tolist(), strict=True)):
-            while free < width and least is not None and not victim < least[0]:
-                free, instead = free + least[1], instead + 1
-                least = next(others, None)
-            if free < width:
-                lost.append(row)
-            else:
-                free -= width
-        return lost, there.some(slice(instead))
 
     def _take_cpu(self, node: Node, start: int, stop: int) -> None:
         super()._take_cpu(node, start, stop)
