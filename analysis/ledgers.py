@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterator
+
+import pandas as pd
 
 from analysis.forms import Form
 from analysis.quantities import over_seeds
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Panel, Source
 from pensieve.lab.results.prices import Worth
-from pensieve.lab.results.store import Holding
 from pensieve.serve.books.holding import TIERS
 
 CAUSES = ("new", "edited", "evicted", "expired", "restarted", "never_stored")
@@ -24,12 +24,8 @@ def _panels(source: Source) -> Iterator[Panel]:
     yield from source.panels(*([POLICIES] if policies else []))
 
 
-def _name(cell: Cell) -> str:
-    return cell.at.get(POLICIES, cell.baseline)
-
-
 def _key(cell: Cell) -> Row:
-    named = {"_name": _name(cell)} if POLICIES in cell.at else {}
+    named = {"_name": cell.at[POLICIES]} if POLICIES in cell.at else {}
     return {"baseline": cell.baseline, **cell.at, **named}
 
 
@@ -46,43 +42,29 @@ def misses(source: Source, form: Form) -> Iterator[Plot]:
 
 
 def _causes(source: Source, cell: Cell) -> Iterator[Row]:
-    sums: dict[str, dict[tuple[int, int], Counter[str]]] = defaultdict(dict)
-    evictors: dict[str, Counter[str]] = defaultdict(Counter)
-    for trial in cell.trials:
-        for row in source.store.miss_sums(trial.id):
-            own = sums[row.cause].setdefault((trial.seed, trial.repeat), Counter())
-            own.update({"tokens": row.tokens, "ms": row.ms})
-            if row.evicted_by:
-                evictors[row.cause][row.evicted_by] += row.tokens
-    keys, none = [(trial.seed, trial.repeat) for trial in cell.trials], Counter[str]()
-    for cause in (cause for cause in CAUSES if cause in sums):
-        whole = sum(own["tokens"] for own in sums[cause].values())
-        most = sorted(evictors[cause].items(), key=lambda one: (-one[1], one[0]))[:SHOWN]
+    ledger = pd.DataFrame(
+        [
+            {"at": (trial.seed, trial.repeat), "cause": one.cause, "by": one.evicted_by, "tokens": one.tokens, "ms": one.ms}
+            for trial in cell.trials for one in source.store.miss_sums(trial.id)
+        ],
+        columns=["at", "cause", "by", "tokens", "ms"],
+    )  # fmt: skip
+    none = dict.fromkeys(((trial.seed, trial.repeat) for trial in cell.trials), 0.0)
+    for cause in (cause for cause in CAUSES if (ledger["cause"] == cause).any()):
+        own = ledger[ledger["cause"] == cause]
+        sums = own.groupby("at")[["tokens", "ms"]].sum().astype(float)
+        most = own.groupby("by")["tokens"].sum().sort_values(ascending=False, kind="stable").head(SHOWN)
         yield {
             **_key(cell),
             "cause": cause,
-            "tokens": over_seeds({key: float(sums[cause].get(key, none)["tokens"]) for key in keys}),
-            "seconds": over_seeds({key: sums[cause].get(key, none)["ms"] / 1e3 for key in keys}),
-            "evicted_most_by": " ".join(f"{name}:{count / whole:.3f}" for name, count in most),
+            "tokens": over_seeds(none | dict(zip(sums.index, sums["tokens"], strict=True))),
+            "seconds": over_seeds(none | dict(zip(sums.index, sums["ms"] / 1e3, strict=True))),
+            "evicted_most_by": " ".join(f"{name}:{count / own['tokens'].sum():.3f}" for name, count in most.items()),
             "trials": cell.ids,
         }
 
 
 # Holding
-
-
-def _holdings(source: Source, cell: Cell) -> list[tuple[int, Holding]]:
-    """With the trial of each."""
-    return [(trial.id, one) for trial in cell.trials for one in source.store.holdings_of(trial.id)]
-
-
-def _worth(source: Source, cell: Cell) -> Worth | None:
-    return Worth.of(cell.trials[0], source.prices)
-
-
-def _basis(source: Source) -> str:
-    said = ", ".join(f"{name} {value:g}" for name, value in source.prices.model_dump().items() if value is not None)
-    return f"at the prices {said}"
 
 
 def held(source: Source, form: Form) -> Iterator[Plot]:
@@ -92,15 +74,17 @@ def held(source: Source, form: Form) -> Iterator[Plot]:
         rows = [row for cell in panel.cells for row in _tiers(source, cell)]
         if not rows:
             raise source.lacks("trial with a ledger of holding")
-        said = f". Paid back: GPU time saved over memory kept idle, {_basis(source)}"
+        given = (f"{name} {value:g}" for name, value in source.prices.model_dump().items() if value is not None)
+        said = f". Paid back: GPU time saved over memory kept idle, at the prices {', '.join(given)}"
         said += "; worth it: conversations that have paid back"
         yield Plot(panel, rows, said=said if source.prices.given else "")
 
 
 def _tiers(source: Source, cell: Cell) -> Iterator[Row]:
-    every, worth = _holdings(source, cell), _worth(source, cell)
+    every = [one for trial in cell.trials for one in source.store.holdings_of(trial.id)]
+    worth = Worth.of(cell.trials[0], source.prices)
     for tier in TIERS:
-        own = [one for _, one in every if one.tier == tier]
+        own = [one for one in every if one.tier == tier]
         if not own:
             continue
         found = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,12 +53,26 @@ def _drawn(found: SizeMap, disk: int) -> Any:
     if not q.reuse:
         _heat(below, found, disk, found.objective, f"TTFT {q.percentile} (ms)", 1.0, norm)
     each = " a device" if q.devices > 1 else ""
-    for axes in (above,) if q.reuse else (above, below):
-        _border(axes, found, disk, found.reaches, "knee")
-        _border(axes, found, disk, found.meets, "objective")
+    fronts = {
+        "knee": (found.reaches, f"{100 * q.knee:g} % of what the largest find"),
+        "objective": (found.meets, f"{q.slo_ttft_ms or 0:g} ms at {q.percentile}"),
+    }
+    handles = {}
+    for gid, (suffices, says) in fronts.items():
+        smallest, chosen = found.smallest(suffices, disk), found.pick(found.smallest(suffices))
+        if smallest:
+            handles[gid] = Line2D([], [], label=says, **BORDERS[gid])
+            for axes in picture.axes:
+                _border(axes, found, smallest, gid)
+        if chosen in smallest:
+            handles["chosen"] = Line2D([], [], label="named in the answer", **{**NAMED, "markersize": 6})
+            for axes in picture.axes:
+                colour = BORDERS[gid]["color"]
+                axes.plot([chosen[1]], [chosen[0]], gid=f"{gid}/chosen", **{**NAMED, "markeredgecolor": colour})
+    for axes in picture.axes:
         axes.set_ylabel(f"GPU KV{each}")
     below.set_xlabel(f"CPU KV{each}")
-    style.legend(picture, _key(found, disk))
+    style.legend(picture, [handles[name] for name in ("knee", "objective", "chosen") if name in handles])
     return picture
 
 
@@ -93,32 +107,12 @@ def _heat(axes: Axes, found: SizeMap, disk: int, name: str, title: str, scale: f
             )
 
 
-def _border(axes: Axes, found: SizeMap, disk: int, suffices: Callable[[Place], bool], gid: str) -> None:
-    """The staircase below and left of all cells that are as large as one of the smallest that suffice; a square around the
-    one that the answer names."""
-    q, line = found.question, BORDERS[gid]
-    corners = [(-0.5 + cpu, -0.5 + gpu) for gpu, cpu, _ in reversed(found.smallest(suffices, disk))]
-    if not corners:
-        return
-    above = [len(q.gpu) - 0.5, *(y for _, y in corners)]  # from the least CPU memory on
-    path = [point for (x, y), upper in zip(corners, above, strict=False) for point in ((x, upper), (x, y))]
-    axes.plot(*zip(*path, (len(q.cpu) - 0.5, above[-1]), strict=True), gid=gid, clip_on=False, **line)
-    chosen = found.pick(found.smallest(suffices))
-    if chosen is not None and chosen[2] == disk:
-        axes.plot([chosen[1]], [chosen[0]], gid=f"{gid}/chosen", **{**NAMED, "markeredgecolor": line["color"]})
-
-
-def _key(found: SizeMap, disk: int) -> list[Any]:
+def _border(axes: Axes, found: SizeMap, smallest: Sequence[Place], gid: str) -> None:
+    """The staircase below and left of all cells that are as large as one of the smallest that suffice."""
     q = found.question
-    fronts = {
-        "knee": (f"{100 * q.knee:g} % of what the largest find", found.reaches, found.knee),
-        "objective": (f"{q.slo_ttft_ms or 0:g} ms at {q.percentile}", found.meets, found.meeting),
-    }
-    drawn = {gid: front for gid, (_, suffices, _) in fronts.items() if (front := found.smallest(suffices, disk))}
-    handles: list[Any] = [Line2D([], [], label=fronts[gid][0], **BORDERS[gid]) for gid in drawn]
-    if any(found.pick(whole) in drawn.get(gid, ()) for gid, (_, _, whole) in fronts.items()):
-        handles.append(Line2D([], [], label="named in the answer", **{**NAMED, "markersize": 6}))
-    return handles
+    corners = [(-0.5 + cpu, -0.5 + gpu) for gpu, cpu, _ in reversed(smallest)]  # from the least CPU memory on
+    ends = (corners[0][0], len(q.gpu) - 0.5), (len(q.cpu) - 0.5, corners[-1][1])
+    axes.step(*zip(ends[0], *corners, ends[1], strict=True), where="post", gid=gid, clip_on=False, **BORDERS[gid])
 
 
 def _ran(found: SizeMap, disk: int) -> str:

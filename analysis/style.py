@@ -111,14 +111,13 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _OTHERS = ("#B15928", "#6A3D9A", "#1B7837", "#A50026")
 
 
-TIERS = {"gpu": "#01665E", "cpu": "#D8A13B", "disk": "#7B5EA7"}
 MOVES = {"never": "#B15928", "always": "#CC79A7", "cheaper": "#0072B2"}
 """Of KV between replicas (hardware.migration)."""
-_KNOWN = {**COLOURS, **ROUTERS, **MOVES, **TIERS}
+_KNOWN = {**COLOURS, **ROUTERS, **MOVES}
 
 
 def colour(baseline: str) -> str:
-    """The same in every figure, also of a tier, a router and of KV that moves; one's own baseline gets one by its name."""
+    """The same in every figure, also of a router and of KV that moves; one's own baseline gets one by its name."""
     if baseline == IDEAL:
         return GREY
     return _KNOWN.get(baseline) or _OTHERS[zlib.crc32(baseline.encode()) % len(_OTHERS)]

@@ -53,7 +53,7 @@ def test_the_map_shows_what_ran_and_the_border_of_each_question(store, drawn, tm
     assert picture.lines["knee/chosen"] == [(0.0, 2.0)]
     assert picture.lines["knee"] == [(-0.5, 2.5), (-0.5, 1.5), (2.5, 1.5)]
     # 580 ms at (1, 1), 517 at (2, 0): two smallest cells, and the one with less GPU memory is named.
-    assert picture.lines["objective"] == [(-0.5, 2.5), (-0.5, 1.5), (0.5, 1.5), (0.5, 0.5), (2.5, 0.5)]
+    assert picture.lines["objective"] == [(-0.5, 2.5), (-0.5, 1.5), (0.5, 0.5), (2.5, 0.5)], "corners of steps"
     assert picture.lines["objective/chosen"] == [(1.0, 1.0)]
     assert picture.caption.count("Of those that ran 2 GB of GPU and 8 GB of CPU KV") == 1
     with (tmp_path / "size_map.csv").open() as file:
