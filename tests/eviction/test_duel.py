@@ -18,10 +18,6 @@ def newest(held, now_s):
     return next((one for one in reversed(held.values()) if one.rests), None)
 
 
-def tokens(start, stop):
-    return stop - start
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_what_a_model_holds_is_what_single_tokens_would(seed):
     """A set of (conversation, position), out of which the least recently active conversation loses its first ones first."""
@@ -70,13 +66,13 @@ def turns(one, numbers, now, length=10):
 def test_the_challenger_leads_where_it_finds_more_and_gives_way_where_it_does_not():
     """Sixteen in strict turn in a cache of eight: the least recently used finds nothing, whoever keeps what it has half.
     Then four new ones at a time, each asked twice: the least recently used finds all, who gives up the newest nothing."""
-    contest = Duel(80, newest, tokens)
+    contest = Duel(80, newest)
     assert not contest.leads
     leads = turns(contest, list(range(16)) * 20, 0.0)
     assert not any(leads[:16]) and all(leads[160:])
     later = turns(contest, [number for first in range(16, 2_000, 4) for number in [*range(first, first + 4)] * 2], 1.0)
     assert later[0] and not later[-1]
-    assert not any(turns(Duel(80, least_recent, tokens), list(range(16)) * 20, 0.0)), "who finds as much does not lead"
+    assert not any(turns(Duel(80, least_recent), list(range(16)) * 20, 0.0)), "who finds as much does not lead"
 
 
 class Coin:
@@ -100,7 +96,7 @@ def test_who_leads_loses_no_point_and_a_good_challenger_gains_what_it_can(favour
     always has 2 x favour - 1."""
     gained = thrown = 0.0
     for seed in range(30):
-        contest, before = Duel(1, least_recent, tokens), 0.0
+        contest, before = Duel(1, least_recent), 0.0
         contest._shadows = Coin(seed, -1, favour), Coin(seed, 1, favour)
         both = Coin(seed, -1, favour), Coin(seed, 1, favour)
         for _ in range(4_000):
@@ -112,7 +108,7 @@ def test_who_leads_loses_no_point_and_a_good_challenger_gains_what_it_can(favour
 
 
 def test_a_model_of_a_sample_is_small_and_finds_as_large_a_share():
-    rng, contest = random.Random(0), Duel(3_000 * 10, newest, tokens)
+    rng, contest = random.Random(0), Duel(3_000 * 10, newest)
     found = asked = 0.0
     everyone = OrderedDict()
     hits = 0
@@ -143,7 +139,7 @@ def test_victims_are_those_of_whoever_leads(seed, monkeypatch):
         def key(session, chunk):
             if policy.follows_recency:
                 return (session.last_active_s,)
-            return (policy._value(session.memo.habits[-1], 0, session.last_active_s, world.now_s),)
+            return (policy._value(session.memo.habits[-1], session.last_active_s, world.now_s),)
 
         return key
 

@@ -88,11 +88,10 @@ class Duel:
     nothing on average. One that is worse leads by chance until that shows: tests/eviction/test_duel.py has what it costs. The
     two are shadows: one tier, no queue, and what runs is never preempted. Where a cache is so small that this matters, the
     challenger may lead and find less than they say.
-    worth(start, stop): of what was found.
     """
 
-    def __init__(self, capacity: int, challenger: Worst, worth: Callable[[int, int], float]) -> None:
-        self._capacity, self._worth = float(capacity), worth
+    def __init__(self, capacity: int, challenger: Worst) -> None:
+        self._capacity = float(capacity)
         self._shadows = Shadow(least_recent), Shadow(challenger)
         self._share = 1.0
         self._more = self._squares = 0.0
@@ -103,10 +102,10 @@ class Duel:
         """A turn begins; returns whether another order leads from now on."""
         if not self._sampled(number):
             return False
-        recency, challenger = (
-            self._worth(*shadow.ask(number, length, now_s, self._capacity * self._share)) for shadow in self._shadows
+        (start, stop), (first, last) = (
+            shadow.ask(number, length, now_s, self._capacity * self._share) for shadow in self._shadows
         )
-        more = challenger - recency
+        more = (last - first) - (stop - start)
         self._more, self._squares = self._more * _FADES + more, self._squares * _FADES + more * more
         self._shrink()
         return self._decide()

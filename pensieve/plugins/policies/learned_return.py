@@ -7,14 +7,11 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from pensieve.core.policies.base import MOST_TOOLS, EvictionPolicy, PolicyContext
 from pensieve.core.session import Session
-from pensieve.errors import ConfigError
 from pensieve.plugins.policies.duel import Duel, Held
 
-Weight = Literal["tokens", "seconds"]
 _TURNS = (1, 2, 4, 8)  # where one class of turn numbers begins and the one before ends
 _GROWTHS = (512, 2_048, 8_192, 32_768)  # likewise, of tokens that a turn's prompt added
 _SAID_RATIO, _GAP_RATIO = 4.0, 16.0  # of neighbouring classes of seconds that a client says, and of gaps
@@ -48,7 +45,7 @@ class Rest:
 
 class LearnedReturn(EvictionPolicy):
     """The score of a chunk is its value a second: the rate at which sessions of its kind and age return
-    (rates_of), times what a hit on it saves. The lowest goes first, so what will not return is given up
+    (rates_of). The lowest goes first, so what will not return is given up
     before anything else. The copy ahead of time does so too: it leaves no worse chunk on CPU than the one that it drops.
 
     A session's kind is what is known when a turn ends, from wide to narrow. What its client said comes first: stop reason,
@@ -60,39 +57,26 @@ class LearnedReturn(EvictionPolicy):
     The least recently used goes first until a Duel says that this order would have found more, and again once it says less:
     so at the start, and where nothing can be learned.
 
-    weight: what a hit saves: "tokens", all alike, for the highest hit rate; or "seconds", to recompute the chunk instead of
-    loading it, for the least work. half_life: sessions after which what was seen counts half. strength: of how many
-    sessions a wider kind has the say in a narrower one. guarded: false follows the learned order always, whatever it
-    finds. Raises ConfigError for values out of range.
+    guarded: false follows the learned order always, whatever it finds.
     """
 
     ages = AGES
+    half_life = 20_000.0
+    """Sessions after which what was seen counts half."""
+    strength = 20.0
+    """Of how many sessions a wider kind has the say in a narrower one."""
 
-    def __init__(
-        self,
-        context: PolicyContext,
-        weight: Weight = "tokens",
-        half_life: float = 20_000.0,
-        strength: float = 20.0,
-        guarded: bool = True,
-    ) -> None:
-        if weight not in get_args(Weight):
-            raise ConfigError(f"eviction.weight is one of {', '.join(get_args(Weight))}, not {weight!r}.")
-        for name, value in (("half_life", half_life), ("strength", strength)):
-            if not 0 < value < math.inf:
-                raise ConfigError(f"eviction.{name}={value} must be a positive number.")
+    def __init__(self, context: PolicyContext, guarded: bool = True) -> None:
         super().__init__(context)
-        self._by_chunk, self._strength = weight == "seconds", strength
-        self._root = Habit(None, strength)
-        self._counts = Forgetting(half_life)
+        self._root = Habit(None, self.strength)
+        self._counts = Forgetting(self.half_life)
         self._resting: list[deque[Rest]] = [
             deque() for _ in AGES
         ]  # by bin reached, the one that has rested longest first
         self._asked: dict[int, tuple[float | None, int]] = {}  # of sessions whose turn runs: gap before, growth
-        self._saved: list[float] = []  # by chunk index: seconds that a hit saves
         self.version = 0
         capacity = (context.gpu_blocks + context.cpu_blocks) * context.chunk_tokens
-        self._duel = Duel(capacity, self._least_worth, self._worth) if guarded else None
+        self._duel = Duel(capacity, self._least_worth) if guarded else None
 
     @property
     def follows_recency(self) -> bool:
@@ -124,11 +108,10 @@ class LearnedReturn(EvictionPolicy):
         if self._duel is not None:
             self._duel.rest(session.number, length, now_s, session.memo.habits[-1])
 
-    def bucket(self, session: Session, chunk: int) -> tuple[Habit, int] | None:
+    def bucket(self, session: Session, chunk: int) -> Habit | None:
         if self.follows_recency:
             return None
-        habit = self._root if session.memo is None else session.memo.habits[-1]
-        return habit, chunk if self._by_chunk else 0
+        return self._root if session.memo is None else session.memo.habits[-1]
 
     def order(self, session: Session, chunk: int) -> float:
         return session.last_active_s
@@ -136,28 +119,17 @@ class LearnedReturn(EvictionPolicy):
     def score(self, bucket: Hashable, order: float, now_s: float) -> float:
         if self.follows_recency:
             return order
-        assert isinstance(bucket, tuple)
-        habit, chunk = bucket
-        return self._value(habit, chunk, order, now_s)
+        assert isinstance(bucket, Habit)
+        return self._value(bucket, order, now_s)
 
-    def _value(self, habit: Habit, chunk: int, since_s: float, now_s: float) -> float:
-        rate: float = habit.rate(bisect_right(AGES, now_s - since_s), self._counts.unit)
-        return rate * self._saved_s(chunk) if self._by_chunk else rate
+    def _value(self, habit: Habit, since_s: float, now_s: float) -> float:
+        return habit.rate(bisect_right(AGES, now_s - since_s), self._counts.unit)
 
     def _least_worth(self, held: OrderedDict[int, Held], now_s: float) -> Held | None:
-        size = self.context.chunk_tokens
-
         def value(one: Held) -> tuple[float, float]:
-            return self._value(one.kind, (one.length - one.tokens) // size, one.since_s, now_s), one.since_s
+            return self._value(one.kind, one.since_s, now_s), one.since_s
 
         return min((one for one in held.values() if one.rests), key=value, default=None)
-
-    def _worth(self, start: int, stop: int) -> float:
-        """Of finding these tokens of a session."""
-        size = self.context.chunk_tokens
-        if not self._by_chunk:
-            return stop - start
-        return sum(self._saved_s(chunk) for chunk in range(start // size, stop // size))
 
     def _habits(self, session: Session, gap_s: float | None, growth: int) -> tuple[Habit, ...]:
         hint = session.hint
@@ -174,7 +146,7 @@ class LearnedReturn(EvictionPolicy):
             if known not in kinds:
                 if len(kinds) == MOST_TOOLS:
                     break
-                kinds[known] = Habit(habits[-1], self._strength)
+                kinds[known] = Habit(habits[-1], self.strength)
             habits.append(kinds[known])
         return tuple(habits)
 
@@ -189,15 +161,6 @@ class LearnedReturn(EvictionPolicy):
                     rest.age_bin = age_bin + 1
                     if rest.age_bin < len(AGES):
                         self._resting[rest.age_bin].append(rest)
-
-    def _saved_s(self, chunk: int) -> float:
-        """Seconds to recompute it, less those to load it, where loading is the quicker way."""
-        context = self.context
-        while len(self._saved) <= chunk:
-            recompute_s = context.recompute_s((len(self._saved) + 1) * context.chunk_tokens)
-            loads = context.cpu_blocks and context.load_s < recompute_s
-            self._saved.append(recompute_s - context.load_s if loads else recompute_s)
-        return self._saved[chunk]
 
 
 def _size(seconds: float | None, ratio: float) -> int | None:
