@@ -19,7 +19,7 @@ from pensieve.plugins.engines import wire as messages
 from pensieve.plugins.engines.base import EngineSetup
 from pensieve.plugins.engines.process import own_pipes
 from pensieve.plugins.engines.weights import plain_module
-from pensieve.plugins.engines.wire import KV, LOGITS, Array, Said, Wire
+from pensieve.plugins.engines.wire import GENERATE, KV, LOGITS, STEP, Array, Said, Wire
 
 WARM_TOKENS = 8
 
@@ -149,10 +149,10 @@ def _answer(wire: Wire, model: RemoteModel) -> None:
     arrived = wire.receive()
     here, said = perf_counter(), arrived.said
     try:
-        if "step" in said:
-            back, began, ended = model.step(array("i", said["step"]), arrived.arrays)
+        if said.get("do") == STEP:
+            back, began, ended = model.step(array("i", said["ids"]), arrived.arrays)
             wire.send(messages.computed(arrived.flight_s + began - here, ended - began), back, began_s=ended)
-        elif "generate" in said:
+        elif said.get("do") == GENERATE:
             _generate(wire, model, said, arrived.flight_s)
     except (RuntimeError, IndexError, ValueError, KeyError) as error:
         wire.send({"error": f"The model's process failed the request: {error!r}"})
@@ -161,7 +161,7 @@ def _answer(wire: Wire, model: RemoteModel) -> None:
 def _generate(wire: Wire, model: RemoteModel, said: Said, flight_s: float) -> None:
     """A token as soon as it is drawn, until the last one or until the client says something."""
     waited, computed = flight_s, 0.0
-    for drawn, last, seconds in model.decode(array("i", said["generate"]), said["tokens"], said["ends"]):
+    for drawn, last, seconds in model.decode(array("i", said["ids"]), said["tokens"], said["ends"]):
         computed += seconds
         if last or wire.waiting:
             if not last:

@@ -18,6 +18,7 @@ from typing import Any
 from pensieve.core.request import TokenArray
 from pensieve.specs import DTYPE_BYTES, ModelSpec
 
+STEP, GENERATE = "step", "generate"
 KV, LOGITS = "kv", "logits"
 
 PIECE_BYTES = 512 * 2**10
@@ -42,19 +43,19 @@ class Array:
 
 def step(ids: TokenArray[int]) -> Said:
     """Compute these positions after those of the KV that comes along (none at first), with the weights that do."""
-    return {"step": ids.tobytes()}
+    return {"do": STEP, "ids": ids.tobytes()}
 
 
 def generate(prompt: TokenArray[int], tokens: int, ends: list[int]) -> Said:
     """Decode at most `tokens` tokens, greedily, until one of `ends`."""
-    return {"generate": prompt.tobytes(), "tokens": tokens, "ends": ends}
+    return {"do": GENERATE, "ids": prompt.tobytes(), "tokens": tokens, "ends": ends}
 
 
 def computed(waited_s: float, computed_s: float, token: int | None = None) -> Said:
     """The end of an answer: logits of the last position and the KV of all of them come along, or the last token is in it.
     Seconds of the model's process, since the message that it answers was begun: waited for that to arrive, and to send what
     came before; computed from input to output."""
-    return {"waited": waited_s, "computed": computed_s} | ({} if token is None else {"token": token})
+    return ({} if token is None else {"token": token}) | {"waited": waited_s, "computed": computed_s}
 
 
 def kv_array(model: ModelSpec, positions: int) -> Array:
