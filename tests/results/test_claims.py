@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import func, select
 
-from pensieve.errors import ConfigError, MissingSeries, ResultsError
+from pensieve.errors import ConfigError, MissingSeries
 from pensieve.lab.compose import conf_folder, options
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.claims import (
@@ -22,10 +22,9 @@ from pensieve.lab.results.claims import (
 )
 from pensieve.lab.results.frame import Frame
 from pensieve.lab.results.schema import ClaimRow, Trial
-from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.statistics import Estimate
 from tests.results.synthetic import claim, measure, numbered, recorded_claims, sweep, talk
-from tests.results.trials import MEMORY, add_trial, open_sweep, trial_fields, turn
+from tests.results.trials import add_trial, trial_fields, turn
 
 # The file of claims: what it may hold, what is said where it may not, and the one that ships.
 
@@ -142,19 +141,6 @@ def test_speedup_is_theirs_over_ours_at_a_turn(turn_, expected):
     assert (found.n, found.groups) == (20, 5)
     with pytest.raises(MissingSeries, match="no conversation has ttft_ms at turn 9 in both"):
         measure(both(), "speedup", theirs="stateless", turn=9)
-
-
-def test_speedup_takes_the_turns_that_both_have_and_none_of_the_warm_up():
-    def ours(seed):
-        return numbered([turn("s0", 1, 10.0), turn("s0", 2, 10.0), turn("w", 1, 1.0, phase="warmup")])
-
-    def theirs(seed):
-        return numbered(
-            [turn("s0", 1, 50.0), turn("s0", 2, 90.0, status="timeout"), turn("w", 1, 999.0, phase="warmup")]
-        )
-
-    found = measure(both(ours, theirs), "speedup", theirs="stateless", turn="last")
-    assert (found.value, found.n) == (pytest.approx(5.0), 5)
 
 
 def staged(ours, theirs=1.0, phase="warmed"):
@@ -294,15 +280,6 @@ def test_of_several_workloads_those_that_the_claim_is_about_are_taken():
     assert (one.verdict, one.trial_ids) == ("holds", tuple(range(1, 11)))
 
 
-def test_trials_that_must_not_stand_beside_each_other():
-    store = sweep({"pensieve": TEN_MS, "stateless": THIRTY_MS}, seeds=2)
-    config = {"workload": {"name": "chat"}}
-    add_trial(store, 1, 4, "pensieve", TEN_MS(2), seed=2, config=config, code_hash="other")
-    add_trial(store, 1, 5, "stateless", THIRTY_MS(2), seed=2, config=config)
-    found, why = verdict(store)
-    assert found == "not comparable" and "different versions of the code" in why
-
-
 def test_every_group_of_a_sweep_is_judged_by_itself():
     def ours(seed, cache):
         return talk(10.0 if cache == "large" else 30.0)(seed)
@@ -320,14 +297,6 @@ def test_what_no_group_can_speak_to_is_said_once_of_the_nearest_group():
     [one] = judge_sweep(store, 1, [claim(conditions=conditions)])
     assert one.name == "speedup (cache.size=2)"
     assert one.differences == ("model is tiny here, claimed for opt_13b",)
-
-
-def test_a_failed_trial_and_a_sweep_without_trials_speak_to_nothing():
-    store = ResultsStore(MEMORY)
-    open_sweep(store, n_expected=2)
-    assert verdict(store) == ("not comparable", "no trial of this sweep is completed")
-    with pytest.raises(ResultsError, match="no sweep 9"):
-        judge_sweep(store, 9, [claim()])
 
 
 def test_rows_of_the_table_are_replaced_not_added():

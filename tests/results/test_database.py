@@ -46,15 +46,6 @@ def filled(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_sqlite_is_opened_with_wal_foreign_keys_and_a_patient_lock(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "outputs")
-    with store.database.reading() as connection:
-        assert connection.scalar(text("PRAGMA journal_mode")) == "wal"
-        assert connection.scalar(text("PRAGMA foreign_keys")) == 1
-        assert connection.scalar(text("PRAGMA busy_timeout")) == 30_000
-    assert (tmp_path / "outputs" / "results.db").is_file()
-
-
 @pytest.mark.parametrize("damage", ["no database", "cut off", "overwritten header", "one byte"])
 def test_a_damaged_file_is_refused_and_left_as_it_is(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "results.db"

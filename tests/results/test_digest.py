@@ -115,19 +115,6 @@ def test_which_files_of_the_package_count(package: Path, name: str, simulated: b
         assert code_changes(package / name, old, new, **asked) is counts
 
 
-@pytest.mark.parametrize(
-    ("ran", "edited", "counts"),
-    [
-        ("llama_cpp.LlamaCpp", "base.py", True),
-        ("llama_cpp.LlamaCpp", "openai_http.py", False),
-        ("openai_http.OpenAIHttp", "openai_http.py", True),
-    ],
-)
-def test_an_engine_counts_for_the_trials_that_it_serves(package: Path, ran: str, edited: str, counts: bool) -> None:
-    assert code_changes(package / "plugins/engines" / edited, "2 *", "3 *", config=engine(ran)) is counts
-    assert not code_changes(package / "plugins/engines" / edited, "3 *", "2 *", config={**SIM, **engine(ran)})
-
-
 def test_what_does_not_count_is_there() -> None:
     root = Path(pensieve.__file__).parent
     assert [name for name in (*digest.NOT_CODE, *digest.NOT_SIMULATED) if not (root / name).exists()] == []

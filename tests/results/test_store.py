@@ -162,20 +162,6 @@ def test_elsewhere_the_heartbeat_decides(store: ResultsStore, age_s: float, aliv
         assert store.trial(trial).status == "interrupted"
 
 
-def test_turns_come_back_as_they_were(store: ResultsStore) -> None:
-    trial = store.begin_trial(trial_fields())
-    first, second = turn("a", 1, 12.5, history_tokens=64, gpu_hit_tokens=32), turn("b", 1, None, status="timeout")
-    first.ordinal, second.ordinal = 1, 0
-    store.add_turns(trial, [first])
-    store.add_turns(trial, [second])
-    rows = store.turns_of(trial)
-    assert [row.session for row in rows] == ["b", "a"]
-    assert (rows[1].ttft_ms, rows[1].history_tokens, rows[1].gpu_hit_tokens) == (12.5, 64, 32)
-    assert rows[1].stream is True
-    assert (rows[0].status, rows[0].ttft_ms, rows[0].prompt_tokens) == ("timeout", None, None)
-    assert store.turns_of(trial, "session", "ttft_ms") == [("b", None), ("a", 12.5)]
-
-
 def test_metrics_samples_and_values_that_are_no_numbers(store: ResultsStore) -> None:
     trial = store.begin_trial(trial_fields())
     metric = MetricValue("ttft_ms_p50", 3.5, "turn=1", 12, "turns", 3.0, 4.0, 9.0)
