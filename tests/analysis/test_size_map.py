@@ -7,7 +7,6 @@ import csv
 import pytest
 
 from analysis.figures import draw_all
-from analysis.registry import FIGURES
 from analysis.sweep import Source
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.size_map import SETTINGS, Question
@@ -92,11 +91,3 @@ def test_a_map_in_one_pass_shows_what_is_found_and_says_how_it_was_made(store, d
     assert "open loop" in picture.caption and "open loop" in picture.figure.axes[0].get_title(loc="left")
     assert "COMPUTED, without a trial" in picture.caption
     assert len(picture.figure.axes) == 1, "nobody knows a time"
-
-
-def test_a_map_without_its_largest_sizes_says_what_to_run(store, tmp_path):
-    source = mapped(store, {(0, 0): 0.2})
-    drawings, problems = draw_all(source, tmp_path)
-    assert not drawings and "python runners/size.py" in problems[0]
-    plain = store.sweep(store.open_sweep("k", "n", None, None, {}, 0, "h", None))
-    assert not FIGURES["size_map"].applies(Source(store, plain))

@@ -15,8 +15,6 @@ from pensieve.lab.bench.kernel import (
     make_inputs,
     one_at_a_time,
     paged,
-    pairs,
-    recovery_runs,
 )
 
 SHAPE = Shape(heads=4, kv_heads=2, dim=16, chunk=8)
@@ -43,11 +41,6 @@ def test_inputs_lie_beyond_the_caches_and_count_shared_keys_once() -> None:
     assert inputs.kv_bytes == (30 + 4) * 2 * 2 * 16 * 4
     assert inputs.layers == 32
     assert not inputs.pool.isnan().any()
-
-
-def test_the_runs_of_a_recovery_end_at_equal_shares_and_a_query_attends_to_all_before_it() -> None:
-    assert recovery_runs(512, 4, 32) == [(96, 128), (224, 256), (352, 384), (480, 512)]
-    assert pairs(2, 5) == 3 + 4 + 5
 
 
 def test_on_a_cpu_the_compiled_one_serves_beside_the_reference() -> None:

@@ -1,7 +1,6 @@
 """conf/ holds every option of the contract, and each one composes."""
 
 import pytest
-import yaml
 
 from pensieve.errors import EngineMissing
 from pensieve.lab.compose import check, conf_folder, options, plan_trial, read_option, resolved
@@ -65,28 +64,3 @@ def test_an_option_read_by_itself_is_the_composed_one(group):
         if group != "sweep" and (group, option) != ("model", "hf"):  # hf asks for a model
             composed_one = resolved(composed(f"{group}={option}"))[group]
             assert read_option(group, option).items() <= composed_one.items()
-
-
-def leaves(node, path=()):
-    for key, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, (*path, key))
-        else:
-            yield (*path, key), value
-
-
-def with_defaults(file):
-    """The fields of an option's file, by path, over those of the files that it builds on; and what it only says again."""
-    own = yaml.safe_load(file.read_text())
-    below = {}
-    for above in own.pop("defaults", ()):
-        if above != "_self_":
-            below |= with_defaults(file.with_name(f"{above}.yaml"))[0]
-    said = dict(leaves(own))
-    return below | said, [field for field, value in said.items() if field in below and below[field] == value]
-
-
-@pytest.mark.parametrize("group", sorted(set(CONTRACT) - {"sweep"}))
-def test_no_option_says_again_what_it_builds_on(group):
-    again = {file.stem: with_defaults(file)[1] for file in (conf_folder() / group).glob("*.yaml")}
-    assert {option: fields for option, fields in again.items() if fields} == {}

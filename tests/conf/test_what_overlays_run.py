@@ -13,8 +13,6 @@ AT_ONCE = {  # people (or agents), conversations, fewest and most turns of one
     "demo": (6, 6, 8, 8),
     "users/demo_sequential": (1, 6, 7, 7),
     "users/hotness": (6, 24, 8, 8),
-    "users/hotness workload.users=1": (1, 8, 8, 8),
-    "users/hotness workload.users=9": (9, 36, 8, 8),
     "agents/scaling": (4, 4, 6, 6),
     "machine/disaggregated_decode baseline=pensieve": (1, 25, 1, 1),
     "users/sharegpt_full scale=small": (6, 6, 4, 6),
