@@ -246,7 +246,8 @@ class Engine:
         self._events += earlier
         ended_s = repeats.ended_ns[-1] / 1e9
         for (active, _), tokens in zip(step.rows, emitted, strict=False):
-            self._events.append(Event("token", active.request.id, ended_s, tokens[-1]))
+            count = len(tokens) if self.counts_windows else 1
+            self._events.append(Event("token", active.request.id, ended_s, tokens[-1], tokens=count))
             if active.generated >= active.max_new_tokens:
                 self._close(active, "completed", "length", ended_s)
             else:

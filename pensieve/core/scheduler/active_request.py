@@ -210,8 +210,10 @@ class ActiveRequest:
 
     def take(self, count: int) -> tuple[Run, ...]:
         """Remove the first `count` positions of the work and return them as runs."""
-        runs: list[Run] = []
         self.work_tokens -= count
+        if count == 1 and self.work[0][1] - self.work[0][0] == 1:  # as of a decode
+            return (self.work.popleft(),)
+        runs: list[Run] = []
         while count:
             start, stop = self.work.popleft()
             used = min(stop - start, count)

@@ -170,7 +170,7 @@ class Forward(Protocol):
         self, step: Step, repeats: Repeats, now_s: float, counted: bool
     ) -> tuple[list[TokenArray[int]], list[Event]]:
         """Apply the further iterations of a plan, the first of which ended now. Returns the tokens that they appended to each
-        of the plan's first rows, and the events of all but the last. counted: those tell only how many tokens there are."""
+        of the plan's first rows, and the events of all but the last; counted: none, the last one tells how many they are."""
         ...
 
 
@@ -502,7 +502,7 @@ class Scheduler:
         for active, count in self.settings.composition(running, self.settings.max_batch_tokens):
             if active.slot is None:
                 continue  # preempted a moment ago, to make room for an earlier one
-            if active.decoding:
+            if count == 1 and active.decoding:
                 decoded = active
                 needs = stores or active.work[0][1] > active.reserved  # who stores what is computed is asked each time
                 if needs and not self._extend(active, draft, rows, now_s):

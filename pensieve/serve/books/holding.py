@@ -14,7 +14,6 @@ and added when it goes.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -97,18 +96,16 @@ class Holding:
 
     def take(self, tier: Tier, blocks: Sequence[int], following: int = _FREE) -> None:
         """Charge blocks to their sessions no longer. following: whose they are from now on; by default they are free."""
-        payers = self._payers[tier]
-        owner, count = payers[blocks[0]] if blocks else _FREE, len(blocks)
-        before = list(map(payers.__getitem__, blocks)) if count > 1 else []
+        payers, owner, count = self._payers[tier], _FREE, 0
         for block in blocks:
+            if payers[block] != owner:
+                self._change(tier, owner, -count)
+                owner, count = payers[block], 0
             payers[block] = following
-        if not before or before.count(owner) == count:
-            self._change(tier, owner, -count)
-        else:
-            for number, held in Counter(before).items():
-                self._change(tier, number, -held)
+            count += 1
+        self._change(tier, owner, -count)
         if following != _FREE:
-            self._change(tier, following, count)
+            self._change(tier, following, len(blocks))
 
     def payer(self, tier: Tier, block: int) -> int | None:
         """Return who pays for the block; None: it is free."""

@@ -233,7 +233,7 @@ class FastForward:
         emitted = [_append(active, repeats) for active in decodes]
         self._scheduler.facts.repeated(step.plan, repeats, [active.request.id for active, _ in step.rows], emitted)
         self._take_blocks(step, [now_s, *(ended_ns / 1e9 for ended_ns in repeats.ended_ns[:-1])])
-        return emitted, _earlier_events(decodes, repeats, emitted, counted) if emitted else []
+        return emitted, [] if counted or not emitted else _earlier_events(decodes, repeats, emitted)
 
     def _take_blocks(self, step: Step, planned_s: list[float]) -> None:
         """planned_s: when each further iteration would have been planned. The cache learns what they computed, and each
@@ -265,14 +265,10 @@ def forward_for(computes: bool, depth: int) -> type[FastForward] | None:
     return None if computes or depth > 1 else FastForward
 
 
-def _earlier_events(
-    decodes: list[ActiveRequest], repeats: Repeats, emitted: list[TokenArray[int]], counted: bool
-) -> list[Event]:
-    """The tokens of all further iterations but the last. counted: only how many they are."""
+def _earlier_events(decodes: list[ActiveRequest], repeats: Repeats, emitted: list[TokenArray[int]]) -> list[Event]:
+    """The tokens of all further iterations but the last."""
     ids = [active.request.id for active in decodes]
     times_s = [ended_ns / 1e9 for ended_ns in repeats.ended_ns[:-1]]
-    if counted:
-        return [Event("token", one, times_s[-1], tokens=len(times_s)) for one in ids] if times_s else []
     return [
         Event("token", *each)
         for at_s, tokens in zip(times_s, zip(*emitted, strict=True), strict=False)
