@@ -6,9 +6,6 @@ from typing import Any, Protocol
 
 from pensieve.core.plan import StartReport, StepPlan, StepResult
 
-STAGING_BYTES = 256 * 2**20
-"""What may wait in memory to be written to a tier below; a chunk that finds it full is not written: no step waits for it."""
-
 
 class Worker(Protocol):
     """Performs plans, in order. Real, simulated and tensor-parallel workers fit this one protocol.

@@ -90,15 +90,6 @@ class Chunks:
                 getattr(found, name).extend(getattr(part, name))
         return found
 
-    def split(self, count: int) -> Chunks:
-        """Take out the first `count` chunks, and return them."""
-        found = Chunks()
-        for name in self.__slots__:
-            column = getattr(self, name)
-            setattr(found, name, column[:count])
-            del column[:count]
-        return found
-
     def cut(self, first: int) -> None:
         """Delete the chunks from `first` on."""
         del self.gpu[first:], self.gpu_len[first:], self.cpu[first:], self.cpu_len[first:]
@@ -370,19 +361,6 @@ def runs_of(indices: Iterable[int]) -> list[tuple[int, int]]:
         else:
             runs.append((index, index + 1))
     return runs
-
-
-def without(runs: Iterable[Run], gone: Iterable[Run]) -> tuple[Run, ...]:
-    """Return what is left of `runs` once the intervals `gone` are cut out of them."""
-    left = list(runs)
-    for first, last in gone:
-        whole, left = left, []
-        for start, stop in whole:
-            if start < first:
-                left.append((start, min(stop, first)))
-            if last < stop:
-                left.append((max(start, last), stop))
-    return tuple(left)
 
 
 def tokens_in(runs: Iterable[Run]) -> int:

@@ -12,7 +12,6 @@ from operator import sub
 
 import numpy as np
 
-from pensieve.core.machine import STAGING_BYTES
 from pensieve.core.plan import (
     CPU,
     GPU,
@@ -31,6 +30,9 @@ from pensieve.sim.cost import simulated_cost
 from pensieve.specs import HardwareSpec, ModelSpec
 
 _MASK = (1 << 64) - 1
+STAGING_BYTES = 256 * 2**20
+"""What may wait in memory to be written to a tier below; a chunk that finds it full is not written: no step waits for it."""
+
 _FEW = 12  # tokens that are drawn sooner one by one
 
 

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.policies.base import EvictionPolicy, needs_future
-from pensieve.core.policies.belady import Belady
+from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.policies.lru import Lru
 from pensieve.core.session import Session
 from pensieve.errors import ConfigError
-from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from tests.simulated import make_engine, request, run
 
 
@@ -41,8 +39,3 @@ def test_a_policy_is_one_method() -> None:
 def test_what_is_no_policy_is_refused_with_what_to_inherit() -> None:
     with pytest.raises(ConfigError, match=r"dict is no eviction policy.*subclass of pensieve\.core\.policies\.base"):
         TwoTierCache(policy={}, chunk_tokens=4, gpu_blocks=8, cpu_blocks=0)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("made", "needs"), [(Belady, True), (Lru, False), (AdaptiveRetention, False)])
-def test_whether_a_class_needs_the_future_is_asked_without_making_one(made: Any, needs: bool) -> None:
-    assert needs_future(made) is needs

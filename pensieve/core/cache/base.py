@@ -250,11 +250,12 @@ class CacheManager(Inspect):
         below: LowerTier | None = None,
         report: StartReport | None = None,
         facts: Facts | None = None,
-        scattered: bool = False,
+        pool: Callable[[int, Tier], Any] | None = None,
     ) -> None:
         """Take what it goes by from now on; each part is given once, before the first request. cost: what computing and
         loading take, for a model of so many layers and iterations of so many positions. below: a tier under the CPU's,
-        with what the worker has reported. facts: where to tell what happens. scattered: see ScatteredPool."""
+        with what the worker has reported. facts: where to tell what happens. pool: makes the pools of
+        both tiers in place of BlockPool."""
         if cost is not None:
             self._price(cost, layers, batch_tokens)
         if below is not None and self.drops:

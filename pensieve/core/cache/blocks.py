@@ -130,35 +130,6 @@ class BlockPool:
         return length
 
 
-class ScatteredPool(BlockPool):
-    """Free blocks as a stack, the one freed last on top: where a piece of a copy costs nothing and no kernel reads a block,
-    it matters to nobody which blocks a session has."""
-
-    def __init__(self, blocks: int, tier: Tier = GPU) -> None:
-        self.tier, self.blocks, self.facts = tier, blocks, SILENT
-        self._stack = list(range(blocks - 1, -1, -1))
-        self.free = blocks
-
-    def allocate(self, count: int, holder: int = NOBODY_NOW) -> list[int]:
-        assert count <= self.free, f"{count} blocks asked, {self.free} free"
-        self.free -= count
-        taken = self._stack[self.free :]
-        del self._stack[self.free :]
-        self.facts.held(self.tier, taken, holder)
-        return taken
-
-    def allocate_after(self, block: int | None, count: int, holder: int = NOBODY_NOW) -> list[int]:
-        return self.allocate(count, holder)
-
-    def release(self, blocks: Sequence[int]) -> None:
-        self.facts.freed(self.tier, blocks)
-        self._stack += blocks
-        self.free += len(blocks)
-
-    def free_blocks(self) -> set[int]:
-        return set(self._stack)
-
-
 def _extents(blocks: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Group consecutive block numbers: the first of each run, and how many."""
     first = length = 0
@@ -196,18 +167,6 @@ class CopyRun:
     ticket: int = 0
     fates: bytearray = field(default_factory=bytearray)
 
-    def split(self, node: Node, upper: Node, count: int) -> list[CopyRun]:
-        """Return the same copies after the first `count` chunks of the node have become those of another one."""
-        parts, place = [], min(max(count - self.first, 0), len(self.gpu))
-        behind = self.first + place - count
-        for part, first, some in ((upper, self.first, slice(place)), (node, behind, slice(place, None))):
-            if self.gpu[some]:
-                columns = self.gpu[some], self.cpu[some], self.lengths[some]
-                parts.append(
-                    CopyRun(part, first, self.outward, *columns, self.from_below, self.ticket, self.fates[some])
-                )
-        return parts
-
     def runs(self, worst: int) -> list[ChunkRun]:
         """The chunks whose fate is no worse."""
         if max(self.fates) <= worst:
@@ -230,7 +189,8 @@ class OpenCopies:
         self._gpu, self._cpu = gpu, cpu
         self.open_moves: dict[int, list[CopyRun]] = {}
         """Those under way, by ticket."""
-        self._of: dict[int, list[CopyRun]] = {}  # the same by node
+        self.by_node: dict[int, list[CopyRun]] = {}
+        """The same by number of their node."""
         # Quarantine: what each block waits for, the copies that use it and the plan, and which plan that is, ascending.
         self._holds: dict[_Place, int] = {}
         self._after_plan: deque[tuple[int, _Place]] = deque()
@@ -249,7 +209,7 @@ class OpenCopies:
         self.open_moves[ticket] = moves
         for moved in moves:
             moved.ticket, moved.fates = ticket, bytearray(len(moved.gpu))
-            self._of.setdefault(moved.node.number, []).append(moved)
+            self.by_node.setdefault(moved.node.number, []).append(moved)
             self._count(moved, [(moved.first, moved.first + len(moved.gpu))], 1)
         return ticket
 
@@ -264,10 +224,10 @@ class OpenCopies:
         for moved in self.open_moves.pop(ticket, ()):
             existing = moved.runs(ABANDONED)
             closed.append((moved, existing))
-            own = self._of[moved.node.number]
+            own = self.by_node[moved.node.number]
             own.remove(moved)
             if not own:
-                del self._of[moved.node.number]
+                del self.by_node[moved.node.number]
             self._count(moved, existing, -1)
             if any(moved.fates):
                 for fate, gpu, cpu in zip(moved.fates, moved.gpu, moved.cpu, strict=True):
@@ -276,29 +236,19 @@ class OpenCopies:
                         self._let_go((False, cpu))
         return closed
 
-    def split(self, node: Node, upper: Node, count: int) -> None:
-        """The first `count` chunks of a node have become those of another one."""
-        for moved in self._of.pop(node.number, ()):
-            moves = self.open_moves[moved.ticket]
-            parts = moved.split(node, upper, count)
-            place = moves.index(moved)
-            moves[place : place + 1] = parts
-            for part in parts:
-                self._of.setdefault(part.node.number, []).append(part)
-
     def any_of(self, node: Node) -> bool:
         """Whether an open copy reads or writes blocks that the node has or had."""
-        return node.number in self._of
+        return node.number in self.by_node
 
     def pin(self, node: Node, runs: bool) -> None:
         """The node runs from now on, so that the end of its copies makes no chunk evictable, or it has stopped."""
-        if node.number in self._of:
-            outward = sum(moved.fates.count(ALIVE) for moved in self._of[node.number] if moved.outward)
+        if node.number in self.by_node:
+            outward = sum(moved.fates.count(ALIVE) for moved in self.by_node[node.number] if moved.outward)
             self.outgoing += -outward if runs else outward
 
     def shorten(self, node: Node, index: int, length: int) -> None:
         """Limit what the open copies of a chunk make valid to its first `length` offsets, to which it was truncated."""
-        for moved in self._of.get(node.number, ()):
+        for moved in self.by_node.get(node.number, ()):
             place = index - moved.first
             if 0 <= place < len(moved.fates) and moved.fates[place] == ALIVE:
                 moved.lengths[place] = min(moved.lengths[place], length)
@@ -306,7 +256,7 @@ class OpenCopies:
     def abandon(self, node: Node, start: int, stop: int) -> None:
         """Mark the chunks' open copies as useless: the chunks give up their blocks, which wait in quarantine for these
         copies."""
-        for moved in self._of.get(node.number, ()):
+        for moved in self.by_node.get(node.number, ()):
             some = slice(max(start - moved.first, 0), max(stop - moved.first, 0))
             if moved.outward and not node.running:
                 self.outgoing -= moved.fates[some].count(ALIVE)
@@ -314,7 +264,7 @@ class OpenCopies:
 
     def gone(self, node: Node, first: int) -> None:
         """Mark the chunks from `first` on as deleted in open copies; those under way were abandoned before."""
-        for moved in self._of.get(node.number, ()):
+        for moved in self.by_node.get(node.number, ()):
             place = max(first - moved.first, 0)
             assert ALIVE not in moved.fates[place:]
             moved.fates[place:] = bytes([GONE]) * len(moved.fates[place:])
@@ -361,7 +311,7 @@ class OpenCopies:
         outward = [moved for moved in moves if moved.outward and not moved.node.running]
         assert self.outgoing == sum(moved.fates.count(ALIVE) for moved in outward)
         assert self.incoming == sum(len(moved.gpu) for moved in moves if not moved.outward and not moved.from_below)
-        assert sorted(map(id, moves)) == sorted(id(moved) for own in self._of.values() for moved in own)
+        assert sorted(map(id, moves)) == sorted(id(moved) for own in self.by_node.values() for moved in own)
         holds = Counter(place for _, place in self._after_plan)
         for moved in moves:
             for block_of_tier in (((True, gpu), (False, cpu)) for gpu, cpu in zip(moved.gpu, moved.cpu, strict=True)):
@@ -384,7 +334,7 @@ class OpenCopies:
     def _copies_with(self, on_gpu: bool, node: Node, index: int, block: int) -> int:
         """Count the open copies that read or write this block of a chunk."""
         count = 0
-        for moved in self._of.get(node.number, ()):
+        for moved in self.by_node.get(node.number, ()):
             blocks, place = moved.gpu if on_gpu else moved.cpu, index - moved.first
             count += 0 <= place < len(blocks) and moved.fates[place] != GONE and blocks[place] == block
         return count

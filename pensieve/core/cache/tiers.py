@@ -36,7 +36,7 @@ the CPU block is the first that is given up when others need one.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain, islice
 from operator import attrgetter, lt
 
@@ -44,7 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pensieve.core.cache.base import NO_LOWER_TIER, Broken, CacheCounters, LowerTier
-from pensieve.core.cache.blocks import ALIVE, BlockPool, CopyRun, OpenCopies, ScatteredPool
+from pensieve.core.cache.blocks import ALIVE, BlockPool, CopyRun, OpenCopies
 from pensieve.core.cache.victims import Choice, VictimIndex, compared
 from pensieve.core.facts import SILENT, Facts, Found
 from pensieve.core.plan import CPU, GPU, Move, Moved, Tier
@@ -103,9 +103,9 @@ class Tiers:
     def _pool(self, blocks: int, tier: Tier) -> BlockPool:
         return BlockPool(blocks, tier)
 
-    def scatter(self) -> None:
-        """Nobody shall care which blocks a session has. Called before there is any."""
-        self.gpu, self.cpu = (ScatteredPool(pool.blocks, pool.tier) for pool in (self.gpu, self.cpu))
+    def use(self, pool: Callable[[int, Tier], BlockPool]) -> None:
+        """Make other pools of both tiers, before there is any session."""
+        self.gpu, self.cpu = (pool(one.blocks, one.tier) for one in (self.gpu, self.cpu))
         self.copies = OpenCopies(self.gpu, self.cpu)
 
     def _victims(self, policy: EvictionPolicy, view: View) -> VictimIndex:

@@ -197,8 +197,8 @@ class TwoTierCache(CacheManager):
         return Tiers(*given)
 
     def begin(self, **parts: Any) -> None:
-        if parts.get("scattered"):
-            self.tiers.scatter()
+        if parts.get("pool") is not None:
+            self.tiers.use(parts["pool"])
         super().begin(**parts)
         self.tiers.below = self.below
         self.tiers.report_to(self.facts)

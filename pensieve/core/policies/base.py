@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,8 +119,3 @@ def refuse_key(policy: EvictionPolicy, method: str, key: object, session: str) -
         f"{where} returned {key!r} for a chunk of conversation {session!r}, which stands neither before nor after another; "
         "return a number."
     )
-
-
-def needs_future(policy: Any) -> bool:
-    """Whether a policy, or the class of one, reads when a session is asked again."""
-    return bool(getattr(policy, "needs_future", False))

@@ -22,12 +22,24 @@ begin with it, since they would compute it too.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from pensieve.core.cache.tiers import Tiers
 from pensieve.core.cache.two_tier import TwoTierRoom
 from pensieve.core.request import TokenArray
-from pensieve.core.session import NO_BLOCK, BlockHash, HashChain, Node, Session, Stem, View, chunks_of, common_prefix
+from pensieve.core.session import (
+    NO_BLOCK,
+    BlockHash,
+    Chunks,
+    HashChain,
+    Node,
+    Session,
+    Stem,
+    View,
+    chunks_of,
+    common_prefix,
+)
 from pensieve.errors import ConfigError
 from pensieve.plugins.caches.prefix_rule import PrefixTiers
 from pensieve.plugins.caches.restore import RestoringCache
@@ -148,15 +160,34 @@ class SharedTiers(Tiers):
             victims.remove(node)
         duplicates = [index for index in range(len(node.chunks)) if self.duplicates.pop((node.number, index), None)]
         upper.start, upper.running, upper.waiting = node.start, node.running, node.waiting
-        upper.chunks = node.chunks.split(count)
+        for name in Chunks.__slots__:
+            column = getattr(node.chunks, name)
+            setattr(upper.chunks, name, column[:count])
+            del column[:count]
         node.start += count
-        self.copies.split(node, upper, count)
+        self._split_copies(node, upper, count)
         for index in duplicates:
             part, place = (upper, index) if index < count else (node, index - count)
             self.duplicates[part.number, place] = part
         for part in (upper, node):
             for view, victims in self._index.items():
                 victims.changed(part, part.chunks.view.count(view))
+
+    def _split_copies(self, node: Node, upper: Node, count: int) -> None:
+        """The first `count` chunks of a node have become those of another one."""
+        copies = self.copies
+        for moved in copies.by_node.pop(node.number, ()):
+            moves, parts = copies.open_moves[moved.ticket], []
+            place = min(max(count - moved.first, 0), len(moved.gpu))
+            behind = moved.first + place - count
+            for part, first, some in ((upper, moved.first, slice(place)), (node, behind, slice(place, None))):
+                if moved.gpu[some]:
+                    columns = {name: getattr(moved, name)[some] for name in ("gpu", "cpu", "lengths", "fates")}
+                    parts.append(replace(moved, node=part, first=first, **columns))
+            at = moves.index(moved)
+            moves[at : at + 1] = parts
+            for each in parts:
+                copies.by_node.setdefault(each.node.number, []).append(each)
 
     def fill(self, target: Node, source: Node) -> None:
         """Have idle chunks without KV take over the blocks that another node has for the same content."""

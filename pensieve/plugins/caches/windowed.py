@@ -141,7 +141,7 @@ class WindowTiers(Tiers):
     def _pool(self, blocks: int, tier: Tier = GPU) -> BlockPool:
         return WindowPool(blocks, tier, self.windows)
 
-    def scatter(self) -> None:
+    def use(self, pool: Any) -> None:
         """Do nothing: its pools know what lies beside a block."""
 
     def _victims(self, policy: EvictionPolicy, view: View) -> VictimIndex:

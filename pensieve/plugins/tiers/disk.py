@@ -20,8 +20,8 @@ from pensieve.core.cache.tiers import missing_runs
 from pensieve.core.facts import SILENT, Facts
 from pensieve.core.machine import CostModel
 from pensieve.core.plan import GPU, Move, Moved, StartReport, Tier
-from pensieve.core.session import BlockHash, ChunkRun, Node, Session, runs_of, without
-from pensieve.serve.books.books import predicted_s
+from pensieve.core.session import BlockHash, ChunkRun, Node, Session, runs_of
+from pensieve.serve.books.books import predicted_s, without
 
 if TYPE_CHECKING:
     from pensieve.plugins.tiers.disk_transfer import DiskTransfer

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pensieve.core.machine import STAGING_BYTES
 from pensieve.core.plan import GPU, Move, Moved, StepPlan
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers.link import Link
 from pensieve.device.transfers.transfer import Transfer
 from pensieve.plugins.tiers.pool_file import PoolFile
+from pensieve.sim.worker import STAGING_BYTES
 
 log = logging.getLogger(__name__)
 

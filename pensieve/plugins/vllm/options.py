@@ -10,7 +10,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from pensieve.core.policies.base import EvictionPolicy, PolicyContext, as_policy, needs_future
+from pensieve.core.policies.base import EvictionPolicy, PolicyContext, as_policy
 from pensieve.errors import ConfigError, UnsupportedModel
 from pensieve.lab.compose.folder import conf_folder, options
 from pensieve.specs import HardwareSpec, ModelSpec
@@ -61,7 +61,7 @@ def policy_maker(name: str, extra: Mapping[str, Any], tiers: Tiers) -> Callable[
         target = fields["_target_"]
     module, _, kind_name = target.rpartition(".")
     kind: Any = getattr(import_module(module), kind_name)
-    if needs_future(kind):
+    if getattr(kind, "needs_future", False):
         raise ConfigError(f"eviction_policy={name} reads the future, which only a replay knows; choose another.")
     fields = {key: value for key, value in fields.items() if not key.startswith("_") and key != "name"}
     fields |= extra.get("policy_fields") or {}

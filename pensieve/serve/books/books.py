@@ -14,7 +14,7 @@ from pensieve.core.facts import Admission, Computed, Facts, Found
 from pensieve.core.machine import CostModel
 from pensieve.core.plan import CPU, GPU, Repeats, StepPlan, StepResult, Tier
 from pensieve.core.request import History, Request, TokenArray
-from pensieve.core.session import Run, Session, tokens_in, without
+from pensieve.core.session import Run, Session, tokens_in
 from pensieve.serve.books.content import Content
 from pensieve.serve.books.holding import Held, Holding
 from pensieve.serve.record import Cause, Loss, Miss, Missed, TurnRecord
@@ -420,6 +420,19 @@ class Books(Losses):
         if self._cost is not None and tokens_in(runs) >= _LONG_ROW:
             self.counts.predicted_ns += round(predicted_s(self._cost, runs, self._size) * 1e9)
             self.counts.predictable_ns += compute_ns
+
+
+def without(runs: Iterable[Run], gone: Iterable[Run]) -> tuple[Run, ...]:
+    """Return what is left of `runs` once the intervals `gone` are cut out of them."""
+    left = list(runs)
+    for first, last in gone:
+        whole, left = left, []
+        for start, stop in whole:
+            if start < first:
+                left.append((start, min(stop, first)))
+            if last < stop:
+                left.append((max(start, last), stop))
+    return tuple(left)
 
 
 def _lost(start: int, stop: int, loss: Loss | None) -> Missed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pensieve.core.policies.base import needs_future
 from pensieve.errors import ConfigError, EngineMissing, typed
 from pensieve.lab.compose import (
     TrialPlan,
@@ -108,7 +107,9 @@ def plan_live(fields: Mapping[str, Any]) -> TrialPlan:
             f"trials ({typed('run')} baseline=pensieve,{config.baseline.name} -m), or choose one of ours, such as "
             "baseline=prefix_cache."
         )
-    if needs_future(locate(str(config.eviction["_target_"]), f"eviction={config.eviction.get('name')}")):
+    if getattr(
+        locate(str(config.eviction["_target_"]), f"eviction={config.eviction.get('name')}"), "needs_future", False
+    ):
         raise ConfigError(
             f"eviction={config.eviction.get('name')} needs a workload whose future is known, and live traffic has none; "
             "choose lru."

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from pensieve.core.cache.base import CacheManager, LowerTier
+from pensieve.core.cache.blocks import BlockPool
 from pensieve.core.engine import Engine, MemoryLimits
 from pensieve.core.machine import Clock, CostModel, Worker
 from pensieve.core.plan import StartReport, Tier
@@ -83,6 +84,9 @@ class EngineSystem(ABC):
     _forward: Callable[[Scheduler], Forward] | None = None
     """Makes plans that stand for several iterations."""
 
+    _pool: Callable[[int, Tier], BlockPool] | None = None
+    """Makes the pools of both tiers, where no kernel reads a block and a piece of a copy costs nothing."""
+
     @abstractmethod
     def _prices(self, report: StartReport) -> CostModel:
         """What chunks cost on the worker that has just started."""
@@ -130,7 +134,7 @@ class EngineSystem(ABC):
             batch_tokens=settings.max_batch_tokens,
             below=self._below,
             report=report,
-            scattered=not self._worker.computes and not self._hardware.fragment_s,
+            pool=self._pool,
         )
         self._copy_choice = choose_copy_ahead(
             settings.copy_ahead,

@@ -12,8 +12,10 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
+from pensieve.core.cache.blocks import BlockPool
+from pensieve.core.facts import NOBODY_NOW, SILENT
 from pensieve.core.machine import CostModel
-from pensieve.core.plan import Repeats, Row, StartReport
+from pensieve.core.plan import GPU, Repeats, Row, StartReport, Tier
 from pensieve.core.request import Event, Forced, Request, TokenArray
 from pensieve.core.scheduler.active_request import ActiveRequest
 from pensieve.core.scheduler.scheduler import Scheduler, Step
@@ -35,6 +37,7 @@ class InlineSystem(EngineSystem):
         """parts: as EngineSystem takes them, with a VirtualClock."""
         super().__init__(**parts)
         self._forward = forward_for(self._worker.computes, self._worker.depth)
+        self._pool = None if self._worker.computes or self._hardware.fragment_s else ScatteredPool
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()  # what was begun and released while the engine was busy
         self._untold: list[Event] = []  # happened while somebody asked, for the next poll
@@ -302,3 +305,32 @@ def _further_prefills(active: ActiveRequest, row: Row) -> int:
         return 0
     start, stop = work[0]
     return (stop - start - 1) // row.positions
+
+
+class ScatteredPool(BlockPool):
+    """Free blocks as a stack, the one freed last on top: where a piece of a copy costs nothing and no kernel reads a block,
+    it matters to nobody which blocks a session has."""
+
+    def __init__(self, blocks: int, tier: Tier = GPU) -> None:
+        self.tier, self.blocks, self.facts = tier, blocks, SILENT
+        self._stack = list(range(blocks - 1, -1, -1))
+        self.free = blocks
+
+    def allocate(self, count: int, holder: int = NOBODY_NOW) -> list[int]:
+        assert count <= self.free, f"{count} blocks asked, {self.free} free"
+        self.free -= count
+        taken = self._stack[self.free :]
+        del self._stack[self.free :]
+        self.facts.held(self.tier, taken, holder)
+        return taken
+
+    def allocate_after(self, block: int | None, count: int, holder: int = NOBODY_NOW) -> list[int]:
+        return self.allocate(count, holder)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        self.facts.freed(self.tier, blocks)
+        self._stack += blocks
+        self.free += len(blocks)
+
+    def free_blocks(self) -> set[int]:
+        return set(self._stack)
