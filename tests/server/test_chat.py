@@ -140,8 +140,3 @@ def test_without_the_weights_the_tiny_model_answers_and_says_so(monkeypatch):
     model, sentence = chat_module.small_model()
     assert model["name"] == "tiny"
     assert sentence is not None and "no_such_model" in sentence
-
-
-def test_a_field_that_is_unknown_is_named():
-    with pytest.raises(ConfigError, match=r"chat\.max_tokens"):
-        chat({**composed(), "chat": {"max_tokens": 5}})

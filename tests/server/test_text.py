@@ -32,12 +32,6 @@ def test_a_character_is_not_handed_out_by_halves_and_the_start_of_a_stop_string_
     assert stream.text == "éaENxb"
 
 
-def test_what_was_held_back_comes_at_the_end() -> None:
-    stream = TextStream(decode, ("END",))
-    assert [stream.push(ord(c)) for c in "EN"] == ["", ""]
-    assert stream.finish() == "EN"
-
-
 def test_most_text_is_handed_out_at_once() -> None:
     stream = TextStream(decode)
     assert all(

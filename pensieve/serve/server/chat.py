@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -164,17 +165,14 @@ class Conversation:
 
 def _told(r: TurnRecord) -> str:
     """A turn and its ledger, on a line."""
-    lines = {
-        cause: [miss for miss in r.misses if miss.cause == cause] for cause in dict.fromkeys(m.cause for m in r.misses)
-    }
-    missed = ", ".join(
-        f"{cause} {sum(miss.tokens for miss in own)} ({sum(miss.ms for miss in own):.1f} ms)"
-        for cause, own in lines.items()
-    )
+    missed: Counter[str] = Counter()
+    for miss in r.misses:
+        missed[miss.cause] += miss.tokens
     return (
         f"{r.ttft_ms or 0:.1f} ms to the first of {r.output_tokens} tokens; prompt {r.prompt_tokens} tokens: "
         f"{r.gpu_hit_tokens} on GPU, {r.cpu_hit_tokens} on CPU, {r.disk_hit_tokens} on disk, "
-        f"{r.recomputed_tokens} recomputed, {r.new_tokens} new [missed {missed}]"
+        f"{r.recomputed_tokens} recomputed, {r.new_tokens} new "
+        f"[missed {', '.join(f'{cause} {tokens}' for cause, tokens in missed.items())}]"
     )
 
 
