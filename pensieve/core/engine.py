@@ -61,12 +61,12 @@ class Engine:
         """For queries alone."""
         self.facts = facts
         self.scheduler = Scheduler(
-            cache, settings, max_context, worker.depth > 1, worker.computes, facts, strategies or Strategies()
+            cache, settings, worker.depth > 1, worker.computes, facts, strategies or Strategies()
         )
         self.sessions = Sessions(cache, limits or MemoryLimits(), facts)
         self.worker = worker
         self.clock = clock
-        self._eos = eos
+        self._eos, self._max_context = eos, max_context
         self._search = search
         self._active: dict[int, ActiveRequest] = {}  # requests under way, by id
         self._arrived = 0  # requests, ever
@@ -104,7 +104,7 @@ class Engine:
         self.facts.arrived(request, turn, now_s)
         active = ActiveRequest.arrive(request, session, self._arrived, turn, self._eos, self._search)
         self._arrived += 1
-        error = self.scheduler.refusal(active)
+        error = active.refusal(self.cache.chunk_tokens, self.cache.request_blocks, self._max_context)
         if error is not None:
             self._close(active, "refused", error.reason, now_s, str(error))
             return False

@@ -44,16 +44,6 @@ class Moved(NamedTuple):
     gone: tuple[bytes, ...] = ()
 
 
-def swap_in(ticket: int, src: tuple[int, ...], dst: tuple[int, ...]) -> Move:
-    """CPU blocks to GPU blocks."""
-    return Move(ticket, CPU, GPU, src, dst, urgent=True)
-
-
-def swap_out(ticket: int, src: tuple[int, ...], dst: tuple[int, ...], urgent: bool = False) -> Move:
-    """GPU blocks to CPU blocks."""
-    return Move(ticket, GPU, CPU, src, dst, urgent=urgent)
-
-
 @dataclass(frozen=True, slots=True)
 class BlockRun:
     """`blocks` consecutive blocks from `src` on, copied to as many from `dst` on."""

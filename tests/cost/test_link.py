@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.core.plan import StepPlan, swap_in
+from pensieve.core.plan import StepPlan
+from pensieve.serve.systems.profiling import swap_in
 from pensieve.sim.roofline import Roofline
 from tests.simulated import MACHINE, MODEL
 from tests.worker.test_simulated import perform, started

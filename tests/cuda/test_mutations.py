@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.core.plan import Row, Sample, swap_in, swap_out
+from pensieve.core.plan import Row, Sample
 from pensieve.device import batch, flight
 from pensieve.device.options import TorchOptions
 from pensieve.device.transfers import lanes, pinned
+from pensieve.serve.systems.profiling import swap_in, swap_out
 
 from .conftest import needs_triton
 from .serving import Hand, tiny

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.core.plan import Moved, Row, Sample, swap_in, swap_out
+from pensieve.core.plan import Moved, Row, Sample
 from pensieve.device.options import TorchOptions
 from pensieve.device.transfers import lanes
 from pensieve.errors import HardwareMissing
+from pensieve.serve.systems.profiling import swap_in, swap_out
 
 from .conftest import needs_triton
 from .serving import CHUNK, REQUESTS, Hand, converse, plain_token, tiny, wrong_tokens

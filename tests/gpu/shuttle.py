@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from pensieve.core.plan import swap_in, swap_out
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers.transfer import Transfer
+from pensieve.serve.systems.profiling import swap_in, swap_out
 
 
 def shuttle(tensors: KvTensors, transfer: Transfer, compute: Callable[[], None], rounds: int) -> None:

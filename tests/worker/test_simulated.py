@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.core.plan import Moved, Row, Sample, StepPlan, swap_in, swap_out
+from pensieve.core.plan import Moved, Row, Sample, StepPlan
+from pensieve.serve.systems.profiling import swap_in, swap_out
 from pensieve.sim.roofline import Roofline
 from pensieve.sim.worker import SimulatedWorker, VirtualClock, drawn_token, drawn_tokens
 from tests.simulated import MACHINE, MODEL

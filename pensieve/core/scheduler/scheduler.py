@@ -14,7 +14,7 @@ from pensieve.core.plan import Move, Moved, Repeats, Row, StepPlan, StepResult
 from pensieve.core.request import Event, TokenArray
 from pensieve.core.scheduler.active_request import ActiveRequest, WaitingQueue
 from pensieve.core.session import Run, Session
-from pensieve.errors import ConfigError, RequestRefused
+from pensieve.errors import ConfigError
 
 Share = tuple[ActiveRequest, int]
 """A running request and how many positions of its work this iteration computes."""
@@ -55,22 +55,16 @@ def _prefills(running: Iterable[ActiveRequest], budget: int) -> list[Share]:
     return shares
 
 
-def high_watermark(swap_out_stop: float, gpu_blocks: int) -> int:
-    """Blocks that are free or clean when copies ahead of time stop."""
-    return math.ceil(swap_out_stop * gpu_blocks)
-
-
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
     """How iterations are composed and when memory is made free; the defaults are the paper's.
 
     max_batch_tokens: positions an iteration computes, at most. max_batch_requests: requests that run at once.
     swap_out_start, swap_out_stop: the low and the high watermark of available blocks; admission_reserve: what an admission
-    leaves. All three are shares of the GPU blocks (sections 4.3.2 and 4.3.5).
-    admit_beyond_budget: admit whoever fits into memory, so that what it has on the CPU is loaded before its turn to
-    compute; False: only while this iteration has positions left, as vLLM does.
-    What whoever starts the engine makes strategies of: copy_ahead and load_apart (plugins/overlap.py); cost_error,
-    cost_error_context (cost.mistaken).
+    leaves. All three are shares of the GPU blocks (sections 4.3.2 and 4.3.5). admit_beyond_budget: admit whoever fits into
+    memory, so that what it has on the CPU is loaded before its turn to compute; False: only while this iteration has
+    positions left, as vLLM does. Whoever starts the engine makes strategies of copy_ahead and load_apart
+    (plugins/overlap.py), and wrong prices of cost_error and cost_error_context (cost.mistaken).
     """
 
     composition: Composition = unified
@@ -93,24 +87,17 @@ class SchedulerSettings:
         if not 0 <= self.admission_reserve < 1:
             raise ConfigError("scheduler.admission_reserve is a share of the GPU blocks, at least 0 and below 1.")
 
-    @property
-    def is_unified(self) -> bool:
-        """Every iteration computes all decodes, and prefills as far as it then has positions left."""
-        return getattr(self.composition, "func", self.composition) is unified  # Hydra makes a partial of it
-
 
 @dataclass(slots=True)
 class Step:
     """A plan, and the requests it is made of.
 
-    rows: each row's request and its runs; tokens: positions of all rows. sampled: how many rows, the first ones, yield a
-    token. admitted: requests that start with this plan, which performs their swap-ins. members: these, and those that have a
-    row.
+    rows: each row's request and its runs. sampled: how many rows, the first ones, yield a token. admitted: requests that
+    start with this plan, which performs their swap-ins. members: these, and those that have a row.
     """
 
     plan: StepPlan
     rows: list[tuple[ActiveRequest, tuple[Run, ...]]]
-    tokens: int
     sampled: int
     admitted: list[ActiveRequest]
     members: list[ActiveRequest]
@@ -201,13 +188,11 @@ class Scheduler:
         self,
         cache: CacheManager,
         settings: SchedulerSettings,
-        max_context: int,
         ahead: bool,
         computes: bool,
         facts: Facts,
         strategies: Strategies,
     ) -> None:
-        """ahead: plans are made while an earlier one is in flight."""
         cache.begin(facts=facts)
         self.cache, self.room = cache, cache.room
         self.in_flight: deque[Step] = deque()
@@ -224,18 +209,13 @@ class Scheduler:
         self.running: list[ActiveRequest] = []  # by arrival
         self.counters = SchedulerCounters()
         self._slots = list(range(settings.max_batch_requests - 1, -1, -1))
-        self._max_context = max_context
-        self._deferred: set[int] = set()  # arrivals of the requests that were counted as deferred
+        self.deferred: set[int] = set()  # arrivals of the requests that were counted as deferred
         self._unsent = _Draft()  # admissions that no plan has told the worker of
         cache.room.low = math.ceil(settings.swap_out_start * cache.gpu_blocks)
-        cache.room.high = high_watermark(settings.swap_out_stop, cache.gpu_blocks)
+        cache.room.high = math.ceil(settings.swap_out_stop * cache.gpu_blocks)
         self.copying = cache.room if strategies.copying is None else strategies.copying(cache.room)
         self._reserve = math.ceil(settings.admission_reserve * cache.gpu_blocks)
         self.forward = None if strategies.forward is None else strategies.forward(self)
-
-    def refusal(self, active: ActiveRequest) -> RequestRefused | None:
-        """Why it can never be served, or None."""
-        return active.refusal(self.cache.chunk_tokens, self.cache.request_blocks, self._max_context)
 
     def submit(self, active: ActiveRequest) -> None:
         self._waits(active)
@@ -348,7 +328,11 @@ class Scheduler:
         if active.admitted:  # before its chunks get their places among the victims
             session.hint = active.request.hint if active.status == "completed" else None
         if active.slot is None:
-            self._remove_waiting(active, now_s)
+            self.queue.remove(active)
+            self.deferred.discard(active.arrival)
+            self._waits_no_more(active)
+            if active.preempted:
+                cache.release(session, now_s)
         else:
             self.running.remove(active)
             self._expect_no_load(active)
@@ -371,13 +355,6 @@ class Scheduler:
         self._reading.pop(active.arrival, None)
         if self._joining is not None:
             self._joining.end(active)
-
-    def _remove_waiting(self, active: ActiveRequest, now_s: float) -> None:
-        self.queue.remove(active)
-        self._deferred.discard(active.arrival)
-        self._waits_no_more(active)
-        if active.preempted:
-            self.cache.release(active.session, now_s)
 
     def _launch(
         self, draft: _Draft, rows: list[tuple[ActiveRequest, Row]], moves: tuple[Move, ...], horizon_ns: int | None
@@ -405,7 +382,7 @@ class Scheduler:
             active.in_flight += 1
         self.counters.steps += 1
         self.counters.batched_tokens += tokens
-        step = Step(plan, computed, tokens, sampled, draft.admitted, list(members))
+        step = Step(plan, computed, sampled, draft.admitted, list(members))
         self.in_flight.append(step)
         self.cache.plans(self.in_flight[0].plan.step, self.counters.steps)
         return step
@@ -426,8 +403,8 @@ class Scheduler:
             lacking = self.lacking(head, keep)
             self.facts.room_for(session, now_s)
             if lacking > 0:
-                if head.arrival not in self._deferred:
-                    self._deferred.add(head.arrival)
+                if head.arrival not in self.deferred:
+                    self.deferred.add(head.arrival)
                     self.counters.deferred += 1
                 return lacking
             self.queue.pop()
@@ -439,10 +416,6 @@ class Scheduler:
         """A request that runs is not computed before what it loads or reads is there, or is about to be."""
         return bool(self._reading or (self._joining is not None and self._joining.expected))
 
-    def is_deferred(self, active: ActiveRequest) -> bool:
-        """Its blocks were lacking when it was asked last."""
-        return active.arrival in self._deferred
-
     def lacking(self, head: ActiveRequest, keep: int) -> int:
         """Blocks that its admission takes beyond those available; 0 or less: it fits."""
         reserve = self._reserve if self.running and self.room.grows else 0
@@ -452,7 +425,7 @@ class Scheduler:
         """Admit the request, or resume it, into a slot of its own."""
         cache, session = self.cache, active.session
         facts, request = self.facts, active.request
-        self._deferred.discard(active.arrival)
+        self.deferred.discard(active.arrival)
         if active.preempted:
             admission = cache.admit(session, keep, None, now_s)
             facts.resumed(request, session, admission, active.misread)

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from pensieve.core.plan import Move, Row, Sample, StepPlan, swap_in
+from pensieve.core.plan import Move, Row, Sample, StepPlan
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import LoadedModel
 from pensieve.device.transfers.copies import CallCopier, choose_copier
@@ -20,6 +20,7 @@ from pensieve.lab.bench.session import Bench
 from pensieve.lab.bench.steps import CHUNK, load, perform_ms
 from pensieve.plugins.device.thread_link import ThreadLink
 from pensieve.serve.systems.base import WallClock
+from pensieve.serve.systems.profiling import swap_in
 from pensieve.specs import ModelSpec
 
 _RESTORED, _NEW = {"cuda": 8192, "cpu": 1024}, {"cuda": 512, "cpu": 64}  # tokens: loaded, and computed over them

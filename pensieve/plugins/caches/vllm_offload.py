@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 
 from pensieve.core.cache.base import Broken
 from pensieve.core.facts import Admission, Facts, Found
-from pensieve.core.plan import GPU, Move, Moved, swap_in, swap_out
+from pensieve.core.plan import CPU, GPU, Move, Moved
 from pensieve.core.policies.base import EvictionPolicy, as_policy
 from pensieve.core.request import TokenArray
 from pensieve.core.session import BlockHash, Run, Session, chunks_of
@@ -255,7 +255,7 @@ class VllmOffload(PrefixCache):
         table, use = self._tables[session.number], self._uses[session.number]
         target = tuple(table[start:end])
         ticket = self._ticket(_Copy(target, chunks, tuple(source)))
-        self._loads.append(swap_in(ticket, tuple(source), target))
+        self._loads.append(Move(ticket, CPU, GPU, tuple(source), target, urgent=True))
         self._loading[session.number] = ticket
         self.facts.awaited(ticket, session)
         self.cpu.load(session, use, first, chunks)
@@ -300,7 +300,7 @@ class VllmOffload(PrefixCache):
         blocks = tuple(table[index * per + i] for index, _ in storing for i in range(per))
         chunks = [chunk for _, chunk in storing]
         ticket = self._ticket(_Copy(blocks, chunks))
-        return [swap_out(ticket, blocks, tuple(block for chunk in chunks for block in self.cpu.blocks(chunk)))]
+        return [Move(ticket, GPU, CPU, blocks, tuple(block for chunk in chunks for block in self.cpu.blocks(chunk)))]
 
     def _ticket(self, copy: _Copy) -> int:
         self._tickets += 1

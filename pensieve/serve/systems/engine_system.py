@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,7 +17,7 @@ from pensieve.core.machine import Clock, CostModel, Worker
 from pensieve.core.plan import StartReport, Tier
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
 from pensieve.core.request import Event, Request
-from pensieve.core.scheduler.scheduler import Forward, Scheduler, SchedulerSettings, high_watermark
+from pensieve.core.scheduler.scheduler import Forward, Scheduler, SchedulerSettings
 from pensieve.errors import WorkerError
 from pensieve.plugins.overlap import CopyChoice, choose_copy_ahead, strategies_of
 from pensieve.serve.books.books import Books
@@ -140,7 +141,7 @@ class EngineSystem(ABC):
             settings.copy_ahead,
             cache.cpu_blocks,
             self._hardware.one_memory,
-            high_watermark(settings.swap_out_stop, cache.gpu_blocks),
+            math.ceil(settings.swap_out_stop * cache.gpu_blocks),
         )
         if self._copy_choice.note:
             _log.info("Copies ahead of time: %s, since %s.", self._copy_choice.mode, self._copy_choice.note)

@@ -18,7 +18,7 @@ from pensieve.core.machine import CostModel
 from pensieve.core.plan import GPU, Repeats, Row, StartReport, Tier
 from pensieve.core.request import Event, Forced, Request, TokenArray
 from pensieve.core.scheduler.active_request import ActiveRequest
-from pensieve.core.scheduler.scheduler import Scheduler, Step
+from pensieve.core.scheduler.scheduler import Scheduler, Step, unified
 from pensieve.core.session import tokens_in
 from pensieve.errors import WorkerError
 from pensieve.serve.systems.base import Listener
@@ -162,6 +162,9 @@ class FastForward:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        # Every iteration computes all decodes, and prefills as far as it then has positions left.
+        composition = scheduler.settings.composition  # Hydra makes a partial of it
+        self._is_unified = getattr(composition, "func", composition) is unified
 
     def iterations(self, rows: list[tuple[ActiveRequest, Row]]) -> int:
         """As long as each would be composed as this one is, and nothing would be admitted or copied. Decodes go on by one
@@ -175,7 +178,7 @@ class FastForward:
         for active, row in rows:
             if row.sample is None:
                 share = settings.max_batch_tokens - len(lengths)
-                if row is not rows[-1][1] or row.positions < share or not settings.is_unified:
+                if row is not rows[-1][1] or row.positions < share or not self._is_unified:
                     return 1
                 left = _further_prefills(active, row)
             else:
@@ -209,7 +212,7 @@ class FastForward:
             if (
                 (room.shares and prefills)
                 or not scheduler.settings.admit_beyond_budget
-                or not scheduler.is_deferred(head)
+                or head.arrival not in scheduler.deferred
             ):
                 return -1
             lacking = scheduler.lacking(head, head.kept())

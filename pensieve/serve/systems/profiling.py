@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from pensieve.core.machine import Clock, Worker
-from pensieve.core.plan import Row, Sample, StepPlan, swap_in, swap_out
+from pensieve.core.plan import CPU, GPU, Move, Row, Sample, StepPlan
 from pensieve.errors import WorkerError
 from pensieve.sim.profile import Profile, measure
 from pensieve.units import ceil_div
@@ -116,3 +116,13 @@ def _seconds(worker: Worker, clock: Clock, plan: StepPlan) -> float:
         waits_for -= {one.ticket for one in result.moved}
         computed = computed or result.step is not None
     return (clock.now_ns() - began) / 1e9
+
+
+def swap_in(ticket: int, src: tuple[int, ...], dst: tuple[int, ...]) -> Move:
+    """CPU blocks to GPU blocks."""
+    return Move(ticket, CPU, GPU, src, dst, urgent=True)
+
+
+def swap_out(ticket: int, src: tuple[int, ...], dst: tuple[int, ...], urgent: bool = False) -> Move:
+    """GPU blocks to CPU blocks."""
+    return Move(ticket, GPU, CPU, src, dst, urgent=urgent)

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from pensieve.core.plan import Moved, Row, Sample, StepPlan, swap_out
+from pensieve.core.plan import Moved, Row, Sample, StepPlan
 from pensieve.device.transfers import lanes
 from pensieve.device.transfers.lanes import CudaLink
 from pensieve.device.worker import TorchWorker
 from pensieve.serve.systems.base import WallClock
+from pensieve.serve.systems.profiling import swap_out
 
 from .driver import Driver, random_tokens
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.plan import swap_in, swap_out
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request, Sampling
 from pensieve.core.scheduler.scheduler import SchedulerSettings
@@ -16,6 +15,7 @@ from pensieve.device.graphs import buckets_up_to
 from pensieve.device.model import LoadedModel
 from pensieve.device.options import TorchOptions
 from pensieve.device.worker import TorchWorker
+from pensieve.serve.systems.profiling import swap_in, swap_out
 from tests.exact import CheckedEngine
 from tests.simulated import policy_context
 

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.core.plan import Moved, swap_out
+from pensieve.core.plan import Moved
 from pensieve.device.model import LoadedModel
+from pensieve.serve.systems.profiling import swap_out
 
 from .driver import Driver, random_tokens, tiny_model
 

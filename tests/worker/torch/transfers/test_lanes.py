@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.core.plan import Moved, swap_in, swap_out
+from pensieve.core.plan import Moved
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers.transfer import Transfer
 from pensieve.plugins.device import thread_link
 from pensieve.plugins.device.thread_link import Piece, ThreadLink, copy_runs
+from pensieve.serve.systems.profiling import swap_in, swap_out
 from tests.worker.torch.driver import Driver, random_tokens, tiny_model, tiny_spec
 
 LAYERS, BLOCKS = 2, 16

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import torch
 
-from pensieve.core.plan import BlockRun, merge_moves, swap_in, swap_out
+from pensieve.core.plan import BlockRun, merge_moves
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers.transfer import Transfer
+from pensieve.serve.systems.profiling import swap_in, swap_out
 from tests.worker.torch.driver import tiny_spec
 
 
