@@ -17,7 +17,7 @@ from analysis.registry import Drawing, Figure
 from analysis.sweep import Source, latest_of, open_source
 from pensieve.errors import MissingSeries, PensieveError, ResultsError
 from pensieve.lab import tables
-from pensieve.lab.compose.folder import outputs_folder
+from pensieve.lab.compose.conf import outputs_folder
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.store import LATEST, ResultsStore, figures_folder, open_store
 

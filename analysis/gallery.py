@@ -23,7 +23,7 @@ from analysis.page.contents import environment
 from analysis.provenance import ranges
 from analysis.sweep import Source, open_source
 from pensieve.errors import MissingSeries, PensieveError
-from pensieve.lab.compose.folder import outputs_folder
+from pensieve.lab.compose.conf import outputs_folder
 from pensieve.lab.results.store import ResultsStore, open_store
 from pensieve.lab.results.sweep_table import sweep_table
 

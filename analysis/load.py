@@ -11,7 +11,7 @@ from analysis.quantities import over_seeds
 from analysis.registry import Plot, Row
 from analysis.sweep import Cell, Panel, Source, number
 from pensieve.errors import MissingSeries
-from pensieve.lab.compose.folder import conf_folder
+from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.metrics import Slo
 from pensieve.lab.results import frame
 from pensieve.lab.results.claims import Claim, rates_at, read_claims, unmet

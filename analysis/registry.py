@@ -22,7 +22,7 @@ from analysis.provenance import brief, footnote
 from analysis.sweep import Panel, Source
 from pensieve.errors import ConfigError, MissingSeries
 from pensieve.lab import tables
-from pensieve.lab.compose.folder import conf_folder
+from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.statistics import FEWEST_GROUPS
 from pensieve.lab.tables import Table
 

@@ -21,7 +21,7 @@ from analysis import figures
 from analysis.page.contents import contents
 from analysis.sweep import Source
 from pensieve.errors import PensieveError, ResultsError
-from pensieve.lab.compose.folder import conf_folder, outputs_folder
+from pensieve.lab.compose.conf import conf_folder, outputs_folder
 from pensieve.lab.results.claims import Judged, judge_sweep, read_claims, record_claims
 from pensieve.lab.results.mlflow_runs import log_drawn
 from pensieve.lab.results.store import report_file

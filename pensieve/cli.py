@@ -95,7 +95,7 @@ def run() -> int:
 def _run_job(cfg: DictConfig) -> None:
     """Hydra has composed the configuration: only now is more than Hydra needed."""
     with _imports():
-        from pensieve.lab.commands.run import run_job
+        from pensieve.lab.trial.command import run_job
 
     run_job(cfg)
 
@@ -213,7 +213,7 @@ def _hydra(config_name: str, app: Callable[[DictConfig], None]) -> int:
     with _imports():
         import hydra
 
-        from pensieve.lab.compose import conf_folder, outputs_folder
+        from pensieve.lab.compose.conf import conf_folder, outputs_folder
         from pensieve.lab.trial.terminal import guarded
 
     os.environ["PENSIEVE_OUTPUTS"] = str(outputs_folder())  # absolute, also for the processes of a launcher

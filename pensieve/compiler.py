@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pensieve.errors import EngineMissing
-from pensieve.user_cache import user_cache
+from pensieve.hub import user_cache
 
 _FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 # Never -ffast-math: linking with it makes the whole process flush denormal numbers to zero.

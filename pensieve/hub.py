@@ -1,7 +1,10 @@
-"""Files of a model's repository: from the hub's cache on this machine, else from the hub, which is asked once."""
+"""Files that this machine keeps: of a model's repository, from the hub's cache here, else from the hub, which is asked once;
+and the user's cache folder, of what can be made again (compiled kernels, digests of large files).
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -110,3 +113,9 @@ def _ask(hub_id: str, revision: str | None) -> tuple[str | None, str | None]:
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def user_cache() -> Path:
+    """Path of the user's cache folder, which is not made here. Raises RuntimeError for a user without a home."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pensieve"

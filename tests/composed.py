@@ -11,15 +11,12 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from pensieve.lab.compose import (
-    TrialConfig,
-    build_system,
-    build_tokenizer,
-    build_workload,
-    check,
-    conf_folder,
-    plan_trial,
-)
+from pensieve.lab.compose.build import build_system, build_workload
+from pensieve.lab.compose.conf import conf_folder
+from pensieve.lab.compose.model_files import build_tokenizer
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.schema import TrialConfig
+from pensieve.lab.compose.settings import check
 from pensieve.lab.replay import ReplayRecord, replay
 from pensieve.serve.systems.base import System
 

@@ -8,8 +8,7 @@ import pytest
 
 from pensieve import hub
 from pensieve.errors import WeightsMissing
-from pensieve.lab.compose import model_config
-from pensieve.lab.compose.weights import check_weights
+from pensieve.lab.compose.model_files import check_weights, model_config
 from tests.hub_cache import COMMIT, fill, unreachable
 
 

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from pensieve.lab.progress import LINE_INTERVAL_S, TrialProgress
+from pensieve.lab.trial.terminal import LINE_INTERVAL_S, TrialProgress
 
 
 class Terminal(io.StringIO):

@@ -11,8 +11,10 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
-from pensieve.lab.compose import check, options, plan_trial
-from pensieve.lab.trial.jobs import compose_jobs, plan_jobs
+from pensieve.lab.compose.conf import options
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.settings import check
+from pensieve.lab.trial.command import compose_jobs, plan_jobs
 from tests.composed import hydra_session
 from tests.test_recipes import NAMED, blocks_of
 from tests.typed import typed

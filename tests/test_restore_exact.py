@@ -13,7 +13,7 @@ from pensieve.core.request import Length, Request
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.asked import ModelAsked
 from pensieve.device.model import load_model
-from pensieve.lab.compose import read_option
+from pensieve.lab.compose.conf import read_option
 from pensieve.plugins.caches.restore import RestoringCache
 from pensieve.plugins.device.thread_link import ThreadLink, copy_runs
 from pensieve.serve.systems.profiling import load_s, profile_of

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from pensieve.errors import UnsupportedModel
-from pensieve.lab.compose import plan_trial
+from pensieve.lab.compose.plan import plan_trial
 from pensieve.specs import GATED, PLAIN, ROUTED, Experts, ModelSpec
 from tests.composed import checked
 from tests.hub_cache import fill, unreachable

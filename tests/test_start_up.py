@@ -37,7 +37,7 @@ for arguments, part in (
 ):
     text = said(*arguments)
     assert part in text, (arguments, text)
-    found = loaded(*DATABASE, *NUMBERS, *ENGINES, "pydantic", "pensieve.lab.commands.run")
+    found = loaded(*DATABASE, *NUMBERS, *ENGINES, "pydantic", "pensieve.lab.trial.command")
     assert not found, (arguments, found)
 for arguments in (["cache.gpu=3Gx"], ["cache.gpu=3Gx", "-m"]):
     text = said(*arguments)

@@ -31,7 +31,7 @@ from hydra.core.singleton import Singleton
 
 import pensieve.core.cache.two_tier
 import pensieve.core.policies.retention_value
-import pensieve.lab.commands.run
+import pensieve.lab.trial.command
 import pensieve.lab.workload.chat
 import pensieve.plugins.caches.stateless
 import pensieve.serve.systems.profiling

@@ -7,7 +7,7 @@ import pytest
 
 from analysis import figures, registry
 from pensieve.errors import ConfigError, MissingSeries
-from pensieve.lab.compose.folder import conf_folder
+from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.results.store import open_store
 from tests.analysis.sweeps import answered, fill
 

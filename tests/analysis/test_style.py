@@ -7,7 +7,7 @@ import pytest
 from matplotlib import pyplot as plt
 
 from analysis import style
-from pensieve.lab.compose import options
+from pensieve.lab.compose.conf import options
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,9 @@ from collections import Counter, defaultdict
 import pytest
 
 from pensieve.core.request import Length, Request, tokens_of
-from pensieve.lab.compose import build_cluster, build_system, build_tokenizer, build_workload, plan_trial
+from pensieve.lab.compose.build import build_cluster, build_system, build_workload
+from pensieve.lab.compose.model_files import build_tokenizer
+from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.base import Arrival, Following
 from pensieve.plugins.cluster.cluster_system import COUNTED, ClusterSystem

@@ -10,7 +10,7 @@ from pensieve.lab.bench.session import Bench
 from pensieve.lab.compose.machine import Device
 from pensieve.lab.compose.schema import HardwareConfig
 from pensieve.lab.results.store import open_store
-from pensieve.lab.trial.tracking import Tracking
+from pensieve.lab.trial.job import Tracking
 
 CPU = Device("cpu", "cpu", "cpu", "a processor", 1, 2**33, 2**33)
 

@@ -6,7 +6,7 @@ import pytest
 from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.lab.bench import TARGETS, run_target
 from pensieve.lab.bench.case import Case, Measured
-from pensieve.lab.compose import read_option
+from pensieve.lab.compose.conf import read_option
 from pensieve.lab.results.store import open_store
 
 CASE = Case("decode 8 over 512, all layers of the model", 1.0, "bytes over bandwidth", "time_ms")

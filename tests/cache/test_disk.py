@@ -12,7 +12,10 @@ from pensieve.core.plan import CPU, GPU, Move, Moved, StartReport, StepPlan
 from pensieve.core.policies.lru import Lru
 from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.lab.bound import offline_bound
-from pensieve.lab.compose import check, model_config, plan_trial, read_option
+from pensieve.lab.compose.conf import read_option
+from pensieve.lab.compose.model_files import model_config
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.settings import check
 from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.create import server_of

@@ -3,8 +3,9 @@ from array import array
 import pytest
 
 from pensieve.core.request import Length, Request
-from pensieve.lab.commands.inspection import inspect, inspection_lines, inspection_of, print_inspections
-from pensieve.lab.compose import options, plan_trial
+from pensieve.lab.compose.conf import options
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.trial.inspection import inspect, inspection_lines, inspection_of, print_inspections
 from pensieve.lab.workload.base import Arrival, WorkloadPlan
 from tests.composed import SHORT, checked
 

@@ -8,11 +8,10 @@ from rich.console import Console
 
 from pensieve.errors import ResultsError
 from pensieve.lab.commands.read import SaidTurn, conversation_lines, conversation_of, side_by_side
-from pensieve.lab.compose import resolved
+from pensieve.lab.compose.settings import resolved
 from pensieve.lab.results.tokens import read_tokens
-from pensieve.lab.trial.job import Job
+from pensieve.lab.trial.job import Job, open_tracking
 from pensieve.lab.trial.run import run_trial
-from pensieve.lab.trial.tracking import open_tracking
 from pensieve.serve.tokenizer import ByteTokenizer
 from tests.composed import SHORT, checked, composed
 

@@ -9,13 +9,12 @@ from omegaconf import DictConfig
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
 from pensieve.lab.commands import size as planner
 from pensieve.lab.commands.size import question_of, read, size
-from pensieve.lab.compose import check, resolved
+from pensieve.lab.compose.settings import check, resolved
 from pensieve.lab.results.size_map import Question, SizeMap, read_map
 from pensieve.lab.results.store import open_store
 from pensieve.lab.statistics import nearest_rank
-from pensieve.lab.trial.job import Job
+from pensieve.lab.trial.job import Job, open_tracking
 from pensieve.lab.trial.run import run_trial
-from pensieve.lab.trial.tracking import open_tracking
 from tests.composed import hydra_session
 
 LOAD = (
@@ -167,8 +166,8 @@ def test_what_cannot_be_mapped_gets_a_sentence(outputs, overrides, error, part):
 
 def test_the_default_sizes_hold_the_longest_conversation_of_every_seed_and_fit_the_machine():
     from pensieve.lab.commands.size import check_question
-    from pensieve.lab.compose import plan_trial
-    from pensieve.lab.compose.preflight import check_memory
+    from pensieve.lab.compose.build import check_memory
+    from pensieve.lab.compose.plan import plan_trial
     from pensieve.units import parse_capacity
 
     for machine, points in (("sim_a100_80g", 12), ("sim_gtx1650", 5)):

@@ -6,9 +6,10 @@ import pytest
 
 from pensieve import create_server
 from pensieve.errors import ConfigError, UnsupportedModel, WeightsMissing
-from pensieve.lab.compose import check, plan_trial, resolved
-from pensieve.lab.compose.weights import check_weights, local_weights
-from pensieve.lab.trial.identity import identity_of
+from pensieve.lab.compose.model_files import check_weights, local_weights
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.settings import check, resolved
+from pensieve.lab.trial.job import identity_of
 from tests.chat import CHATML, save_tokenizer
 from tests.composed import checked, composed
 from tests.hub_cache import fill, unreachable

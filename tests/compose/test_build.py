@@ -1,7 +1,9 @@
 import pytest
 
 from pensieve.errors import ConfigError, EngineMissing
-from pensieve.lab.compose import build_system, build_tokenizer, build_workload, plan_trial
+from pensieve.lab.compose.build import build_system, build_workload
+from pensieve.lab.compose.model_files import build_tokenizer
+from pensieve.lab.compose.plan import plan_trial
 from tests.composed import checked
 
 

@@ -5,11 +5,9 @@ import dataclasses
 import pytest
 
 from pensieve.errors import HardwareMissing
-from pensieve.lab.compose import plan_trial
-from pensieve.lab.compose.build import build_system
+from pensieve.lab.compose.build import build_system, check_memory
 from pensieve.lab.compose.machine import Device
-from pensieve.lab.compose.plan import auto_gpu_blocks, plans_in_flight
-from pensieve.lab.compose.preflight import check_memory
+from pensieve.lab.compose.plan import auto_gpu_blocks, plan_trial, plans_in_flight
 from pensieve.serve.systems.engine_system import EngineSystem
 from pensieve.specs import ModelSpec
 from tests.composed import checked

@@ -6,7 +6,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException
 
 from pensieve.errors import ConfigError, WorkerError
-from pensieve.lab.compose import conf_folder
+from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.compose.explain import explain, explain_crash, explain_known
 from pensieve.units import parse_capacity
 

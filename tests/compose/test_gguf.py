@@ -6,10 +6,19 @@ import pytest
 
 from pensieve import create_server
 from pensieve.errors import EngineMissing, WeightsMissing
-from pensieve.lab.compose import build_outside, build_tokenizer, model_config, plan_trial, resolved
-from pensieve.lab.compose import weights as gguf
-from pensieve.lab.compose.weights import check_weights, own_folder, weights_identity, weights_kind
-from pensieve.lab.trial.identity import identity_of
+from pensieve.lab.compose import model_files as gguf
+from pensieve.lab.compose.build import build_outside
+from pensieve.lab.compose.model_files import (
+    build_tokenizer,
+    check_weights,
+    model_config,
+    own_folder,
+    weights_identity,
+    weights_kind,
+)
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.settings import resolved
+from pensieve.lab.trial.job import identity_of
 from tests.chat import dialogue
 from tests.composed import checked, composed
 from tests.engines.small import ask, prompt, served

@@ -12,9 +12,7 @@ import torch
 from pensieve.device.asked import ModelAsked
 from pensieve.device.weights import load_module
 from pensieve.errors import PensieveError
-from pensieve.lab.compose import model_config
-from pensieve.lab.compose.tokenizer import build_tokenizer
-from pensieve.lab.compose.weights import check_weights, own_folder
+from pensieve.lab.compose.model_files import build_tokenizer, check_weights, model_config, own_folder
 from pensieve.specs import ModelSpec
 from tests.tiny_gguf import write_gguf
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from pensieve.lab.compose import options
-from pensieve.lab.compose.meant import as_meant
+from pensieve.lab.compose.conf import as_meant, options
 
 SIMULATED = ["workload=trace", "model=llama3_8b", "cache=small", "hardware=sim_a100_80g"]
 

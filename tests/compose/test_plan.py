@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from pensieve.errors import HardwareMissing, WeightsMissing
-from pensieve.lab.compose import plan_trial
+from pensieve.lab.compose.build import check_memory
 from pensieve.lab.compose.machine import Device, find_device
-from pensieve.lab.compose.plan import model_spec
-from pensieve.lab.compose.preflight import check_memory
+from pensieve.lab.compose.plan import model_spec, plan_trial
 from pensieve.lab.compose.schema import HardwareConfig
 from tests.composed import checked
 
@@ -68,7 +67,7 @@ def test_a_cpu_holds_both_tiers_and_says_what_to_use_instead():
 def test_weights_that_cannot_be_had(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     gqa = checked("model=llama2_13b_gqa", "model.weights=hub").model
-    from pensieve.lab.compose.weights import check_weights
+    from pensieve.lab.compose.model_files import check_weights
 
     with pytest.raises(WeightsMissing, match=r"model\.weights=random"):
         check_weights(gqa)

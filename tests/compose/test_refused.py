@@ -3,8 +3,8 @@
 import pytest
 
 from pensieve.errors import CapacityError, ConfigError, EngineMissing, HardwareMissing, UnsupportedModel
-from pensieve.lab.compose import plan_trial
-from pensieve.lab.compose.preflight import preflight
+from pensieve.lab.compose.build import preflight
+from pensieve.lab.compose.plan import plan_trial
 from tests.composed import checked
 
 TWO = ("hardware=cpu", "hardware.gpus=2", "model.weights=random")

@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from pensieve.errors import ConfigError, EngineMissing
-from pensieve.lab.compose.target import factory, locate
+from pensieve.lab.compose.settings import factory, locate
 
 MODULE = """
 class Policy:

@@ -8,9 +8,8 @@ import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
 from pensieve.errors import WeightsMissing
-from pensieve.lab.compose import build_tokenizer, model_config
+from pensieve.lab.compose.model_files import build_tokenizer, has_tokenizer, model_config, read_tokenizer
 from pensieve.lab.compose.schema import ModelConfig
-from pensieve.lab.compose.tokenizer import has_tokenizer, read_tokenizer
 from tests.chat import LLAMA_3, MERGES, save_tokenizer
 from tests.hub_cache import fill, unreachable
 

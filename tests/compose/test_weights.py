@@ -3,8 +3,8 @@ import json
 import pytest
 
 from pensieve.errors import ConfigError, WeightsMissing
-from pensieve.lab.compose import model_config, options, outputs_folder, read_option
-from pensieve.lab.compose.weights import check_weights
+from pensieve.lab.compose.conf import options, outputs_folder, read_option
+from pensieve.lab.compose.model_files import check_weights, model_config
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 320,

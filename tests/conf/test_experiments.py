@@ -9,9 +9,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from pensieve.lab.compose import check, conf_folder, options
-from pensieve.lab.compose.help import choices, clause
-from pensieve.lab.trial.jobs import compose_jobs, plan_jobs
+from pensieve.lab.compose.conf import choices, clause, conf_folder, options
+from pensieve.lab.compose.settings import check
+from pensieve.lab.trial.command import compose_jobs, plan_jobs
 from tests.composed import hydra_session
 
 EXPERIMENTS = options("experiment")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.lab.compose import plan_trial
+from pensieve.lab.compose.plan import plan_trial
 from pensieve.sim.measured import MeasuredCost
 from pensieve.sim.roofline import Roofline
 from pensieve.specs import Experts, HardwareSpec, ModelSpec

@@ -13,15 +13,14 @@ import pytest
 
 from pensieve.errors import ConfigError
 from pensieve.lab.commands.profile import profile
-from pensieve.lab.compose import check, plan_trial, resolved
 from pensieve.lab.compose.build import _measured_before
-from pensieve.lab.compose.plan import awaits_profile
+from pensieve.lab.compose.plan import awaits_profile, plan_trial
+from pensieve.lab.compose.settings import check, resolved
 from pensieve.lab.metrics import summarise
 from pensieve.lab.trial import machine
-from pensieve.lab.trial.job import Job
-from pensieve.lab.trial.machine import MEASURED_AT, _grid, host_times, measure_beside, measure_grids, measure_machine
+from pensieve.lab.trial.job import MEASURED_AT, Job, open_tracking
+from pensieve.lab.trial.machine import _grid, host_times, measure_beside, measure_grids, measure_machine
 from pensieve.lab.trial.run import run_trial
-from pensieve.lab.trial.tracking import open_tracking
 from pensieve.serve.systems.inline_system import FastForward
 from pensieve.serve.systems.profiling import load_s, profile_of
 from pensieve.sim.cost import simulated_cost

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from pensieve.errors import ConfigError
-from pensieve.lab.compose import read_option
+from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.machine import find_device, hardware_spec
 from pensieve.lab.compose.schema import HardwareConfig, ModelConfig
 from pensieve.sim.cost import simulated_cost

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pensieve.errors import WorkerError
-from pensieve.lab.compose import read_option
-from pensieve.lab.compose.folder import options
+from pensieve.lab.compose.conf import options, read_option
 from pensieve.lab.compose.machine import find_device, hardware_spec
 from pensieve.lab.compose.schema import HardwareConfig, ModelConfig
 from pensieve.serve.books.books import predicted_s

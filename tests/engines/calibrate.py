@@ -29,7 +29,7 @@ from pensieve.core.request import Request
 from pensieve.lab.commands.advise.advice import recorded, turns_of
 from pensieve.lab.commands.advise.causes import read_causes
 from pensieve.lab.commands.advise.replays import Task, replayed
-from pensieve.lab.compose import conf_folder
+from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.traffic.hashing import BLOCK_TOKENS, TOKEN_BYTES, Salt
 from pensieve.lab.traffic.table import Exchange, Facts, read, read_facts, write
 from pensieve.plugins.engines.base import Channel, EngineSetup, Reply

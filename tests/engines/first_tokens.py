@@ -26,7 +26,7 @@ from pensieve.core.request import Length, Request, tokens_of
 from pensieve.lab.commands.advise.advice import Served, Settings, on_recorded, recorded
 from pensieve.lab.commands.advise.replays import Task, replayed
 from pensieve.lab.commands.advise.source import Source
-from pensieve.lab.compose import conf_folder, read_option
+from pensieve.lab.compose.conf import conf_folder, read_option
 from pensieve.lab.traffic.table import read
 from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
 from pensieve.plugins.engines.vllm import VllmHttp

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from pensieve.lab.compose import resolved
+from pensieve.lab.compose.settings import resolved
 from pensieve.lab.results.frame import mixtures
-from pensieve.lab.trial.job import Job
+from pensieve.lab.trial.job import Job, Tracking, open_tracking
 from pensieve.lab.trial.run import run_trial
-from pensieve.lab.trial.tracking import Tracking, open_tracking
 from tests.composed import checked, composed
 from tests.engines.endpoint import Endpoint
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pensieve.errors import ConfigError, EngineMissing
-from pensieve.lab.compose import build_simulated, build_tokenizer, build_workload, plan_trial
+from pensieve.lab.compose.build import build_simulated, build_workload
+from pensieve.lab.compose.model_files import build_tokenizer
+from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.metrics import out_of_memory
 from pensieve.lab.replay import replay
 from tests.composed import checked, replayed

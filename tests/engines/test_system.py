@@ -12,7 +12,9 @@ import pytest
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Forced, History, Request, Sampling
 from pensieve.errors import ContextLengthError, EngineFailed, RequestFailed, WorkerError
-from pensieve.lab.compose import build_tokenizer, build_workload, plan_trial
+from pensieve.lab.compose.build import build_workload
+from pensieve.lab.compose.model_files import build_tokenizer
+from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.replay import replay
 from pensieve.plugins.engines.base import Channel, OutsideEngine, Reply
 from pensieve.plugins.engines.system import OutsideSystem

@@ -19,7 +19,7 @@ from pensieve.core.policies.base import EvictionPolicy, PolicyContext
 from pensieve.core.policies.fifo import Fifo
 from pensieve.core.session import Session
 from pensieve.errors import ConfigError, PolicyError
-from pensieve.lab.compose.folder import options
+from pensieve.lab.compose.conf import options
 from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.engines.process import QUIET
 from pensieve.plugins.engines.vllm import Vllm

@@ -35,7 +35,7 @@ from matplotlib import pyplot as plt
 from analysis import figures, report, style
 from pensieve import cli
 from pensieve.errors import PensieveError
-from pensieve.lab.compose import conf_folder
+from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.results.claims import judge_sweep, read_claims
 from pensieve.lab.results.compare_trials import compare_trials, select_trials
 from pensieve.lab.results.store import ResultsStore, open_store

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from pensieve.core.request import Forced, Fork, Free, Hint, History, Length, Request, Sampling
-from pensieve.lab.compose import build_system, build_tokenizer, plan_trial
+from pensieve.lab.compose.build import build_system
+from pensieve.lab.compose.model_files import build_tokenizer
+from pensieve.lab.compose.plan import plan_trial
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.inline_system import InlineSystem
 from pensieve.sim import worker as simulated

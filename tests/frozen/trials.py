@@ -9,10 +9,9 @@ from tempfile import TemporaryDirectory
 import pytest
 from sqlalchemy import Connection, text
 
-from pensieve.lab.compose import resolved
-from pensieve.lab.trial.job import Job
+from pensieve.lab.compose.settings import resolved
+from pensieve.lab.trial.job import Job, Tracking, open_tracking
 from pensieve.lab.trial.run import run_trial
-from pensieve.lab.trial.tracking import Tracking, open_tracking
 from tests.composed import checked, composed
 from tests.frozen.rows import HOLDING, METRICS, MISS, TIMES, TURN, Rows
 

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from pensieve.errors import ConfigError, HardwareMissing
-from pensieve.lab.compose import check, plan_trial
 from pensieve.lab.compose.build import _weights_memory_bytes
 from pensieve.lab.compose.machine import find_device, memory_limit_bytes
-from pensieve.lab.trial.identity import device_facts
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.settings import check
+from pensieve.lab.trial.job import device_facts
 from pensieve.plugins.replicas import system as build_module
 from pensieve.plugins.replicas.system import build_replicas
 from tests.composed import checked

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import func, select
 
 from pensieve.errors import ConfigError, MissingSeries
-from pensieve.lab.compose import conf_folder, options
+from pensieve.lab.compose.conf import conf_folder, options
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.claims import (
     Claimed,

@@ -145,11 +145,11 @@ def test_all_that_a_trial_loads_counts(tmp_path: Path, hardware: str) -> None:
 import sys
 from pathlib import Path
 import pensieve
-from pensieve.lab.compose import resolved
+from pensieve.lab.compose.settings import resolved
 from pensieve.lab.results.identity import NOT_CODE, NOT_SIMULATED, code_of
 from pensieve.lab.trial.job import Job
 from pensieve.lab.trial.run import run_trial
-from pensieve.lab.trial.tracking import open_tracking
+from pensieve.lab.trial.job import open_tracking
 from tests.composed import SHORT, checked, composed
 words = (*SHORT, *sys.argv[1:])
 job = Job("a", Path.cwd())

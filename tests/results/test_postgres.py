@@ -113,10 +113,9 @@ def test_processes_that_begin_at_once(url):
 
 @pytest.mark.slow
 def test_tracking_postgres_and_no_password_in_any_record(url, tmp_path, monkeypatch):
-    from pensieve.lab.compose import check, resolved
-    from pensieve.lab.trial.job import Job
+    from pensieve.lab.compose.settings import check, resolved
+    from pensieve.lab.trial.job import Job, open_tracking
     from pensieve.lab.trial.run import run_trial
-    from pensieve.lab.trial.tracking import open_tracking
 
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
     monkeypatch.setenv("PENSIEVE_DB_URL", url)

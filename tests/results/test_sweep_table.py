@@ -14,7 +14,7 @@ from pensieve.lab.results.compare_trials import compare_trials, select_trials
 from pensieve.lab.results.frame import footer
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import SweepRow, sweep_table
-from pensieve.lab.trial.summary import summary
+from pensieve.lab.trial.sweep import summary
 from tests.results.trials import MEMORY, add_trial, conversation_turns, open_sweep
 
 FAST = [40.0, 42.0, 44.0, 46.0, 48.0, 50.0]

@@ -11,7 +11,7 @@ from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request, tokens_of
 from pensieve.core.scheduler.scheduler import SchedulerSettings
-from pensieve.lab.compose import plan_trial
+from pensieve.lab.compose.plan import plan_trial
 from pensieve.plugins.overlap import strategies_of
 from pensieve.serve.books.books import Books
 from pensieve.sim.roofline import Roofline

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from pensieve import create_server
 from pensieve.core.request import Free, Sampling
 from pensieve.errors import CapacityError, ConfigError, ContextLengthError, EngineMissing, RequestRefused
-from pensieve.lab.compose import read_option
+from pensieve.lab.compose.conf import read_option
 
 
 def server(mode="pensieve", **fields):

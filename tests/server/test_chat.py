@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from pensieve.errors import ConfigError
-from pensieve.lab.compose import conf_folder
+from pensieve.lab.compose.conf import conf_folder
 from pensieve.serve.server import chat as chat_module
 from pensieve.serve.server import create_server
 from pensieve.serve.server.api import Stream

@@ -9,7 +9,7 @@ pytest.importorskip("fastapi")
 
 from pensieve.core.request import Hint
 from pensieve.errors import ConfigError
-from pensieve.lab.compose import conf_folder
+from pensieve.lab.compose.conf import conf_folder
 from pensieve.serve.server import create_server
 from tests.server.live import SIMULATED, simulated, until
 

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 from pensieve.errors import ConfigError, EngineMissing
-from pensieve.lab.compose import resolved
+from pensieve.lab.compose.settings import resolved
 from pensieve.serve.server import command
 from pensieve.serve.server.app import App, ServeSettings
 from pensieve.serve.server.create import replicated_server

@@ -6,8 +6,7 @@ import pytest
 
 from pensieve import create_server
 from pensieve.errors import EngineMissing, WeightsMissing
-from pensieve.lab.compose import model_config
-from pensieve.lab.compose.weights import check_gguf, find_gguf, own_folder
+from pensieve.lab.compose.model_files import check_gguf, find_gguf, model_config, own_folder
 
 MODEL = "smollm2_135m_gguf"
 FRANCE, ITALY = "What is the capital of France?", "And what is the capital of Italy?"

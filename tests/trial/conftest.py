@@ -6,7 +6,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from pensieve import cli
 from pensieve.lab.trial import terminal
-from pensieve.lab.trial.tracking import open_tracking
+from pensieve.lab.trial.job import open_tracking
 from tests.composed import checked
 
 

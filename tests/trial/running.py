@@ -1,6 +1,6 @@
 """A trial of a composed configuration, in this process."""
 
-from pensieve.lab.compose import resolved
+from pensieve.lab.compose.settings import resolved
 from pensieve.lab.trial.job import Job
 from pensieve.lab.trial.run import run_trial
 from tests.composed import SHORT, checked, composed

@@ -5,7 +5,7 @@ import pytest
 from filelock import FileLock, Timeout
 
 from pensieve.lab.compose.machine import Device
-from pensieve.lab.trial.liveness import device_lock, lock_files
+from pensieve.lab.trial.process import device_lock, lock_files
 
 CPU = Device("cpu", "cpu", "cpu", "this CPU", 1, 1, 1)
 SIMULATED = Device("sim", "sim", "sim", "sim_h100", 1, 1, 1)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pensieve.errors import ConfigError, MalformedInput
-from pensieve.lab.compose import check
 from pensieve.lab.compose.build import build_system, build_tokenizer, build_workload
 from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.settings import check
 from pensieve.lab.replay import replay
 from pensieve.lab.trial.fidelity import fidelity_metrics, verdict
 from pensieve.lab.workload.base import WorkloadContext

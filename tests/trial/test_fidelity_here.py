@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from pensieve.lab.results.store import ResultsStore
-from pensieve.lab.trial.fidelity_here import (
+from pensieve.lab.trial.fidelity import (
     FLOW,
     TTFT,
     Compared,
@@ -15,10 +15,10 @@ from pensieve.lab.trial.fidelity_here import (
     furthest_rate,
     mean_of,
     real_against_real,
-    verdict,
+    verdict_here,
     within,
 )
-from pensieve.lab.trial.machine import MEASURED_AT
+from pensieve.lab.trial.job import MEASURED_AT
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn
 
 RATES = ("gpu_hit_rate", "cpu_hit_rate", "miss_rate")
@@ -72,11 +72,11 @@ def place(hits, throughput, ttft, real=None, repeats=5):
 
 
 def test_the_verdict_says_where_it_fails_and_whether_the_machine_was_busy():
-    assert verdict([place(1.0, -5.0, 10.0)]).startswith("Verdict: holds. All 1 places")
+    assert verdict_here([place(1.0, -5.0, 10.0)]).startswith("Verdict: holds. All 1 places")
     for off in ((1.1, 0.0, 0.0), (0.0, -5.1, 0.0), (0.0, 0.0, 10.1)):
-        assert "fails at 1 of 1 places: pressure=4" in verdict([place(*off)])
-    assert "the machine differs from itself" in verdict([place(1.1, 20.0, 0.0, of(3.0, 20.0, 0.0))])
-    assert "the machine differs from itself" not in verdict([place(1.1, 0.0, 0.0)])
+        assert "fails at 1 of 1 places: pressure=4" in verdict_here([place(*off)])
+    assert "the machine differs from itself" in verdict_here([place(1.1, 20.0, 0.0, of(3.0, 20.0, 0.0))])
+    assert "the machine differs from itself" not in verdict_here([place(1.1, 0.0, 0.0)])
 
 
 def swept(real, simulated, real_at=(), simulated_at=()):

@@ -5,7 +5,7 @@ from collections import defaultdict
 import pytest
 from sqlalchemy import text
 
-from pensieve.lab.compose import plan_trial
+from pensieve.lab.compose.plan import plan_trial
 from pensieve.sim.cost import simulated_cost
 from tests.composed import checked
 from tests.test_holding import positions_s

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.lab.compose import plan_trial, resolved
 from pensieve.lab.compose.machine import Device
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.settings import resolved
 from pensieve.lab.results.identity import _platform_change, explain_difference
 from pensieve.lab.results.store import ResultsStore
-from pensieve.lab.trial.identity import device_facts, identity_of
+from pensieve.lab.trial.job import device_facts, identity_of
 from tests.composed import checked, composed
 from tests.results.trials import MEMORY, trial_fields
 

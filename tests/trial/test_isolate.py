@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pensieve.lab.compose import check
+from pensieve.lab.compose.settings import check
 from pensieve.lab.results.store import open_store
-from pensieve.lab.trial import isolate
+from pensieve.lab.trial import process as isolate
 from pensieve.lab.trial.run import _isolated
 from tests.composed import SHORT, composed
 from tests.trial.running import run

@@ -8,9 +8,8 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
 from pensieve.errors import ConfigError
-from pensieve.lab.commands.run import run_job
+from pensieve.lab.trial.command import compose_jobs, plan_jobs, run_job
 from pensieve.lab.trial.job import Outcome
-from pensieve.lab.trial.jobs import compose_jobs, plan_jobs
 from tests.composed import hydra_session
 
 

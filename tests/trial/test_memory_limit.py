@@ -2,7 +2,9 @@
 
 import pytest
 
-from pensieve.lab.compose import build_system, build_tokenizer, build_workload, plan_trial
+from pensieve.lab.compose.build import build_system, build_workload
+from pensieve.lab.compose.model_files import build_tokenizer
+from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.metrics import summarise
 from pensieve.lab.replay import replay
 from tests.composed import checked

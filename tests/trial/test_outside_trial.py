@@ -3,12 +3,12 @@
 import pytest
 
 from pensieve.errors import EngineMissing, UnsupportedModel
-from pensieve.lab.compose import plan_trial
-from pensieve.lab.compose.preflight import preflight
+from pensieve.lab.compose.build import preflight
+from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.results.export import baseline_report
 from pensieve.lab.results.store import JobResult
 from pensieve.lab.results.tokens import compare_tokens
-from pensieve.lab.trial.identity import identity_of
+from pensieve.lab.trial.job import identity_of
 from tests.composed import SHORT, checked
 from tests.trial.running import run
 

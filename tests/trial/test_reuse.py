@@ -7,15 +7,15 @@ import pytest
 from omegaconf import OmegaConf
 
 from pensieve.errors import ConfigError
-from pensieve.lab.compose import plan_trial, resolved
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.settings import resolved
 from pensieve.lab.results.store import open_store
 from pensieve.lab.results.tokens import read_tokens
-from pensieve.lab.trial import isolate
+from pensieve.lab.trial import process as isolate
 from pensieve.lab.trial import sweep as sweep_module
-from pensieve.lab.trial.job import Job, Outcome
-from pensieve.lab.trial.jobs import BASIC_LAUNCHER, Jobs
+from pensieve.lab.trial.command import BASIC_LAUNCHER, Jobs
+from pensieve.lab.trial.job import Job, Outcome, Tracking
 from pensieve.lab.trial.run import _shares_process, run_trial
-from pensieve.lab.trial.tracking import Tracking
 from pensieve.plugins.device import shelf
 from tests.composed import SHORT, checked, composed
 

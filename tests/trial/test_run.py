@@ -15,9 +15,9 @@ from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.tokens import read_tokens
 from pensieve.lab.trial import run as run_module
 from pensieve.lab.trial import terminal
-from pensieve.lab.trial.liveness import heartbeat
-from pensieve.lab.trial.summary import brief
-from pensieve.lab.trial.tracking import open_tracking
+from pensieve.lab.trial.job import open_tracking
+from pensieve.lab.trial.process import heartbeat
+from pensieve.lab.trial.sweep import brief
 from tests.composed import checked
 from tests.trial.running import run
 

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from pensieve.errors import ConfigError
-from pensieve.lab.commands.inspection import inspect
-from pensieve.lab.compose import read_option
-from pensieve.lab.compose.target import factory
+from pensieve.lab.compose.conf import read_option
+from pensieve.lab.compose.settings import factory
+from pensieve.lab.trial.inspection import inspect
 from pensieve.lab.workload.exact import RoundsWorkload
 from pensieve.lab.workload.sharegpt import sharegpt_workload
 from pensieve.serve.record import is_measured

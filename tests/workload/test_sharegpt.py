@@ -7,7 +7,9 @@ from statistics import mean, median
 import pytest
 
 from pensieve.errors import ConfigError
-from pensieve.lab.compose import build_tokenizer, make_workload, plan_trial
+from pensieve.lab.compose.build import make_workload
+from pensieve.lab.compose.model_files import build_tokenizer
+from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.workload.sharegpt import SHAREGPT, ULTRACHAT, draw, sharegpt_workload
 from tests.composed import checked

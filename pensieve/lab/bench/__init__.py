@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from pensieve.errors import ConfigError
-from pensieve.lab.compose import read_option
+from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.settings import check_node
 
 TARGETS = {

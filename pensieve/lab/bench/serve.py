@@ -12,9 +12,10 @@ import transformers
 from pensieve.errors import ConfigError, PensieveError, RequestFailed
 from pensieve.lab.bench.case import Case, Measured, explain
 from pensieve.lab.bench.session import Bench
-from pensieve.lab.compose import check, plan_trial
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.settings import check
 from pensieve.lab.results.frame import measured_turns
-from pensieve.lab.trial.jobs import compose_job
+from pensieve.lab.trial.command import compose_job
 from pensieve.plugins.device import shelf
 from pensieve.sim.roofline import Roofline
 

@@ -20,19 +20,17 @@ from pensieve.errors import ConfigError, HardwareMissing, PensieveError
 from pensieve.lab import tables
 from pensieve.lab.bench import TARGETS, Options
 from pensieve.lab.bench.case import Case, Measured, explain, interleaved, table
-from pensieve.lab.compose import check, resolved
 from pensieve.lab.compose.machine import Device, cores, find_device
 from pensieve.lab.compose.schema import HardwareConfig, TrackingConfig
-from pensieve.lab.compose.settings import check_node
+from pensieve.lab.compose.settings import check, check_node, resolved
 from pensieve.lab.metrics import MetricValue, is_known
 from pensieve.lab.results.environment import environment, git_commit, gpus, host
 from pensieve.lab.results.identity import identify, sweep_key
 from pensieve.lab.results.schema import BENCH
-from pensieve.lab.trial.job import Job, Outcome
-from pensieve.lab.trial.liveness import device_lock
+from pensieve.lab.trial.job import Job, Outcome, Tracking, open_named
+from pensieve.lab.trial.process import device_lock
 from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.terminal import say
-from pensieve.lab.trial.tracking import Tracking, open_named
 from pensieve.plugins.device.shelf import open_shelf
 
 REPETITIONS = "repetitions"

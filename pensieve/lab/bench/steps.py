@@ -23,8 +23,8 @@ from pensieve.device.worker import TorchWorker
 from pensieve.errors import WorkerError
 from pensieve.lab.bench.case import OURS, Case, Measured, in_turn, synchronize
 from pensieve.lab.bench.session import Bench
-from pensieve.lab.compose import read_option
 from pensieve.lab.compose.build import torch_options
+from pensieve.lab.compose.conf import read_option
 from pensieve.lab.results.frame import sentence
 from pensieve.lab.statistics import median
 from pensieve.plugins.device.shelf import take_model

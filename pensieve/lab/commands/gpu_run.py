@@ -19,7 +19,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from pensieve.errors import HardwareMissing, typed
-from pensieve.lab.compose import outputs_folder
+from pensieve.lab.compose.conf import outputs_folder
 from pensieve.lab.trial.terminal import say
 
 _ROOM_FOR_8B = 22 * 2**30

@@ -11,7 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pensieve.errors import ResultsError
-from pensieve.lab.compose import build_tokenizer, check, make_workload, plan_trial
+from pensieve.lab.compose.build import make_workload
+from pensieve.lab.compose.model_files import build_tokenizer
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.settings import check
 from pensieve.lab.results.frame import OURS, REFERENCE, Frame
 from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.store import ResultsStore

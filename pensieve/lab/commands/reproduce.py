@@ -10,17 +10,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pensieve.errors import ResultsError
-from pensieve.lab.compose import check, plan_trial
-from pensieve.lab.compose.folder import outputs_folder
+from pensieve.lab.compose.conf import outputs_folder
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.settings import check
 from pensieve.lab.results.environment import environment
 from pensieve.lab.results.identity import Identity, input_files
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.tokens import compare_tokens
-from pensieve.lab.trial.identity import identity_of
-from pensieve.lab.trial.job import Job
+from pensieve.lab.trial.job import Job, Tracking, identity_of
 from pensieve.lab.trial.run import run_trial
-from pensieve.lab.trial.tracking import Tracking
 from pensieve.specs import ROUNDS_APART, SIXTEEN_BITS
 
 COMPARED = (

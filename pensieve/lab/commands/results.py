@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pensieve.errors import ResultsError
-from pensieve.lab.compose import outputs_folder
+from pensieve.lab.compose.conf import outputs_folder
 from pensieve.lab.results import export
 from pensieve.lab.results.store import ResultsStore, open_store
 from pensieve.lab.trial.terminal import console, say

@@ -25,12 +25,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import BaseModel, ConfigDict, Field
 
 from pensieve.errors import ConfigError
-from pensieve.lab.compose import TrialConfig, TrialPlan, build_tokenizer, check, make_workload, plan_trial, resolved
-from pensieve.lab.compose.build import longest_conversation
+from pensieve.lab.compose.build import check_memory, longest_conversation, make_workload, preflight
 from pensieve.lab.compose.explain import explain
-from pensieve.lab.compose.plan import auto_gpu_blocks
-from pensieve.lab.compose.preflight import check_memory, preflight
-from pensieve.lab.compose.settings import check_node
+from pensieve.lab.compose.model_files import build_tokenizer
+from pensieve.lab.compose.plan import TrialPlan, auto_gpu_blocks, plan_trial
+from pensieve.lab.compose.schema import TrialConfig
+from pensieve.lab.compose.settings import check, check_node, resolved
 from pensieve.lab.results.environment import Owner, git_commit, host, this_process
 from pensieve.lab.results.identity import code_hash, counts_for_sweep, sweep_key
 from pensieve.lab.results.mlflow_runs import copy_sweep
@@ -39,11 +39,10 @@ from pensieve.lab.results.size_map import NO_DISK, SETTINGS, Place, Question, Si
 from pensieve.lab.reuse import reuse_of
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.tables import Table, estimated, grid
-from pensieve.lab.trial.job import Asked, Job, Outcome
-from pensieve.lab.trial.liveness import end_with
+from pensieve.lab.trial.job import Asked, Job, Outcome, Tracking, open_tracking
+from pensieve.lab.trial.process import end_with
 from pensieve.lab.trial.run import run_trial
-from pensieve.lab.trial.summary import brief, places
-from pensieve.lab.trial.sweep import draw_figures, figure_lines
+from pensieve.lab.trial.sweep import brief, draw_figures, figure_lines, places
 from pensieve.lab.trial.terminal import (
     INTERRUPTED,
     close_at_exit,
@@ -53,7 +52,6 @@ from pensieve.lab.trial.terminal import (
     say,
     sweep_is_closed,
 )
-from pensieve.lab.trial.tracking import Tracking, open_tracking
 from pensieve.lab.workload.base import WorkloadPlan
 from pensieve.serve.books.holding import TIERS
 from pensieve.units import NONE, duration, parse_capacity, percent, significant

@@ -17,13 +17,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pensieve.errors import PensieveError
-from pensieve.lab.compose.folder import BASES, conf_folder, ended, nearest, options
+from pensieve.lab.compose.conf import BASES, conf_folder, ended, nearest, options
 
 _KEY = re.compile(r"[Cc]ould not (?:override|append to config|delete from config)[^']*'\+?~?([^'=@]+)")
 
 _NOT_THE_USERS = (
     Path(__file__).resolve().parents[2],
-    *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
+    *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))),
 )
 _OF_HYDRA = ("Only one of --run, --multirun", "Config group override must be a string")
 """Beginnings of plain ValueErrors for what was typed."""

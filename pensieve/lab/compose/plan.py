@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pensieve.errors import ConfigError, EngineMissing, HardwareMissing, UnsupportedModel
 from pensieve.lab.compose.machine import Device, find_device, free_host_memory_bytes, hardware_spec
+from pensieve.lab.compose.model_files import folder_architecture, weights_kind
 from pensieve.lab.compose.schema import ModelConfig, TrialConfig
-from pensieve.lab.compose.target import refuse_missing
-from pensieve.lab.compose.weights import folder_architecture, weights_kind
+from pensieve.lab.compose.settings import refuse_missing
 from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.units import Capacity, format_bytes, parse_capacity
 

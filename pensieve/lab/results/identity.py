@@ -51,7 +51,7 @@ from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pensieve
-from pensieve.user_cache import user_cache
+from pensieve.hub import user_cache
 
 if TYPE_CHECKING:  # the schema needs SQLAlchemy, and a mistake in a configuration is told before that is imported
     from pensieve.lab.results.schema import Trial
@@ -257,16 +257,11 @@ def _version(package: str) -> str | None:
 NOT_CODE = (
     "lazy.py",
     "lab/results/",
-    "lab/progress.py",
+    "lab/compose/conf.py",
     "lab/compose/explain.py",
-    "lab/compose/help.py",
-    "lab/compose/meant.py",
-    "lab/compose/preflight.py",
-    "lab/trial/isolate.py",
     "lab/trial/job.py",
-    "lab/trial/liveness.py",
+    "lab/trial/process.py",
     "lab/trial/terminal.py",
-    "lab/trial/tracking.py",
 )
 """Files and folders of the package that a trial imports and that cannot change a measurement: they record it, show it, or
 guard its process. What they import counts only where something else imports it too."""

@@ -26,12 +26,12 @@ from filelock import FileLock
 from sqlalchemy import select, union
 
 from pensieve.errors import ResultsError
+from pensieve.hub import user_cache
 from pensieve.lab.metrics import Slo
 from pensieve.lab.results.frame import axis_value, leaves, swept_axes
 from pensieve.lab.results.identity import counts_for_sweep
 from pensieve.lab.results.schema import Sweep, SweepTrial, Trial, sweep_result
 from pensieve.lab.results.store import ResultsStore, figures_folder, report_file, slo_of
-from pensieve.user_cache import user_cache
 
 if TYPE_CHECKING:
     from pensieve.lab.results.sweep_table import SweepTable

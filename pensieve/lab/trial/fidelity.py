@@ -1,17 +1,37 @@
-"""How far a simulated trial is from the real run whose requests it replayed: figures, errors and a verdict."""
+"""How far a simulation is from a real run: figures, errors and a verdict.
+
+A trial that replays the requests of a recorded run is held against that run, request by request.
+
+A machine's simulation (hardware=sim_paired, sim_profile) is held against the machine: the same trials on both. Real trials
+are repeated; what each simulated one is held against is their median, and the mean size of its errors counts: simulated
+ones differ where each repeat goes by a profile of its own minutes. Beside the error stands what each real repeat is off from
+the median of the others, reckoned alike.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from rich.console import Group, RenderableType
 
 from pensieve.lab.metrics import PERCENTILES, MetricValue
+from pensieve.lab.results.frame import Frame, values_of
+from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.statistics import nearest_rank
-from pensieve.lab.tables import grid
+from pensieve.lab.tables import NONE, grid
+from pensieve.lab.trial.job import MEASURED_AT
 from pensieve.lab.workload.vllm_run import RealRequest
 from pensieve.serve.record import TurnRecord, is_measured
+
+if TYPE_CHECKING:
+    import pandas as pd  # a trial without a real run beside it does without
+
+    Errors = pd.Series
+    """By figure: rates in points, throughput and TTFT in percent. NaN: cannot be told."""
 
 SEEN_PCT, UNSEEN_PCT = 2.0, 5.0
 """What no figure's error may exceed: of a run that was looked at when the machine was made, and of any other."""
@@ -101,3 +121,160 @@ def _figures(requests: Sequence[RealRequest]) -> dict[str, float]:
     began, ended = min(each.arrival_s for each in requests), max(each.last_token_s for each in requests)
     figures[_THROUGHPUT] = sum(each.output_tokens for each in requests) / (ended - began)
     return figures
+
+
+HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT = 1.0, 5.0, 10.0
+"""What each error may come to: hit rates in points, by tier; output tokens a second; first tokens, mean over turns."""
+_HITS = {"gpu_hit_rate": "GPU", "cpu_hit_rate": "CPU", "miss_rate": "missed"}
+FLOW, TTFT = "throughput_output_tok_s", "ttft"
+_AXIS = "hardware"
+_LEGEND = (
+    "Simulated: how far each simulation is from the median of n real repeats. Real again: how far each of these is from "
+    "that of the others. Both are mean sizes, with the sign of their mean. Hit rates by tier and miss rate: in points. "
+    "Output tokens/s: in %. TTFT: in %, the mean over turns of each one's error."
+)
+
+
+class Observed(NamedTuple):
+    """One trial. figures: of _HITS, as shares, NaN where there was no history; and its throughput. ttft_ms: by conversation
+    and turn."""
+
+    figures: pd.Series[float]
+    ttft_ms: pd.Series[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One place of the sweep. simulated: against the median of the real repeats, None where one of the two is missing; real:
+    a repeat against that of the others, None below two. Both are means of sizes. unpaired: simulations by a profile that
+    the real trial of their repeat did not measure, where it measured one."""
+
+    place: str
+    repeats: int
+    simulated: Errors | None
+    real: Errors | None
+    unpaired: int = 0
+
+
+def furthest_rate(errors: Errors | None) -> float | None:
+    known = [] if errors is None else list(errors[list(_HITS)].dropna())
+    return max(known, key=abs, default=None)
+
+
+def within(errors: Errors | None) -> bool:
+    """Hits may be unknown, where there is no history; what has no throughput or no first tokens is not within."""
+    if errors is None:
+        return False
+    found = (furthest_rate(errors) or 0.0, errors[FLOW], errors[TTFT])
+    return all(abs(e) <= limit for e, limit in zip(found, (HIT_POINTS, THROUGHPUT_PCT, TTFT_PCT), strict=True))
+
+
+def errors_of(one: Observed, others: Sequence[Observed]) -> Errors:
+    """Of a trial against the median of others. TTFT: mean absolute percentage error over the turns that all have."""
+    import pandas as pd
+
+    every = pd.DataFrame([other.figures for other in others])
+    middle = every.quantile(0.5, interpolation="lower").where(every.notna().all())
+    off = 100 * (one.figures - middle)
+    off[FLOW] /= middle[FLOW]
+    turns = pd.concat([one.ttft_ms, *(other.ttft_ms for other in others)], axis=1, join="inner")
+    theirs = turns.iloc[:, 1:].quantile(0.5, axis=1, interpolation="lower")
+    off[TTFT] = 100 * (turns.iloc[:, 0] / theirs - 1).abs().mean()
+    return off
+
+
+def real_against_real(repeats: Sequence[Observed]) -> Errors | None:
+    """The mean size of each repeat's errors against the others."""
+    if len(repeats) < 2:
+        return None
+    return mean_of(errors_of(one, [*repeats[:place], *repeats[place + 1 :]]) for place, one in enumerate(repeats))
+
+
+def mean_of(errors: Iterable[Errors]) -> Errors:
+    """Mean sizes, with the sign of the mean; NaN where one of them is."""
+    import pandas as pd
+
+    each = pd.DataFrame(list(errors))
+    return pd.Series(np.copysign(each.abs().mean(skipna=False), each.mean()))
+
+
+def fidelity_here(store: ResultsStore, sweep_id: int) -> RenderableType | None:
+    """The table and the verdict_here of a sweep that ran on a machine and on its profile; None for any other."""
+    trials = [job.trial for job in store.trials_of_sweep(sweep_id) if job.trial is not None]
+    if len({trial.simulated for trial in trials}) < 2:
+        return None
+    compared = compare(Frame(store, sweep_id))
+    if not compared:
+        return None
+    heads = {**_HITS, FLOW: "tok/s", TTFT: "TTFT"}
+    lines = []
+    for one in compared:
+        line = {"": one.place, "n": str(one.repeats)}
+        for name, head in heads.items():
+            ours, theirs = (np.nan if errors is None else errors[name] for errors in (one.simulated, one.real))
+            shown = NONE if np.isnan(ours) else f"{ours:{'' if name == TTFT else '+'}.1f}"
+            line[head] = f"{shown}/{NONE if np.isnan(theirs) else f'{abs(theirs):.1f}'}"
+        lines.append(line)
+    table = grid(lines, "This machine's simulation, against the machine", fold=True)
+    return Group(table, _LEGEND, verdict_here(compared))
+
+
+def compare(found: Frame) -> list[Compared]:
+    """Each place of the sweep's other axes; none where no trial goes by a profile. A place that lacks one of the two has no
+    errors, and so is not within the limits."""
+    compared, both = [], False
+    for group in found.groups(_AXIS):
+        for baseline, trials in group.trials.items():
+            for seed in sorted({trial.seed for trial in trials}):
+                own = [trial for trial in trials if trial.seed == seed]
+                real = [trial for trial in own if not trial.simulated]
+                simulated = [trial for trial in own if trial.simulated and _profile_of(trial) is not None]
+                place = ", ".join(filter(None, (group.text, baseline, f"seed {seed}")))
+                observed = [_observed(found, trial) for trial in real]
+                errors = None
+                if real and simulated:
+                    errors = mean_of(errors_of(_observed(found, one), observed) for one in simulated)
+                again = real_against_real(observed)
+                compared.append(Compared(place, len(real), errors, again, _unpaired(real, simulated)))
+                both = both or bool(real and simulated)
+    return compared if both else []
+
+
+def _unpaired(real: Sequence[Trial], simulated: Sequence[Trial]) -> int:
+    measured = {trial.repeat: (trial.engine or {}).get(MEASURED_AT) for trial in real}
+    if not any(measured.values()):
+        return 0
+    return sum(measured.get(one.repeat) != (_profile_of(one) or {}).get("measured", {}).get("at") for one in simulated)
+
+
+def verdict_here(compared: Sequence[Compared]) -> str:
+    limits = f"{HIT_POINTS:g} point of hit rate, {THROUGHPUT_PCT:g} % of throughput, {TTFT_PCT:g} % of TTFT"
+    outside = [one for one in compared if one.unpaired or not within(one.simulated)]
+    text = (
+        f"Verdict: holds. All {len(compared)} places are within {limits}."
+        if not outside
+        else f"Verdict: fails at {len(outside)} of {len(compared)} places: {'; '.join(one.place for one in outside)}. The "
+        f"limits are {limits}."
+    )
+    if unpaired := sum(one.unpaired for one in compared):
+        text += (
+            f" {unpaired} simulations go by a profile that the real trial of their repeat did not measure: force=true runs "
+            "them all anew."
+        )
+    if restless := sum(one.real is not None and not within(one.real) for one in compared):
+        text += f" At {restless} places the machine differs from itself by more (real again): it was busy then."
+    return text
+
+
+def _observed(found: Frame, trial: Trial) -> Observed:
+    import pandas as pd
+
+    figures = pd.Series({name: found.metric(trial, name) for name in (*_HITS, FLOW)}, dtype=float)
+    figures[FLOW] = figures[FLOW] or np.nan
+    return Observed(figures, values_of(found.turns([trial]), "ttft_ms").groupby(["session", "turn"]).last())
+
+
+def _profile_of(trial: Trial) -> Mapping[str, Any] | None:
+    """What a simulated trial's record says of the profile that it goes by."""
+    cost = (trial.engine or {}).get("cost") or {}
+    return cost if cost.get("kind") == "machine profile" else None

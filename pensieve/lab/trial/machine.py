@@ -19,17 +19,15 @@ from time import perf_counter
 from pensieve.core.machine import Clock, Worker
 from pensieve.core.request import Length, Request
 from pensieve.errors import ConfigError
-from pensieve.lab.compose import TrialPlan, build_system, build_tokenizer
-from pensieve.lab.compose.build import clock_and_worker
-from pensieve.lab.compose.preflight import check_measurable
+from pensieve.lab.compose.build import build_system, check_measurable, clock_and_worker
+from pensieve.lab.compose.model_files import build_tokenizer
+from pensieve.lab.compose.plan import TrialPlan
 from pensieve.lab.statistics import median
 from pensieve.lab.trial.samples import Neighbours
 from pensieve.serve.record import Transcripts, TurnRecord
 from pensieve.serve.systems.profiling import DECODES, decodes_s, load_s, prefill_s, profile_of
 from pensieve.sim.machine_profile import Grid, MachineProfile, powers_of_two
 
-MEASURED_AT = "machine_measured_at"
-"""In a real trial's column `engine`: when the profile was measured that it wrote beside itself."""
 SHORTEST_CONTEXT = 32
 _REPLY = 81  # tokens of the replies that tell the host's time of an iteration
 _EVERY = 3  # rounds of prompts, one such reply

@@ -24,37 +24,30 @@ from pensieve.errors import (
     UnsupportedModel,
 )
 from pensieve.lab.bound import Prices, bound_metrics
-from pensieve.lab.compose import (
-    TrialConfig,
-    TrialPlan,
+from pensieve.lab.compose.build import (
     build_cluster,
     build_outside,
     build_simulated,
     build_system,
-    build_tokenizer,
     build_workload,
     check_free_memory,
-    plan_trial,
+    preflight,
     what_starts,
 )
 from pensieve.lab.compose.explain import explain, explain_crash
 from pensieve.lab.compose.machine import memory_limit_bytes
-from pensieve.lab.compose.plan import awaits_profile
-from pensieve.lab.compose.preflight import preflight
+from pensieve.lab.compose.model_files import build_tokenizer
+from pensieve.lab.compose.plan import TrialPlan, awaits_profile, plan_trial
+from pensieve.lab.compose.schema import TrialConfig
 from pensieve.lab.metrics import MetricValue, summarise, thin_percentiles
-from pensieve.lab.progress import TrialProgress
 from pensieve.lab.replay import ReplayRecord, replay
 from pensieve.lab.results.environment import environment, git_commit
 from pensieve.lab.results.identity import Identity, explain_difference, input_files
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.tokens import TokenFile
 from pensieve.lab.trial.fidelity import fidelity_metrics
-from pensieve.lab.trial.holding import holding_metrics, ledger_of_holding
-from pensieve.lab.trial.identity import contended, identity_of
-from pensieve.lab.trial.isolate import run_isolated
-from pensieve.lab.trial.job import Job, Outcome
-from pensieve.lab.trial.liveness import Deadline, device_lock, heartbeat
-from pensieve.lab.trial.machine import MEASURED_AT, measure_beside
+from pensieve.lab.trial.job import MEASURED_AT, Job, Outcome, Tracking, contended, identity_of
+from pensieve.lab.trial.process import Deadline, device_lock, heartbeat, run_isolated
 from pensieve.lab.trial.samples import (
     MOST_MOMENTS,
     Neighbours,
@@ -63,10 +56,11 @@ from pensieve.lab.trial.samples import (
     device_metrics,
     forget_allocator_peak,
     gauges_of,
+    holding_metrics,
+    ledger_of_holding,
     meter_of,
 )
-from pensieve.lab.trial.terminal import command_line, ends_interrupted, raise_if_interrupted
-from pensieve.lab.trial.tracking import Tracking
+from pensieve.lab.trial.terminal import TrialProgress, command_line, ends_interrupted, raise_if_interrupted
 from pensieve.lab.workload.base import Workload, WorkloadPlan
 from pensieve.lab.workload.cache_state import check_start, contamination, unverified
 from pensieve.lab.workload.vllm_run import VllmRun
@@ -237,7 +231,11 @@ class Attempt:
             check_free_memory(plan)
             if (starting := what_starts(plan)) is not None:
                 self.say(starting)
-            measured_at = measure_beside(plan)
+            measured_at = None
+            if config.trial.measure_machine is not None:
+                from pensieve.lab.trial.machine import measure_beside
+
+                measured_at = measure_beside(plan)
             forget_allocator_peak()
             system = _system(plan, tokenizer, described)
             neighbours = Neighbours()

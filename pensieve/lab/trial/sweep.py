@@ -1,4 +1,4 @@
-"""A sweep: what is done before and after its jobs, and what each job does.
+"""A sweep: what is done before and after its jobs, what each job does, and what is printed of a trial.
 
 Before the jobs: preflight of each, and the sweep's row. After them: table, MLflow, figures, exit status. Jobs run one after
 another in this process, as they were composed and checked. Where Hydra is asked for more (a launcher, a folder's name, a
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +24,31 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import env_override
 from omegaconf import DictConfig, open_dict, read_write
 from pydantic import TypeAdapter
+from rich.console import Group, RenderableType
+from rich.text import Text
 
-from pensieve.errors import ConfigError
-from pensieve.lab.compose import TrialConfig, TrialPlan, check, conf_folder, resolved
+from pensieve.errors import ConfigError, in_checkout
+from pensieve.lab.compose.build import preflight
+from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.compose.explain import explain
-from pensieve.lab.compose.plan import awaits_profile
-from pensieve.lab.compose.preflight import preflight
+from pensieve.lab.compose.plan import TrialPlan, awaits_profile
+from pensieve.lab.compose.schema import TrialConfig
+from pensieve.lab.compose.settings import check, resolved
+from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.environment import Owner, git_commit, host, this_process
+from pensieve.lab.results.frame import Cell, Panel, footer, mixtures
 from pensieve.lab.results.identity import sweep_key
-from pensieve.lab.results.mlflow_runs import copy_sweep, copy_trial, log_drawn
+from pensieve.lab.results.mlflow_runs import URL_ENV, copy_sweep, copy_trial, log_drawn, remote_url
+from pensieve.lab.results.notes import MOSTLY, load_changed, offered_rate, starting
+from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import SweepTable, sweep_table
-from pensieve.lab.trial.fidelity import fidelity
-from pensieve.lab.trial.identity import marks_of
-from pensieve.lab.trial.isolate import end_kept, logged_in
-from pensieve.lab.trial.job import Job, Outcome
-from pensieve.lab.trial.jobs import Jobs, asks_hydra, in_turn
-from pensieve.lab.trial.liveness import end_with
+from pensieve.lab.tables import grid
+from pensieve.lab.trial.command import Jobs, asks_hydra, in_turn
+from pensieve.lab.trial.fidelity import fidelity, fidelity_here
+from pensieve.lab.trial.job import Job, Outcome, Tracking, marks_of, open_tracking
+from pensieve.lab.trial.process import end_kept, end_with, logged_in
 from pensieve.lab.trial.run import run_trial
-from pensieve.lab.trial.summary import brief, places, summary
 from pensieve.lab.trial.terminal import (
     INTERRUPTED,
     close_at_exit,
@@ -52,9 +59,8 @@ from pensieve.lab.trial.terminal import (
     say,
     sweep_is_closed,
 )
-from pensieve.lab.trial.tracking import Tracking, open_tracking
 from pensieve.plugins.device import shelf
-from pensieve.units import duration
+from pensieve.units import NONE, duration
 
 FIGURE_SCRIPT = "analysis/figures.py"
 MEMBERSHIP = "PENSIEVE_SWEEP"
@@ -138,8 +144,6 @@ class OpenSweep:
         tracking.store.interrupt_dead()
         tracking.store.set_sweep(self.membership.sweep_id, status=status)
         table = sweep_table(tracking.store, self.membership.sweep_id)
-        from pensieve.lab.trial.fidelity_here import fidelity_here  # brings pandas, which a single trial does without
-
         try:
             if shown:
                 console().print(table.renderable)
@@ -387,3 +391,103 @@ def _with_resolved(folder: Path, plain: Mapping[str, Any]) -> Path:
     text = yaml.dump(plain, Dumper=dumper, sort_keys=False, allow_unicode=True)
     (folder / RESOLVED_FILE).write_text(text, encoding="utf-8")
     return folder
+
+
+ROWS = (
+    ("TTFT p50", "ttft_ms_p50", "ms"),
+    ("TTFT p99", "ttft_ms_p99", "ms"),
+    ("time per output token", "tpot_ms_mean", "ms"),
+    ("output", "throughput_output_tok_s", "tokens/s"),
+    ("hits on GPU", "gpu_hit_rate", "share"),
+    ("hits on CPU", "cpu_hit_rate", "share"),
+    ("hits on disk", "disk_hit_rate", "share"),
+    ("recomputed", "miss_rate", "share"),
+    ("scheduler a step", "schedule_ms_mean", "ms"),
+)
+UI_ADDRESS = "http://127.0.0.1:5000"
+"""Of `make ui`, unless PORT is set."""
+TOLD = ("failures", "contaminated", "cache_state_unverified", "held_whole", "late_sends", "oom")
+"""Flags of a trial without which its numbers would mislead, beside those for which it must not be compared (mixtures)."""
+
+
+def summary(store: ResultsStore, trial_id: int) -> RenderableType:
+    trial = store.trial(trial_id)
+    metrics = {(m.name, m.label): m for m in store.metrics_of(trial_id)}
+    kind = "simulated" if trial.simulated else f"{trial.weights} weights"
+    of_turns = [(f"TTFT, {name} turn (p50)", ("ttft_ms_p50", turn), "ms") for turn, name in _turns(metrics)]
+    rows = [*of_turns, *((title, (name, ""), unit) for title, name, unit in ROWS)]
+    table = grid(
+        [{"": title, "value": _text(metrics[key], unit)} for title, key, unit in rows if key in metrics],
+        f"trial {trial_id}: {trial.model} ({kind}) on {trial.device}, baseline {trial.baseline}, seed {trial.seed}",
+        heads=False,
+    )
+    told = [str(trial.flags[flag]) for flag in TOLD if flag in trial.flags]
+    told += [f"One of the {why.what}: do not compare its times, and {why.remedy}." for why in mixtures([trial])]
+    cut = load_changed([Panel({}, [Cell(trial.baseline, {}, [trial])])])
+    first = [*(note.text for note in cut), *_overloaded(trial, metrics)]
+    return Group(*map(Text, first), table, *(Text(line) for line in [*told, *footer([trial])]))
+
+
+def _overloaded(trial: Trial, metrics: Mapping[tuple[str, str], MetricValue]) -> list[str]:
+    """Where the median request mostly waits for others, its times are of the queue, and grow with the length of the run."""
+    waited, ttft, rate = (
+        one.value if (one := metrics.get((name, ""))) else None
+        for name in ("queue_ms_p50", "ttft_ms_p50", "throughput_req_s")
+    )
+    if not waited or not ttft or waited <= MOSTLY * ttft:
+        return []
+    offered = None if starting([trial]) else offered_rate([trial])
+    kept_up = f" Finished {rate:.3g} of {offered:.3g} requests/s offered." if rate and offered else ""
+    return [
+        f"Near saturation: {waited:,.0f} of {ttft:,.0f} ms of TTFT (p50) is queueing. It grows with the run.{kept_up}"
+    ]
+
+
+def places(tracking: Tracking) -> list[str]:
+    """Lines that say where the records are."""
+    if not tracking.kept:
+        return ["Nothing was kept (tracking=off)."]
+    lines = [f"Database: {tracking.store.database.shown}"]
+    if tracking.mlflow and not installed("mlflow"):
+        lines.append("MLflow:   not installed, so nothing is there; the database is complete without it")
+    elif tracking.mlflow and remote_url() is not None:
+        lines.append(f"MLflow:   the server that {URL_ENV} names")
+    elif tracking.mlflow:
+        lines.append(f"MLflow:   {_ui(tracking.outputs / 'mlflow.db')}, then {UI_ADDRESS}/#/experiments")
+    return lines
+
+
+def _ui(store: Path) -> str:
+    return f"make ui (reads {store})" if in_checkout() else f"mlflow ui --backend-store-uri sqlite:///{store}"
+
+
+def installed(package: str) -> bool:
+    """Whether it could be imported, without the seconds that importing it takes."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def brief(store: ResultsStore, trial_id: int) -> str:
+    """A completed trial's main results in one line, for a sweep."""
+    metrics = {(m.name, m.label): m for m in store.metrics_of(trial_id)}
+    shown = [f"TTFT {name} turn {_text(metrics[('ttft_ms_p50', turn)], 'ms')}" for turn, name in _turns(metrics)]
+    output = metrics.get(("throughput_output_tok_s", ""))
+    return ", ".join([*shown, _text(output, "tokens/s")] if output else shown)
+
+
+def _turns(metrics: dict[tuple[str, str], MetricValue]) -> list[tuple[str, str]]:
+    """The labels of the first and the last turn that were measured."""
+    numbers = sorted(int(label[5:]) for name, label in metrics if name == "ttft_ms_p50" and label.startswith("turn="))
+    ends = dict.fromkeys((*numbers[:1], *numbers[-1:]))
+    return [(f"turn={number}", name) for number, name in zip(ends, ("first", "last"), strict=False)]
+
+
+def _text(metric: MetricValue, unit: str) -> str:
+    value = metric.value
+    if value is None:
+        return NONE
+    if unit == "share":
+        return f"{value:.1%}"
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"

@@ -19,9 +19,9 @@ from filelock import FileLock
 
 from pensieve.device.asked import ModelAsked
 from pensieve.errors import UnsupportedModel
+from pensieve.hub import user_cache
 from pensieve.lab.results.identity import content_hash, text_hash
 from pensieve.plugins.engines.base import EngineSetup
-from pensieve.user_cache import user_cache
 
 
 def plain_module(setup: EngineSetup) -> Any:

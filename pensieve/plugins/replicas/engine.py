@@ -14,7 +14,10 @@ from typing import Any
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, Request
 from pensieve.errors import WorkerError
-from pensieve.lab.compose import build_system, build_tokenizer, check, check_free_memory, plan_trial
+from pensieve.lab.compose.build import build_system, check_free_memory
+from pensieve.lab.compose.model_files import build_tokenizer
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.settings import check
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import AnsweringSystem
 

@@ -17,10 +17,10 @@ from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, History, Request, TokenArray
 from pensieve.device.asked import physical_cores
 from pensieve.errors import ConfigError, HardwareMissing, WorkerError
+from pensieve.lab.compose.build import check_memory
 from pensieve.lab.compose.machine import free_device_bytes, memory_limit_bytes
+from pensieve.lab.compose.model_files import check_weights
 from pensieve.lab.compose.plan import TrialPlan
-from pensieve.lab.compose.preflight import check_memory
-from pensieve.lab.compose.weights import check_weights
 from pensieve.plugins.cluster.cluster_system import Turn
 from pensieve.plugins.cluster.routing import ROUTERS
 from pensieve.plugins.replicas.actors import Actors, Replica

@@ -12,7 +12,7 @@ from typing import Any
 
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext, as_policy
 from pensieve.errors import ConfigError, UnsupportedModel
-from pensieve.lab.compose.folder import conf_folder, options
+from pensieve.lab.compose.conf import conf_folder, options
 from pensieve.specs import HardwareSpec, ModelSpec
 
 log = logging.getLogger("vllm.pensieve")

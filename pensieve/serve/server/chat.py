@@ -16,9 +16,9 @@ from rich.table import Table
 
 from pensieve.core.request import Free
 from pensieve.errors import ConfigError, PensieveError
-from pensieve.lab.compose import read_option
+from pensieve.lab.compose.conf import read_option
+from pensieve.lab.compose.model_files import check_weights, model_config
 from pensieve.lab.compose.settings import check_node
-from pensieve.lab.compose.weights import check_weights, model_config
 from pensieve.lab.trial.terminal import console, say
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.api import Server, Stream

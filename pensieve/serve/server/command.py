@@ -19,12 +19,13 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pensieve.errors import ConfigError, PensieveError
-from pensieve.lab.compose import ModelConfig, outputs_folder, resolved
+from pensieve.lab.compose.conf import outputs_folder
+from pensieve.lab.compose.model_files import model_identity
 from pensieve.lab.compose.plan import plan_trial
-from pensieve.lab.compose.settings import check, check_node
-from pensieve.lab.compose.weights import model_identity
+from pensieve.lab.compose.schema import ModelConfig
+from pensieve.lab.compose.settings import check, check_node, resolved
 from pensieve.lab.results.identity import text_hash
-from pensieve.lab.trial.identity import identity_of
+from pensieve.lab.trial.job import identity_of
 from pensieve.lab.trial.terminal import say
 from pensieve.serve.server import statistics
 from pensieve.serve.server.api import Server

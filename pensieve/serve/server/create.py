@@ -6,18 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pensieve.errors import ConfigError, EngineMissing, typed
-from pensieve.lab.compose import (
-    TrialPlan,
-    build_system,
-    build_tokenizer,
-    check,
-    check_free_memory,
-    model_config,
-    plan_trial,
-    read_option,
-    what_starts,
-)
-from pensieve.lab.compose.target import locate
+from pensieve.lab.compose.build import build_system, check_free_memory, what_starts
+from pensieve.lab.compose.conf import read_option
+from pensieve.lab.compose.model_files import build_tokenizer, model_config
+from pensieve.lab.compose.plan import TrialPlan, plan_trial
+from pensieve.lab.compose.settings import check, locate
 from pensieve.plugins.engines.ray_cluster import check_ray
 from pensieve.serve.server.api import Server
 

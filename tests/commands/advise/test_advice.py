@@ -16,7 +16,7 @@ from pensieve.lab.commands.advise.causes import read_causes
 from pensieve.lab.commands.advise.page import page_of, render
 from pensieve.lab.commands.advise.replays import moved, replayed
 from pensieve.lab.commands.advise.source import open_source
-from pensieve.lab.compose import conf_folder
+from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.traffic.table import Exchange, Facts, write
 from pensieve.lab.workload.recording import Blocks, Call, Conversation, hashes_of

@@ -15,7 +15,8 @@ from pensieve.device.asked import ModelAsked
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import load_model
 from pensieve.device.pages import return_file_pages
-from pensieve.lab.compose import build_system, plan_trial
+from pensieve.lab.compose.build import build_system
+from pensieve.lab.compose.plan import plan_trial
 from pensieve.serve.systems import profiling
 from tests.composed import checked
 from tests.worker.torch.driver import plain_logits, tiny_spec

@@ -18,8 +18,9 @@ from pensieve.lab.commands.advise.causes import Reading, Split, read_causes, spl
 from pensieve.lab.commands.advise.machine import machine_of, timed
 from pensieve.lab.commands.advise.replays import Replayed, Task, gain, moved, replay_all, replayed, sample
 from pensieve.lab.commands.advise.source import Source, open_source
-from pensieve.lab.compose import TrialPlan, check, plan_trial, read_option, resolved
-from pensieve.lab.compose.settings import check_node
+from pensieve.lab.compose.conf import read_option
+from pensieve.lab.compose.plan import TrialPlan, plan_trial
+from pensieve.lab.compose.settings import check, check_node, resolved
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.traffic.table import Facts

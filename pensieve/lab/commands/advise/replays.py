@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
-from pensieve.lab.compose import build_cluster, build_system, build_tokenizer, check, plan_trial
-from pensieve.lab.compose.build import workload_context
+from pensieve.lab.compose.build import build_cluster, build_system, workload_context
+from pensieve.lab.compose.model_files import build_tokenizer
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.settings import check
 from pensieve.lab.replay import replay
 from pensieve.lab.statistics import NONNEGATIVE, REAL, Estimate, nearest_rank, paired_ratio
 from pensieve.lab.workload.base import shuffled

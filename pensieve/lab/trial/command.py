@@ -1,22 +1,39 @@
-"""The jobs of a sweep: its axes, their order, and the configuration of each."""
+"""The command run, as Hydra calls it: the jobs of a sweep, the callback before and after them, and the task function of one.
+
+A mistake in the configuration is told before the libraries of a trial are imported: those of the database, of numbers and of
+tables take longer than everything until then.
+"""
 
 from __future__ import annotations
 
 import pickle
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from hydra import compose
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from pensieve.errors import ConfigError, EngineMissing
+from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.schema import TrialConfig
+from pensieve.lab.compose.settings import check, resolved
 from pensieve.lab.results.identity import numbers_by_value
+from pensieve.lab.trial.terminal import in_a_sentence
+
+if TYPE_CHECKING:
+    from pensieve.lab.trial.sweep import OpenSweep
+
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -147,3 +164,64 @@ def compose_jobs(config: DictConfig, jobs: Jobs) -> Iterator[DictConfig]:
         if seed is not None:
             found.seed = int(seed[1])
         yield found
+
+
+def inspected(configs: Sequence[TrialConfig]) -> bool:
+    """Whether workloads were to be described alone (workload.inspect); they are printed then."""
+    if not any(config.workload.get("inspect") for config in configs):
+        return False
+    from pensieve.lab.trial.inspection import print_inspections
+
+    print_inspections(configs)
+    return True
+
+
+class SweepCallback(Callback):
+    """Hydra turns an exception in a callback into a warning and goes on, so a sweep is refused by SystemExit."""
+
+    def __init__(self) -> None:
+        self._sweep: OpenSweep | None = None  # plain values only: a launcher may send this object to other processes
+
+    def on_multirun_start(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
+        with in_a_sentence(hydra_goes_on=True):
+            refuse_missing_launcher(config)
+            jobs = plan_jobs(config)
+            configs, checked, plans = [], [], []
+            for cfg in compose_jobs(config, jobs):  # a mistake is told before the other jobs are composed
+                configs.append(resolved(cfg))
+                checked.append(check(configs[-1]))
+                plans += [] if checked[-1].workload.get("inspect") else [plan_trial(checked[-1])]
+            if inspected(checked):
+                sys.exit(0)
+
+            from pensieve.lab.trial.sweep import open_sweep
+
+            self._sweep = open_sweep(config, jobs, configs, plans)
+            if not asks_hydra(config):
+                self._sweep.run(config, jobs, configs, plans)  # Hydra would compose each of them twice more
+                sys.exit(0 if self._sweep.finish() else 1)
+
+    def on_multirun_end(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:
+        """Table, MLflow, figures; leaves with status 1 where a trial did not complete."""
+        if self._sweep is not None:
+            with in_a_sentence(hydra_goes_on=True):
+                if not self._sweep.finish():
+                    sys.exit(1)
+
+
+def run_job(cfg: DictConfig) -> None:
+    """Run the trial that Hydra composed, alone or in its sweep."""
+    if HydraConfig.get().mode == RunMode.MULTIRUN:  # checked with the others before the sweep began
+        from pensieve.lab.trial.sweep import run_composed
+
+        run_composed(cfg)
+        return
+    with in_a_sentence():
+        config = check(cfg)
+        if inspected([config]):
+            return
+        plan_trial(config)  # a mistake is told before the libraries of a trial are imported
+
+        from pensieve.lab.trial.sweep import run_single
+
+        run_single(cfg, config)
