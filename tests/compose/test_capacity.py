@@ -87,4 +87,4 @@ def test_two_plans_are_in_flight_on_a_gpu_and_one_elsewhere() -> None:
     }
     assert {plans_in_flight(device, 2) for device in devices.values()} == {2}
     assert plans_in_flight(devices["cuda"], 1) == 1
-    assert checked("hardware=cuda").hardware.depth == "auto"
+    assert checked("hardware=cuda").hardware.torch.depth == "auto"

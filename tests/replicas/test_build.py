@@ -24,12 +24,13 @@ def test_each_replica_gets_the_configuration_of_one_engine_and_its_share_of_the_
     config = checked(*REAL, "hardware.replicas=2", "hardware.router=random", "eviction=lru")
     plan = plan_trial(config)
     one = check(build_replicas(plan, 2, "random").replicas.fields)
-    assert (one.hardware.replicas, one.hardware.router) == (1, "single")
-    assert one.hardware.threads is not None and 1 <= one.hardware.threads <= max(1, build_module.physical_cores() // 2)
+    assert (one.hardware.cluster.replicas, one.hardware.cluster.router) == (1, "single")
+    threads = one.hardware.torch.threads
+    assert threads is not None and 1 <= threads <= max(1, build_module.physical_cores() // 2)
     for group in ("model", "cache", "eviction", "scheduler", "baseline", "seed", "attention_backend"):
         assert getattr(one, group) == getattr(config, group)
-    same = {"threads", "replicas", "router"}
-    assert one.hardware.model_dump(exclude=same) == config.hardware.model_dump(exclude=same)
+    given, got = config.hardware.model_dump(), one.hardware.model_dump()
+    assert {name for name in given if got[name] != given[name]} == {"threads", "replicas", "router"}
     given = plan_trial(checked(*REAL, "hardware.threads=3"))
     assert build_replicas(given, 4, "affinity").replicas.fields["hardware"]["threads"] == 3
 
@@ -67,8 +68,8 @@ def gpus(monkeypatch, count):
 @pytest.mark.parametrize(("replicas", "gpus_each", "taken"), [(1, 1, 1), (2, 1, 2), (2, 2, 4), (3, 2, 4)])
 def test_every_gpu_of_the_replicas_is_locked(replicas, gpus_each, taken, monkeypatch):
     gpus(monkeypatch, 4)
-    hardware = checked("hardware=replicas", f"hardware.replicas={replicas}", f"hardware.gpus={gpus_each}").hardware
-    device = find_device(hardware.model_copy(update={"device": "cuda"}))
+    count = (f"hardware.replicas={replicas}", f"hardware.gpus={gpus_each}")
+    device = find_device(checked("hardware=replicas", "hardware.device=cuda", *count).hardware)
     assert [device.identity, *device.others] == [f"GPU-uuid-{number}" for number in range(taken)]
     assert device.count == gpus_each and device.gpu_bytes == gpus_each * 80 * 2**30, "a replica's"
 
@@ -76,8 +77,7 @@ def test_every_gpu_of_the_replicas_is_locked(replicas, gpus_each, taken, monkeyp
 def test_a_gpu_by_its_number_is_refused_for_replicas(monkeypatch):
     """Each replica sees its own GPUs only, from 0 on."""
     plan = plan_trial(checked(*REAL))
-    hardware = plan.config.hardware.model_copy(update={"device": "cuda:1"})
-    config = plan.config.model_copy(update={"hardware": hardware})
+    config = checked("hardware=replicas", "hardware.device=cuda:1", "model.weights=random")
     on_gpu = replace(plan, config=config, device=replace(plan.device, kind="cuda", name="cuda:1"))
     with pytest.raises(ConfigError, match=r"hardware\.device=cuda:1 .*use hardware\.device=cuda\.$"):
         build_replicas(on_gpu, 2, "affinity")

@@ -245,7 +245,7 @@ def run_command(
             "(python runners/run.py)."
         )
     tracking, device = open_named(tracked), torch.device("cpu" if machine.simulated else machine.name)
-    bench = Bench(machine, hardware, options, tracking, say, device, _use_threads(hardware.threads, machine))
+    bench = Bench(machine, hardware, options, tracking, say, device, _use_threads(hardware.torch.threads, machine))
     bench.open(name, overrides)
     if bench.on_gpu:
         torch.cuda.set_device(device)  # events and streams that name none are of this one

@@ -176,7 +176,7 @@ def default_sizes(plan: TrialPlan, loads: Sequence[WorkloadPlan], points: int) -
     slots = int((plan.config.baseline.cache or {}).get("n_slots") or 1)
     longest = max(longest_conversation(one) or plan.model.max_context for one in loads)
     least = slots * (longest + 2 * plan.chunk_tokens) * plan.model.kv_bytes_per_token / count
-    share = plan.config.hardware.memory_share
+    share = plan.config.hardware.torch.memory_share
     room = auto_gpu_blocks(device, plan.model, plan.activation_bytes, 0, block, share) * block / count
     beside = device.cpu_bytes / count
     if device.shared:  # both tiers are in one memory

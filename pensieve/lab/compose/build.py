@@ -110,7 +110,7 @@ def build_system(
     parts = find_parts(config, longest_conversation(described) if described else None, plan.model)
     assert parts.cache is not None, f"baseline={config.baseline.name} is an outside engine: build_outside"
     tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
-    if config.hardware.router != "single":
+    if config.hardware.cluster.router != "single":
         raise ConfigError("A cluster of simulated replicas runs trials only; use hardware.router=single.")
     return _engine_system(plan, parts, tokenizer, keeps_disk)
 
@@ -130,16 +130,16 @@ def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan
         assert isinstance(system, InlineSystem)
         return system
 
-    failures = Failures(hardware.failure_s, hardware.restart_s)
+    failures = Failures(hardware.cluster.failure_s, hardware.cluster.restart_s)
     migration = None
-    if hardware.migration != "never":
-        assert hardware.network_gbps is not None, "HardwareConfig asks for it"
-        network = Network(hardware.network_gbps, hardware.network_latency_s)
-        migration = Migration(hardware.migration, network)
+    if hardware.cluster.migration != "never":
+        assert hardware.links.network_gbps is not None, "HardwareConfig asks for it"
+        network = Network(hardware.links.network_gbps, hardware.links.network_latency_s)
+        migration = Migration(hardware.cluster.migration, network)
     return ClusterSystem(
         make,
-        hardware.replicas,
-        ROUTERS[hardware.router],
+        hardware.cluster.replicas,
+        ROUTERS[hardware.cluster.router],
         seed=plan.config.seed,
         failures=failures,
         migration=migration,
@@ -212,7 +212,7 @@ def outside_engine(
             revision=config.model.revision,
             seed=config.model.seed,
             device=plan.device.name,
-            threads=config.hardware.threads or physical_cores(),
+            threads=config.hardware.torch.threads or physical_cores(),
             kv_tokens=plan.gpu_blocks * plan.chunk_tokens,
             host_tokens=plan.cpu_blocks * plan.chunk_tokens,
             block_tokens=plan.chunk_tokens,
@@ -223,7 +223,7 @@ def outside_engine(
             eos=frozenset(int(token) for token in listed),
             tokenizer=tokenizer,
             memory_bytes=memory_limit_bytes(config.hardware),
-            network_gbps=config.hardware.network_gbps,
+            network_gbps=config.hardware.links.network_gbps,
         )
     )
 
@@ -241,7 +241,7 @@ def build_simulated(plan: TrialPlan) -> System:
     config = plan.config
     make = find_parts(config).simulated
     assert make is not None, f"baseline={config.baseline.name} has nothing to simulate it: plan_trial refuses that"
-    if config.hardware.router != "single":
+    if config.hardware.cluster.router != "single":
         raise ConfigError("A cluster is of baselines in the engine; use hardware.router=single.")
     return make(plan.model, plan.hardware, plan.chunk_tokens)
 
@@ -251,7 +251,7 @@ def clock_and_worker(
 ) -> tuple[Clock, Worker, int | Callable[[], int]]:
     """Clock, worker, and the number of GPU blocks or the function that measures how many fit."""
     hardware, scheduler = plan.config.hardware, plan.config.scheduler
-    depth = plans_in_flight(plan.device, hardware.depth)
+    depth = plans_in_flight(plan.device, hardware.torch.depth)
     if plan.device.simulated:
         from pensieve.sim.worker import SimulatedWorker
 
@@ -297,7 +297,7 @@ def _asked_model(plan: TrialPlan) -> ModelAsked:
         revision=m.revision,
         seed=m.seed,
         device=plan.device.name,
-        threads=config.hardware.threads,
+        threads=config.hardware.torch.threads,
         attention=config.attention_backend,
         chunk_tokens=plan.chunk_tokens,
         memory_bytes=_weights_memory_bytes(plan),
@@ -316,7 +316,7 @@ def _divided_worker(plan: TrialPlan, clock: Clock) -> TensorParallelWorker:
 
     config, device = plan.config, plan.device
     s = config.scheduler
-    threads = config.hardware.threads or physical_cores()
+    threads = config.hardware.torch.threads or physical_cores()
     options = torch_options(config.hardware, device, s.max_batch_tokens, s.max_batch_requests)
     asked = _asked_model(plan)._replace(threads=max(1, threads // device.count), memory_bytes=None)
     options = replace(options, graphs=False)  # a graph would have the collectives of its forward in it
@@ -330,7 +330,7 @@ def _tier_below(plan: TrialPlan, parts: Parts, keeps_disk: bool) -> LowerTier:
         from pensieve.plugins.tiers.disk import DiskTier
 
         transfer = None if plan.device.simulated else _disk_options(plan, keeps_disk)
-        below = DiskTier(plan.disk_blocks, plan.config.hardware.disk_bw, transfer)
+        below = DiskTier(plan.disk_blocks, plan.config.hardware.links.disk_bw, transfer)
     if below.blocks and below.transfer is None and not plan.device.simulated:
         raise HardwareMissing(f"The tier {below.name!r} is for simulated machines only; use hardware=sim_h100, say.")
     return below
@@ -354,11 +354,11 @@ def torch_options(
     from pensieve.device.options import TorchOptions
 
     return TorchOptions(
-        depth=plans_in_flight(device, hardware.depth),
-        graphs=hardware.graphs == "auto",
+        depth=plans_in_flight(device, hardware.torch.depth),
+        graphs=hardware.torch.graphs == "auto",
         max_batch_tokens=max_batch_tokens,
         max_batch_requests=max_batch_requests,
-        memory_share=memory_share(device, hardware.memory_share),
+        memory_share=memory_share(device, hardware.torch.memory_share),
     )
 
 
@@ -457,13 +457,13 @@ def preflight(plan: TrialPlan) -> None:
 def check_measurable(plan: TrialPlan) -> None:
     """Raises ConfigError for a machine of which there can be no profile."""
     config = plan.config
-    several = plan.device.divided or config.hardware.router != "single"
+    several = plan.device.divided or config.hardware.cluster.router != "single"
     if plan.device.simulated or config.baseline.engine is not None or several or not plan.cpu_blocks:
         raise ConfigError(
             f"A profile is of one real device, our engine, and copies between two tiers. Here are "
-            f"hardware={config.hardware.name} hardware.gpus={plan.device.count} hardware.router={config.hardware.router} "
-            f"baseline={config.baseline.name} cache.cpu={config.cache.cpu}; use hardware=local baseline=pensieve, one device "
-            "and a cache.cpu."
+            f"hardware={config.hardware.name} hardware.gpus={plan.device.count} "
+            f"hardware.router={config.hardware.cluster.router} baseline={config.baseline.name} "
+            f"cache.cpu={config.cache.cpu}; use hardware=local baseline=pensieve, one device and a cache.cpu."
         )
 
 

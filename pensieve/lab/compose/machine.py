@@ -101,7 +101,7 @@ def find_device(hardware: HardwareConfig) -> Device:
     """The device that hardware= means here. Raises HardwareMissing for a GPU that is not there."""
     if hardware.simulated:
         return _simulated(hardware)
-    asked = hardware.device
+    asked = hardware.torch.device
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", asked):
         raise ConfigError(f"hardware.device={asked!r} is unknown; it is auto, cpu, cuda or cuda:<index>.")
     if asked == "cpu":
@@ -123,7 +123,9 @@ def find_device(hardware: HardwareConfig) -> Device:
             f"hardware.gpus={hardware.gpus}: from cuda:{index} on this machine has {there - index} GPU(s); use "
             f"hardware.gpus={there - index}, or simulate more with hardware=sim_a100_80g hardware.gpus={hardware.gpus}."
         )
-    taken = min(hardware.gpus * hardware.replicas, there - index)  # whether they suffice is for replicas to check
+    taken = min(
+        hardware.gpus * hardware.cluster.replicas, there - index
+    )  # whether they suffice is for replicas to check
     each = [torch.cuda.get_device_properties(index + number) for number in range(taken)]
     return Device(
         kind="cuda",
@@ -167,8 +169,9 @@ def memory_limit_bytes(hardware: HardwareConfig) -> int | None:
 
 def _simulated(hardware: HardwareConfig) -> Device:
     rates = () if hardware.profile else ("flops", "memory_bw", "h2d_bw", "d2h_bw")
+    given = hardware.model_dump()
     for field in ("gpu_memory", "cpu_memory", *rates):
-        if not getattr(hardware, field):
+        if not given[field]:
             raise ConfigError(
                 f"hardware.{field} has no value, and a simulated machine needs it; set it, or hardware.profile (for "
                 "hardware=sim_paired trial.measure_machine, as experiment=machine/fidelity does)."
@@ -191,7 +194,6 @@ def hardware_spec(hardware: HardwareConfig, device: Device, measured: MachinePro
         HardwareSpec,
         hardware,
         device=device.name,
-        terms=hardware.terms.model_dump(),
         gpu_memory_bytes=device.gpu_bytes // device.count,
         cpu_memory_bytes=device.cpu_bytes // device.count,
     )

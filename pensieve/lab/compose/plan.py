@@ -59,7 +59,7 @@ class TrialPlan:
     @property
     def computes_elsewhere(self) -> bool:
         """A real model in the engine runs in processes that the trial starts: ranks, or replicas behind a router."""
-        return self.device.divided or (self.config.hardware.router != "single" and not self.device.simulated)
+        return self.device.divided or (self.config.hardware.cluster.router != "single" and not self.device.simulated)
 
     @property
     def gpu_auto(self) -> bool:
@@ -133,7 +133,7 @@ def plan_trial(config: TrialConfig) -> TrialPlan:
     disk = _blocks(disk_size, model, chunk)  # of the machine, whose devices share it
     if device.divided:
         _check_divided(config, device, model, disk)
-    if config.hardware.router != "single" and not device.simulated:
+    if config.hardware.cluster.router != "single" and not device.simulated:
         _check_replicated(config)
     _check_disk(config, device, disk)
     if profile is not None:
@@ -235,7 +235,7 @@ def _check_divided(config: TrialConfig, device: Device, model: ModelSpec, disk_b
 def _check_replicated(config: TrialConfig) -> None:
     """Raises ConfigError for what real replicas do not do."""
     _refuse_with(
-        f"hardware.router={config.hardware.router} starts replicas of our engine, a process each",
+        f"hardware.router={config.hardware.cluster.router} starts replicas of our engine, a process each",
         {
             f"baseline={config.baseline.name} is an engine of others": config.baseline.engine is not None,
         },
@@ -256,9 +256,9 @@ def _check_disk(config: TrialConfig, device: Device, disk_blocks: int) -> None:
             f"cache.disk={config.cache.disk} has no path to a GPU's memory yet; use cache.disk=0, or hardware=cpu, or a "
             "simulated GPU such as hardware=sim_h100."
         )
-    if device.kind == "cpu" and plans_in_flight(device, config.hardware.depth) > 1:
+    if device.kind == "cpu" and plans_in_flight(device, config.hardware.torch.depth) > 1:
         raise HardwareMissing("cache.disk needs hardware.depth=1 (what auto is on a CPU): set one of the two.")
-    if device.simulated and not config.hardware.disk_bw:
+    if device.simulated and not config.hardware.links.disk_bw:
         raise ConfigError("hardware.disk_bw has no value, and a simulated machine with cache.disk needs it; set it.")
 
 
@@ -271,7 +271,7 @@ def _sized(plan: TrialPlan, total: bool) -> TrialPlan:
             "or use baseline.kv_budget=device."
         )
     cpu_bytes = plan.budget_cpu_blocks * plan.block_bytes
-    share = plan.config.hardware.memory_share
+    share = plan.config.hardware.torch.memory_share
     gpu = auto_gpu_blocks(plan.device, plan.model, plan.activation_bytes, cpu_bytes, plan.block_bytes, share)
     return replace(plan, budget_gpu_blocks=gpu, gpu_blocks=gpu + plan.budget_cpu_blocks if total else gpu)
 

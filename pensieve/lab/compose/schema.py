@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
 from pensieve.lab.workload.cache_state import CacheState
 from pensieve.plugins.overlap import AskedCopyAhead
@@ -20,7 +29,18 @@ AttentionChoice = Literal[
 
 
 class _Group(BaseModel):
+    """parts: fields of which each holds a group whose fields people write side by side with the others."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
+    parts: ClassVar[tuple[str, ...]] = ()
+
+
+def own_fields(group: Any) -> dict[str, FieldInfo]:
+    """The fields that people write in a group, those of its parts among them."""
+    found: dict[str, FieldInfo] = dict(group.model_fields)
+    for name in getattr(group, "parts", ()):
+        found |= own_fields(found.pop(name).annotation)
+    return found
 
 
 class ModelConfig(_Group):
@@ -100,80 +120,125 @@ class HardwareTerms(_Group):
         return self
 
 
-class HardwareConfig(_Group):
-    """A real machine needs device, gpus and threads only; the rates are for the simulated ones. gpus: devices that a model is
-    divided among; on a CPU, processes.
+class TorchDevice(_Group):
+    """How a real model runs. depth: plans in flight, of a simulated machine too; auto: see plan.plans_in_flight. graphs:
+    replay decode iterations (YAML reads a bare off as false). memory_share: what cache.gpu=auto may fill, by default nine
+    tenths of a GPU and half of a CPU machine's free memory."""
 
-    depth: plans in flight; auto: see plan.plans_in_flight. graphs: replay decode iterations (YAML reads a bare off as
-    false). memory_share: what cache.gpu=auto may fill, by default nine tenths of a GPU and half of a CPU machine's free
-    memory. profile: a file of runners/profile.py: what retention value goes by on a real machine, and all times of a
-    simulated one. network_gbps: between the client and the model of a disaggregated baseline,
-    or of each simulated replica, in 10^9 bit/s. replicas, router, failure_s, restart_s: a simulated
-    cluster, see baselines.cluster_system; migration: see baselines.migration. replicas, router of a real machine: see
-    pensieve.plugins.replicas.
-    """
-
-    name: str
-    simulated: bool
     device: str = "auto"
-    gpus: Count = 1
     threads: Count | None = None
     depth: Literal["auto", 1, 2] = "auto"
     graphs: Literal["auto", "off", False] = "auto"
     memory_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    gpu_memory: str | None = None
-    cpu_memory: str | None = None
+
+
+class SimulatedCompute(_Group):
+    """What an iteration takes on a simulated device: see specs.HardwareSpec."""
+
     flops: Rate = 0.0
     memory_bw: Rate = 0.0
-    h2d_bw: Rate = 0.0
-    d2h_bw: Rate = 0.0
-    link_bw: Rate = 0.0
-    link_latency_s: Rate = 0.0
-    network_gbps: Annotated[float, Field(gt=0.0)] | None = None
-    network_latency_s: Rate = 0.0
     multiprocessors: Annotated[int, Field(ge=0)] = 0
     graph_sizes: bool = False
     terms: HardwareTerms = HardwareTerms()
     compute_efficiency: Share = 1.0
     memory_efficiency: Share = 1.0
     step_overhead_s: Rate = 0.0
+
+
+class SimulatedLinks(_Group):
+    """What moving takes on a simulated machine: see specs.HardwareSpec. network_gbps: between the client and the model of a
+    disaggregated baseline, or of each simulated replica, in 10^9 bit/s."""
+
+    h2d_bw: Rate = 0.0
+    d2h_bw: Rate = 0.0
+    disk_bw: Rate = 0.0
+    link_bw: Rate = 0.0
+    link_latency_s: Rate = 0.0
+    network_gbps: Annotated[float, Field(gt=0.0)] | None = None
+    network_latency_s: Rate = 0.0
     duplex_penalty: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     fragment_s: Rate = 0.0
     pipelined_swap_in: bool = True
-    disk_bw: Rate = 0.0
-    profile: str | None = None
-    source: str = ""
+
+
+class Cluster(_Group):
+    """Replicas behind a router: simulated ones by plugins.cluster, real ones by plugins.replicas. failure_s, restart_s and
+    migration are of simulated ones."""
+
     replicas: Count = 1
     router: Literal["single", "affinity", "affinity_bounded", "least_loaded", "prefix_aware", "random"] = "single"
     failure_s: Annotated[float, Field(gt=0.0)] | None = None
     restart_s: Rate = 30.0
     migration: Literal["never", "cheaper", "always"] = "never"
 
+
+class HardwareConfig(_Group):
+    """A machine, in parts by what is built of them. People write the fields of all parts side by side (hardware.threads,
+    hardware.flops), and so they are read and dumped.
+
+    gpus: devices that a model is divided among; on a CPU, processes. profile: a file of runners/profile.py: what retention
+    value goes by on a real machine, and all times of a simulated one.
+    """
+
+    parts: ClassVar[tuple[str, ...]] = ("torch", "compute", "links", "cluster")
+
+    name: str
+    simulated: bool
+    source: str = ""
+    gpus: Count = 1
+    gpu_memory: str | None = None
+    cpu_memory: str | None = None
+    profile: str | None = None
+    torch: TorchDevice = TorchDevice()
+    compute: SimulatedCompute = SimulatedCompute()
+    links: SimulatedLinks = SimulatedLinks()
+    cluster: Cluster = Cluster()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_parts(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        kinds = {name: cls.model_fields[name].annotation for name in cls.parts}
+        made = {name: {key: given[key] for key in given if key in own_fields(kind)} for name, kind in kinds.items()}
+        of_parts = {key for part in made.values() for key in part}
+        rest = {key: value for key, value in given.items() if key not in of_parts}
+        if named := sorted(rest.keys() & made.keys()):
+            raise ValueError(f"hardware.{named[0]} is unknown: its fields are fields of hardware")
+        return {**rest, **made}
+
+    @model_serializer(mode="wrap")
+    def _side_by_side(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = dump(self)
+        for name in self.parts:
+            found |= found.pop(name)
+        return found
+
     @model_validator(mode="after")
     def _replicas_are_routed(self) -> HardwareConfig:
-        if self.router == "single" and (self.replicas > 1 or self.failure_s is not None):
+        if self.cluster.router == "single" and (self.cluster.replicas > 1 or self.cluster.failure_s is not None):
             raise ValueError(
                 "hardware.replicas and hardware.failure_s need a router: set hardware.router=affinity, say"
             )
-        if self.failure_s is not None and not self.simulated:
+        if self.cluster.failure_s is not None and not self.simulated:
             raise ValueError("hardware.failure_s is for simulated machines; use hardware=sim_h100, say")
         return self
 
     @model_validator(mode="after")
     def _kv_moves_between_replicas(self) -> HardwareConfig:
-        if self.migration == "never":
+        if self.cluster.migration == "never":
             return self
-        if self.router == "single" or not self.simulated:
+        if self.cluster.router == "single" or not self.simulated:
             raise ValueError(
                 "hardware.migration is between simulated replicas: use hardware=sim_h100 hardware.router=affinity, say"
             )
-        if self.network_gbps is None:
+        if self.links.network_gbps is None:
             raise ValueError("hardware.migration needs a network between the replicas: set hardware.network_gbps")
         return self
 
     @model_validator(mode="after")
     def _real_copies_are_as_they_are(self) -> HardwareConfig:
-        if not self.simulated and not self.pipelined_swap_in:
+        if not self.simulated and not self.links.pipelined_swap_in:
             raise ValueError("hardware.pipelined_swap_in=false is for simulated machines; use hardware=sim_h100, say")
         return self
 
@@ -227,5 +292,6 @@ T = TypeVar("T")
 
 def filled(kind: type[T], node: BaseModel, **given: Any) -> T:
     """A dataclass with the fields of the node that have the same names, beside those given."""
-    same = {one.name: getattr(node, one.name) for one in fields(kind) if hasattr(node, one.name)}  # type: ignore[arg-type]
+    names = {one.name for one in fields(kind)}  # type: ignore[arg-type]
+    same = {name: value for name, value in node.model_dump().items() if name in names}
     return kind(**{**same, **given})

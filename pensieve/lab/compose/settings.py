@@ -28,7 +28,7 @@ from typing_extensions import TypedDict
 from pensieve.errors import ConfigError, EngineMissing, PensieveError
 from pensieve.lab.compose.conf import ended, nearest, options
 from pensieve.lab.compose.model_files import completed
-from pensieve.lab.compose.schema import TrialConfig
+from pensieve.lab.compose.schema import TrialConfig, own_fields
 
 Node = TypeVar("Node", bound=BaseModel)
 
@@ -110,9 +110,13 @@ def explain_invalid(
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     path: list[str] = []
     value: Any = given
-    for part in first["loc"]:
+    deep = 0
+    for deep, part in enumerate(first["loc"], start=1):
         if not isinstance(value, Mapping):
+            deep -= 1
             break  # what follows is a place in a list, or a member of a union
+        if part not in value and deep < len(first["loc"]):
+            continue  # a part of a group, whose fields are written in the group
         path.append(str(part))
         value = value.get(str(part))
     field = ".".join([*group, *path])
@@ -123,10 +127,8 @@ def explain_invalid(
         return f"The field {field} has no value; set it."
     if first["type"] == "list_type":
         return f"{field} takes a list; write {field}=[{value}]."
-    place = first["loc"][: len(path)]
-    of_a_union = [
-        e["msg"] for e in errors if e is not first and e["loc"][: len(path)] == place and len(e["loc"]) > len(path)
-    ]
+    place = first["loc"][:deep]
+    of_a_union = [e["msg"] for e in errors if e is not first and e["loc"][:deep] == place and len(e["loc"]) > deep]
     said = first["msg"].removeprefix("Value error, ").rstrip(".")
     said = " or ".join([said, *(text.removeprefix("Input should be ") for text in of_a_union)])
     if isinstance(value, Mapping):  # what is wrong is said of fields together, and names them
@@ -136,11 +138,11 @@ def explain_invalid(
 
 def _fields_of(model: type[BaseModel], path: Sequence[str]) -> Iterable[str]:
     for part in path:
-        annotation = model.model_fields[part].annotation
+        annotation = own_fields(model)[part].annotation
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         model = annotation
-    return model.model_fields
+    return own_fields(model)
 
 
 NOT_HERE = "this version does not have it: CHANGELOG.md says what moved where"

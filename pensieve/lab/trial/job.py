@@ -158,18 +158,18 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
 
     hardware, kind = plan.config.hardware, plan.device.kind
     attention = expected(plan.config.attention_backend, kind, plan.chunk_tokens)
-    recorded = hardware.graphs == "auto" and kind == "cuda" and attention in CAPTURING and not plan.device.divided
+    recorded = hardware.torch.graphs == "auto" and kind == "cuda" and attention in CAPTURING and not plan.device.divided
     return {
         **device,
-        **({} if hardware.router == "single" else {"ray": ray_version()}),
-        "threads": hardware.threads or physical_cores(),
+        **({} if hardware.cluster.router == "single" else {"ray": ray_version()}),
+        "threads": hardware.torch.threads or physical_cores(),
         **_waiting(plan),
         "dtype": plan.model.dtype,
         "attention": attention,
         "compiler": _compiler() if attention == "native" else None,
         "graphs": "on" if recorded else "off",
         "copy_ahead": plan.config.scheduler.copy_ahead if plan.cpu_blocks else "none",
-        "depth": plans_in_flight(plan.device, hardware.depth),
+        "depth": plans_in_flight(plan.device, hardware.torch.depth),
     }
 
 
@@ -187,7 +187,7 @@ def _outside_facts(plan: TrialPlan) -> dict[str, Any]:
     said = dict(outside_engine(plan).identity())
     packages = said.pop("packages", "").split()
     return {
-        "threads": plan.config.hardware.threads or physical_cores(),
+        "threads": plan.config.hardware.torch.threads or physical_cores(),
         "dtype": plan.model.dtype,
         "packages": packages,
         **said,

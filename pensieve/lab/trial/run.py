@@ -359,7 +359,7 @@ def _system(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan) -> S
         return build_outside(plan, tokenizer, described)
     if config.baseline.simulated is not None:
         return build_simulated(plan)
-    if config.hardware.router != "single":
+    if config.hardware.cluster.router != "single":
         return build_cluster(plan, tokenizer, described) if plan.device.simulated else _replicas(plan)
     return build_system(plan, tokenizer, described)
 
@@ -433,7 +433,7 @@ def _replicas(plan: TrialPlan) -> System:
     check_ray("hardware.replicas above 1")
     from pensieve.plugins.replicas.system import build_replicas
 
-    return build_replicas(plan, plan.config.hardware.replicas, plan.config.hardware.router)
+    return build_replicas(plan, plan.config.hardware.cluster.replicas, plan.config.hardware.cluster.router)
 
 
 def _effective(system: System, plan: TrialPlan, described: WorkloadPlan, started: StartReport) -> dict[str, Any]:

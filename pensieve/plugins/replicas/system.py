@@ -364,16 +364,17 @@ def build_replicas(
     assert not plan.device.simulated
     config = plan.config
     gpus = config.hardware.gpus if plan.device.kind == "cuda" else 0
-    if gpus and ":" in config.hardware.device:
+    if gpus and ":" in config.hardware.torch.device:
         raise ConfigError(
-            f"hardware.device={config.hardware.device} with replicas: each gets GPUs of its own; use hardware.device=cuda."
+            f"hardware.device={config.hardware.torch.device} with replicas: each gets GPUs of its own; "
+            "use hardware.device=cuda."
         )
     _check_room(plan, count, gpus)
     check_weights(config.model)
     fields = config.model_dump()
     limit = memory_limit_bytes(config.hardware)  # of all of them together
     fields["hardware"] |= {
-        "threads": config.hardware.threads or max(1, physical_cores() // count),
+        "threads": config.hardware.torch.threads or max(1, physical_cores() // count),
         "cpu_memory": None if limit is None else f"{limit // count} B",
         "replicas": 1,
         "router": "single",

@@ -119,7 +119,7 @@ def replayed(task: Task) -> Replayed:
     # No warm-up turn: a policy that counts turns would decide at another one than the recorded engine's.
     workload = Playback(context, (), measured, Recorded(), Pauses(0, 0.0), facts={})
     described = workload.describe()
-    routed = plan.config.hardware.router != "single"
+    routed = plan.config.hardware.cluster.router != "single"
     system = build_cluster(plan, tokenizer, described) if routed else build_system(plan, tokenizer, described)
     system.start()
     try:
