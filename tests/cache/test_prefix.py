@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
+from pensieve.core.engine import MemoryLimits
 from pensieve.core.request import Length, Request, tokens_of
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
+from pensieve.plugins.caches.vllm_offload import VllmOffload
 from tests.simulated import make_engine, request, run
 
 
@@ -54,3 +58,15 @@ def test_a_slot_is_chosen_by_its_prefix_then_by_age_and_a_difference_overwrites_
     turn = run(engine)[6]
     assert turn.status == "refused"
     assert "32" in (turn.error or "")
+
+
+@pytest.mark.parametrize("make", [PrefixCache, VllmOffload])
+def test_a_limit_of_memory_takes_nothing_that_another_conversation_used_since(make) -> None:
+    """Four conversations begin alike. The one idle longest is forgotten; the others used since what they share with it."""
+    engine = make_engine(cache=make, gpu_blocks=16, cpu_blocks=16, limits=MemoryLimits(tokens=70))
+    found = []
+    for number in range(4):
+        engine.say(asked(number, "abcd"[number], [*range(16), *range(30 + 10 * number, 40 + 10 * number)]))
+        found.append(run(engine)[number].shared_hit_tokens)
+    assert len(engine.cache.sessions) < 4, "the limit was met"
+    assert found == [0, 16, 16, 16]

@@ -22,10 +22,12 @@ STORING = -1
 @dataclass(slots=True)
 class CpuChunk:
     """slot: its place in the tier. names: of its blocks; the last one is the chunk's own. users: loads that read it; STORING
-    until its store is done. gone: it is not to be found any more, and its slot is free when nobody reads or writes it."""
+    until its store is done. gone: it is not to be found any more, and its slot is free when nobody reads or writes it.
+    last_user: the session that stored or read it last, by number."""
 
     slot: int
     names: Sequence[BlockHash]
+    last_user: int
     users: int = STORING
     gone: bool = False
 
@@ -291,6 +293,11 @@ class CpuTier:
         chunk = self._chunks.get(key)
         return None if chunk is None or chunk.users == STORING else chunk
 
+    def last_user(self, key: BlockHash) -> int | None:
+        """The session that stored or read it last, by number; None: it is not there."""
+        chunk = self._chunks.get(key)
+        return None if chunk is None else chunk.last_user
+
     def __contains__(self, key: BlockHash) -> bool:
         """Whether it is there, or is being stored."""
         return key in self._chunks
@@ -312,6 +319,7 @@ class CpuTier:
         for index, chunk in enumerate(chunks, first):
             self._evictable -= chunk.users == 0
             chunk.users += 1
+            chunk.last_user = session.number
             use.offered.setdefault(chunk.key, index)
             if chunk.key not in use.stored:
                 use.found.add(chunk.key)
@@ -345,7 +353,7 @@ class CpuTier:
             return None
         storing = []
         for index, own in new:
-            chunk = CpuChunk(self._free.pop(), own)
+            chunk = CpuChunk(self._free.pop(), own, session.number)
             self._chunks[chunk.key] = chunk
             self._blocks.update(own)
             self.order.insert(chunk.key, session, index)

@@ -41,6 +41,7 @@ class PrefixCache(OneTier):
         self._references: dict[int, int] = {}
         self._blocks_of: dict[BlockHash, list[int]] = {}  # of one name, the one that hits in front
         self._hash_of: dict[int, BlockHash] = {}
+        self._last_user: dict[int, int] = {}  # blocks that have a name -> the session that ran with it last
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._busy: Counter[int] = Counter()  # blocks -> copies that are not over
         self._stuck: set[int] = set()  # nobody's, and free once their copies are over
@@ -98,7 +99,7 @@ class PrefixCache(OneTier):
             session.advance(stop)
             hashes = session.named(stop, size)
             for index in range(start // size, stop // size):
-                self._register(table[index], hashes[index])
+                self._register(table[index], hashes[index], session)
 
     def _vacate(self, session: Session, now_s: float) -> None:
         for block in reversed(self._tables.pop(session.number)):
@@ -118,9 +119,10 @@ class PrefixCache(OneTier):
                 self._unregister(block)
 
     def _give_up(self, session: Session) -> None:
+        """What another conversation has used since is that one's."""
         for name in session.named(len(session.tokens), self.chunk_tokens):
             for block in list(self._blocks_of.get(name, ())):
-                if block in self._idle:
+                if block in self._idle and self._last_user[block] == session.number:
                     del self._idle[block]
                     self._unregister(block)
                     self._free(block)
@@ -135,7 +137,7 @@ class PrefixCache(OneTier):
         used, idle, free = set(self._references), set(self._idle), self.gpu.free_blocks()
         assert sorted((*used, *idle, *free, *self._stuck)) == list(range(self.gpu_blocks))
         assert self._references == Counter(block for table in self._tables.values() for block in table)
-        assert idle <= set(self._hash_of) <= used | idle
+        assert idle <= set(self._hash_of) <= used | idle and self._last_user.keys() == self._hash_of.keys()
         assert self._stuck <= set(self._busy) and not free & set(self._busy)
         assert sorted(self._hash_of) == sorted(block for blocks in self._blocks_of.values() for block in blocks)
         for name, blocks in self._blocks_of.items():
@@ -166,6 +168,7 @@ class PrefixCache(OneTier):
         for block in matched:
             self._references[block] = self._references.get(block, 0) + 1
             self._idle.pop(block, None)
+            self._last_user[block] = session.number
         if matched:
             self.facts.passed_on("gpu", matched, session.number)
         fresh = self._take(session, chunks_of(length + self.spare_positions, self.chunk_tokens) - len(matched))
@@ -213,15 +216,17 @@ class PrefixCache(OneTier):
             self.facts.lost_content(name)
             self.counters.dropped_chunks += 1
 
-    def _register(self, block: int, name: BlockHash) -> None:
+    def _register(self, block: int, name: BlockHash, session: Session) -> None:
         """The block has all of this content."""
         if block not in self._hash_of and (self.keeps_twins or name not in self._blocks_of):
             self._blocks_of.setdefault(name, []).append(block)
             self._hash_of[block] = name
+            self._last_user[block] = session.number
 
     def _unregister(self, block: int) -> None:
         name = self._hash_of.pop(block, None)
         if name is not None:
+            del self._last_user[block]
             self._blocks_of[name].remove(block)
             if not self._blocks_of[name]:
                 del self._blocks_of[name]

@@ -261,7 +261,7 @@ class VllmOffload(PrefixCache):
         self.cpu.load(session, use, first, chunks)
         use.following, use.refused = first + len(chunks), False
         for index, name in enumerate(session.named(stop, size)[start:end], start):
-            self._register(table[index], name)
+            self._register(table[index], name, session)
         return stop
 
     def _stop_loading(self, session: Session) -> None:
@@ -324,7 +324,8 @@ class VllmOffload(PrefixCache):
                 self.cpu.remove(own[-1])
 
     def _give_up(self, session: Session) -> None:
-        self._remove_from_cpu(self._chunk_names(session, len(session.tokens)))
+        names = self._chunk_names(session, len(session.tokens))
+        self._remove_from_cpu([own for own in names if self.cpu.last_user(own[-1]) == session.number])
         super()._give_up(session)
 
     def _found(self, session: Session, tokens: int) -> Found:
