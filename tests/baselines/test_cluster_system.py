@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections import Counter, defaultdict
@@ -26,12 +27,13 @@ LOAD = (
     "workload=chat", "workload.conversations=12", "workload.users=6", "workload.min_turns=3", "workload.max_turns=4",
     "workload.think_time_s=0.02", "workload.think_time_cap_s=null", "workload.max_new_tokens=8", "workload.pressure=0",
 )  # fmt: skip
+RECORDED = ("workload=trace", "workload.format=mooncake", "cache.gpu='8192 tokens'", "cache.chunk_tokens=64")
 AGENTS = ("workload=agents", "workload.agents=6", "workload.act_s=0.05")
 
 
 def run(*overrides, ahead=True, asked=None):
     """ahead: replicas may run ahead of each other. asked: a workload in place of the one that is configured."""
-    load = () if overrides[:1] == AGENTS[:1] else LOAD
+    load = () if overrides[:1] in (AGENTS[:1], RECORDED[:1]) else LOAD
     plan = plan_trial(checked(*SMALL, *load, *overrides))
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=True)
     workload, described = build_workload(plan, tokenizer)
@@ -106,6 +108,25 @@ def test_replicas_that_run_ahead_of_each_other_do_what_they_do_step_by_step(seed
         found.pop("schedule_ms")  # of the wall clock
     assert counted == counted_apart
     assert system.clock.now_ns() == stepped.clock.now_ns()
+
+
+def test_recorded_times_let_replicas_run_ahead_and_change_nothing(tmp_path, monkeypatch):
+    """Turns of five conversations come every 40 ms, while the replies to others go on."""
+    lines = []
+    for number in range(40):
+        of, at = number % 5, 1000 * (number % 5) + number // 5
+        asked = {"timestamp": 40 * number, "input_length": 512 * (1 + number // 5) + 7, "output_length": 300 + 7 * of}
+        lines.append(json.dumps({**asked, "hash_ids": [*range(1000 * of, at + 1), 10**6 + number]}))
+    (tmp_path / "trace.jsonl").write_text("\n".join(lines))
+    steps, step = Counter(), ClusterSystem._step
+    monkeypatch.setattr(
+        ClusterSystem, "_step", lambda one, limit: (steps.update([one._outlook is None]), step(one, limit))
+    )
+    given = (*RECORDED, f"workload.path={tmp_path / 'trace.jsonl'}", "hardware.replicas=4", "hardware.router=random")
+    (turns, counted, _), (apart, counted_apart, _) = run(*given), run(*given, ahead=False)
+    assert list(map(repr, turns)) == list(map(repr, apart)) and len(turns) >= 40
+    assert counted["moved_turns"] == counted_apart["moved_turns"] > 0
+    assert 3 * steps[False] < steps[True]
 
 
 def test_nothing_along_a_chain_of_turns_comes_sooner_than_the_outlook_says():

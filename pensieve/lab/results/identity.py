@@ -266,7 +266,7 @@ NOT_CODE = (
 """Files and folders of the package that a trial imports and that cannot change a measurement: they record it, show it, or
 guard its process. What they import counts only where something else imports it too."""
 
-NOT_SIMULATED = ("plugins/replicas/", "plugins/device/", "device/")
+NOT_SIMULATED = ("plugins/replicas/", "plugins/device/", "device/", "compiler.py")
 """What a trial on simulated hardware imports and does not use."""
 
 NAMES_CODE = ("_target_", "composition")

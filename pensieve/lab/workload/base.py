@@ -176,10 +176,11 @@ class Workload(Protocol):
 @dataclass(frozen=True, slots=True)
 class Following:
     """What the end of a turn can bring, whatever becomes of it: of these turns, (session, number), some or none, and nothing
-    sooner than `pause_s` after it."""
+    sooner than `pause_s` after it, nor before `not_before_s` on the clock."""
 
     pause_s: float
     turns: tuple[tuple[str, int], ...] = ()
+    not_before_s: float = 0.0
 
 
 @runtime_checkable

@@ -191,6 +191,7 @@ class Playback:
         self._share_of = {talk.session: share for share in self._shares for talk in share}
         self._next = {one.session: (then.session, 1) for share in shares for one, then in pairwise(share)}
         self._family = Family(measured)
+        self._began = 0.0, 0.0  # the first recorded turn: when it was sent, and when it was recorded
 
     def describe(self) -> WorkloadPlan:
         counted = [[is_measured(self._phase(talk, step)) for step in talk.steps] for talk in self._talks.values()]
@@ -242,8 +243,10 @@ class Playback:
         if session in self._warming or (self._family.related and not isinstance(self._arrivals, Recorded)):
             return None  # the last of the warm-up starts all the others
         own = ((session, turn + 1),) if turn < talk.turns else ()
-        if isinstance(self._arrivals, Recorded):  # the next turn, where it was due before this one's end
-            return Following(0.0 if own else math.inf, own)
+        if isinstance(self._arrivals, Recorded):  # the next turn, when this one has ended and it is due
+            return (
+                Following(0.0, own, self._due_s(talk.steps[turn], self._arrivals.scale)) if own else Following(math.inf)
+            )
         following = (*own, self._next[session]) if session in self._next else own
         return Following(self._pause_s(talk, turn) if following else math.inf, following)
 
@@ -269,8 +272,13 @@ class Playback:
     def _as_recorded(self, now: float, scale: float) -> list[Arrival]:
         calls = [(talk, turn, step) for talk in self._measured for turn, step in enumerate(talk.steps, start=1)]
         calls.sort(key=lambda call: (call[2].at_s, call[2].order))
-        first = calls[0][2].at_s
-        return [self._arrival(talk, turn, now + (step.at_s - first) * scale) for talk, turn, step in calls]
+        self._began = now, calls[0][2].at_s
+        return [self._arrival(talk, turn, self._due_s(step, scale)) for talk, turn, step in calls]
+
+    def _due_s(self, step: Step, scale: float) -> float:
+        """When a recorded turn is due, once the first has begun."""
+        now, first = self._began
+        return now + (step.at_s - first) * scale
 
     @staticmethod
     def _phase(talk: Dialogue, step: Step) -> str:

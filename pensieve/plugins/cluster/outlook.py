@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from pensieve.core.request import Request
 from pensieve.lab.workload.base import Following
@@ -24,11 +25,11 @@ class Outlook:
     """The earliest time at which a request can reach each replica: one that was announced, one that follows a request which
     was announced or is under way, one that follows that, and so on.
 
-    A request that follows another is sent no sooner than its pause after the other's end, and no turn takes less than no
-    time. So the beginning of a chain plus the pauses along it is a lower bound for each of its requests: conservative
-    parallel simulation (Chandy, Misra 1979), on one core. A chain that begins with a request under way is counted from the
-    clock of the replica that is furthest behind. A replica needs no bound for what follows its own requests, since it stops
-    at each end.
+    A request that follows another is sent no sooner than its pause after the other's end, nor before its recorded time where
+    it has one, and no turn takes less than no time. So the beginning of a chain plus the pauses along it is a lower bound for
+    each of its requests: conservative parallel simulation (Chandy, Misra 1979), on one core. A chain that begins with a
+    request under way is counted from the clock of the replica that is furthest behind. A replica needs no bound for what
+    follows its own requests, since it stops at each end.
     """
 
     def __init__(
@@ -39,7 +40,8 @@ class Outlook:
         self._due: list[list[int]] = [[] for _ in range(replicas + 1)]  # heaps of ns
         self._after_due = [Earliest() for _ in range(replicas + 1)]  # ns, by request that was announced
         self._after_ends = [Earliest() for _ in range(replicas + 1)]  # ns from now on, by request that is under way
-        self._chains: dict[int, dict[int, int]] = {}  # by request that has not ended, ns from its beginning, by place
+        self._not_before = [Earliest() for _ in range(replicas + 1)]  # ns on the clock, by the same
+        self._chains: dict[int, dict[int, Bound]] = {}  # by request that has not ended, from its beginning, by place
         self._now_ns = 0
 
     def announce(self, at_ns: int, request: Request | None) -> None:
@@ -48,23 +50,25 @@ class Outlook:
         if request is None or to is None or request.id in self._chains:
             return  # what follows comes after that; a deadline of what was announced before
         self._chains[request.id] = chain = self._chain(request.session, request.turn)
-        for place, after_ns in chain.items():
-            self._after_due[place].put(request.id, at_ns + after_ns)
+        for place, bound in chain.items():
+            self._after_due[place].put(request.id, max(at_ns + bound.after_ns, bound.not_before_ns))
 
     def sent(self, request: Request, replica: int) -> None:
         """It is under way there from now on; once more, where it was begun anew."""
         chain = self._chains.get(request.id) or self._chain(request.session, request.turn)
         self.ended(request.id)
         self._chains[request.id] = chain
-        for place, after_ns in chain.items():
+        for place, bound in chain.items():
             if place != replica:
-                self._after_ends[place].put(request.id, after_ns)
+                self._after_ends[place].put(request.id, bound.after_ns)
+                self._not_before[place].put(request.id, bound.not_before_ns)
 
     def ended(self, request_id: int) -> None:
         """Its end was told: what follows it is announced. Or it is never sent, and nothing follows."""
         for place in self._chains.pop(request_id, ()):
             self._after_due[place].drop(request_id)
             self._after_ends[place].drop(request_id)
+            self._not_before[place].drop(request_id)
 
     def passed(self, now_ns: int) -> None:
         """What was announced up to now has happened."""
@@ -75,33 +79,47 @@ class Outlook:
         places = (replica, self._anywhere)
         due = min(self._next(self._due[place]) for place in places)
         after_due = min(self._after_due[place].least() for place in places)
-        after_end = min(self._after_ends[place].least() for place in places)
-        return min(due, after_due, behind_ns + after_end) - SLACK_NS
+        after_ends = (max(behind_ns + self._after_ends[one].least(), self._not_before[one].least()) for one in places)
+        return min(due, after_due, *after_ends) - SLACK_NS
 
-    def _chain(self, session: str, turn: int) -> dict[int, int]:
-        """By place that turns after this one may reach, how long after its beginning at least."""
-        found: dict[int, int] = {}
-        reached = {(session, turn): 0}
+    def _chain(self, session: str, turn: int) -> dict[int, Bound]:
+        """By place that turns after this one may reach, when at the earliest."""
+        found: dict[int, Bound] = {}
+        reached = {(session, turn): Bound(0, 0)}
         for link in range(LINKS + 1):
             before, reached = reached, {}
-            for (name, number), begins_ns in before.items():
+            for (name, number), begins in before.items():
                 following = self._foresee(name, number)
                 if following is None:
-                    found[self._anywhere] = min(begins_ns, found.get(self._anywhere, NEVER_NS))
+                    found[self._anywhere] = begins.or_sooner(found.get(self._anywhere))
                 elif not math.isinf(following.pause_s):
-                    then_ns = begins_ns + math.floor(following.pause_s * 1e9) - SLACK_NS
+                    then = Bound(
+                        begins.after_ns + math.floor(following.pause_s * 1e9) - SLACK_NS,
+                        max(begins.not_before_ns, math.floor(following.not_before_s * 1e9) - SLACK_NS),
+                    )
                     for one in following.turns:
                         to = self._destination(*one) if link < LINKS else None
                         place = self._anywhere if to is None else to
-                        found[place] = min(then_ns, found.get(place, NEVER_NS))
+                        found[place] = then.or_sooner(found.get(place))
                         if to is not None:  # else what follows it may go there no sooner
-                            reached[one] = min(then_ns, reached.get(one, NEVER_NS))
+                            reached[one] = then.or_sooner(reached.get(one))
         return found
 
     def _next(self, due: list[int]) -> int:
         while due and due[0] <= self._now_ns + SLACK_NS:
             heapq.heappop(due)
         return due[0] if due else NEVER_NS
+
+
+class Bound(NamedTuple):
+    """No sooner than so long after the beginning of a chain, nor before a time on the clock."""
+
+    after_ns: int
+    not_before_ns: int
+
+    def or_sooner(self, other: Bound | None) -> Bound:
+        """What holds for either."""
+        return self if other is None else Bound(min(self[0], other[0]), min(self[1], other[1]))
 
 
 class Earliest:
