@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import subprocess
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -279,3 +280,10 @@ def test_vllm_with_a_policy_of_ours_finds_what_our_simulation_finds(
     own = asked(load, engine)[0]
     assert own != ours(replace(load, order="lru"))
     assert theirs(load)[0] == own
+
+
+def test_the_plugin_needs_no_library_that_vllm_does_not_bring():
+    """Hydra and OmegaConf are where experiments run, and vLLM's environment need not have them."""
+    blocked = "import sys; sys.modules.update(hydra=None, omegaconf=None); "
+    done = subprocess.run([sys.executable, "-c", blocked + "import pensieve.plugins.vllm.options"], check=False)
+    assert done.returncode == 0

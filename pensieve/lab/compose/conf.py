@@ -14,9 +14,6 @@ from string import Template
 from textwrap import fill
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf, open_dict
-
 from pensieve.errors import ConfigError
 
 BASES = ("base", "base_sim")
@@ -128,6 +125,9 @@ _WIDTH = 120
 def page(config_name: str, overrides: Sequence[str]) -> str:
     """hydra.help.template of conf/`config_name`.yaml, filled in. Hydra's own --help lists all groups again for each group,
     which takes longer than the rest of the command."""
+    from hydra import compose, initialize_config_dir  # neither is where vLLM runs a policy of ours
+    from omegaconf import OmegaConf, open_dict
+
     OmegaConf.register_new_resolver("choices", choices, replace=True)  # ${choices:} or ${choices:model,cache}
     with initialize_config_dir(str(conf_folder()), version_base="1.3"):
         cfg = compose(config_name, list(overrides), return_hydra_config=True)
