@@ -60,6 +60,22 @@ def test_a_slot_is_chosen_by_its_prefix_then_by_age_and_a_difference_overwrites_
     assert "32" in (turn.error or "")
 
 
+@pytest.mark.parametrize("first", ["a", "b"])
+@pytest.mark.parametrize("make", [PrefixCache, VllmOffload])
+def test_a_conversation_keeps_what_it_shares_with_one_that_is_forgotten(make, first) -> None:
+    """Whoever of the two used it last. What nobody else used is gone."""
+    engine = make_engine(cache=make, gpu_blocks=24, cpu_blocks=16)
+    said = {"a": [*range(16), *[50] * 8], "b": [*range(16), 60]}
+    for number, name in enumerate(sorted(said, reverse=first == "b")):
+        engine.say(asked(number, name, said[name]))
+        run(engine)
+    engine.forget("a")
+    engine.say(asked(8, "b", [*said["b"], 7, 7, 7]))
+    engine.say(asked(9, "c", [*said["a"], 7, 7, 7]))
+    turns = run(engine)
+    assert turns[8].gpu_hit_tokens == 16 and turns[9].shared_hit_tokens == 16
+
+
 @pytest.mark.parametrize("make", [PrefixCache, VllmOffload])
 def test_a_limit_of_memory_takes_nothing_that_another_conversation_used_since(make) -> None:
     """Four conversations begin alike. The one idle longest is forgotten; the others used since what they share with it."""

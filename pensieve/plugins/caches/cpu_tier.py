@@ -23,11 +23,11 @@ STORING = -1
 class CpuChunk:
     """slot: its place in the tier. names: of its blocks; the last one is the chunk's own. users: loads that read it; STORING
     until its store is done. gone: it is not to be found any more, and its slot is free when nobody reads or writes it.
-    last_user: the session that stored or read it last, by number."""
+    sessions: that stored or read it, by number, but for those forgotten."""
 
     slot: int
     names: Sequence[BlockHash]
-    last_user: int
+    sessions: set[int]
     users: int = STORING
     gone: bool = False
 
@@ -293,10 +293,13 @@ class CpuTier:
         chunk = self._chunks.get(key)
         return None if chunk is None or chunk.users == STORING else chunk
 
-    def last_user(self, key: BlockHash) -> int | None:
-        """The session that stored or read it last, by number; None: it is not there."""
+    def forget(self, key: BlockHash, session: Session) -> None:
+        """The session is forgotten: what no other stored or read goes."""
         chunk = self._chunks.get(key)
-        return None if chunk is None else chunk.last_user
+        if chunk is not None:
+            chunk.sessions.discard(session.number)
+            if not chunk.sessions:
+                self.remove(key)
 
     def __contains__(self, key: BlockHash) -> bool:
         """Whether it is there, or is being stored."""
@@ -319,7 +322,7 @@ class CpuTier:
         for index, chunk in enumerate(chunks, first):
             self._evictable -= chunk.users == 0
             chunk.users += 1
-            chunk.last_user = session.number
+            chunk.sessions.add(session.number)
             use.offered.setdefault(chunk.key, index)
             if chunk.key not in use.stored:
                 use.found.add(chunk.key)
@@ -353,7 +356,7 @@ class CpuTier:
             return None
         storing = []
         for index, own in new:
-            chunk = CpuChunk(self._free.pop(), own, session.number)
+            chunk = CpuChunk(self._free.pop(), own, {session.number})
             self._chunks[chunk.key] = chunk
             self._blocks.update(own)
             self.order.insert(chunk.key, session, index)

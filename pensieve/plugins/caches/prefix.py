@@ -41,7 +41,7 @@ class PrefixCache(OneTier):
         self._references: dict[int, int] = {}
         self._blocks_of: dict[BlockHash, list[int]] = {}  # of one name, the one that hits in front
         self._hash_of: dict[int, BlockHash] = {}
-        self._last_user: dict[int, int] = {}  # blocks that have a name -> the session that ran with it last
+        self._users: dict[int, set[int]] = {}  # of blocks that have a name: sessions that ran with it
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._busy: Counter[int] = Counter()  # blocks -> copies that are not over
         self._stuck: set[int] = set()  # nobody's, and free once their copies are over
@@ -119,10 +119,12 @@ class PrefixCache(OneTier):
                 self._unregister(block)
 
     def _give_up(self, session: Session) -> None:
-        """What another conversation has used since is that one's."""
+        """What other conversations have used stays theirs."""
         for name in session.named(len(session.tokens), self.chunk_tokens):
             for block in list(self._blocks_of.get(name, ())):
-                if block in self._idle and self._last_user[block] == session.number:
+                users = self._users[block]
+                users.discard(session.number)
+                if not users and block in self._idle:
                     del self._idle[block]
                     self._unregister(block)
                     self._free(block)
@@ -137,7 +139,7 @@ class PrefixCache(OneTier):
         used, idle, free = set(self._references), set(self._idle), self.gpu.free_blocks()
         assert sorted((*used, *idle, *free, *self._stuck)) == list(range(self.gpu_blocks))
         assert self._references == Counter(block for table in self._tables.values() for block in table)
-        assert idle <= set(self._hash_of) <= used | idle and self._last_user.keys() == self._hash_of.keys()
+        assert idle <= set(self._hash_of) <= used | idle and self._users.keys() == self._hash_of.keys()
         assert self._stuck <= set(self._busy) and not free & set(self._busy)
         assert sorted(self._hash_of) == sorted(block for blocks in self._blocks_of.values() for block in blocks)
         for name, blocks in self._blocks_of.items():
@@ -168,7 +170,7 @@ class PrefixCache(OneTier):
         for block in matched:
             self._references[block] = self._references.get(block, 0) + 1
             self._idle.pop(block, None)
-            self._last_user[block] = session.number
+            self._users[block].add(session.number)
         if matched:
             self.facts.passed_on("gpu", matched, session.number)
         fresh = self._take(session, chunks_of(length + self.spare_positions, self.chunk_tokens) - len(matched))
@@ -221,12 +223,12 @@ class PrefixCache(OneTier):
         if block not in self._hash_of and (self.keeps_twins or name not in self._blocks_of):
             self._blocks_of.setdefault(name, []).append(block)
             self._hash_of[block] = name
-            self._last_user[block] = session.number
+            self._users[block] = {session.number}
 
     def _unregister(self, block: int) -> None:
         name = self._hash_of.pop(block, None)
         if name is not None:
-            del self._last_user[block]
+            del self._users[block]
             self._blocks_of[name].remove(block)
             if not self._blocks_of[name]:
                 del self._blocks_of[name]

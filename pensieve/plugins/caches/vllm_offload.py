@@ -324,8 +324,8 @@ class VllmOffload(PrefixCache):
                 self.cpu.remove(own[-1])
 
     def _give_up(self, session: Session) -> None:
-        names = self._chunk_names(session, len(session.tokens))
-        self._remove_from_cpu([own for own in names if self.cpu.last_user(own[-1]) == session.number])
+        for own in self._chunk_names(session, len(session.tokens)):
+            self.cpu.forget(own[-1], session)
         super()._give_up(session)
 
     def _found(self, session: Session, tokens: int) -> Found:
