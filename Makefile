@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-fast test-slow mutants check format ui figures report docs doctor vllm-env vllm-compat clean
+.PHONY: help install demo test test-fast test-slow mutants twins check format ui figures report docs doctor vllm-env vllm-compat clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,6 +52,10 @@ mutants: $(STAMP)  ## break an expression at a time where pyproject.toml says, a
 	-$(BIN)/mutmut run
 	$(BIN)/mutmut results
 
+twins: $(STAMP)  ## fast tests that run the same branches, as candidates to merge (20 min)
+	COVERAGE_CORE=ctrace $(BIN)/coverage run -m pytest -m "not slow"
+	$(BIN)/python -m tests.twins
+
 check: $(STAMP)  ## ruff, ruff format, mypy --strict, import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -93,4 +97,4 @@ vllm-compat: $(STAMP)  ## our policies inside another vLLM, in .venv-vllm-compat
 	PENSIEVE_VLLM_ENV=$(CURDIR)/.venv-vllm-compat PENSIEVE_VLLM_UNTESTED=1 $(BIN)/python -m pytest tests/engines/test_vllm_plugin.py
 
 clean:  ## remove the environment and caches, never outputs/
-	rm -rf $(VENV) .venv-vllm .venv-vllm-compat .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-vllm .venv-vllm-compat mutants .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
