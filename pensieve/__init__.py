@@ -13,7 +13,7 @@ __all__ = ["Generation", "PensieveError", "Server", "create_server"]
 __getattr__ = from_modules(
     __name__,
     {
-        "create_server": "pensieve.serve.server.create",
+        "create_server": "pensieve.serve.server.api",
         "Server": "pensieve.serve.server.api",
         "Generation": "pensieve.serve.server.api",
         "PensieveError": "pensieve.errors",

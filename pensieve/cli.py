@@ -136,7 +136,7 @@ def advise() -> int:
         show(page, console())
         to = Path(advice.settings.to or advice.source.path.with_suffix(".advice.html")).expanduser()
         to.write_text(render(page), encoding="utf-8")
-        print(f"Page:     {to}   ({advice.took_s:.0f} s)")
+        print(f"Page:     {to}")
         return 0
 
     return _composed("advise", body)

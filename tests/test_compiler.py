@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +55,10 @@ def test_compiled_once_and_kept(source, cache_folder, monkeypatch):
     load_library.cache_clear()
     monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("compiled again"))
     assert _answer(source, 42) == 42
+    monkeypatch.undo()
+    (source.parent / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(source.parent / "file"))  # a home that cannot be written to
+    assert _answer(source, 7) == 7
 
 
 def test_another_definition_source_or_processor_is_another_file(source, cache_folder, monkeypatch):
@@ -85,27 +88,18 @@ def test_it_shares_the_threads_of_torch(source):
     assert runtimes() == before
 
 
-def test_a_home_that_cannot_be_written_to(source, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert _answer(source, 7) == 7
-
-
 def test_no_compiler_and_a_broken_one_are_one_sentence(source, monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(EngineMissing, match="CC=no-such-compiler is not one"):
         load_library(source, ())
     monkeypatch.delenv("CC")
-    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
-    with pytest.raises(EngineMissing, match=r"there is none \(install gcc or clang\)"):
-        load_library(source, ())
-
-
-def test_what_the_compiler_says_is_passed_on(source):
+    with monkeypatch.context() as nothing:
+        nothing.setattr(compiler.shutil, "which", lambda name: None)
+        with pytest.raises(EngineMissing, match=r"there is none \(install gcc or clang\)"):
+            load_library(source, ())
     source.write_text("int answer(void) { return NOWHERE; }")
-    with pytest.raises(EngineMissing, match=r"NOWHERE.*undeclared.*attention_backend=reference") as raised:
+    with pytest.raises(EngineMissing, match=r"NOWHERE.*undeclared.*attention_backend=reference"):
         load_library(source, ())
-    assert "\n" not in str(raised.value)
 
 
 def test_without_openmp_it_runs_on_one_thread(source, monkeypatch):
@@ -123,4 +117,3 @@ def test_small_numbers_stay_numbers():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"
-    assert ctypes.c_float(1e-40).value > 0

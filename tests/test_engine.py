@@ -15,7 +15,7 @@ from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
-from pensieve.serve.tokenizer import StopSearch
+from pensieve.serve.tokenizer import stop_search
 from tests.simulated import MACHINE, make_engine, request, run
 
 
@@ -150,7 +150,7 @@ def test_a_stop_string_is_found_however_many_tokens_without_text_are_in_it():
     last = next(at for at in range(20, 40) if ids[at] not in ids[:at])
     letters = {ids[0]: "a", ids[last]: "b"}
     engine = make_engine(gpu_blocks=64)
-    engine._search = lambda stops: StopSearch(lambda ids: "".join(letters.get(one, "") for one in ids), stops).push
+    engine._search = lambda stops: stop_search(lambda ids: "".join(letters.get(one, "") for one in ids), stops)
     engine.submit(replace(request(1, "a", tokens=4, output=1), output=Free(40, ("ab",))))
     turn = run(engine)[1]
     assert (turn.finish_reason, list(turn.token_ids)) == ("stop", ids[: last + 1])

@@ -31,21 +31,11 @@ def test_an_unknown_model_is_asked_for_once_whatever_is_wanted_of_it(tmp_path, m
         lambda: check_weights(model_config("gpt2", hub_id="nobody/nothing")),
         lambda: hub.settings_folder("nobody/nothing", None, lambda at: True, "The tokenizer", "stop"),
     ):
-        with pytest.raises(
-            WeightsMissing, match=r"nobody/nothing cannot be had: .*cannot be reached \(ConnectionError\); "
-        ):
+        with pytest.raises(WeightsMissing, match=r"nobody/nothing cannot be had: .*cannot be reached \(Conn"):
             wanted()
     assert asked == ["nobody/nothing"]
-
-
-def test_after_a_while_it_is_asked_again(tmp_path, monkeypatch):
-    asked = unreachable(monkeypatch, tmp_path)
-    now = SimpleNamespace(s=100.0)
-    monkeypatch.setattr(hub.time, "monotonic", lambda: now.s)
-    for at, count in ((100.0, 1), (129.0, 1), (131.0, 2)):
-        now.s = at
-        assert hub.why_not("nobody/nothing") is not None
-        assert len(asked) == count
+    monkeypatch.setattr(hub.time, "monotonic", lambda: 1e9)  # after a while it is asked again
+    assert hub.why_not("nobody/nothing") is not None and asked == ["nobody/nothing"] * 2
 
 
 @pytest.mark.parametrize(
@@ -66,17 +56,6 @@ def test_each_refusal_has_its_sentence(tmp_path, monkeypatch, failure, says):
     error = kind("no", response=SimpleNamespace(headers={}, request=None)) if http else kind("no")
     unreachable(monkeypatch, tmp_path, error)
     assert says in str(hub.why_not("org/name", "v9"))
-
-
-def test_the_commit_is_known_once_the_hub_has_answered(tmp_path, monkeypatch):
-    import huggingface_hub
-
-    unreachable(monkeypatch, tmp_path)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, hub_id, **_: SimpleNamespace(sha="abc"))
-    monkeypatch.setattr(huggingface_hub.HfApi, "auth_check", lambda self, hub_id: None)
-    assert hub.commit("org/name") is None
-    assert hub.why_not("org/name") is None
-    assert hub.commit("org/name") == "abc"
 
 
 def test_a_cached_repository_without_what_is_wanted_says_so(tmp_path, monkeypatch):

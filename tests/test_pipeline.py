@@ -23,7 +23,7 @@ from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.serve.books.books import Books
 from pensieve.serve.systems.inline_system import forward_for
-from pensieve.serve.tokenizer import StopSearch
+from pensieve.serve.tokenizer import stop_search
 from pensieve.sim.worker import SimulatedWorker
 from tests.simulated import MACHINE, LateWorker, TalkingEngine, make_engine, request, run
 
@@ -94,7 +94,7 @@ def engine_of(depth, eos=frozenset(), **options):
         clock=made.clock,
         max_context=4096,
         eos=eos,
-        search=lambda stops: StopSearch(letters, stops).push,
+        search=lambda stops: stop_search(letters, stops),
         facts=Books(made.cache.chunk_tokens),
         strategies=Strategies(forward=forward_for(worker.computes, depth)),
     )

@@ -161,9 +161,8 @@ def test_a_model_whose_parameters_are_not_known_is_not_simulated(architecture, s
     fill(tmp_path, "org/name", {"config.json": architecture})
     for given in (tmp_path, "org/name"):
         config = checked("model=hf", f"model.hub_id={given}", "hardware=sim_h100")
-        with pytest.raises(UnsupportedModel, match=f"{says}.*; use hardware=local, or another model") as caught:
+        with pytest.raises(UnsupportedModel, match=f"{says}.*; use hardware=local, or another model"):
             plan_trial(config)
-        assert str(caught.value).count(". ") == 0
 
 
 def test_a_model_with_experts_is_still_run_for_real_and_one_expert_is_none(tmp_path):

@@ -1,4 +1,4 @@
-"""What became of a request: its TurnRecord; and what stands of conversations, as whoever asks knows it."""
+"""What became of a request: its TurnRecord, and who is told of it; and what stands of conversations, as who asks knows it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from tempfile import TemporaryFile
-from typing import Literal
+from typing import Literal, Protocol
 
-from pensieve.core.request import Request, TokenArray
+from pensieve.core.request import Event, Request, TokenArray
 from pensieve.core.session import common_prefix
+from pensieve.errors import WorkerError
 
 Cause = Literal["new", "edited", "evicted", "expired", "restarted", "never_stored"]
 """new: never said before in this conversation. edited: other tokens stood in its place. evicted: its KV was given up for a
@@ -341,3 +342,42 @@ class Transcripts:
             self._all.clear()
         else:
             self._all.pop(session, None)
+
+
+class Listener(Protocol):
+    """Who is told what becomes of one request. It is called by whatever drives the engine, between two iterations: it must
+    not wait, and may begin further requests."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether another thread passes on each token as it comes."""
+
+    def happened(self, event: Event) -> None:
+        """The request got a token, or ended; nothing comes after the event `finished`."""
+
+    def failed(self, error: WorkerError) -> None:
+        """The system crashed or was closed before the request ended; nothing comes after it."""
+
+
+class Listeners(dict[int, Listener]):
+    """By request, those who are told what becomes of theirs."""
+
+    def tell(self, events: list[Event]) -> list[Event]:
+        """Returns the events of all other requests."""
+        others = []
+        for event in events:
+            listener = self.get(event.request_id)
+            if listener is None:
+                others.append(event)
+                continue
+            if event.kind == "finished":
+                del self[event.request_id]
+            listener.happened(event)
+        return others
+
+    def fail(self, error: WorkerError) -> None:
+        """Pass this error to every listener whose request has not ended."""
+        for request_id in list(self):
+            listener = self.pop(request_id, None)
+            if listener is not None:
+                listener.failed(error)

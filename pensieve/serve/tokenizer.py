@@ -15,12 +15,10 @@ SPECIALS = ("<bos>", "<eos>", "<pad>")
 REPLY_EDGE = "\ufdd0"
 """Around marks of replies in rendered templates; no character, so seldom in a text. `literal` replaces those that are."""
 _EDGE = "\ufdd1"  # the same, around marks of special tokens
-_CUT_AT = 64  # tokens that are decoded together before their front is given up
-_KEPT = 8  # tokens behind that cut, decoded again with what follows: a tokenizer may join neighbours
 _UNDECIDED = "\ufffd"
-_STOP_WINDOW = 16  # tokens at the end that are decoded anew with each one
-_STOP_TRIES = 8  # places where the text may be cut, since not every place will do
-_STOP_DECIDED = 4  # characters after a cut: the first of them cannot be half a character any more
+_WINDOW = 16  # tokens at the end that are decoded anew with each one
+_TRIES = 8  # places where the text may be cut, since not every place will do
+_DECIDED = 4  # characters after a cut: the first of them cannot be half a character any more
 
 
 class Tokenizer(Protocol):
@@ -214,68 +212,11 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 class TextStream:
-    """`push` gives the text that can no longer change, `finish` the rest.
+    """Text as its tokens come, up to the first stop string, as if all of them were decoded anew with each one. `push` gives
+    the text that can no longer change, `finish` the rest; ended: a stop string was found.
 
     A token may be half a character, whose text is then one replacement character at the end; and the text may end with the
     beginning of a stop string. Both are held back until the next token decides.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
-        self._decode, self._stops = decode, tuple(stops)
-        self._ids: list[int] = []  # not given up yet
-        self._before = ""  # the text of what was given up
-        self._told = 0  # characters that were handed out
-        self._ended = False  # a stop string was found
-
-    @property
-    def text(self) -> str:
-        """The whole text so far, with the part that is held back."""
-        return before_stop(self._before + self._decode(self._ids), self._stops)
-
-    def push(self, token: int) -> str:
-        """The next token; returns what can be handed out now, possibly nothing."""
-        self._ids.append(token)
-        if self._ended:
-            return ""
-        whole = self._before + self._decode(self._ids)
-        text = before_stop(whole, self._stops)
-        if len(text) < len(whole):
-            self._ended = True
-            return self._hand_out(text)
-        decided = whole[:-1] if whole.endswith(_UNDECIDED) else whole
-        held = max((_overlap(decided, stop) for stop in self._stops), default=0)
-        piece = self._hand_out(decided[: len(decided) - held])
-        if len(self._ids) >= _CUT_AT:
-            self._cut(whole)
-        return piece
-
-    def finish(self) -> str:
-        """Return the text that was held back."""
-        return self._hand_out(self.text)
-
-    def _hand_out(self, text: str) -> str:
-        piece = text[self._told :]
-        self._told = max(self._told, len(text))
-        return piece
-
-    def _cut(self, whole: str) -> None:
-        """Give up the front, where the text of the rest is the end of the text of all."""
-        kept = self._ids[-_KEPT:]
-        end = self._decode(kept)
-        if end and not end.startswith(_UNDECIDED) and whole.endswith(end):
-            self._before, self._ids = whole[: len(whole) - len(end)], kept
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of the text that a stop string may begin with."""
-    for count in range(min(len(stop) - 1, len(text)), 0, -1):
-        if stop.startswith(text[-count:]):
-            return count
-    return 0
-
-
-class StopSearch:
-    """Tells at each token whether the text so far holds a stop string, as if all of it were decoded anew.
 
     A token's text may depend on its neighbours: half a character, a space that only a first word loses. So the last tokens
     are decoded together, and their front is given up only where the text of the rest is the end of the text of both.
@@ -283,35 +224,74 @@ class StopSearch:
     are, what stands before and behind them is next to each other.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
-        self._decode, self._stops = decode, stops
-        self._overlap = max(map(len, stops)) - 1  # characters of a stop string that may stand in what was given up
-        self._settled = ""  # the last of those
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
+        self._decode, self._stops = decode, tuple(stops)
+        self._overlap = (
+            max(map(len, stops), default=1) - 1
+        )  # characters of a stop string that may stand in what was given up
+        self._before = ""  # the end of the text of what was given up
+        self._told = 0  # characters that were handed out, from the first of those on
         self._ids: list[int] = []
-        self._cut_at = 2 * _STOP_WINDOW
+        self._cut_at = 2 * _WINDOW
+        self.ended = False
 
-    def push(self, token: int) -> bool:
-        """The next token; True once the text of all of them holds a stop string."""
-        if not self._decode((token, token)):  # twice, since some tokenizers drop a single space at the start
-            return False
+    def push(self, token: int) -> str:
+        """The next token; returns what can be handed out now, possibly nothing."""
+        if self.ended or not self._decode(
+            (token, token)
+        ):  # twice, since some tokenizers drop a single space at the start
+            return ""
         self._ids.append(token)
         text = self._decode(self._ids)
-        if any(stop in self._settled + text for stop in self._stops):
-            return True
+        whole = self._before + text
+        decided = before_stop(whole, self._stops)
+        if len(decided) < len(whole):
+            self.ended = True
+            return self._hand_out(decided)
+        if decided.endswith(_UNDECIDED):
+            decided = decided[:-1]
+        held = max((_begun(decided, stop) for stop in self._stops), default=0)
+        piece = self._hand_out(decided[: len(decided) - held])
         if len(self._ids) >= self._cut_at:
             self._cut(text)
-        return False
+        return piece
+
+    def finish(self) -> str:
+        """Return the text that was held back."""
+        return self._hand_out(before_stop(self._before + self._decode(self._ids), self._stops))
+
+    def _hand_out(self, text: str) -> str:
+        piece = text[self._told :]
+        self._told = max(self._told, len(text))
+        return piece
 
     def _cut(self, text: str) -> None:
-        for count in range(_STOP_WINDOW, _STOP_WINDOW + _STOP_TRIES):
+        for count in range(_WINDOW, _WINDOW + _TRIES):
             kept = self._ids[-count:]
             end = self._decode(kept)
-            if len(end) >= _STOP_DECIDED and text.endswith(end):
-                settled = self._settled + text[: len(text) - len(end)]
-                self._settled = settled[len(settled) - self._overlap :] if len(settled) > self._overlap else settled
-                self._ids, self._cut_at = kept, count + _STOP_WINDOW
+            if len(end) >= _DECIDED and text.endswith(end):
+                before = self._before + text[: len(text) - len(end)]
+                gone = min(self._told, max(0, len(before) - self._overlap))
+                self._before, self._told = before[gone:], self._told - gone
+                self._ids, self._cut_at = kept, count + _WINDOW
                 return
         self._cut_at = 2 * len(self._ids)
+
+
+def _begun(text: str, stop: str) -> int:
+    """Characters at the end of the text that a stop string may begin with."""
+    return next((count for count in range(len(stop) - 1, 0, -1) if text.endswith(stop[:count])), 0)
+
+
+def stop_search(decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> Callable[[int], bool]:
+    """Who is told each token, and answers whether the text so far holds a stop string."""
+    stream = TextStream(decode, stops)
+
+    def ends(token: int) -> bool:
+        stream.push(token)
+        return stream.ended
+
+    return ends
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:

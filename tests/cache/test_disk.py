@@ -18,7 +18,7 @@ from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.compose.settings import check
 from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.server.create import server_of
+from pensieve.serve.server.api import server_of
 from pensieve.sim.profile import Profile
 from pensieve.sim.worker import SimulatedWorker, VirtualClock
 from tests.simulated import MACHINE, MODEL, policy_context

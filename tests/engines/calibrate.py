@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from hydra import compose, initialize_config_dir
 
 from pensieve.core.request import Request
-from pensieve.lab.commands.advise.advice import recorded, turns_of
+from pensieve.lab.commands.advise.advice import recorded
 from pensieve.lab.commands.advise.causes import read_causes
 from pensieve.lab.commands.advise.replays import Task, replayed
 from pensieve.lab.compose.conf import conf_folder
@@ -211,9 +211,10 @@ def check(load: Load, path: Path, *more: str, real: Sequence[Hits] | None = None
     if load.order not in OWN:
         config["baseline"]["cache"]["order"] = "eviction"
     base = replayed(Task(config, source.conversations))
-    turns = turns_of(read_causes(source.facts, source.rows, source.named))
-    hits = [own for _, own in turns] if real is None else [sum(one) for one in real]
-    found = [(own, base.found[key], base.prompts[key]) for (key, _), own in zip(turns, hits, strict=True)]
+    sent, turns = read_causes(source.facts, source.rows, source.named).sent, base.turns
+    hits = [one.found for one in sent] if real is None else [sum(one) for one in real]
+    keys = [(one.session, one.turn) for one in sent]
+    found = [(own, int(turns.found[key]), int(turns.prompt[key])) for key, own in zip(keys, hits, strict=True)]
     differ = [place for place, (own, other, _) in enumerate(found) if own != other]
     return Apart(differ, *(sum(column) for column in zip(*found, strict=True)))
 

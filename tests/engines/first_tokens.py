@@ -24,8 +24,7 @@ from hydra import compose, initialize_config_dir
 
 from pensieve.core.request import Length, Request, tokens_of
 from pensieve.lab.commands.advise.advice import Served, Settings, on_recorded, recorded
-from pensieve.lab.commands.advise.replays import Task, replayed
-from pensieve.lab.commands.advise.source import Source
+from pensieve.lab.commands.advise.replays import Source, Task, replayed
 from pensieve.lab.compose.conf import conf_folder, read_option
 from pensieve.lab.traffic.table import read
 from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
@@ -168,7 +167,7 @@ def predictions(source: Size, sizes: Sequence[Size]) -> Iterator[tuple[Size, Pre
                 config["baseline"]["cache"]["order"] = "eviction"
             told, real = replayed(Task(config, advised.conversations)), known[size.name]
             prompts = sum(one.keep + one.new for one in real)
-            first, after = [one.first for one in real], [told.ttft_ms[key] for key in keys]
+            first, after = [one.first for one in real], [told.turns.ttft_ms[key] for key in keys]
             yield (
                 size,
                 Predicted(

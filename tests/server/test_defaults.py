@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Sampling
@@ -63,7 +63,7 @@ def test_chat_page_and_server_draw_by_one_rule(configured, asked, drawn):
         began, make = [], server.turn
         server.turn = lambda *parts, **fields: began.append(make(*parts, **fields)) or began[-1]
         settings = ChatSettings(max_new_tokens=2, **{"temperature": configured, **asked})
-        Conversation(server, settings, sys.stdout).ask("Hello").result()
+        Conversation(server, settings, Console()).ask("Hello").result()
         body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **asked}
         assert client.post("/v1/chat/completions", json=body).status_code == 200
         assert [(turn.sampling.temperature, turn.sampling.top_p) for turn in began] == [drawn, drawn]

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 pytest.importorskip("fastapi")
 
 from pensieve.core.request import Hint
-from pensieve.errors import ConfigError
-from pensieve.lab.compose.conf import conf_folder
 from pensieve.serve.server import create_server
 from tests.server.live import SIMULATED, simulated, until
 
@@ -74,20 +71,3 @@ def test_programs_give_hints_and_a_policy_acts_on_them():
         again = {name: server.generate(name, prompt_ids=[1], max_new_tokens=1) for name in ("stays", "goes")}
         found = {name: out.turn.gpu_hit_tokens for name, out in again.items()}
         assert found["stays"] == 203 and found["goes"] < 203, "recency alone would have evicted the first"
-
-
-def test_what_the_server_evicts_by_takes_live_traffic_and_experiments_keep_the_papers():
-    with initialize_config_dir(str(conf_folder()), version_base="1.3"):
-        served, experiment = (compose(name).eviction.name for name in ("serve", "config"))
-    assert (served, experiment) == ("learned_return", "retention_value")
-    with create_server(eviction=served, **SIMULATED) as server:
-        for turn in range(3):
-            for session in "abc":
-                server.process_request(session, f"Question {turn}", max_new_tokens=4)
-        assert server.get_statistics()["gpu_hit_tokens"] > 0
-
-
-@pytest.mark.parametrize("eviction", ["belady", "oracle_hint", "noisy_hint"])
-def test_live_traffic_refuses_an_oracle(eviction):
-    with pytest.raises(ConfigError, match="live traffic has none"):
-        create_server(eviction=eviction, **SIMULATED)

@@ -12,11 +12,15 @@ import httpx
 import pytest
 
 pytest.importorskip("fastapi")
+from fastapi.exceptions import RequestValidationError
 
 from pensieve.errors import ConfigError
+from pensieve.serve.server import create_server
+from pensieve.serve.server.api import Server
 from pensieve.serve.server.gate import tenants_of
-from tests.baselines.systems import Side
-from tests.server.live import PATIENCE_S, simulated, until
+from pensieve.serve.tokenizer import ByteTokenizer
+from tests.baselines.systems import Side, threaded
+from tests.server.live import PATIENCE_S, SIMULATED, serving, simulated, until
 
 KEYS = {"key-of-alice": "alice", "key-of-bob": "bob", "key-of-operator": "operator"}
 ALICE, BOB, OPERATOR = ({"Authorization": f"Bearer {key}"} for key in KEYS)
@@ -40,7 +44,7 @@ def said_by_a_user(**fields):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (b"", "no JSON"),
+        (b"", "required"),
         (b"{", "no JSON"),
         (b'{"messages": "\xff"}', "no JSON"),
         (said_by_a_user().replace(b"x", b"\\ud800"), "no JSON"),
@@ -87,9 +91,44 @@ def test_what_makes_no_sense_is_a_400_that_says_so(client, body, says, stream):
 )
 def test_a_body_says_that_it_is_json(client, content_type, status):
     headers = {"Content-Type": content_type}
-    assert (
-        client.post("/v1/chat/completions", content=said_by_a_user(max_tokens=2), headers=headers).status_code == status
-    )
+    reply = client.post("/v1/chat/completions", content=said_by_a_user(max_tokens=2), headers=headers)
+    assert reply.status_code == status and (status == 200 or "application/json" in reply.text)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+@pytest.mark.parametrize(
+    "sent", ['"metadata": {"a": NUMBER}', '"tool_choice": [NUMBER]', '"tools": [{"type": "function", "a": NUMBER}]']
+)
+def test_no_number_without_a_json_form_comes_in_where_anything_may_stand(client, sent, number):
+    """A response tells its metadata again, which no JSON could."""
+    body = f'{{"input": "x", "max_output_tokens": 1, {sent.replace("NUMBER", number)}}}'
+    reply = client.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400
+
+
+NULLS = [None] * 50_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("v1/completions", {"prompt": NULLS}),
+        ("v1/completions", {"prompt": [NULLS]}),
+        ("v1/completions", {"prompt": "x", "stop": NULLS}),
+        ("v1/chat/completions", {"messages": NULLS}),
+        ("v1/chat/completions", {"messages": [{"role": "user", "content": NULLS}]}),
+        ("v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": NULLS}),
+        ("v1/responses", {"input": NULLS}),
+        ("tokenize", {"messages": NULLS}),
+        ("tokenize", {}),
+    ],
+)
+def test_what_is_wrong_in_a_long_body_is_found_once(path, body, client, monkeypatch):
+    """An error an item takes gigabytes, and minutes in which nobody is served."""
+    found, errors = [], RequestValidationError.errors
+    monkeypatch.setattr(RequestValidationError, "errors", lambda self: found.append(errors(self)) or found[-1])
+    assert client.post(f"/{path}", json=body).status_code == 400
+    assert all(len(one) <= 4 for one in found)
 
 
 @pytest.mark.parametrize(
@@ -112,17 +151,18 @@ def test_a_session_that_nobody_could_find_again_is_refused_before_its_turn(clien
 
 def test_unicode_ids_and_odd_texts_are_served(client):
     for name in ("ж", "a/b c?d", "👩\u200d🚀" * 10, "~"):
-        assert ask(client, session_id=name).json()["session_id"] == name
+        assert ask(client, text="\u0000\u202e" * 20, session_id=name).json()["session_id"] == name
         path = f"/v1/sessions/{quote(name, safe='')}"
-        known = client.get(path)
-        assert known.json()["id"] == name, known.text
+        assert client.get(path).json()["id"] == name
         assert client.delete(path).json()["deleted"]
         assert client.get(path).status_code == 404
-    assert ask(client, text="\u0000\u202e" * 20).status_code == 200
 
 
 def test_a_session_tells_each_turn_and_where_its_kv_is(client):
     first = ask(client, "x" * 70, session_id="told").json()["usage"]
+    messages = [{"role": "user", "content": "x" * 70}]
+    assert client.post("/tokenize", json={"messages": messages}).json()["count"] == first["prompt_tokens"]
+    assert client.post("/tokenize", json={"prompt": "Hello"}).json()["tokens"] == list(b"Hello")
     second = ask(client, "y", session_id="told").json()["usage"]
     told = client.get("/v1/sessions/told").json()
     assert [turn["prompt_tokens"] for turn in told["statistics"]] == [first["prompt_tokens"], second["prompt_tokens"]]
@@ -130,22 +170,6 @@ def test_a_session_tells_each_turn_and_where_its_kv_is(client):
     assert told["tokens"] == second["total_tokens"]
     assert told["kv"].startswith("GG") and len(told["kv"]) == -(-told["tokens"] // told["chunk_tokens"])
     assert "told" in [one["id"] for one in client.get("/v1/sessions").json()["data"]]
-
-
-def test_every_turn_is_told_however_its_reply_ended(client):
-    """On a simulated machine tokens are drawn evenly, so some replies end with the token that ends a reply."""
-    replies = [ask(client, f"{i}", session_id="many", max_tokens=120, seed=i).json() for i in range(12)]
-    reasons = {reply["choices"][0]["finish_reason"] for reply in replies}
-    assert reasons == {"stop", "length"}
-    assert len(client.get("/v1/sessions/many").json()["statistics"]) == 12
-
-
-def test_tokens_are_counted_as_they_are_read(client):
-    messages = [{"role": "user", "content": "Hello"}]
-    count = client.post("/tokenize", json={"messages": messages}).json()["count"]
-    assert count == ask(client).json()["usage"]["prompt_tokens"]
-    assert client.post("/tokenize", json={"prompt": "Hello"}).json()["tokens"] == list(b"Hello")
-    assert client.post("/tokenize", json={}).status_code == 400
 
 
 def test_metrics_count_turns_and_where_prompts_were_found():
@@ -221,11 +245,8 @@ def test_tenants_see_nothing_of_each_other():
         assert "alice" not in told and "hers" not in told
 
 
-@pytest.mark.parametrize("baseline", ["prefix_cache", "pensieve_shared", "vllm_offload"])
+@pytest.mark.parametrize("baseline", ["prefix_cache", "pensieve_shared"])
 def test_prefixes_are_not_shared_between_tenants_where_blocks_are(baseline):
-    from pensieve.serve.server import create_server
-    from tests.server.live import SIMULATED, serving
-
     text = "a prompt that both of them send, long enough for two chunks of thirty-two tokens"
     with create_server(baseline, **SIMULATED) as server, serving(server, KEYS) as (_, url):
         with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
@@ -255,14 +276,7 @@ def test_too_much_is_refused_before_it_costs_anything():
 
 
 def test_a_full_queue_sheds_and_recovers():
-    from pensieve.serve.server.api import Server
-    from pensieve.serve.systems.threaded_system import ThreadedSystem
-    from pensieve.serve.tokenizer import ByteTokenizer
-    from tests.baselines.systems import threaded
-    from tests.server.live import serving
-
     system, worker = threaded()
-    assert isinstance(system, ThreadedSystem)
     worker.gate.clear()
     with Server(system, ByteTokenizer()) as server, serving(server, max_queue=4) as (_, url):
         with ThreadPoolExecutor(20) as pool, httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
@@ -274,15 +288,6 @@ def test_a_full_queue_sheds_and_recovers():
             assert ask(client).status_code == 200
         system.engine.cache.check()
     assert server.under_way == 0
-
-
-def test_one_bad_request_harms_nobody_beside_it():
-    with simulated() as (state, client), ThreadPoolExecutor(8) as pool:
-        bad = [pool.submit(ask, client, "x", max_tokens=100_000) for _ in range(8)]
-        good = [pool.submit(ask, client, f"good {i}") for i in range(8)]
-        assert {one.result().status_code for one in bad} == {400}
-        assert {one.result().status_code for one in good} == {200}
-        state.server.system.engine.cache.check()
 
 
 def test_only_this_machine_is_served_without_keys(client):
@@ -327,7 +332,7 @@ def test_conversations_that_nobody_comes_back_to_are_given_up():
     with simulated() as (state, client):
         ask(client, session_id="short", keep_alive=0.001)
         ask(client, session_id="long", keep_alive=1000)
-        assert until(lambda: state.server.conversations.expire() == 1)
+        assert until(lambda: state.sweep() or len(state.server.conversations) == 1)
         assert [one["id"] for one in client.get("/v1/sessions").json()["data"]] == ["long"]
         ask(client, session_id="long")  # the engine learns of it with the next turn
         assert list(state.server.system.engine.cache.sessions) == ["long"]
@@ -338,6 +343,6 @@ def test_answers_have_the_fields_that_the_published_schemas_ask_for(client):
     tool = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
     said = client.post("/v1/responses", json={"input": "Hi", "tools": [tool]}).json()
     assert said["tools"] == [{**tool, "description": None, "strict": None}]
-    chat = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]}).json()
+    chat = ask(client).json()
     assert "system_fingerprint" not in chat, "it may be missing, and may not be null"
     assert chat["choices"][0]["message"]["annotations"] == []

@@ -8,7 +8,6 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
 from pensieve.serve.server import create_server  # noqa: E402
-from pensieve.serve.server.command import uvicorn_config  # noqa: E402
 from pensieve.serve.server.replies import Feed  # noqa: E402
 from tests.server.live import PATIENCE_S, REAL, Hold, held, serving, until  # noqa: E402
 
@@ -41,7 +40,7 @@ def details(reply):
 
 
 def test_a_chat_goes_on_where_it_ended_without_any_name(client):
-    messages = [{"role": "user", "content": "Tell me of the sea."}]
+    messages = [{"role": "user", "content": "Tell me of the sea, and of all that lives in it."}]
     first = chat(client, messages)
     assert details(first)["new"] == first.usage.prompt_tokens
     text = first.choices[0].message.content
@@ -49,6 +48,9 @@ def test_a_chat_goes_on_where_it_ended_without_any_name(client):
     second = chat(client, messages)
     assert second.session_id == first.session_id
     assert details(second)["gpu"] == first.usage.prompt_tokens + first.usage.completion_tokens - 1
+    again = chat(client, messages[:1])  # regenerated: a fork, which keeps its prefix
+    assert again.session_id != first.session_id and details(again)["gpu"] >= 32
+    assert again.choices[0].message.content == text
     assert first.choices[0].finish_reason in ("length", "stop")
 
 
@@ -97,18 +99,8 @@ def test_a_named_session_takes_new_messages_or_the_whole_history(client):
     assert by_header.session_id == "plain"
 
 
-def test_a_regenerated_reply_branches_and_keeps_its_prefix(client):
-    messages = [
-        {"role": "user", "content": "A question that is long enough to fill two chunks of this cache, or three."}
-    ]
-    first = chat(client, messages)
-    again = chat(client, messages)
-    assert again.session_id != first.session_id
-    assert again.choices[0].message.content == first.choices[0].message.content
-    assert details(again)["gpu"] >= 64
-
-
-def test_responses_go_on_fork_and_are_deleted(client):
+def test_responses_go_on_fork_and_are_deleted(live):
+    state, client = live
     fields = {"model": "tiny", "temperature": 0, "max_output_tokens": 8}
     first = client.responses.create(input="Hello there", instructions="Be brief.", **fields)
     assert first.status in ("completed", "incomplete")
@@ -130,8 +122,12 @@ def test_responses_go_on_fork_and_are_deleted(client):
     assert third.usage.input_tokens > second.usage.total_tokens
     assert client.responses.retrieve(first.id).output_text == first.output_text
     client.responses.delete(first.id)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(first.id)
+    before = len(state.server.conversations)
+    unstored = client.responses.create(input="Forget this", store=False, **fields)
+    assert len(state.server.conversations) == before
+    for gone in (first, unstored):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(gone.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.create(input="x", previous_response_id=first.id, **fields)
 
@@ -152,15 +148,6 @@ def test_a_streamed_response_tells_what_it_is_and_ends_as_the_whole(client):
     assert [event.sequence_number for event in events] == list(range(len(events)))
     deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert deltas == events[-1].response.output_text == whole.output_text
-
-
-def test_a_response_that_is_not_stored_leaves_nothing(live):
-    state, client = live
-    before = len(state.server.conversations)
-    reply = client.responses.create(model="tiny", input="Forget this", store=False, max_output_tokens=4)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(reply.id)
-    assert len(state.server.conversations) == before
 
 
 def test_a_client_that_goes_away_frees_what_it_held(live, monkeypatch):
@@ -193,13 +180,6 @@ def test_a_client_that_goes_away_frees_what_it_held(live, monkeypatch):
 def _asked(server):
     """Turns under way, but for the one that holds up the engine."""
     return [turn for one in server.conversations if one.id != "~held" for turn in one.turns]
-
-
-def test_a_connection_is_kept_longer_than_clients_use_it_again(live):
-    """Else the server may close it while the next message is on its way."""
-    state, client = live
-    expires_s = client._client._transport._pool._keepalive_expiry
-    assert uvicorn_config(state).timeout_keep_alive > 2 * expires_s > 0
 
 
 def test_what_is_not_supported_is_refused_by_name(client):

@@ -15,8 +15,8 @@ from pensieve.errors import ConfigError
 from pensieve.lab.traffic.table import read, read_facts
 from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.recording import Blocks
-from pensieve.serve.server.create import server_of
-from pensieve.serve.server.recording import Recording
+from pensieve.serve.server.api import server_of
+from pensieve.serve.server.observers import Recording
 from tests.composed import replayed
 from tests.server.test_chat import composed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib.util
 import json
 import os
 import signal
@@ -18,8 +19,8 @@ pytest.importorskip("fastapi")
 from pensieve.errors import ConfigError, EngineMissing
 from pensieve.lab.compose.settings import resolved
 from pensieve.serve.server import command
+from pensieve.serve.server.api import replicated_server
 from pensieve.serve.server.app import App, ServeSettings
-from pensieve.serve.server.create import replicated_server
 from pensieve.serve.server.state import StateFile
 from tests.server.live import serving, until
 from tests.server.test_chat import composed
@@ -56,15 +57,12 @@ def test_who_is_stopped_while_replicas_load_has_not_failed(stopped, monkeypatch)
     assert (app.failure is None) == stopped
 
 
-def test_without_ray_one_sentence_says_what_to_install(monkeypatch):
+def test_without_ray_and_for_simulated_replicas_one_sentence_says_what_to_do(monkeypatch):
+    if importlib.util.find_spec("ray"):
+        with pytest.raises(ConfigError, match=r"hardware\.replicas"):
+            replicated_server(composed("hardware=sim_h100"), 2, "affinity")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EngineMissing, match=r"serve\.replicas.*pensieve-lab\[ray\]"):
-        replicated_server(composed("hardware=sim_h100"), 2, "affinity")
-
-
-def test_simulated_replicas_are_referred_to_where_they_are():
-    pytest.importorskip("ray")
-    with pytest.raises(ConfigError, match=r"hardware\.replicas"):
         replicated_server(composed("hardware=sim_h100"), 2, "affinity")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import random
 import socket
 from collections import Counter
 from concurrent.futures import Future
@@ -20,12 +19,11 @@ from pensieve.core.request import Request
 from pensieve.core.session import Session
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server import create_server
-from pensieve.serve.server.api import Stream, Turn
-from pensieve.serve.server.command import Connection
+from pensieve.serve.server.api import Server, Stream, Turn
 from pensieve.serve.server.conversations import Conversation, Mark
 from pensieve.serve.server.replies import Feed
 from pensieve.serve.tokenizer import ByteTokenizer
-from tests.baselines.systems import Side
+from tests.baselines.systems import Side, threaded
 from tests.server.live import PATIENCE_S, SIMULATED, serving, simulated, until
 from tests.server.test_http import ask
 
@@ -70,10 +68,6 @@ def test_no_request_that_the_document_allows_or_not_makes_the_server_fail():
 
 @pytest.mark.slow
 def test_clients_that_hang_up_in_mid_stream_leave_nothing():
-    from pensieve.serve.server.api import Server
-    from pensieve.serve.tokenizer import ByteTokenizer
-    from tests.baselines.systems import threaded
-
     system, _ = threaded()
     with Server(system, ByteTokenizer()) as server, serving(server) as (_, url):
 
@@ -145,10 +139,6 @@ def test_a_client_that_sends_its_body_and_leaves_is_not_served():
 
 
 def test_a_server_that_is_told_to_stop_lets_replies_end():
-    from pensieve.serve.server.api import Server
-    from pensieve.serve.tokenizer import ByteTokenizer
-    from tests.baselines.systems import threaded
-
     system, worker = threaded()
     worker.gate.clear()
     body = {"prompt": "x", "max_tokens": 4}
@@ -161,65 +151,3 @@ def test_a_server_that_is_told_to_stop_lets_replies_end():
         worker.gate.set()
         assert asked.ended() and stopping.ended()
         assert asked.result.status_code == 200
-
-
-def test_a_long_body_comes_in_small_pieces_and_whole(monkeypatch):
-    sizes = []
-    received = Connection.data_received
-
-    def data_received(self, data):
-        sizes.append(len(data))
-        received(self, data)
-
-    monkeypatch.setattr(Connection, "data_received", data_received)
-    said = "".join(random.Random(0).choices("abc ", k=200_000))
-    with simulated() as (_, client):
-        told = client.post("/tokenize", json={"prompt": said}).json()
-    assert told["tokens"] == list(ByteTokenizer().encode(said))
-    assert sum(sizes) > len(said)
-    assert max(sizes) <= 2**14, "a buffer of 128 KiB and more leaves holes in the heap"
-
-
-def connected(url, sent=b""):
-    connection = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=PATIENCE_S)
-    connection.sendall(sent)
-    return connection
-
-
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-HALF = {
-    "nothing": b"",
-    "headers": HEAD,
-    "body": HEAD + b'Content-Length: 99\r\n\r\n{"prompt": "x"}',
-    "chunk": HEAD + b'Transfer-Encoding: chunked\r\n\r\nf\r\n{"prompt": "x"}\r\n',
-    "a second request": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEAD,
-}
-
-
-def test_half_a_request_ends_when_its_time_is_over_and_whole_ones_are_served(capfd):
-    with create_server(**SIMULATED) as server, serving(server, receive_s=0.5) as (_, url):
-        halves = {name: connected(url, sent) for name, sent in HALF.items()}
-        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client, connected(url) as slow:
-            ask(client)
-            for name, half in halves.items():
-                with half, half.makefile("rb") as told:
-                    assert b"408 Request Timeout" in told.read(), name  # to its end: it is closed
-            with slow.makefile("rb") as told:
-                assert b"408" in told.read()
-            streams = [*client._transport._pool.connections]
-            assert ask(client).status_code == 200 and client._transport._pool.connections == streams, "it was kept"
-        assert server.get_statistics()["turns"] == 2
-    assert "Exception" not in capfd.readouterr().err, "who leaves before the end of a body is no fault of the server"
-
-
-def test_of_too_many_connections_the_one_silent_longest_is_closed():
-    with create_server(**SIMULATED) as server, serving(server, max_connections=8) as (_, url), ExitStack() as open_ones:
-        silent = [open_ones.enter_context(connected(url, HEAD)) for _ in range(8)]
-        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
-            assert ask(client).status_code == 200
-            with silent[0].makefile("rb") as told:
-                assert b"503" in told.read()
-            for late in silent[1:]:
-                late.settimeout(0.01)
-                with pytest.raises(TimeoutError):
-                    late.recv(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 
 import pytest
 
@@ -52,24 +51,6 @@ def test_a_crash_of_the_engine_fails_every_request_and_those_to_come(clock):
         assert isinstance(side.error, RequestFailed)
         assert "fell off the bus" in str(side.error)
     server.close()
-
-
-def test_whoever_closes_second_waits_for_the_first():
-    gate, closing = threading.Event(), threading.Event()
-
-    class Worker(SimulatedWorker):
-        def close(self):
-            closing.set()
-            assert gate.wait(PATIENCE_S)
-
-    server = Server(inline(Worker), ByteTokenizer())
-    first = Side(server.close)
-    assert closing.wait(PATIENCE_S)
-    second = Side(server.close)
-    assert not second.ends_within(0.2)
-    gate.set()
-    assert first.ended()
-    assert second.ended()
 
 
 def test_forget_beside_requests_keeps_the_engine_whole():

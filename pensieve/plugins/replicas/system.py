@@ -25,8 +25,8 @@ from pensieve.plugins.cluster.cluster_system import Turn
 from pensieve.plugins.cluster.routing import ROUTERS
 from pensieve.plugins.replicas.actors import Actors, Replica
 from pensieve.plugins.replicas.engine import Described, moved
-from pensieve.serve.record import Transcripts, TurnRecord
-from pensieve.serve.systems.base import Capabilities, Listener, Outbox, WallClock
+from pensieve.serve.record import Listener, Transcripts, TurnRecord
+from pensieve.serve.systems.base import Capabilities, Outbox, WallClock
 from pensieve.serve.systems.engine_system import ENGINE_CLOSED, Answer
 
 ATTEMPTS = 3

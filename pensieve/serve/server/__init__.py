@@ -8,7 +8,7 @@ __all__ = ["Generation", "Server", "Stream", "create_server"]
 __getattr__ = from_modules(
     __name__,
     {
-        "create_server": "pensieve.serve.server.create",
+        "create_server": "pensieve.serve.server.api",
         "Server": "pensieve.serve.server.api",
         "Stream": "pensieve.serve.server.api",
         "Generation": "pensieve.serve.server.api",

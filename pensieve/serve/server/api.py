@@ -1,4 +1,4 @@
-"""The server without HTTP: one call a turn, from any number of threads; and what happens to a turn on its way."""
+"""The server without HTTP: how one is made, one call a turn, from any number of threads; and what happens to a turn."""
 
 from __future__ import annotations
 
@@ -8,21 +8,29 @@ import queue
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pensieve.core.request import Event, Free, Hint, History, Length, Request, Sampling, text_of
 from pensieve.core.session import common_prefix
-from pensieve.errors import ConfigError, PensieveError, RequestFailed, WorkerError, refused
+from pensieve.errors import ConfigError, EngineMissing, PensieveError, RequestFailed, WorkerError, refused, typed
+from pensieve.lab.compose.build import build_system, check_free_memory, what_starts
+from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.explain import explain_crash
+from pensieve.lab.compose.model_files import build_tokenizer, model_config
+from pensieve.lab.compose.plan import TrialPlan, plan_trial
+from pensieve.lab.compose.settings import check, locate
+from pensieve.plugins.engines.ray_cluster import check_ray
 from pensieve.serve.chat_template import ChatTemplate
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.conversations import Asked, Conversation, Conversations, Mark, Message, message_keys
 from pensieve.serve.systems.base import AnsweringSystem
 from pensieve.serve.tokenizer import TextStream, Tokenizer, before_stop
+from pensieve.units import percent
 
 if TYPE_CHECKING:
     from pensieve.serve.server.schemas import Tools
@@ -30,16 +38,95 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def stops_of(stop: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Stop strings as callers give them: one, several, or none at all (None or nothing in a list)."""
-    if stop is None:
-        return ()
-    if isinstance(stop, str):
-        return (stop,)
-    try:
-        return tuple(stop)
-    except TypeError as error:
-        raise ConfigError(f"stop is a string or a list of strings, not {stop!r}.") from error
+def create_server(
+    mode: str = "pensieve",
+    model: str = "tiny",
+    weights: str | None = None,
+    gpu_cache: str = "4096 tokens",
+    cpu_cache: str = "8192 tokens",
+    eviction: str = "retention_value",
+    device: str = "auto",
+    seed: int = 0,
+    scheduler: str = "unified",
+    disk_cache: str = "0 tokens",
+) -> Server:
+    """A server that is ready to answer.
+
+    mode: pensieve, gpu_only, stateless, or another baseline in the engine. model: a name in conf/model,
+    a hub id, a folder written by save_pretrained, or a GGUF file; weights: hub (what was published: of a folder, its own),
+    random or a folder, by default what the model says.
+    gpu_cache, cpu_cache, disk_cache: "4GiB" or "8192 tokens". device: auto, cpu, cuda, or a simulated machine such as
+    sim_h100. Raises the errors of pensieve.errors, each a sentence that says what to do.
+    """
+    return server_of(
+        {
+            "seed": seed,
+            "model": model_config(model, **({} if weights is None else {"weights": weights})).model_dump(),
+            "cache": {"name": "api", "gpu": gpu_cache, "cpu": cpu_cache, "disk": disk_cache},
+            "eviction": read_option("eviction", eviction),
+            "scheduler": read_option("scheduler", scheduler),
+            "baseline": read_option("baseline", mode),
+            "hardware": read_option("hardware", "local" if device == "auto" else device),
+            "tracking": read_option("tracking", "off"),
+        }
+    )
+
+
+def server_of(config: Mapping[str, Any], keeps_disk: bool = False, say: Callable[[str], None] | None = None) -> Server:
+    """A warm server from the configuration of a command, or the fields of a trial but `workload`: callers ask.
+
+    keeps_disk: as of build_system. say: is told what the start will take, where that is long.
+    """
+    plan = plan_live(config)
+    check_free_memory(plan)
+    if say is not None and (starting := what_starts(plan)) is not None:
+        say(starting)
+    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
+    return Server(build_system(plan, tokenizer, keeps_disk=keeps_disk), tokenizer, plan.config.seed)
+
+
+def replicated_server(
+    config: Mapping[str, Any],
+    replicas: int,
+    router: str,
+    environment: Mapping[str, str] | None = None,
+    connected: Callable[[], object] | None = None,
+) -> Server:
+    """A server over several engines on Ray: conversations, tenants and HTTP are in this process; the replicas hold engines
+    and KV, and nothing else. environment, connected: as of build_replicas. Raises EngineMissing without Ray."""
+    check_ray("serve.replicas above 1")
+    from pensieve.plugins.replicas.system import build_replicas
+
+    plan = plan_live(config)
+    if plan.device.simulated:
+        raise ConfigError(
+            f"serve.replicas={replicas} are processes, and hardware={plan.config.hardware.name} is simulated; use "
+            "hardware=local, or simulate them with runners/run.py and hardware.replicas."
+        )
+    tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
+    system = build_replicas(plan, replicas, router, environment, connected)
+    return Server(system, tokenizer, plan.config.seed)
+
+
+def plan_live(fields: Mapping[str, Any]) -> TrialPlan:
+    """The plan of an engine that serves callers. Raises ConfigError for a policy that cannot, EngineMissing for an engine of
+    others."""
+    trial = {name: value for name, value in fields.items() if name not in ("serve", "chat")}
+    config = check({**trial, "workload": read_option("workload", "chat")})
+    if config.baseline.engine is not None:
+        raise EngineMissing(
+            f"baseline={config.baseline.name} is an outside engine, and only ours answer callers here. Compare with it in "
+            f"trials ({typed('run')} baseline=pensieve,{config.baseline.name} -m), or choose one of ours, such as "
+            "baseline=prefix_cache."
+        )
+    if getattr(
+        locate(str(config.eviction["_target_"]), f"eviction={config.eviction.get('name')}"), "needs_future", False
+    ):
+        raise ConfigError(
+            f"eviction={config.eviction.get('name')} needs a workload whose future is known, and live traffic has none; "
+            "choose lru."
+        )
+    return plan_trial(config)
 
 
 class Server:
@@ -163,16 +250,13 @@ class Server:
         s = self.get_statistics()
         engine = s["engine"]
 
-        def share(name: str) -> str:
-            return "none yet" if s[name] is None else f"{100 * s[name]:.1f} %"
-
+        found = ", ".join(f"{rate.replace('_', ' ')} {percent(s[rate])} %" for rate in _RATES)
         return (
             f"{engine['baseline']} on {engine['device']}, {engine['dtype']}, weights {engine['weights']}: "
             f"GPU tier {engine['gpu_tokens']:,} tokens, CPU tier {engine['cpu_tokens']:,} tokens\n"
             f"{s['turns']:.0f} turns, {s['output_tokens']:.0f} tokens generated, {s['failed_turns']:.0f} turns failed, "
             f"{s['refused_turns']:.0f} refused\n"
-            f"history tokens {s['history_tokens']:.0f}: GPU hit {share('gpu_hit_rate')}, "
-            f"CPU hit {share('cpu_hit_rate')}, disk hit {share('disk_hit_rate')}, recomputed {share('miss_rate')}\n"
+            f"history tokens {s['history_tokens']:.0f}: {found}\n"
             f"chunks evicted {s['evicted_chunks']:.0f}, dropped {s['dropped_chunks']:.0f}; "
             f"{s['swapped_in_bytes'] / 1e6:.1f} MB swapped in, {s['swapped_out_bytes'] / 1e6:.1f} MB out"
         )
@@ -198,10 +282,6 @@ class Server:
     def moment(self, clock_s: float) -> float:
         """A time of the engine's clock as seconds since 1970."""
         return time.time() - (self.system.clock.now_s() - clock_s)
-
-    def places(self, conversation: Conversation) -> str:
-        """Where each chunk of its KV is, a letter each, see CacheManager.places."""
-        return self.system.places(conversation.engine_name)
 
     def end_session(self, tenant: str, name: str) -> bool:
         """Cancel its turns and free it; False where there is none. Waits for turns to end: not for the engine's thread."""
@@ -237,7 +317,7 @@ class Server:
         hint: Hint | None = None,
     ) -> Turn:
         """A turn with the options of `generate`."""
-        stops = stops_of(stop)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         output = Length(max_new_tokens) if ignore_eos and not stops else Free(max_new_tokens, stops, ignore_eos)
         sampling = Sampling(temperature, top_p, top_k, self._seed if seed is None else seed)
         return self.turn(output, sampling, hint=hint)
@@ -276,14 +356,24 @@ class Server:
         return stops + _PLAIN_STOPS if self.template.plain else stops
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Generation:
-    """One finished turn. text: the reply, without the stop string that ended it. turn: its record (see TurnRecord), whose
-    status is `completed`, or `cancelled` where it was cut short: the reply is then what there was until then."""
+    """One finished turn. turn: its record (see TurnRecord), whose status is `completed`, or `cancelled` where it was cut
+    short: the reply is then what there was until then."""
 
-    token_ids: list[int]
-    text: str
     turn: TurnRecord
+    _decode: Callable[[Sequence[int]], str] = field(repr=False, compare=False)
+    _stops: tuple[str, ...] = ()
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        return list(self.turn.token_ids)
+
+    @cached_property
+    def text(self) -> str:
+        """The reply, without the stop string that ended it."""
+        text = self._decode(self.token_ids)
+        return before_stop(text, self._stops) if self.turn.finish_reason == "stop" else text
 
 
 @dataclass(slots=True, eq=False)
@@ -349,11 +439,9 @@ class Turn:
                 self.server.under_way -= 1
         if waits:
             record = TurnRecord(self.conversation.engine_name, 0, status="cancelled", intended_s=self.intended_s)
-            self._settle(Generation([], "", record))
+            self._settle(Generation(record, self.server.tokenizer.decode))
         else:
             self.server.system.cancel(self.id, "cancelled")
-
-    # -- the listener of its request ----------------------------------------------------------------------------------
 
     @property
     def streams(self) -> bool:
@@ -362,15 +450,13 @@ class Turn:
     def happened(self, event: Event) -> None:
         if event.turn is not None:
             self._ended(event.turn)
-        elif self.on_event is not None:
+        else:
             self._tell(event)
 
     def failed(self, error: WorkerError) -> None:
         failure = RequestFailed(str(error))
         failure.__cause__ = error
         self._over(failure)
-
-    # -- how ----------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         """Submit it, as the running turn of its conversation."""
@@ -416,33 +502,30 @@ class Turn:
         elif record.status not in ("completed", "cancelled"):
             what = RequestFailed(record.error or f"The request ended as {record.status}.")
         else:
-            text = self.server.tokenizer.decode(record.token_ids)
-            text = before_stop(text, self.stops) if record.finish_reason == "stop" else text
-            what = Generation(list(record.token_ids), text, record)
+            what = Generation(record, self.server.tokenizer.decode, self.stops)
             if record.stands:
-                self._keep(record, text)
+                self._keep(what)
         self.server.tell(self, record)
         self._over(what)
 
-    def _keep(self, record: TurnRecord, text: str) -> None:
+    def _keep(self, said: Generation) -> None:
         """The conversation is what was asked and answered. A stop string is no part of it."""
+        record, asked, tokenizer = said.turn, self.asked, self.server.tokenizer
         stopped = record.finish_reason == "stop"
-        encode, literal = self.server.tokenizer.encode, self.server.tokenizer.literal
-        reply = array("i", encode(literal(text), marked=True)) if stopped else record.token_ids
-        assert self.asked is not None
-        asked, messages, key = self.asked, None, None
-        replies = dict(asked.replies)
+        reply = array("i", tokenizer.encode(tokenizer.literal(said.text), marked=True)) if stopped else record.token_ids
+        assert asked is not None
+        messages, key, replies = None, None, dict(asked.replies)
         if asked.messages is not None:
             if not stopped:  # else the template encodes what was told of it
                 replies[len(asked.messages)] = list(reply)
-            messages = [*asked.messages, {"role": "assistant", "content": text}]
+            messages = [*asked.messages, {"role": "assistant", "content": said.text}]
             key = message_keys(messages, self.tools)[-1]
         tokens = asked.prompt + reply
         before = min(self.held, len(asked.prompt))
         ended = record.finish_reason == "eos"  # by a token that a template may write in its own way
         self.mark = Mark(len(tokens) - ended, record, before, len(messages or ()), key)
-        said = common_prefix(reply, record.token_ids[:-1])  # the last token of a turn has no KV
-        computed = len(asked.prompt) + said
+        # The last token of a turn has no KV.
+        computed = len(asked.prompt) + common_prefix(reply, record.token_ids[:-1])
         self.server.conversations.settle(self.conversation, tokens, self.mark, computed, messages, replies)
 
     def _over(self, what: Generation | PensieveError) -> None:
@@ -465,14 +548,13 @@ class Turn:
                 self.future.set_result(what)
             else:
                 self.future.set_exception(what)
-        if self.on_event is not None:
-            self._tell(None)
+        self._tell(None)
         self.on_event = self.ask = None
 
     def _tell(self, event: Event | None) -> None:
-        assert self.on_event is not None
         try:
-            self.on_event(event)
+            if self.on_event is not None:
+                self.on_event(event)
         except Exception:  # whoever listened has gone: no reason to stop the engine, which serves others
             log.exception("the listener of request %s failed", self.id)
 

@@ -13,7 +13,9 @@ from http import HTTPStatus
 from importlib.resources import files
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Header, Request, Response
+import psutil
+from fastapi import FastAPI, Header, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
@@ -21,11 +23,19 @@ from starlette.exceptions import HTTPException
 from pensieve import __version__
 from pensieve.core.request import Free, Sampling
 from pensieve.errors import ConfigError, PensieveError
-from pensieve.serve.server import statistics
 from pensieve.serve.server.api import Server, Turn
 from pensieve.serve.server.conversations import LONGEST_NAME, Stored, session_name
-from pensieve.serve.server.gate import OPERATOR, SESSION_HEADER, BodyRoute, Gate, Tenants, off_the_loop, refused
-from pensieve.serve.server.replies import ChatReply, CompletionReply, Feed, Reply, ResponseReply
+from pensieve.serve.server.gate import OPERATOR, SESSION_HEADER, BodyRoute, Gate, Tenants, refused
+from pensieve.serve.server.observers import Meters
+from pensieve.serve.server.replies import (
+    ChatReply,
+    CompletionReply,
+    Feed,
+    Reply,
+    ResponseReply,
+    session_body,
+    session_line,
+)
 from pensieve.serve.server.schemas import (
     ChatBody,
     CompletionBody,
@@ -36,9 +46,9 @@ from pensieve.serve.server.schemas import (
     tools_of,
 )
 from pensieve.serve.server.state import StateFile
-from pensieve.serve.server.statistics import Meters, session_body, session_line
 
 SWEEP_S = 5.0  # how often conversations that nobody came back to are looked for
+_INLINE_BYTES = 16_384  # of a body whose prompt is made in the event loop
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -46,10 +56,10 @@ Seconds = Annotated[float, Field(gt=0)]
 class ServeSettings(BaseModel):
     """The node `serve` of conf/serve.yaml. temperature: see Server.sampling.
 
-    max_*: limits of each tenant; max_queue and max_connections are of all together. receive_s: how long a client may take to
-    send a request. record: the file of recorded traffic; true: traffic.parquet in the outputs folder. state: where
-    conversations outlive the server: auto (in the outputs folder, if no other server keeps its own there), off, or a file.
-    replicas: one is in this process, several are actors of Ray; router: which of them serves a turn.
+    max_*: limits of each tenant; max_queue and max_connections are of all together. record: the file of recorded traffic;
+    true: traffic.parquet in the outputs folder. state: where conversations outlive the server: auto (in the outputs folder,
+    if no other server keeps its own there), off, or a file. replicas: one is in this process, several are actors of Ray;
+    router: which of them serves a turn.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -60,10 +70,8 @@ class ServeSettings(BaseModel):
     temperature: Annotated[float, Field(ge=0)] | None = None
     max_body_bytes: Positive = 4_000_000
     max_connections: Positive = 512
-    receive_s: Seconds = 30.0
     max_queue: Positive = 256
     max_sessions: Positive = 10_000
-    max_stored_tokens: Positive = 50_000_000
     keep_alive_s: Seconds | None = 86_400.0
     drain_s: Seconds = 30.0
     state: str | Literal[False] = "off"
@@ -81,12 +89,10 @@ class App:
         self.failure: str | None = None
         self.meters: Meters
         self.created = int(time.time())
-        self.identity: str | None = None
-        """A digest of all that decides how requests are served: configuration, code and platform."""
         self.on_close: Callable[[], None] | None = None
         self.restored = 0
         """Conversations that were there before this server was started."""
-        self.tidy: Callable[[], None] | None = None
+        self._kept: StateFile | None = None
         self.loop: Future[asyncio.AbstractEventLoop] = Future()
         """That serves, in the process's main thread."""
 
@@ -94,11 +100,20 @@ class App:
         """All but the word that requests are served from now on (`server`), with the conversations of before. state: where
         they are kept."""
         s = self.settings
-        server.conversations.limit(s.max_sessions, s.max_stored_tokens, s.keep_alive_s)
+        server.conversations.limit(s.max_sessions, s.keep_alive_s)
         self.meters = Meters(server)
         server.observe(lambda turn, record: self.meters.turn_ended(record))
-        if state is not None:
-            self.tidy, self.restored = state.tidy, state.restore(server.conversations)
+        self._kept, self.restored = state, 0 if state is None else state.restore(server.conversations)
+
+    def sweep(self) -> None:
+        """Give up conversations that nobody came back to, and what else grows: the write-ahead log, and the C library's heap,
+        which is else as large as the most that long bodies and prompts ever needed."""
+        if self.server is not None:
+            self.server.conversations.expire()
+            if self._kept is not None:
+                self._kept.tidy()
+            if hasattr(psutil, "heap_trim"):
+                psutil.heap_trim()
 
     @property
     def warm(self) -> Server:
@@ -164,7 +179,7 @@ def create_app(state: App) -> FastAPI:
     app = FastAPI(title="Pensieve", lifespan=lifespan, docs_url=None, redoc_url=None, responses=told)
     app.state.settings = state.settings
     app.add_middleware(Gate, state=state)
-    for error in (PensieveError, HTTPException):
+    for error in (PensieveError, HTTPException, RequestValidationError):
         app.add_exception_handler(error, refused)
     _add_routes(app, state)
     return app
@@ -173,25 +188,24 @@ def create_app(state: App) -> FastAPI:
 async def _sweep(state: App) -> None:
     while True:
         await asyncio.sleep(SWEEP_S)
-        if state.server is not None:
-            await asyncio.to_thread(state.server.conversations.expire)
-            if state.tidy is not None:
-                await asyncio.to_thread(state.tidy)
-            await asyncio.to_thread(statistics.give_back)
+        await asyncio.to_thread(state.sweep)
 
 
 Session = Annotated[str | None, Header(alias=SESSION_HEADER, max_length=LONGEST_NAME)]
 
 
 def _add_routes(app: FastAPI, state: App) -> None:
-    bodies = APIRouter(route_class=BodyRoute)
+    app.router.route_class = BodyRoute
 
     async def served(
         request: Request, reply: Reply, turn: Turn, begin: Callable[[], None], streams: bool | None
     ) -> Response:
         """What came of the turn that `begin` begins, streamed or whole, in the form of `reply`."""
         feed = Feed(turn, bool(streams), reply.tells_ids)
-        await off_the_loop(request, begin)
+        if len(await request.body()) < _INLINE_BYTES:
+            begin()
+        else:
+            await asyncio.to_thread(begin)
         feed.drive()
         name = turn.conversation.id
         headers = {SESSION_HEADER: name} if name.isascii() and name.isprintable() else {}
@@ -200,7 +214,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
         await feed.ended(request)
         return JSONResponse(reply.whole(feed), headers=headers)
 
-    @bodies.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatBody, x_session_id: Session = None) -> Response:
         most, tools = body.max_completion_tokens or body.max_tokens, tools_of(body.tools)
         turn = state.turn(body, most, state.warm.stops(body.stops), tools)
@@ -209,14 +223,14 @@ def _add_routes(app: FastAPI, state: App) -> None:
         begin = partial(state.warm.conversations.chat, turn, _tenant(request), name, messages, whole)
         return await served(request, ChatReply(body, state.model), turn, begin, body.stream)
 
-    @bodies.post("/v1/completions")
+    @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionBody, x_session_id: Session = None) -> Response:
         turn = state.turn(body, body.max_tokens, body.stops, ignore_eos=bool(body.ignore_eos))
         name, whole = body.session_id or x_session_id, body.history == "whole"
         begin = partial(state.warm.conversations.complete, turn, _tenant(request), name, body.prompt, whole)
         return await served(request, CompletionReply(body, state.model), turn, begin, body.stream)
 
-    @bodies.post("/v1/responses")
+    @app.post("/v1/responses")
     async def respond(request: Request, body: ResponseBody) -> Response:
         tenant, previous = _tenant(request), body.previous_response_id
         stored = None if previous is None else state.stored(tenant, previous)
@@ -224,7 +238,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
         reply = ResponseReply(body, state.model, tenant, turn)
         return await served(request, reply, turn, partial(reply.begin, stored), body.stream)
 
-    @bodies.post("/tokenize")
+    @app.post("/tokenize")
     async def tokenize(request: Request, body: TokenizeBody) -> Response:
         state.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -238,8 +252,6 @@ def _add_routes(app: FastAPI, state: App) -> None:
 
         tokens = await asyncio.to_thread(ids)
         return JSONResponse({"count": len(tokens), "max_model_len": state.warm.most_tokens, "tokens": tokens})
-
-    app.include_router(bodies)
 
     @app.get("/v1/responses/{response_id}")
     async def get_response(request: Request, response_id: str) -> Response:
@@ -293,7 +305,7 @@ def _add_routes(app: FastAPI, state: App) -> None:
 
     @app.get("/version")
     async def version() -> Response:
-        return JSONResponse({"version": __version__, "identity": state.identity})
+        return JSONResponse({"version": __version__})
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

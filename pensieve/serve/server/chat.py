@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
-from rich.table import Table
+from rich.console import Console
+from rich.markup import escape
 
 from pensieve.core.request import Free
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.model_files import check_weights, model_config
 from pensieve.lab.compose.settings import check_node
+from pensieve.lab.tables import grid
 from pensieve.lab.trial.terminal import console, say
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.server.api import Server, Stream
-from pensieve.serve.server.create import server_of
+from pensieve.serve.server.api import Generation, Server, Stream, server_of
 from pensieve.specs import ROUNDS_APART, SIXTEEN_BITS
+from pensieve.units import three_digits
 
 SHIPPED = "five"
 SMALL_MODEL = "smollm2_135m_gguf"
@@ -59,7 +60,7 @@ def chat(config: Mapping[str, Any], typed: Collection[str] = ()) -> int:
         say(f"{trial['model']['name']}, baseline={trial['baseline']['name']}. {COMMANDS}")
         with suppress(ImportError):  # not on every system: lines are edited, and those before come back
             import readline  # noqa: F401
-        Conversation(server, settings, sys.stdout).run(partial(input, ">>> " if sys.stdin.isatty() else ""))
+        Conversation(server, settings, console()).run(partial(input, ">>> " if sys.stdin.isatty() else ""))
     return 0
 
 
@@ -93,7 +94,7 @@ def questions_of(script: str) -> list[str]:
 class Conversation:
     """One conversation at the terminal."""
 
-    def __init__(self, server: Server, settings: ChatSettings, out: TextIO) -> None:
+    def __init__(self, server: Server, settings: ChatSettings, out: Console) -> None:
         self._server, self._settings, self._out = server, settings, out
         self._turns: list[TurnRecord] = []
 
@@ -109,10 +110,10 @@ class Conversation:
             if line == "exit":
                 return
             if line == "stats":
-                self._print(self.stats())
+                self._stats()
             elif line == "reset":
                 self.reset()
-                self._print("The conversation begins anew.")
+                self._out.print("The conversation begins anew.")
             elif line:
                 self._answer(line)
 
@@ -130,50 +131,40 @@ class Conversation:
         self._server.conversations.chat(stream.turn, "", _NAME, list(messages), whole=False)
         return stream
 
-    def took(self, stream: Stream) -> TurnRecord:
-        """Remember a finished turn."""
-        record = stream.result().turn
-        if record.stands:
-            self._turns.append(record)
-        return record
+    def took(self, stream: Stream) -> Generation:
+        """Wait for the end of a turn and remember it."""
+        said = stream.result()
+        if said.turn.stands:
+            self._turns.append(said.turn)
+        return said
 
-    def stats(self) -> str:
-        """A line a turn, and those of the server."""
-        if not self._turns:
-            return "No turn yet."
-        lines = [f"turn {number}: {_told(turn)}" for number, turn in enumerate(self._turns, start=1)]
-        return "\n".join([*lines, self._server.get_statistics_str()])
+    def _stats(self) -> None:
+        if self._turns:
+            self._out.print(grid([_told(number, turn) for number, turn in enumerate(self._turns, start=1)], fold=True))
+        self._out.print(self._server.get_statistics_str(), markup=False, highlight=False, soft_wrap=True)
 
     def _answer(self, text: str) -> None:
         try:
             stream = self.ask(text)
             try:
                 for piece in stream:
-                    self._out.write(piece)
-                    self._out.flush()
+                    self._out.out(piece, end="", highlight=False)
             except KeyboardInterrupt:
                 stream.cancel()
-                self._out.write(" (stopped)")
-            self._print("")
+                self._out.out(" (stopped)", end="", highlight=False)
+            self._out.print()
             self.took(stream)
         except PensieveError as error:
-            self._print(str(error))
-
-    def _print(self, text: str) -> None:
-        print(text, file=self._out, flush=True)
+            self._out.print(str(error), markup=False)
 
 
-def _told(r: TurnRecord) -> str:
-    """A turn and its ledger, on a line."""
-    missed: Counter[str] = Counter()
-    for miss in r.misses:
-        missed[miss.cause] += miss.tokens
-    return (
-        f"{r.ttft_ms or 0:.1f} ms to the first of {r.output_tokens} tokens; prompt {r.prompt_tokens} tokens: "
-        f"{r.gpu_hit_tokens} on GPU, {r.cpu_hit_tokens} on CPU, {r.disk_hit_tokens} on disk, "
-        f"{r.recomputed_tokens} recomputed, {r.new_tokens} new "
-        f"[missed {', '.join(f'{cause} {tokens}' for cause, tokens in missed.items())}]"
-    )
+def _told(number: int, r: TurnRecord) -> dict[str, str]:
+    """A turn: where its prompt was found, and why what was nowhere was not."""
+    found = {"GPU": r.gpu_hit_tokens, "CPU": r.cpu_hit_tokens, "disk": r.disk_hit_tokens}
+    counts = {"reply": r.output_tokens, "prompt": r.prompt_tokens, **found, "recomputed": r.recomputed_tokens}
+    missed = ", ".join(f"{miss.cause} {miss.tokens}" for miss in r.misses)
+    shown = {name: str(count) for name, count in (counts | {"new": r.new_tokens}).items()}
+    return {"turn": str(number), "TTFT, ms": three_digits(r.ttft_ms), **shown, "missed": missed}
 
 
 def play(trial: Mapping[str, Any], settings: ChatSettings, questions: Sequence[str]) -> int:
@@ -185,35 +176,25 @@ def play(trial: Mapping[str, Any], settings: ChatSettings, questions: Sequence[s
     if settings.temperature is None:
         settings = settings.model_copy(update={"temperature": 0.0})
     rounds = False
-    played: dict[str, list[tuple[TurnRecord, str]]] = {}
+    played: dict[str, list[Generation]] = {}
     for baseline in dict.fromkeys((name, WITHOUT_MEMORY)):
         with server_of({**trial, "baseline": read_option("baseline", baseline)}, say=say) as server:
-            conversation = Conversation(server, settings, sys.stdout)
+            conversation = Conversation(server, settings, console())
             conversation.ask("Hello").result()  # the first forward of a process is no turn
             conversation.reset()
             ran = server.system.settings()
             rounds = ran["dtype"] in SIXTEEN_BITS and not ran["simulated"]
-            played[baseline] = []
-            for question in questions:
-                stream = conversation.ask(question)
-                result = stream.result()
-                played[baseline].append((conversation.took(stream), result.text.strip()))
-    console().print(_side_by_side(questions, played))
+            played[baseline] = [conversation.took(conversation.ask(question)) for question in questions]
+    lines = []
+    for number, (question, *said) in enumerate(zip(questions, *played.values(), strict=True), start=1):
+        texts, ttft = [one.text.strip() for one in said], [one.turn.ttft_ms or float("nan") for one in said]
+        shown = [texts[0], *("the same" if text == texts[0] else text for text in texts[1:])]
+        replies = {f"{baseline}: reply": escape(text) for baseline, text in zip(played, shown, strict=True)}
+        times = {f"{baseline}, ms": three_digits(ms) for baseline, ms in zip(played, ttft, strict=True)}
+        speed_up = f"{ttft[-1] / ttft[0]:.2f}x"
+        lines.append({"turn": str(number), "question": escape(question), **replies, **times, "speed-up": speed_up})
+    left = ("question", *(f"{baseline}: reply" for baseline in played))
+    console().print(grid(lines, "Replies, and times to first token", left, fold=True))
     if rounds:
         say(ROUNDS_APART)
     return 0
-
-
-def _side_by_side(questions: Sequence[str], played: Mapping[str, Sequence[tuple[TurnRecord, str]]]) -> Table:
-    table = Table(title="Time to first token by turn, ms", show_lines=True)
-    for title in ("turn", "question", *(f"{baseline}: reply" for baseline in played)):
-        table.add_column(title)
-    for title in (*played, "speed-up"):
-        table.add_column(title, justify="right")
-    for number, question in enumerate(questions):
-        turns = [turns[number] for turns in played.values()]
-        ttft = [record.ttft_ms or float("nan") for record, _ in turns]
-        texts = [text for _, text in turns]
-        texts[1:] = ["the same" if text == texts[0] else text for text in texts[1:]]
-        table.add_row(str(number + 1), question, *texts, *(f"{ms:.1f}" for ms in ttft), f"{ttft[-1] / ttft[0]:.2f}x")
-    return table

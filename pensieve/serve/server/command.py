@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -12,32 +12,23 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.lab.compose.conf import outputs_folder
 from pensieve.lab.compose.model_files import model_identity
-from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.compose.schema import ModelConfig
-from pensieve.lab.compose.settings import check, check_node, resolved
-from pensieve.lab.results.identity import text_hash
-from pensieve.lab.trial.job import identity_of
+from pensieve.lab.compose.settings import check_node, resolved
 from pensieve.lab.trial.terminal import say
-from pensieve.serve.server import statistics
-from pensieve.serve.server.api import Server
+from pensieve.serve.server.api import Server, replicated_server, server_of
 from pensieve.serve.server.app import App, ServeSettings, create_app
-from pensieve.serve.server.create import replicated_server, server_of, trial_fields
 from pensieve.serve.server.gate import KEYS, tenants_of
-from pensieve.serve.server.recording import Recording
-from pensieve.serve.server.state import StateFile, open_own
+from pensieve.serve.server.observers import Recording
+from pensieve.serve.server.state import StateFile
 
 _SWITCH_S = 0.0005  # how long a thread may hold the interpreter while another, the engine's or a client's, waits
-
-_READ_BYTES = 16_384
 
 _KEEP_ALIVE_S = 75
 """How long a connection may be idle. Clients built on httpx, OpenAI's own among them, use one again for up to 5 s; uvicorn's
@@ -78,81 +69,12 @@ def bind(settings: ServeSettings) -> socket.socket:
         ) from error
 
 
-class Connection(H11Protocol):
-    """Uvicorn's over h11, which limits the bytes of headers (httptools, its first choice where it is installed, does not).
-
-    asyncio reads into a buffer of 256 KiB, of which a request leaves a few hundred bytes in use: each such hole is one in the
-    heap. A long body comes in more reads.
-
-    A request has `receive_s` from the opening of its connection, or from its first byte on one that is used again, to its
-    last byte. Of more than `most` connections the one that has waited for its client longest is closed.
-    """
-
-    def __init__(self, *args: Any, receive_s: float, most: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._receive_s, self._most = receive_s, most
-        self._deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        if hasattr(transport, "max_size"):  # uvloop's has none
-            made: Any = transport
-            made.max_size = _READ_BYTES
-        super().connection_made(transport)
-        self._watch()
-        if len(self.connections) > self._most:
-            mine = [one for one in self.connections if isinstance(one, Connection)]
-            min(mine, key=lambda one: one._silent_since).give_up("503 Service Unavailable")
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop()
-
-    def give_up(self, status: str) -> None:
-        """Close a connection whose client has to send something, and say why where it waits for an answer."""
-        begun = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
-        if self._deadline is not None and not begun:
-            self.transport.write(f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode())
-        self._stop()
-        self.connections.discard(self)
-        self.transport.close()
-
-    @property
-    def _silent_since(self) -> float:
-        """Since when it waits for its client; never: it serves one."""
-        if self._deadline is not None:
-            return self._deadline.when() - self._receive_s
-        if self.timeout_keep_alive_task is not None:
-            return self.timeout_keep_alive_task.when() - self.timeout_keep_alive
-        return float("inf")
-
-    def _watch(self) -> None:
-        """Give a request that is not whole its time. Between requests uvicorn's own limit holds."""
-        whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
-        between = self.timeout_keep_alive_task is not None and not self.conn.trailing_data[0]
-        if whole or between:
-            self._stop()
-        elif self._deadline is None:
-            self._deadline = self.loop.call_later(self._receive_s, self.give_up, "408 Request Timeout")
-
-    def _stop(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-
 def uvicorn_config(state: App) -> uvicorn.Config:
     settings = state.settings
     return uvicorn.Config(
         create_app(state),
-        http=cast(Any, partial(Connection, receive_s=settings.receive_s, most=settings.max_connections)),
+        http="h11",  # which limits the bytes of headers
+        limit_concurrency=settings.max_connections,
         host=settings.host,
         port=settings.port,
         log_level="warning",
@@ -206,20 +128,15 @@ def _open(state: App, config: Mapping[str, Any], opened: ExitStack) -> Server:
         recording = Recording(server, Path(named).expanduser(), config)
         behind.callback(recording.close)
         say(f"Turns are recorded to {recording.path}.")
-    served = settings.model_dump(exclude={"host", "port", "record", "state"})
-    state.identity = text_hash(f"{_fingerprint(config)} {served}")
     state.prepare(server, kept)
     if state.restored:
         say(f"{state.restored} conversations of before are known again.")
-    statistics.settle()  # behind all that stays, the conversations of before too
+    # What there is now is here to stay: the cycle collector does not go through it again, which takes 0.1 s and more while
+    # nobody is served. The last call counts what is not, which is nothing, or what requests leave would grow to a quarter.
+    gc.collect()
+    gc.freeze()
+    gc.collect()
     return server
-
-
-def _fingerprint(config: Mapping[str, Any]) -> str:
-    """Of a server of this configuration, as of a trial."""
-    live = {**resolved(trial_fields(config)), "workload": {"name": "live"}}
-    plan = plan_trial(check({**live, "trial": {"exclusive": False}}))
-    return identity_of(plan, live, entry="pensieve.serve.server.command").fingerprint
 
 
 def _take_sigterm_back() -> None:
@@ -236,7 +153,7 @@ def open_state(settings: ServeSettings, config: Mapping[str, Any]) -> StateFile 
     if settings.state != "auto":
         return StateFile(Path(settings.state).expanduser(), model)
     try:
-        return open_own(outputs_folder() / "serve.db", model, say)
+        return StateFile(outputs_folder() / "serve.db", model)
     except ConfigError as error:
         say(f"Conversations end with this server: {error}")
         return None

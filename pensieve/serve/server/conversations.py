@@ -25,8 +25,8 @@ from pensieve.serve.record import Transcript, TurnRecord
 
 if TYPE_CHECKING:
     from pensieve.serve.server.api import Turn
+    from pensieve.serve.server.state import StateFile
 
-TOKEN_BYTES = 4
 LONGEST_NAME = 256
 _TOKENS = attrgetter("tokens")
 _LEAST_SHARED = 32  # tokens: below, a conversation of its own computes them as fast as it would find them
@@ -47,14 +47,13 @@ class Mark:
 
 @dataclass(slots=True, eq=False)
 class Conversation(Transcript):
-    """A transcript, its turns, and what is asked of it now. engine_name: what the engine calls it. named: by its client,
-    who expects to find it again; the others are found by what was said. claims: lengths at which somebody may want to go on
-    (responses that were stored), so tokens below the largest are not replaced. One turn runs at a time; others wait.
+    """A transcript, its turns, and what is asked of it now. named: by its client, who expects to find it again; others are
+    found by what was said. claims: lengths at which somebody may want to go on (responses that were stored), so tokens below
+    the largest are not replaced. One turn runs at a time; others wait.
     """
 
     tenant: str
     id: str
-    engine_name: str
     named: bool
     created_at: float
     used_at: float
@@ -76,6 +75,11 @@ class Conversation(Transcript):
     parent: str | None = None
     fork: Fork | None = None
     """How the engine is to begin it, until its first turn has started."""
+
+    @property
+    def engine_name(self) -> str:
+        """What the engine calls it. Names of tenants have no stroke."""
+        return f"{self.tenant}/{self.id}" if self.tenant else self.id
 
     @property
     def turns(self) -> list[Turn]:
@@ -121,19 +125,6 @@ class Stored:
     conversation: Conversation
     mark: Mark
     instructed: bool
-
-
-class Keeper:
-    """Who hears of all that outlives a turn; this one keeps nothing of it."""
-
-    def settled(self, conversation: Conversation) -> None:
-        """A turn of it stands."""
-
-    def removed(self, conversation: Conversation) -> None: ...
-
-    def stored(self, response_id: str, stored: Stored) -> None: ...
-
-    def unstored(self, response_id: str) -> None: ...
 
 
 def session_name(name: object) -> str:
@@ -183,22 +174,18 @@ class Conversations:
     def __init__(self, released: Callable[[Conversation], None], now: Callable[[], float] = time.time) -> None:
         self.lock = threading.RLock()
         self._released, self._now = released, now
-        self._most, self._most_tokens, self._keep_alive_s = math.inf, math.inf, math.inf
+        self._most, self._keep_alive_s = math.inf, math.inf
         self._all: dict[str, dict[str, Conversation]] = {}  # by tenant and id
         self._sorted: dict[str, list[Conversation]] = {}  # of each tenant, by tokens
-        self._tokens: Counter[str] = Counter()  # in all of a tenant's conversations
         self._by_key: dict[tuple[str, bytes], tuple[Conversation, int]] = {}
-        self._engine_names: set[str] = set()
-        self._numbers = itertools.count(1)
         self._responses: dict[str, dict[str, Stored]] = {}  # by tenant and id, the oldest first
-        self.keeper = Keeper()
+        self.keeper: StateFile | None = None
+        """Who hears of all that outlives a turn."""
 
-    def limit(self, most: int, most_tokens: int, keep_alive_s: float | None) -> None:
-        """most: conversations that a tenant may have, and stored responses; most_tokens: in all of them when a new one
-        begins. Beyond, the unnamed one idle longest makes room, or the oldest response. keep_alive_s: of those that say
-        nothing else; None: for ever."""
-        self._most, self._most_tokens = most, most_tokens
-        self._keep_alive_s = math.inf if keep_alive_s is None else keep_alive_s
+    def limit(self, most: int, keep_alive_s: float | None) -> None:
+        """most: conversations that a tenant may have, and stored responses. Beyond, the unnamed one idle longest makes room,
+        or the oldest response. keep_alive_s: of those that say nothing else; None: for ever."""
+        self._most, self._keep_alive_s = most, math.inf if keep_alive_s is None else keep_alive_s
 
     # -- look up ------------------------------------------------------------------------------------------------------
 
@@ -250,7 +237,7 @@ class Conversations:
             chosen = name or f"conv_{secrets.token_hex(8)}"
             assert chosen not in known
             now = self._now()
-            made = Conversation(tenant, chosen, self._engine_name(tenant, chosen), name is not None, now, now)
+            made = Conversation(tenant, chosen, name is not None, now, now)
             known[chosen] = made
             bisect.insort_right(self._sorted.setdefault(tenant, []), made, key=_TOKENS)
             return made
@@ -341,9 +328,8 @@ class Conversations:
     def _unclaimed(self, conversation: Conversation, asked: Asked) -> Conversation:
         """The conversation, or a fork where this prompt leaves it before what has to stay."""
         shared = common_prefix(conversation.tokens, asked.prompt)
-        return (
-            self.fork(conversation, shared) if conversation.idle and shared < conversation.claimed() else conversation
-        )
+        leaves = conversation.idle and shared < conversation.claimed()
+        return self.fork(conversation, shared) if leaves else conversation
 
     def _nearest(self, turn: Turn, tenant: str, asked: Asked, text: str | None = None) -> None:
         """In the conversation that the prompt goes on from, a fork of the one that shares most with it, or a new one."""
@@ -388,7 +374,8 @@ class Conversations:
                 self._by_key[conversation.tenant, mark.key] = conversation, len(conversation.marks) - 1
             conversation.used_at = self._now()
             conversation.restored, conversation.begun = False, True
-        self.keeper.settled(conversation)
+        if self.keeper is not None:
+            self.keeper.settled(conversation)
 
     def restore(self, conversation: Conversation) -> None:
         """Add a conversation as it was before the server was started again. Where two begin alike, the first one restored
@@ -396,9 +383,7 @@ class Conversations:
         with self.lock:
             known = self._all.setdefault(conversation.tenant, {})
             known[conversation.id] = conversation
-            self._engine_names.add(conversation.engine_name)
             bisect.insort_right(self._sorted.setdefault(conversation.tenant, []), conversation, key=_TOKENS)
-            self._tokens[conversation.tenant] += len(conversation.tokens)
             for place, mark in enumerate(conversation.marks):
                 if mark.key is not None:
                     self._by_key.setdefault((conversation.tenant, mark.key), (conversation, place))
@@ -417,7 +402,6 @@ class Conversations:
     def _replace(self, conversation: Conversation, tokens: TokenArray[int]) -> None:
         ordered = self._sorted[conversation.tenant]
         del ordered[self._place(ordered, conversation)]
-        self._tokens[conversation.tenant] += len(tokens) - len(conversation.tokens)
         conversation.tokens = tokens
         bisect.insort_right(ordered, conversation, key=_TOKENS)
 
@@ -438,7 +422,8 @@ class Conversations:
             oldest = next(iter(mine)) if len(mine) >= self._most else None
             mine[response_id] = stored
             stored.conversation.claims[stored.mark.length] += 1
-        self.keeper.stored(response_id, stored)
+        if self.keeper is not None:
+            self.keeper.stored(response_id, stored)
         if oldest is not None:
             self.unstore(tenant, oldest)
 
@@ -454,7 +439,8 @@ class Conversations:
                 return False
             stored.conversation.claims[stored.mark.length] -= 1
             self.give_up(stored.conversation)
-        self.keeper.unstored(response_id)
+        if self.keeper is not None:
+            self.keeper.unstored(response_id)
         return True
 
     def give_up(self, conversation: Conversation) -> None:
@@ -476,26 +462,23 @@ class Conversations:
             ordered = self._sorted[conversation.tenant]
             del ordered[self._place(ordered, conversation)]
             self._forget_marks(conversation, -1)
-            self._engine_names.discard(conversation.engine_name)
-            self._tokens[conversation.tenant] -= len(conversation.tokens)
             if not known:
-                for held in (self._all, self._sorted, self._tokens):
-                    del held[conversation.tenant]
+                del self._all[conversation.tenant], self._sorted[conversation.tenant]
         self._released(conversation)
-        self.keeper.removed(conversation)
+        if self.keeper is not None:
+            self.keeper.removed(conversation)
 
-    def expire(self) -> int:
-        """Give up those that were idle for longer than their keep_alive_s; returns how many there were."""
+    def expire(self) -> None:
+        """Give up those that were idle for longer than their keep_alive_s."""
         with self.lock:
-            now, gone = self._now(), 0
+            now = self._now()
             for conversation in self:
                 keep_s = self._keep_alive_s if conversation.keep_alive_s is None else conversation.keep_alive_s
                 if conversation.idle and now - conversation.used_at > keep_s:
                     self.remove(conversation)
-                    gone += 1
-            return gone
 
     def clear(self) -> None:
+        """Give up all that are idle."""
         with self.lock:
             for conversation in self:
                 if conversation.idle:
@@ -503,20 +486,11 @@ class Conversations:
 
     def _make_room(self, tenant: str) -> None:
         mine = self._all.get(tenant, {})
-        while len(mine) >= self._most or self._tokens[tenant] > self._most_tokens:
+        if len(mine) >= self._most:
             spare = [one for one in mine.values() if one.idle and not one.named and not one.claimed()]
             if not spare:
-                held = self._tokens[tenant] * TOKEN_BYTES
                 raise TooManySessions(
-                    f"There are {len(mine)} sessions with {held} bytes of tokens, which is all there may be; "
-                    "delete some (DELETE /v1/sessions/ID), or wait until one has expired."
+                    f"There are {len(mine)} sessions, which is all there may be; delete some (DELETE /v1/sessions/ID), or "
+                    "wait until one has expired."
                 )
             self.remove(min(spare, key=lambda one: one.used_at))
-            mine = self._all.get(tenant, {})
-
-    def _engine_name(self, tenant: str, name: str) -> str:
-        chosen = f"{tenant}/{name}" if tenant else name
-        while chosen in self._engine_names:
-            chosen += "+"
-        self._engine_names.add(chosen)
-        return chosen

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import inspect
 import ipaddress
 import os
 import re
 from collections.abc import Callable, Coroutine, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.routing import request_response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pensieve.errors import (
@@ -41,9 +36,6 @@ OPERATOR = "operator"
 """The tenant that may read /metrics, where there are several."""
 OPEN = ("/health", "/")  # without a key
 SESSION_HEADER = "X-Session-Id"
-CLOSED = 499  # as nginx logs it; nobody receives it
-_INLINE_BYTES = 16_384
-T = TypeVar("T")
 
 _KINDS: dict[int, tuple[str, str | None, dict[str, str]]] = {
     401: ("authentication_error", None, {"WWW-Authenticate": "Bearer"}),
@@ -55,17 +47,7 @@ _KINDS: dict[int, tuple[str, str | None, dict[str, str]]] = {
 }
 """Kind, code and headers of an error by its status."""
 
-
-class BadBody(ConfigError):
-    """The body of a request is none that its path takes. where: the field."""
-
-    def __init__(self, sentence: str, where: str | None = None) -> None:
-        super().__init__(sentence)
-        self.where = where
-
-
 _ANSWERS: dict[type[PensieveError], tuple[int, str | None]] = {
-    BadBody: (400, "invalid"),
     ContextLengthError: (400, "context_length_exceeded"),
     CapacityError: (400, "capacity_exceeded"),
     TooManySessions: (429, None),
@@ -82,15 +64,19 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
 
 
 def refused(_: object, error: Exception) -> Response:
-    """Answer with the status and the sentence of an error."""
-    if isinstance(error, HTTPException):
-        status, own, sentence = error.status_code, None, str(error.detail)
+    """Answer with the status and the sentence of an error. Of a body it tells the first thing that is wrong, without what was
+    sent: that may be anything."""
+    status, own, where, sentence = 400, None, None, str(error)
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"][1:])) or None
+        sentence = f"{where or 'The body, which is sent as Content-Type: application/json'}: {first['msg']}"
+    elif isinstance(error, HTTPException):
+        status, sentence = error.status_code, str(error.detail)
     else:
-        sentence = str(error)
         status, own = next(answer for known, answer in _ANSWERS.items() if isinstance(error, known))
     kind, code, headers = _KINDS.get(status, ("invalid_request_error", None, {}))
-    body = error_body(sentence, kind, own or code, error.where if isinstance(error, BadBody) else None)
-    return JSONResponse(body, status_code=status, headers=headers)
+    return JSONResponse(error_body(sentence, kind, own or code, where), status_code=status, headers=headers)
 
 
 class Tenants:
@@ -119,13 +105,11 @@ def tenants_of(host: str) -> Tenants:
     keys: dict[str, str] = {}
     for entry in filter(None, (part.strip() for part in os.environ.get(KEYS, "").split(","))):
         tenant, _, key = entry.partition(":")
-        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", tenant) or len(key) < 8:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", tenant) or len(key) < 8 or key in keys:
             raise ConfigError(
-                f"{KEYS} holds an entry that is no tenant:key. A tenant has letters, digits, - and _; a key has "
-                "at least 8 characters (for example: openssl rand -hex 16)."
+                f"{KEYS} holds an entry that is no tenant:key. A tenant has letters, digits, - and _; a key has at least 8 "
+                "characters (for example: openssl rand -hex 16), and is of one tenant."
             )
-        if key in keys:
-            raise ConfigError(f"{KEYS} gives the same key to {keys[key]} and {tenant}.")
         keys[key] = tenant
     if not keys and not _loopback(host):
         raise ConfigError(
@@ -136,10 +120,8 @@ def tenants_of(host: str) -> Tenants:
 
 
 def _loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
 
@@ -181,62 +163,30 @@ def _local(host: str) -> bool:
 
 
 class BodyRoute(APIRoute):
-    """Its endpoint takes `request`, `body` (a pydantic model) and, where it names it, `x_session_id`. The document describes
-    it as any other route; FastAPI's way from a request to its arguments, with two exit stacks and a resolution of
-    dependencies, would cost a third of the CPU time that passes before a turn begins."""
-
-    def __init__(self, path: str, endpoint: Callable[..., Any], **fields: Any) -> None:
-        super().__init__(path, endpoint, **fields)
-        self.app = request_response(self.get_route_handler())
+    """Of a body that is no longer than a client may send, and holds no number that JSON has no form for."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        endpoint: Callable[..., Coroutine[Any, Any, Response]] = self.endpoint
-        model: type[BaseModel] = get_type_hints(endpoint)["body"]
-        named = "x_session_id" in inspect.signature(endpoint).parameters
+        handle = super().get_route_handler()
 
-        async def handle(request: Request) -> Response:
-            sent, kind = await _whole(request), request.headers.get("content-type", "")
-            body = await off_the_loop(request, partial(read_body, model, sent, kind))
-            return await (
-                endpoint(request, body, request.headers.get(SESSION_HEADER)) if named else endpoint(request, body)
-            )
+        async def strict(request: Request) -> Response:
+            return await handle(_Sent(request.scope, request.receive))
 
-        return handle
+        return strict
 
 
-async def _whole(request: Request) -> bytes:
-    """The body. Raises HTTPException where it is larger than a client may send, or its client leaves before its end."""
-    settings, sent = request.app.state.settings, bytearray()
-    try:
-        async for part in request.stream():
-            sent += part
-            if len(sent) > settings.max_body_bytes:
-                raise HTTPException(413, f"The body is larger than {settings.max_body_bytes} bytes.")
-    except ClientDisconnect:
-        raise HTTPException(CLOSED) from None
-    request.scope["pensieve.body_bytes"] = len(sent)
-    return bytes(sent)
+class _Sent(Request):
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            most, sent = self.app.state.settings.max_body_bytes, bytearray()
+            async for part in self.stream():
+                sent += part
+                if len(sent) > most:
+                    raise HTTPException(413, f"The body is larger than {most} bytes.")
+            self._body = bytes(sent)
+        return self._body
 
-
-async def off_the_loop(request: Request, call: Callable[[], T]) -> T:
-    """What `call` makes of a request's body; of a long one in another thread, so that other clients do not wait."""
-    if int(request.scope["pensieve.body_bytes"]) < _INLINE_BYTES:
-        return call()
-    return await asyncio.to_thread(call)
-
-
-def read_body(model: type[BaseModel], sent: bytes, content_type: str) -> BaseModel:
-    """Raises BadBody: also for a body of another type, which a page from elsewhere may send unasked. It tells the first thing
-    that is wrong, without what was sent: that may be anything."""
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise BadBody("The body is JSON; send it as Content-Type: application/json.")
-    try:
-        return model.model_validate(from_json(sent, allow_inf_nan=False))
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        sentence = f"{where}: {first['msg']}" if where else first["msg"]
-        raise BadBody(sentence.encode("utf-8", "replace").decode(), where or None) from None
-    except ValueError as error:
-        raise BadBody(f"The body is no JSON: {error}.") from None
+    async def json(self) -> Any:
+        try:
+            return from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise HTTPException(400, f"The body is no JSON: {error}.") from None

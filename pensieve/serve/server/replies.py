@@ -1,4 +1,4 @@
-"""What clients get of a turn: completions, chat completions and responses, whole or in server-sent events."""
+"""What clients get of a turn: completions, chat completions and responses, whole or in events; and of a session."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import json
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from fastapi import Request
@@ -20,9 +20,9 @@ from starlette.types import Receive, Scope, Send
 from pensieve.core.request import Event
 from pensieve.errors import PensieveError
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.server.api import Turn
-from pensieve.serve.server.conversations import Message, Stored
-from pensieve.serve.server.gate import CLOSED, error_body
+from pensieve.serve.server.api import Server, Turn
+from pensieve.serve.server.conversations import Conversation, Message, Stored
+from pensieve.serve.server.gate import error_body
 from pensieve.serve.server.schemas import ChatBody, CompletionBody, ResponseBody, messages_of
 from pensieve.serve.tokenizer import TextStream
 
@@ -31,7 +31,7 @@ class ClientLeft(HTTPException):
     """Nobody is there to get what the turn would still say."""
 
     def __init__(self) -> None:
-        super().__init__(CLOSED)
+        super().__init__(499)  # as nginx logs it
 
 
 class Feed:
@@ -47,7 +47,6 @@ class Feed:
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()  # None: the end
         self._text = TextStream(turn.server.tokenizer.decode, turn.stops)
         self._ids: list[int] = []
-        self._left = False
         if streams:
             turn.on_event = self.on_event
 
@@ -72,24 +71,14 @@ class Feed:
 
     async def ended(self, request: Request) -> None:
         """Wait for the end of the turn. Raises what it ended with, or ClientLeft."""
-        watch = asyncio.ensure_future(self._watch(request.receive))
-        try:
+        async with self._watched(request):
             await asyncio.shield(asyncio.wrap_future(self.turn.future))
-            self._raise_if_left()
-        finally:
-            watch.cancel()
-            self._end()
 
     async def sent(self, request: Request, reply: Reply, headers: dict[str, str]) -> StreamingResponse:
         """Make the response that streams the turn as this reply. Raises what ends it before its first piece: what is refused
         gets a status that says so."""
-        watch = asyncio.ensure_future(self._watch(request.receive))
-        pieces = self._pieces()
-        try:
-            first = await anext(pieces, "")
-        except BaseException:
-            watch.cancel()
-            raise
+        pieces = self._pieces(request)
+        first = await anext(pieces, "")
 
         async def events() -> AsyncGenerator[str, None]:
             try:
@@ -106,15 +95,13 @@ class Feed:
                 yield reply.failed(error)
             except ClientLeft:
                 pass
-            finally:
-                watch.cancel()
 
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
         return _EventStream(events(), media_type="text/event-stream", headers=headers)
 
-    async def _pieces(self) -> AsyncGenerator[str, None]:
+    async def _pieces(self, request: Request) -> AsyncGenerator[str, None]:
         """Its text. Raises what the turn ended with, or ClientLeft."""
-        try:
+        async with self._watched(request):
             while (event := await self._events.get()) is not None:
                 if event.token is None:
                     continue
@@ -122,23 +109,31 @@ class Feed:
                 piece = self._text.push(event.token)
                 if piece or self.tells_ids:
                     yield piece
-            self._raise_if_left()
-            self.turn.future.result()
-            if rest := self._text.finish():
-                yield rest
-        finally:
+        self.turn.future.result()
+        if rest := self._text.finish():
+            yield rest
+
+    @asynccontextmanager
+    async def _watched(self, request: Request) -> AsyncIterator[None]:
+        """Meanwhile the turn, and so whatever waits for it, ends when its client leaves; behind it has ended. Raises
+        ClientLeft."""
+        left = False
+
+        async def watch() -> None:
+            nonlocal left
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            left = True
             self._end()
 
-    def _raise_if_left(self) -> None:
-        if self._left:
-            raise ClientLeft
-
-    async def _watch(self, receive: Receive) -> None:
-        """End the turn when its client leaves, and so whatever waits for it."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._left = True
-        self._end()
+        watching = asyncio.ensure_future(watch())
+        try:
+            yield
+            if left:
+                raise ClientLeft
+        finally:
+            watching.cancel()
+            self._end()
 
     def _end(self) -> None:
         """Cancel the turn, unless it has ended."""
@@ -201,10 +196,10 @@ class CompletionReply:
         return _event(self._frame(self.chunk_kind, feed, [choice]))
 
     def _said(self, text: str) -> dict[str, Any]:
+        """The whole text."""
         return {"text": text}
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    _delta = _said  # a piece of it
 
 
 class ChatReply(CompletionReply):
@@ -221,6 +216,14 @@ class ChatReply(CompletionReply):
 
     def _delta(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}}
+
+
+_NOT_OURS = {
+    "object": "response", "background": False, "error": None, "max_tool_calls": None, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0, "prompt_cache_key": None, "reasoning": None, "safety_identifier": None,
+    "service_tier": "default", "text": {"format": {"type": "text"}}, "top_logprobs": 0, "user": None,
+}  # fmt: skip
+"""Of every response: fields that its schema asks for and that nothing here decides."""
 
 
 class ResponseReply:
@@ -284,41 +287,29 @@ class ResponseReply:
     def _object(self, status: str, text: str = "", record: TurnRecord | None = None) -> dict[str, Any]:
         """The response as JSON. record: of the turn that has ended."""
         body, turn = self._body, self._turn
-        nothing_said = {"type": "function", "description": None, "parameters": None, "strict": None}
+        nothing_said = {"description": None, "parameters": None, "strict": None}
         return {
+            **_NOT_OURS,
             "id": self.id,
-            "object": "response",
             "created_at": self._created,
             "completed_at": None if record is None else int(time.time()),
             "status": status,
-            "background": False,
-            "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": None,
             "metadata": body.metadata or {},
             "model": self._model,
             "output": [] if record is None else [self._message(status, text)],
             "parallel_tool_calls": bool(body.parallel_tool_calls),
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
             "previous_response_id": body.previous_response_id,
-            "prompt_cache_key": None,
-            "reasoning": None,
-            "safety_identifier": None,
-            "service_tier": "default",
             "session_id": turn.conversation.id,
             "store": body.store is not False,
             "temperature": turn.sampling.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
-            "tools": [{**nothing_said, **tool["function"]} for tool in turn.tools or ()],
-            "top_logprobs": 0,
+            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+            "tools": [{"type": "function", **nothing_said, **tool["function"]} for tool in turn.tools or ()],
             "top_p": turn.sampling.top_p,
             "truncation": body.truncation or "disabled",
             "usage": None if record is None else self._usage(record),
-            "user": None,
         }
 
     def _message(self, status: str, text: str) -> dict[str, Any]:
@@ -385,4 +376,53 @@ def prompt_details(record: TurnRecord) -> dict[str, int]:
         "disk": disk,
         "recomputed": record.recomputed_tokens or 0,
         "new": (record.new_tokens or 0) - shared,
+    }
+
+
+_TOLD = ("status", "finish_reason", "ttft_ms", "latency_ms", "queue_ms", "prompt_tokens", "output_tokens")
+
+
+def session_line(server: Server, conversation: Conversation) -> dict[str, Any]:
+    """An entry of /v1/sessions. kv: where each chunk is, see CacheManager.places."""
+    return {
+        "id": conversation.id,
+        "object": "session",
+        "created_at": int(conversation.created_at),
+        "used_at": int(conversation.used_at),
+        "turns": len(conversation.marks),
+        "tokens": len(conversation.tokens),
+        "busy": not conversation.idle,
+        "forked_from": conversation.parent,
+        "kv": server.system.places(conversation.engine_name),
+    }
+
+
+def session_body(server: Server, conversation: Conversation) -> dict[str, Any]:
+    names = {one.engine_name: one.id for one in server.conversations.of(conversation.tenant)}  # and of nobody else
+    marks = list(conversation.marks)
+    turns = [turn_body(server, names, number, mark.turn) for number, mark in enumerate(marks, start=1)]
+    return {
+        **session_line(server, conversation),
+        "keep_alive": conversation.keep_alive_s,
+        "chunk_tokens": server.system.chunk_tokens,
+        "statistics": turns,
+    }
+
+
+def turn_body(server: Server, names: Mapping[str, str], number: int, turn: TurnRecord) -> dict[str, Any]:
+    """names: of conversations that may be told of, by their names in the engine."""
+    return {
+        "turn": number,
+        **{name: getattr(turn, name) for name in _TOLD},
+        "prompt_tokens_details": prompt_details(turn),
+        "misses": [
+            {
+                "cause": miss.cause,
+                "tokens": miss.tokens,
+                "ms": miss.ms,
+                "evicted_by": names.get(miss.evicted_by or ""),
+                "evicted_at": miss.evicted_s and server.moment(miss.evicted_s),
+            }
+            for miss in turn.misses
+        ],
     }

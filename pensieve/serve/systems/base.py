@@ -15,7 +15,7 @@ from pensieve.core.machine import Clock
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, Request, TokenArray
 from pensieve.errors import WorkerError
-from pensieve.serve.record import TurnRecord
+from pensieve.serve.record import Listener, TurnRecord
 
 if TYPE_CHECKING:
     from pensieve.lab.workload.base import Following
@@ -117,21 +117,6 @@ class LooksAhead(Protocol):
 
     def withdraw(self, request_id: int) -> None:
         """A request that was announced is never sent."""
-
-
-class Listener(Protocol):
-    """Who is told what becomes of one request. It is called by whatever drives the engine, between two iterations: it must
-    not wait, and may begin further requests."""
-
-    @property
-    def streams(self) -> bool:
-        """Whether another thread passes on each token as it comes."""
-
-    def happened(self, event: Event) -> None:
-        """The request got a token, or ended; nothing comes after the event `finished`."""
-
-    def failed(self, error: WorkerError) -> None:
-        """The system crashed or was closed before the request ended; nothing comes after it."""
 
 
 class AnsweringSystem(System, Protocol):

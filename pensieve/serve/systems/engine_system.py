@@ -22,9 +22,9 @@ from pensieve.errors import WorkerError
 from pensieve.plugins.overlap import CopyChoice, choose_copy_ahead, strategies_of
 from pensieve.serve.books.books import Books
 from pensieve.serve.books.holding import Held
-from pensieve.serve.record import TurnRecord
-from pensieve.serve.systems.base import Capabilities, Listener
-from pensieve.serve.tokenizer import StopSearch, Tokenizer
+from pensieve.serve.record import Listener, Listeners, TurnRecord
+from pensieve.serve.systems.base import Capabilities
+from pensieve.serve.tokenizer import Tokenizer, stop_search
 from pensieve.sim.cost import mistaken
 from pensieve.specs import HardwareSpec, ModelSpec
 
@@ -73,7 +73,7 @@ class EngineSystem(ABC):
         self._block_bytes = chunk_tokens * model.kept_bytes_per_token
         self._tokenizer, self._seed, self._labels = tokenizer, seed, dict(labels or {})
         self._limits = limits or MemoryLimits()
-        self._listeners: dict[int, Listener] = {}  # by request, of those who are told about theirs
+        self._listeners = Listeners()
         self._cost: CostModel | None = costs
         self._report: StartReport | None = None
         self._copy_choice = CopyChoice("paper")
@@ -163,7 +163,7 @@ class EngineSystem(ABC):
 
     def _search(self, stops: Sequence[str]) -> Callable[[int], bool]:
         assert self._tokenizer is not None
-        return StopSearch(self._tokenizer.decode, stops).push
+        return stop_search(self._tokenizer.decode, stops)
 
     def watch_content(self) -> None:
         """Record what could be found of each prompt in other conversations, which a bound needs where they share blocks;
@@ -200,26 +200,6 @@ class EngineSystem(ABC):
         self.begin(request, answer)
         self.drive(answer.future)
         return answer.future.result()
-
-    def _tell(self, events: list[Event]) -> list[Event]:
-        """Tell the listeners; returns the events of all other requests, for `poll`."""
-        others = []
-        for event in events:
-            listener = self._listeners.get(event.request_id)
-            if listener is None:
-                others.append(event)
-                continue
-            if event.kind == "finished":
-                del self._listeners[event.request_id]
-            listener.happened(event)
-        return others
-
-    def _fail_listeners(self, error: WorkerError) -> None:
-        """Pass this error to every listener whose request has not ended."""
-        for request_id in list(self._listeners):
-            listener = self._listeners.pop(request_id, None)
-            if listener is not None:
-                listener.failed(error)
 
     def counters(self) -> dict[str, float]:
         engine = self.engine

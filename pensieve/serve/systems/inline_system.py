@@ -21,7 +21,7 @@ from pensieve.core.scheduler.active_request import ActiveRequest
 from pensieve.core.scheduler.scheduler import Scheduler, Step, unified
 from pensieve.core.session import tokens_in
 from pensieve.errors import WorkerError
-from pensieve.serve.systems.base import Listener
+from pensieve.serve.record import Listener
 from pensieve.serve.systems.engine_system import ENGINE_CLOSED, EngineSystem
 from pensieve.sim.cost import simulated_cost
 from pensieve.sim.worker import SimulatedWorker, VirtualClock
@@ -53,7 +53,7 @@ class InlineSystem(EngineSystem):
         self._listeners[request.id] = listener
         self._inbox.append(lambda: self.engine.submit(request))
         if self._ended is not None:  # after it told the other listeners, or before: nobody else will tell this one
-            self._fail_listeners(WorkerError(self._ended))
+            self._listeners.fail(WorkerError(self._ended))
 
     def drive(self, awaited: Future[Any]) -> None:
         while not awaited.done():
@@ -95,7 +95,7 @@ class InlineSystem(EngineSystem):
             events, self._untold = self._untold, []
             if not any(event.turn is not None for event in events):
                 ran = self._run(None if until_s is None else round(until_s * 1e9))
-                events += self._tell(ran) if self._listeners else ran
+                events += self._listeners.tell(ran) if self._listeners else ran
             return events
 
     def extrapolated(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class InlineSystem(EngineSystem):
     def _serve_listeners(self) -> None:
         """Run the engine until some request has finished. A crash ends all requests."""
         try:
-            self._untold += self._tell(self._run(None))
+            self._untold += self._listeners.tell(self._run(None))
         except BaseException as crash:  # the engine may have stopped half way through a step, whatever it was
             sentence = f"The engine stopped: {crash}"
             self._end(sentence)
@@ -134,7 +134,7 @@ class InlineSystem(EngineSystem):
     def _end(self, why: str) -> None:
         self._ended = self._ended or why
         self._inbox.clear()
-        self._fail_listeners(WorkerError(self._ended))
+        self._listeners.fail(WorkerError(self._ended))
 
     def _run(self, until_ns: int | None) -> list[Event]:
         self._empty_inbox()

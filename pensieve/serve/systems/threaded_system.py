@@ -14,7 +14,8 @@ from pensieve.core.machine import CostModel
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, Request, TokenArray
 from pensieve.errors import WorkerError
-from pensieve.serve.systems.base import Listener, Outbox
+from pensieve.serve.record import Listener
+from pensieve.serve.systems.base import Outbox
 from pensieve.serve.systems.engine_system import ENGINE_CLOSED, EngineSystem
 from pensieve.serve.systems.profiling import profile_of
 
@@ -55,7 +56,7 @@ class ThreadedSystem(EngineSystem):
         self._listeners[request.id] = listener
         self._submit(request)
         if self._ended.done():  # after it told the other listeners, or before: nobody else will tell this one
-            self._fail_listeners(self._closed_or_crashed())
+            self._listeners.fail(self._closed_or_crashed())
 
     def _submit(self, request: Request) -> None:
         self._send(lambda: self.engine.submit(request), lambda error: self.engine.failed(request, error))
@@ -137,7 +138,7 @@ class ThreadedSystem(EngineSystem):
             self._ended.set_exception(error)
         else:
             self._ended.set_result(None)
-        self._fail_listeners(self._closed_or_crashed())
+        self._listeners.fail(self._closed_or_crashed())
         self._outbox.put([])  # wakes a poll that waits
 
     def _serve(self) -> None:
@@ -162,7 +163,7 @@ class ThreadedSystem(EngineSystem):
             events = engine.step(None)
             if self._listeners:
                 awaited = self._streams_begin(events)
-                events = self._tell(events)
+                events = self._listeners.tell(events)
                 if awaited:
                     time.sleep(_HANDOVER_S)
             assert engine.progressed or not engine.busy, "requests wait, and nothing runs that could let them in"

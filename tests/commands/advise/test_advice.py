@@ -14,8 +14,7 @@ from pensieve.lab.commands.advise import advice as module
 from pensieve.lab.commands.advise.advice import Outcome, advise
 from pensieve.lab.commands.advise.causes import read_causes
 from pensieve.lab.commands.advise.page import page_of, render
-from pensieve.lab.commands.advise.replays import moved, replayed
-from pensieve.lab.commands.advise.source import open_source
+from pensieve.lab.commands.advise.replays import moved, open_source, replayed
 from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.traffic.table import Exchange, Facts, write
@@ -91,14 +90,13 @@ def test_the_replay_is_the_recorded_engine_token_for_token_and_a_timestamp_is_wo
     found = advised(path, "model=tiny", monkeypatch=monkeypatch)
     assert found.largest_difference == 0 and found.engine_found == pytest.approx(found.base.rate)
     page = page_of(found)
-    assert "largest difference of a request 0 tokens" in page.notes[0]
-    named = [note for note in page.notes if f"at token {2 * SIZE}" in note]
+    assert "largest difference of a request 0 tokens" in page["notes"][0]
+    named = [note for note in page["notes"] if f"at token {2 * SIZE}" in note]
     move = [one for one in found.outcomes if one.option.moved == 2 * SIZE]
     assert bool(named) == bool(move) == (stamp is not None)
     assert all(one.more.value > 0 for one in move)
-    assert sum(line.tokens or 0 for line in found.split.lines) == found.split.missed_tokens
     html = render(page)
-    assert page.answer.split(".")[0] in html and all(bar.name in html for bar in page.causes)
+    assert page["answer"].split(".")[0] in html and all(line["cause"] in html for line in page["causes"])
 
 
 @pytest.mark.parametrize(
@@ -115,19 +113,15 @@ def test_what_the_engine_found_is_unknown_where_it_does_not_say_and_sizes_are_as
         one.cached_tokens = None
     found = advised(written(tmp_path, rows, engine={}), "model=tiny", "cache.gpu=960 tokens", monkeypatch=monkeypatch)
     page = page_of(found)
-    assert "nothing was checked" in page.notes[0] and dict(page.facts)["found by the engine"] == "unknown"
-    assert any("assumed" in note for note in page.notes)
-    told = page_of(
-        advised(written(tmp_path, traffic()), "model=tiny", "blocks=30", "engine=vllm", monkeypatch=monkeypatch)
-    )
-    assert "points; largest difference of a request 0 tokens" not in told.notes[0]  # not the sizes that it had
+    assert "nothing was checked" in page["notes"][0] and page["facts"]["found by the engine"] == "unknown"
+    assert any("assumed" in note for note in page["notes"])
+    other = advised(written(tmp_path, traffic()), "model=tiny", "blocks=30", "engine=vllm", monkeypatch=monkeypatch)
+    assert other.largest_difference > 0  # not the sizes that it had
 
 
 def test_requests_that_the_model_could_not_have_served_are_refused(tmp_path, monkeypatch):
     path, limit = written(tmp_path, traffic()), "model.architecture.max_position_embeddings=128"
-    with pytest.raises(
-        ConfigError, match=r"of 32 requests are longer than the 128 tokens of model=tiny; choose the model"
-    ):
+    with pytest.raises(ConfigError, match="of 32 requests are longer than the 128 tokens of model=tiny"):
         advised(path, "model=tiny", limit, monkeypatch=monkeypatch)
 
 
@@ -148,7 +142,7 @@ def test_a_clock_that_jumps_is_counted_and_a_file_that_ends_early_is_refused(tmp
 
 
 def test_a_recording_beyond_memory_is_read_by_whole_conversations(tmp_path, monkeypatch):
-    monkeypatch.setattr("pensieve.lab.commands.advise.source.MOST_REQUESTS", 16)
+    monkeypatch.setattr("pensieve.lab.commands.advise.replays.MOST_REQUESTS", 16)
     source = open_source(written(tmp_path, traffic()), None)
     assert source.in_file == 32 and 0 < len(source.rows) < 32
     assert {len(one.calls) for one in source.conversations} == {4}

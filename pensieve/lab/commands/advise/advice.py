@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,12 +15,20 @@ from pydantic import BaseModel, ConfigDict, Field
 from pensieve.errors import ConfigError
 from pensieve.lab.commands.advise.causes import Reading, Split, read_causes, split
 from pensieve.lab.commands.advise.machine import machine_of, timed
-from pensieve.lab.commands.advise.replays import Replayed, Task, gain, moved, replay_all, replayed, sample
-from pensieve.lab.commands.advise.source import Source, open_source
+from pensieve.lab.commands.advise.replays import (
+    Replayed,
+    Source,
+    Task,
+    gain,
+    moved,
+    open_source,
+    replay_all,
+    replayed,
+    sample,
+)
 from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.plan import TrialPlan, plan_trial
 from pensieve.lab.compose.settings import check, check_node, resolved
-from pensieve.lab.results.prices import Prices
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.traffic.table import Facts
 from pensieve.serve.books.books import PositionPrices
@@ -48,7 +55,6 @@ class Settings(BaseModel):
     machine: Literal["given", "recorded"] = "given"
     replay_s: float = Field(4.0, gt=0)
     to: str | None = None
-    prices: Prices = Prices()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +87,14 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What might help. added: bytes, by tier. lines: for vLLM's command, none where vLLM cannot do it."""
+    """What might help. added: bytes, by tier. command: what vLLM's is given, None where vLLM cannot do it. moved: from where
+    on prompts are taken to be sent in another order."""
 
     name: str
     why: str
     config: Mapping[str, Any]
     added: Mapping[str, int] = field(default_factory=dict)
-    lines: Sequence[str] = ()
+    command: str | None = None
     moved: int | None = None
 
 
@@ -105,24 +112,22 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """All that the pages show. share: of the recording's different tokens that the sample has. engine_found: what the engine
-    says it found in the sample; None: it does not say."""
+    """All that the page shows. part: of the reading, what was replayed; share: of the recording's different tokens that it
+    has. engine_found: what the engine says it found of it; None: it does not say. split_of: whose misses are divided."""
 
     source: Source
     plan: TrialPlan
     settings: Settings
     served: Served
     reading: Reading
+    part: Reading
+    share: float
     split: Split
     split_of: str
-    conversations: int
-    requests: int
-    share: float
     base: Replayed
     engine_found: float | None
     largest_difference: int | None
     outcomes: Sequence[Outcome]
-    took_s: float
 
 
 def recorded(cfg: DictConfig) -> tuple[Source, Served, Settings]:
@@ -137,7 +142,6 @@ def recorded(cfg: DictConfig) -> tuple[Source, Served, Settings]:
 
 def advise(cfg: DictConfig, say: Callable[[str], None]) -> Advice:
     """Raises ConfigError and MalformedInput for what cannot be advised on."""
-    began = time.monotonic()
     source, served, settings = recorded(cfg)
     plan = plan_trial(check(served.changed(1.0)))
     reading = read_causes(source.facts, source.rows, source.named)
@@ -168,19 +172,23 @@ def advise(cfg: DictConfig, say: Callable[[str], None]) -> Advice:
     base, *others = replay_all(tasks)
     outcomes = [Outcome(one, found, *gain(base, found)) for one, found in zip(options, others, strict=True)]
     capacity = max(1, reading.replicas) * (served.gpu_tokens + served.cpu_tokens)
-    turns = turns_of(part)
-    pairs = [(own, base.found[key], base.prompts[key]) for key, own in turns if own is not None and key in base.found]
-    if all(one.found is not None for one in reading.sent):
-        causes, of = split(reading, [one.found or 0 for one in reading.sent], capacity, prices), "as the engine said"
+    said = [one.found for one in reading.sent]
+    replay = base.turns.found.to_dict()
+    found = [replay.get((one.session, one.turn)) for one in part.sent]
+    both = [
+        (one.prompt, one.found, other)
+        for one, other in zip(part.sent, found, strict=True)
+        if one.found is not None and other is not None
+    ]
+    if None not in said:
+        causes, of = split(reading, said, capacity, prices), "as the engine said"
     else:
-        found = [base.found.get(key) for key, _ in turns]
         causes, of = split(part, found, round(capacity * share), prices), "as the replay of the engine found"
     return Advice(
-        source, plan, settings, served, reading, causes, of, part.sessions, len(part.sent), share, base,
-        sum(own for own, _, _ in pairs) / sum(whole for _, _, whole in pairs) if pairs else None,
-        max(abs(own - other) for own, other, _ in pairs) if pairs else None,
+        source, plan, settings, served, reading, part, share, causes, of, base,
+        sum(own for _, own, _ in both) / sum(prompt for prompt, _, _ in both) if both else None,
+        max(abs(own - other) for _, own, other in both) if both else None,
         sorted(outcomes, key=lambda one: (-round(one.more.value, 3), sum(one.option.added.values()))),
-        time.monotonic() - began,
     )  # fmt: skip
 
 
@@ -196,12 +204,8 @@ def _settings(cfg: DictConfig) -> tuple[Settings, dict[str, Any]]:
 def _served(config: dict[str, Any], settings: Settings, facts: Facts) -> Served:
     """What served, by the user, else by the recording, else by the configuration."""
     told = facts.engine
-    block = (
-        settings.block_tokens
-        or told.get("block_tokens")
-        or (int(facts.block_tokens or 0) if facts.unit == "tokens" else 0)
-    )
-    block = int(block or 16)
+    hashed = facts.block if facts.unit == "tokens" else None
+    block = int(settings.block_tokens or told.get("block_tokens") or hashed or 16)
     gpu = (settings.blocks - 1) * block if settings.blocks else told.get("gpu_tokens")  # the first is vLLM's own
     plan = plan_trial(check({**config, "cache": {**config["cache"], "chunk_tokens": block}}))
     token_bytes = plan.model.kv_bytes_per_token
@@ -213,9 +217,7 @@ def _served(config: dict[str, Any], settings: Settings, facts: Facts) -> Served:
         )
     if not known:
         return Served(config, plan.gpu_blocks * block, plan.cpu_blocks * block, block, told=False)
-    baseline = read_option(
-        "baseline", "vllm_offload"
-    )  # without a CPU tier too: as vLLM does it keeps equal blocks twice
+    baseline = read_option("baseline", "vllm_offload")  # without a CPU tier too: it keeps equal blocks twice, as vLLM
     baseline["cache"]["order"] = settings.policy or told.get("policy") or "lru"
     return Served({**config, "baseline": baseline}, int(gpu or 0), int(cpu or 0), block, told=True)
 
@@ -228,7 +230,7 @@ def on_recorded(served: Served, source: Source, model: ModelSpec, file: Path) ->
         base, turns = replayed(Task(served.changed(1.0), source.conversations)), Counter[str]()
         for place, (_, name) in enumerate(source.rows):
             turns[name] += 1
-            loaded[place] = base.loaded.get((name, turns[name]), 0)
+            loaded[place] = base.turns.loaded.get((name, turns[name]), 0)
     machine_of(timed((one for one, _ in source.rows), loaded), model, served.block_tokens).write(file)
     hardware = {**read_option("hardware", "sim_profile"), "profile": str(file)}
     return replace(served, config={**served.config, "hardware": hardware})
@@ -254,8 +256,8 @@ def _options(served: Served, plan: TrialPlan, reading: Reading, share: float) ->
         if not own:  # the plug-in
             connector |= {"kv_connector": "PensieveConnector", "kv_connector_module_path": "pensieve.plugins.vllm"}
         added = {"cpu": (tokens - cpu) * token_bytes} if tokens > cpu else {}
-        line = f"--kv-transfer-config '{json.dumps(connector)}'"
-        return Option(name, why, served.changed(share, cpu=tokens, baseline=baseline), added, [line])
+        command = f"--kv-transfer-config '{json.dumps(connector)}'"
+        return Option(name, why, served.changed(share, cpu=tokens, baseline=baseline), added, command)
 
     def ours(name: str, why: str, **changed: Any) -> Option:
         return Option(name, why, served.changed(share, baseline=read_option("baseline", "pensieve_shared"), **changed))
@@ -268,47 +270,23 @@ def _options(served: Served, plan: TrialPlan, reading: Reading, share: float) ->
         named, disk = f"CPU tier of {format_bytes(tier * token_bytes)}", 10 * gpu * token_bytes
         own, order = str(served.config["eviction"]["name"]), "the order of this project's policy, in vLLM as a plug-in"
         replies = "vLLM stores prompts alone unless it is told"
-        behind = ours(
-            f"Disk of {format_bytes(disk)} behind a {named}",
-            "by this project's engine: baseline=pensieve_shared",
-            cpu=tier,
-            disk=10 * gpu,
-        )
+        why = "by this project's engine: baseline=pensieve_shared"
+        behind = ours(f"Disk of {format_bytes(disk)} behind a {named}", why, cpu=tier, disk=10 * gpu)
         found += [
             offload(f"ARC in a {named}", "vLLM's other order of it", tier, "arc"),
             offload(f"Retention value in a {named}", order, tier, own),
             offload(f"Replies stored too, in a {named}", replies, tier, offload_prompt_only=False),
             replace(behind, added={**({} if cpu else {"cpu": tier * token_bytes}), "disk": disk}),
         ]
-    returning = len({one.session for one in reading.sent if one.pause_s is not None})
     for edge, sessions in reading.edges.most_common(1):
-        if sessions >= COMMON_EDGE * returning:
-            found.append(
-                Option(
-                    f"Move what changes at token {edge:,} to the end of the prompt",
-                    f"{sessions:,} of {returning:,} returning conversations differ there first",
-                    served.changed(share),
-                    moved=edge,
-                )
-            )
+        if sessions >= COMMON_EDGE * reading.returning:
+            name = f"Move what changes at token {edge:,} to the end of the prompt"
+            why = f"{sessions:,} of {reading.returning:,} returning conversations differ there first"
+            found.append(Option(name, why, served.changed(share), moved=edge))
     if reading.replicas > 1:
-        found.append(
-            Option(
-                "Sticky routing",
-                "each conversation on one replica; beside it, any replica at random",
-                served.changed(share, hardware=_routed(served, "affinity", reading.replicas)),
-            )
-        )
+        why = "each conversation on one replica; beside it, any replica at random"
+        sticky = served.changed(share, hardware=_routed(served, "affinity", reading.replicas))
+        found.append(Option("Sticky routing", why, sticky))
     if served.config["baseline"]["name"] not in ("prefix_cache", "vllm_offload", "pensieve_shared"):
         found.append(ours("Sharing equal beginnings of conversations", "baseline=pensieve_shared"))
-    return found
-
-
-def turns_of(reading: Reading) -> list[tuple[tuple[str, int], int | None]]:
-    """Conversation and number of each request, and what the engine found of it."""
-    numbers: Counter[str] = Counter()
-    found = []
-    for one in reading.sent:
-        numbers[one.session] += 1
-        found.append(((one.session, numbers[one.session]), one.found))
     return found

@@ -9,11 +9,11 @@ Blocks are nodes of a prefix tree, so that two prompts share a node only where a
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +36,6 @@ CAUSES: dict[Cause, str] = {
 """Their names; docs/advise.md says how each is computed."""
 Ids = NDArray[np.int64]
 Times = NDArray[np.float64]
-
-
 ROOT = -1
 
 
@@ -50,31 +48,28 @@ class Nodes:
         self.prompts = np.zeros(1024, dtype=np.int64)  # conversations whose first prompt has it
         self.written_s: dict[str, Times] = {}  # by replica: when its KV was there, inf: never
 
-    def __len__(self) -> int:
-        return len(self._children)
-
     def walk(self, root: int, hashes: Iterable[int]) -> Ids:
         """The nodes of a chain that goes on from `root`."""
         children, found, at = self._children, [], root
         for one in hashes:
             at = children.setdefault((at, one), len(children))
             found.append(at)
-        while len(children) > len(self.last_user):
-            self.last_user = np.concatenate([self.last_user, np.full(len(self.last_user), -1, dtype=np.int64)])
-            self.prompts = np.concatenate([self.prompts, np.zeros(len(self.prompts), dtype=np.int64)])
+        if (more := 2 * len(children) - len(self.last_user)) > len(children):
+            self.last_user = np.pad(self.last_user, (0, more), constant_values=-1)
+            self.prompts = np.pad(self.prompts, (0, more))
         return np.array(found, dtype=np.int64)
 
     def written(self, replica: str) -> Times:
         known = self.written_s.get(replica, np.empty(0))
-        if len(known) < len(self.last_user):
-            known = np.concatenate([known, np.full(len(self.last_user) - len(known), np.inf)])
-            self.written_s[replica] = known
+        if (more := len(self.last_user) - len(known)) > 0:
+            known = self.written_s[replica] = np.pad(known, (0, more), constant_values=np.inf)
         return known
 
 
 @dataclass(slots=True)
 class Sent:
-    """A request as it was recorded, and where its prompt could have been found. found: by the engine; None: it does not say.
+    """A request as it was recorded, and where its prompt could have been found. turn: its number in its conversation. found:
+    by the engine; None: it does not say.
 
     in_time, here, ever: leading tokens that had been written on its replica by then, sent there, sent anywhere. edge: where
     it differs from what its conversation had sent before; None: nowhere. before: how much that was, its reply with it where
@@ -83,6 +78,7 @@ class Sent:
     """
 
     session: str
+    turn: int
     at_s: float
     end_s: float
     prompt: int
@@ -110,7 +106,6 @@ class Reading:
     shared_tokens: int = 0
     unknown: Counter[str] = field(default_factory=Counter)
     edges: Counter[int] = field(default_factory=Counter)
-    edited: set[str] = field(default_factory=set)
     shortened: int = 0
     tenants: int = 0
     replicas: int = 0
@@ -120,16 +115,22 @@ class Reading:
     def sessions(self) -> int:
         return len({one.session for one in self.sent})
 
+    @property
+    def returning(self) -> int:
+        """Conversations of several requests."""
+        return len({one.session for one in self.sent if one.pause_s is not None})
+
 
 class _Reader:
-    def __init__(self, facts: Facts) -> None:
-        self.reading, self._nodes = Reading(facts), Nodes()
-        self._replicas: set[str] = set()
-        self._tenants: set[str | None] = set()
-        self._latest: dict[str, tuple[Ids, Ids, Ids, Sent]] = {}  # hashes of full blocks, nodes, ends, the request
+    def __init__(self, facts: Facts, named: bool) -> None:
+        self.reading, self.nodes = Reading(facts, named=named), Nodes()
+        self.replicas: set[str] = set()
+        self.tenants: set[str | None] = set()
+        self._edited: set[str] = set()
+        self.latest: dict[str, tuple[Ids, Ids, Ids, Sent]] = {}  # hashes of full blocks, nodes, ends, the request
 
     def add(self, one: Exchange, name: str) -> None:
-        reading, nodes = self.reading, self._nodes
+        reading, nodes = self.reading, self.nodes
         unknown = reading.unknown
         prompt = prompt_tokens(one, reading.facts)
         if one.arrival_s is None or one.blocks is None or not prompt:
@@ -139,8 +140,8 @@ class _Reader:
         unknown["a first token"] += one.first_token_s is None
         unknown["what the engine found"] += one.cached_tokens is None
         replica, place, at_s = one.replica or "", len(reading.sent), one.arrival_s
-        self._replicas.add(replica)
-        self._tenants.add(one.tenant)
+        self.replicas.add(replica)
+        self.tenants.add(one.tenant)
         hashes = np.array(one.blocks, dtype=np.int64)
         path, ends = self._path(hashes, name), self._ends(one)
         full = int(np.searchsorted(ends, prompt, side="right"))
@@ -148,7 +149,8 @@ class _Reader:
         first_s = at_s if one.first_token_s is None else max(at_s, one.first_token_s)
         end_s = first_s if one.end_s is None else max(first_s, one.end_s)
         found = None if one.cached_tokens is None else min(max(one.cached_tokens, 0), prompt - 1)
-        sent = Sent(name, at_s, end_s, prompt, one.output_tokens or 0, found)
+        turn = 1 + self.latest[name][3].turn if name in self.latest else 1
+        sent = Sent(name, turn, at_s, end_s, prompt, one.output_tokens or 0, found)
         written, users = nodes.written(replica), nodes.last_user[path]
         reading.unique_tokens += int(np.diff(ends, prepend=0)[users < 0].sum())
         known = path[:usable]
@@ -158,23 +160,20 @@ class _Reader:
         cuts = [0, *(np.flatnonzero(np.diff(users[:ever])) + 1).tolist(), ever] if ever else []
         sent.uses = [(int(users[i]), int(ends[i - 1]) if i else 0, int(ends[j - 1])) for i, j in pairwise(cuts)]
         own, own_ends, hashes = path[:full], ends[:full], hashes[:full]
-        if name in self._latest:
-            self._compare(sent, own, *self._latest[name][1:])
+        if name in self.latest:
+            self._compare(sent, own, *self.latest[name][1:])
         self._write(path, replica, first_s, place)
         if one.output_blocks:
             out = nodes.walk(int(own[-1]) if full else ROOT, one.output_blocks)
             size = reading.facts.block_tokens or 0.0
             reading.unique_tokens += int(size * (nodes.last_user[out] < 0).sum())
             self._write(out, replica, end_s, place)
-            own, hashes = (
-                np.concatenate([own, out]),
-                np.concatenate([hashes, np.array(one.output_blocks, dtype=np.int64)]),
-            )
-            own_ends = np.concatenate([own_ends, (size * np.arange(full + 1, len(own) + 1)).astype(np.int64)])
+            own, hashes = np.append(own, out), np.append(hashes, np.array(one.output_blocks, dtype=np.int64))
+            own_ends = np.append(own_ends, (size * np.arange(full + 1, len(own) + 1)).astype(np.int64))
         elif one.output_tokens:
             unknown["hashes of the reply"] += 1
-        nodes.prompts[path] += name not in self._latest
-        self._latest[name] = (hashes, own, own_ends, sent)
+        nodes.prompts[path] += name not in self.latest
+        self.latest[name] = (hashes, own, own_ends, sent)
         reading.sent.append(sent)
 
     def _ends(self, one: Exchange) -> Ids:
@@ -186,20 +185,19 @@ class _Reader:
 
     def _path(self, hashes: Ids, name: str) -> Ids:
         """What it begins with as its conversation did before is known, and need not be walked."""
-        if name not in self._latest:
-            return self._nodes.walk(ROOT, hashes.tolist())
-        old, known, _, _ = self._latest[name]
+        if name not in self.latest:
+            return self.nodes.walk(ROOT, hashes.tolist())
+        old, known, _, _ = self.latest[name]
         both = min(len(old), len(hashes))
         differs = np.flatnonzero(old[:both] != hashes[:both])
         same = int(differs[0]) if len(differs) else both
-        return np.concatenate(
-            [known[:same], self._nodes.walk(int(known[same - 1]) if same else ROOT, hashes[same:].tolist())]
-        )
+        rest = self.nodes.walk(int(known[same - 1]) if same else ROOT, hashes[same:].tolist())
+        return np.append(known[:same], rest)
 
     def _write(self, path: Ids, replica: str, at_s: float, place: int) -> None:
-        written = self._nodes.written(replica)
+        written = self.nodes.written(replica)
         written[path] = np.minimum(written[path], at_s)
-        self._nodes.last_user[path] = place
+        self.nodes.last_user[path] = place
 
     def _compare(self, sent: Sent, own: Ids, old: Ids, old_ends: Ids, last: Sent) -> None:
         """Where a returning prompt leaves what its conversation had sent."""
@@ -213,31 +211,27 @@ class _Reader:
             sent.edge = int(old_ends[differs[0] - 1]) if differs[0] else 0
             if sent.edge + 1 >= last.prompt:
                 reading.shortened += sent.prompt < sent.answered
-            elif sent.session not in reading.edited:
-                reading.edited.add(sent.session)
+            elif sent.session not in self._edited:
+                self._edited.add(sent.session)
                 reading.edges[sent.edge] += 1
         elif last.prompt <= sent.prompt < sent.answered:
             sent.edge = last.prompt
             reading.shortened += 1
-
-    def end(self) -> Reading:
-        reading, nodes = self.reading, self._nodes
-        reading.tenants, reading.replicas = len(self._tenants), len(self._replicas - {""})
-        for _, path, ends, _ in self._latest.values():
-            common = int((nodes.prompts[path] * 2 > len(self._latest)).sum())
-            reading.shared_tokens = max(reading.shared_tokens, int(ends[common - 1]) if common else 0)
-        return reading
 
 
 def read_causes(facts: Facts, exchanges: Iterable[tuple[Exchange, str]], named: bool = True) -> Reading:
     """Where each prompt could have been found. exchanges: in order of arrival, each with the name of its conversation. named:
     the source says which requests are one; if not, an edited prompt looks like another conversation. What lacks a time, a
     length or hashes is left out and counted."""
-    reader = _Reader(facts)
+    reader = _Reader(facts, named)
     for one, name in exchanges:
         reader.add(one, name)
-    reader.reading.named = named
-    return reader.end()
+    reading = reader.reading
+    reading.tenants, reading.replicas = len(reader.tenants), len(reader.replicas - {""})
+    for _, path, ends, _ in reader.latest.values():
+        common = int((reader.nodes.prompts[path] * 2 > len(reader.latest)).sum())
+        reading.shared_tokens = max(reading.shared_tokens, int(ends[common - 1]) if common else 0)
+    return reading
 
 
 def parts(sent: Sent, found: int) -> Iterator[tuple[Cause, int, int]]:
@@ -259,26 +253,22 @@ def parts(sent: Sent, found: int) -> Iterator[tuple[Cause, int, int]]:
     yield "never", at, sent.prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """tokens, seconds: None: the recording cannot tell, and the cause is contained in those that are told."""
-
-    cause: Cause
-    tokens: int | None
-    seconds: float | None
+class Missed(NamedTuple):
+    tokens: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Causes of all misses: tokens and seconds of the known ones add up to missed_tokens and missed_s."""
+    """Causes of all misses; None: the recording cannot tell, and the cause is contained in the others. Those that are known
+    add up to missed_tokens and missed_s. unlimited_tokens: what a cache without limit would have found."""
 
-    lines: Sequence[Line]
+    causes: Mapping[Cause, Missed | None]
     prompt_tokens: int
     missed_tokens: int
     missed_s: float
     bound_tokens: int
     unlimited_tokens: int
-    """What a cache without limit would have found."""
 
 
 def split(reading: Reading, found: Sequence[int | None], capacity_tokens: int, prices: PositionPrices) -> Split:
@@ -289,8 +279,7 @@ def split(reading: Reading, found: Sequence[int | None], capacity_tokens: int, p
     rest is capacity, and their seconds are divided as their tokens. The bound is a relaxation (pensieve/lab/bound.py): it may
     give the order too much, never too little.
     """
-    tokens: dict[Cause, int] = dict.fromkeys(CAUSES, 0)
-    seconds: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
+    tokens, seconds = Counter[Cause](), defaultdict[Cause, float](float)
     asked = [(sent, own) for sent, own in zip(reading.sent, found, strict=True) if own is not None]
     for sent, own in asked:
         for cause, start, stop in parts(sent, own):
@@ -299,18 +288,16 @@ def split(reading: Reading, found: Sequence[int | None], capacity_tokens: int, p
                 seconds[cause] += prices.seconds(start, stop)
     idle = idle_runs([sent for sent, _ in asked], reading)
     bound_tokens = most_kept(idle, [one.tokens for one in idle], capacity_tokens)
-    both, both_s = tokens["capacity"], seconds["capacity"]
     engine = sum(min(own, sent.in_time) for sent, own in asked)
+    both = tokens["capacity"]
     tokens["order"] = min(max(bound_tokens - engine, 0), both)
-    seconds["order"] = both_s * tokens["order"] / both if both else 0.0
-    tokens["capacity"], seconds["capacity"] = both - tokens["order"], both_s - seconds["order"]
-    hidden: set[Cause] = set()
-    if not reading.replicas:
-        hidden.add("routed")
+    seconds["order"] = seconds["capacity"] * tokens["order"] / both if both else 0.0
+    tokens["capacity"], seconds["capacity"] = both - tokens["order"], seconds["capacity"] - seconds["order"]
+    hidden: set[Cause] = set() if reading.replicas else {"routed"}
     if not reading.named and not tokens["edited"]:  # an edited prompt looks like that of another conversation
         hidden.add("edited")
     return Split(
-        [Line(one, None, None) if one in hidden else Line(one, tokens[one], seconds[one]) for one in CAUSES],
+        {one: None if one in hidden else Missed(tokens[one], seconds[one]) for one in CAUSES},
         sum(sent.prompt for sent, _ in asked),
         sum(sent.prompt - own for sent, own in asked),
         sum(prices.seconds(own, sent.prompt) for sent, own in asked),

@@ -2,86 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
 
 from pensieve.lab.commands.advise.advice import COMMON_EDGE, Advice, Outcome
-from pensieve.lab.commands.advise.causes import CAUSES
+from pensieve.lab.commands.advise.causes import CAUSES, Split
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.tables import Table, grid
-from pensieve.units import GIB, NONE, duration, format_bytes, percent, significant, three_digits
+from pensieve.units import NONE, duration, format_bytes, percent, significant, three_digits
 
 UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A line of a chart. share: of its whole, 0 to 1; low, high: of its interval. helps: of an option."""
-
-    name: str
-    share: float
-    value: str
-    note: str = ""
-    low: float | None = None
-    high: float | None = None
-    helps: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """What both forms show. gains: those that help first. commands: an option, and its line for vLLM."""
-
-    title: str
-    answer: str
-    facts: Sequence[tuple[str, str]]
-    notes: Sequence[str]
-    causes: Sequence[Bar]
-    causes_title: str
-    gains: Sequence[Bar]
-    replays: Table
-    commands: Sequence[tuple[str, str]]
-
-
-def page_of(advice: Advice) -> Page:
-    split = advice.split
-    outcomes = sorted(advice.outcomes, key=lambda one: not one.helps)
+def page_of(advice: Advice) -> dict[str, Any]:
+    """What both forms show. outcomes: those that help first. commands: lines for vLLM, by the option that they are of."""
+    split, outcomes = advice.split, sorted(advice.outcomes, key=lambda one: not one.helps)
     helps = [one for one in outcomes if one.helps]
-    return Page(
-        title=f"{advice.source.path.name} on {advice.plan.model.name}, {advice.plan.device.label}",
-        answer=_answer(advice, helps),
-        facts=_facts(advice),
-        notes=[_checked(advice), *_notes(advice)],
-        causes=_causes(advice),
-        causes_title=f"{split.missed_tokens:,} prompt tokens not found, {significant(split.missed_s)} s of prefill "
+    return {
+        "title": f"{advice.source.path.name} on {advice.plan.model.name}, {advice.plan.device.label}",
+        "answer": _answer(advice, helps),
+        "facts": _facts(advice),
+        "notes": [_checked(advice), *_notes(advice)],
+        "causes_title": f"{split.missed_tokens:,} prompt tokens not found, {significant(split.missed_s)} s of prefill "
         f"({advice.split_of})",
-        gains=[_gain(one) for one in outcomes],
-        replays=[_line(advice, None), *(_line(advice, one) for one in outcomes)],
-        commands=[(one.option.name, line) for one in helps[:3] for line in one.option.lines],
-    )
+        "causes": _causes(split),
+        "outcomes": outcomes,
+        "replays": [_line(advice, None), *(_line(advice, one) for one in outcomes)],
+        "commands": {one.option.name: one.option.command for one in helps[:3] if one.option.command},
+    }
 
 
-def _gain(one: Outcome) -> Bar:
-    ends = (one.more.ci_low, one.more.ci_high)
-    return Bar(one.option.name, one.more.value, _points(one.more), one.option.why, *ends, one.helps)
+def show(page: dict[str, Any], console: Console) -> None:
+    console.print(f"\n[bold]{page['title']}[/bold]\n{page['answer']}\n", highlight=False)
+    facts = [{"what": name, "you have": text} for name, text in page["facts"].items()]
+    console.print(grid(facts, left=("you have",), fold=True))
+    console.print(grid(page["causes"], f"Where the misses come from: {page['causes_title']}", fold=True))
+    console.print(grid(page["replays"], "What would help, the most first; below, what would not", fold=True))
+    commands = [f"{name}:\n  {line}" for name, line in page["commands"].items()]
+    for line in [*commands, *(f"- {note}" for note in page["notes"])]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _answer(advice: Advice, helps: Sequence[Outcome]) -> str:
+def render(page: dict[str, Any]) -> str:
+    """The whole file as text; every value is escaped."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).resolve().parent), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    ends = [abs(end or 0.0) for one in page["outcomes"] for end in (one.more.value, one.more.ci_low, one.more.ci_high)]
+    return environment.get_template("page.html.j2").render(page=page, most=max([0.01, *ends]), points=_points)
+
+
+def _answer(advice: Advice, helps: list[Outcome]) -> str:
     split = advice.split
     said = [f"{percent(1 - split.missed_tokens / max(1, split.prompt_tokens))} % of the prompt tokens were found."]
-    most = max(split.lines, key=lambda line: line.tokens or 0)
-    if most.tokens:
-        share = percent(most.tokens / split.missed_tokens)
-        said.append(f"Most of what was missed: {CAUSES[most.cause]}, {share} %.")
+    tokens, most = max((known.tokens, cause) for cause, known in split.causes.items() if known is not None)
+    if tokens:
+        said.append(f"Most of what was missed: {CAUSES[most]}, {percent(tokens / split.missed_tokens)} %.")
     best = f"Best: {helps[0].option.name}, {_points(helps[0].more)} points more." if helps else ""
     return " ".join([*said, best or "Nothing tried would help."])
 
 
-def _facts(advice: Advice) -> list[tuple[str, str]]:
+def _facts(advice: Advice) -> dict[str, str]:
     reading, split, size, sent = advice.reading, advice.split, advice.served, advice.reading.sent
     pauses = [one.pause_s for one in sent if one.pause_s is not None]
     span = max(one.at_s for one in sent) - min(one.at_s for one in sent)
@@ -89,19 +75,19 @@ def _facts(advice: Advice) -> list[tuple[str, str]]:
     hits = f"{percent(sum(one.found or 0 for one in known) / sum(one.prompt for one in known))} %" if known else UNKNOWN
     of = f" of {len(known):,} requests" if 0 < len(known) < len(sent) else ""
     kv = format_bytes(reading.unique_tokens * advice.plan.model.kv_bytes_per_token)
-    return [
-        ("requests", f"{len(sent):,} in {duration(span)}, {three_digits(len(sent) / span if span else None)} a second"),
-        ("conversations", f"{reading.sessions:,}{'' if reading.named else ', by their prefixes'}"
-                          f"{f', {reading.tenants} tenants' if reading.tenants > 1 else ''}"),
-        ("returns", f"{len(pauses):,} requests{f', {duration(median(pauses))} after the reply (median)' if pauses else ''}"),
-        ("shared prefix", f"{reading.shared_tokens:,} tokens, in more than half of the conversations"),
-        ("working set", f"{reading.unique_tokens:,} different tokens, {kv} of KV"),
-        ("cache" if size.told else "cache (assumed)",
-         f"{size.gpu_tokens:,} tokens on the GPU, {size.cpu_tokens:,} in CPU memory, blocks of {size.block_tokens}"),
-        ("found by the engine", hits + of),
-        ("could be found", f"{percent(split.unlimited_tokens / split.prompt_tokens)} % without limit, "
-                           f"{percent(split.bound_tokens / split.prompt_tokens)} % with this much memory (offline bound)"),
-    ]  # fmt: skip
+    return {
+        "requests": f"{len(sent):,} in {duration(span)}, {three_digits(len(sent) / span if span else None)} a second",
+        "conversations": f"{reading.sessions:,}{'' if reading.named else ', by their prefixes'}"
+                         f"{f', {reading.tenants} tenants' if reading.tenants > 1 else ''}",
+        "returns": f"{len(pauses):,} requests{f', {duration(median(pauses))} after the reply (median)' if pauses else ''}",
+        "shared prefix": f"{reading.shared_tokens:,} tokens, in more than half of the conversations",
+        "working set": f"{reading.unique_tokens:,} different tokens, {kv} of KV",
+        "cache" if size.told else "cache (assumed)":
+            f"{size.gpu_tokens:,} tokens on the GPU, {size.cpu_tokens:,} in CPU memory, blocks of {size.block_tokens}",
+        "found by the engine": hits + of,
+        "could be found": f"{percent(split.unlimited_tokens / split.prompt_tokens)} % without limit, "
+                          f"{percent(split.bound_tokens / split.prompt_tokens)} % with this much memory (offline bound)",
+    }  # fmt: skip
 
 
 def _checked(advice: Advice) -> str:
@@ -120,45 +106,40 @@ def _checked(advice: Advice) -> str:
 def _notes(advice: Advice) -> list[str]:
     """What limits the page."""
     reading, base, requests = advice.reading, advice.base, len(advice.reading.sent)
-    returning = len({one.session for one in reading.sent if one.pause_s is not None})
     edge, sessions = next(iter(reading.edges.most_common(1)), (0, 0))
-    common = sessions >= COMMON_EDGE * max(1, returning)
     lost = ", ".join(f"{number:,} {why}" for why, number in reading.facts.lost.items())
     notes: list[tuple[object, str]] = [
         (not advice.served.told, "Nobody says what served these requests: sizes and policy are assumed. Say engine=vllm "
                                  "blocks=N cpu_bytes=N."),
-        (common, f"{sessions:,} of {returning:,} returning conversations first differ from what they had sent at token "
-                 f"{edge:,}: something changes there in the template, such as a timestamp."),
-        (reading.edited and not common, f"{len(reading.edited):,} conversations edited what they had sent, at most "
-                                        f"{sessions:,} at one position."),
+        (sessions >= COMMON_EDGE * max(1, reading.returning),
+         f"{sessions:,} of {reading.returning:,} returning conversations first differ from what they had sent at token "
+         f"{edge:,}: something changes there in the template, such as a timestamp."),
         (reading.shortened, f"{reading.shortened:,} requests came back without a part of the reply before, as without "
                             "thinking blocks."),
         *((number, f"{number:,} of {requests:,} requests lack {what}.") for what, number in sorted(reading.unknown.items())),
         (advice.settings.machine == "recorded", "Times are of the machine that the recording's times to first token tell."),
         (advice.source.strays, f"{advice.source.strays:,} requests whose times lie far from all others are left out."),
         (advice.source.in_file > requests, f"{requests:,} of {advice.source.in_file:,} requests of the file were read."),
-        (reading.tenants > 1, "Tenants are taken to find nothing of each other."),
         (lost, f"Not recorded: {lost}."),
         (not reading.facts.complete, "The recording was cut off."),
-        (advice.share < 1.0, f"Replays are of {advice.requests:,} requests of {advice.conversations:,} conversations drawn "
-                             f"at random, with {percent(advice.share)} % of each tier, their share of all different tokens. "
-                             "Their times to first token are without the queueing of the others."),
+        (advice.share < 1.0, f"Replays are of {len(advice.part.sent):,} requests of {advice.part.sessions:,} conversations "
+                             f"drawn at random, with {percent(advice.share)} % of each tier, their share of all different "
+                             "tokens. Their times to first token are without the queueing of the others."),
         (base.left_out or base.failed, f"{base.left_out:,} requests need more than the model's context and are not replayed; "
                                        f"{base.failed:,} did not complete."),
     ]  # fmt: skip
     return [note for holds, note in notes if holds]
 
 
-def _causes(advice: Advice) -> list[Bar]:
-    bars = []
-    for line in advice.split.lines:
-        name, share = CAUSES[line.cause], (line.tokens or 0) / max(1, advice.split.missed_tokens)
-        if line.tokens is None or line.seconds is None:
-            bars.append(Bar(name, share, UNKNOWN, "within the other causes"))
-        else:
-            told = f"{line.tokens:,} tokens, {significant(line.seconds)} s"
-            bars.append(Bar(name, share, f"{percent(share)} %", told))
-    return bars
+def _causes(split: Split) -> Table:
+    lines = []
+    for cause, known in split.causes.items():
+        share, what = UNKNOWN, "within the other causes"
+        if known is not None:
+            share = f"{percent(known.tokens / max(1, split.missed_tokens))} %"
+            what = f"{known.tokens:,} tokens, {significant(known.seconds)} s"
+        lines.append({"cause": CAUSES[cause], "share": share, "missed": what})
+    return lines
 
 
 def _points(more: Estimate) -> str:
@@ -167,12 +148,13 @@ def _points(more: Estimate) -> str:
 
 
 def _line(advice: Advice, one: Outcome | None) -> dict[str, str]:
-    """One replay: what it found, its times, and the price of what it adds."""
+    """One replay: what it found, its times, and the memory that it adds."""
     found = advice.base if one is None else one.replayed
-    more = faster = price = NONE
+    more = faster = takes = NONE
     if one is not None:
         ends = "" if one.faster.ci_low is None else f" [{one.faster.ci_low:.2f}, {one.faster.ci_high:.2f}]"
-        more, faster, price = _points(one.more), f"{one.faster.value:.2f}×{ends}", _price(one, advice)
+        more, faster = _points(one.more), f"{one.faster.value:.2f}×{ends}"
+        takes = " + ".join(f"{format_bytes(count)} {tier}" for tier, count in one.option.added.items()) or "no memory"
     return {
         "": "as it was" if one is None else one.option.name,
         "found, %": percent(found.rate),
@@ -180,33 +162,5 @@ def _line(advice: Advice, one: Outcome | None) -> dict[str, str]:
         "TTFT p50, ms": three_digits(found.ttft(0.5)),
         "p90": three_digits(found.ttft(0.9)),
         "mean TTFT lower": faster,
-        "price": price,
+        "takes": takes,
     }
-
-
-def _price(one: Outcome, advice: Advice) -> str:
-    prices = {"cpu": advice.settings.prices.cpu_gib_hour, "disk": advice.settings.prices.disk_gib_hour}
-    added = one.option.added.items()
-    costs = [price * count / GIB for tier, count in added if (price := prices[tier]) is not None]
-    told = f", {sum(costs):.3g} an hour" if costs and len(costs) == len(added) else ""
-    return (" + ".join(f"{format_bytes(count)} {tier}" for tier, count in added) or "no memory") + told
-
-
-def show(page: Page, console: Console) -> None:
-    console.print(f"\n[bold]{page.title}[/bold]\n{page.answer}\n", highlight=False)
-    console.print(grid([{"what": name, "you have": text} for name, text in page.facts], left=("you have",), fold=True))
-    lines = [{page.causes_title: one.name, "share": one.value, "": one.note} for one in page.causes]
-    console.print(grid(lines, "Where the misses come from", fold=True))
-    console.print(grid(page.replays, "What would help, the most first; below, what would not", fold=True))
-    for line in [*(f"{name}:\n  {line}" for name, line in page.commands), *(f"- {note}" for note in page.notes)]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def render(page: Page) -> str:
-    """The whole file as text; every value is escaped."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).resolve().parent), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    ends = [abs(end or 0.0) for one in page.gains for end in (one.share, one.low, one.high)]
-    return environment.get_template("page.html.j2").render(page=page, most=max([0.01, *ends]))

@@ -1,65 +1,147 @@
-"""Recorded conversations replayed in closed loop on a simulated machine, in several ways at a time."""
+"""What was recorded, as conversations; and the same replayed in closed loop on a simulated machine, in several ways."""
 
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import pyarrow as pa
+
+from pensieve.errors import ConfigError
 from pensieve.lab.compose.build import build_cluster, build_system, workload_context
 from pensieve.lab.compose.model_files import build_tokenizer
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.compose.settings import check
 from pensieve.lab.replay import replay
 from pensieve.lab.statistics import NONNEGATIVE, REAL, Estimate, nearest_rank, paired_ratio
-from pensieve.lab.workload.base import shuffled
+from pensieve.lab.traffic.hashing import Salt
+from pensieve.lab.traffic.table import Exchange, Facts, exchanges, is_traffic, read_batches, read_facts
+from pensieve.lab.workload.base import shuffled, uniform
 from pensieve.lab.workload.fit import Fit, fitted
+from pensieve.lab.workload.formats import load, served_rows
+from pensieve.lab.workload.formats.traffic import asked_in, conversations_of, converted
 from pensieve.lab.workload.playback import Pauses, Playback, Recorded
 from pensieve.lab.workload.recording import Blocks, Call, Conversation, hashes_of
+from pensieve.lab.workload.trace import without_outliers
 from pensieve.serve.record import is_measured
+
+MOST_REQUESTS = 50_000
+"""In memory at once: of a longer recording whole conversations are drawn; without names, its first requests are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """rows: in order of arrival, each with its conversation. named: the recording says which requests are one. in_file: all
+    requests of the file. strays: requests whose time lies far from all others, left out."""
+
+    path: Path
+    facts: Facts
+    rows: Sequence[tuple[Exchange, str]]
+    conversations: Sequence[Conversation]
+    named: bool
+    in_file: int
+    strays: int = 0
+
+    def only(self, conversations: Sequence[Conversation]) -> Source:
+        names = {one.id for one in conversations}
+        return replace(self, rows=[row for row in self.rows if row[1] in names], conversations=conversations)
+
+
+def open_source(path: Path, format: str | None) -> Source:
+    """Raises ConfigError for a recording that lacks what advice needs, MalformedInput for one that cannot be read."""
+    if is_traffic(path):
+        facts = read_facts(path)
+        found, in_file = _read(path)
+        named = all(one.session is not None for one in found)
+    elif told := served_rows(path, format, Salt()):
+        facts, found = told
+        named, in_file = all(one.session is not None for one in found), len(found)
+    else:
+        recording = load(path, format, "skip")
+        facts, rows = converted(recording, Salt())
+        found, in_file = list(rows), recording.requests
+        named = "shared_prefix_blocks" not in recording.facts
+    asked = asked_in(found, facts)
+    conversations: Sequence[Conversation] = conversations_of(asked, facts)
+    timed = facts.one_clock and any(one.arrival_s is not None for one in asked)
+    if not timed or not any(one.blocks for one in asked):
+        raise ConfigError(
+            f"{path.name} has no {'hashes of blocks' if timed else 'times of arrival'}, and without that nobody can tell "
+            "what a cache would find; record the traffic with pensieve record."
+        )
+    names = {call.order: one.id for one in conversations for call in one.calls}
+    conversations, strays = without_outliers(conversations, "skip", str(path))
+    kept = {call.order for one in conversations for call in one.calls} if strays else names.keys()
+    kept_rows = [(one, names[place]) for place, one in enumerate(asked) if place in kept]
+    return Source(path, facts, kept_rows, conversations, named, in_file, strays)
+
+
+def _read(path: Path) -> tuple[list[Exchange], int]:
+    """The rows that fit into memory, and how many there are. What two tenants sent is made different: neither finds anything
+    of the other."""
+    in_file = sum(batch.num_rows for batch in read_batches(path, ["request"]))
+    share = MOST_REQUESTS / max(1, in_file)
+    found: list[Exchange] = []
+    for batch in read_batches(path):
+        if share < 1.0:
+            chosen = [
+                len(found) < MOST_REQUESTS if name is None else uniform(0, "advise", name) < share
+                for name in batch.column("session").to_pylist()
+            ]
+            batch = batch.filter(pa.array(chosen))
+        found += exchanges(batch)
+    if len({one.tenant for one in found}) > 1:
+        for one in found:
+            one.session = None if one.session is None else f"{one.tenant}/{one.session}"
+            one.blocks, one.output_blocks = (
+                None if blocks is None else array("q", [hash((one.tenant, block)) for block in blocks])
+                for blocks in (one.blocks, one.output_blocks)
+            )
+    return found, in_file
+
 
 REQUEST_S, BLOCK_S = 1e-3, 12e-6
 """What a replay takes of one core for a request and for each block of its prompt, roughly: it sizes the sample alone, so that
 the sample does not depend on the machine."""
-Turn = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay found. found, ttft_ms: by conversation and turn, of turns that completed; loaded: from the CPU tier.
-    prompts: their tokens. failed: turns that did not complete. left_out: turns that the model's context has no room for."""
+    """What a replay found. turns: of those that completed, by session and turn: prompt, found and loaded (from the CPU tier)
+    in tokens, ttft_ms. failed: how many did not complete. left_out: those that the model's context has no room for."""
 
-    found: Mapping[Turn, int]
-    loaded: Mapping[Turn, int]
-    prompts: Mapping[Turn, int]
-    ttft_ms: Mapping[Turn, float]
+    turns: pd.DataFrame
     failed: int
     left_out: int
 
     @property
     def rate(self) -> float:
-        return sum(self.found.values()) / max(1, sum(self.prompts.values()))
+        return float(self.turns.found.sum() / max(1, self.turns.prompt.sum()))
 
     def ttft(self, p: float) -> float | None:
-        return nearest_rank(list(self.ttft_ms.values()), p) if self.ttft_ms else None
+        return nearest_rank(self.turns.ttft_ms.tolist(), p) if len(self.turns) else None
 
 
 def gain(base: Replayed, other: Replayed) -> tuple[Estimate, Estimate]:
     """Share of prompt tokens found more than the base, and mean TTFT of the base over that of the other: paired by turn,
     summed by conversation, intervals from conversations (pensieve/lab/statistics.py measures their coverage)."""
-    more: dict[tuple[int, str], float] = {}
-    whole: dict[tuple[int, str], float] = {}
-    times: tuple[dict[tuple[int, str], float], dict[tuple[int, str], float]] = ({}, {})
-    for turn in base.ttft_ms.keys() & other.ttft_ms.keys():
-        key = (0, turn[0])
-        more[key] = more.get(key, 0.0) + other.found[turn] - base.found[turn]
-        whole[key] = whole.get(key, 0.0) + base.prompts[turn]
-        for sums, one in zip(times, (base, other), strict=True):
-            sums[key] = sums.get(key, 0.0) + one.ttft_ms[turn]
-    return paired_ratio(more, whole, of="means", support=REAL), paired_ratio(*times, of="means", support=NONNEGATIVE)
+    both = base.turns.join(other.turns.add_suffix("_other"), how="inner").groupby("session").sum()
+
+    def by_session(sums: pd.Series[float]) -> dict[tuple[int, str], float]:
+        return {(0, str(name)): float(value) for name, value in sums.items()}
+
+    more = by_session(both.found_other - both.found)
+    return (
+        paired_ratio(more, by_session(both.prompt), of="means", support=REAL),
+        paired_ratio(by_session(both.ttft_ms), by_session(both.ttft_ms_other), of="means", support=NONNEGATIVE),
+    )
 
 
 def sample(conversations: Sequence[Conversation], seconds: float, block_tokens: int) -> Sequence[Conversation]:
@@ -126,19 +208,18 @@ def replayed(task: Task) -> Replayed:
         turns = [turn for turn in replay(system, workload, keep_tokens=False).turns if is_measured(turn.phase)]
     finally:
         system.close()
-    done = {
-        (turn.session, turn.turn): turn for turn in turns if turn.ttft_ms is not None and turn.status == "completed"
-    }
+    done = [turn for turn in turns if turn.ttft_ms is not None and turn.status == "completed"]
     tiers = ("gpu_hit_tokens", "cpu_hit_tokens", "disk_hit_tokens", "shared_hit_tokens")
-    cut = sum(len(one.calls) for one in task.conversations) - sum(one.turns for one in measured)
-    return Replayed(
-        {key: sum(getattr(turn, tier) or 0 for tier in tiers) for key, turn in done.items()},
-        {key: turn.cpu_hit_tokens or 0 for key, turn in done.items()},
-        {key: turn.prompt_tokens or 0 for key, turn in done.items()},
-        {key: turn.ttft_ms or 0.0 for key, turn in done.items()},
-        len(turns) - len(done),
-        cut,
-    )
+    columns = {
+        "session": [turn.session for turn in done],
+        "turn": [turn.turn for turn in done],
+        "prompt": [turn.prompt_tokens or 0 for turn in done],
+        "found": [sum(getattr(turn, tier) or 0 for tier in tiers) for turn in done],
+        "loaded": [turn.cpu_hit_tokens or 0 for turn in done],
+        "ttft_ms": [turn.ttft_ms for turn in done],
+    }
+    left_out = sum(len(one.calls) for one in task.conversations) - sum(one.turns for one in measured)
+    return Replayed(pd.DataFrame(columns).set_index(["session", "turn"]), len(turns) - len(done), left_out)
 
 
 def replay_all(tasks: Sequence[Task]) -> Iterator[Replayed]:
