@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from pensieve.errors import ConfigError
 from pensieve.lab.traffic.table import read, read_facts
 from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.recording import Blocks
@@ -21,14 +20,8 @@ from tests.composed import replayed
 from tests.server.test_chat import composed
 
 
-@pytest.fixture
-def config() -> dict[str, Any]:
-    fields = composed("hardware=sim_h100")
-    del fields["chat"]
-    return fields
-
-
-def test_live_turns_are_recorded_traffic(config: dict[str, Any], tmp_path: Any) -> None:
+def test_live_turns_are_recorded_traffic(tmp_path: Any) -> None:
+    config = composed("hardware=sim_h100")
     with server_of(config) as server:
         server.generate("before", text="not recorded", max_new_tokens=2)
         recording = Recording(server, tmp_path / "traffic.parquet", config)
@@ -51,16 +44,10 @@ def test_live_turns_are_recorded_traffic(config: dict[str, Any], tmp_path: Any) 
     assert len(calls) == 3 and isinstance(turns[0].token_ids, array) and turns[0].token_ids
 
 
-def test_a_file_that_cannot_be_made_is_refused(config: dict[str, Any], tmp_path: Any) -> None:
-    with server_of(config) as server, pytest.raises(ConfigError, match="cannot be recorded"):
-        Recording(server, tmp_path / "no folder" / "traffic.parquet", config)
-
-
 @pytest.mark.parametrize("baseline", ["pensieve", "prefix_cache"])
 def test_a_replay_finds_what_the_server_found_token_for_token(baseline: str, tmp_path: Any) -> None:
     typed = ("model=tiny", f"baseline={baseline}", "cache.gpu=4096 tokens", "cache.cpu=4096 tokens")
     fields = composed("hardware=sim_h100", *typed)
-    del fields["chat"]
     draw = random.Random(1)
     with server_of(fields) as server:
         recording = Recording(server, tmp_path / "traffic.parquet", fields)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import importlib.util
 import json
@@ -20,41 +19,12 @@ from pensieve.errors import ConfigError, EngineMissing
 from pensieve.lab.compose.settings import resolved
 from pensieve.serve.server import command
 from pensieve.serve.server.api import replicated_server
-from pensieve.serve.server.app import App, ServeSettings
 from pensieve.serve.server.state import StateFile
 from tests.server.live import serving, until
 from tests.server.test_chat import composed
 from tests.server.test_http import ALICE, BOB, KEYS, OPERATOR
 
 REPLY_S = 120.0
-
-
-def http(should_exit):
-    return type("Http", (), {"should_exit": should_exit})()
-
-
-@pytest.mark.parametrize("stopped", [True, False])
-def test_who_is_stopped_while_replicas_load_has_not_failed(stopped, monkeypatch):
-    pytest.importorskip("ray")
-    from pensieve.plugins.replicas.actors import Actors
-    from pensieve.plugins.replicas.system import ReplicaSystem
-
-    steps = []
-
-    def make(*given):
-        system = ReplicaSystem(Actors({}, 2), "affinity", connected=given[-1])
-        monkeypatch.setattr(system.replicas._cluster, "start", lambda: steps.append("ray"))
-        monkeypatch.setattr(system.replicas._cluster, "close", lambda: steps.append("closed"))
-        monkeypatch.setattr(Actors, "_made", lambda _: steps.append("replica"))
-        system.start()
-
-    monkeypatch.setattr(command, "replicated_server", make)
-    app = App(ServeSettings.model_validate({"replicas": 2}), command.tenants_of("127.0.0.1"), "tiny")
-    app.loop.set_result(asyncio.new_event_loop())
-    app.loop.result().close()
-    command._load(app, composed("hardware=sim_h100"), http(should_exit=stopped))
-    assert steps == ["ray", "closed"], "no replica is started any more"
-    assert (app.failure is None) == stopped
 
 
 def test_without_ray_and_for_simulated_replicas_one_sentence_says_what_to_do(monkeypatch):

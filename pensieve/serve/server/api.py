@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
-import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -149,7 +148,6 @@ class Server:
         self._ids = itertools.count(1)
         counted = ("turns", "refused_turns", "failed_turns", *_COUNTED)
         self._totals: dict[str, float] = dict.fromkeys(counted, 0)
-        self._lock = threading.Lock()  # of the totals
         self.report = system.start()
         settings = system.settings()
         self.vocab = int(settings["vocab"])
@@ -239,8 +237,7 @@ class Server:
 
         turns counts all; refused_turns could never be served, failed_turns could have been.
         """
-        with self._lock:
-            totals = dict(self._totals)
+        totals = dict(self._totals)
         history = totals["history_tokens"]
         shares = {rate: totals[tokens] / history if history else None for rate, tokens in _RATES.items()}
         return {**totals, **shares, **self.system.counters(), "engine": self.system.settings()}
@@ -342,12 +339,11 @@ class Server:
 
     def tell(self, turn: Turn, record: TurnRecord) -> None:
         """Count a turn that ended, and tell those who observe; called in the engine's thread."""
-        with self._lock:
-            self._totals["turns"] += 1
-            self._totals["refused_turns"] += record.status == "refused"
-            self._totals["failed_turns"] += record.status not in ("completed", "cancelled", "refused")
-            for name in _COUNTED:
-                self._totals[name] += getattr(record, name) or 0
+        self._totals["turns"] += 1
+        self._totals["refused_turns"] += record.status == "refused"
+        self._totals["failed_turns"] += record.status not in ("completed", "cancelled", "refused")
+        for name in _COUNTED:
+            self._totals[name] += getattr(record, name) or 0
         for observer in self._observers:
             observer(turn, record)
 

@@ -131,28 +131,22 @@ def session_name(name: object) -> str:
     """A name that a header and a path can carry, so that whoever begins a session can find and delete it. Raises ConfigError
     for any other."""
     said = text_of(name, "session_id")
-    if not 0 < len(said) <= LONGEST_NAME:
-        raise ConfigError(f"session_id must have 1 to {LONGEST_NAME} characters.")
-    if said != said.strip() or any(unicodedata.category(letter) in ("Cc", "Zl", "Zp") for letter in said):
-        raise ConfigError("session_id must not begin or end with a space, nor hold line breaks or control characters.")
-    if {".", ".."} & set(said.split("/")):
-        raise ConfigError("session_id must not hold . or .. between slashes: clients take such parts out of a path.")
+    plain = said == said.strip() and not any(unicodedata.category(letter) in ("Cc", "Zl", "Zp") for letter in said)
+    if not plain or not 0 < len(said) <= LONGEST_NAME or {".", ".."} & set(said.split("/")):
+        raise ConfigError(
+            f"session_id has 1 to {LONGEST_NAME} characters, no space at its ends, no line break or control character, and "
+            "no . or .. between slashes: a header and a path have to carry it."
+        )
     return said
 
 
 def message_keys(messages: Sequence[Message], tools: object = None) -> list[bytes]:
     """Return for each message a key of it and all before it. tools: that the template shows with them."""
-    keys: list[bytes] = []
-    before = _digest(b"", tools) if tools else b""
-    for message in messages:
-        before = _digest(before, message)
-        keys.append(before)
-    return keys
-
-
-def _digest(before: bytes, value: object) -> bytes:
-    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-    return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
+    said, keys = hashlib.blake2b(digest_size=16), []
+    for value in (tools or None, *messages):
+        said.update(json.dumps(value, sort_keys=True).encode())
+        keys.append(said.digest())
+    return keys[1:]
 
 
 def _more(turn: Turn, held: Conversation, messages: list[Message]) -> Asked:

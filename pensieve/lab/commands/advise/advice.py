@@ -274,7 +274,7 @@ def _options(served: Served, plan: TrialPlan, reading: Reading, share: float) ->
         behind = ours(f"Disk of {format_bytes(disk)} behind a {named}", why, cpu=tier, disk=10 * gpu)
         found += [
             offload(f"ARC in a {named}", "vLLM's other order of it", tier, "arc"),
-            offload(f"Retention value in a {named}", order, tier, own),
+            offload(f"{own.replace('_', ' ').capitalize()} in a {named}", order, tier, own),
             offload(f"Replies stored too, in a {named}", replies, tier, offload_prompt_only=False),
             replace(behind, added={**({} if cpu else {"cpu": tier * token_bytes}), "disk": disk}),
         ]
