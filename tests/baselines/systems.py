@@ -60,7 +60,7 @@ class PricedSystem(ThreadedSystem):
     """With the costs of a toy machine, which nobody measures."""
 
     def _prices(self, report: StartReport) -> CostModel:
-        return Roofline(self._model, self._hardware, self._chunk_tokens)
+        return Roofline(self._model, self._hardware, self.chunk_tokens)
 
 
 def parts(**changed: Any) -> dict[str, Any]:

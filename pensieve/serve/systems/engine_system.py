@@ -69,8 +69,9 @@ class EngineSystem(ABC):
         self._scheduler_settings = scheduler
         self._measure_gpu_blocks = gpu_blocks if callable(gpu_blocks) else None
         self._gpu_blocks = 0 if callable(gpu_blocks) else gpu_blocks
-        self._cpu_blocks, self._chunk_tokens, self._below = cpu_blocks, chunk_tokens, below
-        self._block_bytes = chunk_tokens * model.kept_bytes_per_token
+        self._cpu_blocks, self.chunk_tokens, self._below = cpu_blocks, chunk_tokens, below
+        self.block_bytes = chunk_tokens * model.kept_bytes_per_token
+        """Of KV in a block, summed over the devices."""
         self._tokenizer, self._seed, self._labels = tokenizer, seed, dict(labels or {})
         self._limits = limits or MemoryLimits()
         self._listeners = Listeners()
@@ -110,7 +111,7 @@ class EngineSystem(ABC):
         if self._measure_gpu_blocks is not None:
             self._gpu_blocks = self._measure_gpu_blocks()
         self._report = report = self._worker.start(self._gpu_blocks, self._cpu_blocks)
-        size = self._chunk_tokens
+        size = self.chunk_tokens
         settings = self._scheduler_settings
         true = self._cost = self._cost or self._prices(report)  # what is recorded goes by
         believed = mistaken(true, settings.cost_error, settings.cost_error_context, size)
@@ -181,11 +182,6 @@ class EngineSystem(ABC):
         self.books.at(self.clock.now_ns())
         return self.books.holdings()
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of KV in a block, summed over the devices."""
-        return self._block_bytes
-
     @abstractmethod
     def begin(self, request: Request, listener: Listener) -> None:
         """See AnsweringSystem."""
@@ -239,10 +235,6 @@ class EngineSystem(ABC):
             "queue_length": (len(scheduler.queue), "requests"),
             "running_requests": (len(scheduler.running), "requests"),
         }
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self._chunk_tokens
 
     def places(self, session: str) -> str:
         """See CacheManager.places. A picture of a moment, from any thread; empty for a conversation that is not known."""

@@ -110,7 +110,7 @@ class InlineSystem(EngineSystem):
     # -- how ----------------------------------------------------------------------------------------------------------
 
     def _prices(self, report: StartReport) -> CostModel:
-        return simulated_cost(self._model, self._hardware, self._chunk_tokens)
+        return simulated_cost(self._model, self._hardware, self.chunk_tokens)
 
     def _begin(self) -> None:
         """Do nothing: the engine runs when it is polled."""

@@ -108,7 +108,7 @@ class ThreadedSystem(EngineSystem):
     # -- the caller's side --------------------------------------------------------------------------------------------
 
     def _prices(self, report: StartReport) -> CostModel:
-        size, model = self._chunk_tokens, self._model
+        size, model = self.chunk_tokens, self._model
         pool, transfers = self._gpu_blocks * size, min(self._cpu_blocks, self._gpu_blocks)
         where = {**report.settings, "model": model.name, "parameters": model.parameters}
         batch = self._scheduler_settings.max_batch_tokens
