@@ -41,10 +41,6 @@ class Capacity:
         assert self.bytes is not None
         return self.bytes // kv_bytes_per_token
 
-    def in_blocks(self, kv_bytes_per_token: int, chunk_tokens: int) -> int:
-        """Whole blocks that fit; the remainder is not used."""
-        return self.in_tokens(kv_bytes_per_token) // chunk_tokens
-
 
 def parse_capacity(text: str | float, field: str = "size") -> Capacity:
     """Read "4GiB", "2GB", "8192 tokens", or a number alone: 2 is 2 GB.

@@ -118,13 +118,9 @@ def plan_live(fields: Mapping[str, Any]) -> TrialPlan:
             f"trials ({typed('run')} baseline=pensieve,{config.baseline.name} -m), or choose one of ours, such as "
             "baseline=prefix_cache."
         )
-    if getattr(
-        locate(str(config.eviction["_target_"]), f"eviction={config.eviction.get('name')}"), "needs_future", False
-    ):
-        raise ConfigError(
-            f"eviction={config.eviction.get('name')} needs a workload whose future is known, and live traffic has none; "
-            "choose lru."
-        )
+    eviction = f"eviction={config.eviction.get('name')}"
+    if getattr(locate(str(config.eviction["_target_"]), eviction), "needs_future", False):
+        raise ConfigError(f"{eviction} needs a workload whose future is known, and live traffic has none; choose lru.")
     return plan_trial(config)
 
 
@@ -246,7 +242,6 @@ class Server:
         """The same for people, a few lines."""
         s = self.get_statistics()
         engine = s["engine"]
-
         found = ", ".join(f"{rate.replace('_', ' ')} {percent(s[rate])} %" for rate in _RATES)
         return (
             f"{engine['baseline']} on {engine['device']}, {engine['dtype']}, weights {engine['weights']}: "
