@@ -15,8 +15,7 @@ from pensieve.lab.compose.build import build_system, build_workload
 from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.compose.model_files import build_tokenizer
 from pensieve.lab.compose.plan import plan_trial
-from pensieve.lab.compose.schema import TrialConfig
-from pensieve.lab.compose.settings import check
+from pensieve.lab.compose.settings import TrialConfig, check
 from pensieve.lab.replay import ReplayRecord, replay
 from pensieve.serve.systems.base import System
 

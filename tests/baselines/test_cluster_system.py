@@ -37,7 +37,7 @@ def run(*overrides, ahead=True, asked=None):
     plan = plan_trial(checked(*SMALL, *load, *overrides))
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=True)
     workload, described = build_workload(plan, tokenizer)
-    build = build_system if plan.config.hardware.cluster.router == "single" else build_cluster
+    build = build_system if plan.config.hardware.router == "single" else build_cluster
     system = build(plan, tokenizer, described=described)
     if not ahead:
         system.look_ahead = lambda foresee: None

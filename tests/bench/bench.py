@@ -7,8 +7,8 @@ import torch
 
 from pensieve.lab.bench import Options
 from pensieve.lab.bench.session import Bench
-from pensieve.lab.compose.machine import Device
-from pensieve.lab.compose.schema import HardwareConfig
+from pensieve.lab.compose.plan import Device
+from pensieve.lab.compose.settings import HardwareConfig
 from pensieve.lab.results.store import open_store
 from pensieve.lab.trial.job import Tracking
 

@@ -6,8 +6,8 @@ from hydra import initialize_config_dir
 from pensieve.lab.bench import serve
 from pensieve.lab.bench.serve import MARGIN, Point, Reached, Turn, at_latency, common_latency, turn_s
 from pensieve.lab.compose.conf import conf_folder, read_option
-from pensieve.lab.compose.machine import find_device
-from pensieve.lab.compose.schema import HardwareConfig
+from pensieve.lab.compose.plan import find_device
+from pensieve.lab.compose.settings import HardwareConfig
 from pensieve.sim.roofline import Roofline
 from pensieve.specs import HardwareSpec
 from tests.bench.bench import make_bench

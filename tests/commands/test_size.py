@@ -13,6 +13,7 @@ from pensieve.lab.compose.settings import check, resolved
 from pensieve.lab.results.size_map import Question, SizeMap, read_map
 from pensieve.lab.results.store import open_store
 from pensieve.lab.statistics import nearest_rank
+from pensieve.lab.trial import run as run_module
 from pensieve.lab.trial.job import Job, open_tracking
 from pensieve.lab.trial.run import run_trial
 from tests.composed import hydra_session
@@ -91,7 +92,7 @@ def test_a_cell_is_the_trial_of_the_ordinary_command_and_the_map_says_what_its_r
 
 def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
     begun = []
-    real = planner.run_trial
+    real = run_module.run_trial
 
     def third_is_interrupted(config, plain, tracking, job, say):
         begun.append(job.number)
@@ -99,7 +100,7 @@ def test_ctrl_c_keeps_what_is_there(outputs, monkeypatch, capsys):
             raise KeyboardInterrupt
         return real(config, plain, tracking, job, say)
 
-    monkeypatch.setattr(planner, "run_trial", third_is_interrupted)
+    monkeypatch.setattr(run_module, "run_trial", third_is_interrupted)
     two = ("size.gpu=[1024 tokens,4096 tokens]", "size.cpu=[0 tokens,4096 tokens]", "size.seeds=[3]")
     with pytest.raises(SystemExit) as left:
         planned(outputs, *two)

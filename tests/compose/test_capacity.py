@@ -6,8 +6,7 @@ import pytest
 
 from pensieve.errors import HardwareMissing
 from pensieve.lab.compose.build import build_system, check_memory
-from pensieve.lab.compose.machine import Device
-from pensieve.lab.compose.plan import auto_gpu_blocks, plan_trial, plans_in_flight
+from pensieve.lab.compose.plan import Device, auto_gpu_blocks, plan_trial, plans_in_flight
 from pensieve.serve.systems.engine_system import EngineSystem
 from pensieve.specs import ModelSpec
 from tests.composed import checked
@@ -87,4 +86,4 @@ def test_two_plans_are_in_flight_on_a_gpu_and_one_elsewhere() -> None:
     }
     assert {plans_in_flight(device, 2) for device in devices.values()} == {2}
     assert plans_in_flight(devices["cuda"], 1) == 1
-    assert checked("hardware=cuda").hardware.torch.depth == "auto"
+    assert checked("hardware=cuda").hardware.depth == "auto"

@@ -6,9 +6,8 @@ import torch
 
 from pensieve.errors import HardwareMissing, WeightsMissing
 from pensieve.lab.compose.build import check_memory
-from pensieve.lab.compose.machine import Device, find_device
-from pensieve.lab.compose.plan import model_spec, plan_trial
-from pensieve.lab.compose.schema import HardwareConfig
+from pensieve.lab.compose.plan import Device, find_device, free_device_bytes, model_spec, plan_trial
+from pensieve.lab.compose.settings import HardwareConfig
 from tests.composed import checked
 
 KV_8B = 2 * 32 * 8 * 128 * 2
@@ -82,7 +81,7 @@ def test_weights_that_cannot_be_had(monkeypatch, tmp_path):
 
 
 def test_a_cpu_has_no_more_devices_than_cores(monkeypatch):
-    monkeypatch.setattr("pensieve.lab.compose.machine.cores", lambda: 2)
+    monkeypatch.setattr("pensieve.lab.compose.plan.cores", lambda: 2)
     with pytest.raises(
         HardwareMissing, match=r"hardware\.gpus=8: on the CPU .* 2 cores.*=sim_a100_80g hardware\.gpus=8"
     ):
@@ -99,7 +98,7 @@ REPLICAS = ("hardware=replicas", "hardware.device=cpu", "model.weights=random")
 
 
 def test_who_computes_in_other_processes(monkeypatch):
-    monkeypatch.setattr("pensieve.lab.compose.machine.cores", lambda: 2)
+    monkeypatch.setattr("pensieve.lab.compose.plan.cores", lambda: 2)
     simulated = ("hardware=sim_h100", "hardware.router=affinity", "hardware.replicas=2")
     for overrides, elsewhere in ((TWO, True), (REPLICAS, True), (("hardware=cpu",), False), (simulated, False)):
         assert plan_trial(checked(*overrides)).computes_elsewhere is elsewhere
@@ -117,3 +116,11 @@ def test_more_gpus_than_there_are(monkeypatch):
     device = find_device(HardwareConfig(name="cuda", simulated=False, device="cuda:1", gpus=3))
     assert (device.names, device.gpu_bytes) == (("cuda:1", "cuda:2", "cuda:3"), 300)
     assert (device.identity, device.others) == ("GPU-1", ("GPU-2", "GPU-3"))
+
+
+def test_what_this_process_holds_of_a_gpu_counts_as_free(monkeypatch):
+    """A bench keeps its model from trial to trial: it must not be refused for the memory that its own model takes."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda name: (7 * 2**30, 24 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda name: {"cuda:1": 16 * 2**30}[name])
+    device = Device("cuda", "cuda:1", "GPU-1", "a GPU", 1, 24 * 2**30, 2**36)
+    assert free_device_bytes(device) == 23 * 2**30

@@ -67,7 +67,9 @@ REFUSED = [
     (("eviction=lru", "eviction._target_=pensieve.core.policies.no.No"), EngineMissing, ["eviction=lru"]),
     (("scheduler.composition._target_=pensieve.core.scheduler.scheduler.no",), EngineMissing, ["scheduler=unified"]),
     (("hardware=cpu", "attention_backend=triton"), EngineMissing, ["attention_backend=triton needs"]),
-    (("hardware=cpu", "attention_backend=triton"), EngineMissing, ["attention_backend=triton needs"]),
+    (("+hardware.thread=2",), ConfigError, ["The field hardware.thread is unknown; did you mean hardware.threads?"]),
+    (("hardware.terms.attention=h100",), ConfigError, ["hardware.terms.attention='h100' cannot be used"]),
+    (("+hardware.terms.kernels=h100",), ConfigError, ["The field hardware.terms.kernels is unknown"]),
     (
         ("model=llama3_8b", "hardware=sim_gtx1650", "cache=cramped"),
         HardwareMissing,
@@ -79,7 +81,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("overrides", "error", "parts"), REFUSED, ids=[" ".join(case[0]) for case in REFUSED])
 def test_it_is_refused_in_a_sentence(overrides, error, parts, monkeypatch):
-    monkeypatch.setattr("pensieve.lab.compose.machine.cores", lambda: 4)
+    monkeypatch.setattr("pensieve.lab.compose.plan.cores", lambda: 4)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(error) as caught:
         preflight(plan_trial(checked(*overrides)))

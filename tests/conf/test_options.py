@@ -5,8 +5,7 @@ import pytest
 from pensieve.errors import EngineMissing
 from pensieve.lab.compose.conf import conf_folder, options, read_option
 from pensieve.lab.compose.plan import plan_trial
-from pensieve.lab.compose.schema import ModelConfig
-from pensieve.lab.compose.settings import check, resolved
+from pensieve.lab.compose.settings import ModelConfig, check, resolved
 from pensieve.specs import ModelSpec
 from tests.composed import composed
 

@@ -23,7 +23,7 @@ def rows_of(overrides: Sequence[str], wall: bool) -> Rows:
         patch.setenv("PENSIEVE_OUTPUTS", folder)
         opened = open_tracking(checked(*words))
         tracking = Tracking(opened.outputs, opened.store, mlflow=False, kept=True)
-        job = Job("frozen", Path(folder) / "run", progress="nothing")
+        job = Job("frozen", Path(folder) / "run", shown=False)
         outcome = run_trial(checked(*words), resolved(composed(*words)), tracking, job, lambda _: None)
         assert outcome.completed, outcome.error
         with tracking.store.database.reading() as connection:

@@ -9,8 +9,7 @@ import pytest
 
 from pensieve.errors import ConfigError, HardwareMissing
 from pensieve.lab.compose.build import _weights_memory_bytes
-from pensieve.lab.compose.machine import find_device, memory_limit_bytes
-from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.plan import find_device, memory_limit_bytes, plan_trial
 from pensieve.lab.compose.settings import check
 from pensieve.lab.trial.job import device_facts
 from pensieve.plugins.replicas import system as build_module
@@ -24,8 +23,8 @@ def test_each_replica_gets_the_configuration_of_one_engine_and_its_share_of_the_
     config = checked(*REAL, "hardware.replicas=2", "hardware.router=random", "eviction=lru")
     plan = plan_trial(config)
     one = check(build_replicas(plan, 2, "random").replicas.fields)
-    assert (one.hardware.cluster.replicas, one.hardware.cluster.router) == (1, "single")
-    threads = one.hardware.torch.threads
+    assert (one.hardware.replicas, one.hardware.router) == (1, "single")
+    threads = one.hardware.threads
     assert threads is not None and 1 <= threads <= max(1, build_module.physical_cores() // 2)
     for group in ("model", "cache", "eviction", "scheduler", "baseline", "seed", "attention_backend"):
         assert getattr(one, group) == getattr(config, group)

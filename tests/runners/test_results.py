@@ -2,16 +2,14 @@
 
 import io
 import json
-import sqlite3
 from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from pensieve.cli import results as results_verb
 from tests.runners.sweeping import SHORT
-from tests.runners.test_run import rows, run
+from tests.runners.test_run import run
 
 pytestmark = pytest.mark.slow  # the sweep, in a process of its own
 
@@ -75,25 +73,3 @@ def test_two_baselines_are_compared(swept):
     ):
         assert text in shown.stdout, text
     assert "queue_ms" not in shown.stdout
-
-
-def test_reproduce(swept):
-    asked = partial(rows, swept)
-    done = results(swept, "reproduce", "1")
-    assert "Trial 3 repeats trial 1." in done.stdout
-    assert "Outputs are identical, token for token, in 18 turns." in done.stdout
-    assert "differs" not in done.stderr
-    (first, repeated) = asked("select config, fingerprint, flags from trial where id in (1, 3) order by id")
-    assert first[0] == repeated[0]
-    assert first[1] != repeated[1]
-    assert json.loads(repeated[2])["reproduces"] == 1
-    # It is compared, never substituted: the sweep shows its own trial.
-    assert asked("select job, trial_id from sweep_result") == [(0, 1), (1, 2)]
-    again = results(swept, "reproduce", "1")
-    assert "Trial 4 repeats trial 1." in again.stdout
-    with sqlite3.connect(swept / "results.db") as connection:
-        connection.execute("update trial set code_hash = 'old', platform = 'device=old' where id = 4")
-    changed = results(swept, "reproduce", "4")
-    assert "The code differs" in changed.stderr
-    assert "The platform differs: the trial ran on 'device=old', this is 'sim'." in changed.stderr
-    assert asked("select job, trial_id from sweep_result") == [(0, 1), (1, 2)]

@@ -4,8 +4,8 @@ import threading
 import pytest
 from filelock import FileLock, Timeout
 
-from pensieve.lab.compose.machine import Device
-from pensieve.lab.trial.process import device_lock, lock_files
+from pensieve.lab.compose.plan import Device
+from pensieve.lab.trial.job import device_lock, lock_files
 
 CPU = Device("cpu", "cpu", "cpu", "this CPU", 1, 1, 1)
 SIMULATED = Device("sim", "sim", "sim", "sim_h100", 1, 1, 1)

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.lab.compose.machine import Device
-from pensieve.lab.compose.plan import plan_trial
+from pensieve.lab.compose.plan import Device, plan_trial
 from pensieve.lab.compose.settings import resolved
 from pensieve.lab.results.identity import _platform_change, explain_difference
 from pensieve.lab.results.store import ResultsStore

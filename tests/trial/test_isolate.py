@@ -13,7 +13,7 @@ import pytest
 
 from pensieve.lab.compose.settings import check
 from pensieve.lab.results.store import open_store
-from pensieve.lab.trial import process as isolate
+from pensieve.lab.trial import job as isolate
 from pensieve.lab.trial.run import _isolated
 from tests.composed import SHORT, composed
 from tests.trial.running import run

@@ -84,7 +84,7 @@ def test_a_sweep_composes_jobs_that_differ_in_the_seed_once(monkeypatch, tmp_pat
     monkeypatch.setattr(ConfigLoaderImpl, "_load_configuration_impl", counted)
     ran = []
     monkeypatch.setattr(
-        "pensieve.lab.trial.sweep.run_trial", lambda config, *_: ran.append(config) or Outcome(0, "failed")
+        "pensieve.lab.trial.run.run_trial", lambda config, *_: ran.append(config) or Outcome(0, "failed")
     )
     monkeypatch.setattr("pensieve.lab.trial.sweep.OpenSweep.finish", lambda sweep: True)
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))

@@ -11,10 +11,10 @@ from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.compose.settings import resolved
 from pensieve.lab.results.store import open_store
 from pensieve.lab.results.tokens import read_tokens
-from pensieve.lab.trial import process as isolate
+from pensieve.lab.trial import job as isolate
 from pensieve.lab.trial import sweep as sweep_module
-from pensieve.lab.trial.command import BASIC_LAUNCHER, Jobs
-from pensieve.lab.trial.job import Job, Outcome, Tracking
+from pensieve.lab.trial.command import Jobs
+from pensieve.lab.trial.job import Asked, Job, Outcome, Tracking
 from pensieve.lab.trial.run import _shares_process, run_trial
 from pensieve.plugins.device import shelf
 from tests.composed import SHORT, checked, composed
@@ -105,29 +105,27 @@ def test_who_shares_a_process(overrides, keeps, shares, tmp_path):
     assert _shares_process(plan, Job("a", tmp_path, sweep_id=1, keeps=keeps)) is shares
 
 
-@pytest.mark.parametrize(
-    ("launcher", "keeps"),
-    [(BASIC_LAUNCHER, True), ("hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher", False)],
-)
-def test_a_process_is_kept_only_where_the_process_of_the_sweep_runs_its_trials(
-    store, tmp_path, monkeypatch, launcher, keeps
-):
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_process_is_kept_only_where_the_process_of_the_sweep_runs_its_trials(store, tmp_path, monkeypatch, keeps):
     """In a launcher's processes nobody would end it, and its model would stay on the device."""
     monkeypatch.setattr(sweep_module, "close_at_exit", lambda _: None)
-    monkeypatch.setattr(sweep_module, "asks_hydra", lambda _: True)
-    hydra = {"launcher": {"_target_": launcher}, "overrides": {"task": [], "hydra": []}}
+    monkeypatch.setattr(sweep_module, "in_turn", lambda _: keeps)
+    hydra = {"overrides": {"task": [], "hydra": []}}
     config = OmegaConf.create({"hydra": hydra})
     opened = sweep_module.open_sweep(config, Jobs((), {}, ((),)), [composed(*REAL)], [plan_trial(checked(*REAL))])
     assert opened.membership.keeps is keeps
+    if keeps:
+        assert opened.membership.asked(0, (), {}, tmp_path).job.keeps and not config.hydra.overrides.hydra
+        return
     told = config.hydra.overrides.hydra[0].partition("=")[2].strip("'")
     here = SimpleNamespace(job=SimpleNamespace(num=0), overrides=config.hydra.overrides)
     here.runtime = SimpleNamespace(output_dir=str(tmp_path / "job"))
     monkeypatch.setattr(sweep_module.HydraConfig, "get", lambda: here)
     jobs = []
-    monkeypatch.setattr(sweep_module, "run_trial", lambda *given: jobs.append(given[3]) or Outcome(0, "failed"))
+    monkeypatch.setattr(sweep_module, "outcome_of", lambda asked, *_: jobs.append(asked.job) or Outcome(0, "failed"))
     monkeypatch.setenv(sweep_module.MEMBERSHIP, told)
     sweep_module.run_composed(composed(*REAL))
-    assert jobs[0].keeps is keeps
+    assert not jobs[0].keeps
     monkeypatch.setenv(sweep_module.MEMBERSHIP, told.replace(str(tmp_path), "/nowhere"))  # on another machine
     with pytest.raises(ConfigError, match=r"/nowhere .* PENSIEVE_OUTPUTS"):
         sweep_module.run_composed(composed(*REAL))
@@ -141,7 +139,7 @@ def test_a_process_serves_trials_until_one_needs_its_own(store, tmp_path):
 
     def pid_of(seed, keeps):
         config = resolved(composed(*words, f"seed={seed}"))
-        outcome = isolate.run_isolated(config, tracking, Job("a", tmp_path / str(seed)), 100, keeps)
+        outcome = isolate.run_isolated(Asked(config, Job("a", tmp_path / str(seed))), tracking, 100, keeps)
         assert outcome.completed, outcome.error
         return store.trial(outcome.trial_id).pid
 
@@ -163,7 +161,7 @@ def test_the_model_that_was_kept_makes_room_where_other_processes_load_it(store,
     def starts(*_):
         raise Met(f"kept: {shelf.kept_host_bytes()} bytes")
 
-    monkeypatch.setattr("pensieve.lab.compose.machine.cores", lambda: 2)
+    monkeypatch.setattr("pensieve.lab.compose.plan.cores", lambda: 2)
     for name in ("_replicas", "build_system"):
         monkeypatch.setattr(run_module, name, starts)
     words = (*REAL, *overrides)

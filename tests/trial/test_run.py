@@ -15,8 +15,7 @@ from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.tokens import read_tokens
 from pensieve.lab.trial import run as run_module
 from pensieve.lab.trial import terminal
-from pensieve.lab.trial.job import open_tracking
-from pensieve.lab.trial.process import heartbeat
+from pensieve.lab.trial.job import heartbeat, open_tracking
 from pensieve.lab.trial.sweep import brief
 from tests.composed import checked
 from tests.trial.running import run
@@ -209,18 +208,6 @@ def test_each_sweep_shows_a_trial_under_its_own_objective_and_no_row_of_it_chang
     assert not any(name in row for row in rows(store) for name in SLO_METRICS)
 
 
-@pytest.mark.parametrize("anew", [True, False])
-def test_force_finds_only_what_a_sweep_begun_anew_ran_itself(tracking, anew):
-    """Under a sweep that is found again each time (a bench command's) it runs the trial again."""
-    store = tracking.store
-    run(tracking)
-    sweep = store.open_sweep("key", "x", None, None, {}, 1, "host", None, anew=anew)
-    first = run(tracking, "force=true", sweep_id=sweep)
-    assert not first.reused
-    second = run(tracking, "force=true", sweep_id=sweep)
-    assert (second.trial_id == first.trial_id) is anew
-
-
 @pytest.mark.parametrize(
     ("overrides", "error"),
     [
@@ -261,8 +248,7 @@ def test_a_forced_trial_and_a_failed_one_leave_an_older_sweep_as_it_was(tracking
     before = [(m.name, m.label, m.value) for m in store.metrics_of(shown)]
     second = opened("second")
     forced = run(tracking, "force=true", sweep_id=second).trial_id
-    reproduced = run(tracking, "force=true", reproduces=shown).trial_id
-    assert len({shown, forced, reproduced}) == 3
+    assert shown != forced
     assert [job.trial.id for job in store.trials_of_sweep(first)] == [shown]
     assert [job.trial.id for job in store.trials_of_sweep(second)] == [forced]
     assert [(m.name, m.label, m.value) for m in store.metrics_of(shown)] == before

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from pensieve.errors import ResultsError
-from pensieve.lab.compose.machine import Device
+from pensieve.lab.compose.plan import Device
 from pensieve.lab.results.store import open_store
 from pensieve.lab.trial import samples
 from pensieve.lab.trial.samples import MOST_MOMENTS, Quantity, Sampler, device_metrics, gauges_of, meter_of

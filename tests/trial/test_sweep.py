@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from pensieve.lab.results.store import open_store
@@ -18,29 +20,32 @@ def shown(store, sweep):
     return [job.trial and job.trial.id for job in store.trials_of_sweep(sweep)]
 
 
-@pytest.mark.slow
-def test_an_interrupted_forced_sweep_is_finished_by_the_same_command(one_trial, tmp_path, monkeypatch, capsys):
-    three, real, begun = "seed=0,1,2", sweep_module.run_trial, []
-
-    def third_is_interrupted(config, *rest):
-        begun.append(config.seed)
-        if len(begun) == 3:
-            raise KeyboardInterrupt
-        return real(config, *rest)
-
-    assert one_trial(three) == 0
+def test_a_forced_sweep_is_another_one_and_the_first_shows_what_it_showed(one_trial, tmp_path):
+    for force in ((), ("force=true",), ("force=true",), ()):
+        assert one_trial("baseline=pensieve,stateless", *force) == 0
     store = open_store(tmp_path)
-    monkeypatch.setattr(sweep_module, "run_trial", third_is_interrupted)
-    assert one_trial(three, "force=true") == 130
-    assert store.sweep(2).status == "interrupted"
-    capsys.readouterr()
-    assert one_trial(three, "force=true") == 0
-    assert [shown(store, one) for one in (1, 2)] == [[1, 2, 3], [4, 5, 6]]
-    assert store.sweep(2).status == "completed"
+    assert [shown(store, one) for one in (1, 2, 3)] == [[1, 2], [3, 4], [5, 6]]
+
+
+@pytest.mark.slow
+def test_what_is_left_of_a_long_simulated_sweep_runs_in_other_processes(one_trial, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sweep_module, "WORTH_A_START_S", 0.0)
+    monkeypatch.setattr(sweep_module, "processes_here", lambda: 2)
+    assert one_trial("seed=0,1,2") == 0
+    store = open_store(tmp_path)
+    trials = [job.trial for job in store.trials_of_sweep(1)]
+    assert [trial.pid == os.getpid() for trial in trials] == [True, False, False]
+    assert [trial.seed for trial in trials] == [0, 1, 2]
     said = capsys.readouterr().err
-    assert said.count("is completed (this sweep ran it before)") == 2 and "force=true runs" not in said
-    assert one_trial(three, "force=true") == 0  # it is complete: another one
-    assert [shown(store, one) for one in (1, 2, 3)] == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert all(f"[{number}/3] seed={number - 1}" in said for number in (1, 2, 3))
+    assert len(list(tmp_path.rglob("config.resolved.yaml"))) == 3
+    alone = tmp_path / "alone"
+    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(alone))
+    assert one_trial("seed=0,1,2", "trial.isolate=false") == 0
+    counted = ("session", "turn", "output_sha256", "ttft_ms", "gpu_hit_tokens")
+    for job, here in zip(open_store(alone).trials_of_sweep(1), trials, strict=True):
+        assert job.trial.pid == os.getpid() and job.trial.fingerprint == here.fingerprint
+        assert open_store(alone).turns_of(job.trial.id, *counted) == store.turns_of(here.id, *counted)
 
 
 def test_an_mlflow_server_without_a_scheme_is_refused_before_anything_is_opened(

@@ -137,7 +137,7 @@ def _measure(bench: Bench, cell: Cell) -> None:
 def _compose(bench: Bench, cell: Cell, load: int, baseline: str) -> Any:
     hardware = [f"hardware={bench.hardware.name}"]
     if not bench.machine.simulated:
-        hardware += [f"hardware.device={bench.hardware.torch.device}"]
+        hardware += [f"hardware.device={bench.hardware.device}"]
         hardware += [f"hardware.threads={bench.threads}"] if bench.threads else []
     if bench.on_gpu or bench.machine.simulated:
         hardware += [f"scheduler.max_batch_tokens={GPU_BATCH_TOKENS}"]

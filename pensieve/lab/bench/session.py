@@ -20,15 +20,13 @@ from pensieve.errors import ConfigError, HardwareMissing, PensieveError
 from pensieve.lab import tables
 from pensieve.lab.bench import TARGETS, Options
 from pensieve.lab.bench.case import Case, Measured, explain, interleaved, table
-from pensieve.lab.compose.machine import Device, cores, find_device
-from pensieve.lab.compose.schema import HardwareConfig, TrackingConfig
-from pensieve.lab.compose.settings import check, check_node, resolved
+from pensieve.lab.compose.plan import Device, cores, find_device
+from pensieve.lab.compose.settings import HardwareConfig, TrackingConfig, check, check_node, resolved
 from pensieve.lab.metrics import MetricValue, is_known
 from pensieve.lab.results.environment import environment, git_commit, gpus, host
 from pensieve.lab.results.identity import identify, sweep_key
 from pensieve.lab.results.schema import BENCH
-from pensieve.lab.trial.job import Job, Outcome, Tracking, open_named
-from pensieve.lab.trial.process import device_lock
+from pensieve.lab.trial.job import Job, Outcome, Tracking, device_lock, open_named
 from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.terminal import say
 from pensieve.plugins.device.shelf import open_shelf
@@ -245,7 +243,7 @@ def run_command(
             "(python runners/run.py)."
         )
     tracking, device = open_named(tracked), torch.device("cpu" if machine.simulated else machine.name)
-    bench = Bench(machine, hardware, options, tracking, say, device, _use_threads(hardware.torch.threads, machine))
+    bench = Bench(machine, hardware, options, tracking, say, device, _use_threads(hardware.threads, machine))
     bench.open(name, overrides)
     if bench.on_gpu:
         torch.cuda.set_device(device)  # events and streams that name none are of this one

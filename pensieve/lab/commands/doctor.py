@@ -17,10 +17,9 @@ from pensieve.compiler import compiler_version, find_compiler
 from pensieve.errors import EngineMissing, PensieveError, typed
 from pensieve.lab.compose.build import GPU_USABLE
 from pensieve.lab.compose.conf import options, outputs_folder, read_option
-from pensieve.lab.compose.machine import cores, cpu_label, find_device, free_host_memory_bytes, host_memory_bytes
 from pensieve.lab.compose.model_files import local_weights
-from pensieve.lab.compose.plan import AUTO
-from pensieve.lab.compose.schema import CacheConfig, HardwareConfig, ModelConfig
+from pensieve.lab.compose.plan import AUTO, cores, cpu_label, find_device, free_host_memory_bytes, host_memory_bytes
+from pensieve.lab.compose.settings import CacheConfig, HardwareConfig, ModelConfig
 from pensieve.lab.results.store import open_store
 from pensieve.lab.tables import grid
 from pensieve.lab.trial.sweep import installed

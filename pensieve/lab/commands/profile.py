@@ -17,10 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from pensieve.lab.compose.build import check_free_memory, check_measurable
 from pensieve.lab.compose.conf import outputs_folder, read_option
 from pensieve.lab.compose.plan import TrialPlan, plan_trial
-from pensieve.lab.compose.schema import TrialConfig
-from pensieve.lab.compose.settings import check, check_node
+from pensieve.lab.compose.settings import TrialConfig, check, check_node
+from pensieve.lab.trial.job import device_lock
 from pensieve.lab.trial.machine import SHORTEST_CONTEXT, measure_machine
-from pensieve.lab.trial.process import device_lock
 from pensieve.lab.trial.terminal import say
 from pensieve.plugins.device.shelf import open_shelf
 from pensieve.sim.machine_profile import MachineProfile, middle_of

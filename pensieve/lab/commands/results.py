@@ -61,8 +61,6 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     exported = command("export", _export, "a JSON for each baseline of a sweep, and its turns as CSV and Parquet")
     exported.add_argument("sweep", nargs="?", default="latest", help="its id (default: the latest)")
     exported.add_argument("--to", type=Path, help="folder (default: outputs/export/sweep-<id>)")
-    repeated = command("reproduce", _reproduce, "run a trial again from its stored configuration and compare")
-    repeated.add_argument("trial", type=int)
     command("sync-mlflow", _to_mlflow, "write to MLflow what it lacks of the results database (pensieve mlflow sync)")
     return parser
 
@@ -109,12 +107,6 @@ def _notes(store: ResultsStore, asked: argparse.Namespace) -> int:
 def _export(store: ResultsStore, asked: argparse.Namespace) -> Iterable[str]:
     sweep_id = store.sweep_named(asked.sweep).id
     return map(str, export.export_sweep(store, sweep_id, asked.to or outputs_folder() / "export" / f"sweep-{sweep_id}"))
-
-
-def _reproduce(store: ResultsStore, asked: argparse.Namespace) -> int:
-    from pensieve.lab.commands.reproduce import reproduce
-
-    return reproduce(store, asked.trial, say)
 
 
 def _to_mlflow(store: ResultsStore, _: argparse.Namespace) -> Iterable[str]:

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Literal
 
@@ -26,12 +21,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pensieve.errors import ConfigError
 from pensieve.lab.compose.build import check_memory, longest_conversation, make_workload, preflight
-from pensieve.lab.compose.explain import explain
 from pensieve.lab.compose.model_files import build_tokenizer
 from pensieve.lab.compose.plan import TrialPlan, auto_gpu_blocks, plan_trial
-from pensieve.lab.compose.schema import TrialConfig
-from pensieve.lab.compose.settings import check, check_node, resolved
-from pensieve.lab.results.environment import Owner, git_commit, host, this_process
+from pensieve.lab.compose.settings import TrialConfig, check, check_node, resolved
+from pensieve.lab.results.environment import git_commit, host
 from pensieve.lab.results.identity import code_hash, counts_for_sweep, sweep_key
 from pensieve.lab.results.mlflow_runs import copy_sweep
 from pensieve.lab.results.prices import Prices
@@ -39,9 +32,7 @@ from pensieve.lab.results.size_map import NO_DISK, SETTINGS, Place, Question, Si
 from pensieve.lab.reuse import reuse_of
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.tables import Table, estimated, grid
-from pensieve.lab.trial.job import Asked, Job, Outcome, Tracking, open_tracking
-from pensieve.lab.trial.process import end_with
-from pensieve.lab.trial.run import run_trial
+from pensieve.lab.trial.job import Asked, Job, Outcome, Tracking, open_tracking, performing, processes_here
 from pensieve.lab.trial.sweep import brief, draw_figures, figure_lines, places
 from pensieve.lab.trial.terminal import (
     INTERRUPTED,
@@ -176,7 +167,7 @@ def default_sizes(plan: TrialPlan, loads: Sequence[WorkloadPlan], points: int) -
     slots = int((plan.config.baseline.cache or {}).get("n_slots") or 1)
     longest = max(longest_conversation(one) or plan.model.max_context for one in loads)
     least = slots * (longest + 2 * plan.chunk_tokens) * plan.model.kv_bytes_per_token / count
-    share = plan.config.hardware.torch.memory_share
+    share = plan.config.hardware.memory_share
     room = auto_gpu_blocks(device, plan.model, plan.activation_bytes, 0, block, share) * block / count
     beside = device.cpu_bytes / count
     if device.shared:  # both tiers are in one memory
@@ -337,8 +328,6 @@ class _Planner:
                 for count, (asked, outcome) in enumerate(perform([self._asked(task) for task in tasks]), start=1):
                     left_s = (time.monotonic() - began) / count * (len(tasks) - count)
                     self._note(asked, outcome, f"[{count} of {len(tasks)} in this round, {duration(left_s)} left]")
-                    if self.failures and self.config.trial.fail_fast:
-                        return self._map()
         return self._map()
 
     def _map(self) -> SizeMap:
@@ -360,13 +349,13 @@ class _Planner:
         sizes = zip(self.question.axes.items(), place, strict=False)  # one disk is no axis
         title = ", ".join([*(f"{axis}={at[index]}" for (axis, at), index in sizes), f"seed={seed}"])
         folder = self.folder if self.tracking.kept else self.tracking.outputs
-        job = Job(title, folder / str(number), self.sweep_id, number, preflight=False, progress="nothing")
+        job = Job(title, folder / str(number), self.sweep_id, number, preflight=False, shown=False)
         return Asked(resolved(self.load.of(*self.question.sizes(place), seed)), job)
 
     def _processes(self) -> int:
         if not self.config.hardware.simulated:
             return 1  # real trials wait for their device
-        return self.settings.processes or len(os.sched_getaffinity(0))
+        return self.settings.processes or processes_here()
 
     def _note(self, asked: Asked, outcome: Outcome, head: str) -> None:
         task = self.question.where(asked.job.number)
@@ -398,55 +387,6 @@ class _Planner:
         if self.tracking.mlflow:
             copy_sweep(self.tracking.outputs, self.tracking.store, self.sweep_id)
         return 1 if self.failures else 0
-
-
-# -- several at a time, each process running one after another --------------------------------------------------------
-
-
-Perform = Callable[[Sequence[Asked]], Iterator[tuple[Asked, Outcome]]]
-"""Runs trials and gives the outcome of each when it is there, in any order."""
-
-
-@contextmanager
-def performing(tracking: Tracking, processes: int) -> Iterator[Perform]:
-    """So many trials at a time; with one, in this process. After Ctrl-C those under way are found dead in the database."""
-    if processes == 1:
-        yield lambda trials: ((one, _outcome(one, tracking)) for one in trials)
-        return
-    owner = (this_process(),)
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_begin, initargs=owner)
-
-    def perform(trials: Sequence[Asked]) -> Iterator[tuple[Asked, Outcome]]:
-        futures = {pool.submit(_perform, one, tracking.outputs): one for one in trials}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-
-    try:
-        yield perform
-    except BaseException:
-        for child in active_children():
-            child.kill()
-        raise
-    finally:  # whoever asked may have had enough
-        pool.shutdown(cancel_futures=True)
-
-
-def _begin(owner: Owner) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told too, and ends this process
-    end_with(owner)
-
-
-def _perform(asked: Asked, outputs: Path) -> Outcome:
-    return _outcome(asked, replace(open_tracking(check(asked.config), outputs), mlflow=False))
-
-
-def _outcome(asked: Asked, tracking: Tracking) -> Outcome:
-    try:
-        asked.job.folder.mkdir(parents=True, exist_ok=True)
-        return run_trial(check(asked.config), asked.config, tracking, asked.job, lambda _: None)
-    except Exception as error:  # before there was a trial to record it in; the others go on
-        log.info("%s could not begin its trial", asked.job.title, exc_info=error)
-        return Outcome(0, "failed", error=explain(error))
 
 
 # -- tables -------------------------------------------------------------------------------------------------------------

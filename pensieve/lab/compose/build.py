@@ -17,11 +17,17 @@ from pensieve.device.asked import ModelAsked, physical_cores
 from pensieve.device.kernels.backends import require
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
 from pensieve.lab.compose.conf import outputs_folder
-from pensieve.lab.compose.machine import Device, free_device_bytes, memory_limit_bytes
 from pensieve.lab.compose.model_files import build_tokenizer, check_weights, loadable, model_identity
-from pensieve.lab.compose.plan import LEAST_GPU_BLOCKS, TrialPlan, memory_share, plans_in_flight
-from pensieve.lab.compose.schema import HardwareConfig, TrialConfig, filled
-from pensieve.lab.compose.settings import factory
+from pensieve.lab.compose.plan import (
+    LEAST_GPU_BLOCKS,
+    Device,
+    TrialPlan,
+    free_device_bytes,
+    memory_limit_bytes,
+    memory_share,
+    plans_in_flight,
+)
+from pensieve.lab.compose.settings import HardwareConfig, TrialConfig, factory, filled
 from pensieve.lab.workload.base import Workload, WorkloadContext, WorkloadPlan
 from pensieve.lab.workload.cache_state import in_state
 from pensieve.plugins.device import shelf
@@ -43,9 +49,6 @@ if TYPE_CHECKING:
     from pensieve.plugins.tiers.disk_transfer import DiskOptions
     from pensieve.serve.systems.inline_system import InlineSystem
     from pensieve.serve.systems.threaded_system import ThreadedSystem
-
-
-LARGE_BYTES = 2**30  # of weights, whose start takes long enough to wonder
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ def build_system(
     parts = find_parts(config, longest_conversation(described) if described else None, plan.model)
     assert parts.cache is not None, f"baseline={config.baseline.name} is an outside engine: build_outside"
     tokenizer = tokenizer or build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
-    if config.hardware.cluster.router != "single":
+    if config.hardware.router != "single":
         raise ConfigError("A cluster of simulated replicas runs trials only; use hardware.router=single.")
     return _engine_system(plan, parts, tokenizer, keeps_disk)
 
@@ -130,16 +133,16 @@ def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan
         assert isinstance(system, InlineSystem)
         return system
 
-    failures = Failures(hardware.cluster.failure_s, hardware.cluster.restart_s)
+    failures = Failures(hardware.failure_s, hardware.restart_s)
     migration = None
-    if hardware.cluster.migration != "never":
-        assert hardware.links.network_gbps is not None, "HardwareConfig asks for it"
-        network = Network(hardware.links.network_gbps, hardware.links.network_latency_s)
-        migration = Migration(hardware.cluster.migration, network)
+    if hardware.migration != "never":
+        assert hardware.network_gbps is not None, "HardwareConfig asks for it"
+        network = Network(hardware.network_gbps, hardware.network_latency_s)
+        migration = Migration(hardware.migration, network)
     return ClusterSystem(
         make,
-        hardware.cluster.replicas,
-        ROUTERS[hardware.cluster.router],
+        hardware.replicas,
+        ROUTERS[hardware.router],
         seed=plan.config.seed,
         failures=failures,
         migration=migration,
@@ -212,7 +215,7 @@ def outside_engine(
             revision=config.model.revision,
             seed=config.model.seed,
             device=plan.device.name,
-            threads=config.hardware.torch.threads or physical_cores(),
+            threads=config.hardware.threads or physical_cores(),
             kv_tokens=plan.gpu_blocks * plan.chunk_tokens,
             host_tokens=plan.cpu_blocks * plan.chunk_tokens,
             block_tokens=plan.chunk_tokens,
@@ -223,7 +226,7 @@ def outside_engine(
             eos=frozenset(int(token) for token in listed),
             tokenizer=tokenizer,
             memory_bytes=memory_limit_bytes(config.hardware),
-            network_gbps=config.hardware.links.network_gbps,
+            network_gbps=config.hardware.network_gbps,
         )
     )
 
@@ -241,7 +244,7 @@ def build_simulated(plan: TrialPlan) -> System:
     config = plan.config
     make = find_parts(config).simulated
     assert make is not None, f"baseline={config.baseline.name} has nothing to simulate it: plan_trial refuses that"
-    if config.hardware.cluster.router != "single":
+    if config.hardware.router != "single":
         raise ConfigError("A cluster is of baselines in the engine; use hardware.router=single.")
     return make(plan.model, plan.hardware, plan.chunk_tokens)
 
@@ -251,7 +254,7 @@ def clock_and_worker(
 ) -> tuple[Clock, Worker, int | Callable[[], int]]:
     """Clock, worker, and the number of GPU blocks or the function that measures how many fit."""
     hardware, scheduler = plan.config.hardware, plan.config.scheduler
-    depth = plans_in_flight(plan.device, hardware.torch.depth)
+    depth = plans_in_flight(plan.device, hardware.depth)
     if plan.device.simulated:
         from pensieve.sim.worker import SimulatedWorker
 
@@ -272,22 +275,6 @@ def clock_and_worker(
     return clock, worker, worker.room if plan.gpu_measured else plan.gpu_blocks
 
 
-def model_is_loaded(plan: TrialPlan) -> bool:
-    """Whether this process has kept the model that it would load for this plan."""
-    here = plan.config.baseline.engine is None and not plan.device.simulated and not plan.computes_elsewhere
-    return here and shelf.holds_model(_asked_model(plan))
-
-
-def what_starts(plan: TrialPlan) -> str | None:
-    """A sentence for before the start of a real engine of ours that takes long; None for any other, or with its model in
-    memory."""
-    device, large = plan.device, plan.model.weight_bytes >= LARGE_BYTES or plan.device.kind == "cuda"
-    if device.simulated or plan.config.baseline.engine is not None or not large or model_is_loaded(plan):
-        return None
-    on_gpu = " and compiles kernels, which are kept" if device.kind == "cuda" else ""
-    return f"{plan.model.name} starts on {device.label}: it makes {format_bytes(plan.model.weight_bytes)} of weights{on_gpu}."
-
-
 def _asked_model(plan: TrialPlan) -> ModelAsked:
     config, m = plan.config, plan.config.model
     return ModelAsked(
@@ -297,7 +284,7 @@ def _asked_model(plan: TrialPlan) -> ModelAsked:
         revision=m.revision,
         seed=m.seed,
         device=plan.device.name,
-        threads=config.hardware.torch.threads,
+        threads=config.hardware.threads,
         attention=config.attention_backend,
         chunk_tokens=plan.chunk_tokens,
         memory_bytes=_weights_memory_bytes(plan),
@@ -316,7 +303,7 @@ def _divided_worker(plan: TrialPlan, clock: Clock) -> TensorParallelWorker:
 
     config, device = plan.config, plan.device
     s = config.scheduler
-    threads = config.hardware.torch.threads or physical_cores()
+    threads = config.hardware.threads or physical_cores()
     options = torch_options(config.hardware, device, s.max_batch_tokens, s.max_batch_requests)
     asked = _asked_model(plan)._replace(threads=max(1, threads // device.count), memory_bytes=None)
     options = replace(options, graphs=False)  # a graph would have the collectives of its forward in it
@@ -330,7 +317,7 @@ def _tier_below(plan: TrialPlan, parts: Parts, keeps_disk: bool) -> LowerTier:
         from pensieve.plugins.tiers.disk import DiskTier
 
         transfer = None if plan.device.simulated else _disk_options(plan, keeps_disk)
-        below = DiskTier(plan.disk_blocks, plan.config.hardware.links.disk_bw, transfer)
+        below = DiskTier(plan.disk_blocks, plan.config.hardware.disk_bw, transfer)
     if below.blocks and below.transfer is None and not plan.device.simulated:
         raise HardwareMissing(f"The tier {below.name!r} is for simulated machines only; use hardware=sim_h100, say.")
     return below
@@ -354,11 +341,11 @@ def torch_options(
     from pensieve.device.options import TorchOptions
 
     return TorchOptions(
-        depth=plans_in_flight(device, hardware.torch.depth),
-        graphs=hardware.torch.graphs == "auto",
+        depth=plans_in_flight(device, hardware.depth),
+        graphs=hardware.graphs == "auto",
         max_batch_tokens=max_batch_tokens,
         max_batch_requests=max_batch_requests,
-        memory_share=memory_share(device, hardware.torch.memory_share),
+        memory_share=memory_share(device, hardware.memory_share),
     )
 
 
@@ -440,8 +427,14 @@ def preflight(plan: TrialPlan) -> None:
     if plan.config.baseline.engine is not None and not plan.device.simulated:
         tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, simulated=False)
         outside_engine(plan, tokenizer=tokenizer).check()
-    check_attention(plan)
-    check_capacity(plan)
+    size, backend = plan.chunk_tokens, plan.config.attention_backend
+    if backend != "auto" and not plan.device.simulated and plan.config.baseline.engine is None:
+        require(backend, plan.device.kind, size)
+    if plan.gpu_blocks < LEAST_GPU_BLOCKS:
+        raise CapacityError(
+            f"cache.gpu={plan.config.cache.gpu!r} holds {plan.gpu_blocks * size} tokens of {plan.model.name}, and an engine "
+            f'needs {LEAST_GPU_BLOCKS} blocks of {size}; use cache.gpu="{LEAST_GPU_BLOCKS * size} tokens" or more.'
+        )
     check_memory(plan)
     if not plan.device.simulated:
         check_weights(plan.config.model)
@@ -457,30 +450,13 @@ def preflight(plan: TrialPlan) -> None:
 def check_measurable(plan: TrialPlan) -> None:
     """Raises ConfigError for a machine of which there can be no profile."""
     config = plan.config
-    several = plan.device.divided or config.hardware.cluster.router != "single"
+    several = plan.device.divided or config.hardware.router != "single"
     if plan.device.simulated or config.baseline.engine is not None or several or not plan.cpu_blocks:
         raise ConfigError(
             f"A profile is of one real device, our engine, and copies between two tiers. Here are "
             f"hardware={config.hardware.name} hardware.gpus={plan.device.count} "
-            f"hardware.router={config.hardware.cluster.router} baseline={config.baseline.name} "
+            f"hardware.router={config.hardware.router} baseline={config.baseline.name} "
             f"cache.cpu={config.cache.cpu}; use hardware=local baseline=pensieve, one device and a cache.cpu."
-        )
-
-
-def check_attention(plan: TrialPlan) -> None:
-    """Raises EngineMissing for a backend that was asked for by name and cannot run here."""
-    name = plan.config.attention_backend
-    if name != "auto" and not plan.device.simulated and plan.config.baseline.engine is None:
-        require(name, plan.device.kind, plan.chunk_tokens)
-
-
-def check_capacity(plan: TrialPlan) -> None:
-    """Raises CapacityError for a GPU tier that no engine could work with."""
-    size = plan.chunk_tokens
-    if plan.gpu_blocks < LEAST_GPU_BLOCKS:
-        raise CapacityError(
-            f"cache.gpu={plan.config.cache.gpu!r} holds {plan.gpu_blocks * size} tokens of {plan.model.name}, and an engine "
-            f'needs {LEAST_GPU_BLOCKS} blocks of {size}; use cache.gpu="{LEAST_GPU_BLOCKS * size} tokens" or more.'
         )
 
 

@@ -16,7 +16,7 @@ from filelock import FileLock
 from pensieve.errors import ConfigError, EngineMissing, UnsupportedModel, WeightsMissing
 from pensieve.hub import cached_snapshot, commit, settings_folder, user_cache, why_not
 from pensieve.lab.compose.conf import conf_folder, ended, nearest, options, read_option
-from pensieve.lab.compose.schema import ModelConfig
+from pensieve.lab.compose.settings import ModelConfig
 from pensieve.lab.results.identity import content_hash
 from pensieve.serve.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer, eos_of, special_tokens_of
 from pensieve.specs import ModelSpec

@@ -1,5 +1,5 @@
-"""Resolve the configuration, check its fields, and bind those of a `_target_` as arguments of the class or function that it
-names.
+"""The fields of the configuration and their types; resolve it, check it, and bind the fields of a `_target_` as arguments of
+the class or function that it names, checked against its signature.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ import functools
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, NotRequired, TypeVar, get_type_hints
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Annotated, Any, Literal, NotRequired, TypeVar, get_type_hints
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -18,19 +18,252 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     PydanticSchemaGenerationError,
     PydanticUndefinedAnnotation,
     TypeAdapter,
     ValidationError,
+    model_validator,
 )
 from typing_extensions import TypedDict
 
 from pensieve.errors import ConfigError, EngineMissing, PensieveError
 from pensieve.lab.compose.conf import ended, nearest, options
-from pensieve.lab.compose.model_files import completed
-from pensieve.lab.compose.schema import TrialConfig, own_fields
+from pensieve.lab.workload.cache_state import CacheState
+from pensieve.plugins.overlap import AskedCopyAhead
 
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Count = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(ge=0.0)]
+Above = Annotated[float, Field(gt=0.0)]
+
+AttentionChoice = Literal["auto", "reference", "native", "triton", "triton_pointers"]
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Group):
+    """weights: hub, random, gguf, or a folder written by save_pretrained. gguf_file: its path, or package:file for one that
+    an installed package brings. tokenizer: bytes, hub (the model's own), a folder, or another hub id."""
+
+    name: str
+    hub_id: str | None = None
+    weights: str = "hub"
+    revision: str | None = None
+    gguf_file: str | None = None
+    seed: int = 0
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    tokenizer: str = "hub"
+    architecture: dict[str, Any] = Field(default_factory=dict)
+
+
+class CacheConfig(_Group):
+    """gpu, cpu: sizes a device, "4GiB", "8192 tokens", or 4 for 4 GB; gpu may be auto: what fits. disk: of the machine; 0:
+    no disk tier. windows: whole, or slide: what has left the window of a layer is not kept (simulated machines).
+    session_ttl_s, max_remembered_tokens: see MemoryLimits."""
+
+    name: str
+    gpu: str | int | float
+    cpu: str | int | float
+    disk: str | int | float = 0
+    chunk_tokens: Count = 32
+    windows: Literal["whole", "slide"] = "whole"
+    session_ttl_s: Rate | None = None
+    max_remembered_tokens: Count | None = None
+
+
+class SchedulerConfig(_Group):
+    """composition: the function that makes a batch, by its `_target_`. The shares are of the GPU blocks. copy_ahead: see
+    scheduler.copy_ahead. cost_error, cost_error_context: see cost.mistaken."""
+
+    name: str
+    composition: dict[str, Any]
+    max_batch_tokens: Count
+    max_batch_requests: Count
+    swap_out_start: Share
+    swap_out_stop: Share
+    admission_reserve: Share
+    copy_ahead: AskedCopyAhead
+    load_apart: bool
+    admit_beyond_budget: bool = True
+    cost_error: Above = 1.0
+    cost_error_context: Rate = 1.0
+
+    @model_validator(mode="after")
+    def _stops_above_where_it_starts(self) -> SchedulerConfig:
+        if self.swap_out_stop < self.swap_out_start:
+            raise ValueError("scheduler.swap_out_stop must not be below scheduler.swap_out_start")
+        return self
+
+
+class BaselineConfig(_Group):
+    """cache: the cache manager of a baseline in the engine; below: a tier under its CPU tier. engine: an outside engine, in
+    its place; simulated: what stands for that on a simulated machine. missing: one that is not supported yet."""
+
+    name: str
+    cache: dict[str, Any] | None = None
+    below: dict[str, Any] | None = None
+    engine: dict[str, Any] | None = None
+    simulated: dict[str, Any] | None = None
+    cpu_tier: bool = False
+    kv_budget: Literal["device", "total"] = "device"
+    missing: str | None = None
+
+
+class HardwareTerms(_Group):
+    """Where a simulated machine's times come from. projections: tables of a card, or roofline (for everything). attention:
+    tables of a card, or fitted (a roofline whose efficiencies were fitted to measured cards). all_reduce: tables, or link."""
+
+    projections: Literal["roofline", "rtx4090", "rtxpro6000", "a100", "h100"] = "roofline"
+    attention: Literal["roofline", "fitted", "rtx4090", "rtxpro6000"] = "roofline"
+    all_reduce: Literal["link", "a100", "h100"] = "link"
+
+    @model_validator(mode="after")
+    def _one_roofline(self) -> HardwareTerms:
+        if (self.projections == "roofline") != (self.attention == "roofline"):
+            raise ValueError("terms.projections and terms.attention are roofline both, or neither")
+        return self
+
+
+class HardwareConfig(_Group):
+    """A machine, real or simulated.
+
+    gpus: devices that a model is divided among; on a CPU, processes. profile: a file of runners/profile.py: what retention
+    value goes by on a real machine, and all times of a simulated one. Rates and times of a simulated one: see
+    specs.HardwareSpec.
+    """
+
+    name: str
+    simulated: bool
+    source: str = ""
+    gpus: Count = 1
+    gpu_memory: str | None = None
+    cpu_memory: str | None = None
+    profile: str | None = None
+
+    # How a real model runs. depth: plans in flight, of a simulated machine too. graphs: YAML reads a bare off as false.
+    # memory_share: what cache.gpu=auto may fill, by default nine tenths of a GPU and half of a CPU machine's free memory.
+    device: str = "auto"
+    threads: Count | None = None
+    depth: Literal["auto", 1, 2] = "auto"
+    graphs: Literal["auto", "off", False] = "auto"
+    memory_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+
+    # What an iteration takes on a simulated device.
+    flops: Rate = 0.0
+    memory_bw: Rate = 0.0
+    multiprocessors: Annotated[int, Field(ge=0)] = 0
+    graph_sizes: bool = False
+    terms: HardwareTerms = HardwareTerms()
+    compute_efficiency: Share = 1.0
+    memory_efficiency: Share = 1.0
+    step_overhead_s: Rate = 0.0
+
+    # What moving takes on a simulated machine. network_gbps: between the client and the model of a disaggregated baseline, or
+    # of each simulated replica, in 10^9 bit/s.
+    h2d_bw: Rate = 0.0
+    d2h_bw: Rate = 0.0
+    disk_bw: Rate = 0.0
+    link_bw: Rate = 0.0
+    link_latency_s: Rate = 0.0
+    network_gbps: Above | None = None
+    network_latency_s: Rate = 0.0
+    duplex_penalty: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    fragment_s: Rate = 0.0
+    pipelined_swap_in: bool = True
+
+    # Replicas behind a router: simulated ones by plugins.cluster, real ones by plugins.replicas.
+    replicas: Count = 1
+    router: Literal["single", "affinity", "affinity_bounded", "least_loaded", "prefix_aware", "random"] = "single"
+    failure_s: Above | None = None
+    restart_s: Rate = 30.0
+    migration: Literal["never", "cheaper", "always"] = "never"
+
+    @model_validator(mode="after")
+    def _fields_belong_together(self) -> HardwareConfig:
+        alone, moves = self.router == "single", self.migration != "never"
+        for wrong, sentence in (
+            (
+                alone and (self.replicas > 1 or self.failure_s is not None),
+                "hardware.replicas and hardware.failure_s need a router: set hardware.router=affinity, say",
+            ),
+            (
+                self.failure_s is not None and not self.simulated,
+                "hardware.failure_s is for simulated machines; use hardware=sim_h100, say",
+            ),
+            (
+                moves and (alone or not self.simulated),
+                "hardware.migration is between simulated replicas: use hardware=sim_h100 hardware.router=affinity, say",
+            ),
+            (
+                moves and self.network_gbps is None,
+                "hardware.migration needs a network between the replicas: set hardware.network_gbps",
+            ),
+            (
+                not self.simulated and not self.pipelined_swap_in,
+                "hardware.pipelined_swap_in=false is for simulated machines; use hardware=sim_h100, say",
+            ),
+        ):
+            if wrong:
+                raise ValueError(sentence)
+        return self
+
+
+class TrackingConfig(_Group):
+    """The names of environment variables, never URLs: the configuration is saved."""
+
+    name: str
+    url_env: str | None = None
+    mlflow: bool = True
+
+
+class TrialOptions(_Group):
+    exclusive: bool = True
+    isolate: Literal["auto"] | bool = "auto"
+    retries: Annotated[int, Field(ge=0)] = 0
+    timeout_s: Rate | None = None
+    measure_machine: str | None = None
+
+
+class SloConfig(_Group):
+    ttft_ms: Above | None = None
+    tpot_ms: Above | None = None
+
+
+class TrialConfig(_Group):
+    """One trial. eviction and workload carry a `_target_` of their own. cache_state: see workload.cache_state."""
+
+    experiment_name: str = Field(default="pensieve", min_length=1)
+    seed: int = 0
+    repeat: Annotated[int, Field(ge=0)] = 0
+    force: bool = False
+    resume: Literal["fingerprint", "config"] = "fingerprint"
+    attention_backend: AttentionChoice = "auto"
+    cache_state: CacheState = "cold"
+    trial: TrialOptions = TrialOptions()
+    slo: SloConfig = SloConfig()
+    model: ModelConfig
+    cache: CacheConfig
+    eviction: dict[str, Any]
+    scheduler: SchedulerConfig
+    baseline: BaselineConfig
+    workload: dict[str, Any]
+    hardware: HardwareConfig
+    tracking: TrackingConfig
+
+
+T = TypeVar("T")
 Node = TypeVar("Node", bound=BaseModel)
+
+
+def filled(kind: type[T], node: BaseModel, **given: Any) -> T:
+    """A dataclass with the fields of the node that have the same names, beside those given."""
+    names = {one.name for one in fields(kind)}  # type: ignore[arg-type]
+    same = {name: value for name, value in node.model_dump().items() if name in names}
+    return kind(**{**same, **given})
+
 
 OmegaConf.register_new_resolver("product", lambda *factors: math.prod(map(int, factors)), replace=True)
 """For overlays: ${product:4,${hardware.replicas}}."""
@@ -72,77 +305,69 @@ def resolved(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
         plain = dict(cfg)
     kept = {str(key): value for key, value in plain.items() if key not in ("hydra", "experiment")}
     if isinstance(kept.get("model"), Mapping):
+        from pensieve.lab.compose.model_files import completed  # which builds on this module's fields
+
         kept["model"] = completed(kept["model"])
     return kept
 
 
 def check(cfg: DictConfig | Mapping[str, Any]) -> TrialConfig:
     """The configuration as typed fields. Raises ConfigError with one sentence about the first thing that is wrong."""
-    plain = resolved(cfg)
-    try:
-        config = TrialConfig.model_validate(plain)
-    except ValidationError as error:
-        raise ConfigError(explain_invalid(error, plain, partial(_fields_of, TrialConfig))) from None
-    if config.scheduler.swap_out_stop < config.scheduler.swap_out_start:
-        raise ConfigError("scheduler.swap_out_stop must not be below scheduler.swap_out_start.")
-    return config
+    return _validated(TrialConfig, resolved(cfg))
 
 
 def check_node(model: type[Node], config: Mapping[str, Any], name: str) -> Node:
     """The node of a command, such as `serve`, as typed fields. Raises ConfigError, as check does."""
+    return _validated(model, config[name], name)
+
+
+def _validated(model: type[Node], plain: Mapping[str, Any], *group: str) -> Node:
     try:
-        return model.model_validate(config[name])
+        return model.model_validate(plain)
     except ValidationError as error:
-        raise ConfigError(explain_invalid(error, config[name], partial(_fields_of, model), name)) from None
+        raise ConfigError(explain_invalid(error, plain, _names(model), *group)) from None
 
 
-def explain_invalid(
-    error: ValidationError,
-    given: Mapping[str, Any],
-    fields_of: Callable[[Sequence[str]], Iterable[str]],
-    *group: str,
-) -> str:
+Names = Mapping[str, "Names"]
+"""The fields of a group, and of the groups in it."""
+
+
+def _names(annotation: Any) -> Names:
+    if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return {}
+    return {name: _names(field.annotation) for name, field in annotation.model_fields.items()}
+
+
+def explain_invalid(error: ValidationError, given: Mapping[str, Any], names: Names, *group: str) -> str:
     """One sentence about the first thing that is wrong, an unknown field before all others.
 
-    given: what was validated; group: where it is in the configuration. fields_of: the fields that a path may have.
+    given: what was validated, of which `names` are the fields; group: where it is in the configuration.
     """
     errors = error.errors()
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-    path: list[str] = []
-    value: Any = given
-    deep = 0
-    for deep, part in enumerate(first["loc"], start=1):
+    path, value = list(group), given
+    for part in first["loc"]:
         if not isinstance(value, Mapping):
-            deep -= 1
             break  # what follows is a place in a list, or a member of a union
-        if part not in value and deep < len(first["loc"]):
-            continue  # a part of a group, whose fields are written in the group
+        names = names if len(path) == len(group) else names.get(path[-1], {})
         path.append(str(part))
-        value = value.get(str(part))
-    field = ".".join([*group, *path])
+        value = value.get(str(part))  # type: ignore[assignment]
+    field, beside = ".".join(path), ".".join(path[:-1])
     if first["type"] == "extra_forbidden":
-        known = [".".join([*group, *path[:-1], name]) for name in fields_of(path[:-1])]
-        return ended(f"The field {field} is unknown{nearest(field, known)}")
+        return ended(f"The field {field} is unknown{nearest(field, (f'{beside}.{one}'.strip('.') for one in names))}")
     if first["type"] == "missing":
         return f"The field {field} has no value; set it."
     if first["type"] == "list_type":
         return f"{field} takes a list; write {field}=[{value}]."
-    place = first["loc"][:deep]
-    of_a_union = [e["msg"] for e in errors if e is not first and e["loc"][:deep] == place and len(e["loc"]) > deep]
+    deep = len(path) - len(group)
+    of_a_union = [
+        e["msg"] for e in errors if e["loc"][:deep] == first["loc"][:deep] and len(e["loc"]) > deep and e is not first
+    ]
     said = first["msg"].removeprefix("Value error, ").rstrip(".")
     said = " or ".join([said, *(text.removeprefix("Input should be ") for text in of_a_union)])
     if isinstance(value, Mapping):  # what is wrong is said of fields together, and names them
         return f"{said}." if said.startswith(f"{field}.") else f"{field}: {said}."
     return f"{field}={value!r} cannot be used: {said}."
-
-
-def _fields_of(model: type[BaseModel], path: Sequence[str]) -> Iterable[str]:
-    for part in path:
-        annotation = own_fields(model)[part].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return own_fields(model)
 
 
 NOT_HERE = "this version does not have it: CHANGELOG.md says what moved where"
@@ -210,7 +435,7 @@ def _bind(group: str, target: Any, fields: Mapping[str, Any], given: tuple[str, 
     try:
         return dict(TypeAdapter(arguments).validate_python(fields))
     except ValidationError as error:
-        raise ConfigError(explain_invalid(error, fields, lambda _: accepted, group)) from error
+        raise ConfigError(explain_invalid(error, fields, {key: {} for key in accepted}, group)) from error
 
 
 def _instantiated(value: Any) -> Any:

@@ -7,8 +7,8 @@ A trial that completed is reused while all of this is equal, and runs again when
 | config   | every field of the resolved configuration but those on  | NOT_CONFIG: how a trial is run, named and kept, and   |
 |          | the right; seed and repeat too                          | slo.*, by which a view judges the turns;            |
 |          |                                                         | TEXT_FIELDS: hardware.source                          |
-| config   | on a real device trial.exclusive=false; what a          | every other trial.*: isolate, retries, timeout_s,     |
-|          | reproduction repeats                                    | fail_fast; trial.exclusive in a simulation            |
+| config   | on a real device trial.exclusive=false                  | every other trial.*: isolate, retries, timeout_s;     |
+|          |                                                         | trial.exclusive in a simulation                       |
 | config   | real: the commit of weights from the hub, where it is   | simulated: the weights, which are not loaded          |
 |          | known; the content of a GGUF file                       |                                                       |
 | config   | a field that names a file or folder here (INPUT_FIELDS, | where that file or folder lies                        |
@@ -260,7 +260,6 @@ NOT_CODE = (
     "lab/compose/conf.py",
     "lab/compose/explain.py",
     "lab/trial/job.py",
-    "lab/trial/process.py",
     "lab/trial/terminal.py",
 )
 """Files and folders of the package that a trial imports and that cannot change a measurement: they record it, show it, or

@@ -135,29 +135,20 @@ class ResultsStore:
     ) -> int:
         """Record a sweep as running, or running again if its key is known; returns its id.
 
-        overrides: key -> text, swept axes included. anew: a sweep of its own, and those of the same key stay as they are;
-        but one that was begun anew and did not complete is gone on with, unless it still runs: of its jobs those count that
-        it has run itself, to their end.
+        overrides: key -> text, swept axes included. anew: a sweep of its own, and those of the same key stay as they are.
         """
         values: dict[str, Any] = {
             "name": name, "experiment": experiment, "command": command, "overrides": dict(overrides),
             "n_expected": n_expected, "host": host, "git_commit": git_commit, "status": "running",
             "started_at": _now(), "finished_at": None,
         }  # fmt: skip
-        same = select(Sweep).where((Sweep.key == key) | Sweep.key.startswith(f"{key}{_AGAIN}", autoescape=True))
+        of_command = (Sweep.key == key) | Sweep.key.startswith(f"{key}{_AGAIN}", autoescape=True)
         with self._session(write=True) as session:
-            sweeps = list(session.scalars(same.order_by(Sweep.id)))
-            again = [one for one in sweeps if one.key != key]
-            if anew:
-                left = (one for one in reversed(again) if one.status != "completed")
-                found = next((one for one in left if not _is_run(session.connection(), one)), None)
-            else:
-                found = min(sweeps, key=lambda one: (one.key != key, one.id), default=None)
-            if found is None:
-                own = f"{key}{_AGAIN}{1 + len(again)}" if anew else key
+            sweeps = list(session.scalars(select(Sweep).where(of_command).order_by(Sweep.id)))
+            if anew or not sweeps:
+                own = f"{key}{_AGAIN}{len(sweeps)}" if sweeps else key
                 return _inserted_id(session.connection(), Sweep, {**values, "key": own})
-            if anew:
-                _unlink_others(session.connection(), found.id)
+            found = min(sweeps, key=lambda one: (one.key != key, one.id))
             session.execute(update(Sweep).where(Sweep.id == found.id).values(**values))
             return int(found.id)
 
@@ -174,10 +165,6 @@ class ResultsStore:
         if found is None:
             raise ResultsError(f"There is no sweep {sweep_id} in {self.database.shown}.")
         return found
-
-    def is_anew(self, sweep_id: int) -> bool:
-        """Whether the sweep was begun anew, so that the trials it shows are none of another's."""
-        return _AGAIN in self.sweep(sweep_id).key
 
     def newest_sweep(self) -> Sweep | None:
         """The sweep that was started or resumed last. Bench commands, whose trials are single cases, are not sweeps."""

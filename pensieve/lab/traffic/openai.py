@@ -9,7 +9,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pensieve.lab.traffic.table import TOKEN_BYTES, Exchange, Salt
+from pensieve.lab.traffic.hashing import TOKEN_BYTES, Salt
+from pensieve.lab.traffic.table import Exchange
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 SESSION_HEADERS = ("x-session-id", "session-id", "x-conversation-id")

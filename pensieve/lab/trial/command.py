@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra import compose
@@ -26,8 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from pensieve.errors import ConfigError, EngineMissing
 from pensieve.lab.compose.plan import plan_trial
-from pensieve.lab.compose.schema import TrialConfig
-from pensieve.lab.compose.settings import check, resolved
+from pensieve.lab.compose.settings import TrialConfig, check, resolved
 from pensieve.lab.results.identity import numbers_by_value
 from pensieve.lab.trial.terminal import in_a_sentence
 
@@ -51,17 +51,13 @@ class Jobs:
 
 
 def in_turn(config: DictConfig) -> bool:
-    """Whether the jobs run one after another in the process of the sweep."""
-    return bool(config.hydra.launcher._target_ == BASIC_LAUNCHER)
-
-
-def asks_hydra(config: DictConfig) -> bool:
-    """Whether something is set that Hydra alone does for a job: a launcher, a name of its folder, a working directory, a
-    callback."""
-    folder = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    """Whether the sweep runs its jobs itself. It does not where something is set that Hydra alone does for a job: a launcher,
+    a name of its folder, a working directory, variables of the environment, a callback."""
+    hydra = config.hydra
+    folder = OmegaConf.to_container(hydra.sweep, resolve=False)
     assert isinstance(folder, dict)
-    usual = folder["subdir"] == "${hydra.job.num}" and list(config.hydra.callbacks) == ["sweep"]
-    return not (in_turn(config) and usual and not config.hydra.job.chdir)
+    plain = folder["subdir"] == "${hydra.job.num}" and not hydra.job.chdir and not hydra.job.env_set
+    return bool(hydra.launcher._target_ == BASIC_LAUNCHER and plain and list(hydra.callbacks) == ["sweep"])
 
 
 def refuse_missing_launcher(config: DictConfig) -> None:
@@ -197,8 +193,9 @@ class SweepCallback(Callback):
             from pensieve.lab.trial.sweep import open_sweep
 
             self._sweep = open_sweep(config, jobs, configs, plans)
-            if not asks_hydra(config):
-                self._sweep.run(config, jobs, configs, plans)  # Hydra would compose each of them twice more
+            if in_turn(config):  # Hydra would compose each of them twice more
+                folder = Path(str(config.hydra.sweep.dir)).absolute()
+                self._sweep.run(folder, jobs, configs, all(plan.device.simulated for plan in plans))
                 sys.exit(0 if self._sweep.finish() else 1)
 
     def on_multirun_end(self, config: DictConfig, config_name: str | None = None, **_: Any) -> None:

@@ -15,7 +15,7 @@ from pensieve.core.session import common_prefix
 from pensieve.lab.compose.build import make_workload
 from pensieve.lab.compose.model_files import build_tokenizer
 from pensieve.lab.compose.plan import TrialPlan, plan_trial
-from pensieve.lab.compose.schema import TrialConfig
+from pensieve.lab.compose.settings import TrialConfig
 from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.workload.base import Arrival, Workload, WorkloadPlan, byte_notes, context_cuts, cut_by_context
 from pensieve.serve.record import TurnRecord, is_measured

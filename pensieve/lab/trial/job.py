@@ -1,43 +1,80 @@
-"""What a trial is started with, what makes two of them the same, where it is recorded, and what became of it.
+"""A trial as it is asked for: what makes two the same, where it is recorded, what became of it; and the processes it runs in.
 
 Its identity is the configuration, what `auto` comes to on this machine, and how the trial is run. It is asked before every
 trial, so it must cost next to nothing where the trial is then reused: no torch is imported for a CPU, and a server that
 somebody else started is asked three pages.
+
+A trial in a process of its own may crash alone, by a native crash or by the out-of-memory killer. Trials of a sweep may
+follow each other in one such process, which keeps the model (pensieve.plugins.device.shelf). A trial that does not complete
+ends its process, and the next one gets a new one.
 """
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import functools
+import logging
+import multiprocessing
 import os
+import re
+import signal
+import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from pensieve.errors import ConfigError, EngineMissing
+from filelock import FileLock, Timeout
+
+from pensieve.errors import (
+    ConfigError,
+    EngineMissing,
+    HardwareMissing,
+    PensieveError,
+    ResultsError,
+    TrialCrashed,
+    TrialTimeout,
+)
 from pensieve.lab.compose.build import outside_engine
 from pensieve.lab.compose.conf import outputs_folder
+from pensieve.lab.compose.explain import explain
 from pensieve.lab.compose.model_files import weights_identity
-from pensieve.lab.compose.plan import TrialPlan
-from pensieve.lab.compose.schema import TrackingConfig, TrialConfig
+from pensieve.lab.compose.plan import Device, TrialPlan, cores, free_host_memory_bytes, plan_trial, plans_in_flight
+from pensieve.lab.compose.settings import TrackingConfig, TrialConfig, check
+from pensieve.lab.results.environment import Owner, is_alive, this_process
 from pensieve.lab.results.identity import RUNS_TRIALS, Identity, identify
 from pensieve.lab.results.mlflow_runs import remote_url
 from pensieve.lab.results.store import ResultsStore, open_store
-from pensieve.lab.trial.terminal import Shown
+from pensieve.lab.trial.terminal import INTERRUPTED, raise_if_interrupted, remember_interrupts, say
+from pensieve.plugins.device.shelf import open_shelf
 from pensieve.plugins.engines.ray_cluster import ray_version
 
 MEASURED_AT = "machine_measured_at"
 """In a real trial's column `engine`: when the profile was measured that it wrote beside itself."""
+
+HEARTBEAT_S = 15.0  # well below the 60 s after which a silent trial counts as dead
+OWNER_CHECK_S = 0.25
+ORPHANED = 3  # exit status; nobody is left to read it
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """title: for the progress bar and messages. folder: for the trial's files.
 
-    sweep_id: None for a single run. preflight: False where the sweep has done it for all its jobs. reproduces: the trial
-    that this one repeats, to be compared with it. progress: of its turns, see terminal.Shown. keeps: the process that an
-    isolated trial runs in may stay for the next one, since whoever runs both ends it when they are over.
+    sweep_id: None for a single run. preflight: False where the sweep has done it for all its jobs. shown: a bar tells how far
+    the trial is; not where others run beside it. keeps: the process that an isolated trial runs in may stay for the next one,
+    since whoever runs both ends it when they are over.
     """
 
     title: str
@@ -45,14 +82,13 @@ class Job:
     sweep_id: int | None = None
     number: int = 0
     preflight: bool = True
-    reproduces: int | None = None
-    progress: Shown = "bar"
+    shown: bool = True
     keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A trial that another process is asked to run. config: resolved."""
+    """A trial that any process may run. config: resolved."""
 
     config: dict[str, Any]
     job: Job
@@ -116,16 +152,10 @@ def _thrown_away() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="pensieve-off-")
 
 
-def identity_of(
-    plan: TrialPlan, resolved: Mapping[str, Any], reproduces: int | None = None, entry: str = RUNS_TRIALS
-) -> Identity:
-    """What a completed trial must share with this one to be reused for it.
-
-    reproduces: the trial that this one repeats; a repetition is never reused in its place. entry: the module that runs it.
-    """
+def identity_of(plan: TrialPlan, resolved: Mapping[str, Any], entry: str = RUNS_TRIALS) -> Identity:
+    """What a completed trial must share with this one to be reused for it. entry: the module that runs it."""
     weights = None if plan.device.simulated else weights_identity(plan.config.model)
-    told = {"weights_content": weights, "reproduces": reproduces}
-    marks = {**marks_of(plan), **{name: value for name, value in told.items() if value is not None}}
+    marks = {**marks_of(plan), **({} if weights is None else {"weights_content": weights})}
     return identify(resolved, plan.device.simulated, device_facts(plan), marks, entry)
 
 
@@ -154,22 +184,21 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
         return {**device, **_waiting(plan), **_outside_facts(plan)}
     from pensieve.device.asked import physical_cores
     from pensieve.device.kernels.backends import CAPTURING, expected
-    from pensieve.lab.compose.plan import plans_in_flight
 
     hardware, kind = plan.config.hardware, plan.device.kind
     attention = expected(plan.config.attention_backend, kind, plan.chunk_tokens)
-    recorded = hardware.torch.graphs == "auto" and kind == "cuda" and attention in CAPTURING and not plan.device.divided
+    recorded = hardware.graphs == "auto" and kind == "cuda" and attention in CAPTURING and not plan.device.divided
     return {
         **device,
-        **({} if hardware.cluster.router == "single" else {"ray": ray_version()}),
-        "threads": hardware.torch.threads or physical_cores(),
+        **({} if hardware.router == "single" else {"ray": ray_version()}),
+        "threads": hardware.threads or physical_cores(),
         **_waiting(plan),
         "dtype": plan.model.dtype,
         "attention": attention,
         "compiler": _compiler() if attention == "native" else None,
         "graphs": "on" if recorded else "off",
         "copy_ahead": plan.config.scheduler.copy_ahead if plan.cpu_blocks else "none",
-        "depth": plans_in_flight(plan.device, hardware.torch.depth),
+        "depth": plans_in_flight(plan.device, hardware.depth),
     }
 
 
@@ -187,7 +216,7 @@ def _outside_facts(plan: TrialPlan) -> dict[str, Any]:
     said = dict(outside_engine(plan).identity())
     packages = said.pop("packages", "").split()
     return {
-        "threads": plan.config.hardware.torch.threads or physical_cores(),
+        "threads": plan.config.hardware.threads or physical_cores(),
         "dtype": plan.model.dtype,
         "packages": packages,
         **said,
@@ -202,3 +231,360 @@ def _compiler() -> str | None:
         return compiler_version(find_compiler()).replace(";", ",")
     except EngineMissing:
         return None
+
+
+# -- the process of a trial: heartbeat, deadline, its end when the one that started it is gone, its device's lock ----------
+
+
+@contextmanager
+def heartbeat(store: ResultsStore, trial_id: int, interval_s: float = HEARTBEAT_S) -> Iterator[None]:
+    """Writes the trial's heartbeat while the block runs. A write that fails is logged, and the next one is tried."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(interval_s):
+            try:
+                store.heartbeat(trial_id)
+            except ResultsError as error:
+                log.warning("heartbeat of trial %s: %s", trial_id, error)
+
+    thread = threading.Thread(target=beat, name=f"heartbeat-{trial_id}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@functools.lru_cache(maxsize=8)  # a process that runs many jobs of one sweep watches once
+def end_with(owner: Owner) -> None:
+    """End this process at once when the owner is gone. An owner on another host, or this process itself, is not watched.
+
+    The trial's row stays `running` with a dead process; the next run then marks it interrupted.
+    """
+    me = this_process()
+    if owner.host == me.host and owner.pid != me.pid:
+        threading.Thread(target=_watch, args=(owner,), name=f"orphan-{owner.pid}", daemon=True).start()
+
+
+def _watch(owner: Owner) -> None:
+    pause = threading.Event()
+    while not pause.wait(OWNER_CHECK_S):
+        now = datetime.now(UTC)
+        if not is_alive(owner, now, now):
+            log.error("process %s, which started this trial, is gone; the trial ends too", owner.pid)
+            os._exit(ORPHANED)  # no thread of ours can stop the others in any other way
+
+
+class Deadline:
+    """Counts from its construction. timeout_s: trial.timeout_s; None: no deadline."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._ends = None if timeout_s is None else time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float | None:
+        return None if self._ends is None else max(0.0, self._ends - time.monotonic())
+
+    def check(self) -> None:
+        """Raises TrialTimeout once the time is up."""
+        if self.left_s == 0.0:
+            raise TrialTimeout(
+                f"The trial ran past trial.timeout_s={self._timeout_s:g}; raise it, or ask for less work a trial."
+            )
+
+
+def lock_files(device: Device) -> list[Path]:
+    """One file for each device of this machine, in the temporary folder that all users share: their trials count too. Several
+    are always taken in this order, so that nobody waits in a circle."""
+    identities = sorted((device.identity, *device.others))
+    return [Path(tempfile.gettempdir()) / f"pensieve-{re.sub(r'[^A-Za-z0-9-]', '-', one)}.lock" for one in identities]
+
+
+@contextmanager
+def device_lock(device: Device, exclusive: bool, say: Callable[[str], None]) -> Iterator[None]:
+    """Lock the device while the block runs; `say` tells once that another trial has it. A simulated one needs no lock."""
+    if device.simulated or not exclusive:
+        yield
+        return
+    with ExitStack() as held:
+        for path in lock_files(device):
+            lock = FileLock(path, mode=0o666)
+            try:
+                with suppress(Timeout):
+                    held.enter_context(lock.acquire(timeout=0))
+                    continue
+                say(
+                    f"Waiting for {device.label}: another trial runs on it (trial.exclusive=false would run beside it)."
+                )
+                held.enter_context(lock.acquire())
+            except OSError as error:
+                raise HardwareMissing(
+                    f"The lock {path} of {device.label} cannot be taken ({error.strerror}); delete it if nobody else uses "
+                    "the device, or use trial.exclusive=false."
+                ) from error
+        yield
+
+
+CRASH_FILE = "crash.log"  # in the job's folder: Python's stack, where a native crash left time to write it
+LOG_FILE = "run.log"
+LOG_FORM = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"  # as in conf/hydra/job_logging
+GRACE_S = 30.0  # beyond trial.timeout_s, for the imports before it and for a trial that ends itself in time
+WAKE_S = 0.25
+
+
+def run_isolated(asked: Asked, tracking: Tracking, timeout_s: float | None, keeps: bool = False) -> Outcome:
+    """One attempt in another process. If that dies, the trial is recorded as failed; Ctrl-C is passed on to it.
+
+    keeps: in the process that completed the trial before this one, if that kept it too, and leave it to the next one; the
+    caller ends it by `end_kept`. Otherwise the process is new and ends with the trial, and one that was kept ends before.
+    """
+    asked.job.folder.mkdir(parents=True, exist_ok=True)
+    crash = asked.job.folder / CRASH_FILE
+    crash.unlink(missing_ok=True)
+    if not keeps:
+        end_kept()
+    apart = _kept.pop() if _kept and _kept[0].process.is_alive() else _start(tracking)
+    end_kept()  # one that is dead
+    outcome: Outcome | None = None
+    late = False
+    try:
+        apart.pipe.send(asked)
+        outcome, late = _wait(apart.process, apart.pipe, timeout_s)
+    except BrokenPipeError:
+        apart.process.join()  # it died before it was asked
+    except KeyboardInterrupt:
+        _interrupt(apart.process)
+        raise
+    finally:
+        if keeps and outcome is not None and outcome.completed:
+            _kept.append(apart)
+        else:
+            _end(apart)
+    if outcome is not None:
+        return outcome
+    return _record_death(apart.process, tracking, crash, timeout_s if late else None)
+
+
+class _Apart(NamedTuple):
+    """A process that runs trials, and the pipe to it."""
+
+    process: SpawnProcess
+    pipe: Connection
+
+
+_kept: list[_Apart] = []
+"""The process that the next trial may run in, if there is one."""
+
+
+def _start(tracking: Tracking) -> _Apart:
+    spawn = multiprocessing.get_context("spawn")  # a fork would share the parent's CUDA context and threads
+    ours, its = spawn.Pipe()
+    process = spawn.Process(target=_perform, args=(tracking.outputs, this_process(), its))
+    process.start()
+    its.close()
+    return _Apart(process, ours)
+
+
+def end_kept() -> None:
+    """End the process that was kept for the next trial, if there is one, and with it what it holds."""
+    while _kept:
+        _end(_kept.pop())
+
+
+atexit.register(end_kept)  # before multiprocessing waits for it, which has registered itself earlier
+
+
+def _end(apart: _Apart) -> None:
+    if apart.process.is_alive():
+        apart.process.kill()
+    apart.process.join()
+    apart.pipe.close()
+
+
+def _wait(process: SpawnProcess, receiver: Connection, timeout_s: float | None) -> tuple[Outcome | None, bool]:
+    """The outcome, None where the process ended without one; and whether it was killed for being late."""
+    ends = None if timeout_s is None else time.monotonic() + timeout_s + GRACE_S
+    while not receiver.poll(WAKE_S):
+        raise_if_interrupted()
+        if ends is not None and time.monotonic() > ends:
+            process.kill()
+            process.join()
+            return None, True
+    try:
+        outcome: Outcome = receiver.recv()
+    except (EOFError, ConnectionResetError):
+        process.join()
+        return None, False
+    return outcome, False
+
+
+def _interrupt(process: SpawnProcess) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join(GRACE_S)
+    if process.is_alive():
+        log.warning("process %s did not end after Ctrl-C and is killed", process.pid)
+
+
+def _record_death(process: SpawnProcess, tracking: Tracking, crash: Path, late_s: float | None) -> Outcome:
+    """Record the trial of a process that died as failed, with what is known of the reason."""
+    code, pid = process.exitcode, process.pid
+    assert code is not None and pid is not None
+    if late_s is not None:
+        sentence = f"The trial ran past trial.timeout_s={late_s:g}, did not stop by itself, and was killed."
+    elif code == -signal.SIGKILL:
+        sentence = (
+            "The trial's process was killed (signal 9), most likely because memory ran out. Use a smaller cache or "
+            "model, or run the same command again if you ended it yourself."
+        )
+    elif code < 0:
+        sentence = (
+            f"The trial's process crashed with {signal.Signals(-code).name}; its stack is in the trial's traceback."
+        )
+    else:
+        sentence = f"The trial's process ended with status {code} and said nothing; see the log in {crash.parent}."
+    error = str(TrialCrashed(sentence))
+    stack = crash.read_text(encoding="utf-8", errors="replace") if crash.is_file() else ""
+    trial_id = tracking.store.close_trial_of(pid, error, stack or None)
+    return Outcome(trial_id or 0, "failed", error=error)
+
+
+@contextmanager
+def logged_in(file: Path) -> Iterator[None]:
+    """What is logged in this process goes to the file, too."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(file, delay=True)
+    handler.setFormatter(logging.Formatter(LOG_FORM))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+def _log_to_stderr() -> None:
+    """In a new process: warnings, as conf/hydra/job_logging has it."""
+    console = logging.StreamHandler(sys.stderr)
+    console.setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORM, handlers=[console], force=True)
+
+
+# -- in the process of its own ------------------------------------------------------------------------------------------
+
+
+def _perform(outputs: Path, parent: Owner, pipe: Connection) -> None:
+    """Trials one after another, as they are asked for through `pipe`, until nobody is there to ask for more. The outcome of
+    each is sent back, and what it prints goes to stderr. An interrupted one has no outcome."""
+    os.setsid()  # Ctrl-C on the terminal reaches it once, through the parent
+    os.dup2(2, 1)
+    end_with(parent)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # even where the shell told our parent to ignore it
+    remember_interrupts()
+    _log_to_stderr()
+    with open_shelf():
+        while (asked := _next(pipe)) is not None:
+            folder = asked.job.folder
+            with logged_in(folder / LOG_FILE), _leaving_its_stack(folder / CRASH_FILE):
+                try:
+                    pipe.send(_attempt(asked, outputs))
+                except KeyboardInterrupt:
+                    sys.exit(INTERRUPTED)
+
+
+def _next(pipe: Connection) -> Asked | None:
+    try:
+        asked: Asked = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        return None
+    return asked
+
+
+@contextmanager
+def _leaving_its_stack(file: Path) -> Iterator[None]:
+    """A native crash of the block leaves Python's stack there."""
+    with file.open("w", encoding="utf-8") as crash:
+        faulthandler.enable(crash)
+        try:
+            yield
+        finally:
+            faulthandler.disable()
+    file.unlink(missing_ok=True)
+
+
+def _attempt(asked: Asked, outputs: Path) -> Outcome:
+    from pensieve.lab.trial.run import Attempt  # which starts isolated trials, and so imports this module
+
+    try:
+        config = check(asked.config)
+        tracking, plan = open_tracking(config, outputs), plan_trial(config)
+        return Attempt(plan, identity_of(plan, asked.config), asked.config, tracking, asked.job, say).run()
+    except PensieveError as error:
+        return Outcome(0, "failed", error=str(error))
+
+
+# -- several at a time, each process running one after another --------------------------------------------------------
+
+
+Perform = Callable[[Sequence[Asked]], Iterator[tuple[Asked, Outcome]]]
+"""Runs trials and gives the outcome of each when it is there, in any order."""
+
+A_PROCESS_BYTES = 2**30
+"""What a simulated trial may come to: a million turns need a little more."""
+
+
+def processes_here() -> int:
+    """Simulated trials that run here at a time."""
+    return max(1, min(cores(), free_host_memory_bytes() // A_PROCESS_BYTES))
+
+
+@contextmanager
+def performing(tracking: Tracking, processes: int) -> Iterator[Perform]:
+    """So many trials at a time; with one, in this process. After Ctrl-C those under way are found dead in the database."""
+    if processes == 1:
+        yield lambda trials: ((one, _logged(one, tracking, say)) for one in trials)
+        return
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (this_process(),))
+
+    def perform(trials: Sequence[Asked]) -> Iterator[tuple[Asked, Outcome]]:
+        futures = {pool.submit(_outcome_here, one, tracking.outputs): one for one in trials}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+    try:
+        yield perform
+    except BaseException:
+        for child in multiprocessing.active_children():
+            child.kill()
+        raise
+    finally:  # whoever asked may have had enough
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(owner: Owner) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told too, and ends this process
+    _log_to_stderr()
+    end_with(owner)
+
+
+def _outcome_here(asked: Asked, outputs: Path) -> Outcome:
+    return _logged(asked, replace(open_tracking(check(asked.config), outputs), mlflow=False), lambda _: None)
+
+
+def _logged(asked: Asked, tracking: Tracking, say: Callable[[str], None]) -> Outcome:
+    with logged_in(asked.job.folder / LOG_FILE):
+        return outcome_of(asked, tracking, say)
+
+
+def outcome_of(asked: Asked, tracking: Tracking, say: Callable[[str], None]) -> Outcome:
+    """Run the trial, whatever becomes of it."""
+    from pensieve.lab.trial.run import run_trial
+
+    try:
+        return run_trial(check(asked.config), asked.config, tracking, asked.job, say)
+    except Exception as error:  # before there was a trial to record it in; the others go on
+        log.info("%s could not begin its trial", asked.job.title, exc_info=error)
+        return Outcome(0, "failed", error=explain(error))

@@ -216,7 +216,7 @@ def measure_beside(plan: TrialPlan) -> str | None:
     batch = plan.config.scheduler
     setting = (
         *(plan.model.name, plan.model.dtype, plan.chunk_tokens, plan.gpu_blocks, plan.cpu_blocks),
-        *(plan.config.hardware.torch.threads, batch.max_batch_tokens, batch.max_batch_requests),
+        *(plan.config.hardware.threads, batch.max_batch_tokens, batch.max_batch_requests),
     )
     known = _written.get(file)
     if known is not None and known[0] == setting:

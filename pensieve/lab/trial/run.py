@@ -32,13 +32,11 @@ from pensieve.lab.compose.build import (
     build_workload,
     check_free_memory,
     preflight,
-    what_starts,
 )
 from pensieve.lab.compose.explain import explain, explain_crash
-from pensieve.lab.compose.machine import memory_limit_bytes
 from pensieve.lab.compose.model_files import build_tokenizer
-from pensieve.lab.compose.plan import TrialPlan, awaits_profile, plan_trial
-from pensieve.lab.compose.schema import TrialConfig
+from pensieve.lab.compose.plan import TrialPlan, awaits_profile, memory_limit_bytes, plan_trial
+from pensieve.lab.compose.settings import TrialConfig
 from pensieve.lab.metrics import MetricValue, summarise, thin_percentiles
 from pensieve.lab.replay import ReplayRecord, replay
 from pensieve.lab.results.environment import environment, git_commit
@@ -46,8 +44,19 @@ from pensieve.lab.results.identity import Identity, explain_difference, input_fi
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.tokens import TokenFile
 from pensieve.lab.trial.fidelity import fidelity_metrics
-from pensieve.lab.trial.job import MEASURED_AT, Job, Outcome, Tracking, contended, identity_of
-from pensieve.lab.trial.process import Deadline, device_lock, heartbeat, run_isolated
+from pensieve.lab.trial.job import (
+    MEASURED_AT,
+    Asked,
+    Deadline,
+    Job,
+    Outcome,
+    Tracking,
+    contended,
+    device_lock,
+    heartbeat,
+    identity_of,
+    run_isolated,
+)
 from pensieve.lab.trial.samples import (
     MOST_MOMENTS,
     Neighbours,
@@ -106,11 +115,10 @@ def run_trial(
             "Run hardware=local before hardware=sim_paired, as experiment=machine/fidelity does, one job after the other; "
             "where its trials are there already and the file is gone, add force=true."
         )
-    identity = identity_of(plan, resolved, job.reproduces)
-    note = None
-    known = _own(tracking, job, identity, config.force)
-    if known is None and not config.force:
-        known = _completed(tracking, identity)
+    identity = identity_of(plan, resolved)
+    known = note = None
+    if not config.force:
+        known = _known(tracking, job, identity)
         older = known or tracking.store.completed_by_config(identity.config_hash)
         if known is None and older is not None:
             note = explain_difference(older, identity)
@@ -126,7 +134,8 @@ def run_trial(
         say(plan.budget())
     for attempts_left in range(config.trial.retries, -1, -1):
         if _isolated(plan):
-            outcome = run_isolated(resolved, tracking, job, config.trial.timeout_s, _shares_process(plan, job))
+            asked = Asked(dict(resolved), job)
+            outcome = run_isolated(asked, tracking, config.trial.timeout_s, _shares_process(plan, job))
         else:
             outcome = Attempt(plan, identity, resolved, tracking, job, say).run()
         if outcome.completed or outcome.permanent or attempts_left == 0:
@@ -135,18 +144,16 @@ def run_trial(
     return replace(outcome, note=note)
 
 
-def _own(tracking: Tracking, job: Job, identity: Identity, force: bool) -> Trial | None:
-    """The trial that this job of the sweep shows already, if it is the same one: a newer one does not replace it there.
-
-    force: only of a sweep that was itself begun anew, which goes on where it was interrupted."""
-    if job.sweep_id is None or identity.unstated or (force and not tracking.store.is_anew(job.sweep_id)):
+def _known(tracking: Tracking, job: Job, identity: Identity) -> Trial | None:
+    """The completed trial that is the same one; where the job of the sweep shows such a one already, a newer one does not
+    replace it there."""
+    if identity.unstated:
         return None
-    shown = tracking.store.shown_trial(job.sweep_id, job.number)
-    return shown if shown is not None and shown.fingerprint == identity.fingerprint else None
-
-
-def _completed(tracking: Tracking, identity: Identity) -> Trial | None:
-    return None if identity.unstated else tracking.store.completed_trial(identity.fingerprint)
+    if job.sweep_id is not None:
+        shown = tracking.store.shown_trial(job.sweep_id, job.number)
+        if shown is not None and shown.fingerprint == identity.fingerprint:
+            return shown
+    return tracking.store.completed_trial(identity.fingerprint)
 
 
 def _isolated(plan: TrialPlan) -> bool:
@@ -220,7 +227,7 @@ class Attempt:
             time.sleep(WAIT_S)
 
     def _measure(self, trial_id: int, deadline: Deadline) -> None:
-        plan, job, store = self.plan, self.job, self.tracking.store
+        plan, store = self.plan, self.tracking.store
         config = plan.config
         tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
         workload, described = build_workload(plan, tokenizer)
@@ -229,8 +236,6 @@ class Attempt:
             if outside or plan.computes_elsewhere:
                 shelf.empty()  # others load the model
             check_free_memory(plan)
-            if (starting := what_starts(plan)) is not None:
-                self.say(starting)
             measured_at = None
             if config.trial.measure_machine is not None:
                 from pensieve.lab.trial.machine import measure_beside
@@ -289,7 +294,6 @@ class Attempt:
             "cache_state_unverified": unverified(described, record.turns, system.can.starts_empty),
             "extrapolated": (system.extrapolated() if isinstance(system, InlineSystem) else None) or None,
             "fell_back": _fall_back(started.settings) if started.settings.get("fell_back") else None,
-            "reproduces": job.reproduces,
             "thin_percentiles": thin_percentiles(metrics) or None,
         }
         flags = {**record.flags, "load": record.load, "drain_share": record.drain_share}
@@ -304,7 +308,7 @@ class Attempt:
         Raises TrialTimeout past the deadline: when a turn progresses, and on a wall clock also when none does.
         """
         store = self.tracking.store
-        bar = TrialProgress(self.job.title, described.turns, shown=self.job.progress)
+        bar = TrialProgress(self.job.title, described.turns, shown=self.job.shown)
 
         def on_batch(turns: Sequence[TurnRecord]) -> None:
             store.add_turns(trial_id, turns)
@@ -359,7 +363,7 @@ def _system(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan) -> S
         return build_outside(plan, tokenizer, described)
     if config.baseline.simulated is not None:
         return build_simulated(plan)
-    if config.hardware.cluster.router != "single":
+    if config.hardware.router != "single":
         return build_cluster(plan, tokenizer, described) if plan.device.simulated else _replicas(plan)
     return build_system(plan, tokenizer, described)
 
@@ -433,7 +437,7 @@ def _replicas(plan: TrialPlan) -> System:
     check_ray("hardware.replicas above 1")
     from pensieve.plugins.replicas.system import build_replicas
 
-    return build_replicas(plan, plan.config.hardware.cluster.replicas, plan.config.hardware.cluster.router)
+    return build_replicas(plan, plan.config.hardware.replicas, plan.config.hardware.router)
 
 
 def _effective(system: System, plan: TrialPlan, described: WorkloadPlan, started: StartReport) -> dict[str, Any]:

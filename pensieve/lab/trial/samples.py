@@ -21,7 +21,7 @@ import psutil
 from pensieve.core.machine import Clock
 from pensieve.core.plan import Tier
 from pensieve.errors import ResultsError
-from pensieve.lab.compose.machine import Device, cores
+from pensieve.lab.compose.plan import Device, cores
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.store import ENGINE, Holding, Reading, ResultsStore
 from pensieve.serve.books.books import PositionPrices

@@ -1,27 +1,27 @@
 """A sweep: what is done before and after its jobs, what each job does, and what is printed of a trial.
 
-Before the jobs: preflight of each, and the sweep's row. After them: table, MLflow, figures, exit status. Jobs run one after
-another in this process, as they were composed and checked. Where Hydra is asked for more (a launcher, a folder's name, a
-callback) it composes them again: an environment variable of the job then says which sweep it belongs to.
+Before the jobs: preflight of each, and the sweep's row. After them: table, MLflow, figures, exit status. The jobs run as they
+were composed and checked: real ones one after another, simulated ones side by side where that is worth the start of
+processes. Where Hydra is asked for more (a launcher, a folder's name, a callback) it composes them again: an environment
+variable of the job then says which sweep it belongs to.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import env_override
 from omegaconf import DictConfig, open_dict, read_write
 from pydantic import TypeAdapter
 from rich.console import Group, RenderableType
@@ -30,24 +30,32 @@ from rich.text import Text
 from pensieve.errors import ConfigError, in_checkout
 from pensieve.lab.compose.build import preflight
 from pensieve.lab.compose.conf import conf_folder
-from pensieve.lab.compose.explain import explain
 from pensieve.lab.compose.plan import TrialPlan, awaits_profile
-from pensieve.lab.compose.schema import TrialConfig
-from pensieve.lab.compose.settings import check, resolved
+from pensieve.lab.compose.settings import TrialConfig, check, resolved
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.environment import Owner, git_commit, host, this_process
 from pensieve.lab.results.frame import Cell, Panel, footer, mixtures
 from pensieve.lab.results.identity import sweep_key
 from pensieve.lab.results.mlflow_runs import URL_ENV, copy_sweep, copy_trial, log_drawn, remote_url
-from pensieve.lab.results.notes import MOSTLY, load_changed, offered_rate, starting
+from pensieve.lab.results.notes import MOSTLY, load_changed
 from pensieve.lab.results.schema import Trial
 from pensieve.lab.results.store import ResultsStore
-from pensieve.lab.results.sweep_table import SweepTable, sweep_table
+from pensieve.lab.results.sweep_table import sweep_table
 from pensieve.lab.tables import grid
-from pensieve.lab.trial.command import Jobs, asks_hydra, in_turn
-from pensieve.lab.trial.fidelity import fidelity, fidelity_here
-from pensieve.lab.trial.job import Job, Outcome, Tracking, marks_of, open_tracking
-from pensieve.lab.trial.process import end_kept, end_with, logged_in
+from pensieve.lab.trial.command import Jobs, in_turn
+from pensieve.lab.trial.job import (
+    Asked,
+    Job,
+    Outcome,
+    Tracking,
+    end_kept,
+    end_with,
+    marks_of,
+    open_tracking,
+    outcome_of,
+    performing,
+    processes_here,
+)
 from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.terminal import (
     INTERRUPTED,
@@ -64,11 +72,10 @@ from pensieve.units import NONE, duration
 
 FIGURE_SCRIPT = "analysis/figures.py"
 MEMBERSHIP = "PENSIEVE_SWEEP"
-LOG_FILE = "run.log"
 RESOLVED_FILE = "config.resolved.yaml"
 _SHOWN_FILES = (".png", ".md")  # of a figure's files: the picture, or the table
-
-log = logging.getLogger(__name__)
+WORTH_A_START_S = 5.0
+"""What the rest of a sweep must take in this process for others to be started: each imports for a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,14 @@ class SweepMembership:
     owner: Owner
     keeps: bool = False
 
+    def asked(self, number: int, overrides: Sequence[str], plain: dict[str, Any], folder: Path) -> Asked:
+        """One job. overrides: its own. plain: its configuration, resolved."""
+        swept = " ".join(text for text in overrides if text.partition("=")[0].lstrip("+") in self.axes)
+        title = f"[{number + 1}/{self.n_expected}] {swept}"
+        shown = self.owner == this_process()
+        own = Job(title, folder, self.sweep_id, number, preflight=False, shown=shown, keeps=self.keeps)
+        return Asked(plain, own)
+
 
 # -- before and after the jobs ------------------------------------------------------------------------------------------
 
@@ -94,33 +109,41 @@ class OpenSweep:
     config: TrialConfig
     membership: SweepMembership
 
-    def run(
-        self, config: DictConfig, jobs: Jobs, configs: Sequence[Mapping[str, Any]], plans: Sequence[TrialPlan]
-    ) -> None:
-        """Run the jobs one after another in this process. config: of the sweep, with Hydra's node. configs: resolved."""
-        folder = Path(str(config.hydra.sweep.dir)).absolute()
-        with env_override({name: str(text) for name, text in config.hydra.job.env_set.items()}):
-            for number, (plain, plan) in enumerate(zip(configs, plans, strict=True)):
-                _run_job(
-                    self.membership, number, jobs.jobs[number], plan.config, plain, folder / str(number), logs=True
-                )
+    def run(self, folder: Path, jobs: Jobs, configs: Sequence[dict[str, Any]], simulated: bool) -> None:
+        """Run the jobs. folder: for theirs. configs: resolved. simulated: all of them, so that none disturbs another."""
+        tracking = open_tracking(self.config, self.membership.outputs)
+        under = folder if tracking.kept else tracking.outputs
+        waiting = [
+            self.membership.asked(number, overrides, plain, under / str(number))
+            for number, (overrides, plain) in enumerate(zip(jobs.jobs, configs, strict=True))
+        ]
+        most = processes_here() if simulated and self.config.trial.isolate == "auto" else 1
+        with _marked_if_interrupted(tracking, self.membership):
+            began, place = time.monotonic(), 0
+            with performing(tracking, 1) as perform:
+                for place, (asked, outcome) in enumerate(perform(waiting), start=1):
+                    _note(asked, outcome, tracking, self.membership)
+                    took_s, began = time.monotonic() - began, time.monotonic()
+                    if most > 1 and not outcome.reused and took_s * (len(waiting) - place) > WORTH_A_START_S:
+                        break
+            left = [replace(one, job=replace(one.job, shown=False)) for one in waiting[place:]]
+            with performing(tracking, max(1, min(most, len(left)))) as perform:
+                for asked, outcome in perform(left):
+                    _note(asked, outcome, tracking, self.membership)
 
     def finish(self) -> bool:
         """After the jobs: table, MLflow, figures. Returns whether every trial completed."""
         sweep_is_closed()
-        self._return_memory()
-        tracking = open_tracking(self.config, self.membership.outputs)
+        tracking = self._tracking()
         jobs = tracking.store.trials_of_sweep(self.membership.sweep_id)
         completed = len(jobs) >= self.membership.n_expected and all(job.last.status == "completed" for job in jobs)
-        status = "completed" if completed else "failed"
         with ThreadPoolExecutor(
             1
         ) as beside:  # another process draws while this one makes the table and writes to MLflow
             drawn = None
             if tracking.kept and completed:
                 drawn = beside.submit(draw_figures, tracking, self.config.tracking.url_env, self.membership.sweep_id)
-            table = self._set_status(tracking, status, shown=True)
-            self._to_mlflow(tracking, table)
+            self._end(tracking, "completed" if completed else "failed", shown=True)
             figures = drawn.result() if drawn else []
             for line in figure_lines(figures):
                 print(line)
@@ -130,35 +153,28 @@ class OpenSweep:
 
     def close(self, status: str) -> None:
         """The sweep ends early. After Ctrl-C no table is shown."""
-        self._return_memory()
-        tracking = open_tracking(self.config, self.membership.outputs)
-        table = self._set_status(tracking, status, shown=status != "interrupted")
-        self._to_mlflow(tracking, table)
+        self._end(self._tracking(), status, shown=status != "interrupted")
 
-    def _return_memory(self) -> None:
+    def _tracking(self) -> Tracking:
         end_kept()
         if self.membership.keeps:
             shelf.close()
+        return open_tracking(self.config, self.membership.outputs)
 
-    def _set_status(self, tracking: Tracking, status: str, shown: bool) -> SweepTable:
-        tracking.store.interrupt_dead()
-        tracking.store.set_sweep(self.membership.sweep_id, status=status)
-        table = sweep_table(tracking.store, self.membership.sweep_id)
+    def _end(self, tracking: Tracking, status: str, shown: bool) -> None:
+        store, sweep_id = tracking.store, self.membership.sweep_id
+        store.interrupt_dead()
+        store.set_sweep(sweep_id, status=status)
+        table = sweep_table(store, sweep_id)
         try:
             if shown:
-                console().print(table.renderable)
-                for job in tracking.store.trials_of_sweep(self.membership.sweep_id):
-                    _print_fidelity(tracking.store, job.last.id)
-                if (here := fidelity_here(tracking.store, self.membership.sweep_id)) is not None:
-                    console().print(here)
+                trials = [job.last for job in store.trials_of_sweep(sweep_id)]
+                console().print(table.renderable, *fidelities(store, trials, sweep_id))
                 print(*places(tracking), sep="\n", flush=True)
         except BrokenPipeError:
             discard_output()  # the sweep is still to be closed, and its status to be returned
-        return table
-
-    def _to_mlflow(self, tracking: Tracking, table: SweepTable) -> None:
         if tracking.mlflow:
-            copy_sweep(tracking.outputs, tracking.store, self.membership.sweep_id, table)
+            copy_sweep(tracking.outputs, store, sweep_id, table)
 
 
 def open_sweep(
@@ -166,7 +182,8 @@ def open_sweep(
 ) -> OpenSweep:
     """Preflight of the jobs, the sweep's row, and what tells a launcher's jobs of it. configs: resolved. Raises
     PensieveError."""
-    if not in_turn(config) and any(plan.config.trial.measure_machine is not None for plan in plans):
+    here = in_turn(config)
+    if not here and any(plan.config.trial.measure_machine is not None for plan in plans):
         raise ConfigError(
             "trial.measure_machine: its trials follow each other in one process; leave hydra/launcher out."
         )
@@ -185,7 +202,7 @@ def open_sweep(
     sweep_id = tracking.store.open_sweep(
         key=key,
         name=first.experiment_name,
-        experiment=_overlay(fixed),
+        experiment=next((text.partition("=")[2] for text in fixed if text.lstrip("+").startswith("experiment=")), None),
         command=command_line(),
         overrides={**dict(text.lstrip("+").partition("=")[::2] for text in fixed), **swept},
         n_expected=len(jobs.jobs),
@@ -193,25 +210,18 @@ def open_sweep(
         git_commit=git_commit(),
         anew=any(plan.config.force for plan in plans),
     )
-    keeps = in_turn(config) and not all(plan.device.simulated for plan in plans)
+    keeps = here and not all(plan.device.simulated for plan in plans)
     membership = SweepMembership(sweep_id, len(jobs.jobs), tracking.outputs, tuple(jobs.axes), this_process(), keeps)
     sweep = OpenSweep(first, membership)
     if keeps:
         shelf.begin()
     close_at_exit(sweep.close)
-    if asks_hydra(config):
+    if not here:
         told = TypeAdapter(SweepMembership).dump_json(membership).decode().replace("'", "\\'")
         with read_write(config.hydra.overrides), open_dict(config.hydra.overrides):
             config.hydra.overrides.hydra.append(f"++hydra.job.env_set.{MEMBERSHIP}='{told}'")
     say(f"Sweep of {len(jobs.jobs)} trials: " + ", ".join(f"{key} = {values}" for key, values in axes.items()))
     return sweep
-
-
-def _print_fidelity(store: ResultsStore, trial_id: int) -> None:
-    """Print how far a trial that replayed a real run is from it; nothing for any other."""
-    table = fidelity(store, trial_id)
-    if table is not None:
-        console().print(table)
 
 
 def _asked(found: dict[str, Any]) -> dict[str, Any]:
@@ -228,17 +238,10 @@ def _objective(config: TrialConfig, typed: Iterable[str]) -> list[str]:
     return [f"{name}={most}" for name, most in asked.items() if name not in given]
 
 
-def _overlay(overrides: Iterable[str]) -> str | None:
-    return next((text.partition("=")[2] for text in overrides if text.lstrip("+").startswith("experiment=")), None)
-
-
-def _different(plans: Iterable[TrialPlan]) -> list[TrialPlan]:
+def _different(plans: Iterable[TrialPlan]) -> Iterable[TrialPlan]:
     """Drop plans that preflight would judge the same: they differ only in the seed and other fields that it does not read."""
     ignored = {"seed", "repeat", "slo", "trial", "tracking"}
-    found: dict[str, TrialPlan] = {}
-    for plan in plans:
-        found.setdefault(plan.config.model_dump_json(exclude=ignored), plan)
-    return list(found.values())
+    return {plan.config.model_dump_json(exclude=ignored): plan for plan in plans}.values()
 
 
 def draw_figures(tracking: Tracking, url_env: str | None, sweep_id: int) -> list[Path]:
@@ -281,15 +284,19 @@ def run_composed(cfg: DictConfig) -> None:
     end_with(membership.owner)
     plain, hydra = resolved(cfg), HydraConfig.get()
     texts, folder = [str(text) for text in hydra.overrides.task], Path(hydra.runtime.output_dir)
-    _run_job(membership, int(hydra.job.num), texts, check(plain), plain, folder)
+    tracking = open_tracking(check(plain), membership.outputs)
+    with _marked_if_interrupted(tracking, membership):
+        asked = membership.asked(int(hydra.job.num), texts, plain, folder)
+        _note(asked, outcome_of(asked, tracking, say), tracking, membership)
 
 
 def run_single(cfg: DictConfig, config: TrialConfig) -> None:
     """Run a trial by itself and print it. MLflow is written after that, however the trial ended."""
-    plain = resolved(cfg)
     tracking = open_tracking(config)
-    folder = _with_resolved(Path(HydraConfig.get().runtime.output_dir) if tracking.kept else tracking.outputs, plain)
-    job = Job(title=f"{config.model.name} {config.baseline.name}", folder=folder)
+    folder = Path(HydraConfig.get().runtime.output_dir) if tracking.kept else tracking.outputs
+    job = Job(f"{config.model.name} {config.baseline.name}", folder)
+    plain = resolved(cfg)
+    keep_resolved(folder, plain)
     try:
         outcome = run_trial(config, plain, tracking, job, say)
     except KeyboardInterrupt:
@@ -303,41 +310,17 @@ def run_single(cfg: DictConfig, config: TrialConfig) -> None:
             sys.exit(1)
         if outcome.reused:
             say(f"Trial {outcome.trial_id} is this one and is completed; force=true runs it again.")
-        console().print(summary(store, outcome.trial_id))
-        _print_fidelity(store, outcome.trial_id)
+        console().print(summary(store, outcome.trial_id), *fidelities(store, [store.trial(outcome.trial_id)]))
         print(*places(tracking), sep="\n", flush=True)
     finally:
         if tracking.mlflow and outcome.trial_id and store.trial(outcome.trial_id).mlflow_run_id is None:
             copy_trial(tracking.outputs, store, outcome.trial_id)
 
 
-def _run_job(
-    membership: SweepMembership,
-    number: int,
-    overrides: Sequence[str],
-    config: TrialConfig,
-    plain: Mapping[str, Any],
-    folder: Path,
-    logs: bool = False,
-) -> None:
-    """One job, its record and its line. logs: into a file of the folder, as Hydra does for the jobs that it launches."""
-    tracking = open_tracking(config, membership.outputs)
-    if config.trial.fail_fast and tracking.store.sweep(membership.sweep_id).status == "failed":
-        return
-    swept = " ".join(text for text in overrides if text.partition("=")[0].lstrip("+") in membership.axes)
-    title = f"[{number + 1}/{membership.n_expected}] {swept}"
-    job = Job(
-        title=title,
-        folder=_with_resolved(folder if tracking.kept else tracking.outputs / str(number), plain),
-        sweep_id=membership.sweep_id,
-        number=number,
-        preflight=False,
-        progress="bar" if membership.owner == this_process() else "lines",
-        keeps=membership.keeps,
-    )
+@contextmanager
+def _marked_if_interrupted(tracking: Tracking, membership: SweepMembership) -> Iterator[None]:
     try:
-        with logged_in(job.folder / LOG_FILE) if logs else nullcontext():
-            _record(config, plain, tracking, membership, job)
+        yield
     except KeyboardInterrupt:
         ends_interrupted()
         tracking.store.set_sweep(membership.sweep_id, status="interrupted")
@@ -345,32 +328,22 @@ def _run_job(
         sys.exit(INTERRUPTED)
 
 
-def _record(
-    config: TrialConfig, plain: Mapping[str, Any], tracking: Tracking, membership: SweepMembership, job: Job
-) -> None:
-    title = job.title
-    try:
-        outcome = run_trial(config, plain, tracking, job, say)
-    except Exception as error:  # before there was a trial to record it in; the others go on
-        log.info("job %s could not begin its trial", job.number, exc_info=error)
-        outcome = Outcome(0, "failed", error=explain(error))
+def _note(asked: Asked, outcome: Outcome, tracking: Tracking, membership: SweepMembership) -> None:
+    """What became of a job: its files, its line, and what is real in MLflow at once; a simulated one takes less than the
+    import."""
+    title, store = asked.job.title, tracking.store
+    keep_resolved(asked.job.folder, asked.config)
     if outcome.reused:
-        how = "this sweep ran it before" if config.force else "force=true runs it again"
-        say(f"{title}: trial {outcome.trial_id} is this one and is completed ({how})")
+        say(f"{title}: trial {outcome.trial_id} is this one and is completed (force=true runs it again)")
     elif outcome.completed:
-        left = _time_left(tracking.store, membership)
-        say(f"{title}: {brief(tracking.store, outcome.trial_id)}{left}")
+        say(f"{title}: {brief(store, outcome.trial_id)}{_time_left(store, membership)}")
     else:
         say(f"{title}: failed. {outcome.error}")
-        if config.trial.fail_fast:
-            tracking.store.set_sweep(membership.sweep_id, status="failed")
-            say("trial.fail_fast=true: no further trial of this sweep begins.")
     if copied_at_once(tracking, outcome):
-        copy_sweep(tracking.outputs, tracking.store, membership.sweep_id)
+        copy_sweep(tracking.outputs, store, membership.sweep_id)
 
 
 def copied_at_once(tracking: Tracking, outcome: Outcome) -> bool:
-    """Whether MLflow gets a trial before its sweep has ended: a real one. A simulated one takes less than the import."""
     return tracking.mlflow and bool(outcome.trial_id) and not tracking.store.trial(outcome.trial_id).simulated
 
 
@@ -384,13 +357,25 @@ def _time_left(store: ResultsStore, membership: SweepMembership) -> str:
     return f"; {progress.ended} of {membership.n_expected} trials done, about {duration(left_s)} left"
 
 
-def _with_resolved(folder: Path, plain: Mapping[str, Any]) -> Path:
-    """Write the resolved configuration into the folder for the trial's files, and return the folder."""
+def keep_resolved(folder: Path, plain: Mapping[str, Any]) -> None:
+    """Write the resolved configuration into the folder for the trial's files: Hydra's own file has interpolations."""
     folder.mkdir(parents=True, exist_ok=True)
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C where there is libyaml, ten times as fast
     text = yaml.dump(plain, Dumper=dumper, sort_keys=False, allow_unicode=True)
     (folder / RESOLVED_FILE).write_text(text, encoding="utf-8")
-    return folder
+
+
+def fidelities(store: ResultsStore, trials: Iterable[Trial], sweep_id: int | None = None) -> Iterator[RenderableType]:
+    """How far a trial that replayed a real run is from it; of a sweep on a machine and its profile, one from the other."""
+    replayed = [trial for trial in trials if trial.workload == "vllm_run"]
+    both = sweep_id is not None and len({trial.simulated for trial in trials}) > 1
+    if not replayed and not both:
+        return
+    from pensieve.lab.trial.fidelity import fidelity, fidelity_here
+
+    tables = [fidelity(store, trial.id) for trial in replayed]
+    tables += [fidelity_here(store, sweep_id)] if both and sweep_id is not None else []
+    yield from (table for table in tables if table is not None)
 
 
 ROWS = (
@@ -423,24 +408,13 @@ def summary(store: ResultsStore, trial_id: int) -> RenderableType:
     )
     told = [str(trial.flags[flag]) for flag in TOLD if flag in trial.flags]
     told += [f"One of the {why.what}: do not compare its times, and {why.remedy}." for why in mixtures([trial])]
-    cut = load_changed([Panel({}, [Cell(trial.baseline, {}, [trial])])])
-    first = [*(note.text for note in cut), *_overloaded(trial, metrics)]
+    first = [note.text for note in load_changed([Panel({}, [Cell(trial.baseline, {}, [trial])])])]
+    waited, ttft = (one.value if (one := metrics.get((f"{what}_ms_p50", ""))) else None for what in ("queue", "ttft"))
+    if waited and ttft and waited > MOSTLY * ttft:  # its times are of the queue, and grow with the length of the run
+        first.append(
+            f"Near saturation: {waited:,.0f} of {ttft:,.0f} ms of TTFT (p50) is queueing. It grows with the run."
+        )
     return Group(*map(Text, first), table, *(Text(line) for line in [*told, *footer([trial])]))
-
-
-def _overloaded(trial: Trial, metrics: Mapping[tuple[str, str], MetricValue]) -> list[str]:
-    """Where the median request mostly waits for others, its times are of the queue, and grow with the length of the run."""
-    waited, ttft, rate = (
-        one.value if (one := metrics.get((name, ""))) else None
-        for name in ("queue_ms_p50", "ttft_ms_p50", "throughput_req_s")
-    )
-    if not waited or not ttft or waited <= MOSTLY * ttft:
-        return []
-    offered = None if starting([trial]) else offered_rate([trial])
-    kept_up = f" Finished {rate:.3g} of {offered:.3g} requests/s offered." if rate and offered else ""
-    return [
-        f"Near saturation: {waited:,.0f} of {ttft:,.0f} ms of TTFT (p50) is queueing. It grows with the run.{kept_up}"
-    ]
 
 
 def places(tracking: Tracking) -> list[str]:

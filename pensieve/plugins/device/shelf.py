@@ -108,11 +108,6 @@ def take_model(asked: ModelAsked) -> LoadedModel:
     return models[key]
 
 
-def holds_model(asked: ModelAsked) -> bool:
-    """Whether take_model would load nothing."""
-    return bool(_open and _open[-1]) and _key(asked) in _open[-1]
-
-
 def _is_open() -> bool:
     return bool(_open)
 

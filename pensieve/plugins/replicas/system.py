@@ -18,9 +18,8 @@ from pensieve.core.request import Event, History, Request, TokenArray
 from pensieve.device.asked import physical_cores
 from pensieve.errors import ConfigError, HardwareMissing, WorkerError
 from pensieve.lab.compose.build import check_memory
-from pensieve.lab.compose.machine import free_device_bytes, memory_limit_bytes
 from pensieve.lab.compose.model_files import check_weights
-from pensieve.lab.compose.plan import TrialPlan
+from pensieve.lab.compose.plan import TrialPlan, free_device_bytes, memory_limit_bytes
 from pensieve.plugins.cluster.cluster_system import Turn
 from pensieve.plugins.cluster.routing import ROUTERS
 from pensieve.plugins.replicas.actors import Actors, Replica
@@ -364,9 +363,9 @@ def build_replicas(
     assert not plan.device.simulated
     config = plan.config
     gpus = config.hardware.gpus if plan.device.kind == "cuda" else 0
-    if gpus and ":" in config.hardware.torch.device:
+    if gpus and ":" in config.hardware.device:
         raise ConfigError(
-            f"hardware.device={config.hardware.torch.device} with replicas: each gets GPUs of its own; "
+            f"hardware.device={config.hardware.device} with replicas: each gets GPUs of its own; "
             "use hardware.device=cuda."
         )
     _check_room(plan, count, gpus)
@@ -374,7 +373,7 @@ def build_replicas(
     fields = config.model_dump()
     limit = memory_limit_bytes(config.hardware)  # of all of them together
     fields["hardware"] |= {
-        "threads": config.hardware.torch.threads or max(1, physical_cores() // count),
+        "threads": config.hardware.threads or max(1, physical_cores() // count),
         "cpu_memory": None if limit is None else f"{limit // count} B",
         "replicas": 1,
         "router": "single",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pensieve.core.request import Event, Free, Hint, History, Length, Request, Sampling, text_of
 from pensieve.core.session import common_prefix
 from pensieve.errors import ConfigError, EngineMissing, PensieveError, RequestFailed, WorkerError, refused, typed
-from pensieve.lab.compose.build import build_system, check_free_memory, what_starts
+from pensieve.lab.compose.build import build_system, check_free_memory
 from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.explain import explain_crash
 from pensieve.lab.compose.model_files import build_tokenizer, model_config
@@ -71,15 +71,13 @@ def create_server(
     )
 
 
-def server_of(config: Mapping[str, Any], keeps_disk: bool = False, say: Callable[[str], None] | None = None) -> Server:
+def server_of(config: Mapping[str, Any], keeps_disk: bool = False) -> Server:
     """A warm server from the configuration of a command, or the fields of a trial but `workload`: callers ask.
 
-    keeps_disk: as of build_system. say: is told what the start will take, where that is long.
+    keeps_disk: as of build_system.
     """
     plan = plan_live(config)
     check_free_memory(plan)
-    if say is not None and (starting := what_starts(plan)) is not None:
-        say(starting)
     tokenizer = build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated)
     return Server(build_system(plan, tokenizer, keeps_disk=keeps_disk), tokenizer, plan.config.seed)
 

@@ -56,7 +56,7 @@ def chat(config: Mapping[str, Any], typed: Collection[str] = ()) -> int:
             say(sentence)
     if settings.script is not None:
         return play(trial, settings, questions_of(settings.script))
-    with server_of(trial, say=say) as server:
+    with server_of(trial) as server:
         say(f"{trial['model']['name']}, baseline={trial['baseline']['name']}. {COMMANDS}")
         with suppress(ImportError):  # not on every system: lines are edited, and those before come back
             import readline  # noqa: F401
@@ -178,7 +178,7 @@ def play(trial: Mapping[str, Any], settings: ChatSettings, questions: Sequence[s
     rounds = False
     played: dict[str, list[Generation]] = {}
     for baseline in dict.fromkeys((name, WITHOUT_MEMORY)):
-        with server_of({**trial, "baseline": read_option("baseline", baseline)}, say=say) as server:
+        with server_of({**trial, "baseline": read_option("baseline", baseline)}) as server:
             conversation = Conversation(server, settings, console())
             conversation.ask("Hello").result()  # the first forward of a process is no turn
             conversation.reset()

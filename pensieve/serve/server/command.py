@@ -19,8 +19,7 @@ import uvicorn
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.lab.compose.conf import outputs_folder
 from pensieve.lab.compose.model_files import model_identity
-from pensieve.lab.compose.schema import ModelConfig
-from pensieve.lab.compose.settings import check_node, resolved
+from pensieve.lab.compose.settings import ModelConfig, check_node, resolved
 from pensieve.lab.trial.terminal import say
 from pensieve.serve.server.api import Server, replicated_server, server_of
 from pensieve.serve.server.app import App, ServeSettings, create_app
@@ -120,7 +119,7 @@ def _open(state: App, config: Mapping[str, Any], opened: ExitStack) -> Server:
         without_keys = {KEYS: ""}  # the replicas know no clients
         server = replicated_server(config, settings.replicas, settings.router, without_keys, connected)
     else:
-        server = server_of(config, keeps_disk=kept is not None, say=say)
+        server = server_of(config, keeps_disk=kept is not None)
     behind = opened.enter_context(ExitStack())
     opened.callback(server.close)
     if settings.record:

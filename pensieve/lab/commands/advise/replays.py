@@ -21,7 +21,8 @@ from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.compose.settings import check
 from pensieve.lab.replay import replay
 from pensieve.lab.statistics import NONNEGATIVE, REAL, Estimate, nearest_rank, paired_ratio
-from pensieve.lab.traffic.table import Exchange, Facts, Salt, exchanges, is_traffic, read_batches, read_facts
+from pensieve.lab.traffic.hashing import Salt
+from pensieve.lab.traffic.table import Exchange, Facts, exchanges, is_traffic, read_batches, read_facts
 from pensieve.lab.workload.base import shuffled, uniform
 from pensieve.lab.workload.fit import Fit, fitted
 from pensieve.lab.workload.formats import load, served_rows
@@ -200,7 +201,7 @@ def replayed(task: Task) -> Replayed:
     # No warm-up turn: a policy that counts turns would decide at another one than the recorded engine's.
     workload = Playback(context, (), measured, Recorded(), Pauses(0, 0.0), facts={})
     described = workload.describe()
-    routed = plan.config.hardware.cluster.router != "single"
+    routed = plan.config.hardware.router != "single"
     system = build_cluster(plan, tokenizer, described) if routed else build_system(plan, tokenizer, described)
     system.start()
     try:
