@@ -30,8 +30,7 @@ from pensieve.lab.commands.advise.advice import recorded
 from pensieve.lab.commands.advise.causes import read_causes
 from pensieve.lab.commands.advise.replays import Task, replayed
 from pensieve.lab.compose.conf import conf_folder
-from pensieve.lab.traffic.hashing import BLOCK_TOKENS, TOKEN_BYTES, Salt
-from pensieve.lab.traffic.table import Exchange, Facts, read, read_facts, write
+from pensieve.lab.traffic.table import BLOCK_TOKENS, TOKEN_BYTES, Exchange, Facts, Salt, read, read_facts, write
 from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
 from pensieve.plugins.engines.completions import CompletionsClient
 from pensieve.plugins.engines.vllm import VllmHttp

@@ -47,7 +47,7 @@ def test_a_browser_shows_conversations_their_chunks_and_a_streamed_reply() -> No
                 server.generate(name, text=f"message {turn} " * 12, max_new_tokens=8, ignore_eos=True)
         page = shown(f"{url}/?session=bob")
         assert re.search(r'<input id="temperature"[^>]* value="0"', page), "the server's default stands in its field"
-        kv = server.places(next(one for one in server.conversations if one.id == "bob"))
+        kv = server.system.places("bob")
         drawn = re.search(rf'aria-label="{len(kv)} chunks: {kv}">((?:<i class="[GBC-]"></i>)+)', page)
         assert drawn is not None and drawn[1].count("<i") == len(kv)
         assert "evicted by" in page

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from pensieve.lab.commands.record.proxy import Client, Proxy
-from pensieve.lab.traffic.hashing import Salt
 from pensieve.lab.traffic.openai import Recorded
+from pensieve.lab.traffic.table import Salt
 
 ASK = b"POST /v1/completions HTTP/1.1\r\nHOST: here\r\nX-Odd:  kept \r\nContent-Length: 14\r\n\r\n" + b'{"prompt":"x"}'
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-type: text/event-stream\r\n\r\n"

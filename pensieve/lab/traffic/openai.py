@@ -9,8 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pensieve.lab.traffic.hashing import TOKEN_BYTES, Salt
-from pensieve.lab.traffic.table import Exchange
+from pensieve.lab.traffic.table import TOKEN_BYTES, Exchange, Salt
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 SESSION_HEADERS = ("x-session-id", "session-id", "x-conversation-id")

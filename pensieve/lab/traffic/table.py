@@ -1,8 +1,9 @@
-"""The file of recorded traffic, Parquet with a row a request: its columns, its facts, reader and writer."""
+"""The file of recorded traffic, Parquet with a row a request: its columns, facts and salted hashes, reader and writer."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 from array import array
@@ -23,6 +24,10 @@ KEY = b"pensieve.traffic"
 """Of the Parquet file's own metadata: the Facts, as JSON."""
 GROUP_ROWS = 4096
 """Rows a row group: what a reader has in memory at once."""
+
+TOKEN_BYTES = 4
+BLOCK_TOKENS, BLOCK_BYTES = 16, 64
+"""A block of a recording, in tokens where these are known, else in bytes."""
 
 Status = Literal["completed", "failed", "cancelled", "unfinished"]
 
@@ -106,6 +111,35 @@ class Exchange:
 
 COLUMNS = {one.name: one.metadata["kind"] for one in dataclasses.fields(Exchange)}
 SCHEMA = pa.schema(list(COLUMNS.items()))
+
+
+class Salt:
+    """A secret that is never written: whoever lacks it learns nothing of what was said. key: for tests, and to give two files
+    one salt."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._keyed = hashlib.blake2b(key=os.urandom(32) if key is None else key, digest_size=8)
+
+    def blocks(self, data: bytes, size: int, first: int = 0) -> TokenArray[int]:
+        """A signed number of 64 bits for each full block of `size` bytes, from block `first` on."""
+        digests = bytearray()
+        for start in range(first * size, len(data) - size + 1, size):
+            keyed = self._keyed.copy()
+            keyed.update(data[start : start + size])
+            digests += keyed.digest()
+        return array("q", bytes(digests))
+
+    def number(self, one: object) -> int:
+        """A number for a source's own hash."""
+        return int.from_bytes(self._of(str(one)).digest(), "big", signed=True)
+
+    def name(self, text: str) -> str:
+        return self._of(text).hexdigest()
+
+    def _of(self, text: str) -> hashlib.blake2b:
+        keyed = self._keyed.copy()
+        keyed.update(text.encode("utf-8", "replace"))
+        return keyed
 
 
 def edges(count: int, block_tokens: float) -> list[int]:

@@ -17,9 +17,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from pensieve import __version__
-from pensieve.lab.traffic.hashing import BLOCK_TOKENS, TOKEN_BYTES, Salt
 from pensieve.lab.traffic.journal import COMMIT_S, Journal
-from pensieve.lab.traffic.table import Exchange, Facts, Status
+from pensieve.lab.traffic.table import BLOCK_TOKENS, TOKEN_BYTES, Exchange, Facts, Salt, Status
 from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.api import Server, Turn
 from pensieve.serve.server.replies import prompt_details

@@ -16,8 +16,7 @@ import pytest
 
 from pensieve.errors import ConfigError, MalformedInput
 from pensieve.lab.traffic import table
-from pensieve.lab.traffic.hashing import Salt
-from pensieve.lab.traffic.table import Exchange, Facts
+from pensieve.lab.traffic.table import Exchange, Facts, Salt
 from pensieve.lab.workload.base import WorkloadContext
 from pensieve.lab.workload.fit import Fit
 from pensieve.lab.workload.formats import convert, load, served_rows

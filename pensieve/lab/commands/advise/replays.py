@@ -21,8 +21,7 @@ from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.compose.settings import check
 from pensieve.lab.replay import replay
 from pensieve.lab.statistics import NONNEGATIVE, REAL, Estimate, nearest_rank, paired_ratio
-from pensieve.lab.traffic.hashing import Salt
-from pensieve.lab.traffic.table import Exchange, Facts, exchanges, is_traffic, read_batches, read_facts
+from pensieve.lab.traffic.table import Exchange, Facts, Salt, exchanges, is_traffic, read_batches, read_facts
 from pensieve.lab.workload.base import shuffled, uniform
 from pensieve.lab.workload.fit import Fit, fitted
 from pensieve.lab.workload.formats import load, served_rows

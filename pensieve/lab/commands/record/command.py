@@ -13,9 +13,8 @@ from urllib.parse import urlsplit
 from pensieve.errors import ConfigError
 from pensieve.lab.commands.record.proxy import Proxy
 from pensieve.lab.commands.record.writer import Writer
-from pensieve.lab.traffic.hashing import Salt
 from pensieve.lab.traffic.journal import finish
-from pensieve.lab.traffic.table import write
+from pensieve.lab.traffic.table import Salt, write
 from pensieve.lab.workload.formats import FORMATS, convert
 from pensieve.lab.workload.formats.served import in_order
 from pensieve.lab.workload.formats.vllm_events import Events, joined, listen
@@ -91,20 +90,14 @@ async def _serve(proxy: Proxy, writer: Writer, host: str, port: int) -> None:
     """Until SIGINT or SIGTERM."""
     await writer.open()
     try:
-        await _until_told(proxy, host, port)
+        server = await proxy.serve(host, port)
+        gc.freeze()  # what is loaded stays, and need not be looked through again
+        told = asyncio.Event()
+        for one in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(one, told.set)
+        address = f"http://{host}:{server.sockets[0].getsockname()[1]}"
+        print(f"Clients find {proxy.upstream.geturl()} at {address}; Ctrl-C stops.", flush=True)
+        await told.wait()
+        server.close()
     finally:
         await writer.close()
-
-
-async def _until_told(proxy: Proxy, host: str, port: int) -> None:
-    server = await proxy.serve(host, port)
-    gc.freeze()  # what is loaded stays, and need not be looked through again
-    told = asyncio.Event()
-    for one in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(one, told.set)
-    print(
-        f"Clients find {proxy.upstream.geturl()} at http://{host}:{server.sockets[0].getsockname()[1]}; Ctrl-C stops.",
-        flush=True,
-    )
-    await told.wait()
-    server.close()

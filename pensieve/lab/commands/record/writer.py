@@ -20,10 +20,9 @@ from typing import Any
 
 import httpx
 
-from pensieve.lab.traffic.hashing import BLOCK_BYTES, BLOCK_TOKENS, Salt
 from pensieve.lab.traffic.journal import COMMIT_S, Journal
 from pensieve.lab.traffic.openai import Recorded, Reply
-from pensieve.lab.traffic.table import Exchange, Facts
+from pensieve.lab.traffic.table import BLOCK_BYTES, BLOCK_TOKENS, Exchange, Facts, Salt
 
 WAITING_BYTES = 256 * 1024 * 1024
 """What may wait for the writer; what comes beyond is not recorded."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pensieve.errors import ConfigError
 from pensieve.lab.traffic import table
-from pensieve.lab.traffic.hashing import Salt
+from pensieve.lab.traffic.table import Salt
 from pensieve.lab.workload.formats import coding_agents, served, text, timed, traffic
 from pensieve.lab.workload.formats.reading import OnMalformed, Reader
 from pensieve.lab.workload.recording import Recording

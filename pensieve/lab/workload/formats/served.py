@@ -12,9 +12,8 @@ from typing import Any
 from pydantic import AliasPath, Field
 
 from pensieve.errors import MalformedInput
-from pensieve.lab.traffic.hashing import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, Salt
 from pensieve.lab.traffic.openai import Recorded
-from pensieve.lab.traffic.table import Exchange, Facts
+from pensieve.lab.traffic.table import BLOCK_BYTES, BLOCK_TOKENS, TOKEN_BYTES, Exchange, Facts, Salt
 from pensieve.lab.workload.formats.reading import Entry, Positive, Reader, Whole
 from pensieve.lab.workload.formats.vllm_events import vllm_events
 

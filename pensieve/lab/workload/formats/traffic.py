@@ -8,8 +8,7 @@ from typing import get_args
 
 from pensieve.core.request import Hint, StopReason
 from pensieve.lab.traffic import table
-from pensieve.lab.traffic.hashing import BLOCK_BYTES, Salt
-from pensieve.lab.traffic.table import Exchange, Facts
+from pensieve.lab.traffic.table import BLOCK_BYTES, Exchange, Facts, Salt
 from pensieve.lab.workload.formats.reading import Reader
 from pensieve.lab.workload.formats.served import rows_of
 from pensieve.lab.workload.formats.timed import shared_prefix

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.errors import ConfigError, MalformedInput
-from pensieve.lab.traffic.hashing import TOKEN_BYTES, Salt
-from pensieve.lab.traffic.table import Exchange, Facts
+from pensieve.lab.traffic.table import TOKEN_BYTES, Exchange, Facts, Salt
 from pensieve.lab.workload.formats.reading import Reader, seconds
 from pensieve.lab.workload.recording import chain
 
