@@ -1,4 +1,5 @@
-"""Random conversations on random tiny models through every path, each token compared with the plain model:
+"""Random conversations on random tiny models through every path, every invariant held after each step and each token compared
+with the plain model:
 `python -m tests.soak 10000 3`, the number of turns and the seed.
 
 An episode is a model, an engine and a list of operations, all drawn from (seed, episode number). The first difference ends
@@ -10,10 +11,12 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, get_args
 
 from pensieve.core.cache.two_tier import TwoTierCache
@@ -36,6 +39,9 @@ from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.device.thread_link import ThreadLink
 from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.learned_return import LearnedReturn
+from pensieve.plugins.tiers.disk import DiskTier
+from pensieve.plugins.tiers.disk_transfer import DiskOptions
+from pensieve.serve.record import TurnRecord
 from pensieve.sim.profile import Profile
 from pensieve.specs import ModelSpec
 from tests.exact import CheckedEngine, Mismatch, Paths
@@ -69,7 +75,8 @@ _CACHES: tuple[Any, ...] = (
 @dataclass(frozen=True, slots=True)
 class Operation:
     """kind: ask (a new message), edit (a whole prompt that keeps a share `keep` of the conversation), step (`count`
-    iterations), forget, cancel. A conversation that is new begins with a share `keep` of `parent`, where that is known."""
+    iterations), forget, cancel, damage (bytes of the file of a disk tier). A conversation that is new begins with a share
+    `keep` of `parent`, where that is known."""
 
     kind: str
     session: str = ""
@@ -93,7 +100,7 @@ class Episode:
         rng, operations, asked = self.rng("operations"), [], 0
         names = "abcdefgh"[: rng.randint(2, 8)]
         while asked < turns:
-            kind = rng.choices(("ask", "edit", "step", "forget", "cancel"), (60, 6, 25, 1, 2))[0]
+            kind = rng.choices(("ask", "edit", "step", "forget", "cancel", "damage"), (60, 6, 25, 1, 2, 1))[0]
             name = rng.choice(names)
             if kind in ("ask", "edit"):
                 asked += 1
@@ -126,24 +133,33 @@ class Episode:
         cpu = rng.choice((0, rng.randint(30, 300), rng.randint(300, 900))) // chunk
         context = PolicyContext(chunk, gpu, cpu, lambda tokens: 1.0 + tokens / 200, 0.1, self.seed)
         restore = {"restore": rng.choice(get_args(RestoreMode))} if make in _RESTORING else {}
+        prefix = isinstance(make, partial) and make.keywords.get("reuse") == "prefix"
         policy = rng.choice(_POLICIES)(context)
         cache = make(policy=policy, chunk_tokens=chunk, gpu_blocks=gpu, cpu_blocks=cpu, **restore)
         settings = SchedulerSettings(
             composition=rng.choice((unified, unified, split)),
             max_batch_tokens=rng.choice((7, 48, 256)),
             max_batch_requests=rng.choice((1, 4, 16)),
+            copy_ahead=rng.choice(("paper", "spare", "never")),
         )
         source = self.rng("model")
         model = _model(_architecture(source), source.choice(("auto", "reference")))
-        if make in _RESTORING:
-            cache.begin(
-                cost=_cost(chunk, rng.choice((0.0, 0.1, 1.0, 10.0))),
-                layers=model.spec.layers,
-                batch_tokens=settings.max_batch_tokens,
-            )
         # Copies in the background and now and then so slow that they outlast their plans, or made at once.
         link = ThreadLink(rng.choice((None, 2e6))) if rng.random() < 0.4 else None
-        return CheckedEngine(model, cache, settings, _CONTEXT, link, TorchOptions(depth=rng.choice((1, 2))))
+        options, load = TorchOptions(depth=rng.choice((1, 2))), rng.choice((0.0, 0.1, 1.0, 10.0))
+        prices: dict[str, Any] = {"cost": _cost(chunk, load), "layers": model.spec.layers}
+        prices["batch_tokens"] = settings.max_batch_tokens
+        on_disk = isinstance(cache, TwoTierCache) and not prefix and options.depth == 1 and rng.random() < 0.5
+        if on_disk:
+            folder, blocks = Path(mkdtemp()), rng.choice((4, 60))
+            options = replace(options, transfer=DiskOptions(folder / "pool.kv", folder, bytes(32), blocks))
+        engine = CheckedEngine(model, cache, settings, _CONTEXT, link, options)
+        if on_disk:
+            report = replace(engine.report, below_load_s=prices["cost"].load_s())
+            cache.begin(**prices, below=DiskTier(blocks, transfer=options.transfer), report=report)
+        elif make in _RESTORING:
+            cache.begin(**prices)
+        return engine
 
     def run(self, operations: list[Operation]) -> Paths:
         """Raises Mismatch (or AssertionError, from an invariant) at the first fault."""
@@ -162,6 +178,28 @@ def perform(engine: CheckedEngine, operations: Sequence[Operation]) -> Paths:
                 waiting.remove(one)
                 _submit(engine, one[1], one[0])
 
+    def told(turns: Iterable[TurnRecord]) -> None:
+        for turn in turns:
+            assert turn.request_id not in ended, "a request ends once"
+            ended.add(turn.request_id)
+            if turn.history_tokens is None:
+                assert turn.status in ("refused", "cancelled")
+                continue
+            hits = (turn.gpu_hit_tokens, turn.cpu_hit_tokens, turn.disk_hit_tokens, turn.recomputed_tokens)
+            assert sum(one or 0 for one in hits) == turn.history_tokens
+            assert turn.history_tokens + (turn.new_tokens or 0) == turn.prompt_tokens
+            assert (turn.new_tokens or 0) >= max(1, turn.shared_hit_tokens or 0)
+
+    def damage(seed: int) -> None:
+        store = engine.torch_worker.options.transfer
+        if isinstance(store, DiskOptions) and store.path is not None:
+            rng, size = random.Random(seed), store.path.stat().st_size
+            with store.path.open("r+b") as file:
+                for _ in range(6):
+                    file.seek(rng.randrange(size))
+                    file.write(bytes([rng.randrange(256)]))
+
+    ended = set[int]()
     for operation in operations:
         if operation.kind in ("ask", "edit"):
             number += 1
@@ -172,16 +210,18 @@ def perform(engine: CheckedEngine, operations: Sequence[Operation]) -> Paths:
             cancelled = max(1, number - operation.count % 4)
             waiting[:] = [one for one in waiting if one[0] != cancelled]
             engine.cancel(cancelled, "cancelled")
+        elif operation.kind == "damage":
+            damage(operation.count)
         else:
             for _ in range(operation.count):
-                engine.step()
+                told(event.turn for event in engine.step() if event.turn is not None)
                 ask()
         ask()
     while waiting:
-        engine.step()
+        told(event.turn for event in engine.step() if event.turn is not None)
         assert engine.progressed, "requests wait, and nothing runs that could let them in"
         ask()
-    engine.run()
+    told(engine.run())
     engine.forget(None)
     while engine.step() or engine.progressed:
         pass

@@ -10,8 +10,6 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.engine import MemoryLimits
@@ -127,47 +125,32 @@ def run(manager, rng, turns, **engine):
     return found, (made.cache.gpu_blocks + made.cache.cpu_blocks) * made.cache.chunk_tokens
 
 
-@pytest.mark.parametrize("manager", [name for name in MANAGERS if name != "stateless"])
-def test_the_traces_have_hits_and_misses(manager):
-    turns = [turn for chance in range(60) for turn in measured(run(manager, random.Random(chance), turns=12)[0])]
-    hits = sum((turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) for turn in turns)
-    shared = sum(turn.shared_hit_tokens or 0 for turn in turns)
-    print(f"{manager}: {hits} of {sum(turn.history_tokens or 0 for turn in turns)} history tokens hit, {shared} shared")
-    assert hits > 200 and (shared > 50) == (
-        manager in ("pensieve_shared", "prefix_cache", "vllm_offload", "llama_slots")
-    )
-
-
 def measured(said):
     return [s.record for s in said if is_measured(s.record.phase) and s.record.history_tokens is not None]
 
 
 @pytest.mark.parametrize("manager", MANAGERS)
-@settings(max_examples=150, deadline=None)
-@given(st.integers(0, 10**9))
-def test_no_manager_beats_its_bound(manager, chance):
-    within_its_bound(manager, chance)
+def test_no_manager_beats_its_bound(manager):
+    found = [within_its_bound(manager, chance) for chance in range(150)]
+    own, shared = (sum(counts) for counts in zip(*found, strict=True))
+    assert own > 200 or manager == "stateless"
+    assert (shared > 50) == (manager in ("pensieve_shared", "prefix_cache", "vllm_offload", "llama_slots"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("manager", ["pensieve_shared", "prefix_cache", "vllm_offload"])
-def test_no_manager_that_shares_beats_its_bound_on_many_traces(manager, capsys):
+def test_no_manager_that_shares_beats_its_bound_on_many_traces(manager):
     """Longer ones, and tiers of several sizes. PENSIEVE_BOUND_TRACES=1000 for more."""
     shared = 0
     for chance in range(TRACES):
         rng = random.Random(f"size {chance}")
-        sizes = {
-            "gpu_blocks": rng.randint(11, 24),
-            "cpu_blocks": 0 if manager == "prefix_cache" else rng.randint(0, 16),
-        }
-        shared += within_its_bound(manager, chance, 40, **sizes)
-    with capsys.disabled():
-        print(f"{manager}: {TRACES} traces within their bound, {shared} tokens found that another conversation had")
+        cpu_blocks = 0 if manager == "prefix_cache" else rng.randint(0, 16)
+        shared += within_its_bound(manager, chance, 40, gpu_blocks=rng.randint(11, 24), cpu_blocks=cpu_blocks)[1]
     assert shared > TRACES
 
 
 def within_its_bound(manager, chance, most_turns=14, **sizes):
-    """Returns the tokens that were found because another conversation had them."""
+    """Returns the tokens that were found of conversations' own, and because another one had them."""
     rng = random.Random(chance)
     said, capacity = run(manager, rng, rng.randint(2, most_turns), **sizes)
     bound = offline_bound([one.record for one in said], capacity, Prices(Dear(), 2))
@@ -180,7 +163,7 @@ def within_its_bound(manager, chance, most_turns=14, **sizes):
     assert history <= bound.hit_tokens <= bound.history_tokens
     shared = sum(turn.shared_hit_tokens or 0 for turn in turns)
     assert history + shared <= bound.prompt_hit_tokens <= bound.prompt_tokens
-    return shared
+    return history, shared
 
 
 # -- by trying everything ---------------------------------------------------------------------------------------------
@@ -233,11 +216,14 @@ def optimum(said, capacity, shares, whole_prompts, worth=lambda _: 1):
     return max(best.values())
 
 
-def against_brute_force(manager, traces):
-    """Best and bound in tokens, and the least seconds and their bound, summed over random traces; each held against the
-    other. With blocks of one token, so that what conversations share is known to the token."""
+@pytest.mark.parametrize("traces", [150, pytest.param(TRACES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("manager", ["pensieve", "pensieve_shared", "prefix_cache"])
+def test_the_best_offline_choice_is_within_the_bound(manager, traces):
+    """In tokens and in seconds. With blocks of one token, so that what conversations share is known to the token. The gap is
+    what the bound gives away: to requests that run, which take no room in it, and to tokens that another conversation has
+    had. PENSIEVE_BOUND_TRACES=10000 for more."""
     shares, prices = manager in ("pensieve_shared", "prefix_cache"), Prices(Dear(), 1)
-    best_tokens = bound_tokens = least_s = bound_s = 0.0
+    best_tokens = 0
     for chance in range(traces):
         rng = random.Random(chance)
         said, _ = run(manager, rng, turns=rng.randint(2, 6), gpu_blocks=40, chunk_tokens=1)
@@ -247,26 +233,11 @@ def against_brute_force(manager, traces):
         best = optimum(said, capacity, shares, whole_prompts=False)
         assert best <= bound.hit_tokens
         saved = optimum(said, capacity, shares, whole_prompts=False, worth=lambda n: prices.seconds(n, n + 1))
-        least = bound.history_s - saved
-        assert bound.recompute_s <= least + 1e-9
+        assert bound.recompute_s <= bound.history_s - saved + 1e-9
         if shares:
             assert optimum(said, capacity, shares, whole_prompts=True) <= bound.prompt_hit_tokens
-        best_tokens, bound_tokens = best_tokens + best, bound_tokens + bound.hit_tokens
-        least_s, bound_s = least_s + least, bound_s + bound.recompute_s
-    print(
-        f"{manager}, {traces} traces: best offline choice {best_tokens:.0f} tokens, bound {bound_tokens:.0f}; least "
-        f"recomputation {least_s:.0f} s, bound {bound_s:.0f} s"
-    )
-    return best_tokens, bound_tokens, least_s, bound_s
-
-
-@pytest.mark.parametrize("traces", [150, pytest.param(TRACES, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("manager", ["pensieve", "pensieve_shared", "prefix_cache"])
-def test_the_best_offline_choice_is_within_the_bound(manager, traces):
-    """The gap is what the bound gives away: to requests that run, which take no room in it, and to tokens that another
-    conversation has had. PENSIEVE_BOUND_TRACES=10000 for more."""
-    best, bound, least_s, bound_s = against_brute_force(manager, traces)
-    assert 0 < best <= bound and 0 < bound_s <= least_s
+        best_tokens += best
+    assert best_tokens > 0
 
 
 def test_a_conversation_that_begins_with_the_kv_of_another_is_within_its_bound():

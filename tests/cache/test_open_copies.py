@@ -76,23 +76,6 @@ def test_a_step_does_not_look_at_blocks_that_still_wait_for_their_copies() -> No
     assert costs[0] == costs[1]
 
 
-def test_a_return_during_the_copy_takes_its_chunks_from_what_is_outgoing_and_its_end_gives_them_back() -> None:
-    cache, copies = under_way(6)
-    session = session_of(cache, "a")
-    cache.plans(1, 1)
-    cache.admit(session, 20, array("i", [1]), 1.0)  # 5 whole chunks are kept, the sixth is cut and written again
-    cache.check()
-    assert cache.room.outgoing == 0
-    cache.advance(session, [(20, 21)])
-    cache.release(session, 2.0)
-    cache.check()
-    assert cache.room.outgoing == 5
-    cache.finish(copies)
-    cache.check()
-    assert cache.room.outgoing == 0
-    assert cache.tiers.clean.chunks == 5
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_the_counts_hold_through_random_moves(seed: int) -> None:
     """Admissions, ends, edits, copies out and in that end late, out of order or fail, plans launched and collected."""

@@ -16,19 +16,6 @@ def asked(number: int, session: str, tokens: list[int], output: int = 2) -> Requ
     return Request(number, session, 1, tokens_of(tokens), Length(output))
 
 
-def test_running_together_two_equal_prompts_hold_blocks_once() -> None:
-    engine = make_engine(cache=PrefixCache, gpu_blocks=16)
-    engine.say(asked(1, "a", list(range(16)), output=8))
-    for _ in range(2):
-        engine.step(None)
-    used = engine.cache.gpu_blocks - engine.cache.room.available
-    engine.say(asked(2, "b", list(range(16)), output=2))
-    engine.step(None)
-    engine.cache.check()
-    assert engine.cache.gpu_blocks - engine.cache.room.available <= used + 2, "three of its blocks are the other's"
-    run(engine)
-
-
 def test_least_recently_used_blocks_go_and_of_a_prompt_the_last_first() -> None:
     engine = make_engine(cache=PrefixCache, gpu_blocks=8)
     engine.say(asked(1, "a", list(range(12))))

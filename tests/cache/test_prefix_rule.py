@@ -13,7 +13,6 @@ import pytest
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request
-from pensieve.errors import ConfigError
 from pensieve.plugins.caches.restore import RestoringCache
 from pensieve.plugins.caches.shared import SharedCache
 from pensieve.serve.record import TurnRecord
@@ -104,31 +103,6 @@ def test_what_is_left_of_a_conversation_is_a_prefix(make: Any, policy: Any, ahea
 
 
 @pytest.mark.parametrize("make", MANAGERS)
-@pytest.mark.parametrize("policy", [Lru, RetentionValue])
-def test_where_there_is_room_for_everything_nothing_changes(make: Any, policy: Any) -> None:
-    seen = [
-        [(one.ttft_ms, one.latency_ms, *found([one])) for one in replay(rows_of(5), cache=cache, policy=policy, **ROOM)]
-        for cache in (make, partial(make, reuse="prefix"))
-    ]
-    assert seen[0] == seen[1]
-
-
-ROOM = {"gpu_blocks": 500, "cpu_blocks": 500}
-
-
-def test_holes_are_of_no_use_to_prompts_that_keep_half_of_the_conversation() -> None:
-    """An edit discards the tail, which the rule has given up, and asks for the head, which holes have lost."""
-    by_reuse = [
-        sum(found(replay(rows_of(7, 120), 0.5, cache=partial(RestoringCache, reuse=reuse), policy=Lru, **SMALL)))
-        for reuse in ("any", "prefix")
-    ]
-    assert by_reuse[0] < by_reuse[1]
-
-
-SMALL = {"gpu_blocks": 30, "cpu_blocks": 0}
-
-
-@pytest.mark.parametrize("make", MANAGERS)
 def test_what_is_behind_a_hole_is_computed_again_and_counts_as_lost_with_it(make: Any) -> None:
     engine = make_engine(60, 60, cache=partial(make, reuse="prefix"), cost=Dear())
     ask(engine, 1, "a", 40, 5)
@@ -156,9 +130,3 @@ def test_a_hole_in_a_stem_is_filled_for_all_and_what_others_have_behind_it_count
     )
     assert found([ask(engine, 4, "b", 6, 3)]) == [8]
     assert found([ask(engine, 5, "a", 6, 3)]) == [48]
-
-
-def test_what_the_rule_cannot_be_with_is_refused() -> None:
-    for field in ({"reuse": "suffix"}, {"reuse": "prefix", "restore": "hybrid"}):
-        with pytest.raises(ConfigError, match="reuse"):
-            make_engine(cache=partial(RestoringCache, **field))

@@ -10,14 +10,11 @@ import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.engine import Engine
-from pensieve.errors import ConfigError
 from pensieve.plugins.caches.restore import CpuChunks, RestoreTimes, RestoringCache
 from pensieve.serve.record import TurnRecord
 from pensieve.sim.roofline import Roofline
-from pensieve.specs import HardwareSpec, ModelSpec
+from pensieve.specs import HardwareSpec
 from tests.simulated import MACHINE, MODEL, make_engine, request, run
-
-LLAMA3_8B = ModelSpec("llama3_8b", "llama", 32, 4096, 32, 8, 128, 14336, 128256, 65536, "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -82,11 +79,6 @@ def test_never_predicted_slower_than_either_and_nearly_the_best_of_all() -> None
         assert split.predicted_s <= min(every) + cost.step + 2 * cost.load + 2 * cost.recompute_s(last)
 
 
-def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ConfigError, match="load, hybrid, recompute"):
-        make_engine(cache=partial(RestoringCache, restore="fast"))
-
-
 def returning(mode: str, hardware: HardwareSpec, tokens: int = 400, budget: int = 32) -> tuple[TurnRecord, Engine]:
     """A conversation whose chunks another one has displaced to CPU returns to an idle machine."""
     blocks = -(-tokens // 4) + 20
@@ -124,20 +116,6 @@ def test_a_hybrid_restore_saves_what_was_predicted_and_changes_no_token(h2d_bw: 
     assert saving >= 0.7 * (1 - extra["restore_predicted_ms"] / min(predicted.values()))
     if h2d_bw == 3e6:
         assert saving > 0.1
-
-
-@pytest.mark.parametrize(
-    ("h2d_bw", "least", "most"), [(12.5e9, 0.19, 0.26), (48e9, 0.05, 0.09)], ids=["gen4_x8", "gen5_x16"]
-)
-@pytest.mark.parametrize("tokens", [16384, 32768])
-def test_savings_of_an_8b_model_on_slow_and_fast_links(h2d_bw: float, least: float, most: float, tokens: int) -> None:
-    """H200 data sheet, 55 % of its matrix rate: predicted, over the better of loading and recomputing everything."""
-    h200 = HardwareSpec("h200", True, flops=989.4e12, memory_bw=4.8e12, h2d_bw=h2d_bw, d2h_bw=h2d_bw,
-                        compute_efficiency=0.55, memory_efficiency=0.85, step_overhead_s=0.002)  # fmt: skip
-    model = RestoreTimes(Roofline(LLAMA3_8B, h200, 32), 32, LLAMA3_8B.layers, 512)
-    on_cpu = [(32 * index, 32 * index + 32) for index in range(tokens // 32)]
-    split = model.choose([(tokens, tokens + 64)], on_cpu, 0)
-    assert least < 1 - split.predicted_s / min(split.load_s, split.recompute_s) < most
 
 
 def test_with_another_request_running_everything_is_loaded() -> None:

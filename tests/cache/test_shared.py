@@ -6,7 +6,6 @@ import random
 from array import array
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import pytest
@@ -15,13 +14,9 @@ from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Forced, Fork, Length, Request
-from pensieve.core.scheduler.scheduler import SchedulerSettings
-from pensieve.errors import ConfigError
 from pensieve.plugins.caches.shared import SharedCache
-from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.systems.base import WallClock
-from tests.simulated import TalkingEngine, make_engine, policy_context, run
+from tests.simulated import TalkingEngine, make_engine, run
 
 SYSTEM = array("i", range(1, 41))  # ten chunks of four
 
@@ -93,20 +88,6 @@ def test_two_that_are_answered_alike_keep_one_copy() -> None:
     assert engine.cache.gpu_blocks_used == 16 + 2, "the last chunk, partly filled, is each one's own"
 
 
-def test_a_fork_and_its_fork_share_for_free() -> None:
-    engine = engine_of()
-    turn(engine, asking(1, "a", SYSTEM + own(1), 9))
-    for number, (name, parent) in enumerate((("b", "a"), ("c", "b")), 2):
-        held = engine.cache.sessions[parent].tokens
-        fork = Fork(parent, len(held) - 3, takes_kv=True)
-        record = turn(engine, asking(number, name, held[:-3] + own(number), fork=fork))
-        full = (len(held) - 3) // 4 * 4
-        assert sum(found or 0 for found in (record.gpu_hit_tokens, record.shared_hit_tokens)) == full
-        assert (
-            engine.cache.sessions[parent].chunks.gpu[: full // 4] == engine.cache.sessions[name].chunks.gpu[: full // 4]
-        )
-
-
 def test_tenants_find_nothing_of_each_other() -> None:
     """Every number of a tenant's turn is what it is where the other one has asked something else, or nothing: not found by
     hits, by blocks, or by the time to first token, to the last digit."""
@@ -129,15 +110,6 @@ def test_tenants_find_nothing_of_each_other() -> None:
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_conversations_that_are_over_do_not_pile_up_behind_a_prompt_that_lives() -> None:
-    engine = engine_of(gpu_blocks=24)
-    for number in range(1, 30):
-        turn(engine, asking(number, str(number), SYSTEM + own(number)))
-        engine.sessions.ended(str(number))
-    assert len(engine.cache.sessions) < 14
-    assert engine.cache.sessions["29"].stems()[0].stop >= 10
-
-
 def test_off_is_pensieve() -> None:
     records = []
     for cache in (TwoTierCache, partial(SharedCache, share="off")):
@@ -146,8 +118,6 @@ def test_off_is_pensieve() -> None:
             engine.submit(asking(number, str(number % 4), SYSTEM + own(number % 4) * number, 5))
         records.append([(hits(record), record.ttft_ms) for record in run(engine).values()])
     assert records[0] == records[1]
-    with pytest.raises(ConfigError, match="within-tenant, not 'all'"):
-        engine_of(cache=partial(SharedCache, share="all"))
 
 
 def test_where_nothing_is_alike_nothing_changes() -> None:
@@ -172,51 +142,6 @@ def test_nobody_behind_a_prompt_that_waits_for_another_is_later() -> None:
         late.append({number: record.ttft_ms or 0.0 for number, record in run(engine).items()})
     assert all(late[1][number] <= late[0][number] for number in late[0])
     assert late[1][6] < late[0][6] / 1.5
-
-
-@pytest.mark.slow
-def test_a_tenants_first_token_tells_nothing_of_what_another_one_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    """On the real worker, in random order: what the other one holds, what nobody holds, what it holds itself."""
-    from pensieve.device.worker import TorchWorker
-    from tests.worker.torch.driver import random_tokens, tiny_model
-
-    cache = SharedCache(policy=Lru(policy_context(16)), chunk_tokens=16, gpu_blocks=4000, cpu_blocks=0)
-    clock, settings = WallClock(), SchedulerSettings(max_batch_tokens=512)
-    worker = TorchWorker(tiny_model("llama"), 16, clock)
-    worker.start(4000, 0)
-    engine = TalkingEngine(
-        cache=cache, settings=settings, worker=worker, clock=clock, max_context=512, facts=Books(cache.chunk_tokens)
-    )
-
-    def first_token_ms(tokens: array[int], tenant: str) -> float:
-        number = len(cache.sessions)
-        engine.submit(Request(number, str(number), 1, tokens, Length(1), tenant=tenant))
-        while engine.busy:
-            for event in engine.step(None):
-                if event.turn is not None:
-                    assert event.turn.first_token_s is not None and event.turn.arrived_s is not None
-                    return 1000 * (event.turn.first_token_s - event.turn.arrived_s)
-        raise AssertionError("no turn ended")
-
-    rng = random.Random(0)
-    took: dict[str, list[float]] = {"theirs": [], "nobodys": [], "own": []}
-    for number in range(60):
-        held, other = random_tokens(480, 2 * number), random_tokens(480, 2 * number + 1)
-        first_token_ms(held, "one")
-        asked = [("theirs", held, "two"), ("nobodys", other, "two"), ("own", held, "one")]
-        for name, tokens, tenant in rng.sample(asked, 3):
-            took[name].append(first_token_ms(tokens, tenant))
-    worker.close()
-    apart = [(100 * (a / b - 1)) for a, b in zip(took["theirs"], took["nobodys"], strict=True)]
-    low, high = sorted(apart)[20], sorted(apart)[39]  # of the median, at 99 %
-    with capsys.disabled():
-        print(
-            f"first token, median of 60: {median(took['theirs']):.2f} ms with content of another tenant, "
-            f"{median(took['nobodys']):.2f} with nobody's ({median(apart):+.1f} %, 99 % interval {low:+.1f} to "
-            f"{high:+.1f}), {median(took['own']):.2f} with its own"
-        )
-    assert low < 5 and high > -5, "no first token says that the other one holds it"
-    assert median(took["own"]) < 0.8 * median(took["nobodys"]), "as it would if they shared"
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -4,9 +4,7 @@ from functools import partial
 
 import pytest
 
-from pensieve.core.engine import Engine
 from pensieve.core.request import Length, Request, tokens_of
-from pensieve.errors import ConfigError
 from pensieve.plugins.caches.slots import SlotCache
 from tests.simulated import make_engine, policy_context, run
 
@@ -18,38 +16,22 @@ from tests.simulated import make_engine, policy_context, run
 def test_as_many_as_hold_the_longest_conversation(longest, slots):
     context = policy_context()
     cache = SlotCache(policy=None, chunk_tokens=4, gpu_blocks=context.gpu_blocks, longest_tokens=longest)
-    assert cache.chosen == {"n_slots": slots, "slot_tokens": 16 // slots * 4, "slot_prompt_similarity": 0.1}
+    assert cache.chosen == {"n_slots": slots, "slot_tokens": 16 // slots * 4}
 
 
 def asked(number: int, name: str, tokens: list[int]) -> Request:
     return Request(number, name, 1, tokens_of(tokens), Length(1))
 
 
-def slots(**fields: float) -> Engine:
-    """Two of them: the first was used least recently, the second shares 2 tokens of those asked below."""
-    engine = make_engine(cache=partial(SlotCache, n_slots=2, **fields), gpu_blocks=32)
+@pytest.mark.parametrize(("length", "slot"), [(19, 1), (20, 0), (21, 0)])
+def test_a_slot_whose_prefix_is_too_small_a_share_of_the_prompt_is_spared(length, slot):
+    """Two slots: the first was used least recently, the second shares 2 tokens. Above a tenth, not at it, that one is
+    taken."""
+    engine = make_engine(cache=partial(SlotCache, n_slots=2), gpu_blocks=32)
     for number, first in ((1, 10), (2, 50)):
         engine.say(asked(number, f"s{number}", [first, first + 1, *range(80, 88)]))
         run(engine)
-    assert [list(slot.tokens[:2]) for slot in engine.cache.slots] == [[10, 11], [50, 51]]
-    return engine
-
-
-@pytest.mark.parametrize(
-    ("similarity", "length", "slot"),
-    [(0.1, 19, 1), (0.1, 20, 0), (0.1, 21, 0), (0.5, 3, 1), (0.5, 4, 0), (0.0, 3, 0), (1.0, 3, 0)],
-)
-def test_a_slot_whose_prefix_is_too_small_a_share_of_the_prompt_is_spared(similarity, length, slot):
-    """Above the threshold, not at it, the slot of the longest prefix is taken; else the one that was unused longest."""
-    engine = slots(slot_prompt_similarity=similarity)
     engine.say(asked(3, "c", [50, 51, *[7] * (length - 2)]))
     turn = run(engine)[3]
     taken = [number for number, one in enumerate(engine.cache.slots) if list(one.tokens[2:4]) != [80, 81]]
     assert (taken, turn.shared_hit_tokens) == ([slot], 2 if slot else 0)
-
-
-def test_the_similarity_is_a_share_and_is_recorded():
-    assert slots().cache.chosen["slot_prompt_similarity"] == 0.1
-    for value in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ConfigError, match="slot_prompt_similarity"):
-            slots(slot_prompt_similarity=value)

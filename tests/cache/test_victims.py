@@ -181,17 +181,6 @@ def test_what_several_conversations_have_goes_by_what_it_is_worth_to_all(make: t
         assert -1 / score == pytest.approx(cost * sum(1 / (9.5 - one.last_active_s) for one in stem.holders.values()))
 
 
-@pytest.mark.parametrize("make", [*TELLING, Ragged, Halved])
-def test_scores_are_what_score_says(make: type[EvictionPolicy]) -> None:
-    policy = make(policy_context())  # type: ignore[call-arg]
-    assert (policy.together is not None) == (make in (RetentionValue, AdaptiveRetention, WholeRetention)), (
-        "nor inherited"
-    )
-    for session in (Session("a", 3, 1.0, 2.5, next_use_s=7.0), Session("b", 4, 0.0, 3.0)):
-        each = [policy.score(policy.bucket(session, i), policy.order(session, i), 9.0) for i in range(5, 40)]
-        assert list(policy.scores(session, 5, 40, 9.0)) == each
-
-
 def test_a_thousand_of_a_million_chunks_a_tenth_of_them_shared(capsys: pytest.CaptureFixture[str]) -> None:
     """28,125 conversations and 3,125 beginnings of theirs, of 32 chunks each. Printed: milliseconds of a choice."""
     context = PolicyContext(32, 10**6, 10**6, lambda tokens: 1.0 + tokens / 2000, 0.1, 0)
@@ -219,16 +208,6 @@ def test_a_thousand_of_a_million_chunks_a_tenth_of_them_shared(capsys: pytest.Ca
             f"1,000 of {index.chunks:,} chunks in {median(took[5:]):.1f} ms ({min(took[5:]):.1f} to {max(took[5:]):.1f})"
         )
     assert index.chunks == 10**6 and min(took[5:]) < 20
-
-
-def test_whole_conversations_go_together() -> None:
-    index = VictimIndex(ConversationLru(policy_context()), View.DIRTY)
-    sessions = [with_chunks(Session(str(i), i, 0.0, float(i)), 3) for i in range(3)]
-    for session in sessions:
-        for chunk in range(3):
-            put(index, session, chunk)
-    assert [victim[3:] for victim in index.choose(2, 10.0, whole=True).victims()] == [(0, 0), (0, 1), (0, 2)]
-    assert [victim[3:] for victim in index.choose(2, 10.0).victims()] == [(0, 0), (0, 1)]
 
 
 def test_adaptive_retention_reorders_when_keeping_hits_more() -> None:
@@ -273,15 +252,3 @@ def test_a_key_that_stands_nowhere_is_refused_with_its_method(method: str, key: 
 
     with pytest.raises(PolicyError, match=rf"Odd\.{method} \(.*test_victims\.py, line {line}\) returned .* 'talk'"):
         choose()
-
-
-def test_what_is_never_or_always_first_may_be_infinite() -> None:
-    class Ends(Lru):
-        def order(self, session: Session, chunk: int) -> float:
-            return float("inf") if session.number == 0 else -float("inf")
-
-    index = VictimIndex(Ends(policy_context()), View.DIRTY)
-    for number in range(2):
-        put(index, with_chunks(Session(str(number), number, 0.0, 1.0), 1), 0)
-    node, _ = next(index.victims(2.0))
-    assert node.number == 1

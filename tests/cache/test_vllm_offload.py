@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from pensieve.core.cache.base import LowerTier
 from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.policies.lru import Lru as LruPolicy
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request, tokens_of
 from pensieve.core.session import Session
-from pensieve.errors import ConfigError
-from pensieve.plugins.caches.cpu_tier import CpuOrder, FromTail, Use
+from pensieve.plugins.caches.cpu_tier import FromTail, Use
 from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.serve.record import TurnRecord
@@ -95,17 +93,6 @@ def test_a_prompt_that_the_cpu_tier_has_no_room_for_is_not_stored_at_all() -> No
     assert engine.cache.cpu_blocks_used == 5 and engine.cache.counters.swapped_out_blocks == 5
 
 
-def test_a_tier_below_and_unknown_fields_are_refused() -> None:
-    with pytest.raises(ConfigError, match="lru, arc, eviction"):
-        engine_of(order="fifo")
-    with pytest.raises(ConfigError, match="at least 1"):
-        engine_of(blocks_per_chunk=0)
-    below = LowerTier()
-    below.blocks = 4
-    with pytest.raises(ConfigError, match=r"cache\.disk=0"):
-        engine_of().cache.begin(below=below)
-
-
 def test_tenants_find_nothing_of_each_other() -> None:
     """The same prompt of another tenant finds, and is charged for, as much as one that was never said."""
     engine = engine_of(gpu_blocks=24, cpu_blocks=64)
@@ -142,19 +129,6 @@ def key(number: int) -> bytes:
 
 def session_of(number: int, last_active_s: float = 0.0) -> Session:
     return Session(f"s{number}", number, 0.0, last_active_s)
-
-
-def use(session: Session, order: CpuOrder, found: Iterable[int] = (), stored: Iterable[int] = ()) -> None:
-    every = sorted({*found, *stored})
-    for one in stored:
-        order.insert(key(one), session, one)
-    order.used(session, Use(0, {key(one): one for one in every}, set(map(key, found)), set(map(key, stored))))
-
-
-def chosen(order: CpuOrder, count: int, kept: Iterable[int] = (), now_s: float = 100.0) -> list[int] | None:
-    spared = set(map(key, kept))
-    names = order.choose(count, lambda name: name not in spared, now_s)
-    return None if names is None else [int.from_bytes(name, "big") for name in names]
 
 
 @pytest.mark.parametrize("policy", [RetentionValue, LruPolicy, partial(LearnedReturn, guarded=False)])

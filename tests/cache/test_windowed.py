@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from pensieve.core.cache.two_tier import TwoTierCache
-from pensieve.core.plan import CPU, GPU
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Fork, Length, Request
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.core.session import NO_BLOCK
 from pensieve.device.options import TorchOptions
-from pensieve.errors import ConfigError, PensieveError
+from pensieve.errors import PensieveError
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.plugins.caches.windowed import WindowedCache
 from pensieve.sim.cost import simulated_cost
@@ -133,31 +132,6 @@ def test_as_much_is_held_as_the_cache_of_transformers_holds(model_type, layers, 
         assert kept <= engine.cache.gpu_blocks_used * block_bytes <= most
 
 
-def test_a_copy_moves_what_a_chunk_holds_and_a_return_needs_no_more():
-    make = partial(WindowedCache, window_tokens=10, beside=2)
-    engine = make_engine(gpu_blocks=60, cpu_blocks=200, cache=make, swap_out_start=0.8, swap_out_stop=0.95)
-    moves, launch = [], engine.worker.launch
-    engine.worker.launch = lambda plan: (moves.extend(plan.moves), launch(plan))[1]
-    engine.say(request(1, "a", 60, 8))
-    engine.say(request(2, "b", 60, 8))
-    turns = run(engine)
-    for number in range(3, 7):  # others take the room
-        engine.say(request(number, f"{number}", 60, 8))
-        turns |= run(engine)
-    assert set(engine.cache.places(engine.cache.sessions["a"])) <= set("CB")
-    moves.clear()
-    engine.say(request(9, "a", 3, 2, 2))
-    turns |= run(engine)
-    loaded = [move for move in moves if move.target == GPU]
-    blocks = sum(len(move.dst) for move in loaded)
-    assert blocks == len({*(block for move in loaded for block in move.dst)}), "each block is filled once"
-    windows = engine.cache.windows
-    chunks, within = 17, 17 - windows.left(67)
-    assert blocks == chunks + 2 * within == engine.cache.counters.swapped_in_blocks
-    assert all(len(move.src) == len(move.dst) for move in moves) and {CPU} >= {move.source for move in loaded}
-    assert turns[9].cpu_hit_tokens == 67 and not turns[9].recomputed_tokens
-
-
 def test_an_edit_behind_the_window_is_computed_again_and_one_within_is_not():
     make = partial(WindowedCache, window_tokens=10, beside=2)
     engine = make_engine(gpu_blocks=200, cpu_blocks=0, cache=make)
@@ -182,20 +156,6 @@ def test_a_window_longer_than_every_conversation_keeps_as_many_conversations_as_
             turns |= run(engine)
         seen.append([(turn.gpu_hit_tokens, turn.cpu_hit_tokens) for _, turn in sorted(turns.items())])
     assert seen[0] == seen[1] and any(gpu for gpu, _ in seen[0])
-
-
-@pytest.mark.parametrize("fields", [{"restore": "hybrid"}, {"reuse": "prefix"}])
-def test_what_needs_kv_behind_the_window_is_refused(fields):
-    with pytest.raises(ConfigError, match=r"cache\.windows=whole"):
-        WindowedCache(
-            window_tokens=10,
-            beside=1,
-            policy=Lru(policy_context()),
-            chunk_tokens=4,
-            gpu_blocks=9,
-            cpu_blocks=9,
-            **fields,
-        )
 
 
 def test_a_budget_is_as_many_bytes_either_way_and_what_cannot_slide_is_refused():

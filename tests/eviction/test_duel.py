@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from typing import ClassVar
 
 import pytest
 
 from pensieve.plugins.policies import duel
-from pensieve.plugins.policies.duel import MOST, Duel, Held, Shadow, least_recent
+from pensieve.plugins.policies.duel import Duel, Held, Shadow, least_recent
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from tests.eviction.world import World, context, holds
 
@@ -105,26 +104,6 @@ def test_who_leads_loses_no_point_and_a_good_challenger_gains_what_it_can(favour
             thrown += challenger + recency
             contest.ask(0, 1, before)
     assert least < gained / thrown < most, gained / thrown
-
-
-def test_a_model_of_a_sample_is_small_and_finds_as_large_a_share():
-    rng, contest = random.Random(0), Duel(3_000 * 10, newest)
-    found = asked = 0.0
-    everyone = OrderedDict()
-    hits = 0
-    for at in range(30_000):
-        number = min(int(rng.expovariate(1 / 2_000)), 20_000)
-        hits += number in everyone and at > 10_000
-        everyone.pop(number, None)
-        everyone[number] = None
-        if len(everyone) > 3_000:
-            everyone.popitem(last=False)
-        if contest._sampled(number) and at > 10_000:
-            held = contest._shadows[0].held.get(number)
-            found, asked = found + (held.tokens if held else 0), asked + 10
-        turns(contest, [number], float(at))
-    assert all(len(shadow.held) <= MOST for shadow in contest._shadows)
-    assert found / asked == pytest.approx(hits / 20_000, abs=0.05) and asked > 5_000
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -197,19 +197,3 @@ def test_what_clients_make_up_and_what_nobody_chooses_from_takes_bounded_room() 
         index.remove(session.leaf)
     assert len(policy._root.kinds) == 256
     assert len(index._aging) < 100
-
-
-def test_an_order_that_finds_less_is_not_followed() -> None:
-    """One that gives up first what is worth most stands for whatever could be learned wrong."""
-
-    class Backwards(LearnedReturn):
-        def _value(self, *asked: Any) -> float:
-            return -super()._value(*asked)
-
-    def gaps(rng: random.Random, session: Session) -> float | None:
-        return rng.expovariate(1 / 6) if rng.random() < 0.8 else None
-
-    guarded, unguarded = (serve(Backwards(EIGHT, guarded=on), gaps, rounds=20)[0] for on in (True, False))
-    lru, returns = serve(Lru(EIGHT), gaps, rounds=20)
-    assert returns > 500 and guarded >= lru - 0.01 * returns, (guarded, lru, returns)
-    assert unguarded < lru - 0.05 * returns, (unguarded, lru, returns)

@@ -10,14 +10,9 @@ import pytest
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.plan import GPU, Moved
 from pensieve.core.policies.lru import Lru
-from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.errors import ConfigError
 from pensieve.plugins.overlap import Never, choose_copy_ahead
-from pensieve.serve.record import is_measured
-from pensieve.specs import HardwareSpec
-from tests.baselines.systems import threaded
-from tests.composed import replayed
-from tests.simulated import MACHINE, make_engine, policy_context, request, run
+from tests.simulated import make_engine, policy_context, request, run
 
 
 def rounds(names, gpu, cpu, mode, order=None):
@@ -37,14 +32,6 @@ def rounds(names, gpu, cpu, mode, order=None):
     return hits / history, on_gpu / history, engine
 
 
-def test_exclusive_tiers_find_what_one_tier_of_their_size_finds():
-    shares = {mode: rounds("abcdef", 12, 12, mode, random.Random(1))[0] for mode in ("paper", "spare", "never")}
-    one, _, _ = rounds("abcdef", 24, 0, "paper", random.Random(1))
-    print({**shares, "one tier": one})
-    assert shares["paper"] < shares["spare"] <= shares["never"]
-    assert shares["never"] >= one - 0.03
-
-
 @pytest.mark.parametrize("cpu", [2, 4])
 def test_a_small_cpu_tier_finds_no_less_than_none(cpu):
     """Kept clean are 8 of 24 GPU blocks: in the paper's mode the chunks of those that have no copy are lost for nothing."""
@@ -52,18 +39,6 @@ def test_a_small_cpu_tier_finds_no_less_than_none(cpu):
     none = rounds(*order, 0, "paper", random.Random(1))[0]
     paper, spare = (rounds(*order, cpu, mode, random.Random(1))[0] for mode in ("paper", "spare"))
     assert paper < none <= spare
-
-
-def test_auto_uses_a_small_cpu_tier():
-    """A map of sizes once read: 96 % without a CPU tier, 89 % with one of 22 % of the GPU tier."""
-    shares = []
-    for cpu in ("0GB", "4.2MB"):
-        record, system = replayed("workload.pressure=0", "cache.gpu=19MB", f"cache.cpu={cpu}")
-        turns = [turn for turn in record.turns if is_measured(turn.phase) and turn.history_tokens]
-        found = sum((turn.gpu_hit_tokens or 0) + (turn.cpu_hit_tokens or 0) for turn in turns)
-        shares.append(found / sum(turn.history_tokens or 0 for turn in turns))
-    assert shares[0] < shares[1]
-    assert system.settings()["copy_ahead"] == "spare"
 
 
 def test_what_was_loaded_before_its_admission_is_found_on_cpu():
@@ -177,19 +152,3 @@ def test_auto_goes_by_what_the_tiers_are_and_by_their_sizes():
     assert choose_copy_ahead("paper", 9, False, kept_clean=10).mode == "paper"
     with pytest.raises(ConfigError, match=r"scheduler\.copy_ahead is one of auto, paper, spare, never, not 'always'"):
         choose_copy_ahead("always", 10, False)
-
-
-def test_a_trial_records_what_auto_chose():
-    cpu = HardwareSpec(name="cpu", simulated=False, device="cpu", flops=1e10, memory_bw=1e9, h2d_bw=1e8, d2h_bw=1e8)
-    assert cpu.one_memory and not MACHINE.one_memory
-    for hardware, mode in ((cpu, "never"), (MACHINE, "paper")):
-        system, _ = threaded(hardware=hardware, scheduler=SchedulerSettings(copy_ahead="auto"))
-        system.start()
-        settings = system.settings()
-        system.close()
-        assert settings["copy_ahead"] == mode == system.engine.scheduler.settings.copy_ahead
-        assert settings["copy_ahead_note"]
-    system, _ = threaded(cpu_blocks=0, scheduler=SchedulerSettings(copy_ahead="auto"))
-    system.start()
-    assert system.settings()["copy_ahead"] == "none"
-    system.close()

@@ -119,8 +119,3 @@ def test_a_long_load_holds_up_nobody_who_decodes(depth):
 def test_a_load_that_fits_an_iteration_is_left_alone():
     together, apart = (serve(how, 500, returning=3) for how in (False, True))
     assert (apart.gaps_ms, apart.first_ms) == (together.gaps_ms, together.first_ms)
-
-
-def test_where_nobody_decodes_a_load_is_not_put_off():
-    together, apart = (serve(how, 7900, decoders=0, returning=2) for how in (False, True))
-    assert apart.first_ms == together.first_ms

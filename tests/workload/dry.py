@@ -14,9 +14,13 @@ from pensieve.serve.record import TurnRecord, is_measured
 MAKERS: dict[str, Callable[[WorkloadContext], Workload]] = {
     "chat": lambda at: ChatWorkload(at, conversations=9, pressure=0, min_turns=2, max_turns=5, timeout_s=7.0),
     "chat users": lambda at: ChatWorkload(at, users=3, conversations=8, min_turns=2, max_turns=2, timeout_s=7.0),
+    "chat auto": lambda at: ChatWorkload(
+        at, pressure="auto", think_time_s="auto", think_time_cap_s="auto", request_interval="auto", timeout_s=7.0
+    ),
     "hotness": lambda at: HotnessWorkload(at, users=7, turns=3, warmup_turns=2, timeout_s=7.0),
     "sharegpt": lambda at: sharegpt_workload(at, conversations=6, max_turns=4, timeout_s=7.0),
     "sharegpt users": lambda at: sharegpt_workload(at, users=4, conversations=6, max_turns=4, timeout_s=7.0),
+    "rounds system": lambda at: RoundsWorkload(at, conversations=4, system_tokens=9, at_once=2, timeout_s=7.0),
     "rounds": lambda at: RoundsWorkload(at, conversations=3, rounds=2, order="random", timeout_s=7.0),
     "agents": lambda at: AgentsWorkload(at, agents=2, steps=2, timeout_s=7.0),
     "prefix": lambda at: PrefixInvalidationWorkload(at, blocks="64/32", rounds=2, timeout_s=7.0),

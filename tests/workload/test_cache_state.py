@@ -21,7 +21,7 @@ from tests.composed import SHORT, replayed
 from tests.scripted import context
 from tests.workload.dry import MAKERS, drive
 
-CHOSEN = pytest.mark.parametrize("name", ["rounds", "agents", "chat", "prefix"])
+CHOSEN = pytest.mark.parametrize("name", ["chat", "prefix"])
 
 
 def asked(arrivals):
@@ -111,7 +111,6 @@ SAID, UNSAID = ([replace(UNKNOWN[0], shared_hit_tokens=23, unexplained_tokens=n)
     [
         ("cold", [turn("a", 2, 2.0, history=9, hit=9), turn("a", 1, 1.0), WARM], True, None),
         ("cold", [WARM, turn("a", 1, 1.0, history=5)], True, "a had 5 tokens of history"),
-        ("cold", [turn("a", 1, 1.0, history=5)], False, "a had 5 tokens of history"),
         ("cold", USED, True, "found 64 tokens of its prompt"),
         ("cold", USED, False, None),
         ("cold", [TurnRecord("a", 1, status="refused")], True, None),  # it was never admitted
@@ -119,7 +118,6 @@ SAID, UNSAID = ([replace(UNKNOWN[0], shared_hit_tokens=23, unexplained_tokens=n)
         ("cold", [replace(one, arrived_s=3.0 - one.arrived_s) for one in UNKNOWN], True, "found 40 tokens"),
         ("cold", SAID, True, None),  # by another conversation, which the engine may have served first
         ("cold", UNSAID, True, "found 23 tokens"),
-        ("primed", [TurnRecord("a", 2, admitted_s=1.0)], True, None),
         ("primed", PRIMED, True, None),
         ("primed", [*PRIMED, turn("b", 1, 2.0)], True, "b had 0 tokens"),
         ("carried", [turn("a", 7, 0.0, history=40, hit=40)], True, None),
@@ -152,7 +150,6 @@ TOLD = ("declared {}, but 2 of 4 turns found 100 tokens", "turn 1 of b: 64", "ca
         ("salted", [strange("a", 1, 0, shared=16)], ()),
         ("salted", [strange("a", 1, None, shared=16)], ("1 of 1 turns found 16 tokens",)),
         ("salted", [strange("a", 1, None, shared=15), strange("a", 2, None, shared=90)], ()),
-        ("cold", [strange("a", 1, None, shared=16)], ()),
         ("warm", [strange("before-a", 1, 64, "warmup"), strange("a", 1, 0)], ()),
         ("warm", [strange("a", 1, 64)], ("declared warm",)),
         ("carried", [strange("a", 7, 64)], ()),

@@ -56,42 +56,9 @@ def test_nobody_thinks_longer_than_the_cap_and_shorter_thoughts_stay():
     assert sum(shown) / len(shown) == pytest.approx(0.4, rel=0.15), "what the load line says is what is thought"
 
 
-def test_the_automatic_load_offers_as_many_turns_a_second_whatever_the_number_of_conversations():
-    for fields in ({"conversations": 10}, {"conversations": 100}, {"users": 5, "conversations": 60}):
-        workload = ChatWorkload(
-            context(), pressure=0, think_time_s="auto", request_interval="auto", turns_per_s=4.0, **fields
-        )
-        arrivals = measured(drive(workload, service_s=1e-6))
-        at_once = fields.get("users", fields["conversations"])
-        assert workload.describe().facts["think_time_s"] == at_once / 4.0
-        thoughts = _gaps(arrivals)
-        assert sum(thoughts) / len(thoughts) == pytest.approx(at_once / 4.0, rel=0.35)
-        if "users" not in fields:
-            first = [arrival.at_s for arrival in arrivals if arrival.request.turn == 1]
-            assert (max(first) - min(first)) / (len(first) - 1) == pytest.approx(1 / 4.0, rel=0.6)
-
-
 def _gaps(arrivals):
     at = {(arrival.request.session, arrival.request.turn): arrival.at_s for arrival in arrivals}
     return [at_s - at[session, turn - 1] for (session, turn), at_s in at.items() if turn > 1]
-
-
-def test_repeated_conversations_share_no_first_block():
-    arrivals = measured(drive(ChatWorkload(context(), conversations=60, max_turns=8)))
-    first = [tuple(a.due().prompt[:64]) for a in arrivals if a.request.turn == 1]
-    assert len(first) == 60
-    assert len(set(first)) == 60
-
-
-def test_a_conversation_longer_than_its_text_goes_on_and_turns_are_drawn_between_their_limits():
-    turns = {a.request.session: a.request.turn for a in drive(ChatWorkload(context(), min_turns=3, max_turns=6))}
-    assert {turns[name] for name in turns if not name.startswith("warmup")} <= {3, 4, 5, 6} and len(
-        set(turns.values())
-    ) > 2
-    arrivals = measured(drive(ChatWorkload(context(max_context=20_000), conversations=1, min_turns=30, max_turns=30)))
-    prompts = [bytes(a.due().prompt) for a in arrivals if a.request.session == arrivals[0].request.session]
-    assert len(prompts) == 30
-    assert len(set(prompts)) == 30
 
 
 def test_a_conversation_ends_before_it_outgrows_the_context():

@@ -1,6 +1,7 @@
 """What holds of every workload: what it says of itself is what it sends, under the seed alone."""
 
 from collections import Counter
+from hashlib import sha256
 
 import pytest
 
@@ -14,19 +15,44 @@ from pensieve.serve.record import is_measured
 from tests.scripted import context
 from tests.workload.dry import MAKERS, drive, measured
 
-ALL = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+ALL = pytest.mark.parametrize("name", MAKERS)
 
 
-def asked(arrivals):
-    return [
-        (a.at_s, a.request.id, a.request.session, a.request.turn, a.due().prompt.tobytes(), a.request.output)
-        for a in arrivals
-    ]
+ASKED = {
+    "chat": "7e0d4e4135a6c43c",
+    "chat users": "35b042b10ed0cca6",
+    "chat auto": "d98f92af13470565",
+    "hotness": "af662333e15c26a2",
+    "sharegpt": "ec52bc944a2eb100",
+    "sharegpt users": "b7497550e5de1ed6",
+    "rounds system": "4282107cb27363bf",
+    "rounds": "46126b72d03557e9",
+    "agents": "4b7e1ef150502a25",
+    "prefix": "ec5fc6eb9e406806",
+    "decode": "d163609eeb76111e",
+}
+"""Of each with the seed 0, a digest of all that it asks, when, and with which fields."""
 
 
 @ALL
-def test_what_is_planned_is_sent_once_and_in_order(make):
-    plan, arrivals = make(context()).describe(), drive(make(context()))
+def test_the_seed_decides_what_is_asked_and_it_is_what_it_was(name):
+    def asked(seed):
+        told = [
+            (
+                round(a.at_s, 6), a.deadline_s and round(a.deadline_s, 6), a.continues, a.request.id, a.request.session,
+                a.request.turn, a.request.phase, a.request.label, a.request.iteration, a.request.stream, a.request.hint,
+                a.due().history, a.due().prompt.tolist(), type(a.request.output).__name__, a.request.output.max_new_tokens,
+            )
+            for a in drive(MAKERS[name](context(seed)))
+        ]  # fmt: skip
+        return sha256(repr(told).encode()).hexdigest()[:16]
+
+    assert asked(0) == ASKED[name] != asked(1)
+
+
+@ALL
+def test_what_is_planned_is_sent_once_and_in_order(name):
+    plan, arrivals = MAKERS[name](context()).describe(), drive(MAKERS[name](context()))
     assert len(arrivals) == len({a.request.id for a in arrivals}) == plan.turns
     assert plan.warmup_turns == plan.turns - len(measured(arrivals))
     turns = {}
@@ -35,15 +61,9 @@ def test_what_is_planned_is_sent_once_and_in_order(make):
     assert all(numbers == list(range(1, len(numbers) + 1)) for numbers in turns.values())
     assert len({a.request.session for a in measured(arrivals)}) == plan.sessions
     assert all(a.deadline_s == pytest.approx(a.at_s + 7.0) for a in arrivals), "it counts from the intended arrival"
-    found = inspect(make(context()))
+    found = inspect(MAKERS[name](context()))
     assert (len(found.turns), found.warmup_turns) == (plan.turns - plan.warmup_turns, plan.warmup_turns)
     assert found.sessions == plan.sessions
-
-
-@ALL
-def test_the_seed_decides_and_nothing_else(make):
-    assert asked(drive(make(context()))) == asked(drive(make(context())))
-    assert asked(drive(make(context()))) != asked(drive(make(context(1))))
 
 
 @pytest.mark.parametrize("name", sorted(set(MAKERS) - {"prefix"}))
@@ -56,10 +76,12 @@ def test_measured_turns_wait_for_the_last_of_the_warm_up_also_where_it_failed(na
 
 
 @ALL
-def test_a_failed_turn_ends_its_conversation_only(make):
-    whole = Counter(a.request.session for a in measured(drive(make(context()))))
-    victim = next(a.request for a in measured(drive(make(context()))) if a.request.turn < 3)
-    cut = Counter(a.request.session for a in measured(drive(make(context()), fail={(victim.session, victim.turn)})))
+def test_a_failed_turn_ends_its_conversation_only(name):
+    whole = Counter(a.request.session for a in measured(drive(MAKERS[name](context()))))
+    victim = next(a.request for a in measured(drive(MAKERS[name](context()))) if a.request.turn < 3)
+    cut = Counter(
+        a.request.session for a in measured(drive(MAKERS[name](context()), fail={(victim.session, victim.turn)}))
+    )
     before = {session: turns for session, turns in cut.items() if session != victim.session}
     assert before == {session: turns for session, turns in whole.items() if session != victim.session}
     assert cut[victim.session] == 1
@@ -74,20 +96,14 @@ def test_the_working_set_is_what_the_conversations_hold_at_their_longest(name):
 
 
 REFUSED = {
-    "agents": "agents=0 act_s=-1 steps=0 reason_output=0 observation_tokens=0 timeout_s=0",
-    "chat": "conversations=0 conversations=2.5 users=0 users=True min_turns=0 max_new_tokens=0 request_interval=-1.0 "
-    "request_interval='often' think_time_s=-0.1 think_time_cap_s=0 think_time_cap_s='short' pressure=-2 "
-    "pressure=float('nan') pressure=float('inf') pressure='much' turns_per_s=0 warmup_turns=0 timeout_s=0 max_turns=4 "
-    "free=True",
-    "decode": "new_tokens=0 prompt_tokens=0 discard=0 iterations=5 timeout_s=-1",
-    "hotness": "users=0 request_interval=-1 turns=0 conversations=0 max_new_tokens=0 warmup_turns=0 free=True",
-    "prefix_invalidation": "rounds=0 settle_s=-1 discard=-1 query_tokens=0 new_tokens=0 blocks='512' blocks='0/5' "
-    "blocks='8000/500'",
-    "rounds": "rounds=0 at_once=0 conversations=0 pressure=-1 message_tokens=0 rounds=10**6 order='odd'",
-    "sharegpt": "request_rate=0 conversations=0 max_turns=4 users=0 timeout_s=0 arrivals_s=0 think_time_s=-1 "
-    "max_new_tokens=0 relative_rate=0 free=True",
-    "trace": "time_scale=0.0 request_rate=-1.0 window_s=0.0 window_start_s=-1.0 conversations=0 max_turns=4 "
-    "max_new_tokens=0 max_context=0 think_scale=-1 think_cap_s=-1 hint='oracle' users='many'",
+    "agents": "agents=0",
+    "chat": "conversations=2.5 think_time_s='often' pressure=float('nan') max_turns=4 free=True",
+    "decode": "discard=0 iterations=5",
+    "hotness": "free=True",
+    "prefix_invalidation": "blocks='512' blocks='0/5' blocks='8000/500'",
+    "rounds": "rounds=10**6",
+    "sharegpt": "max_turns=4 free=True",
+    "trace": "max_turns=4 hint='oracle' users='many'",
     "vllm_run": "warmup_turns=0",
 }
 

@@ -7,7 +7,7 @@ import pytest
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.fit import Fit, fitted, synthesised, warmups
 from pensieve.lab.workload.playback import Pauses, Playback, Poisson, Recorded, Users, lengths_of
-from pensieve.lab.workload.recording import Blocks, Call, Conversation, Count, Parts, Text, hashes_of
+from pensieve.lab.workload.recording import Blocks, Call, Conversation, Count, Text, hashes_of
 from tests.scripted import ScriptedSystem, context
 from tests.workload.dry import drive, measured
 
@@ -80,11 +80,6 @@ def test_equal_hashes_give_equal_tokens_wherever_they_are():
     assert tokens(blocks(40, 1, 2, 3), seed=1) != one
 
 
-def test_parts_have_their_lengths_and_begin_alike():
-    one, two = tokens(Parts(((1, 10), (2, 20)))), tokens(Parts(((1, 10), (2, 5))))
-    assert len(one) == 30 and one[:15] == two
-
-
 def test_prompts_of_a_conversation_add_up_and_those_with_the_whole_do_not():
     dialogue = Fit(context()).dialogue(chat("a", (10, 5), (7, 3)))
     assert [(step.message, step.prompt, step.reply) for step in dialogue.steps] == [(10, 10, 5), (7, 22, 3)]
@@ -94,15 +89,6 @@ def test_prompts_of_a_conversation_add_up_and_those_with_the_whole_do_not():
     assert [(step.message, step.prompt) for step in dialogue.steps] == [(20, 20), (30, 30)]
     assert dialogue.longest == 34
     assert dialogue.steps[0].build()[:16] == dialogue.steps[1].build()[:16]
-
-
-def test_a_prompt_is_built_anew_each_time():
-    for content in (Text("hello"), Count(5), blocks(20, 1, 2)):
-        step = Fit(context()).dialogue(conversation("a", Call(content, 1))).steps[0]
-        first = step.build()
-        assert isinstance(first, array) and first.typecode == "i" and len(first) == step.message
-        first.append(0)
-        assert len(step.build()) == step.message
 
 
 def test_texts_of_a_conversation_are_marked_up_and_whole_prompts_are_left_alone():

@@ -105,9 +105,3 @@ def test_the_means_are_the_published_ones_and_the_tails_are_long(published):
     assert min(turns) == 1 and min(messages) >= 1 and min(replies) >= 1
     for values in (turns, messages, replies):
         assert nearest_rank(values, 0.99) > 3.5 * mean(values) > 4 * median(values)
-
-
-def test_min_turns_lengthens_all():
-    turns = [len(one.calls) for one in draw(SHAREGPT, 1_000, 0, min_turns=10).conversations]
-    assert min(turns) == 10
-    assert mean(turns) == pytest.approx(9 + SHAREGPT.turns, rel=0.06)

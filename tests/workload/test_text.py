@@ -5,7 +5,6 @@ from array import array
 import pytest
 
 from pensieve.lab.workload.base import between, exponential, part_of, shuffled, uniform
-from pensieve.lab.workload.chat import shipped
 from pensieve.lab.workload.exact import prose
 from pensieve.lab.workload.fit import filler
 from tests.scripted import context
@@ -27,14 +26,6 @@ def test_prose_has_exactly_the_length_and_may_begin_unlike_another():
     first = prose(context(), 8, "first")
     assert all(prose(context(), 8, "other", n, unlike=first)[0] != first[0] for n in range(200))
     assert any(prose(context(), 8, "other", n)[0] == first[0] for n in range(200))
-
-
-def test_the_shipped_conversations_have_names_and_texts_of_their_own():
-    ids = [conversation.id for conversation in shipped()]
-    assert len(set(ids)) == len(ids) >= 10
-    assert all(name.isascii() and name.replace("-", "").isalnum() for name in ids), "they are names of sessions"
-    turns = [turn.user for conversation in shipped() for turn in conversation.turns]
-    assert len(set(turns)) == len(turns)
 
 
 @pytest.mark.parametrize("vocab", [2, 97, 256, 259, 32_000, 65_536, 128_256])

@@ -40,7 +40,6 @@ def trace_workload(
     format: str | None = None,
     on_malformed: OnMalformed = "fail",
     time_scale: Positive = 1.0,
-    window_start_s: NotNegative = 0.0,
     window_s: Positive | None = None,
     conversations: Count | None = None,
     part: str | None = None,
@@ -66,8 +65,7 @@ def trace_workload(
     start at once (load "closed"). The next turn comes after the reply and a pause: the recorded one x think_scale, at most
     think_cap_s; where none is recorded, think_time_s (mean, exponential).
 
-    Replies have the recorded length and end of sequence is ignored, since the recorded times assume them. A conversation
-    that continues from before the window is left out where its requests carry no whole prompt.
+    Replies have the recorded length and end of sequence is ignored, since the recorded times assume them.
 
     Raises ConfigError for a field out of range, MalformedInput for a file or line that cannot be read.
     """
@@ -77,7 +75,7 @@ def trace_workload(
     if max_context is not None:
         context = replace(context, max_context=min(context.max_context, max_context))
     recording, repeats = _read(path, format, on_malformed, _versions(path))
-    inside, begun_before = windowed(recording, window_start_s, window_s)
+    inside = windowed(recording, window_s)
     outliers = 0
     if recording.timed:
         inside, outliers = without_outliers(inside, on_malformed, path)
@@ -105,7 +103,6 @@ def trace_workload(
         "requests_in_file": recording.requests,
         "conversations_in_file": len(recording.conversations),
         **facts_of(recording, context.byte_tokens),
-        "conversations_begun_before_the_window": begun_before,
         "requests_far_from_all_others": outliers,
         **left_out,
         **({"begun_by_others": len(begun), "begun_by_others_left_out": never} if begun or never else {}),
@@ -157,31 +154,17 @@ def begun_by(
     return found, left_out
 
 
-def windowed(recording: Recording, start_s: float, length_s: float | None) -> tuple[Sequence[Conversation], int]:
-    """The conversations' calls inside the window, and how many conversations were left out because they began before.
-
-    Raises ConfigError where there is nothing in it, or where a window is asked of a format without times.
-    """
-    if start_s == 0.0 and length_s is None:
-        return recording.conversations, 0
+def windowed(recording: Recording, length_s: float | None) -> Sequence[Conversation]:
+    """What the conversations ask in the first so many seconds. Raises ConfigError where that is asked of a format without
+    times."""
+    if length_s is None:
+        return recording.conversations
     if not recording.timed:
-        raise ConfigError(f"workload.format={recording.format} has no times; leave window_start_s and window_s alone.")
-    end_s = float("inf") if length_s is None else start_s + length_s
-    inside: list[Conversation] = []
-    begun_before = 0
-    for conversation in recording.conversations:
-        calls = tuple(call for call in conversation.calls if start_s <= (call.at_s or 0.0) < end_s)
-        if not calls:
-            continue
-        if calls[0] is not conversation.calls[0] and any(call.continues for call in calls):
-            begun_before += 1
-            continue
-        inside.append(replace(conversation, calls=calls))
-    if not inside:
-        raise ConfigError(
-            f"No request of the trace lies in the window from {start_s:g} s on; choose another window_start_s or window_s."
-        )
-    return inside, begun_before
+        raise ConfigError(f"workload.format={recording.format} has no times; leave workload.window_s alone.")
+    inside = [
+        (one, tuple(call for call in one.calls if (call.at_s or 0.0) < length_s)) for one in recording.conversations
+    ]
+    return [replace(one, calls=calls) for one, calls in inside if calls]
 
 
 def without_outliers(
@@ -204,7 +187,7 @@ def without_outliers(
         raise MalformedInput(
             f"{path}: a request at {stray:,.6g} s after the first one lies far from the other {last - first:,}, which are "
             f"between {low:,.6g} s and {high:,.6g} s: a replay would wait for it. Correct the time, name the requests "
-            "you want with workload.window_start_s and workload.window_s, or set workload.on_malformed=skip to leave such "
+            "you want with workload.window_s, or set workload.on_malformed=skip to leave such "
             "requests out and have them counted."
         )
     kept = [(one, tuple(call for call in one.calls if low <= (call.at_s or 0.0) <= high)) for one in conversations]

@@ -160,7 +160,7 @@ def read_run(path: Path) -> list[RealRequest]:
     """
     meta = _meta_beside(path)
     settings_of(meta)
-    rows = sorted(Reader(path, "fail").entries(_Served.of), key=lambda row: row.arrival_time)
+    rows = sorted(Reader(path, "fail").entries(_Served.model_validate), key=lambda row: row.arrival_time)
     if not rows:
         raise MalformedInput(f"{path} is no requests.jsonl of a vLLM run; give one, or leave path out.")
     began = rows[0].arrival_time

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from itertools import count, repeat
-from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pensieve.core.cache.tiers import Tiers
-from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.cache.victims import Choice, VictimIndex
 from pensieve.core.policies.base import EvictionPolicy, Scores
 from pensieve.core.session import NO_BLOCK, ChunkRun, Node, Session, Stem, View, runs_of
-from pensieve.errors import ConfigError
-
-Reuse = Literal["any", "prefix"]
-"""Of a conversation that returns: any: all that is there, with holes, as in the paper. prefix: what is there up to the first
-hole; chunks are given up from the tail."""
 
 
 class TailIndex(VictimIndex):
@@ -77,6 +70,17 @@ class PrefixTiers(Tiers):
         if changed:
             self.reorder(node)  # another chunk may be its last
 
+    def strand_behind_hole(self, session: Session) -> frozenset[int]:
+        """Have a session that is about to run compute again all that it has behind the first hole; returns these chunks."""
+        chunks = session.chunks
+        there = list(map(max, chunks.gpu_len, chunks.cpu_len))
+        hole = next((index for index, length in enumerate(there) if length < self.chunk_tokens), len(there))
+        stranded = frozenset(index for index in range(hole + 1, len(there)) if there[index])
+        for node, start, stop in session.in_nodes(runs_of(sorted(stranded))):
+            if not node.running:  # else what is missing before it is being computed
+                self.strand(node, start, stop)
+        return stranded
+
     def _free_behind(self, node: Node, start: int, stop: int) -> ChunkRun:
         gpu, cpu, first = node.chunks.gpu, node.chunks.cpu, stop
         stop = next(
@@ -98,37 +102,3 @@ class PrefixTiers(Tiers):
         going = sorted([*zip(ours, count()), *zip(there.victims(), repeat(-1))])[:short]
         lost = [row for _, row in going if row >= 0]
         return lost, there.some(slice(short - len(lost)))
-
-
-class PrefixRuleCache(TwoTierCache):
-    """TwoTierCache that may reuse a prefix alone."""
-
-    def __init__(self, *, reuse: Reuse = "any", **others: Any) -> None:
-        """Raises ConfigError for a way to reuse that there is not."""
-        if reuse not in get_args(Reuse):
-            raise ConfigError(f"baseline.cache.reuse is one of {', '.join(get_args(Reuse))}, not {reuse!r}.")
-        self.reuse: Reuse = reuse
-        super().__init__(**others)
-
-    def _tiers(self, *given: Any) -> Tiers:
-        return (PrefixTiers if self.reuse == "prefix" else Tiers)(*given)
-
-    def begin(self, **parts: Any) -> None:
-        super().begin(**parts)
-        if self.reuse == "prefix" and self.below.blocks:
-            raise ConfigError(
-                "baseline.cache.reuse=prefix has no tier below the CPU's; set cache.disk=0, or reuse=any."
-            )
-
-    def _strand(self, session: Session) -> frozenset[int]:
-        """Have it compute again all that it has behind the first hole."""
-        if self.reuse == "any":
-            return frozenset()
-        chunks, size = session.chunks, self.chunk_tokens
-        there = list(map(max, chunks.gpu_len, chunks.cpu_len))
-        hole = next((index for index, length in enumerate(there) if length < size), len(there))
-        stranded = frozenset(index for index in range(hole + 1, len(there)) if there[index])
-        for node, start, stop in session.in_nodes(runs_of(sorted(stranded))):
-            if not node.running:  # else what is missing before it is being computed
-                self.tiers.strand(node, start, stop)
-        return stranded

@@ -5,20 +5,24 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from pensieve.core.cache.tiers import missing_runs
+from pensieve.core.cache.tiers import Tiers, missing_runs
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.facts import Admission, Found
 from pensieve.core.machine import CostModel
 from pensieve.core.session import Chunks, Run, Session, merged, tokens_in
 from pensieve.errors import ConfigError
-from pensieve.plugins.caches.prefix_rule import PrefixRuleCache, Reuse
+from pensieve.plugins.caches.prefix_rule import PrefixTiers
 from pensieve.units import ceil_div
 
 RestoreMode = Literal["load", "hybrid", "recompute"]
 """load: all chunks on CPU are copied back, as in the paper. recompute: none is. hybrid: the split that the cost model
 predicts to be the fastest, neither of the two included being slower."""
+
+Reuse = Literal["any", "prefix"]
+"""Of a conversation that returns: any: all that is there, with holes, as in the paper. prefix: what is there up to the first
+hole; chunks are given up from the tail."""
 
 _CANDIDATES = 32  # splits tried around the crossing, within an iteration's worth of chunks to either side
 
@@ -106,24 +110,29 @@ class RestoreTimes:
         return until[whole] + (until[whole + 1] - until[whole]) * rest / size
 
 
-class RestoringCache(PrefixRuleCache):
+class RestoringCache(TwoTierCache):
     """Decides each restore by its mode. A hybrid one takes compute that other requests could use, so while another request
     runs everything is loaded; so it is before the costs are known.
 
     A chunk computed again keeps its copy on CPU: the two differ by rounding only, and either is the KV of these tokens. If
-    the request stops before the chunk is computed as far as the copy goes, the copy is what stays.
+    the request stops before the chunk is computed as far as the copy goes, the copy is what stays. With reuse=prefix there is
+    no tier below the CPU's.
     """
 
     def __init__(self, *, restore: RestoreMode = "load", reuse: Reuse = "any", **others: Any) -> None:
-        """Raises ConfigError for a mode that there is not, and for a prefix in which something is computed again."""
-        if restore not in get_args(RestoreMode):
-            raise ConfigError(f"baseline.cache.restore is one of {', '.join(get_args(RestoreMode))}, not {restore!r}.")
+        """Raises ConfigError for a prefix in which something is computed again."""
         if reuse == "prefix" and restore != "load":
             raise ConfigError("baseline.cache.reuse=prefix loads what is on CPU; set baseline.cache.restore=load.")
-        super().__init__(reuse=reuse, **others)
-        self.mode: RestoreMode = restore
+        self.mode, self.reuse, self.drops = restore, reuse, reuse == "any"
+        super().__init__(**others)
         self.times: RestoreTimes | None = None
         self._running = 0
+
+    def _tiers(self, *given: Any) -> Tiers:
+        return (PrefixTiers if self.reuse == "prefix" else Tiers)(*given)
+
+    def _strand(self, session: Session) -> frozenset[int]:
+        return self.tiers.strand_behind_hole(session) if isinstance(self.tiers, PrefixTiers) else frozenset()
 
     def _price(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
         self.times = RestoreTimes(cost, self.chunk_tokens, layers, batch_tokens)

@@ -23,7 +23,7 @@ begin with it, since they would compute it too.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pensieve.core.cache.tiers import Tiers
 from pensieve.core.cache.two_tier import TwoTierRoom
@@ -40,9 +40,8 @@ from pensieve.core.session import (
     chunks_of,
     common_prefix,
 )
-from pensieve.errors import ConfigError
 from pensieve.plugins.caches.prefix_rule import PrefixTiers
-from pensieve.plugins.caches.restore import RestoringCache
+from pensieve.plugins.caches.restore import RestoreMode, RestoringCache, Reuse
 
 Share = Literal["off", "within-tenant"]
 
@@ -257,11 +256,10 @@ class SharedCache(RestoringCache):
 
     tiers: SharedTiers
 
-    def __init__(self, *, share: Share = "within-tenant", **others: Any) -> None:
-        """Raises ConfigError for a way to share that there is not."""
-        if share not in get_args(Share):
-            raise ConfigError(f"baseline.cache.share is one of {', '.join(get_args(Share))}, not {share!r}.")
-        super().__init__(**others)
+    def __init__(
+        self, *, share: Share = "within-tenant", restore: RestoreMode = "load", reuse: Reuse = "any", **others: Any
+    ) -> None:
+        super().__init__(restore=restore, reuse=reuse, **others)
         self.tree = PrefixTree(self.chunk_tokens)
         self.tiers.shares = share != "off"
         if self.tiers.shares:

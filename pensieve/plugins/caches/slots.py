@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.request import TokenArray, tokens_of
 from pensieve.core.session import Run, Session, chunks_of, common_prefix
-from pensieve.errors import CapacityError, ConfigError
+from pensieve.errors import CapacityError
 from pensieve.plugins.caches.one_tier import OneTier
 
 MOST_SLOTS = 4  # that are chosen where nobody says how many
+SIMILARITY = 0.1  # llama-server's --slot-prompt-similarity, by default
 
 
 @dataclass(slots=True)
@@ -37,12 +38,11 @@ class Slot:
 class SlotCache(OneTier):
     """n_slots slots of n_ctx / n_slots cells each (llama-server's --parallel and --ctx-size).
 
-    A request takes the idle slot whose tokens share the longest prefix with its prompt, where that is more than
-    slot_prompt_similarity of the prompt (llama-server's --slot-prompt-similarity, 0.1 by default; 0 asks for no prefix at
-    all), else the least recently used one: `get_available_slot` in llama.cpp's tools/server/server-context.cpp. In either, KV
-    up to the first difference is kept and the rest is overwritten; nothing is shared between slots, and a request longer than
-    a slot can never be served. llama-server's copies of slots in host memory (--cache-ram) are left out. The eviction policy
-    of the configuration has no say.
+    A request takes the idle slot whose tokens share the longest prefix with its prompt, where that is more than SIMILARITY of
+    the prompt, else the least recently used one: `get_available_slot` in llama.cpp's tools/server/server-context.cpp. In
+    either, KV up to the first difference is kept and the rest is overwritten; nothing is shared between slots, and a request
+    longer than a slot can never be served. llama-server's copies of slots in host memory (--cache-ram) are left out. The
+    eviction policy of the configuration has no say.
 
     n_slots None: llama-server leaves the number to whoever starts it, who would see to it that a conversation fits; so it is
     the largest up to MOST_SLOTS whose slots hold `longest_tokens` (None: not known) with a chunk to spare.
@@ -59,12 +59,7 @@ class SlotCache(OneTier):
         cpu_blocks: int = 0,
         n_slots: int | None = None,
         longest_tokens: int | None = None,
-        slot_prompt_similarity: float = 0.1,
     ) -> None:
-        if not 0 <= slot_prompt_similarity <= 1:
-            raise ConfigError(
-                f"baseline.cache.slot_prompt_similarity is a share of the prompt, from 0 to 1, not {slot_prompt_similarity}."
-            )
         if n_slots is None:
             each = chunks_of((longest_tokens or 0) + chunk_tokens, chunk_tokens)
             n_slots = max(1, min(MOST_SLOTS, gpu_blocks // each))
@@ -76,7 +71,6 @@ class SlotCache(OneTier):
         each = gpu_blocks // n_slots
         super().__init__(chunk_tokens, gpu_blocks=each * n_slots)
         self.request_blocks = each
-        self.slot_prompt_similarity = slot_prompt_similarity
         self.slots = [Slot(number, tuple(range(number * each, (number + 1) * each))) for number in range(n_slots)]
         self._slot_of: dict[int, Slot] = {}
 
@@ -86,7 +80,6 @@ class SlotCache(OneTier):
         return {
             "n_slots": len(self.slots),
             "slot_tokens": self.request_blocks * self.chunk_tokens,
-            "slot_prompt_similarity": self.slot_prompt_similarity,
         }
 
     @property
@@ -173,11 +166,9 @@ class SlotCache(OneTier):
 
     def _choose(self, session: Session) -> Slot:
         idle = [slot for slot in self.slots if slot.session is None]
-        if self.slot_prompt_similarity:
-            shared = {slot.number: _shared(slot, session) for slot in idle}
-            nearest = max(idle, key=lambda slot: (shared[slot.number], -slot.number))
-            if shared[nearest.number] / len(session.tokens) > self.slot_prompt_similarity:
-                return nearest
+        nearest = max(idle, key=lambda slot: (_shared(slot, session), -slot.number))
+        if _shared(nearest, session) / len(session.tokens) > SIMILARITY:
+            return nearest
         return min(idle, key=lambda slot: (slot.used_s, slot.number))
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Field
 
 from pensieve.core.cache.base import Broken
 from pensieve.core.facts import Admission, Facts, Found
@@ -13,7 +15,6 @@ from pensieve.core.plan import CPU, GPU, Move, Moved
 from pensieve.core.policies.base import EvictionPolicy, as_policy
 from pensieve.core.request import TokenArray
 from pensieve.core.session import BlockHash, Run, Session, chunks_of
-from pensieve.errors import ConfigError
 from pensieve.plugins.caches.cpu_tier import Arc, CpuChunk, CpuOrder, CpuTier, FromTail, Lru, Use
 from pensieve.plugins.caches.prefix import PrefixCache
 
@@ -60,14 +61,10 @@ class VllmOffload(PrefixCache):
         gpu_blocks: int,
         cpu_blocks: int = 0,
         order: Order = "lru",
-        blocks_per_chunk: int = 1,
+        blocks_per_chunk: Annotated[int, Field(ge=1)] = 1,
         offload_prompt_only: bool = True,
     ) -> None:
         super().__init__(policy=policy, chunk_tokens=chunk_tokens, gpu_blocks=gpu_blocks)
-        if order not in get_args(Order):
-            raise ConfigError(f"baseline.cache.order is one of {', '.join(get_args(Order))}, not {order!r}.")
-        if blocks_per_chunk < 1:
-            raise ConfigError(f"baseline.cache.blocks_per_chunk must be at least 1, not {blocks_per_chunk}.")
         slots = cpu_blocks // blocks_per_chunk
         self.cpu_blocks = slots * blocks_per_chunk
         self._policy = as_policy(policy) if order == "eviction" else None
@@ -87,11 +84,6 @@ class VllmOffload(PrefixCache):
         self._now_s = 0.0
 
     def begin(self, *, facts: Facts | None = None, **others: Any) -> None:
-        below = others.get("below")
-        if below is not None and below.blocks:
-            raise ConfigError(
-                "baseline=vllm_offload has no tier below its CPU's; set cache.disk=0, or choose baseline=pensieve."
-            )
         super().begin(facts=facts, **others)
         self.cpu.facts = self.facts
 

@@ -38,7 +38,7 @@ from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.request import TokenArray
 from pensieve.core.session import NO_BLOCK, ChunkRun, Node, Session, View, chunks_of, runs_of
 from pensieve.errors import ConfigError
-from pensieve.plugins.caches.prefix_rule import Reuse
+from pensieve.plugins.caches.restore import RestoreMode, Reuse
 from pensieve.units import ceil_div
 
 
@@ -376,7 +376,7 @@ class WindowedCache(TwoTierCache):
         chunk_tokens: int,
         gpu_blocks: int,
         cpu_blocks: int,
-        restore: str = "load",
+        restore: RestoreMode = "load",
         reuse: Reuse = "any",
     ) -> None:
         """window_tokens: that a windowed layer attends to; layers with states need none. beside: blocks that a chunk in the

@@ -39,18 +39,6 @@ def test_mooncake_repeats():
     assert repeats["file_repeated_blocks_share"] == pytest.approx(0.366, abs=5e-4)
 
 
-def test_mooncake_conversations_share_what_the_rule_says():
-    recording = mooncake()
-    assert recording.facts["shared_prefix_blocks"] == 1
-    assert recording.requests == 12_031
-    assert len(recording.conversations) == 7_373
-    for conversation in recording.conversations:
-        held = set()
-        for place, call in enumerate(conversation.calls):
-            assert bool(held & set(call.content.hashes[1:])) == (place > 0)
-            held |= set(call.content.hashes)
-
-
 def test_azure():
     recording = load(shared("azure/AzureLLMInferenceTrace_conv.csv"), "azure")
     prompts, replies = lengths(recording)

@@ -2,8 +2,8 @@ import logging
 
 import pytest
 
-from pensieve.errors import ConfigError, MalformedInput
-from pensieve.lab.workload.formats import FORMATS, load
+from pensieve.errors import MalformedInput
+from pensieve.lab.workload.formats import load
 
 GOOD = '{"timestamp": 0, "input_length": 5, "output_length": 2, "hash_ids": [7]}'
 BAD = {
@@ -42,14 +42,6 @@ def test_skipped_lines_are_counted_warned_about_and_kept_as_examples(tmp_path, c
     assert len(recording.examples) == len(caplog.records) == 5
     assert recording.examples[0].startswith(f"{path}:2: it is no JSON")
     assert "output_length: Field required" in recording.examples[2]
-
-
-def test_an_unknown_format_and_a_missing_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"workload\.format='moon' is unknown.*mooncake"):
-        load(write(tmp_path, GOOD), "moon")
-    for name in FORMATS:
-        with pytest.raises(ConfigError, match="does not exist"):
-            load(tmp_path / "nothing", name)
 
 
 def test_a_csv_of_another_format_and_a_row_of_the_wrong_width(tmp_path):

@@ -1,4 +1,4 @@
-"""Azure, BurstGPT, Mooncake, Qwen-Bailian and RAGPulse, from a few lines each."""
+"""Azure, Mooncake, Qwen-Bailian and RAGPulse, from a few lines each."""
 
 import json
 
@@ -21,38 +21,11 @@ def qwen(chat, parent, at_s, tokens, ids, turn=1):
     }  # fmt: skip
 
 
-def burst(column):
-    return (
-        f"Timestamp,{column},Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type",
-        "5,s1,1.0,ChatGPT,100,20,120,Conversation log",
-        "9,s1,1.0,ChatGPT,150,30,180,Conversation log",  # 120 said before, 30 new
-        "10,s2,1.0,ChatGPT,40,10,50,Conversation log",
-        "12,s1,1.0,ChatGPT,60,5,65,Conversation log",  # too short for 180: another conversation
-        "13,s1,1.0,ChatGPT,70,0,70,Conversation log",  # failed
-        "14,,1.0,GPT-4,80,9,89,API log",
-        "15,,1.0,GPT-4,300,9,309,API log",
-    )
-
-
-BURST = {
-    "burstgpt-0": [(0.0, 100, 20), (4.0, 30, 30)],
-    "burstgpt-2": [(5.0, 40, 10)],
-    "burstgpt-3": [(7.0, 60, 5)],
-    "burstgpt-4": [(9.0, 80, 9)],
-    "burstgpt-5": [(10.0, 300, 9)],
-}
 READ = {
     "azure": (
         ("TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:47,30,4", "2023-11-16 18:15:46,20,3"),
         {"azure-0": [(0.0, 20, 3)], "azure-1": [(1.0, 30, 4)]},
         {},
-    ),
-    "burstgpt": (burst("Session ID"), BURST, {"requests_without_response": 1}),
-    "burstgpt of later releases": (burst("SessionID"), BURST, {"requests_without_response": 1}),
-    "burstgpt without sessions": (
-        ("Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type", "5,ChatGPT,472,18,490,x"),
-        {"burstgpt-0": [(0.0, 472, 18)]},
-        {"requests_without_response": 0},
     ),
     "qwen_bailian": (
         (
@@ -75,7 +48,7 @@ READ = {
 
 @pytest.mark.parametrize(("format", "rows", "found", "facts"), [(name, *case) for name, case in READ.items()], ids=READ)
 def test_what_is_read(tmp_path, format, rows, found, facts):
-    recording = load(lines(tmp_path / "file", *rows), format.split()[0])
+    recording = load(lines(tmp_path / "file", *rows), format)
     shape = {
         one.id: [(call.at_s, call.content.tokens, call.reply) for call in one.calls] for one in recording.conversations
     }
@@ -119,20 +92,19 @@ def test_ragpulse_uses_the_lengths_of_its_folder_or_divides_evenly_and_says_so(t
 
 
 @pytest.mark.parametrize(
-    ("requests", "groups", "shared"),
+    ("requests", "first", "shared"),
     [
         # The fourth goes on from the first, the fifth branches off the second; the sixth shares what everybody shares only.
-        ([[0, 1, 2], [0, 10, 11], [0, 1, 2, 3], [0, 10, 12], [0, 20], [0, 1, 2, 3, 4]], [[0, 2, 5], [1, 3], [4]], 1),
+        ([[0, 1, 2], [0, 10, 11], [0, 1, 2, 3], [0, 10, 12], [0, 20], [0, 1, 2, 3, 4]], [0, 1, 0, 1, 4, 0], 1),
         # 3 and 4 both hold block 5: the last goes on from it, not from their own last blocks, and from the latest of them.
-        ([[9], [9], [9], [0, 5, 6], [0, 5, 7], [0, 5, 8]], [[0, 1, 2], [3, 4, 5]], 0),
-        ([[0, n] for n in range(1, 9)] + [[99]], [[n] for n in range(9)], 1),  # an odd one does not make one of all
-        ([[0, 1, 2], [0, 1, 3], [0, 4]], [[0], [1], [2]], 2),  # more than half begin with 0, 1
-        ([[0, 1], [0, 2], [3]], [[0], [1], [2]], 1),
-        ([[0], [1]], [[0], [1]], 0),
-        ([[1], [2], [3], [1, 2]], [[0], [1, 3], [2]], 0),  # the last block counts
-        ([[0, 1], [0, 2], [0, 3], [5, 1], [5, 1]], [[0, 3, 4], [1], [2]], 1),  # blocks behind another beginning do not
+        ([[9], [9], [9], [0, 5, 6], [0, 5, 7], [0, 5, 8]], [0, 0, 0, 3, 3, 3], 0),
+        ([[0, n] for n in range(1, 9)] + [[99]], [*range(9)], 1),  # an odd one does not make one of all
+        ([[0, 1, 2], [0, 1, 3], [0, 4]], [0, 1, 2], 2),  # more than half begin with 0, 1
+        ([[0, 1], [0, 2], [3]], [0, 1, 2], 1),
+        ([[1], [2], [3], [1, 2]], [0, 1, 2, 1], 0),  # the last block counts
+        ([[0, 1], [0, 2], [0, 3], [5, 1], [5, 1]], [0, 1, 2, 0, 0], 1),  # blocks behind another beginning do not
         ([], [], 0),
     ],
 )
-def test_a_request_continues_the_one_it_shares_most_with_beyond_the_common_prefix(requests, groups, shared):
-    assert continuations(requests) == (groups, shared)
+def test_a_request_continues_the_one_it_shares_most_with_beyond_the_common_prefix(requests, first, shared):
+    assert continuations(requests) == (first, shared)

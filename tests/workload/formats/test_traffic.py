@@ -131,24 +131,27 @@ def test_what_failed_is_left_out_and_unnamed_sessions_are_found_by_their_prefix(
         return Exchange(request, request / 2, blocks=blocks, prompt_tokens=4 * len(blocks or ()) + 1, output_tokens=1,
                         status="completed") if not more else Exchange(request, request / 2, **more)  # fmt: skip
 
-    path = written(tmp_path / "t.parquet", Facts("proxy", block=4),
-                   row(0, [1, 2]), row(1, [1, 5]), row(2, [1, 2, 3]), row(3, None, status="failed"),
-                   row(4, [9, 5]), row(5, [1, 5, 6]))  # fmt: skip
-    read = load(path)
-    assert {one.id: [call.order for call in one.calls] for one in read.conversations} == {
-        "prefix-0": [0, 2], "prefix-1": [1, 4], "prefix-4": [3],
-    }  # fmt: skip
-    assert read.facts["requests_left_out"] == 1
-
-
-def test_a_request_without_a_session_continues_the_one_whose_reply_it_holds(tmp_path):
-    turns = [([1], [2]), ([1, 2, 3], [4]), ([1, 2, 3, 4, 5], [6]), ([1, 7], [8]), ([1, 2, 3, 9], [])]
-    path = written(tmp_path / "t.parquet", Facts("proxy", block=4), *(
-        Exchange(place, float(place), prompt_tokens=4 * len(asked), output_tokens=5, blocks=asked, output_blocks=said)
-        for place, (asked, said) in enumerate(turns)
-    ))  # fmt: skip
-    found = {one.id: [call.order for call in one.calls] for one in load(path).conversations}
-    assert found == {"prefix-0": [0, 1, 2, 4], "prefix-3": [3]}
+    rows = (
+        row(0, [1, 2]),
+        row(1, [1, 5]),
+        row(2, [1, 2, 3]),
+        row(3, None, status="failed"),
+        row(4, [9, 5]),
+        row(5, [1, 5, 6]),
+    )
+    # A reply ends in a block that all share: who holds it goes on there.
+    replies = [([1], [2]), ([1, 2, 3], [4]), ([1, 2, 3, 4, 5], [6]), ([1, 7], [8]), ([1, 2, 3, 9], [])]
+    said = [
+        Exchange(place, float(place), prompt_tokens=4 * len(asked), output_tokens=5, blocks=asked, output_blocks=reply)
+        for place, (asked, reply) in enumerate(replies)
+    ]
+    for found, expected, left_out in (
+        (rows, {"prefix-0": [0, 2], "prefix-1": [1, 4], "prefix-4": [3]}, 1),
+        (said, {"prefix-0": [0, 1, 2, 4], "prefix-3": [3]}, 0),
+    ):
+        read = load(written(tmp_path / "t.parquet", Facts("proxy", block=4), *found))
+        assert {one.id: [call.order for call in one.calls] for one in read.conversations} == expected
+        assert read.facts.get("requests_left_out", 0) == left_out
 
 
 def test_other_files_are_refused_with_what_they_lack(tmp_path):
@@ -190,28 +193,17 @@ def sglang(path):
 def lookups(path):
     def one(at_s, name, tokens, *hashes):
         return {"timestamp": at_s, "request_id": name, "model_name": "m", "chunk_size": 16, "seq_len": tokens,
-                "dtypes": [], "shapes": [], "chunk_hashes": list(hashes)}  # fmt: skip
+                "chunk_hashes": list(hashes)}  # fmt: skip
 
-    lines(
-        path,
-        one(10.0, "a", 40, "0xa", "0xb"),
-        one(10.1, "a", 40, "0xa", "0xb"),
-        one(13.5, "b", 60, "0xa", "0xb", "0xc"),
-    )
+    twice = (one(at_s, "a", 40, "0xa", "0xb") for at_s in (10.0, 10.1))
+    lines(path, *twice, one(13.5, "b", 60, "0xa", "0xb", "0xc"))
 
 
 def lifecycle(path):
     def one(at_s, tokens, *said):
         body = {"messages": [{"role": "user", "content": one} for one in said]}
         info = {"input_tokens": tokens, "output_tokens": 10, "output_token_times": [at_s + 0.5]}
-        return {
-            "start_time": at_s,
-            "end_time": at_s + 2,
-            "request": json.dumps(body),
-            "response": "",
-            "info": info,
-            "error": None,
-        }
+        return {"start_time": at_s, "end_time": at_s + 2, "request": json.dumps(body), "info": info, "error": None}
 
     path.write_text(json.dumps([one(13.5, 60, "hello " * 30, "and " * 20), one(10.0, 40, "hello " * 30)]))
 
@@ -219,16 +211,8 @@ def lifecycle(path):
 def profiled(path):
     def one(at_s, tokens):
         metrics = {"input_sequence_length": tokens, "output_sequence_length": 10, "time_to_first_token": 500.0}
-        about = {
-            "request_start_ns": int(at_s * 1e9),
-            "request_end_ns": int(at_s * 1e9) + 2 * 10**9,
-            "x_correlation_id": "s",
-        }
-        return {
-            "metadata": about,
-            "metrics": {name: {"value": value} for name, value in metrics.items()},
-            "error": None,
-        }
+        about = {"request_start_ns": at_s * 1e9, "request_end_ns": (at_s + 2) * 1e9, "x_correlation_id": "s"}
+        return {"metadata": about, "metrics": {name: {"value": value} for name, value in metrics.items()}}
 
     lines(path, one(10.0, 40), one(13.5, 60))
 

@@ -4,13 +4,11 @@ import json
 
 import pytest
 
-from pensieve.core.request import Hint
 from pensieve.errors import MalformedInput
 from pensieve.lab.replay import replay
 from pensieve.lab.workload.formats import load
 from pensieve.lab.workload.playback import Begun
 from pensieve.lab.workload.trace import trace_workload
-from tests.composed import replayed
 from tests.scripted import ScriptedSystem, context
 from tests.shared_data import shared
 from tests.workload.dry import drive, measured
@@ -132,14 +130,6 @@ def test_what_a_context_cuts_off_begins_nobody(tmp_path):
     assert set(times(cut)) == {("weka-p", 1)}
 
 
-def test_hints_go_with_the_requests_unless_they_are_not_wanted(folder):
-    def hints(**fields):
-        return {one.request.hint for one in measured(drive(build(folder, **fields)))}
-
-    assert hints() == {None, Hint("tool_use"), Hint("end_turn")}
-    assert hints(hint="none") == {None}
-
-
 @pytest.mark.parametrize(
     ("requests", "reason"),
     [
@@ -156,25 +146,6 @@ def test_a_malformed_session_is_named_and_counted(tmp_path, requests, reason):
     with pytest.raises(MalformedInput, match=rf"x\.json:1: .*{reason}"):
         load(tmp_path, "weka")
     assert (load(tmp_path, "weka", "skip").malformed, len(load(tmp_path, "weka", "skip").conversations)) == (1, 1)
-
-
-def test_a_salt_limits_reuse_to_a_session(tmp_path):
-    """MLPerf's rule: in a cache that shares by content, sessions with equal tools find each other's, salted ones do not."""
-    for name in "abcd":
-        rows = [call(9.0 * n, list(range(1, 20 + n)), think=7.0) for n in range(3)]
-        session(tmp_path, name, *rows, tools=32, system=32)
-    common = ("workload=trace", f"workload.path={tmp_path}", "workload.format=weka", "workload.users=1",
-              "workload.warmup_turns=1", "baseline=prefix_cache", "cache.chunk_tokens=4")  # fmt: skip
-
-    def found(*overrides):
-        turns = [turn for turn in replayed(*common, *overrides)[0].turns if turn.phase != "warmup"]
-        first = sum(turn.shared_hit_tokens for turn in turns if turn.turn == 1)
-        return first, sum(turn.gpu_hit_tokens for turn in turns if turn.turn > 1)
-
-    shared_first, own = found()
-    assert shared_first > 0 and own > 0
-    assert found("cache_state=salted")[0] == 0
-    assert found("cache_state=salted")[1] > 0, "a session still finds what it said itself"
 
 
 # The real sessions

@@ -14,7 +14,7 @@ from pensieve.lab.workload.formats.reading import OnMalformed, Reader
 from pensieve.lab.workload.recording import Recording
 
 _KNOWN: dict[str, tuple[Callable[[Reader], Recording], Collection[str]]] = {
-    "openai_jsonl": (text.OpenAI.read, text.OpenAI.needs()),
+    "openai_jsonl": (text.openai, text.OpenAI.needs()),
     "agent_jsonl": (text.agents, text.AgentCall.needs()),
     "weka": (coding_agents.weka, coding_agents.Weka.needs()),
     "tracelab": (coding_agents.tracelab, coding_agents.TraceLab.needs()),
@@ -22,10 +22,9 @@ _KNOWN: dict[str, tuple[Callable[[Reader], Recording], Collection[str]]] = {
     "ragpulse": (timed.ragpulse, timed.RAGPulse.needs()),
     "mooncake": (timed.mooncake, timed.Mooncake.needs()),
     "azure": (timed.azure, timed.Azure.needs()),
-    "burstgpt": (timed.burstgpt, timed.BurstGPT.needs()),
-    "mt_bench_101": (text.MTBench101.read, text.MTBench101.needs()),
+    "mt_bench_101": (text.mt_bench_101, text.MTBench101.needs()),
     **{name: (partial(traffic.read_served, name), fields) for name, (_, fields) in served.SERVED.items()},
-    "sharegpt": (text.ShareGPT.read, ()),
+    "sharegpt": (text.sharegpt, ()),
     "traffic": (traffic.read, ()),
 }
 """How each is read, and what the first entry of its files has, where that tells it; the first match counts."""
@@ -37,17 +36,10 @@ def load(path: str | Path, format: str | None = None, on_malformed: OnMalformed 
 
     Raises ConfigError for an unknown format or a path that is not there, MalformedInput for what is in it.
     """
-    if format is not None and format not in FORMATS:
-        raise ConfigError(f"workload.format={format!r} is unknown; choose one of {', '.join(FORMATS)}.")
-    found = Path(path).expanduser()
-    if not found.exists():
-        raise ConfigError(f"workload.path={path} does not exist; give the file (or folder) of the recorded requests.")
-    format = format or _format_of(found)
-    recording = Reader(found, on_malformed).read(format, _KNOWN[format][0])
+    name, found = _opened(path, format)
+    recording = Reader(found, on_malformed).read(name, _KNOWN[name][0])
     if not recording.conversations:
-        raise ConfigError(
-            f"workload.path={path} holds no request in the format {format}; is it another workload.format?"
-        )
+        raise ConfigError(f"workload.path={path} holds no request in the format {name}; is it another workload.format?")
     return recording
 
 
@@ -58,9 +50,17 @@ def convert(path: Path, format: str | None, out: Path, salt: Salt) -> None:
 
 def served_rows(path: Path, format: str | None, salt: Salt) -> served.Read | None:
     """The rows of a file that says how its requests were served, by arrival; None for others. Raises as load does."""
-    found = path.expanduser()
-    named = format or (_format_of(found) if found.exists() else None)
-    return served.rows_of(named, Reader(found, "fail"), salt) if found.exists() and named in served.SERVED else None
+    name, found = _opened(path, format)
+    return served.rows_of(name, Reader(found, "fail"), salt) if name in served.SERVED else None
+
+
+def _opened(path: str | Path, format: str | None) -> tuple[str, Path]:
+    if format is not None and format not in FORMATS:
+        raise ConfigError(f"workload.format={format!r} is unknown; choose one of {', '.join(FORMATS)}.")
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise ConfigError(f"workload.path={path} does not exist; give the file (or folder) of the recorded requests.")
+    return format or _format_of(found), found
 
 
 def _format_of(path: Path) -> str:

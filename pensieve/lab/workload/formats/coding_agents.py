@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -41,7 +40,7 @@ SESSION_IDS = 2**24
 
 class _Request(Entry):
     type: str
-    t: float
+    t: float = Field(ge=0)
     prompt: Positive = Field(alias="in")
     reply: Whole = Field(alias="out")
     hash_ids: Hashes
@@ -79,113 +78,99 @@ class Weka(_Agent):
     hash_id_scope: Literal["local"] = "local"
 
 
-@dataclass(slots=True)
-class _Open:
-    """A conversation that is being read. ends_s: of each reply, by the clock of the conversation. at_s: when the last request
-    came; timed: its reply's end is known. joining: sub-agents that ended since, and when the last of them did."""
-
-    name: str
-    calls: list[Call] = field(default_factory=list)
-    ends_s: list[float] = field(default_factory=list)
-    at_s: float = 0.0
-    timed: bool = False
-    joining: list[str] = field(default_factory=list)
-    joined_s: float = 0.0
-
-
 def weka(reader: Reader) -> Recording:
     """The path is one file, or a folder of them."""
-    sessions: dict[str, _Session] = {}
+    sessions: dict[str, list[Conversation]] = {}
     facts: Counter[str] = Counter()
+
+    def parse(row: Any) -> tuple[str, list[Conversation], Counter[str]]:
+        file = _File(Weka.model_validate(row))
+        return file.name, file.conversations(file.row, file.name), file.facts
+
     for file in reader.files("*.json"):
-        for session in reader.entries(lambda row: _Session(Weka.of(row)), file):
-            if session.name in sessions:
-                reader.reject(str(file), f"two files have the id of {session.name}")
+        for name, conversations, counted in reader.entries(parse, file):
+            if name in sessions:
+                reader.reject(str(file), f"two files have the id of {name}")
                 continue
-            sessions[session.name] = session
-            facts += session.facts
-    conversations = tuple(one for session in sessions.values() for one in session.conversations)
-    counted = {"sessions_in_file": len(sessions), **dict(sorted(facts.items()))}
-    return Recording(conversations, WEKA, counted, one_clock=False)
+            sessions[name] = conversations
+            facts += counted
+    all_of_them = tuple(one for conversations in sessions.values() for one in conversations)
+    counts = {"sessions_in_file": len(sessions), **dict(sorted(facts.items()))}
+    return Recording(all_of_them, WEKA, counts, one_clock=False)
 
 
-class _Session:
-    """The conversations of a file: the session itself, and those of its sub-agents. Raises ValueError."""
+class _File:
+    """A session of a file. facts: what it has of each kind."""
 
     def __init__(self, row: Weka) -> None:
-        self._size, self.name = row.block_size, f"weka-{row.id}"
-        self._base = _digest("weka", "session", self.name) >> 24 << 24
+        self.row, self.name = row, f"weka-{row.id}"
         self.facts: Counter[str] = Counter()
-        self.conversations: list[Conversation] = []
-        self._read(row, self.name)
+        self._base = _digest("weka", "session", self.name) >> 24 << 24
 
-    def _read(self, part: _Agent, name: str, begun: Begun | None = None, pause_s: float | None = None) -> None:
-        """Read one conversation and what it began. pause_s: before its first request."""
-        this, place, shared = _Open(name), len(self.conversations), self._shared(part)
+    def conversations(
+        self, part: _Agent, name: str, begun: Begun | None = None, pause_s: float | None = None
+    ) -> list[Conversation]:
+        """The session, or one of its sub-agents, and those that it began. pause_s: before its first request. Raises
+        ValueError."""
+        calls: list[Call] = []
+        ends_s: list[float] = []  # of each reply, by the clock of the conversation
+        others: list[Conversation] = []
+        joining: list[_SubAgent] = []  # that ended since the last request
+        before: _Request | None = None
+        shared = self._shared(part)
         for index, request in enumerate(part.requests):
             if isinstance(request, _SubAgent):
+                if not calls:
+                    raise ValueError("a sub-agent comes before the first request")
                 self.facts["sub_agents"] += 1
-                self._sub_agent(request, this)
+                began_s = max(0.0, request.t - (request.duration_ms or 0.0) / 1e3)
+                turn = sum(end <= began_s for end in ends_s) or 1
+                waited_s = max(0.0, began_s - ends_s[turn - 1])
+                others += self.conversations(request, f"{name}/{request.agent_id}", Begun(name, turn), waited_s)
+                joining.append(request)
                 continue
-            if request.t < this.at_s:
+            if before is not None and request.t < before.t:
                 raise ValueError(
-                    f"request {index} of {name}: t={request.t} lies before the request above it ({this.at_s})"
+                    f"request {index} of {name}: t={request.t} lies before the request above it ({before.t})"
                 )
-            if len(request.hash_ids) * self._size > request.prompt:
+            if len(request.hash_ids) * self.row.block_size > request.prompt:
                 raise ValueError(f"request {index} of {name}: in={request.prompt} has no room for its hash_ids")
-            self._call(request, this, shared, pause_s)
+            if joining:  # the request waited for them
+                pause_s = max(0.0, request.t - max(ends_s[-1], *(one.t for one in joining)))
+            elif before is not None and before.api_time is not None and request.think_time is not None:
+                pause_s = max(0.0, request.think_time)
+            elif before is not None:
+                pause_s = max(0.0, request.t - ends_s[-1])
+            hashes = hashes_of([shared[one] if one in shared else self._base + one for one in request.hash_ids])
+            reason: StopReason | None = next((one for one in get_args(StopReason) if one == request.stop), None)
+            calls.append(
+                Call(
+                    Blocks(hashes, self.row.block_size, request.prompt),
+                    request.reply,
+                    request.t,
+                    continues=False,
+                    order=len(calls),
+                    pause_s=pause_s,
+                    waits_for=tuple(f"{name}/{one.agent_id}" for one in joining),
+                    hint=Hint(reason) if reason else None,
+                )
+            )
+            ends_s.append(request.t + max(0.0, request.api_time or 0.0))
+            before, joining = request, []
             self.facts["requests_of_sub_agents" if begun else f"requests_{request.type}"] += 1
             self.facts[f"stop_{request.stop or 'empty'}"] += begun is None
-        if not this.calls:
+        if not calls:
             raise ValueError(f"{name} has no request")
-        self.conversations.insert(place, Conversation(name, tuple(this.calls), begun))
-
-    def _sub_agent(self, row: _SubAgent, parent: _Open) -> None:
-        """It began after the last reply of its parent that had ended then, and the parent's next request waits for it."""
-        if not parent.calls:
-            raise ValueError("a sub-agent comes before the first request")
-        began_s = max(0.0, row.t - (row.duration_ms or 0.0) / 1e3)
-        turn = sum(end <= began_s for end in parent.ends_s) or 1
-        name = f"{parent.name}/{row.agent_id}"
-        self._read(row, name, Begun(parent.name, turn), max(0.0, began_s - parent.ends_s[turn - 1]))
-        parent.joining.append(name)
-        parent.joined_s = max(parent.joined_s, row.t)
-
-    def _call(self, row: _Request, this: _Open, shared: Mapping[int, int], first_pause_s: float | None) -> None:
-        if not this.calls:
-            pause_s = first_pause_s
-        elif this.joining:
-            pause_s = max(0.0, row.t - max(this.joined_s, this.ends_s[-1]))
-        elif this.timed and row.think_time is not None:
-            pause_s = max(0.0, row.think_time)
-        else:
-            pause_s = max(0.0, row.t - this.ends_s[-1])
-        hashes = hashes_of([shared[one] if one in shared else self._base + one for one in row.hash_ids])
-        reason: StopReason | None = next((one for one in get_args(StopReason) if one == row.stop), None)
-        this.calls.append(
-            Call(
-                Blocks(hashes, self._size, row.prompt),
-                row.reply,
-                row.t,
-                continues=False,
-                order=len(this.calls),
-                pause_s=pause_s,
-                waits_for=tuple(this.joining),
-                hint=Hint(reason) if reason else None,
-            )
-        )
-        this.joining = []
-        this.at_s, this.timed = row.t, row.api_time is not None
-        this.ends_s.append(row.t + max(0.0, row.api_time or 0.0))
+        return [Conversation(name, tuple(calls), begun), *others]
 
     def _shared(self, part: _Agent) -> dict[int, int]:
         """Names for block ids that hold across files: of the tool definitions and the system prompt, their place and how long
         they are. Any other block is named by its file and id."""
-        tools, system = part.tool_tokens, part.system_tokens
+        tools, system, size = part.tool_tokens, part.system_tokens, self.row.block_size
         leading: Iterable[int] = next((one.hash_ids for one in part.requests if isinstance(one, _Request)), ())
         names = {}
-        for place, one in enumerate(list(leading)[: (tools + system) // self._size]):
-            whose = ("tools", tools) if (place + 1) * self._size <= tools else ("system", tools, system)
+        for place, one in enumerate(list(leading)[: (tools + system) // size]):
+            whose = ("tools", tools) if (place + 1) * size <= tools else ("system", tools, system)
             names[one] = _digest("weka", *whose, place)
         return names
 
@@ -258,7 +243,7 @@ class TraceLab(Entry):
 
 
 def tracelab(reader: Reader) -> Recording:
-    rows = list(reader.entries(TraceLab.of))
+    rows = list(reader.entries(TraceLab.model_validate))
     once = {(one.session, one.round_index, str(one.round_id)): one for one in reversed(rows)}
     rounds = sorted(once.values(), key=lambda one: one.at_s)
     facts = Counter(duplicate_rounds=len(rows) - len(rounds), shorter_prompts=0)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
@@ -43,11 +43,6 @@ class Entry(BaseModel):
     text, as CSV has them."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, populate_by_name=True, coerce_numbers_to_str=True)
-
-    @classmethod
-    def of(cls, row: Any) -> Self:
-        """Raises ValueError."""
-        return cls.model_validate(row)
 
     @classmethod
     def needs(cls) -> set[str]:

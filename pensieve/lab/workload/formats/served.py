@@ -55,7 +55,7 @@ def lmcache_lookup(reader: Reader, salt: Salt) -> Read:
     """The path is one file, or the folder of them."""
     asked: dict[str, Lookup] = {}
     for file in reader.files("lookup_hashes_*.jsonl"):
-        for one in reader.entries(Lookup.of, file):
+        for one in reader.entries(Lookup.model_validate, file):
             asked.setdefault(one.request_id, one)
     sizes = {one.chunk_size for one in asked.values()}
     rows = []
@@ -136,7 +136,7 @@ def sglang_dump(reader: Reader, salt: Salt) -> Read:
     rows = [
         row
         for file in reader.files("*.pkl")
-        for row in reader.parsed(_dumped(file), lambda one: Dumped.of(one).row(salt))
+        for row in reader.parsed(_dumped(file), lambda one: Dumped.model_validate(one).row(salt))
     ]
     return Facts("sglang_dump", block=BLOCK_TOKENS, engine={"name": "sglang"}, rule=SGLANG_RULE), rows
 
@@ -171,7 +171,7 @@ def inference_perf(reader: Reader, salt: Salt) -> Read:
     recorded = Recorded(salt, "bytes", BLOCK_BYTES)
 
     def served(entry: Any) -> Exchange:
-        one = Lifecycle.of(entry)
+        one = Lifecycle.model_validate(entry)
         row = recorded.asked(0, one.start_time, {}, one.request.encode()).row
         row.status, row.end_s = "failed" if one.error else "completed", one.end_time
         row.prompt_tokens, row.output_tokens, row.first_token_s = one.prompt, one.output, one.first_token
@@ -204,7 +204,7 @@ class Profiled(Entry):
 
 def aiperf(reader: Reader, salt: Salt) -> Read:
     def served(entry: Any) -> Exchange:
-        one = Profiled.of(entry)
+        one = Profiled.model_validate(entry)
         row = Exchange(0, one.began_ns / 1e9, prompt_tokens=one.prompt, output_tokens=one.output)
         row.status = "failed" if one.error else "cancelled" if one.cancelled else "completed"
         row.end_s = None if one.ended_ns is None else one.ended_ns / 1e9

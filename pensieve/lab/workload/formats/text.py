@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, takewhile
+from typing import Any
 
 from pydantic import AliasChoices, Field
 
@@ -18,78 +18,76 @@ USERS = ("human", "user")
 MODELS = ("gpt", "assistant", "chatgpt", "bing", "bard", "model")
 
 
-class Talk(Entry):
-    """An entry that is a conversation. unnamed: what the one at a place is called without a name of its own. empty: the fact
-    that counts entries without a turn."""
+def _recording(
+    found: Iterable[tuple[str, Sequence[Call]]], rule: str, empty: str = "", unnamed: str = "conversation.{}"
+) -> Recording:
+    """found: name and calls of each entry, in the order of the file. empty: the fact that counts entries without a call.
+    unnamed: what the one at a place is called without a name of its own."""
+    conversations: dict[str, Conversation] = {}
+    left_out = 0
+    for place, (name, calls) in enumerate(found):
+        if not calls:
+            left_out += 1
+            continue
+        again = f"{name}.{place}" if name else unnamed.format(place)
+        unique = again if not name or name in conversations else name
+        conversations[unique] = Conversation(unique, tuple(calls))
+    return Recording(tuple(conversations.values()), rule, {empty: left_out} if empty else {})
 
-    rule: ClassVar[str]
-    empty: ClassVar[str] = ""
-    unnamed: ClassVar[str] = "conversation.{}"
 
+class _Named(Entry):
     name: str = Field("", validation_alias=AliasChoices("id", "prompt_id"))
 
-    def calls(self) -> Iterable[Call]:
-        """Raises ValueError."""
-        raise NotImplementedError
 
-    @classmethod
-    def read(cls, reader: Reader) -> Recording:
-        return cls.recording(reader.entries(cls.named))
+# ShareGPT and UltraChat: messages of {from, value} or {role, content}, or `data`, a list of texts that take turns.
 
-    @classmethod
-    def named(cls, row: Any) -> tuple[str, tuple[Call, ...]]:
-        entry = cls.of(row)
-        return entry.name, tuple(entry.calls())
-
-    @classmethod
-    def recording(cls, found: Iterable[tuple[str, tuple[Call, ...]]]) -> Recording:
-        """What `named` found in each entry, in the order of the file."""
-        conversations: dict[str, Conversation] = {}
-        empty = 0
-        for place, (name, calls) in enumerate(found):
-            if not calls:
-                empty += 1
-                continue
-            again = f"{name}.{place}" if name else cls.unnamed.format(place)
-            unique = again if not name or name in conversations else name
-            conversations[unique] = Conversation(unique, calls)
-        return Recording(tuple(conversations.values()), cls.rule, {cls.empty: empty} if cls.empty else {})
+SHAREGPT_RULE = (
+    "A turn is a person's message and the model's answer right after it. What comes before the first such pair, or after "
+    "the first break of the alternation, is left out. So are conversations without a pair."
+)
 
 
 class _Message(Entry):
     role: str = Field(validation_alias=AliasChoices("from", "role"))
     text: str = Field(validation_alias=AliasChoices("value", "content"))
 
-    def answered_by(self, answer: _Message) -> bool:
-        asked = self.role.lower() in USERS and answer.role.lower() in MODELS
-        return asked and bool(self.text.strip() and answer.text.strip())
 
-
-class ShareGPT(Talk):
-    """Messages of {from, value} or {role, content}, or `data`, a list of texts that take turns."""
-
-    rule = (
-        "A turn is a person's message and the model's answer right after it. What comes before the first such pair, or after "
-        "the first break of the alternation, is left out. So are conversations without a pair."
-    )
-    empty = "conversations_without_a_pair"
-
+class ShareGPT(_Named):
     messages: list[_Message] | None = Field(None, validation_alias=AliasChoices("conversations", "messages"))
     data: list[str] | None = None
 
-    def calls(self) -> Iterator[Call]:
-        messages = self.messages
-        if messages is None:
-            if self.data is None:
-                raise ValueError("it has none of conversations, messages and data")
-            roles = (USERS[0], MODELS[0])
-            messages = [_Message(role=roles[place % 2], text=text) for place, text in enumerate(self.data)]
-        pairs = list(pairwise(messages))
-        place = next((at for at, (asked, answer) in enumerate(pairs) if asked.answered_by(answer)), len(pairs))
-        while place < len(pairs) and pairs[place][0].answered_by(pairs[place][1]):
-            asked, answer = pairs[place]
-            yield Call(Text(asked.text), Text(answer.text))
-            place += 2
+    def said(self) -> list[_Message]:
+        """Raises ValueError."""
+        if self.messages is not None:
+            return self.messages
+        if self.data is None:
+            raise ValueError("it has none of conversations, messages and data")
+        roles = (USERS[0], MODELS[0])
+        return [_Message(role=roles[place % 2], text=text) for place, text in enumerate(self.data)]
+
+
+def sharegpt(reader: Reader) -> Recording:
+    def answered(pair: tuple[_Message, _Message]) -> bool:
+        message, answer = pair
+        asked = message.role.lower() in USERS and answer.role.lower() in MODELS
+        return asked and bool(message.text.strip() and answer.text.strip())
+
+    def parse(row: Any) -> tuple[str, list[Call]]:
+        talk = ShareGPT.model_validate(row)
+        pairs = list(pairwise(talk.said()))
+        first = next((place for place, pair in enumerate(pairs) if answered(pair)), len(pairs))
+        turns = takewhile(answered, pairs[first::2])
+        return talk.name, [Call(Text(message.text), Text(answer.text)) for message, answer in turns]
+
+    return _recording(reader.entries(parse), SHAREGPT_RULE, "conversations_without_a_pair")
+
+
+# OpenAI's messages, a conversation a line.
+
+OPENAI_RULE = (
+    "A line is a conversation. A turn is a reply of the assistant and all messages since the reply before it: system, "
+    "user and tool messages are its new text. Messages without a reply are left out."
+)
 
 
 class _Spoken(Entry):
@@ -108,23 +106,22 @@ class _Spoken(Entry):
         return "\n".join(filter(None, (content, json.dumps(self.tool_calls) if self.tool_calls else "")))
 
 
-class OpenAI(Talk):
-    rule = (
-        "A line is a conversation. A turn is a reply of the assistant and all messages since the reply before it: system, "
-        "user and tool messages are its new text. Messages without a reply are left out."
-    )
-    empty = "conversations_without_a_reply"
-
+class OpenAI(_Named):
     messages: list[_Spoken]
 
-    def calls(self) -> Iterator[Call]:
-        asked: list[str] = []
-        for message in self.messages:
+
+def openai(reader: Reader) -> Recording:
+    def parse(row: Any) -> tuple[str, list[Call]]:
+        talk, calls, asked = OpenAI.model_validate(row), [], list[str]()
+        for message in talk.messages:
             if message.role.lower() not in MODELS:
                 asked.append(message.said)
             elif asked:
-                yield Call(Text("\n".join(asked)), Text(message.said))
+                calls.append(Call(Text("\n".join(asked)), Text(message.said)))
                 asked = []
+        return talk.name, calls
+
+    return _recording(reader.entries(parse), OPENAI_RULE, "conversations_without_a_reply")
 
 
 class _Turn(Entry):
@@ -132,15 +129,16 @@ class _Turn(Entry):
     bot: str
 
 
-class MTBench101(Talk):
-    rule = "A line is a conversation, its turns in the order of its history."
-    unnamed = "mt_bench_101-{}"
-
-    name: str = ""
+class MTBench101(Entry):
     history: list[_Turn] = Field(min_length=1)
 
-    def calls(self) -> Iterator[Call]:
-        return (Call(Text(turn.user), Text(turn.bot)) for turn in self.history)
+
+def mt_bench_101(reader: Reader) -> Recording:
+    def parse(row: Any) -> tuple[str, list[Call]]:
+        return "", [Call(Text(turn.user), Text(turn.bot)) for turn in MTBench101.model_validate(row).history]
+
+    rule = "A line is a conversation, its turns in the order of its history."
+    return _recording(reader.entries(parse), rule, unnamed="mt_bench_101-{}")
 
 
 # Sessions of agents, as LMCache publishes them: JSON lines with the whole text of each call, and the reply.
@@ -166,7 +164,7 @@ def agents(reader: Reader) -> Recording:
     """The path is one file, or a folder of them."""
     calls: dict[str, list[AgentCall]] = {}
     for file in reader.files("*.jsonl"):
-        for call in reader.entries(AgentCall.of, file):
+        for call in reader.entries(AgentCall.model_validate, file):
             calls.setdefault(call.session_id, []).append(call)
     conversations = tuple(one for session, each in calls.items() for one in _roles(f"agent-{session}", each))
     return Recording(conversations, AGENTS, {"sessions_in_file": len(calls)})

@@ -1,19 +1,20 @@
-"""Formats whose requests have times and lengths but no text: Azure, BurstGPT, Mooncake, Qwen-Bailian and RAGPulse."""
+"""Formats whose requests have times and lengths but no text: Azure, Mooncake, Qwen-Bailian and RAGPulse."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated, Any, Self, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from operator import attrgetter
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, AliasChoices, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, PrivateAttr, model_validator
 
 from pensieve.lab.workload.formats.reading import Entry, Hashes, Positive, Reader, Time, Whole
 from pensieve.lab.workload.recording import Blocks, Call, Content, Conversation, Count, Parts, Recording
 from pensieve.units import ceil_div
 
-Row = TypeVar("Row", bound="Timed")
+_AT = attrgetter("at_s")
 
 
 class Timed(Entry):
@@ -28,22 +29,15 @@ class Timed(Entry):
         return Count(self.prompt)
 
 
-def _in_order(rows: Iterable[Row], key: Callable[[Row], Any] = lambda row: row.at_s) -> tuple[list[Row], list[Call]]:
-    """The rows by time, and the calls that they are."""
-    ordered = sorted(rows, key=key)
-    start_s = ordered[0].at_s if ordered else 0.0
-    return ordered, [
-        Call(row.content, row.reply, row.at_s - start_s, continues=False, order=order)
-        for order, row in enumerate(ordered)
-    ]
-
-
-def _conversations(prefix: str, names: Iterable[object], calls: Iterable[Call]) -> tuple[Conversation, ...]:
-    """Those with one name are a conversation."""
-    found: dict[object, list[Call]] = {}
-    for name, call in zip(names, calls, strict=True):
-        found.setdefault(name, []).append(call)
-    return tuple(Conversation(f"{prefix}-{name}", tuple(each)) for name, each in found.items())
+def _recording(
+    prefix: str, rows: Sequence[Timed], names: Iterable[object], rule: str, facts: dict[str, Any] | None = None
+) -> Recording:
+    """rows: by time. names: of the conversation of each."""
+    calls: dict[str, list[Call]] = {}
+    for order, (row, name) in enumerate(zip(rows, names, strict=True)):
+        call = Call(row.content, row.reply, row.at_s - rows[0].at_s, continues=False, order=order)
+        calls.setdefault(f"{prefix}-{name}", []).append(call)
+    return Recording(tuple(Conversation(name, tuple(own)) for name, own in calls.items()), rule, facts or {})
 
 
 # Azure's LLM inference traces: CSV with a time and two lengths. There are no sessions in it.
@@ -58,40 +52,8 @@ class Azure(Timed):
 
 
 def azure(reader: Reader) -> Recording:
-    _, calls = _in_order(reader.entries(Azure.of))
-    return Recording(_conversations("azure", range(len(calls)), calls), AZURE_RULE)
-
-
-# BurstGPT: CSV with a time in seconds, two lengths, and in its later releases a session.
-
-BURSTGPT_RULE = (
-    "Rows with one session id are a conversation, as long as each request has room for all that was said before. The new "
-    "message is its tokens less the earlier request and response. A shorter request opens another conversation. "
-    "Rows without a session id stand alone. Rows whose response has no tokens failed when recorded and are left out."
-)
-
-
-class BurstGPT(Timed):
-    at_s: float = Field(alias="Timestamp")
-    prompt: Positive = Field(alias="Request tokens")
-    reply: Whole = Field(alias="Response tokens")
-    session: str = Field("", validation_alias=AliasChoices("Session ID", "SessionID"))
-
-
-def burstgpt(reader: Reader) -> Recording:
-    found = list(reader.entries(BurstGPT.of))
-    rows, whole = _in_order(row for row in found if row.reply)
-    names, calls = [], []
-    latest: dict[str, tuple[int, int]] = {}  # of a session: its present conversation, and the tokens said in it
-    for row, call in zip(rows, whole, strict=True):
-        name, said = latest.get(row.session, (call.order, 0)) if row.session else (call.order, 0)
-        if row.prompt <= said:
-            name, said = call.order, 0
-        names.append(name)
-        calls.append(replace(call, content=Count(row.prompt - said), continues=True))
-        latest[row.session] = (name, row.prompt + row.reply)
-    facts = {"requests_without_response": len(found) - len(rows)}
-    return Recording(_conversations("burstgpt", names, calls), BURSTGPT_RULE, facts)
+    rows = sorted(reader.entries(Azure.model_validate), key=_AT)
+    return _recording("azure", rows, range(len(rows)), AZURE_RULE)
 
 
 # Mooncake's release for FAST 2025: JSON lines with a timestamp in ms, two lengths, and a hash for each 512 tokens.
@@ -122,29 +84,28 @@ class Mooncake(Timed):
 
 
 def mooncake(reader: Reader) -> Recording:
-    rows, calls = _in_order(reader.entries(Mooncake.of))
-    groups, shared = continuations([row.hash_ids for row in rows])
-    names = {index: group[0] for group in groups for index in group}
-    found = _conversations("mooncake", (names[index] for index in range(len(calls))), calls)
-    return Recording(found, MOONCAKE_RULE.format(shared=shared), {"shared_prefix_blocks": shared})
+    rows = sorted(reader.entries(Mooncake.model_validate), key=_AT)
+    first, shared = continuations([row.hash_ids for row in rows])
+    return _recording("mooncake", rows, first, MOONCAKE_RULE.format(shared=shared), {"shared_prefix_blocks": shared})
 
 
-def continuations(requests: Sequence[Sequence[int]]) -> tuple[list[list[int]], int]:
-    """Groups of indices, a conversation each, in order of their first request; and the blocks that everybody shares.
+def continuations(prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]] = ()) -> tuple[list[int], int]:
+    """Of each request the one that began its conversation; and how many leading blocks everybody shares.
 
-    requests: block hashes, in order of arrival, a hash standing for its block and all before it.
+    prompts, replies: block hashes in order of arrival, each of its block and all before it; a reply's go on behind its
+    prompt's. A request continues the latest one whose reply ends in a block of its prompt, or that has a block of it which
+    not everybody has.
     """
-    shared = shared_prefix(requests)
-    groups: list[list[int]] = []
-    holder: dict[int, int] = {}  # the group whose request held a block last
-    for index, hashes in enumerate(requests):
-        known = next((holder[one] for one in reversed(hashes[shared:]) if one in holder), None)
-        if known is None:
-            known = len(groups)
-            groups.append([])
-        groups[known].append(index)
-        holder.update(dict.fromkeys(hashes[shared:], known))
-    return groups, shared
+    shared = shared_prefix(prompts)
+    first: list[int] = []
+    holder: dict[int, int] = {}  # the conversation whose prompt or reply held a block last
+    ends: set[int] = set()  # of replies
+    for index, (prompt, reply) in enumerate(zip_longest(prompts, replies, fillvalue=())):
+        known = (one for place, one in reversed([*enumerate(prompt)]) if place >= shared or one in ends)
+        first.append(next((holder[one] for one in known if one in holder), index))
+        holder.update(dict.fromkeys((*prompt, *reply), first[-1]))
+        ends.update(reply[-1:])
+    return first, shared
 
 
 def shared_prefix(requests: Sequence[Sequence[int]]) -> int:
@@ -182,14 +143,14 @@ class Qwen(Timed):
 
 
 def qwen_bailian(reader: Reader) -> Recording:
-    rows, calls = _in_order(reader.entries(Qwen.of), key=lambda row: (row.at_s, row.turn))
+    rows = sorted(reader.entries(Qwen.model_validate), key=lambda row: (row.at_s, row.turn))
     root: dict[int, int] = {}
     orphans = 0
     for row in rows:
         orphans += row.parent_chat_id not in root and row.parent_chat_id != NO_PARENT
         root[row.chat_id] = root.get(row.parent_chat_id, row.chat_id)
     facts = {"requests_whose_parent_is_not_in_the_file": orphans}
-    return Recording(_conversations("qwen", (root[row.chat_id] for row in rows), calls), QWEN_RULE, facts)
+    return _recording("qwen", rows, [root[row.chat_id] for row in rows], QWEN_RULE, facts)
 
 
 # RAGPulse: JSON lines with a time in seconds as text, two lengths, a session, and hashes of the prompt's components.
@@ -207,8 +168,15 @@ UNKNOWN = (
 
 
 class RAGPulse(Timed):
+    """lengths: by hash, of the files beside it."""
+
     session_id: str
     hash_ids: dict[str, list[int]] = Field(min_length=1)
+    _lengths: dict[int, int] = PrivateAttr(default_factory=dict)
+
+    @property
+    def content(self) -> Content:
+        return Parts(pieces(self.hash_ids, self.prompt, self._lengths))
 
 
 class _Component(Entry):
@@ -226,15 +194,13 @@ def ragpulse(reader: Reader) -> Recording:
     """
     lengths: dict[int, int] = {}
     for file in sorted(reader.path.glob(LENGTHS)):
-        lengths.update((one.hash, one.token_length) for one in reader.entries(_Component.of, file))
+        lengths.update((one.hash, one.token_length) for one in reader.entries(_Component.model_validate, file))
     file = reader.path / TRACE if reader.path.is_dir() else reader.path
-    rows, whole = _in_order(reader.entries(RAGPulse.of, file))
-    calls = [
-        replace(call, content=Parts(pieces(row.hash_ids, row.prompt, lengths)))
-        for row, call in zip(rows, whole, strict=True)
-    ]
+    rows = sorted(reader.entries(RAGPulse.model_validate, file), key=_AT)
+    for row in rows:
+        row._lengths = lengths
     rule = RAGPULSE_RULE.format(lengths=KNOWN if lengths else UNKNOWN)
-    return Recording(_conversations("ragpulse", (row.session_id for row in rows), calls), rule)
+    return _recording("ragpulse", rows, [row.session_id for row in rows], rule)
 
 
 def pieces(

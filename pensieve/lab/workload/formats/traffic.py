@@ -11,7 +11,7 @@ from pensieve.lab.traffic import table
 from pensieve.lab.traffic.table import BLOCK_BYTES, Exchange, Facts, Salt
 from pensieve.lab.workload.formats.reading import Reader
 from pensieve.lab.workload.formats.served import rows_of
-from pensieve.lab.workload.formats.timed import shared_prefix
+from pensieve.lab.workload.formats.timed import continuations
 from pensieve.lab.workload.playback import Begun
 from pensieve.lab.workload.recording import (
     Blocks,
@@ -81,23 +81,18 @@ def prompt_tokens(one: Exchange, facts: Facts) -> int | None:
 
 def _sessions(asked: Sequence[Exchange]) -> Iterator[str]:
     """The session of each, by its prefix chain where nobody has said it."""
-    shared = shared_prefix([chain(one.blocks or ()) for one in asked if one.session is None])
-    holder: dict[int, str] = {}  # the session whose request or reply held a block last, by its chain
-    ends: set[int] = set()  # of replies
-    numbers: set[int] = set()
-    for order, one in enumerate(asked):
-        if one.session is not None:
-            yield one.session
-            continue
-        prompt = len(one.blocks or ())
-        held = chain([*(one.blocks or ()), *(one.output_blocks or ())])
-        alike = (x for place, x in reversed(list(enumerate(held[:prompt]))) if x in ends or place >= shared)
-        fresh = f"prefix-{one.request}" if one.request not in numbers else f"prefix-{one.request}-{order}"
-        numbers.add(one.request)
-        name = next((holder[x] for x in alike if x in holder), fresh)
-        holder.update(dict.fromkeys(held, name))
-        ends.update(held[max(prompt, len(held) - 1) :])
-        yield name
+    unnamed = [(order, one) for order, one in enumerate(asked) if one.session is None]
+    held = [(len(one.blocks or ()), chain([*(one.blocks or ()), *(one.output_blocks or ())])) for _, one in unnamed]
+    firsts, _ = continuations(
+        [blocks[:prompt] for prompt, blocks in held], [blocks[prompt:] for prompt, blocks in held]
+    )
+    names: dict[int, str] = {}
+    taken: set[int] = set()
+    for place, ((order, one), first) in enumerate(zip(unnamed, firsts, strict=True)):
+        fresh = f"prefix-{one.request}" if one.request not in taken else f"prefix-{one.request}-{order}"
+        names[order] = fresh if first == place else names[unnamed[first][0]]
+        taken.add(one.request)
+    return (names[order] if one.session is None else one.session for order, one in enumerate(asked))
 
 
 def _calls(each: Sequence[tuple[int, Exchange]], facts: Facts) -> Iterator[Call]:
@@ -172,54 +167,39 @@ def converted(recording: Recording, salt: Salt) -> tuple[Facts, Iterator[Exchang
     said: dict[str, bytes] = {}
     held: dict[str, int] = {}
 
-    def rows() -> Iterator[Exchange]:
-        for request, (call, one, turn) in enumerate(calls):
-            row = Exchange(request, call.at_s, session=one.id, session_from="source", status="completed")
-            row.parent = number.get((one.id, turn - 1))
-            if one.begun is not None and not turn:
-                row.parent = number.get((one.begun.conversation, one.begun.turn - 1))
-            row.pause_s, row.waits_for = call.pause_s, list(call.waits_for) or None
-            row.finish_reason = call.hint.stop_reason if call.hint is not None else None
-            if isinstance(call.content, Text):
-                said[one.id] = _spoken(row, call, said.get(one.id, b""), f"{one.id} {turn}", salt)
-                yield row
-                continue
-            before = held.get(one.id, 0) if call.continues else 0
-            row.kept_tokens = before if call.continues else None
-            row.prompt_tokens = before + call.content.tokens
-            row.output_tokens = call.reply if isinstance(call.reply, int) else None
-            held[one.id] = row.prompt_tokens + (row.output_tokens or 0)
-            if isinstance(call.content, Blocks):
-                row.blocks = [salt.number(one) for one in call.content.hashes]
-                if common is None:
-                    row.lengths = _cut(call.content)
-            elif isinstance(call.content, Parts):
-                row.blocks = [salt.number(one) for one, _ in call.content.pieces]
-                row.lengths = [tokens for _, tokens in call.content.pieces]
-            yield row
+    def row_of(request: int, call: Call, one: Conversation, turn: int) -> Exchange:
+        row = Exchange(request, call.at_s, session=one.id, session_from="source", status="completed")
+        before = one.begun if one.begun is not None and not turn else Begun(one.id, turn)
+        row.parent = number.get((before.conversation, before.turn - 1))
+        row.pause_s, row.waits_for = call.pause_s, list(call.waits_for) or None
+        row.finish_reason = call.hint.stop_reason if call.hint is not None else None
+        content = call.content
+        if isinstance(content, Text):
+            said[one.id] = _spoken(row, call, content, said.get(one.id, b""), salt)
+            return row
+        row.kept_tokens = held.get(one.id, 0) if call.continues else None
+        row.prompt_tokens = (row.kept_tokens or 0) + content.tokens
+        row.output_tokens = call.reply if isinstance(call.reply, int) else None
+        held[one.id] = row.prompt_tokens + (row.output_tokens or 0)
+        if isinstance(content, Blocks):
+            row.blocks = [salt.number(one) for one in content.hashes]
+            if common is None:
+                ends = [min(end, content.tokens) for end in table.edges(len(content.hashes), content.block_tokens)]
+                row.lengths = [stop - start for start, stop in pairwise(ends)]
+        elif isinstance(content, Parts):
+            row.blocks = [salt.number(one) for one, _ in content.pieces]
+            row.lengths = [tokens for _, tokens in content.pieces]
+        return row
 
-    return facts, rows()
+    return facts, (row_of(request, *each) for request, each in enumerate(calls))
 
 
-def _spoken(row: Exchange, call: Call, said: bytes, name: str, salt: Salt) -> bytes:
-    """Fill in what a text says; returns what has been said by then. A reply of which only the length is known is filled."""
-    assert isinstance(call.content, Text)
-    text = call.content.text.encode("utf-8", "replace")
+def _spoken(row: Exchange, call: Call, content: Text, said: bytes, salt: Salt) -> bytes:
+    """Fill in what a text says; returns what has been said by then."""
+    text = content.text.encode("utf-8", "replace")
     prompt = said + b"\nuser\n" + text + b"\nassistant\n" if call.continues else text
-    reply = b""
-    if isinstance(call.reply, Text):
-        reply = call.reply.text.encode("utf-8", "replace")
-    elif isinstance(call.reply, int):
-        row.output_tokens = call.reply
-        reply = (name.encode() * call.reply)[: call.reply * BYTES_PER_TOKEN].ljust(call.reply * BYTES_PER_TOKEN)
-    whole = prompt + reply
+    reply = call.reply.text.encode("utf-8", "replace") if isinstance(call.reply, Text) else b""
     row.prompt_bytes, row.blocks = len(prompt), salt.blocks(prompt, BLOCK_BYTES)
     if call.reply is not None:
-        row.output_bytes, row.output_blocks = len(reply), salt.blocks(whole, BLOCK_BYTES, len(row.blocks))
-    return whole
-
-
-def _cut(content: Blocks) -> list[int]:
-    """Lengths of its blocks, the last one perhaps partly filled."""
-    ends = table.edges(len(content.hashes), content.block_tokens)
-    return [min(stop, content.tokens) - min(start, content.tokens) for start, stop in pairwise(ends)]
+        row.output_bytes, row.output_blocks = len(reply), salt.blocks(prompt + reply, BLOCK_BYTES, len(row.blocks))
+    return prompt + reply
