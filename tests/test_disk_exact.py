@@ -63,11 +63,9 @@ def test_hits_are_what_the_store_was_asked_for_and_tokens_those_without_a_disk(t
         talk = Talk(folder, disk_blocks=blocks)
         told = [talk.ask(name, 60 if turn == 0 else 7, 5) for turn in range(3) for name in "abcdef"]
         outputs.append([list(turn.token_ids) for turn in told])
-        worker = talk.engine.torch_worker
         settle(talk)
         found = sum(turn.disk_hit_tokens or 0 for turn in told)
         assert found == talk.cache.counters.extra["disk_loaded_chunks"] * CHUNK
-        assert worker._transfer.read_bytes == found // CHUNK * worker.tensors.block_bytes
         assert found > 500 if blocks == 60 else found < 100
         talk.close()
     assert outputs[0] == outputs[1] == outputs[2]

@@ -46,6 +46,11 @@ class _Read:
     marks: list[threading.Event]
     wrong: set[int] = field(default_factory=set)  # which of its chunks are not what was asked for
 
+    @property
+    def outcome(self) -> Moved:
+        gone = tuple(self.load.keys[place] for place in sorted(self.wrong))
+        return Moved(self.load.ticket, not gone, gone)
+
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
@@ -81,7 +86,6 @@ class DiskTransfer(Transfer):
         super().__init__(tensors, link)
         self.below_load_s, self.below_kept = file.measure_s(), file.kept
         self._file, self._staging_bytes = file, staging_bytes
-        self.read_bytes = self.written_bytes = 0
         self._staged_bytes = 0
         self._changed = threading.Condition()
         self._orders: list[_Write | _Read] = []
@@ -89,7 +93,6 @@ class DiskTransfer(Transfer):
         self._reads: list[_Read] = []  # under way, oldest first
         self._required_read: _Read | None = None
         self._stored: SimpleQueue[Moved] = SimpleQueue()
-        self._lock = threading.Lock()  # of the counts
         self._waited_ns = 0
         self._thread = threading.Thread(target=self._run, name="pensieve-disk", daemon=True)
         self._thread.start()
@@ -114,17 +117,15 @@ class DiskTransfer(Transfer):
         pool = self._tensors.gpu if move.source == GPU else self._tensors.cpu
         gone = []
         for key, src, dst in zip(move.keys, move.src, move.dst, strict=True):
-            with self._lock:
-                full = self._staged_bytes + self._tensors.block_bytes > self._staging_bytes
-                self._staged_bytes += 0 if full else self._tensors.block_bytes
-            if full:
+            if self._staged_bytes + self._tensors.block_bytes > self._staging_bytes:
                 gone.append(key)
-                continue
-            self._order(_Write(move.ticket, key, dst, pool[:, src].clone()))
+            else:
+                self._order(_Write(move.ticket, key, dst, pool[:, src].clone()), self._tensors.block_bytes)
         self._stored.put(Moved(move.ticket, not gone, tuple(gone)))
 
-    def _order(self, order: _Write | _Read) -> None:
+    def _order(self, order: _Write | _Read, staged_bytes: int = 0) -> None:
         with self._changed:
+            self._staged_bytes += staged_bytes
             self._orders.append(order)
             self._changed.notify()
 
@@ -153,7 +154,7 @@ class DiskTransfer(Transfer):
         stored = []
         while not self._stored.empty():
             stored.append(self._stored.get())
-        return (*super().moved(), *stored, *(_outcome(read) for read in over))
+        return (*super().moved(), *stored, *(read.outcome for read in over))
 
     def wait(self) -> bool:
         if super().wait():
@@ -210,9 +211,8 @@ class DiskTransfer(Transfer):
         except OSError as error:
             log.error("A chunk cannot be written to the file of cache.disk: %s", error)
             self._stored.put(Moved(order.ticket, ok=False, gone=(order.key,)))
-        with self._lock:
+        with self._changed:
             self._staged_bytes -= self._tensors.block_bytes
-            self.written_bytes += self._tensors.block_bytes
 
     def _read(self, order: _Read) -> None:
         load, wrong = order.load, order.wrong
@@ -220,29 +220,15 @@ class DiskTransfer(Transfer):
         for layer, mark in enumerate(order.marks):
             for place, (src, dst) in enumerate(zip(load.src, load.dst, strict=True)):
                 told, into = sums[place], self._tensors.gpu[layer, dst]
-                if (
-                    told is None
-                    or place in wrong
-                    or not self._file.read_layer(src, layer, _bytes_of(into), told[layer])
-                ):
+                whole = told is not None and self._file.read_layer(src, layer, _bytes_of(into), told[layer])
+                if not whole or place in wrong:
                     wrong.add(place)
                     into.zero_()
-            if layer == len(order.marks) - 1:  # whoever sees the last mark sees what was wrong
-                self._report(order)
+            if wrong and layer == len(order.marks) - 1:  # whoever sees the last mark sees what was wrong
+                log.warning(
+                    "%s of %s chunks on disk are not what was written; they are computed again.", len(wrong), len(sums)
+                )
             mark.set()
-
-    def _report(self, order: _Read) -> None:
-        count = len(order.load.keys)
-        if order.wrong:
-            wrong = len(order.wrong)
-            log.warning("%s of %s chunks on disk are not what was written; they are computed again.", wrong, count)
-        with self._lock:
-            self.read_bytes += count * self._tensors.block_bytes
-
-
-def _outcome(read: _Read) -> Moved:
-    gone = tuple(read.load.keys[place] for place in sorted(read.wrong))
-    return Moved(read.load.ticket, not gone, gone)
 
 
 def _bytes_of(layer: torch.Tensor) -> memoryview:

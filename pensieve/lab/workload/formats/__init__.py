@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -37,10 +38,11 @@ def load(path: str | Path, format: str | None = None, on_malformed: OnMalformed 
     Raises ConfigError for an unknown format or a path that is not there, MalformedInput for what is in it.
     """
     name, found = _opened(path, format)
-    recording = Reader(found, on_malformed).read(name, _KNOWN[name][0])
+    reader = Reader(found, on_malformed)
+    recording = _KNOWN[name][0](reader)
     if not recording.conversations:
         raise ConfigError(f"workload.path={path} holds no request in the format {name}; is it another workload.format?")
-    return recording
+    return replace(recording, format=name, malformed=reader.malformed, examples=tuple(reader.examples))
 
 
 def convert(path: Path, format: str | None, out: Path, salt: Salt) -> None:

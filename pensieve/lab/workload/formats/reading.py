@@ -7,7 +7,6 @@ import csv
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -15,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
 from pensieve.errors import MalformedInput
-from pensieve.lab.workload.recording import Recording, hashes_of
+from pensieve.lab.workload.recording import hashes_of
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +91,6 @@ class Reader:
                 self.reject(where, _reason(error))
             else:
                 yield parsed
-
-    def read(self, format: str, read: Callable[[Reader], Recording]) -> Recording:
-        """What a format makes of this file, and how much was left out of it."""
-        found = read(self)
-        return replace(found, format=format, malformed=self.malformed, examples=tuple(self.examples))
 
     def reject(self, where: str, reason: str) -> None:
         sentence = f"{where}: {reason}"
