@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import pytest
-
-from pensieve.core.policies.base import EvictionPolicy
-from pensieve.core.policies.lru import Lru as LruPolicy
-from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Length, Request, tokens_of
-from pensieve.core.session import Session
-from pensieve.plugins.caches.cpu_tier import FromTail, Use
 from pensieve.plugins.caches.vllm_offload import VllmOffload
-from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.serve.record import TurnRecord
-from tests.simulated import TalkingEngine, make_engine, policy_context, run
+from tests.simulated import TalkingEngine, make_engine, run
 
 
 def engine_of(gpu_blocks: int = 16, cpu_blocks: int = 32, policy: Any = None, **options: Any) -> TalkingEngine:
@@ -118,80 +109,3 @@ def test_what_is_forgotten_is_gone_from_both_tiers_also_while_it_is_copied() -> 
         engine.cache.check()
     assert (engine.cache.cpu_blocks_used, engine.cache.gpu_blocks_used) == (0, 0)
     assert hits(say(engine, "b", text(1, 16))) == (0, 0, 0)
-
-
-# -- orders -----------------------------------------------------------------------------------------------------------
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(4, "big")
-
-
-def session_of(number: int, last_active_s: float = 0.0) -> Session:
-    return Session(f"s{number}", number, 0.0, last_active_s)
-
-
-@pytest.mark.parametrize("policy", [RetentionValue, LruPolicy, partial(LearnedReturn, guarded=False)])
-@pytest.mark.parametrize("seed", range(12))
-def test_an_eviction_policy_gives_up_the_least_tail(policy: Any, seed: int) -> None:
-    """Against a look at every session's last chunk, one victim at a time."""
-    rng = random.Random(seed)
-    made: EvictionPolicy = policy(policy_context())
-    order = FromTail(made)
-    owner: dict[bytes, tuple[Session, int]] = {}
-    sessions = [session_of(number) for number in range(6)]
-    names, now_s = 0, 0.0
-
-    def best(spared: set[bytes], at_s: float) -> bytes | None:
-        ranks: dict[int, tuple[Any, ...]] = {}
-        last: dict[int, tuple[int, bytes]] = {}
-        for name, (session, index) in sorted(owner.items(), key=lambda one: one[1][1]):
-            score = made.score(made.bucket(session, index), made.order(session, index), at_s)
-            ranks[session.number] = score, session.last_active_s, session.number
-            if name not in spared:
-                last[session.number] = index, name
-        return last[min(last, key=ranks.__getitem__)][1] if last else None
-
-    for _ in range(120):
-        now_s += rng.random() * 3
-        session = rng.choice(sessions)
-        kind = rng.random()
-        if kind < 0.5:
-            session.turns += 1
-            session.tokens = tokens_of(range(4 * rng.randint(1, 9)))
-            if made.observe is not None:
-                made.observe(session, now_s)
-            session.last_active_s = now_s
-            if made.rest is not None:
-                made.rest(session, now_s)
-            order.changed(session)
-            found = rng.sample(sorted(owner), min(len(owner), rng.randint(0, 2)))
-            added = {}
-            taken = Counter(index for one, index in owner.values() if one is session)
-            for index in range(rng.randint(0, 5)):
-                if not taken[index]:
-                    names += 1
-                    added[key(names)] = index
-                    order.insert(key(names), session, index)
-                    owner[key(names)] = session, index
-            places = Counter(owner[name][1] for name in found) + taken + Counter(added.values())
-            found = [name for name in found if places[owner[name][1]] == 1]
-            offered = {name: owner[name][1] for name in found} | added
-            for name in found:
-                owner[name] = session, owner[name][1]
-            order.used(session, Use(0, offered, set(found), set(added)))
-        elif kind < 0.6 and owner:
-            name = rng.choice(sorted(owner))
-            del owner[name]
-            order.remove(name)
-        else:
-            spared = set(rng.sample(sorted(owner), min(len(owner), rng.randint(0, 3))))
-            count = rng.randint(1, 4)
-            got = order.choose(count, set(owner).difference(spared).__contains__, now_s)
-            if got is None:
-                assert len(owner) - len(spared) < count
-            else:
-                for name in got:
-                    assert name == best(spared, now_s)
-                    del owner[name]
-        assert set(order.keys()) == set(owner)

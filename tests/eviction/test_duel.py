@@ -7,10 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from pensieve.plugins.policies import duel
 from pensieve.plugins.policies.duel import Duel, Held, Shadow, least_recent
-from pensieve.plugins.policies.learned_return import LearnedReturn
-from tests.eviction.world import World, context, holds
 
 
 def newest(held, now_s):
@@ -104,28 +101,3 @@ def test_who_leads_loses_no_point_and_a_good_challenger_gains_what_it_can(favour
             thrown += challenger + recency
             contest.ask(0, 1, before)
     assert least < gained / thrown < most, gained / thrown
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_victims_are_those_of_whoever_leads(seed, monkeypatch):
-    monkeypatch.setattr(duel, "_LOOK_EVERY", 10**9)  # only the test changes the lead
-    policy = LearnedReturn(context())
-    modes = []
-
-    def definition(world):
-        modes.append(policy.follows_recency)
-
-        def key(session, chunk):
-            if policy.follows_recency:
-                return (session.last_active_s,)
-            return (policy._value(session.memo.habits[-1], session.last_active_s, world.now_s),)
-
-        return key
-
-    world = World(policy, seed)
-    for _ in range(4):
-        assert holds(world, definition, steps=20) > 15
-        assert policy._duel is not None
-        policy._duel.leads = not policy._duel.leads
-        policy.version += 1
-    assert len(set(modes)) == 2

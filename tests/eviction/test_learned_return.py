@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
 from array import array
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -14,13 +12,10 @@ from pensieve.core.cache.victims import VictimIndex
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Hint
 from pensieve.core.session import Session, View
-from pensieve.plugins.policies import learned_return
 from pensieve.plugins.policies.learned_return import AGES, BINS, Forgetting, Habit, LearnedReturn, rates_of
-from tests.eviction.world import Key, World, context, holds
 from tests.simulated import policy_context, with_chunks
 
 EDGES = (0.0, *AGES, AGES[-1] * 1.4)
-HINTS = (None, Hint(stop_reason="tool_use"), Hint(stop_reason="end_turn", expected_s=30.0))
 
 
 def best_rate(hazards: list[float], start: int) -> float:
@@ -42,79 +37,6 @@ def test_the_rate_is_that_of_the_best_time_to_give_up(seed: int) -> None:
     rates = rates_of(hazards)
     for start in range(BINS):
         assert rates[start] == pytest.approx(best_rate(hazards, start), rel=1e-9)
-
-
-def learned(world: World) -> Key:
-    """All counts of all kinds, from every event; nothing kept from one choice to the next."""
-    unit, turns_of, growths_of = 1.0, (1, 2, 4, 8), (512, 2048, 8192, 32768)
-    rests: dict[int, tuple[float, tuple[Any, ...]]] = {}
-    kinds: dict[int, tuple[Any, ...]] = {}
-    gaps: dict[int, float] = {}
-    lengths: defaultdict[int, int] = defaultdict(int)
-    growth: dict[int, int] = {}
-    returned: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0.0] * BINS)
-    outstayed: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0.0] * BINS)
-    passed: dict[int, int] = {}
-
-    def size(seconds: float | None, ratio: int) -> int | None:
-        return None if seconds is None else math.floor(math.log(max(1.0, seconds), ratio))
-
-    def count(counts: dict[tuple[Any, ...], list[float]], number: int, kind: tuple[Any, ...]) -> None:
-        for depth in range(5):
-            for distance, share in ((-2, 0.25), (-1, 0.5), (0, 1.0), (1, 0.5), (2, 0.25)):
-                if 0 <= passed[number] + distance < BINS:
-                    counts[kind[:depth]][passed[number] + distance] += share * unit
-
-    for event in world.events:
-        for number, (since_s, kind) in rests.items():
-            while passed[number] < len(AGES) and event.at_s - since_s >= AGES[passed[number]]:
-                count(outstayed, number, kind)
-                passed[number] += 1
-        if event.asked:
-            growth[event.number] = event.tokens - lengths[event.number]
-            if event.number in rests:
-                since_s, kind = rests.pop(event.number)
-                gaps[event.number] = event.at_s - since_s
-                count(returned, event.number, kind)
-        else:
-            unit *= 2 ** (1 / 20.0)
-            hint = event.hint
-            said = hint and (hint.stop_reason, hint.tool, size(hint.expected_s, 4), size(hint.keep_s, 4))
-            turns = sum(event.turns >= start for start in turns_of)
-            grown = sum(growth[event.number] >= start for start in growths_of)
-            kind = (said, turns, grown, size(gaps.get(event.number), 16))
-            lengths[event.number] = event.tokens
-            rests[event.number], passed[event.number], kinds[event.number] = (event.at_s, kind), 0, kind
-
-    def hazards(kind: tuple[Any, ...]) -> list[float]:
-        own = returned[kind], outstayed[kind]
-        expected, strength = ([0.25] + [0.1] * (BINS - 1), 20.0) if not kind else (hazards(kind[:-1]), 3.0)
-        return [
-            (back + strength * unit * hazard) / (back + gone + strength * unit)
-            for back, gone, hazard in zip(*own, expected, strict=True)
-        ]
-
-    def key(session: Session, chunk: int) -> tuple[float, ...]:
-        age_bin = sum(world.now_s - session.last_active_s >= age for age in AGES)
-        return (float(f"{best_rate(hazards(kinds[session.number]), age_bin):.9e}"),)
-
-    return key
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_victim_is_the_one_of_the_definition(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learned_return, "_STALE_SHARE", 0.0)
-
-    class Rounded(LearnedReturn):
-        """Sums in another order differ in their last digits, and equal scores must stay equal."""
-
-        half_life, strength = 20.0, 3.0
-
-        def score(self, bucket: Any, order: float, now_s: float) -> float:
-            return float(f"{super().score(bucket, order, now_s):.9e}")
-
-    policy = Rounded(context(), guarded=False)
-    assert holds(World(policy, seed, HINTS), learned, steps=30) > 25
 
 
 def test_old_counts_fade_and_scaling_them_changes_nothing() -> None:
@@ -185,7 +107,7 @@ def test_it_learns_which_conversations_return() -> None:
 
 
 def test_what_clients_make_up_and_what_nobody_chooses_from_takes_bounded_room() -> None:
-    policy = LearnedReturn(context(), guarded=False)
+    policy = LearnedReturn(policy_context(), guarded=False)
     index = VictimIndex(policy, View.DIRTY)
     for number in range(600):
         session = with_chunks(Session(str(number % 3), number % 3, 0.0, float(number)), 1)
