@@ -28,6 +28,7 @@ from pensieve.lab.statistics import (
     estimate_mean,
     estimate_percentile_by_seed,
     estimate_percentiles_by_seed,
+    flat,
     paired_ratio,
     rate_by_seed,
 )
@@ -72,7 +73,7 @@ def over_seeds(values: Mapping[tuple[int, Any], float]) -> Estimate:
     by_seed: dict[int, list[float]] = defaultdict(list)
     for (seed, _), value in values.items():
         by_seed[seed].append(value)
-    return estimate_mean({str(seed): [fmean(by_seed[seed])] for seed in sorted(by_seed)})
+    return estimate_mean(*flat({seed: [fmean(by_seed[seed])] for seed in sorted(by_seed)}))
 
 
 def moved(found: Estimate, to: Callable[[float], float]) -> Estimate:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve.lab.bound import LEVELS, Idle, Prices, bound_metrics, most_saved, offline_bound
+from pensieve.lab.turns import Turns
 from pensieve.serve.record import TurnRecord
 
 
@@ -20,31 +21,24 @@ class Chunks:
         return self.each[min(context_tokens - 1, len(self.each) - 1)]
 
 
-placed = st.lists(
-    st.builds(
-        lambda start, length, tokens, first: Idle(float(start), float(start + length), tokens, first),
-        st.integers(0, 5),
-        st.integers(0, 5),
-        st.integers(1, 3),
-        st.integers(0, 4),
-    ),
-    max_size=4,
-)
+# When each begins, how long it lasts, its tokens and the first one's position
+placed = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 3), st.integers(0, 4)), max_size=4)
 
 
 def most_worth(idle, capacity, prices):
     """By trying every set of positions kept of every interval."""
-    sets = [[tuple(p for p in range(one.tokens) if mask >> p & 1) for mask in range(1 << one.tokens)] for one in idle]
+    sets = [[[p for p in range(n) if mask >> p & 1] for mask in range(1 << n)] for _, _, n, _ in idle]
     best = 0.0
     for chosen in product(*sets):
         fits = all(
-            sum(len(part) for part, one in zip(chosen, idle, strict=True) if one.start_s <= at < one.end_s) <= capacity
-            for at in {one.start_s for one in idle}
+            sum(len(part) for part, (start, lasts, *_) in zip(chosen, idle, strict=True) if start <= at < start + lasts)
+            <= capacity
+            for at in {start for start, *_ in idle}
         )
         if fits:
             worth = sum(
-                prices.seconds(one.first + p, one.first + p + 1)
-                for part, one in zip(chosen, idle, strict=True)
+                prices.seconds(first + p, first + p + 1)
+                for part, (*_, first) in zip(chosen, idle, strict=True)
                 for p in part
             )
             best = max(best, worth)
@@ -56,8 +50,8 @@ def most_worth(idle, capacity, prices):
 def test_nothing_saves_more_seconds(idle, capacity, chunks):
     """Whatever positions cost, also where later ones cost less."""
     prices = Prices(Chunks(*chunks), 1)
-    ordered = sorted(idle, key=lambda one: one.start_s)
-    bound, best = most_saved(ordered, capacity, prices), most_worth(idle, capacity, prices)
+    rows = Idle.of([(start, start + lasts, tokens, first) for start, lasts, tokens, first in idle])
+    bound, best = most_saved(rows, capacity, prices), most_worth(idle, capacity, prices)
     assert bound >= best - 1e-9
     if len(set(chunks)) == 1:
         assert bound == pytest.approx(best), "exact where all positions cost the same"
@@ -79,11 +73,11 @@ def test_the_seconds_of_two_conversations_by_hand():
     prices = Prices(Chunks(*range(1, 300)), 1)
     whole = 2 * sum(range(1, 110))
     for capacity, least in ((0, whole), (218, 0.0)):
-        bound = offline_bound(TURNS, capacity, prices)
+        bound = offline_bound(Turns.of(TURNS), capacity, prices)
         assert (
             bound is not None and bound.recompute_s == pytest.approx(least) and bound.history_s == pytest.approx(whole)
         )
-    half = offline_bound(TURNS, 109, prices)
+    half = offline_bound(Turns.of(TURNS), 109, prices)
     # The dearest 109 of both are 54 and 55 of each: nothing could save more. Rounding adds less than a level to each.
     least = sum(range(1, 55)) + sum(range(1, 56))
     assert half is not None and half.recompute_s is not None
@@ -122,26 +116,26 @@ REFUSED = TurnRecord("d", 1, status="refused")
     ],
 )
 def test_what_is_kept_hits(turns, capacity, hits, history, prompt):
-    bound = offline_bound(turns, capacity)
+    bound = offline_bound(Turns.of(turns), capacity)
     assert bound is not None
     assert (bound.hit_tokens, bound.history_tokens, bound.prompt_tokens) == (hits, history, prompt)
 
 
 def test_what_another_conversation_has_had_may_be_found_there_at_any_time():
     later = turn("c", 2, 5.0, 100, 30, elsewhere_tokens=20, anywhere_tokens=64)
-    alone, found = offline_bound(TURNS, 0), offline_bound([*TURNS, later], 0)
+    alone, found = offline_bound(Turns.of(TURNS), 0), offline_bound(Turns.of([*TURNS, later]), 0)
     assert alone is not None and found is not None
     assert (found.hit_tokens, found.prompt_hit_tokens) == (alone.hit_tokens + 20, alone.prompt_hit_tokens + 20 + 34)
 
 
 def test_a_system_that_does_not_say_what_conversations_share_has_no_bound():
     unknown = turn("c", 2, 5.0, 100, 30, elsewhere_tokens=None, anywhere_tokens=None)
-    assert offline_bound([*TURNS, unknown], 1000) is None
-    assert [metric.value for metric in bound_metrics([*TURNS, unknown], 1000)] == [None, None, None]
+    assert offline_bound(Turns.of([*TURNS, unknown]), 1000) is None
+    assert [metric.value for metric in bound_metrics(Turns.of([*TURNS, unknown]), 1000)] == [None, None, None]
 
 
 def test_metrics_have_the_denominators_of_the_rates_they_bound():
-    rate, of_prompts, seconds = bound_metrics(TURNS, 109)
+    rate, of_prompts, seconds = bound_metrics(Turns.of(TURNS), 109)
     assert (seconds.name, seconds.value) == ("bound_recomputed_s", None), "nothing prices a position"
     assert (rate.name, rate.value, rate.n) == ("bound_hit_rate", 109 / 218, 218)
     assert (of_prompts.name, of_prompts.value, of_prompts.n) == ("bound_prompt_hit_rate", 109 / 500, 500)

@@ -15,6 +15,7 @@ from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.engine import MemoryLimits
 from pensieve.core.request import Forced, Fork, History, Request, tokens_of
 from pensieve.lab.bound import Prices, offline_bound
+from pensieve.lab.turns import Turns
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.shared import SharedCache
 from pensieve.plugins.caches.slots import SlotCache
@@ -153,7 +154,7 @@ def within_its_bound(manager, chance, most_turns=14, **sizes):
     """Returns the tokens that were found of conversations' own, and because another one had them."""
     rng = random.Random(chance)
     said, capacity = run(manager, rng, rng.randint(2, most_turns), **sizes)
-    bound = offline_bound([one.record for one in said], capacity, Prices(Dear(), 2))
+    bound = offline_bound(Turns.of(one.record for one in said), capacity, Prices(Dear(), 2))
     assert bound is not None
     turns = measured(said)
     assert bound.recompute_s is not None and bound.history_s is not None
@@ -228,7 +229,7 @@ def test_the_best_offline_choice_is_within_the_bound(manager, traces):
         rng = random.Random(chance)
         said, _ = run(manager, rng, turns=rng.randint(2, 6), gpu_blocks=40, chunk_tokens=1)
         capacity = rng.randint(0, 3)
-        bound = offline_bound([one.record for one in said], capacity, prices)
+        bound = offline_bound(Turns.of(one.record for one in said), capacity, prices)
         assert bound is not None and bound.recompute_s is not None and bound.history_s is not None
         best = optimum(said, capacity, shares, whole_prompts=False)
         assert best <= bound.hit_tokens
@@ -253,8 +254,8 @@ def test_a_conversation_that_begins_with_the_kv_of_another_is_within_its_bound()
             records += [event.turn for event in engine.step(None) if event.turn is not None]
     child = records[-1]
     assert (child.gpu_hit_tokens or 0) >= 28
-    bound = offline_bound(records, capacity_tokens=0)
+    bound = offline_bound(Turns.of(records), capacity_tokens=0)
     assert bound is not None and (child.gpu_hit_tokens or 0) <= bound.hit_tokens <= bound.history_tokens
     child.elsewhere_tokens = 0
-    beaten = offline_bound(records, capacity_tokens=0)
+    beaten = offline_bound(Turns.of(records), capacity_tokens=0)
     assert beaten is not None and beaten.hit_tokens == 0, "which is why what it inherited has to be known"

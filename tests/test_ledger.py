@@ -77,31 +77,23 @@ def test_the_lines_of_every_turn_add_up_under_pressure(kind):
         assert all(0 <= miss.evicted_s <= turn.admitted_s for miss in evicted)
 
 
-def test_who_was_evicted_knows_by_whom_and_when():
-    talk = Talk(gpu_blocks=16, cpu_blocks=0)
-    first = talk.ask("victim", range(30))
-    before_s = talk.system.clock.now_s()
-    talk.ask("culprit", range(100, 145))
-    turn = talk.ask("victim", [*range(30), *first.token_ids, 9])
-    [line] = [miss for miss in turn.misses if miss.cause == "evicted"]
-    assert line.evicted_by == "culprit"
-    assert line.tokens == turn.recomputed_tokens > 0
-    assert before_s <= line.evicted_s < turn.arrived_s
-
-
 @pytest.mark.parametrize(
     ("kind", "blocks", "others", "culprit"),
-    [("prefix_cache", 16, 1, 0), ("vllm_offload", 16, 1, 0), ("llama_slots", 48, 4, 3)],
+    [("pensieve", 16, 1, 0), ("prefix_cache", 16, 1, 0), ("vllm_offload", 16, 1, 0), ("llama_slots", 48, 4, 3)],
 )
-def test_in_one_tier_too(kind, blocks, others, culprit):
+def test_who_was_evicted_knows_by_whom_and_when(kind, blocks, others, culprit):
     """Of four slots the fourth newcomer takes the one that was used first."""
-    talk = Talk(kind, gpu_blocks=blocks)
+    talk = Talk(kind, gpu_blocks=blocks, **({"cpu_blocks": 0} if kind == "pensieve" else {}))
     first = talk.ask("victim", range(30))
+    before_s = talk.system.clock.now_s()
     for number in range(others):
-        talk.ask(f"culprit{number}", range(100 + 50 * number, 140 + 50 * number))
+        talk.ask(f"culprit{number}", range(100 + 50 * number, 145 + 50 * number))
     turn = talk.ask("victim", [*range(30), *first.token_ids, 9])
     lines = [miss for miss in turn.misses if miss.cause == "evicted"]
     assert {miss.evicted_by for miss in lines} == {f"culprit{culprit}"}
+    assert all(before_s <= miss.evicted_s < turn.arrived_s for miss in lines)
+    if kind == "pensieve":
+        assert lines[0].tokens == turn.recomputed_tokens > 0
 
 
 def test_a_turn_that_is_cancelled_in_prefill_says_what_it_missed():

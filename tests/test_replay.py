@@ -127,38 +127,26 @@ def test_a_deadline_cancels_what_is_still_running_and_spares_what_is_not():
     system = ScriptedSystem(lambda request: slow.get(request.id, Latency()))
     workload = Listed(arrival(0.0, 1, "a", deadline_s=1.0), arrival(0.0, 2, "b", deadline_s=1.0), arrival(3.0, 3, "c"))
     record = replay(system, workload)
-    status = {turn.session: turn.status for turn in record.turns}
-    assert status == {"a": "completed", "b": "timeout", "c": "completed"}
     assert next(turn.finished_s for turn in record.turns if turn.session == "b") == pytest.approx(1.0)
     assert record.flags["failures"] == "Of 3 turns 1 timeout."
     assert [row[2] for row in workload.finished] == ["completed", "timeout", "completed"]
 
 
-def test_a_system_that_cannot_cancel_has_its_late_turns_called_timeouts():
-    can = Capabilities(cancels=False)
-    system = ScriptedSystem(lambda request: Latency(first=5000), can)
-    [turn] = replay(system, Listed(arrival(0.0, 1, deadline_s=1.0))).turns
-    assert turn.status == "timeout"
-    assert turn.finished_s > 5.0
-
-
 def test_a_full_system_is_sent_no_more_than_it_takes_and_waiting_counts():
-    can = Capabilities(max_in_flight=2)
+    """Nor is a late turn of a system that cannot cancel anything but a timeout, sent or not."""
+    can = Capabilities(max_in_flight=2, cancels=False)
     system = ScriptedSystem(lambda request: Latency(queue=0, first=100, gap=0), can)
-    record = replay(system, Listed(*(arrival(0.0, number, f"s{number}") for number in range(5))))
+    late = [arrival(0.0, number, f"s{number}", deadline_s=0.15 if number > 2 else None) for number in range(7)]
+    record = replay(system, Listed(*late))
     assert system.most_in_flight == 2
-    assert [request.id for request in system.submitted] == [0, 1, 2, 3, 4]
-    assert sorted(turn.ttft_ms for turn in record.turns) == pytest.approx([100, 100, 200, 200, 300])
-
-
-def test_a_deadline_also_ends_what_was_never_sent():
-    can = Capabilities(max_in_flight=1)
-    system = ScriptedSystem(lambda request: Latency(first=5000), can)
-    record = replay(system, Listed(arrival(0.0, 1, "a"), arrival(0.0, 2, "b", deadline_s=1.0)))
-    turn = next(turn for turn in record.turns if turn.session == "b")
-    assert (turn.status, turn.sent_s, turn.prompt_tokens) == ("timeout", None, None)
-    assert turn.latency_ms == pytest.approx(1000.0)
-    assert [request.id for request in system.submitted] == [1]
+    assert [request.id for request in system.submitted] == [0, 1, 2, 3]
+    assert sorted(turn.ttft_ms for turn in record.turns if turn.sent_s is not None) == pytest.approx(
+        [100, 100, 200, 200]
+    )
+    status = {turn.session: (turn.status, turn.latency_ms) for turn in record.turns}
+    assert {status[name][0] for name in ("s0", "s1", "s2")} == {"completed"}
+    assert status["s3"] == ("timeout", pytest.approx(200.0))
+    assert status["s4"] == status["s5"] == status["s6"] == ("timeout", pytest.approx(150.0)), "never sent"
 
 
 def test_the_whole_replay_can_be_cut_off():
@@ -170,21 +158,12 @@ def test_the_whole_replay_can_be_cut_off():
 
 
 def test_each_prompt_is_all_that_was_said_and_the_message():
-    system, messages, said = ScriptedSystem(), {}, {}
-    workload = chat()
-    due = workload.on_finished
-
-    def seen(arrivals):
-        return [messages.setdefault(one.request.id, one) for one in arrivals]
-
-    workload.on_finished = lambda turn: seen(due(turn))
-    first = seen(workload.start())
-    workload.start = lambda: first
-    replay(system, workload)
-    assert any(request.turn > 2 for request in system.submitted)
+    system, said = ScriptedSystem(), {}
+    replay(system, Listed(*(arrival(0.1 * n, n, "ab"[n % 2], turn=1 + n // 2, tokens=n + 1) for n in range(8))))
     for request in system.submitted:
-        assert request.prompt == said.get(request.session, array("i")) + messages[request.id].due().prompt
-        said[request.session] = request.prompt + array("i", range(1, request.output.max_new_tokens + 1))
+        assert request.prompt == said.get(request.session, array("i")) + array("i", [7] * 4)
+        said[request.session] = request.prompt + array("i", range(1, request.output.tokens + 1))
+    assert len(said["a"]) == 4 * 4 + 1 + 3 + 5 + 7
 
 
 @pytest.mark.parametrize("cut_at_s", [0.02, 0.5])
@@ -247,21 +226,12 @@ def test_rows_stream_out_in_batches_also_when_interrupted():
     assert kept == list(record.turns)[: len(kept)]
 
 
-def test_tokens_can_be_let_go_once_they_were_seen():
-    lengths, times = [], []
-
-    def on_batch(rows):
-        lengths.extend(len(turn.token_ids) for turn in rows)
-        times.extend(turn.emitted_s for turn in rows)
-
-    record = replay(ScriptedSystem(), chat(), on_batch=on_batch, keep_tokens=False, batch_size=3)
-    assert lengths == [turn.output_tokens for turn in record.turns]
-    assert min(lengths) > 0
-    assert all(len(turn.token_ids) == len(turn.emitted_s) == 0 for turn in record.turns), "memory holds neither"
-    assert [turn.times_s() for turn in record.turns] == times
-    assert [turn.times_s() for turn in reversed(record.turns)] == times[::-1], "in any order"
+def test_turns_can_be_let_go_once_they_were_seen():
+    seen = []
+    record = replay(ScriptedSystem(), chat(), on_batch=seen.extend, keep_turns=False, batch_size=3)
     kept = replay(ScriptedSystem(), chat())
-    assert [turn.times_s() for turn in kept.turns] == times
+    assert (record.turns, len(record.measurement.turns)) == ((), len(seen))
+    assert [turn.token_ids for turn in seen] == [turn.token_ids for turn in kept.turns]
     assert summarise(record.measurement) == summarise(kept.measurement)
 
 
@@ -273,20 +243,19 @@ def test_progress_counts_streamed_tokens_and_ends_with_all_of_them():
     assert min(streaming) == 0 < max(streaming)
 
 
-def test_counters_leave_out_what_prepares_others_between_measured_turns():
-    phases = ["warmup", "hit", "rewarm", "throughput", "warmup", "miss", "rewarm", "throughput"]
-    turns = [arrival(float(n), n, "a", turn=n, phase=phase) for n, phase in enumerate(phases, start=1)]
-    record = replay(ScriptedSystem(), Listed(*turns))
-    assert record.measurement.counters["evicted_chunks"] == 4
-
-
-def test_what_is_warmed_beside_a_measured_turn_counts_with_it():
-    def latency(request):
-        return Latency(first=3000 if request.phase == "chat" else 10)
-
-    turns = [(0.0, "warmup"), (1.0, "chat"), (2.0, "warmup"), (6.0, "warmup")]
-    listed = [arrival(at, n, f"s{n}", phase=phase) for n, (at, phase) in enumerate(turns, start=1)]
-    assert replay(ScriptedSystem(latency), Listed(*listed)).measurement.counters["evicted_chunks"] == 2
+@pytest.mark.parametrize(
+    ("turns", "counted"),
+    [
+        # What prepares others between two measured turns counts nothing
+        ([(float(n), "a", phase) for n, phase in enumerate(("warmup", "hit", "rewarm", "chat") * 2)], 4),
+        # What is warmed beside a measured turn counts with it
+        ([(0.0, "s1", "warmup"), (1.0, "s2", "long"), (2.0, "s3", "warmup"), (6.0, "s4", "warmup")], 2),
+    ],
+)
+def test_counters_are_of_the_stretches_in_which_something_is_measured(turns, counted):
+    system = ScriptedSystem(lambda request: Latency(first=3000 if request.phase == "long" else 10))
+    listed = [arrival(at, n, session, turn=n, phase=phase) for n, (at, session, phase) in enumerate(turns, start=1)]
+    assert replay(system, Listed(*listed)).measurement.counters["evicted_chunks"] == counted
 
 
 def test_nothing_to_do_is_a_record_too():

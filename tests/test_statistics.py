@@ -20,6 +20,7 @@ from pensieve.lab.statistics import (
     estimate_percentiles,
     estimate_percentiles_by_seed,
     estimate_rate,
+    flat,
     nearest_rank,
     paired_ratio,
     rate_by_seed,
@@ -33,19 +34,16 @@ def test_nearest_rank_is_the_smallest_value_that_enough_values_do_not_exceed(val
     assert found in values
     assert Fraction(sum(value <= found for value in values), len(values)) >= share
     assert Fraction(sum(value < found for value in values), len(values)) < share
-
-
-def test_a_share_that_is_a_hair_above_a_whole_number_of_values_is_that_number():
-    assert nearest_rank([float(value) for value in range(1, 101)], 0.07) == 7.0  # 0.07 * 100 is 7.000000000000001
+    assert nearest_rank(range(1, 101), 0.07) == 7.0, "0.07 * 100 is 7.000000000000001"
 
 
 def test_estimates_are_of_all_values_whatever_group_they_are_in():
     groups = {"a": [1.0, 2.0, 3.0], "b": [10.0], "empty": []}
-    mean = estimate_mean(groups)
+    mean = estimate_mean(*flat(groups))
     assert (mean.value, mean.n, mean.groups) == (4.0, 4, 2)
-    median, top = estimate_percentiles(groups, [0.5, 1.0])
+    median, top = estimate_percentiles(*flat(groups), [0.5, 1.0])
     assert (median.value, top.value, top.n) == (2.0, 10.0, 4)
-    rate = estimate_rate({"a": (1.0, 4.0), "b": (5.0, 8.0), "no history": (0.0, 0.0)})
+    rate = estimate_rate(np.array([1.0, 5.0, 0.0]), np.array([4.0, 8.0, 0.0]))
     assert (rate.value, rate.n, rate.groups) == (0.5, 12, 2)
 
 
@@ -63,7 +61,7 @@ def clustered_rate(share, likeness, groups):
         else:
             shares = np.full(groups, share)
         parts = rng.binomial(wholes, shares)
-        return estimate_rate({str(i): (float(parts[i]), float(wholes[i])) for i in range(groups)})
+        return estimate_rate(parts, wholes)
 
     return draw, share
 
@@ -92,7 +90,7 @@ SHAPES = {
 
 def mean_of(shape, groups, support):
     make, truth = SHAPES[shape]
-    return (lambda rng: estimate_mean({str(i): [v] for i, v in enumerate(make(rng, groups))}, support)), truth
+    return (lambda rng: estimate_mean(make(rng, groups), np.arange(groups), support)), truth
 
 
 def pairs(seeds, sessions, seed_sd=0.0, shape="normal"):
@@ -121,7 +119,7 @@ def percentile(p, groups, values, group_sd):
 
     def draw(rng):
         found = np.exp(rng.normal(0, group_sd, (groups, 1)) + rng.normal(0, 0.4, (groups, values)))
-        return estimate_percentiles({str(i): row for i, row in enumerate(found)}, [p])[0]
+        return estimate_percentiles(found.ravel(), np.repeat(np.arange(groups), values), [p])[0]
 
     return draw, math.exp(NormalDist().inv_cdf(p) * math.hypot(group_sd, 0.4))
 
@@ -169,7 +167,7 @@ AMOUNTS = st.lists(st.floats(0, 1e9) | st.just(0.0), min_size=5, max_size=30)
 @given(AMOUNTS, st.sampled_from([NONNEGATIVE, SHARE, PERCENT]))
 def test_no_end_of_an_interval_leaves_what_the_quantity_can_be(values, support):
     most = support.high if math.isfinite(support.high) else 1e9
-    found = estimate_mean({str(i): [value / 1e9 * most] for i, value in enumerate(values)}, support)
+    found = estimate_mean(np.array(values) / 1e9 * most, np.arange(len(values)), support)
     if found.ci_low is not None:
         assert support.low <= found.ci_low <= found.value <= found.ci_high <= support.high
 
@@ -185,55 +183,38 @@ def test_too_few_groups_have_no_interval_whatever_their_values():
             estimate_percentile_by_seed(a, 0.5),
         ]
         assert [(one.ci_low, one.ci_high) for one in found] == [(None, None)] * len(found)
-    four = {str(index): [float(index)] * 9 for index in range(4)}
-    assert estimate_mean(four).ci_low is None
-    assert estimate_rate({name: (1.0, 2.0 + part[0]) for name, part in four.items()}).ci_low is None
+    four = np.arange(4)
+    assert estimate_mean(four.repeat(9) * 1.0, four.repeat(9)).ci_low is None
+    assert estimate_rate(np.ones(4), 2.0 + four).ci_low is None
 
 
 @pytest.mark.parametrize(("p", "fewest"), [(0.5, 8), (0.9, 40), (0.99, 400)])
 def test_a_percentile_needs_groups_beyond_it(p, fewest):
-    values = {str(index): [float(index)] * 3 for index in range(fewest)}
-    assert estimate_percentiles(values, [p])[0].ci_low is not None
-    del values["0"]
-    assert estimate_percentiles(values, [p])[0].ci_low is None
-    assert estimate_percentiles(values, [1.0])[0].ci_low is None
+    groups = np.arange(fewest).repeat(3)
+    assert estimate_percentiles(groups * 1.0, groups, [p])[0].ci_low is not None
+    assert [one.ci_low for one in estimate_percentiles(groups[:-3] * 1.0, groups[:-3], [p, 1.0])] == [None, None]
 
 
-def test_pairing_removes_what_both_have_in_common():
+def test_pairing_removes_what_both_have_in_common_and_a_ratio_and_its_inverse_agree():
     rng = np.random.default_rng(3)
     b = {(seed, str(session)): math.exp(rng.normal(0, 2)) for seed in range(5) for session in range(10)}
-    a = {key: value * 0.5 for key, value in b.items()}
-    found = paired_ratio(a, b)
-    assert (found.value, found.ci_low, found.ci_high) == pytest.approx((0.5, 0.5, 0.5))
-    assert (found.n, found.groups) == (50, 5)
-
-
-def test_a_ratio_and_its_inverse_agree():
-    rng = np.random.default_rng(4)
-    a = {(seed, str(session)): rng.uniform(1, 9) for seed in range(5) for session in range(8)}
-    b = {key: rng.uniform(1, 9) for key in a}
+    half = paired_ratio({key: value * 0.5 for key, value in b.items()}, b)
+    assert (half.value, half.ci_low, half.ci_high, half.n, half.groups) == pytest.approx((0.5, 0.5, 0.5, 50, 5))
+    a = {key: rng.uniform(1, 9) for key in b}
     there, back = paired_ratio(a, b), paired_ratio(b, a)
-    assert there.value * back.value == pytest.approx(1.0)
-    assert there.ci_low * back.ci_high == pytest.approx(1.0)
+    assert (there.value * back.value, there.ci_low * back.ci_high) == pytest.approx((1.0, 1.0))
 
 
-def test_keys_that_only_one_has_are_left_out():
-    a = {(0, "a"): 2.0, (0, "b"): 4.0, (1, "a"): 100.0}
-    b = {(0, "a"): 1.0, (0, "b"): 2.0, (2, "z"): 100.0}
-    found = paired_ratio(a, b)
-    assert (found.value, found.n, found.groups) == (2.0, 2, 1)
-    with pytest.raises(MissingSeries, match="same seeds"):
-        paired_ratio(a, {(9, "a"): 1.0})
-
-
-def test_means_may_be_compared_where_single_values_are_zero():
-    a = {(0, "a"): 0.0, (0, "b"): 6.0, (0, "c"): 3.0, (0, "d"): 1.0, (0, "e"): 2.0}
-    b = {(0, "a"): 5.0, (0, "b"): 0.0, (0, "c"): 1.0, (0, "d"): 2.0, (0, "e"): 0.0}
+def test_keys_that_only_one_has_are_left_out_and_means_may_be_of_zeros():
+    a = {(0, "a"): 0.0, (0, "b"): 6.0, (0, "c"): 3.0, (0, "d"): 1.0, (0, "e"): 2.0, (1, "a"): 100.0}
+    b = {(0, "a"): 5.0, (0, "b"): 0.0, (0, "c"): 1.0, (0, "d"): 2.0, (0, "e"): 0.0, (2, "z"): 100.0}
     found = paired_ratio(a, b, of="means")
-    assert found.value == pytest.approx(1.5)
+    assert (found.value, found.n, found.groups) == (pytest.approx(1.5), 5, 1)
     assert found.ci_low < 1.5 < found.ci_high
     nothing = paired_ratio(a, dict.fromkeys(a, 0.0), of="means")
     assert (nothing.value, nothing.ci_low) == (math.inf, None)
+    with pytest.raises(MissingSeries, match="same seeds"):
+        paired_ratio(a, {(9, "a"): 1.0})
 
 
 def test_percentiles_by_seed_take_turns_of_a_session_together():
@@ -246,6 +227,9 @@ def test_percentiles_by_seed_take_turns_of_a_session_together():
     assert (one.n, other.n, one.groups) == (20, 1000, 5)
     [alone] = estimate_percentiles_by_seed({(0, "s"): [1.0, 2.0, 3.0]}, [0.5])
     assert (alone.value, alone.ci_low, alone.ci_high) == (2.0, None, None)
+    values = {(seed, str(i)): float(seed + i) for seed in range(6) for i in range(10)}
+    assert estimate_percentile_by_seed(values, 0.5).ci_low is not None, "60 conversations of 6 seeds"
+    assert estimate_percentile_by_seed(values, 0.75).ci_low is None, "a quarter of 6 seeds is none"
 
 
 def share_by_hand(have, of, trials=math.inf):
@@ -281,9 +265,9 @@ RATES = {
 
 @pytest.mark.parametrize(("have", "of"), RATES.values(), ids=RATES)
 def test_the_interval_of_a_share_is_that_of_the_page(have, of):
-    found = estimate_rate({str(i): (float(a), float(b)) for i, (a, b) in enumerate(zip(have, of, strict=True))})
+    found = estimate_rate(np.array(have, float), np.array(of, float))
     assert (found.value, found.ci_low, found.ci_high) == pytest.approx(share_by_hand(have, of, trials=sum(of)))
-    percent = estimate_mean({str(i): [100 * a / b] * b for i, (a, b) in enumerate(zip(have, of, strict=True))}, PERCENT)
+    percent = estimate_mean(np.repeat(100 * np.array(have) / of, of), np.repeat(np.arange(len(of)), of), PERCENT)
     ends = [100 * end for end in share_by_hand(have, of)]
     assert (percent.value, percent.ci_low, percent.ci_high) == pytest.approx(ends)
 
@@ -292,20 +276,20 @@ def test_the_interval_of_a_share_is_that_of_the_page(have, of):
     "values", [[3.0, 4.0, 9.0, 5.0, 4.5], [1.0] * 30 + [7.0], [100.0, 101.0, 102.0, 103.0, 2239.0]]
 )
 def test_the_interval_of_a_mean_is_that_of_the_page(values):
-    groups = {str(i): [value] for i, value in enumerate(values)}
+    groups = np.array(values), np.arange(len(values))
     reach = distributions.t.ppf(0.975, len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    mean, real, times = fmean(values), estimate_mean(groups, REAL), estimate_mean(groups, NONNEGATIVE)
+    mean, real, times = fmean(values), estimate_mean(*groups, REAL), estimate_mean(*groups, NONNEGATIVE)
     assert (real.ci_low, real.value, real.ci_high) == pytest.approx((mean - reach, mean, mean + reach))
     long = reach * skew_by_hand(values)
     assert (times.ci_low, times.ci_high) == pytest.approx(
         (mean * math.exp(-reach / mean), mean * math.exp(long / mean))
     )
-    several = estimate_mean({name: own * (1 + 3 * int(name)) for name, own in groups.items()}, NONNEGATIVE)
+    several = estimate_mean(*(each.repeat(1 + 3 * groups[1]) for each in groups), NONNEGATIVE)
     even = skew_by_hand([1.0 + 3 * number for number in range(len(values))])  # of how many each group has
     assert math.log(several.value / several.ci_low) / math.log(several.ci_high / several.value) == pytest.approx(
         even / skew_by_hand([value * (1 + 3 * number) for number, value in enumerate(values)])
     )
-    bounded = estimate_mean({name: [value - mean] for name, (value,) in groups.items()}, Support(-reach / 2, math.inf))
+    bounded = estimate_mean(groups[0] - mean, groups[1], Support(-reach / 2, math.inf))
     assert (bounded.ci_low, bounded.ci_high) == pytest.approx((-reach / 2, reach))
 
 
@@ -313,7 +297,7 @@ def test_the_interval_of_a_mean_is_that_of_the_page(values):
 def test_the_interval_of_a_percentile_is_two_of_the_values(p):
     rng = np.random.default_rng(5)
     groups = {str(i): list(np.round(rng.lognormal(sigma=0.6), 1) + rng.integers(0, 3, size=6)) for i in range(40)}
-    (found,) = estimate_percentiles(groups, [p])
+    (found,) = estimate_percentiles(*flat(groups), [p])
     values = sorted(value for group in groups.values() for value in group)
     have = [sum(value <= found.value for value in group) for group in groups.values()]
     share = sum(have) / len(values)
@@ -327,9 +311,3 @@ def test_the_interval_of_a_percentile_is_two_of_the_values(p):
         values[max(math.floor(first * len(values)), 1) - 1],
         values[min(math.ceil(last * len(values)), len(values)) - 1],
     )
-
-
-def test_several_seeds_are_the_groups_of_a_percentile_and_conversations_those_of_its_median():
-    few = {(seed, str(i)): float(seed + i) for seed in range(6) for i in range(10)}
-    assert estimate_percentile_by_seed(few, 0.5).ci_low is not None  # 60 conversations of 6 seeds
-    assert estimate_percentile_by_seed(few, 0.75).ci_low is None  # a quarter of 6 seeds is none

@@ -27,21 +27,20 @@ rounded up to LEVELS steps, which only adds to what could be saved. Where all po
 from __future__ import annotations
 
 import heapq
-from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from pensieve.core.request import TokenArray
 from pensieve.lab.metrics import MetricValue
+from pensieve.lab.statistics import numbered
+from pensieve.lab.turns import Floats, Mask, Places, Turns
 from pensieve.serve.books.books import PositionPrices
-from pensieve.serve.record import TurnRecord, is_measured
+from pensieve.serve.record import is_measured
 
 LEVELS = 16
-_WIDTH = 9
 
 
 class Prices(PositionPrices):
@@ -69,12 +68,28 @@ class Prices(PositionPrices):
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """`tokens` of a conversation from position `first` on, of use again at `end_s` if kept from `start_s` on."""
+    """Arrays [intervals], in order of start_s: `tokens` of a conversation from position `first` on, of use again at `end_s`
+    if kept from `start_s` on."""
 
-    start_s: float
-    end_s: float
-    tokens: int
-    first: int = 0
+    start_s: Floats
+    end_s: Floats
+    tokens: Places
+    first: Places
+
+    @classmethod
+    def of(cls, rows: ArrayLike) -> Idle:
+        """From rows of these four, in any order."""
+        table = np.asarray(rows, np.float64).reshape(-1, 4)
+        start_s, end_s, *counts = table[np.argsort(table[:, 0], kind="stable")].T
+        return cls(start_s, end_s, *(column.astype(np.int64) for column in counts))
+
+    @property
+    def ends(self) -> Places:
+        """The positions behind the last ones."""
+        return self.first + self.tokens
+
+    def where(self, wanted: Mask) -> Idle:
+        return Idle(self.start_s[wanted], self.end_s[wanted], self.tokens[wanted], self.first[wanted])
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,104 +105,77 @@ class Bound:
     history_s: float | None = None
 
 
-@dataclass(slots=True)
-class _Uses:
-    """What the measured turns could have used. found: leading tokens of each one's history that take no room. beyond: tokens
-    of prompts that are no history. histories: the length of each."""
-
-    idle: list[Idle] = field(default_factory=list)
-    found: TokenArray[int] = field(default_factory=lambda: array("q"))
-    beyond: int = 0
-    histories: TokenArray[int] = field(default_factory=lambda: array("q"))
-    prompt_tokens: int = 0
-
-
-def offline_bound(turns: Iterable[TurnRecord], capacity_tokens: int, prices: Prices | None = None) -> Bound | None:
+def offline_bound(turns: Turns, capacity_tokens: int, prices: Prices | None = None) -> Bound | None:
     """The bound for all tiers together, `capacity_tokens` in all.
 
     None where nobody knows what a prompt could be found in: a system that does not say whether its conversations share.
     """
-    uses = _uses_of(turns)
-    if uses is None:
+    admitted = turns.where(~np.isnan(turns["history_tokens"]))
+    admitted_s = admitted["admitted_s"]
+    if np.isnan(admitted_s + admitted["elsewhere_tokens"] + admitted["anywhere_tokens"]).any():
         return None
-    uses.idle.sort(key=lambda one: one.start_s)
-    hits = sum(uses.found) + most_kept(uses.idle, [one.tokens for one in uses.idle], capacity_tokens)
+    conversations = numbered(admitted.codes("session"))
+    order = np.lexsort((admitted_s, conversations))  # as they came where both are equal
+    conversations, admitted_s = conversations[order], admitted_s[order]
+    history, anywhere, prompts = (
+        admitted[name][order].astype(np.int64) for name in ("history_tokens", "anywhere_tokens", "prompt_tokens")
+    )
+    found = np.minimum(admitted["elsewhere_tokens"][order].astype(np.int64), history)  # these take no room
+    finished_s = np.where(np.isnan(admitted["finished_s"][order]), admitted_s, admitted["finished_s"][order])
+    known, since_s = _before(conversations, prompts + admitted["output_tokens"][order].astype(np.int64), finished_s)
+
+    measured = admitted.that("phase", is_measured)[order]
+    own = np.minimum(history, known) - found
+    kept = measured & (own > 0)
+    idle = Idle.of(np.column_stack([np.minimum(since_s, admitted_s), admitted_s, own, found])[kept])
+    history, found = history[measured], found[measured]
+    hits = int(found.sum()) + most_kept(idle, idle.tokens, capacity_tokens)
+    beyond = int(np.maximum(0, anywhere[measured] - history).sum())  # in prompts, and no history
     recompute_s = history_s = None
     if prices is not None:
-        history_s = sum(prices.seconds(0, length) for length in uses.histories)
-        free_s = sum(prices.seconds(0, length) for length in uses.found)
-        recompute_s = max(0.0, history_s - free_s - most_saved(uses.idle, capacity_tokens, prices))
-    return Bound(hits, hits + uses.beyond, sum(uses.histories), uses.prompt_tokens, recompute_s, history_s)
+        history_s = prices.of((0, length) for length in history.tolist())
+        free_s = prices.of((0, length) for length in found.tolist())
+        recompute_s = max(0.0, history_s - free_s - most_saved(idle, capacity_tokens, prices))
+    return Bound(hits, hits + beyond, int(history.sum()), int(prompts[measured].sum()), recompute_s, history_s)
 
 
-def _uses_of(turns: Iterable[TurnRecord]) -> _Uses | None:
-    numbers: dict[str, int] = {}
-    rows = array("d")  # _WIDTH numbers a turn, whole ones among them, which floats hold exactly
-    for turn in turns:
-        if turn.history_tokens is None:
-            continue  # never admitted
-        if turn.admitted_s is None or turn.elsewhere_tokens is None or turn.anywhere_tokens is None:
-            return None
-        assert turn.prompt_tokens is not None
-        rows.extend(
-            (
-                numbers.setdefault(turn.session, len(numbers)),
-                turn.admitted_s,
-                turn.admitted_s if turn.finished_s is None else turn.finished_s,
-                turn.history_tokens,
-                min(turn.elsewhere_tokens, turn.history_tokens),
-                turn.anywhere_tokens,
-                turn.prompt_tokens,
-                turn.output_tokens,
-                is_measured(turn.phase),
-            )
-        )
-    table = np.frombuffer(rows).reshape(-1, _WIDTH)
-    uses = _Uses()
-    conversation, known, since_s = None, 0, 0.0
-    for row in np.lexsort(
-        (table[:, 1], table[:, 0])
-    ):  # by conversation and admission, as they came where both are equal
-        number, admitted_s, finished_s, *counts, measured = table[row].tolist()
-        history, shared, anywhere, prompt, output = map(int, counts)
-        if number != conversation:
-            conversation, known, since_s = number, 0, 0.0
-        if measured:
-            uses.histories.append(history)
-            uses.found.append(shared)
-            uses.prompt_tokens += prompt
-            uses.beyond += max(0, anywhere - history)
-            own = min(history, known) - shared
-            if own > 0:
-                uses.idle.append(Idle(min(since_s, admitted_s), admitted_s, own, shared))
-        known = max(known, prompt + output)
-        since_s = finished_s
-    return uses
+def _before(conversations: Places, tokens: Places, finished_s: Floats) -> tuple[Places, Floats]:
+    """Of each turn, in order of conversations: the most tokens of the turns before it in its conversation, and when the last
+    of them ended; 0 of a first one."""
+    if not len(tokens):
+        return tokens, finished_s
+    above = int(tokens.max()) + 1  # so that no conversation reaches into the next
+    most = np.maximum.accumulate(tokens + conversations * above) - conversations * above
+    first = np.diff(conversations, prepend=-1) > 0
+    return np.where(first, 0, np.roll(most, 1)), np.where(first, 0.0, np.roll(finished_s, 1))
 
 
-def most_saved(idle: Sequence[Idle], capacity_tokens: int, prices: Prices) -> float:
-    """Seconds that no choice of what to keep saves more of. idle: in order of start_s."""
+def most_saved(idle: Idle, capacity_tokens: int, prices: Prices) -> float:
+    """Seconds that no choice of what to keep saves more of."""
     seconds = 0.0
-    longest = max((one.first + one.tokens for one in idle), default=0)
-    for first, step_s in prices.levels(longest):
-        above = [one for one in idle if one.first + one.tokens > first] if first else idle
-        tokens = [min(one.tokens, one.first + one.tokens - first) for one in above]
-        seconds += step_s * most_kept(above, tokens, capacity_tokens)
-    return min(seconds, sum(prices.seconds(one.first, one.first + one.tokens) for one in idle))
+    for first, step_s in prices.levels(int(idle.ends.max(initial=0))):
+        above = idle.where(idle.ends > first)
+        seconds += step_s * most_kept(above, np.minimum(above.tokens, above.ends - first), capacity_tokens)
+    return min(seconds, prices.of(zip(idle.first.tolist(), idle.ends.tolist(), strict=True)))
 
 
-def most_kept(intervals: Sequence[Idle], tokens: Sequence[int], capacity_tokens: int) -> int:
-    """The most tokens that can be kept to their ends with at most `capacity_tokens` of them at any time. intervals: in order
-    of their start. tokens: of each."""
-    kept: list[int] = [0] * len(intervals)
+def most_kept(idle: Idle, tokens: Places, capacity_tokens: int) -> int:
+    """The most tokens that can be kept to the ends of their intervals with at most `capacity_tokens` of them at any time.
+    tokens: of each."""
+    lasts = idle.end_s > idle.start_s  # what takes no time takes no room
+    starts, ends, wanted = idle.start_s[lasts], idle.end_s[lasts], tokens[lasts]
+    gone = np.concatenate([[0], np.cumsum(wanted[np.argsort(ends)])])[np.searchsorted(np.sort(ends), starts, "right")]
+    if (np.cumsum(wanted) - gone).max(initial=0) <= capacity_tokens:
+        return int(tokens.sum())
+    return int(tokens[~lasts].sum()) + _packed(starts.tolist(), ends.tolist(), wanted.tolist(), capacity_tokens)
+
+
+def _packed(starts_s: list[float], ends_s: list[float], tokens: list[int], capacity_tokens: int) -> int:
+    kept = [0] * len(tokens)
     ending: list[tuple[float, int]] = []  # of what is kept: the next end first
     latest: list[tuple[float, int]] = []  # the last end first
     used = hits = 0
-    for index, one in enumerate(intervals):
-        now_s, end_s, wanted = one.start_s, one.end_s, tokens[index]
-        if end_s <= now_s:  # no time to keep it for
-            hits += wanted
-            continue
+    for index, (now_s, end_s, wanted) in enumerate(zip(starts_s, ends_s, tokens, strict=True)):
         while ending and ending[0][0] <= now_s:
             done = heapq.heappop(ending)[1]
             hits += kept[done]
@@ -207,7 +195,7 @@ def most_kept(intervals: Sequence[Idle], tokens: Sequence[int], capacity_tokens:
     return hits + sum(kept)
 
 
-def bound_metrics(turns: Iterable[TurnRecord], capacity_tokens: int, prices: Prices | None = None) -> list[MetricValue]:
+def bound_metrics(turns: Turns, capacity_tokens: int, prices: Prices | None = None) -> list[MetricValue]:
     """bound_hit_rate and bound_prompt_hit_rate of the turns whose rates they bound, and bound_recomputed_s; no value where
     there is no bound."""
     bound = offline_bound(turns, capacity_tokens, prices)

@@ -15,8 +15,6 @@ of the replay that window.MeasuredStretches defines: all but those in which only
 from __future__ import annotations
 
 import math
-from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -24,7 +22,6 @@ from typing import Any, Literal
 import numpy as np
 
 from pensieve.core.plan import StartReport
-from pensieve.core.request import TokenArray
 from pensieve.errors import CapacityError, MemoryRanOut
 from pensieve.lab.statistics import (
     NONNEGATIVE,
@@ -37,11 +34,14 @@ from pensieve.lab.statistics import (
     estimate_mean,
     estimate_percentiles,
     estimate_rate,
+    flat,
     nearest_rank,
+    numbered,
     paired_ratio,
+    rank,
+    sums_of,
 )
-from pensieve.lab.turn_log import chosen
-from pensieve.serve.record import TurnRecord, is_measured
+from pensieve.lab.turns import HITS, Floats, Mask, Places, Turns
 
 Better = Literal["higher", "lower", "none"]
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
@@ -241,7 +241,7 @@ class Measurement:
     each request in order of submission; where the turn before had not ended, from its end.
     """
 
-    turns: Sequence[TurnRecord]
+    turns: Turns
     measure_start_s: float
     measure_end_s: float
     measured_from_s: float
@@ -255,9 +255,8 @@ def summarise(measurement: Measurement, started: StartReport | None = None) -> l
 
     A trial's throughputs are one value each and get no interval here: across seeds they do.
     """
-    measured = chosen(measurement.turns, lambda turn: is_measured(turn.phase))
-    warmup = chosen(measurement.turns, lambda turn: turn.phase == "warmup")
-    found = Counter(turn.status for turn in measured)
+    measured = measurement.turns.measured
+    warmup = measurement.turns.where(measurement.turns.that("phase", "warmup".__eq__))
     metrics = [
         *_series(measured, "ttft_ms", "tpot_ms"),
         *_gaps(measured),
@@ -268,7 +267,7 @@ def summarise(measurement: Measurement, started: StartReport | None = None) -> l
         *_counts(measurement, measured),
         *_of_the_system(measurement, measured, started),
         *_phases(measured),
-        *(MetricValue("turns", float(found[one]), one, n=len(measured), n_unit="turns") for one in STATUSES),
+        *(_count("turns", measured.that("status", one.__eq__), label=one) for one in STATUSES),
         *_by_turn(measured),
     ]
     for label, of_label in _by_label(measured):
@@ -278,9 +277,14 @@ def summarise(measurement: Measurement, started: StartReport | None = None) -> l
     return metrics
 
 
-def _by_label(turns: Sequence[TurnRecord]) -> Iterator[tuple[str, Sequence[TurnRecord]]]:
-    for label in sorted({turn.label for turn in turns} - {""}):
-        yield label, chosen(turns, lambda turn, label=label: turn.label == label)  # type: ignore[misc]
+_NONE = np.empty(0)
+
+
+def _by_label(turns: Turns) -> Iterator[tuple[str, Turns]]:
+    codes, words = turns.codes("label"), turns.words("label")
+    for label, code in sorted((words[code] or "", code) for code in np.unique(codes)):
+        if label:
+            yield label, turns.where(codes == code)
 
 
 def thin_percentiles(metrics: Iterable[MetricValue]) -> list[str]:
@@ -288,94 +292,100 @@ def thin_percentiles(metrics: Iterable[MetricValue]) -> list[str]:
     return [f"{metric.name}[{metric.label}]" if metric.label else metric.name for metric in metrics if metric.thin]
 
 
-def tpot_ms(turn: TurnRecord) -> float | None:
-    """(last token - first token) / (output tokens - 1); None below two tokens."""
-    if turn.first_token_s is None or turn.finished_s is None or turn.output_tokens < 2:
-        return None
-    times_s = turn.times_s()
-    last = times_s[-1] if times_s else turn.finished_s
-    return (last - turn.first_token_s) * 1e3 / (turn.output_tokens - 1)
+def tpot_ms(turns: Turns) -> Floats:
+    """(last token - first token) / (output tokens - 1) of each; NaN below two tokens."""
+    more = turns["output_tokens"] - 1
+    return (turns["last_token_s"] - turns["first_token_s"]) * 1e3 / np.where(more > 0, more, np.nan)
 
 
-def _normalized_latency_ms(turn: TurnRecord) -> float | None:
-    return None if turn.latency_ms is None or turn.output_tokens == 0 else turn.latency_ms / turn.output_tokens
+def _normalized_latency_ms(turns: Turns) -> Floats:
+    outputs = turns["output_tokens"]
+    return turns["latency_ms"] / np.where(outputs > 0, outputs, np.nan)
 
 
-_SERIES: Mapping[str, Callable[[TurnRecord], float | None]] = {
-    "ttft_ms": lambda turn: turn.ttft_ms,
+_SERIES: Mapping[str, Callable[[Turns], Floats]] = {
+    "ttft_ms": lambda turns: turns["ttft_ms"],
     "tpot_ms": tpot_ms,
-    "latency_ms": lambda turn: turn.latency_ms,
+    "latency_ms": lambda turns: turns["latency_ms"],
     "normalized_latency_ms": _normalized_latency_ms,
-    "queue_ms": lambda turn: turn.queue_ms,
-    "warmup_ms": lambda turn: turn.latency_ms,
-    "total_ms": lambda turn: turn.latency_ms,
+    "queue_ms": lambda turns: turns["queue_ms"],
+    "warmup_ms": lambda turns: turns["latency_ms"],
+    "total_ms": lambda turns: turns["latency_ms"],
     "per_token_ms": _normalized_latency_ms,
 }
-"""A value of each completed turn."""
+"""A value of each turn; only completed ones count."""
 
 
-def _gaps_ms(turn: TurnRecord) -> Sequence[float]:
-    return array("d", (np.diff(np.frombuffer(times_s)) * 1e3).tobytes()) if (times_s := turn.times_s()) else ()
-
-
-def _series(turns: Iterable[TurnRecord], *names: str, label: str = "") -> list[MetricValue]:
+def _series(turns: Turns, *names: str, label: str = "") -> list[MetricValue]:
     """Mean and percentiles of these values, by conversation."""
-    groups: dict[str, dict[str, TokenArray[float]]] = {name: {} for name in names}
-    for turn in turns:
-        for name in names if turn.status == "completed" else ():
-            if (value := _SERIES[name](turn)) is not None:
-                groups[name].setdefault(turn.session, array("d")).append(value)
-    return [metric for name in names for metric in _summary(name, groups[name], label)]
+    completed = turns.completed
+    sessions = completed.codes("session")
+    return [one for name in names for one in _summary(name, _SERIES[name](completed), sessions, label)]
 
 
-def _by_turn(measured: Iterable[TurnRecord]) -> list[MetricValue]:
+def _by_turn(measured: Turns) -> list[MetricValue]:
     """Median time to first token of the first turns, of the second ones, and so on."""
-    sessions: dict[str, int] = {}
-    found: dict[int, tuple[TokenArray[int], TokenArray[float]]] = {}  # the session and the value of each turn
-    for turn in measured:
-        members, values = found.setdefault(turn.turn, (array("q"), array("d")))
-        if turn.status == "completed" and turn.ttft_ms is not None:
-            members.append(sessions.setdefault(turn.session, len(sessions)))
-            values.append(turn.ttft_ms)
+    numbers, completed = measured["turn"], measured.completed
+    found, values, sessions = completed["turn"], completed["ttft_ms"], completed.codes("session")
+    order = np.argsort(found, kind="stable")
     metrics: list[MetricValue] = []
-    for number, (members, values) in sorted(found.items()):
-        groups: dict[int, TokenArray[float]] = {}
-        for member, value in zip(members, values, strict=True):
-            groups.setdefault(member, array("d")).append(value)
-        metrics += _summary("ttft_ms", groups, f"turn={number}", wanted=("p50",))
+    for number in np.unique(numbers):
+        own = order[slice(*(np.searchsorted(found, number, side, sorter=order) for side in ("left", "right")))]
+        metrics += _summary("ttft_ms", values[own], sessions[own], f"turn={number:.0f}", wanted=("p50",))
     return metrics
 
 
-def _gaps(measured: Sequence[TurnRecord]) -> list[MetricValue]:
+def _gaps(measured: Turns) -> list[MetricValue]:
     """Times between tokens, of which there is one for nearly each token: over MOST_IN_MEMORY they have no interval."""
-    completed = chosen(measured, lambda turn: turn.status == "completed")
-    if sum(turn.output_tokens for turn in measured) <= MOST_IN_MEMORY:
-        groups: dict[str, TokenArray[float]] = {}
-        for turn in completed:
-            if len(values := _gaps_ms(turn)):
-                groups.setdefault(turn.session, array("d")).extend(values)
-        return _summary("itl_ms", groups, n_unit="tokens")
-    every = np.concatenate([np.empty(0), *map(_gaps_ms, completed)])
-    if not len(every):
-        return _summary("itl_ms", {}, n_unit="tokens")
-    percentiles = (nearest_rank(every, p) for p in PERCENTILES.values())
-    found = zip(SUMMARIES, (float(every.mean()), *percentiles), strict=True)
-    return [MetricValue(f"itl_ms_{suffix}", value, n=len(every), n_unit="tokens") for suffix, value in found]
+    completed = measured.completed
+    if measured["output_tokens"].sum() <= MOST_IN_MEMORY:
+        gaps_s, counts = (np.concatenate(parts) for parts in zip((_NONE, _NONE), *completed.gaps_s(), strict=True))
+        sessions = np.repeat(completed.codes("session"), counts.astype(np.int64))
+        return _summary("itl_ms", gaps_s * 1e3, sessions, n_unit="tokens")
+    sums_ms, sizes = zip(*((float((gaps_s * 1e3).sum()), len(gaps_s)) for gaps_s, _ in completed.gaps_s()), strict=True)
+    n = sum(sizes)
+    ranks = [rank(p, n) for p in PERCENTILES.values()]
+    values = [math.fsum(sums_ms) / n, *_of_ranks(ranks, lambda: (gaps_s * 1e3 for gaps_s, _ in completed.gaps_s()))]
+    return [
+        MetricValue(f"itl_ms_{suffix}", value, n=n, n_unit="tokens")
+        for suffix, value in zip(SUMMARIES, values, strict=True)
+    ]
+
+
+_BITS = 16
+
+
+def _of_ranks(ranks: Sequence[int], values: Callable[[], Iterable[Floats]]) -> list[float]:
+    """The values of these ranks, from 1, among all, of which none is below 0, in four passes: the bits of such numbers are in
+    their order, and each pass finds sixteen."""
+    found, left = [0] * len(ranks), list(ranks)
+    for shift in range(64 - _BITS, -1, -_BITS):
+        counts = {leading: np.zeros(1 << _BITS, np.int64) for leading in found}
+        for part in values():
+            bits = part.view(np.uint64) >> np.uint64(shift)
+            for leading, own in counts.items():
+                chosen = bits[bits >> np.uint64(_BITS) == leading]
+                own += np.bincount((chosen & np.uint64((1 << _BITS) - 1)).astype(np.int64), minlength=len(own))
+        for place, leading in enumerate(found):
+            upto = np.cumsum(counts[leading])
+            more = int(np.searchsorted(upto, left[place]))
+            left[place] -= int(upto[more - 1]) if more else 0
+            found[place] = leading << _BITS | more
+    return [float(value) for value in np.array(found, np.uint64).view(np.float64)]
 
 
 def _summary(
-    name: str,
-    groups: Mapping[Any, Sequence[float]],
-    label: str = "",
-    n_unit: str = "turns",
+    name: str, values: Floats, sessions: Places, label: str = "", n_unit: str = "turns",
     wanted: Sequence[str] = SUMMARIES,
-) -> list[MetricValue]:
-    """Summarise values grouped by conversation: the wanted ones of mean and percentiles."""
-    if not groups:
+) -> list[MetricValue]:  # fmt: skip
+    """Summarise the values that are known, by conversation: the wanted ones of mean and percentiles."""
+    known = ~np.isnan(values)
+    values, groups = values[known], numbered(sessions[known])
+    if not len(values):
         return [MetricValue(f"{name}_{suffix}", None, label, n=0, n_unit=n_unit) for suffix in wanted]
     suffixes = [suffix for suffix in wanted if suffix != "mean"]
-    means = [estimate_mean(groups, metric_of(name).support)] if "mean" in wanted else []
-    estimates = [*means, *estimate_percentiles(groups, [PERCENTILES[suffix] for suffix in suffixes])]
+    means = [estimate_mean(values, groups, metric_of(name).support)] if "mean" in wanted else []
+    estimates = [*means, *estimate_percentiles(values, groups, [PERCENTILES[suffix] for suffix in suffixes])]
     return [_metric(f"{name}_{one}", found, label, n_unit) for one, found in zip(wanted, estimates, strict=True)]
 
 
@@ -383,87 +393,90 @@ def _metric(name: str, estimate: Estimate, label: str, n_unit: str) -> MetricVal
     return MetricValue(name, estimate.value, label, estimate.n, n_unit, estimate.ci_low, estimate.ci_high)
 
 
-def _throughputs(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[MetricValue]:
+def _count(name: str, counted: Mask, label: str = "") -> MetricValue:
+    return MetricValue(name, float(counted.sum()), label, n=len(counted), n_unit="turns")
+
+
+def _throughputs(measurement: Measurement, measured: Turns) -> list[MetricValue]:
     inside, seconds = _in_window(measured, measurement.measure_start_s, measurement.measure_end_s)
-    count, outputs = len(inside), sum(turn.output_tokens for turn in inside)
-    known = all(turn.prompt_tokens is not None for turn in inside)
-    total = sum(turn.prompt_tokens or 0 for turn in inside) + outputs if known else None
-    everything = sum(turn.output_tokens for turn in measured if turn.status == "completed")
+    outputs = float(inside["output_tokens"].sum())
+    total = float(inside["prompt_tokens"].sum()) + outputs
+    everything = float(measured.completed["output_tokens"].sum())
     whole_s = measurement.ended_s - measurement.measured_from_s
     return [
-        _per_second("throughput_req_s", count, seconds, count),
-        _per_second("throughput_output_tok_s", outputs, seconds, count),
-        _per_second("throughput_total_tok_s", total, seconds, count),
+        _per_second("throughput_req_s", len(inside), seconds, len(inside)),
+        _per_second("throughput_output_tok_s", outputs, seconds, len(inside)),
+        _per_second("throughput_total_tok_s", total, seconds, len(inside)),
         _per_second("makespan_output_tok_s", everything, whole_s, len(measured)),
     ]
 
 
-def _in_window(measured: Sequence[TurnRecord], start: float, end: float) -> tuple[Sequence[TurnRecord], float]:
+def _in_window(measured: Turns, start: float, end: float) -> tuple[Turns, float]:
     """The turns that completed in the window, and its seconds; none where all completed outside of it: then it says nothing
     of how fast they were served."""
-    ended = chosen(measured, lambda turn: turn.status == "completed" and turn.finished_s is not None)
-    inside = chosen(ended, lambda turn: start <= (turn.finished_s or 0.0) <= end)
-    return inside, 0.0 if len(ended) and not len(inside) else end - start
+    completed = measured.completed
+    finished = completed["finished_s"]
+    inside = completed.where((start <= finished) & (finished <= end))
+    return inside, 0.0 if not np.isnan(finished).all() and not len(inside) else end - start
 
 
-def _per_second(name: str, count: float | None, seconds: float, turns: int) -> MetricValue:
-    value = None if count is None or seconds <= 0 else count / seconds
-    return MetricValue(name, value, n=turns, n_unit="turns")
-
-
-def _history(turn: TurnRecord) -> int:
-    return turn.history_tokens or 0
+def _per_second(name: str, count: float, seconds: float, turns: int, label: str = "") -> MetricValue:
+    """count NaN: not known of some turn."""
+    known = seconds > 0 and not math.isnan(count)
+    return MetricValue(name, float(count) / seconds if known else None, label, turns, "turns")
 
 
 # An engine that only reports cached tokens has no CPU tier of ours: null there means "none seen", not unknown.
-_RATES: Mapping[str, tuple[Callable[[TurnRecord], Sequence[int | None]], Callable[[TurnRecord], int]]] = {
-    "gpu_hit_rate": (lambda turn: (turn.gpu_hit_tokens,), _history),
-    "cpu_hit_rate": (lambda turn: (turn.cpu_hit_tokens,), _history),
-    "disk_hit_rate": (lambda turn: (turn.disk_hit_tokens,), _history),
-    "miss_rate": (lambda turn: (turn.recomputed_tokens,), _history),
-    "prompt_hit_rate": (
-        lambda turn: (
-            turn.gpu_hit_tokens,
-            *(tokens or 0 for tokens in (turn.cpu_hit_tokens, turn.disk_hit_tokens, turn.shared_hit_tokens)),
-        ),
-        lambda turn: turn.prompt_tokens or 0,
-    ),
+_RATES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "gpu_hit_rate": (("gpu_hit_tokens",), "history_tokens"),
+    "cpu_hit_rate": (("cpu_hit_tokens",), "history_tokens"),
+    "disk_hit_rate": (("disk_hit_tokens",), "history_tokens"),
+    "miss_rate": (("recomputed_tokens",), "history_tokens"),
+    "prompt_hit_rate": (HITS, "prompt_tokens"),
 }
-"""Tokens that were found, or not, and of how many they are a share."""
+"""Tokens that were found, or not, and of how many they are a share. Of several, the first has to be known."""
 
 
-def _rates(turns: Iterable[TurnRecord], label: str = "") -> list[MetricValue]:
+def _rates(turns: Turns, label: str = "") -> list[MetricValue]:
     """Shares of history and of prompt tokens, sums over sums; turns that were never admitted have no counts."""
-    groups: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in _RATES}
-    for turn in turns:
-        if turn.history_tokens is None or turn.prompt_tokens is None:
-            continue
-        for name, (parts_of, whole_of) in _RATES.items():
-            top, bottom = groups[name].get(turn.session, (0.0, 0.0))
-            parts = [math.nan if part is None else part for part in parts_of(turn)]
-            groups[name][turn.session] = (top + sum(parts), bottom + whole_of(turn))
-    return [_rate(name, found, label) for name, found in groups.items()]
+    turns = turns.where(~np.isnan(turns["history_tokens"] + turns["prompt_tokens"]))
+    sessions = numbered_by_name(turns)
+    return [
+        _rate(
+            name,
+            sums_of(turns[first] + sum(np.nan_to_num(turns[other]) for other in others), sessions),
+            sums_of(turns[whole], sessions),
+            label,
+        )
+        for name, ((first, *others), whole) in _RATES.items()
+    ]
 
 
-def _rate(name: str, groups: Mapping[str, tuple[float, float]], label: str) -> MetricValue:
-    """groups: part and whole of each conversation; a part that nobody knows makes the whole rate unknown."""
-    if any(math.isnan(top) for top, _ in groups.values()) or not any(bottom for _, bottom in groups.values()):
+def numbered_by_name(turns: Turns) -> Places:
+    """The conversation of each turn, numbered in the order of their names."""
+    words, codes = turns.words("session"), turns.codes("session")
+    ranks = np.empty(len(words), np.int64)
+    ranks[sorted(range(len(words)), key=lambda code: words[code] or "")] = np.arange(len(words))
+    return np.unique(ranks[codes], return_inverse=True)[1]
+
+
+def _rate(name: str, parts: Floats, wholes: Floats, label: str) -> MetricValue:
+    """parts, wholes: of each conversation; a part that nobody knows makes the whole rate unknown."""
+    if np.isnan(parts).any() or not wholes.any():
         return MetricValue(name, None, label, n=0, n_unit="tokens")
-    return _metric(name, estimate_rate(groups), label, "tokens")
+    return _metric(name, estimate_rate(parts, wholes), label, "tokens")
 
 
-def _counts(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[MetricValue]:
+def _counts(measurement: Measurement, measured: Turns) -> list[MetricValue]:
     counters = measurement.counters
     counts: dict[str, float | None] = {name: counters.get(name) for name in COUNTS}
-    admitted = chosen(measured, lambda turn: turn.recomputed_tokens is not None)
-    if admitted:
-        counts["recomputed_tokens"] = float(
-            sum((turn.recomputed_tokens or 0) + turn.resumed_recomputed_tokens for turn in admitted)
-        )
+    again = measured["recomputed_tokens"] + measured["resumed_recomputed_tokens"]
+    if not np.isnan(again).all():
+        counts["recomputed_tokens"] = float(np.nansum(again))
     metrics = [MetricValue(name, value) for name, value in counts.items()]
-    priced = array("d", (turn.recomputed_s for turn in measured if turn.recomputed_s is not None))
+    priced = [seconds for seconds in measured["recomputed_s"].tolist() if seconds == seconds]
     metrics.append(MetricValue("recomputed_s", sum(priced) if priced else None, n=len(priced), n_unit="turns"))
-    outputs = sum(turn.output_tokens for turn in measured)
+    outputs = int(measured["output_tokens"].sum())
     for name in BYTES:
         counted = None if name in FOR_NO_TURN else _moved_for(measured, name)
         counted = counters.get(name) if counted is None else counted
@@ -473,17 +486,16 @@ def _counts(measurement: Measurement, measured: Sequence[TurnRecord]) -> list[Me
     return metrics
 
 
-def _moved_for(measured: Sequence[TurnRecord], name: str) -> float | None:
+def _moved_for(measured: Turns, name: str) -> float | None:
     """Sum the bytes over all turns; None where one that completed was not counted, or none was."""
-    if any(getattr(turn, name) is None and turn.status == "completed" for turn in measured):
+    moved = measured[name]
+    unknown = np.isnan(moved)
+    if unknown.all() or unknown[measured.that("status", "completed".__eq__)].any():
         return None
-    counted = array("q", (value for turn in measured if (value := getattr(turn, name)) is not None))
-    return float(sum(counted)) if counted else None
+    return float(np.nansum(moved))
 
 
-def _of_the_system(
-    measurement: Measurement, measured: Sequence[TurnRecord], started: StartReport | None
-) -> list[MetricValue]:
+def _of_the_system(measurement: Measurement, measured: Turns, started: StartReport | None) -> list[MetricValue]:
     """How it started; scheduler and cache time a step; predicted over measured time of the iterations that computed one long
     row, less one; how late requests were sent, and how many did not get the memory they needed."""
     counted, lags = measurement.counters, measurement.send_lag_s
@@ -497,7 +509,7 @@ def _of_the_system(
         MetricValue("schedule_ms_mean", a_step, n=int(steps) if steps is not None else None, n_unit="steps"),
         MetricValue("cost_model_error_pct", (predicted / took - 1) * 100 if took else None),
         MetricValue("send_lag_ms_p99", lag_ms, n=len(lags), n_unit="turns"),
-        MetricValue("oom_turns", float(sum(map(out_of_memory, measured))), n=len(measured), n_unit="turns"),
+        _count("oom_turns", out_of_memory(measured)),
     ]
 
 
@@ -505,61 +517,63 @@ OUT_OF_MEMORY = (("refused", CapacityError.reason), ("failed", MemoryRanOut.reas
 """Status and reason of a turn that did not get the memory it needed: of one GPU tier, or for a process of its own."""
 
 
-def out_of_memory(turn: TurnRecord) -> bool:
-    return (turn.status, turn.finish_reason) in OUT_OF_MEMORY
+def out_of_memory(turns: Turns) -> Mask:
+    found = np.full(len(turns), False)
+    for status, reason in OUT_OF_MEMORY:
+        found |= turns.that("status", status.__eq__) & turns.that("finish_reason", reason.__eq__)
+    return found
 
 
-def _phases(measured: Sequence[TurnRecord]) -> list[MetricValue]:
+def _phases(measured: Turns) -> list[MetricValue]:
     """What only workloads with these phases can give: hit against miss, streaming against not, decoding by itself."""
     metrics: list[MetricValue] = []
-    decoded = chosen(measured, lambda turn: turn.phase == "throughput")
-    if decoded:
+    decoded = measured.where(measured.that("phase", "throughput".__eq__))
+    if len(decoded):
         metrics += _series(decoded, "total_ms", "per_token_ms")
         metrics += [_alone(decoded, "throughput"), *(_alone(turns, label) for label, turns in _by_label(decoded))]
-    probes = [t for t in measured if t.phase in ("hit", "miss") and t.status == "completed" and t.ttft_ms is not None]
-    if probes:
-        metrics += [_degradation(probes), _stream_overhead(probes)]
+    probes = measured.completed.where(~np.isnan(measured.completed["ttft_ms"]))
+    hit, miss = (probes.where(probes.that("phase", phase.__eq__)) for phase in ("hit", "miss"))
+    if len(hit) or len(miss):
+        metrics += [_degradation(hit, miss), _stream_overhead(hit, miss)]
     return metrics
 
 
-def _alone(decoded: Sequence[TurnRecord], label: str) -> MetricValue:
+def _alone(decoded: Turns, label: str) -> MetricValue:
     """Output tokens over the sum of the latencies: of requests that have the system to themselves."""
-    done = [turn for turn in decoded if turn.status == "completed" and turn.latency_ms]
-    tokens, seconds = sum(turn.output_tokens for turn in done), sum(turn.latency_ms or 0.0 for turn in done) / 1e3
-    return replace(_per_second("throughput_output_tok_s", tokens, seconds, len(done)), label=label)
+    completed = decoded.completed
+    done = completed.where(completed["latency_ms"] > 0)
+    seconds = sum(done["latency_ms"].tolist()) / 1e3
+    return _per_second("throughput_output_tok_s", done["output_tokens"].sum(), seconds, len(done), label)
 
 
-def _degradation(probes: Sequence[TurnRecord]) -> MetricValue:
+def _degradation(hit: Turns, miss: Turns) -> MetricValue:
     """(miss - hit) / hit of the mean times to first token, paired by round."""
-    hit, miss = (_by_round(turn for turn in probes if turn.phase == phase) for phase in ("hit", "miss"))
-    if not hit.keys() & miss.keys():
+    hits, misses = _by_round(hit), _by_round(miss)
+    if not hits.keys() & misses.keys():
         return MetricValue("ttft_degradation_pct", None, n=0, n_unit="rounds")
-    ratio = paired_ratio(miss, hit, of="means")
+    ratio = paired_ratio(misses, hits, of="means")
     value, *ends = (None if one is None else (one - 1.0) * 100 for one in (ratio.value, ratio.ci_low, ratio.ci_high))
     return MetricValue("ttft_degradation_pct", value, "", ratio.n, "rounds", *ends)
 
 
-def _stream_overhead(probes: Sequence[TurnRecord]) -> MetricValue:
+def _stream_overhead(*phases: Turns) -> MetricValue:
     """Time to first token when streaming minus when not, paired by round and phase."""
     name = "stream_overhead_ms"
     differences: dict[tuple[int, str], list[float]] = {}
-    for phase in ("hit", "miss"):
-        streamed, whole = (
-            _by_round(turn for turn in probes if turn.phase == phase and turn.stream is stream)
-            for stream in (True, False)
-        )
+    for turns in phases:
+        streamed, whole = (_by_round(turns.where(turns["stream"] == stream)) for stream in (True, False))
         for key in filter(whole.__contains__, streamed):
             differences.setdefault(key, []).append(streamed[key] - whole[key])
     if not differences:
         return MetricValue(name, None, n=0, n_unit="pairs")
-    return _metric(name, estimate_mean(differences, metric_of(name).support), "", "pairs")
+    return _metric(name, estimate_mean(*flat(differences), metric_of(name).support), "", "pairs")
 
 
-def _by_round(turns: Iterable[TurnRecord]) -> dict[tuple[int, str], float]:
+def _by_round(turns: Turns) -> dict[tuple[int, str], float]:
     """Mean time to first token of each round, in ms, as pairs are named."""
     found: dict[tuple[int, str], list[float]] = {}
-    for turn in turns:
-        found.setdefault((0, str(turn.iteration)), []).append(turn.ttft_ms or 0.0)
+    for number, first_ms in zip(turns["iteration"].tolist(), turns["ttft_ms"].tolist(), strict=True):
+        found.setdefault((0, f"{number:.0f}"), []).append(first_ms)
     return {key: sum(values) / len(values) for key, values in found.items()}
 
 
@@ -567,26 +581,23 @@ SLO_METRICS = ("goodput_req_s", "slo_attainment")
 """An objective is an argument of a view: these are never read from a trial's rows, where older versions stored them."""
 
 
-def slo_metrics(turns: Sequence[TurnRecord], start_s: float, end_s: float, slo: Slo) -> list[MetricValue]:
+def slo_metrics(turns: Turns, start_s: float, end_s: float, slo: Slo) -> list[MetricValue]:
     """Goodput and attainment under an objective. turns: all of a trial, [start_s, end_s]: its window."""
     if slo == Slo():
         return []
-    measured = chosen(turns, lambda turn: is_measured(turn.phase))
 
-    def met(turn: TurnRecord) -> bool:
-        if turn.status != "completed" or turn.ttft_ms is None:
-            return False
-        slow = slo.ttft_ms is not None and turn.ttft_ms > slo.ttft_ms
-        each = tpot_ms(turn)
-        return not slow and (slo.tpot_ms is None or each is None or each <= slo.tpot_ms)
+    most_ms = [math.inf if most is None else most for most in (slo.ttft_ms, slo.tpot_ms)]
 
-    groups: dict[str, tuple[float, float]] = {}
-    for turn in measured:
-        top, bottom = groups.get(turn.session, (0.0, 0.0))
-        groups[turn.session] = (top + met(turn), bottom + 1.0)
+    def met(some: Turns) -> Mask:
+        slow = (some["ttft_ms"] > most_ms[0]) | (tpot_ms(some) > most_ms[1])
+        return some.that("status", "completed".__eq__) & ~np.isnan(some["ttft_ms"]) & ~slow
+
+    measured = turns.measured
     inside, seconds = _in_window(measured, start_s, end_s)
-    good = sum(map(met, inside))
+    good = int(met(inside).sum())
     goodput = _per_second("goodput_req_s", good, seconds, good)
-    if not groups:
+    if not len(measured):
         return [goodput, MetricValue("slo_attainment", None, n=0, n_unit="turns")]
-    return [goodput, _metric("slo_attainment", estimate_rate(groups), "", "turns")]
+    parts, sessions = met(measured).astype(np.float64), numbered_by_name(measured)
+    found = estimate_rate(sums_of(parts, sessions), sums_of(np.ones(len(measured)), sessions))
+    return [goodput, _metric("slo_attainment", found, "", "turns")]

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+import numpy as np
+
 from pensieve.core.request import Event, Request, TokenArray
 from pensieve.lab.metrics import Measurement, out_of_memory
 from pensieve.lab.statistics import nearest_rank
-from pensieve.lab.turn_log import TurnLog, chosen
+from pensieve.lab.turns import HITS, TurnLog, Turns
 from pensieve.lab.window import MeasuredStretches, find_window
 from pensieve.lab.workload.base import Arrival, Foresees, KnowsEnds, Workload, WorkloadPlan, out_of_work
 from pensieve.serve.record import Transcripts, TurnRecord, is_measured
@@ -30,7 +32,7 @@ LATE_SEND_SHARE = 0.01  # of the median time to first token, where that is more
 
 @dataclass(frozen=True, slots=True)
 class ReplayRecord:
-    """What one replay observed; `measurement` is what metrics.summarise takes.
+    """What one replay observed; `measurement` is what metrics.summarise takes. turns: the records, where they were kept.
 
     origin_s: the system's clock when the replay began, which all other times here count from. drain_share: of the measured
     output tokens, those finished after the window. flags: what a reader of the numbers should know, a sentence each.
@@ -41,10 +43,7 @@ class ReplayRecord:
     origin_s: float
     drain_share: float
     flags: Mapping[str, str]
-
-    @property
-    def turns(self) -> Sequence[TurnRecord]:
-        return self.measurement.turns
+    turns: Sequence[TurnRecord] = ()
 
     @property
     def load(self) -> str:
@@ -59,32 +58,23 @@ def replay(
     batch_size: int = 256,
     progress: Callable[[int, int], None] | None = None,
     deadline_s: float | None = None,
-    keep_tokens: bool = True,
+    keep_turns: bool = True,
 ) -> ReplayRecord:
     """Send every arrival when it is due, until the workload has no more; the system is started and stays open.
 
     on_batch: finished turns, `batch_size` at a time and at the end, also when the replay is interrupted. progress: after each
     poll that brought news, of the turns that are over and of all output tokens so far. deadline_s: seconds after which
-    everything in flight is cancelled as a timeout and nothing more is sent. keep_tokens=False: token ids and margins are
-    dropped from a turn once on_batch has seen it, and all else goes to a file, from which the record reads it back
-    (turn_log.py).
+    everything in flight is cancelled as a timeout and nothing more is sent. keep_turns=False: records are dropped once
+    on_batch has seen them, and what is measured of them is columns in a file (turns.py).
 
     Every submitted request finishes exactly once. A turn is sent once the one before it has ended: its prompt holds that.
     """
-    run = _Run(system, workload, on_batch, batch_size, progress, keep_tokens)
+    run = _Run(system, workload, on_batch, batch_size, progress, keep_turns)
     try:
         run.loop(deadline_s)
     finally:
         run.flush()
     return run.record()
-
-
-def _held_whole(turn: TurnRecord) -> bool:
-    """Whether the prompt had been asked before, word for word, and nothing of it was left to compute but what every request
-    must."""
-    tiers = (turn.gpu_hit_tokens, turn.cpu_hit_tokens, turn.disk_hit_tokens, turn.shared_hit_tokens)
-    known = sum(tokens or 0 for tokens in tiers)
-    return turn.status == "completed" and turn.prompt_tokens is not None and 0 < known >= turn.prompt_tokens - 1
 
 
 @dataclass(slots=True)
@@ -108,11 +98,11 @@ class _Run:
         on_batch: Callable[[Sequence[TurnRecord]], None] | None,
         batch_size: int,
         progress: Callable[[int, int], None] | None,
-        keep_tokens: bool,
+        keep_turns: bool,
     ) -> None:
         self.system, self.workload, self.plan = system, workload, workload.describe()
         self.on_batch, self.batch_size = on_batch, batch_size
-        self.progress, self.keep_tokens = progress, keep_tokens
+        self.progress = progress
         self.expects = system if isinstance(system, ExpectsReuse) else None
         self.forgets = system if isinstance(system, ForgetsEnded) else None
         self.ends = workload if isinstance(workload, KnowsEnds) else None
@@ -139,8 +129,10 @@ class _Run:
         self.due: dict[str, list[int]] = {}  # of each session, when the arrivals in the heap are due
         self.arrived: dict[str, int] = {}  # the first arrival of each measured session
         self.output_tokens = 0
-        self.turns = TurnLog()
-        self.batched = 0
+        self.finished = 0
+        self.batch: list[TurnRecord] = []  # those of the finished turns that nobody has seen
+        self.kept: list[TurnRecord] | None = [] if keep_turns else None
+        self.log = TurnLog()
         self.lags: TokenArray[float] = array("d")
         self.stretches = MeasuredStretches(system.counters)
         self.out_of_work_s: float | None = None
@@ -171,19 +163,20 @@ class _Run:
             self._take(events)
 
     def flush(self) -> None:
-        batch = self.turns.recent[self.batched :] if self.keep_tokens else self.turns.recent
+        batch, self.batch = self.batch, []
         if batch and self.on_batch is not None:
             self.on_batch(batch)
-        self.batched = len(self.turns)
-        if not self.keep_tokens:
-            self.turns.store()
+        self.log.add(batch)
+        if self.kept is not None:
+            self.kept += batch
 
     def record(self) -> ReplayRecord:
-        turns = self.turns.recent if self.keep_tokens else self.turns
+        turns = Turns(self.log)
+        measured = turns.measured
         window = find_window(
-            chosen(turns, lambda turn: is_measured(turn.phase)),
+            measured,
             load=self.plan.load,
-            warm_s=self._warm_s(),
+            warm_s=self._warm_s(turns),
             arrivals_s={session: self._since(ns) for session, ns in self.arrived.items()},
             out_of_work_s=self.out_of_work_s,
         )
@@ -201,48 +194,47 @@ class _Run:
             plan=self.plan,
             origin_s=self.origin_ns / 1e9,
             drain_share=window.drain_share,
-            flags={**window.flags, **self._flags(), **self.flags},
+            flags={**window.flags, **self._flags(turns, measured), **self.flags},
+            turns=() if self.kept is None else self.kept,
         )
 
-    def _flags(self) -> dict[str, str]:
+    def _flags(self, turns: Turns, measured: Turns) -> dict[str, str]:
         flags: dict[str, str] = {}
-        if self.plan.turns is not None and len(self.turns) < self.plan.turns:
-            flags["unsent"] = f"{self.plan.turns - len(self.turns)} of {self.plan.turns} planned turns were never sent."
-        failures = Counter(turn.status for turn in self.turns if turn.status != "completed")
+        if self.plan.turns is not None and len(turns) < self.plan.turns:
+            flags["unsent"] = f"{self.plan.turns - len(turns)} of {self.plan.turns} planned turns were never sent."
+        statuses = zip(turns.words("status"), np.bincount(turns.codes("status")), strict=True)
+        failures = [f"{number} {status}" for status, number in sorted(statuses) if status != "completed"]
         if failures:
-            each = ", ".join(f"{number} {status}" for status, number in sorted(failures.items()))
-            flags["failures"] = f"Of {len(self.turns)} turns {each}."
+            flags["failures"] = f"Of {len(turns)} turns {', '.join(failures)}."
         if self.lags and not self.system.clock.virtual and self.system.can.max_in_flight is None:
-            late_ms, limit_ms = nearest_rank(self.lags, 0.99) * 1e3, self._lag_limit_ms()
+            ttfts = measured["ttft_ms"][~np.isnan(measured["ttft_ms"])]
+            late_ms = nearest_rank(self.lags, 0.99) * 1e3
+            limit_ms = max(LATE_SEND_MS, LATE_SEND_SHARE * nearest_rank(ttfts, 0.5) if len(ttfts) else 0.0)
             if late_ms > limit_ms:
                 flags["late_sends"] = (
                     f"One request in a hundred was sent {late_ms:.1f} ms or more after it was due; up to {limit_ms:.1f} ms "
                     "would not matter."
                 )
-        held = sum(is_measured(turn.phase) and _held_whole(turn) for turn in self.turns)
-        if held:
+        completed = measured.completed
+        known = sum(np.nan_to_num(completed[tier]) for tier in HITS)
+        if held := int(((known > 0) & (known >= completed["prompt_tokens"] - 1)).sum()):
             flags["held_whole"] = (
                 f"{held} measured prompts were cached but for their last token: their times to first token are those of "
                 "decoding one token."
             )
-        exhausted = [turn for turn in self.turns if out_of_memory(turn)]
-        if exhausted:
-            flags["oom"] = f"{len(exhausted)} turns did not get the memory they needed; the first: {exhausted[0].error}"
+        exhausted = turns.where(out_of_memory(turns))
+        if len(exhausted):
+            error = exhausted.word("error", 0)
+            flags["oom"] = f"{len(exhausted)} turns did not get the memory they needed; the first: {error}"
         return flags
 
-    def _warm_s(self) -> float:
+    def _warm_s(self, turns: Turns) -> float:
         """When the last warm-up turn ended. Where each conversation warms its own cache they go on to the end, and those
         before the first measured turn count."""
-        ends = [turn.finished_s or 0.0 for turn in self.turns if turn.phase == "warmup"]
+        ends = turns["finished_s"][turns.that("phase", "warmup".__eq__)]
         if self.plan.cache_state == "primed" and self.arrived:
-            first_s = self._since(min(self.arrived.values()))
-            ends = [end for end in ends if end <= first_s]
-        return max(ends, default=0.0)
-
-    def _lag_limit_ms(self) -> float:
-        """How late a request may be sent before its latencies are in doubt."""
-        ttfts = [turn.ttft_ms for turn in self.turns if is_measured(turn.phase) and turn.ttft_ms is not None]
-        return max(LATE_SEND_MS, LATE_SEND_SHARE * nearest_rank(ttfts, 0.5)) if ttfts else LATE_SEND_MS
+            ends = ends[ends <= self._since(min(self.arrived.values()))]
+        return float(ends.max(initial=0.0))
 
     def _since(self, ns: int) -> float:
         return (ns - self.origin_ns) / 1e9
@@ -398,7 +390,7 @@ class _Run:
             self._may_be_sent(request.session)
             self._finish(request, turn)
         if events and self.progress is not None:
-            self.progress(len(self.turns), self.output_tokens)
+            self.progress(self.finished, self.output_tokens)
 
     def _finish(self, request: Request, turn: TurnRecord) -> None:
         self.stretches.finished(request)
@@ -408,7 +400,8 @@ class _Run:
         assert (turn.session, turn.turn) == (request.session, request.turn)
         turn.planned(request, self.ordinals.pop(request.id))
         turn.shift(self.origin_ns / 1e9)
-        self.turns.append(turn)
+        self.finished += 1
+        self.batch.append(turn)
         if not self.cut_off:
             following = list(self.workload.on_finished(turn))
             self._push(following)
@@ -417,5 +410,5 @@ class _Run:
             again = [arrival.request.session for arrival in following if arrival.request.turn > 1]
             self._expect(dict.fromkeys([turn.session, *again]))
             self._tell_ended(turn)
-        if len(self.turns) - self.batched >= self.batch_size:
+        if len(self.batch) >= self.batch_size:
             self.flush()

@@ -23,6 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -79,7 +80,7 @@ def nearest_rank(values: Sequence[float] | Floats, p: float) -> float:
     """The smallest value that at least a share `p` (0 < p <= 1) of the values does not exceed: always one of them."""
     assert 0.0 < p <= 1.0
     assert len(values) > 0
-    place = _rank(p, len(values)) - 1
+    place = rank(p, len(values)) - 1
     return float(np.partition(np.asarray(values, np.float64), place)[place])
 
 
@@ -98,19 +99,39 @@ def has_interval(groups: int) -> bool:
     return groups >= FEWEST_GROUPS
 
 
-def estimate_mean(groups: Mapping[Any, Sequence[float]], support: Support = NONNEGATIVE) -> Estimate:
-    """Mean over all values, by groups (conversations, or seeds)."""
-    filled = [values for values in groups.values() if len(values)]
-    sums = np.array([math.fsum(values) for values in filled])
-    counts = np.array([len(values) for values in filled], dtype=np.float64)
-    return Estimate(*_ratio([sums], [counts], support), int(counts.sum()), len(filled))
+def numbered(groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The groups that values belong to, numbered from 0 as they first occur."""
+    first = np.full(groups.max(initial=-1) + 1, len(groups))
+    first[groups[::-1]] = np.arange(len(groups))[::-1]
+    there = np.flatnonzero(first < len(groups))
+    first[there[np.argsort(first[there])]] = np.arange(len(there))
+    return first[groups]
 
 
-def estimate_rate(groups: Mapping[str, tuple[float, float]]) -> Estimate:
-    """Sum of parts over sum of wholes, given as one pair a group; n is the sum of wholes."""
-    found = rate_by_seed({(0, name): pair for name, pair in groups.items()})
-    wholes = [whole for _, whole in groups.values() if whole > 0]
-    return Estimate(found.value, found.ci_low, found.ci_high, int(sum(wholes)), len(wholes))
+def flat(groups: Mapping[Any, Sequence[float]]) -> tuple[Floats, NDArray[np.int64]]:
+    """The values of all groups, and the number of each one's group; groups without a value have none."""
+    filled = [np.asarray(values, np.float64) for values in groups.values() if len(values)]
+    return np.concatenate(filled), np.repeat(np.arange(len(filled)), [len(values) for values in filled])
+
+
+def sums_of(values: Floats, groups: NDArray[np.int64]) -> Floats:
+    """The sum of each group."""
+    return np.bincount(groups, values).astype(np.float64)  # of no values it makes whole numbers
+
+
+def estimate_mean(values: Floats, groups: NDArray[np.int64], support: Support = NONNEGATIVE) -> Estimate:
+    """Mean over all values. groups: the conversation, or the seed, of each, numbered from 0."""
+    ends = np.cumsum(counts := np.bincount(groups)).tolist()
+    ordered = values[np.argsort(groups, kind="stable")].tolist()
+    sums = np.array([math.fsum(ordered[start:stop]) for start, stop in pairwise([0, *ends])])
+    return Estimate(*_ratio(sums, counts.astype(np.float64), support), len(values), len(sums))
+
+
+def estimate_rate(parts: Floats, wholes: Floats) -> Estimate:
+    """Sum of parts over sum of wholes, one pair a group; n is the sum of wholes."""
+    parts, wholes = parts[wholes > 0], wholes[wholes > 0]
+    n = float(wholes.sum())
+    return Estimate(*_ratio(parts, wholes, SHARE, n), int(n), len(wholes))
 
 
 def rate_by_seed(groups: Mapping[tuple[int, str], tuple[float, float]]) -> Estimate:
@@ -118,13 +139,13 @@ def rate_by_seed(groups: Mapping[tuple[int, str], tuple[float, float]]) -> Estim
     kept = {key: pair for key, pair in groups.items() if pair[1] > 0}
     parts, wholes = (_by_seed({key: pair[index] for key, pair in kept.items()}) for index in (0, 1))
     trials = math.fsum(whole for _, whole in kept.values())
-    return Estimate(*_ratio(parts, wholes, SHARE, trials), len(kept), len(parts))
+    return Estimate(*_ratio(parts, wholes, SHARE, trials), len(kept), len({seed for seed, _ in kept}))
 
 
-def estimate_percentiles(groups: Mapping[Any, Sequence[float]], ps: Sequence[float]) -> list[Estimate]:
-    """Nearest-rank percentiles over all values, one Estimate for each p in (0, 1]. groups: conversations."""
-    filled = [np.asarray(values, dtype=np.float64) for values in groups.values() if len(values)]
-    return _percentiles([filled], ps, groups=len(filled))
+def estimate_percentiles(values: Floats, groups: NDArray[np.int64], ps: Sequence[float]) -> list[Estimate]:
+    """Nearest-rank percentiles over all values, one Estimate for each p in (0, 1]. groups: as of estimate_mean."""
+    n_groups = int(groups.max()) + 1
+    return _percentiles(values, groups, ps, n_groups, n_groups)
 
 
 def estimate_percentile_by_seed(values: Mapping[tuple[int, str], float], p: float) -> Estimate:
@@ -137,31 +158,28 @@ def estimate_percentiles_by_seed(
 ) -> list[Estimate]:
     """Nearest-rank percentiles over all values of each (seed, session), one Estimate for each p in (0, 1]. n counts values,
     groups counts seeds."""
-    seeds: dict[int, list[Floats]] = {}
-    for key in sorted(groups):
-        if len(groups[key]):
-            seeds.setdefault(key[0], []).append(np.asarray(groups[key], dtype=np.float64))
-    return _percentiles(list(seeds.values()), ps, groups=len(seeds))
+    filled = {key: groups[key] for key in sorted(groups) if len(groups[key])}
+    values, sessions = flat(filled)
+    seeds = np.unique([seed for seed, _ in filled], return_inverse=True)[1]
+    independent = seeds[sessions] if seeds[-1] else sessions
+    return _percentiles(values, independent, ps, len(filled), int(seeds[-1]) + 1)
 
 
-def _percentiles(by_seed: Sequence[Sequence[Floats]], ps: Sequence[float], groups: int) -> list[Estimate]:
-    """Percentiles over the values of all sessions. groups: how many the estimates count."""
-    sessions = [part for parts in by_seed for part in parts]
-    independent = sessions if len(by_seed) == 1 else [np.concatenate(parts) for parts in by_seed]
-    sizes = np.array([len(part) for part in independent])
-    values, member = np.concatenate(independent), np.repeat(np.arange(len(sizes)), sizes)
-    order = np.argsort(values, kind="stable")
-    values, member = values[order], member[order]
-    n = len(values)
+def _percentiles(
+    values: Floats, members: NDArray[np.int64], ps: Sequence[float], sessions: int, groups: int
+) -> list[Estimate]:
+    """members: the group of each value that is independent. sessions, groups: how many there are in all, and how many the
+    estimates count."""
+    sizes, ranked, n = np.bincount(members), np.sort(values), len(values)
     found = []
     for p in ps:
-        value = float(values[_rank(p, n) - 1])
+        value = float(ranked[rank(p, n) - 1])
         low = high = None
-        if has_interval(len(sizes)) and _enough_beyond(len(sizes), len(sessions), p):
-            below = np.bincount(member[: np.searchsorted(values, value, side="right")], minlength=len(sizes))
+        if has_interval(len(sizes)) and _enough_beyond(len(sizes), sessions, p):
+            below = np.bincount(members[values <= value], minlength=len(sizes))
             first, last = _clopper_pearson(p, _worth(below, sizes, n, p))
-            low = float(values[max(math.floor(first * n), 1) - 1])
-            high = float(values[min(math.ceil(last * n), n) - 1])
+            low = float(ranked[max(math.floor(first * n), 1) - 1])
+            high = float(ranked[min(math.ceil(last * n), n) - 1])
         found.append(Estimate(value, low, high, n, groups))
     return found
 
@@ -184,27 +202,29 @@ def paired_ratio(
         raise MissingSeries("The two baselines share no (seed, session); run them with the same seeds and workload.")
     if of == "pairs":
         assert all(a[key] > 0 and b[key] > 0 for key in keys), "ratios of pairs need positive values"
-        tops = _by_seed({key: math.log(a[key] / b[key]) for key in keys})
-        found = _ratio(tops, [np.ones(len(part)) for part in tops], REAL)
-        value, low, high = (None if end is None else math.exp(end) for end in found)
+        tops, bottoms = (
+            _by_seed(each) for each in ({key: math.log(a[key] / b[key]) for key in keys}, dict.fromkeys(keys, 1.0))
+        )
+        value, low, high = (None if end is None else math.exp(end) for end in _ratio(tops, bottoms, REAL))
         assert value is not None
     else:
-        tops = _by_seed({key: a[key] for key in keys})
-        value, low, high = _ratio(tops, _by_seed({key: b[key] for key in keys}), support)
-    return Estimate(value, low, high, len(keys), len(tops))
+        tops, bottoms = (_by_seed({key: each[key] for key in keys}) for each in (a, b))
+        value, low, high = _ratio(tops, bottoms, support)
+    return Estimate(value, low, high, len(keys), len({seed for seed, _ in keys}))
 
 
-def _rank(p: float, n: int) -> int:
+def rank(p: float, n: int) -> int:
+    """Of the nearest-rank percentile among n values in order, from 1."""
     # The guard: 0.07 * 100 is a hair above 7. numpy's inverted_cdf has none, and takes the eighth value of 100 there.
     return max(1, math.ceil(p * n - 1e-9))
 
 
-def _by_seed(values: Mapping[tuple[int, Any], float]) -> list[Floats]:
-    """Values grouped by seed, both levels in sorted order."""
+def _by_seed(values: Mapping[tuple[int, Any], float]) -> Floats:
+    """Of each seed the sum; of a single one its values, by session."""
     seeds: dict[int, list[float]] = {}
     for seed, session in sorted(values):
         seeds.setdefault(seed, []).append(values[seed, session])
-    return [np.array(part, dtype=np.float64) for part in seeds.values()]
+    return np.array(next(iter(seeds.values())) if len(seeds) == 1 else [math.fsum(own) for own in seeds.values()])
 
 
 def _enough_beyond(groups: int, sessions: int, p: float) -> bool:
@@ -213,13 +233,10 @@ def _enough_beyond(groups: int, sessions: int, p: float) -> bool:
 
 
 def _ratio(
-    tops: Sequence[Floats], bottoms: Sequence[Floats], support: Support, trials: float = math.inf
+    top: Floats, bottom: Floats, support: Support, trials: float = math.inf
 ) -> tuple[float, float | None, float | None]:
-    """Sum of tops over sum of bottoms (both by seed), with its interval where one is due. trials: the most independent
-    ones that a share can be of."""
-    top, bottom = (
-        part[0] if len(part) == 1 else np.array([math.fsum(own) for own in part]) for part in (tops, bottoms)
-    )
+    """Sum of top over sum of bottom (both by independent group), with its interval where one is due. trials: the most
+    independent ones that a share can be of."""
     assert len(top) > 0, "an estimate needs data; the caller reports null without it"
     with np.errstate(divide="ignore", invalid="ignore"):
         value = float(top.sum() / bottom.sum())

@@ -6,11 +6,14 @@ a seed are measured over the same one, however fast each is. What a system made 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pensieve.core.request import Request
-from pensieve.serve.record import TurnRecord, is_measured
+from pensieve.lab.turns import Turns
+from pensieve.serve.record import is_measured
 
 FEWEST_TURNS = 20
 START_UP = 0.5  # of the time in which an open load's conversations arrive: the engine fills up, and is not measured
@@ -31,7 +34,7 @@ class Window:
 
 
 def find_window(
-    measured: Sequence[TurnRecord],
+    measured: Turns,
     *,
     load: str,
     warm_s: float,
@@ -44,14 +47,25 @@ def find_window(
     measured one. Closed load: until the first user had nothing left to ask (out_of_work_s). A load too small for its window
     is measured whole, and a flag says so. warm_s: when the last warm-up turn ended.
     """
-    if not measured:
+    if not len(measured):
         return Window(warm_s, warm_s, warm_s, warm_s, 0.0, {"window": "No measured turn ran."})
     flags: dict[str, str] = {}
     first, last = min(arrivals_s.values()), max(arrivals_s.values())
-    ended = max(_finished(turn) for turn in measured)
+    finished_s, sessions = measured["finished_s"], measured.codes("session")
+    completed = measured.that("status", "completed".__eq__)
+    outputs = np.where(completed, measured["output_tokens"], 0.0)
+    ended = float(finished_s.max())
+
+    def completed_between(start_s: float, end_s: float) -> int:
+        return int((completed & (start_s <= finished_s) & (finished_s <= end_s)).sum())
+
+    def tokens_between(start_s: float, end_s: float) -> int:
+        """As throughput counts them."""
+        return int(outputs[(start_s <= finished_s) & (finished_s <= end_s)].sum())
+
     if load == "closed":
         start, end = max(warm_s, first), ended if out_of_work_s is None else out_of_work_s
-        enough = _completed_between(measured, start, end) >= FEWEST_TURNS
+        enough = completed_between(start, end) >= FEWEST_TURNS
         lacking = f"fewer than {FEWEST_TURNS} turns finished before the first user had nothing left to ask"
     else:
         start, end = first + START_UP * (last - first), last
@@ -61,7 +75,11 @@ def find_window(
         flags["window"] = f"Throughput is over all measured turns, with start-up and drain: {lacking}."
         start, end = first, ended
     elif load != "closed":
-        duration = _mean_duration(measured, arrivals_s)
+        last_s = np.zeros(sessions.max() + 1)
+        np.maximum.at(last_s, sessions, finished_s)
+        words = measured.words("session")
+        lasted_s = [last_s[session] - arrivals_s[words[session] or ""] for session in np.unique(sessions)]
+        duration = sum(lasted_s) / len(lasted_s)
         if start - first < STEADY_AFTER * duration:
             flags["not_steady"] = (
                 f"The start-up left out, {start - first:.3g} s, is shorter than three mean conversation durations of "
@@ -69,7 +87,7 @@ def find_window(
             )
         if warm_s > start:
             flags["late_warmup"] = "Warm-up turns were still running when the measurement window began."
-        inside = _completed_between(measured, start, end)
+        inside = completed_between(start, end)
         if inside == 0:
             flags["none_in_window"] = (
                 f"No turn finished in the measurement window of {end - start:.3g} s, so there is no throughput; "
@@ -78,36 +96,15 @@ def find_window(
         elif inside < FEWEST_TURNS:
             flags["few_turns"] = f"Only {inside} turns finished in the measurement window."
     middle = (start + end) / 2
-    late = _output_tokens(measured, middle, end)
-    early = _output_tokens(measured, start, end) - late
+    late = tokens_between(middle, end)
+    early = tokens_between(start, end) - late
     if enough and early + late and abs(early - late) / ((early + late) / 2) > HALVES_MAY_DIFFER:
         flags["halves"] = (
             f"The two halves of the window gave {early} and {late} output tokens: the load was not steady."
         )
-    everything, in_time = (_output_tokens(measured, float("-inf"), until) for until in (ended, end))
+    everything, in_time = (tokens_between(float("-inf"), until) for until in (ended, end))
     drain = (everything - in_time) / everything if everything else 0.0
     return Window(start, end, first, ended, drain, flags)
-
-
-def _finished(turn: TurnRecord) -> float:
-    assert turn.finished_s is not None
-    return turn.finished_s
-
-
-def _mean_duration(measured: Sequence[TurnRecord], arrivals_s: Mapping[str, float]) -> float:
-    last: dict[str, float] = {}
-    for turn in measured:
-        last[turn.session] = max(_finished(turn), last.get(turn.session, 0.0))
-    return sum(last[session] - arrivals_s[session] for session in last) / len(last)
-
-
-def _completed_between(turns: Sequence[TurnRecord], start: float, end: float) -> int:
-    return sum(turn.status == "completed" and start <= _finished(turn) <= end for turn in turns)
-
-
-def _output_tokens(turns: Sequence[TurnRecord], start: float, end: float) -> int:
-    """Of completed turns that finished in [start, end], as throughput counts them."""
-    return sum(turn.output_tokens for turn in turns if turn.status == "completed" and start <= _finished(turn) <= end)
 
 
 class MeasuredStretches:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from tempfile import TemporaryFile
 from typing import Literal, Protocol
 
 from pensieve.core.request import Event, Request, TokenArray
@@ -54,47 +52,7 @@ class Miss:
     evicted_s: float | None = None
 
 
-class ScratchFile:
-    """A file that has no name and is gone with whoever reads it: for what finished turns leave, of which the times of their
-    tokens are the most, eight bytes each."""
-
-    def __init__(self) -> None:
-        self._file = TemporaryFile(buffering=0)  # noqa: SIM115 (closed with the last reader)
-        self._end = 0
-
-    def append(self, data: bytes) -> int:
-        """Write at the end; returns where the data begins. Raises OSError where there is no room for it."""
-        place, written = self._end, 0
-        while written < len(data):
-            written += os.pwrite(self._file.fileno(), data[written:], place + written)
-        self._end = place + len(data)
-        return place
-
-    def read(self, place: int, size: int) -> bytes:
-        parts: list[bytes] = []
-        while size:
-            data = os.pread(self._file.fileno(), size, place)
-            assert data, "nobody else has the file"
-            parts.append(data)
-            place, size = place + len(data), size - len(data)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTimes:
-    """Times of `count` tokens, in seconds, from byte `place` of the file on."""
-
-    file: ScratchFile
-    place: int
-    count: int
-
-    def read(self) -> TokenArray[float]:
-        return array("d", self.file.read(self.place, 8 * self.count))
-
-
 _UNKNOWN = array("d", (float("nan"),))
-_NO_TOKENS: TokenArray[int] = array("i")  # of all records whose tokens were dropped, and that nobody adds to any more
-_NO_TIMES: TokenArray[float] = array("d")
 
 
 @dataclass(slots=True)
@@ -165,8 +123,6 @@ class TurnRecord:
     token_ids: TokenArray[int] = field(default_factory=lambda: array("i"))
     margins: TokenArray[float] = field(default_factory=lambda: array("d"))
     emitted_s: TokenArray[float] = field(default_factory=lambda: array("d"))
-    stored: StoredTimes | None = None
-    """Where emitted_s are, once they are in memory no more."""
 
     @classmethod
     def arrived(cls, request: Request, turn: int, now_s: float) -> TurnRecord:
@@ -278,18 +234,6 @@ class TurnRecord:
                 setattr(self, name, value - origin_s)
         self.intended_s -= origin_s
         self.emitted_s = array("d", (value - origin_s for value in self.emitted_s))
-
-    def drop_tokens(self, file: ScratchFile) -> None:
-        """Free token ids and margins, which whoever wanted them has read: their number and digest stay, and their times go
-        to the file. Raises OSError where it has no room; the times then stay in memory."""
-        self.token_ids, self.margins = _NO_TOKENS, _NO_TIMES
-        if self.emitted_s:
-            place = file.append(self.emitted_s.tobytes())
-            self.stored, self.emitted_s = StoredTimes(file, place, len(self.emitted_s)), _NO_TIMES
-
-    def times_s(self) -> TokenArray[float]:
-        """Return emitted_s, from memory or from the file."""
-        return self.emitted_s if self.stored is None else self.stored.read()
 
 
 PREPARING = ("warmup", "rewarm")

@@ -18,6 +18,7 @@ from analysis import style
 from analysis.sweep import Source, open_source
 from pensieve.lab.metrics import Measurement, MetricValue, summarise
 from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.turns import Turns
 from pensieve.serve.record import TurnRecord, is_measured
 from tests.results.trials import trial_fields, turn
 
@@ -163,7 +164,7 @@ def _fields(at: Mapping[str, str], seed: int, columns: Mapping[str, Any]) -> dic
 
 def _measured(turns: Sequence[TurnRecord]) -> Measurement:
     ends = [turn.finished_s for turn in turns if turn.finished_s is not None]
-    return Measurement(turns, 0.0, max(ends, default=1.0), 0.0, max(ends, default=1.0))
+    return Measurement(Turns.of(turns), 0.0, max(ends, default=1.0), 0.0, max(ends, default=1.0))
 
 
 def _unseen(figure: Figure) -> set[Text]:

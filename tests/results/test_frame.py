@@ -31,6 +31,7 @@ from pensieve.lab.results.frame import (
 from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.results.sweep_table import sweep_table
 from pensieve.lab.trial.run import _refuse_empty
+from pensieve.lab.turns import Turns
 from pensieve.serve.record import is_measured
 from tests.results.synthetic import measure, numbered, sweep
 from tests.results.trials import MEMORY, add_trial, open_sweep, turn
@@ -166,13 +167,13 @@ def test_every_reader_takes_the_same_turns(recorded):
     assert list(Frame(store, sweep).turns([store.trial(trial)]).index.get_level_values("turn")) == [2, 4]
     [row] = sweep_table(store, sweep).rows
     assert row.ttft_last_ms == pytest.approx(10.0)
-    found = {(m.name, m.label): m for m in summarise(Measurement(steps(), 0.0, 5.0, 0.0, 5.0))}
+    found = {(m.name, m.label): m for m in summarise(Measurement(Turns.of(steps()), 0.0, 5.0, 0.0, 5.0))}
     assert found["ttft_ms_mean", ""].n == found["turns", "completed"].value == 2
 
 
 def test_a_trial_that_only_warmed_up_has_measured_nothing():
     with pytest.raises(RequestFailed, match="No measured turn completed"):
-        _refuse_empty([turn for turn in steps() if turn.phase in ("warmup", "rewarm")])
+        _refuse_empty(Turns.of(turn for turn in steps() if turn.phase in ("warmup", "rewarm")))
 
 
 def test_no_module_has_a_rule_of_its_own():

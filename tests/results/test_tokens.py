@@ -18,8 +18,10 @@ def test_tokens_come_back_as_they_were(tmp_path: Path, monkeypatch: pytest.Monke
     silent = turn("ü/1", 2, tokens=(9, 8))
     silent.margins, silent.emitted_s = array("d"), array("d")
     given = [turn("a", 1, tokens=(1, 2, 3)), turn("a", 2, tokens=()), silent, turn("b", 1, tokens=(2**31 - 1,))]
-    path = write_tokens(tmp_path / "new" / "tokens.parquet", given)
-    assert path is not None
+    with TokenFile(tmp_path / "new" / "tokens.parquet") as file:
+        for one in given:
+            file.add([one])
+    path = file.path
     found = read_tokens(path)
     assert {key: t.token_ids.tolist() for key, t in found.items()} == {
         ("a", 1): [1, 2, 3], ("ü/1", 2): [9, 8], ("b", 1): [2**31 - 1],
@@ -36,8 +38,7 @@ def test_tokens_come_back_as_they_were(tmp_path: Path, monkeypatch: pytest.Monke
 def test_nothing_is_kept_of_too_many_turns_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens_module, "_FLUSH_TOKENS", 2)
     with TokenFile(tmp_path / "t.parquet", most_turns=3) as file:
-        for number in range(4):
-            file.add(turn("a", number))
+        file.add([turn("a", number) for number in range(4)])
         assert file.close() is None
     assert write_tokens(tmp_path / "t.parquet", []) is None
     assert list(tmp_path.iterdir()) == []
@@ -46,9 +47,7 @@ def test_nothing_is_kept_of_too_many_turns_or_none(tmp_path: Path, monkeypatch: 
 def test_tokens_are_written_by_the_hundred_thousand_not_by_the_turn(tmp_path: Path) -> None:
     with TokenFile(tmp_path / "t.parquet") as file:
         for number in range(5_000):
-            record = turn("s", number, tokens=range(100))
-            file.add(record)
-            record.token_ids, record.margins = array("i"), array("d")  # the file has its copy
+            file.add([turn("s", number, tokens=range(100))])
     found = pq.ParquetFile(tmp_path / "t.parquet").metadata
     assert (found.num_rows, found.num_row_groups) == (500_000, 3)
     assert found.row_group(0).column(4).total_uncompressed_size < 5 * 200_000  # float32 as it is, no dictionary
@@ -58,7 +57,7 @@ def test_tokens_are_written_by_the_hundred_thousand_not_by_the_turn(tmp_path: Pa
 def test_an_interrupted_file_does_not_appear(tmp_path: Path) -> None:
     def interrupted() -> None:
         with TokenFile(tmp_path / "t.parquet") as file:
-            file.add(turn("a", 1))
+            file.add([turn("a", 1)])
             file._flush()
             assert len(list(tmp_path.iterdir())) == 1
             raise KeyboardInterrupt

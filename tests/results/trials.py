@@ -18,8 +18,7 @@ MEMORY = "sqlite://"
 def write_tokens(path: Path, turns: Iterable[TurnRecord]) -> Path | None:
     """All at once."""
     with TokenFile(path) as file:
-        for turn in turns:
-            file.add(turn)
+        file.add(list(turns))
         return file.close()
 
 

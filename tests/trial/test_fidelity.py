@@ -14,6 +14,7 @@ from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.compose.settings import check
 from pensieve.lab.replay import replay
 from pensieve.lab.trial.fidelity import fidelity_metrics, verdict
+from pensieve.lab.turns import Turns
 from pensieve.lab.workload.base import WorkloadContext
 from pensieve.lab.workload.vllm_run import RealRequest, VllmRun, read_run, setting, shipped, shipped_run, vllm_run
 from pensieve.serve.record import TurnRecord
@@ -35,7 +36,7 @@ def turns_like(real: dict[str, RealRequest], slower: float = 1.0) -> list[TurnRe
 
 
 def errors_of(turns: list[TurnRecord]) -> dict[str, float]:
-    metrics = fidelity_metrics(REAL, True, turns)
+    metrics = fidelity_metrics(REAL, True, Turns.of(turns))
     return {metric.label: metric.value for metric in metrics if metric.name == "fidelity_error_pct"}  # type: ignore[misc]
 
 
@@ -49,7 +50,7 @@ def test_the_same_times_have_no_error_and_slower_ones_that_much():
 
 
 def test_figures_are_those_of_the_raw_times():
-    metrics = {(m.name, m.label): m.value for m in fidelity_metrics(REAL, False, turns_like(REAL))}
+    metrics = {(m.name, m.label): m.value for m in fidelity_metrics(REAL, False, Turns.of(turns_like(REAL)))}
     tpots = sorted((1.0 + i / 10) / 10 * 1e3 for i in range(20))
     assert metrics["real_ms", "ttft_mean"] == pytest.approx(2000)
     assert metrics["real_ms", "tpot_p90"] == pytest.approx(tpots[17])
@@ -61,7 +62,7 @@ def test_figures_are_those_of_the_raw_times():
 def test_a_request_that_did_not_complete_is_left_out_of_both_columns_and_counted():
     turns = turns_like(REAL)
     turns[3].status = "timeout"
-    metrics = {(m.name, m.label): m for m in fidelity_metrics(REAL, True, turns)}
+    metrics = {(m.name, m.label): m for m in fidelity_metrics(REAL, True, Turns.of(turns))}
     assert metrics["fidelity_left_out", ""].value == 1
     assert metrics["real_ms", "ttft_mean"].n == metrics["simulated_ms", "ttft_mean"].n == 19
 
@@ -192,7 +193,7 @@ def test_simulated_cards_are_within_two_percent_of_the_real_runs(name: str):
     system = build_system(plan, tokenizer, described)
     system.start()
     record = replay(system, workload)
-    metrics = fidelity_metrics(workload.real, workload.seen, record.turns)
+    metrics = fidelity_metrics(workload.real, workload.seen, record.measurement.turns)
     errors = {m.label: m.value for m in metrics if m.name == "fidelity_error_pct"}
     assert len(errors) == 13 and all(abs(error or 0.0) < 2 for error in errors.values()), errors
     # The other way round: a card that is faster by a tenth is found out.
@@ -202,7 +203,7 @@ def test_simulated_cards_are_within_two_percent_of_the_real_runs(name: str):
     }
     found = [
         m.value or 0.0
-        for m in fidelity_metrics(quick, True, record.turns)
+        for m in fidelity_metrics(quick, True, record.measurement.turns)
         if m.label == "latency_mean" and m.unit == "%"
     ]
     assert found[0] > 9

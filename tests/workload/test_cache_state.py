@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pensieve.errors import MeasurementInvalid
+from pensieve.lab.turns import Turns
 from pensieve.lab.workload.base import WorkloadPlan
 from pensieve.lab.workload.cache_state import (
     BEFORE,
@@ -75,8 +76,8 @@ def test_only_a_cache_by_content_is_warm_and_none_is_where_texts_are_salted():
         for state in ("cold", "warm", "salted"):
             words = (*SHORT, f"baseline={baseline}", f"cache_state={state}", "cache.gpu='60000 tokens'")
             record, _ = replayed(*words)
-            check_start(record.plan, record.turns)
-            assert contamination(record.plan, record.turns) is None
+            check_start(record.plan, record.measurement.turns)
+            assert contamination(record.plan, record.measurement.turns) is None
             chat = [t for t in record.turns if is_measured(t.phase)]
             first = [t for t in chat if t.turn == 1]
             shared[baseline, state] = sum(t.shared_hit_tokens for t in first) / sum(t.prompt_tokens for t in first)
@@ -126,7 +127,7 @@ SAID, UNSAID = ([replace(UNKNOWN[0], shared_hit_tokens=23, unexplained_tokens=n)
 )
 def test_the_first_turns_show_what_the_cache_held(state, turns, starts_empty, wrong):
     with pytest.raises(MeasurementInvalid, match=wrong) if wrong else nullcontext():
-        check_start(plan(state), turns, starts_empty)
+        check_start(plan(state), Turns.of(turns), starts_empty)
 
 
 def strange(session, number, unexplained, phase="chat", shared=None):
@@ -156,14 +157,14 @@ TOLD = ("declared {}, but 2 of 4 turns found 100 tokens", "turn 1 of b: 64", "ca
     ],
 )
 def test_what_nobody_said_in_the_trial_is_told(state, turns, told):
-    said = contamination(plan(state), turns)
+    said = contamination(plan(state), Turns.of(turns))
     assert (said is not None) == bool(told)
     assert all(part.format(state) in said for part in told)
 
 
 def test_a_server_that_ran_before_and_says_nothing_leaves_it_open():
     silent = turn("a", 1, 0.0, hit=None)
-    assert "nobody can tell" in unverified(plan("cold"), [silent], starts_empty=False)
-    assert unverified(plan("cold"), [silent], starts_empty=True) is None, "it was started for this trial"
-    assert unverified(plan("cold"), [turn("a", 1, 0.0)], starts_empty=False) is None
-    assert unverified(plan("warm"), [silent], starts_empty=False) is None
+    assert "nobody can tell" in unverified(plan("cold"), Turns.of([silent]), starts_empty=False)
+    assert unverified(plan("cold"), Turns.of([silent]), starts_empty=True) is None, "it was started for this trial"
+    assert unverified(plan("cold"), Turns.of([turn("a", 1, 0.0)]), starts_empty=False) is None
+    assert unverified(plan("warm"), Turns.of([silent]), starts_empty=False) is None

@@ -418,8 +418,9 @@ GPU_USABLE = 0.95
 """Share of a GPU's memory that torch can use; the rest is CUDA's context and fragmentation."""
 
 
-def preflight(plan: TrialPlan) -> None:
-    """Check parts, then memory, then weights: a machine too small for a model needs no advice on downloading it.
+def preflight(plan: TrialPlan) -> tuple[Workload, WorkloadPlan]:
+    """Check parts, then memory, then weights: a machine too small for a model needs no advice on downloading it. Returns the
+    workload and its description.
 
     Raises EngineMissing, ConfigError, HardwareMissing, WeightsMissing, UnsupportedModel, CapacityError.
     """
@@ -444,7 +445,7 @@ def preflight(plan: TrialPlan) -> None:
         from pensieve.plugins.device.sharding import refuse_unsharded  # brings torch
 
         refuse_unsharded(plan.model, plan.device.count)
-    build_workload(plan, build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated))
+    return build_workload(plan, build_tokenizer(plan.config.model, plan.model.vocab, plan.device.simulated))
 
 
 def check_measurable(plan: TrialPlan) -> None:

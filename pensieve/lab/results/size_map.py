@@ -30,7 +30,7 @@ from pensieve.lab.results.notes import load_line, plan_of
 from pensieve.lab.results.prices import Prices
 from pensieve.lab.results.schema import Sweep, Trial
 from pensieve.lab.results.store import JobResult, ResultsStore
-from pensieve.lab.statistics import FEWEST_GROUPS, Estimate, estimate_mean, has_interval
+from pensieve.lab.statistics import FEWEST_GROUPS, Estimate, estimate_mean, flat, has_interval
 from pensieve.lab.workload.base import byte_notes
 from pensieve.serve.books.holding import TIERS
 from pensieve.units import percent, significant
@@ -178,7 +178,7 @@ class SizeMap:
         """The mean over seeds, with its interval where enough of them have run."""
         values = self.values(place, name)
         by_seed = {str(seed): [value] for seed, value in sorted(values.items())}
-        return estimate_mean(by_seed, metric_of(name).support) if values else None
+        return estimate_mean(*flat(by_seed), metric_of(name).support) if values else None
 
     def mean(self, place: Place, name: str) -> float | None:
         values = self.values(place, name)

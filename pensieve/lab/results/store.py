@@ -36,6 +36,7 @@ from pensieve.lab.results.schema import (
     turn_table,
 )
 from pensieve.lab.results.tokens import put_times
+from pensieve.lab.turns import Turns
 from pensieve.serve.record import PREPARING, TurnRecord
 
 T = TypeVar("T")
@@ -440,7 +441,9 @@ class ResultsStore:
             return []
         key = (trial.id, slo)
         if key not in self._under or trial.status != "completed":
-            self._under[key] = slo_metrics(self._records(trial.id), trial.measure_start_s, trial.measure_end_s, slo)
+            self._under[key] = slo_metrics(
+                Turns.of(self._records(trial.id)), trial.measure_start_s, trial.measure_end_s, slo
+            )
         return self._under[key]
 
     def _records(self, trial_id: int) -> Sequence[TurnRecord]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from math import isnan
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pensieve.core.request import TokenArray
 from pensieve.errors import ResultsError
 from pensieve.serve.record import TurnRecord
 
@@ -23,9 +24,6 @@ MOST_TURNS = 100_000
 """Tokens of a trial with more turns are not kept."""
 
 _FLUSH_TOKENS = 200_000
-
-_Turn = tuple[str, int, NDArray[np.int32], NDArray[np.float64], NDArray[np.float64]]
-"""Session, number, tokens, margins, times."""
 
 
 class TokenFile:
@@ -41,17 +39,14 @@ class TokenFile:
         self.turns = 0
         self._most_turns = most_turns
         self._partial = path.with_name(f".{path.name}.{os.getpid()}")
-        self._waiting: list[_Turn] = []
+        self._waiting: list[TurnRecord] = []
         self._tokens = 0  # of them
         self._writer: Any = None
 
-    def add(self, turn: TurnRecord) -> None:
-        """The record's tokens are copied, and may be freed afterwards."""
-        self.turns += 1
-        count = len(turn.token_ids)
-        tokens, margins = np.array(turn.token_ids, np.int32), _told(turn.margins, count)
-        self._waiting.append((turn.session, turn.turn, tokens, margins, _told(turn.emitted_s, count)))
-        self._tokens += count
+    def add(self, turns: Sequence[TurnRecord]) -> None:
+        self.turns += len(turns)
+        self._waiting += turns
+        self._tokens += sum(len(turn.token_ids) for turn in turns)
         if self._tokens >= _FLUSH_TOKENS:
             with self._undone():
                 self._flush()
@@ -179,7 +174,7 @@ def compare_tokens(path_a: Path, path_b: Path) -> TokenComparison:
             told = np.append(one.margins[position : position + 1], other.margins[position : position + 1])
             margins.setdefault(session, float(np.fmin.reduce(told)))  # of one side alone where the other does not tell
     worst = float(np.max([0.0, *margins.values()]))
-    return TokenComparison(len(shared), differing, None if isnan(worst) else worst)
+    return TokenComparison(len(shared), differing, None if math.isnan(worst) else worst)
 
 
 def _first_difference(a: NDArray[np.int32], b: NDArray[np.int32]) -> int | None:
@@ -190,29 +185,29 @@ def _first_difference(a: NDArray[np.int32], b: NDArray[np.int32]) -> int | None:
     return shorter if len(a) != len(b) else None
 
 
-def _told(values: Sequence[float], count: int) -> NDArray[np.float64]:
-    """NaN for what an engine does not tell."""
-    found = np.full(count, np.nan)
-    found[: len(values)] = values[:count]
-    return found
-
-
-def _table(turns: Sequence[_Turn]) -> Any:
+def _table(turns: Sequence[TurnRecord]) -> Any:
     import pyarrow as pa
 
-    sessions, numbers, tokens, margins, emitted = zip(*turns, strict=True)
-    counts = [len(own) for own in tokens]
+    counts = [len(turn.token_ids) for turn in turns]
     of_turn = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    ends = np.cumsum(counts)
     return pa.table(
         {
-            "session": _texts(sessions).take(_numbers(of_turn)),
-            "turn": _numbers(np.array(numbers, np.int32)[of_turn]),
-            "position": _numbers(np.concatenate([np.arange(count, dtype=np.int32) for count in counts])),
-            "token_id": _numbers(np.concatenate(tokens)),
-            "margin": _numbers(np.concatenate(margins).astype(np.float32)),
-            "emitted_s": _numbers(np.concatenate(emitted)),
+            "session": _texts([turn.session for turn in turns]).take(_numbers(of_turn)),
+            "turn": _numbers(np.array([turn.turn for turn in turns], np.int32)[of_turn]),
+            "position": _numbers(np.arange(len(of_turn), dtype=np.int32) - (ends - counts).astype(np.int32)[of_turn]),
+            "token_id": _numbers(np.frombuffer(b"".join([turn.token_ids.tobytes() for turn in turns]), np.int32)),
+            "margin": _numbers(_told([turn.margins for turn in turns], counts).astype(np.float32)),
+            "emitted_s": _numbers(_told([turn.emitted_s for turn in turns], counts)),
         }
     )
+
+
+def _told(values: Sequence[TokenArray[float]], counts: Sequence[int]) -> NDArray[np.float64]:
+    """The values of all tokens; NaN for what an engine does not tell."""
+    unknown = array("d", [math.nan])
+    whole = [own[:count] + unknown * (count - len(own)) for own, count in zip(values, counts, strict=True)]
+    return np.frombuffer(b"".join([own.tobytes() for own in whole]))
 
 
 def _numbers(values: NDArray[Any]) -> Any:

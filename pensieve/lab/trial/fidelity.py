@@ -24,11 +24,12 @@ from pensieve.lab.results.store import ResultsStore
 from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.tables import NONE, grid
 from pensieve.lab.trial.job import MEASURED_AT
-from pensieve.lab.workload.vllm_run import RealRequest
-from pensieve.serve.record import TurnRecord, is_measured
+from pensieve.lab.turns import Turns
 
 if TYPE_CHECKING:
-    import pandas as pd  # a trial without a real run beside it does without
+    import pandas as pd  # a trial without a real run beside it does without these
+
+    from pensieve.lab.workload.vllm_run import RealRequest
 
     Errors = pd.Series
     """By figure: rates in points, throughput and TTFT in percent. NaN: cannot be told."""
@@ -42,12 +43,12 @@ _TITLES = {"ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
 _THROUGHPUT = "throughput"  # output tokens over the time from the first arrival to the last token
 
 
-def fidelity_metrics(real: Mapping[str, RealRequest], seen: bool, turns: Iterable[TurnRecord]) -> list[MetricValue]:
+def fidelity_metrics(real: Mapping[str, RealRequest], seen: bool, turns: Turns) -> list[MetricValue]:
     """Each figure of the real run, of this one, and the error, labelled ttft_mean and so on. Requests that did not complete
     here are in neither column, and counted."""
-    completed = {turn.session: turn for turn in turns if is_measured(turn.phase) and turn.status == "completed"}
+    completed = _served(turns.measured.completed)
     there = [one for name, one in real.items() if name in completed]
-    here = [_served(completed[name]) for name in real if name in completed]
+    here = [completed[name] for name in real if name in completed]
     metrics = [
         MetricValue(_LIMIT, SEEN_PCT if seen else UNSEEN_PCT),
         MetricValue("fidelity_left_out", float(len(real) - len(here))),
@@ -99,11 +100,17 @@ def verdict(errors: Mapping[str, float], limit_pct: float, left_out: int) -> str
     )
 
 
-def _served(turn: TurnRecord) -> RealRequest:
-    """As if it were of a real run."""
-    assert turn.first_token_s is not None and turn.finished_s is not None
-    tokens = len(turn.token_ids) or turn.output_tokens
-    return RealRequest(turn.intended_s, turn.prompt_tokens or 0, tokens, turn.first_token_s, turn.finished_s)
+def _served(turns: Turns) -> dict[str, RealRequest]:
+    """As if they were of a real run, by conversation."""
+    from pensieve.lab.workload.vllm_run import RealRequest
+
+    names = ("intended_s", "prompt_tokens", "output_tokens", "first_token_s", "finished_s")
+    columns = (np.nan_to_num(turns[name]).tolist() for name in names)
+    words = turns.words("session")
+    found = {}
+    for session, arrival_s, prompt, tokens, *ends_s in zip(turns.codes("session").tolist(), *columns, strict=True):
+        found[words[session] or ""] = RealRequest(arrival_s, int(prompt), int(tokens), *ends_s)
+    return found
 
 
 def _figures(requests: Sequence[RealRequest]) -> dict[str, float]:

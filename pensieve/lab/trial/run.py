@@ -42,7 +42,7 @@ from pensieve.lab.replay import ReplayRecord, replay
 from pensieve.lab.results.environment import environment, git_commit
 from pensieve.lab.results.identity import Identity, explain_difference, input_files
 from pensieve.lab.results.schema import Trial
-from pensieve.lab.results.tokens import TokenFile
+from pensieve.lab.results.tokens import MOST_TURNS, TokenFile
 from pensieve.lab.trial.fidelity import fidelity_metrics
 from pensieve.lab.trial.job import (
     MEASURED_AT,
@@ -70,13 +70,13 @@ from pensieve.lab.trial.samples import (
     meter_of,
 )
 from pensieve.lab.trial.terminal import TrialProgress, command_line, ends_interrupted, raise_if_interrupted
-from pensieve.lab.workload.base import Workload, WorkloadPlan
+from pensieve.lab.turns import Turns
+from pensieve.lab.workload.base import OfRealRun, Workload, WorkloadPlan
 from pensieve.lab.workload.cache_state import check_start, contamination, unverified
-from pensieve.lab.workload.vllm_run import VllmRun
 from pensieve.plugins.device import shelf
 from pensieve.plugins.engines.process import MemoryWatch, this_process, with_children
 from pensieve.plugins.engines.ray_cluster import check_ray
-from pensieve.serve.record import TurnRecord, is_measured
+from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import System
 from pensieve.serve.systems.engine_system import EngineSystem
 from pensieve.serve.systems.inline_system import InlineSystem
@@ -128,8 +128,9 @@ def run_trial(
     if note and (job.number == 0 or identity.unstated):  # else the other jobs of the sweep have the same reason
         say(note)
     awaited = plan.device.simulated and config.hardware.profile == config.trial.measure_machine is not None
+    built = None
     if job.preflight or awaited:  # a mistake in the configuration is no trial: it leaves nothing in the database
-        preflight(plan)
+        built = preflight(plan)
     if job.preflight:
         say(plan.budget())
     for attempts_left in range(config.trial.retries, -1, -1):
@@ -137,7 +138,8 @@ def run_trial(
             asked = Asked(dict(resolved), job)
             outcome = run_isolated(asked, tracking, config.trial.timeout_s, _shares_process(plan, job))
         else:
-            outcome = Attempt(plan, identity, resolved, tracking, job, say).run()
+            outcome = Attempt(plan, identity, resolved, tracking, job, say, built).run()
+            built = None
         if outcome.completed or outcome.permanent or attempts_left == 0:
             break
         say(f"{job.title}: failed, and is tried again ({attempts_left} more). {outcome.error}")
@@ -177,6 +179,8 @@ class Attempt:
     tracking: Tracking
     job: Job
     say: Callable[[str], None]
+    built: tuple[Workload, WorkloadPlan] | None = None
+    """The workload and its description, where it was made for a check; nobody has started it."""
 
     def run(self) -> Outcome:
         """The trial is reused only where another process completes it meanwhile."""
@@ -230,7 +234,7 @@ class Attempt:
         plan, store = self.plan, self.tracking.store
         config = plan.config
         tokenizer = build_tokenizer(config.model, plan.model.vocab, plan.device.simulated)
-        workload, described = build_workload(plan, tokenizer)
+        workload, described = self.built or build_workload(plan, tokenizer)
         with device_lock(plan.device, config.trial.exclusive, self.say):
             outside = _is_outside(plan)
             if outside or plan.computes_elsewhere:
@@ -271,8 +275,9 @@ class Attempt:
         if own is not None and own.exceeded:
             limit = f"hardware.cpu_memory={config.hardware.cpu_memory}"
             raise MemoryError(f"this process had {format_bytes(own.peak_bytes)} resident, and {limit}")
-        _refuse_empty(record.turns)
-        check_start(described, record.turns, system.can.starts_empty)
+        turns = record.measurement.turns
+        _refuse_empty(turns)
+        check_start(described, turns, system.can.starts_empty)
         metrics = summarise(record.measurement, started)
         start_s, end_s = record.measurement.measure_start_s, record.measurement.measure_end_s
         output = next((metric.value for metric in metrics if metric.name == "throughput_output_tok_s"), None)
@@ -280,18 +285,18 @@ class Attempt:
         metrics += _processes(counted if own is None else {"processes_peak_bytes": own.peak_bytes})
         metrics.append(MetricValue("allocator_peak_bytes", allocator_peak_bytes(plan.device, plan.computes_elsewhere)))
         prices = Prices(system.cost, system.chunk_tokens) if isinstance(system, EngineSystem) else None
-        metrics += bound_metrics(record.turns, _capacity(system), prices)
+        metrics += bound_metrics(turns, _capacity(system), prices)
         if isinstance(system, EngineSystem) and prices is not None:
-            holdings = ledger_of_holding(held, record.turns, system.block_bytes)
+            holdings = ledger_of_holding(held, turns, system.block_bytes)
             store.add_holdings(trial_id, holdings)
-            metrics += holding_metrics(holdings, prices, record.turns, system.chunk_tokens)
-        if isinstance(workload, VllmRun):
-            metrics += fidelity_metrics(workload.real, workload.seen, record.turns)
+            metrics += holding_metrics(holdings, prices, turns, system.chunk_tokens)
+        if isinstance(workload, OfRealRun):
+            metrics += fidelity_metrics(workload.real, workload.seen, turns)
         store.add_metrics(trial_id, metrics)
         told: dict[str, object] = {
             "others_cpu_share": None if plan.device.simulated else round(others, 3),
-            "contaminated": contamination(described, record.turns),
-            "cache_state_unverified": unverified(described, record.turns, system.can.starts_empty),
+            "contaminated": contamination(described, turns),
+            "cache_state_unverified": unverified(described, turns, system.can.starts_empty),
             "extrapolated": (system.extrapolated() if isinstance(system, InlineSystem) else None) or None,
             "fell_back": _fall_back(started.settings) if started.settings.get("fell_back") else None,
             "thin_percentiles": thin_percentiles(metrics) or None,
@@ -312,8 +317,8 @@ class Attempt:
 
         def on_batch(turns: Sequence[TurnRecord]) -> None:
             store.add_turns(trial_id, turns)
-            for turn in turns:
-                tokens.add(turn)
+            if (described.turns or 0) <= MOST_TURNS:
+                tokens.add(turns)
 
         def on_progress(turns: int, output_tokens: int) -> None:
             raise_if_interrupted()
@@ -329,7 +334,7 @@ class Attempt:
                     batch_size=TURNS_A_BATCH,
                     progress=on_progress,
                     deadline_s=None if system.clock.virtual else deadline.left_s,
-                    keep_tokens=False,
+                    keep_turns=False,
                 )
                 deadline.check()
             if tokens.path.is_file():
@@ -392,12 +397,11 @@ def _capacity(system: System) -> int:
     return sum(int(settings.get(name) or 0) for name in ("gpu_tokens", "cpu_tokens", "disk_tokens"))
 
 
-def _refuse_empty(turns: Sequence[TurnRecord]) -> None:
+def _refuse_empty(turns: Turns) -> None:
     """Raises RequestFailed where no measured turn completed: there is no latency to report."""
-    if any(turn.status == "completed" and is_measured(turn.phase) for turn in turns):
-        return
-    reason = next((turn.error for turn in turns if turn.error), None)
-    raise RequestFailed(f"No measured turn completed: {reason or 'the workload has none'}")
+    if not len(turns.measured.completed):
+        reason = next(filter(None, turns.words("error")), None)
+        raise RequestFailed(f"No measured turn completed: {reason or 'the workload has none'}")
 
 
 def trial_columns(plan: TrialPlan, identity: Identity, resolved: Mapping[str, Any]) -> dict[str, Any]:

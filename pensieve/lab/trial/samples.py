@@ -16,6 +16,7 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 
 from pensieve.core.machine import Clock
@@ -24,9 +25,9 @@ from pensieve.errors import ResultsError
 from pensieve.lab.compose.plan import Device, cores
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.store import ENGINE, Holding, Reading, ResultsStore
+from pensieve.lab.turns import Turns
 from pensieve.serve.books.books import PositionPrices
 from pensieve.serve.books.holding import TIERS, Held
-from pensieve.serve.record import TurnRecord
 from pensieve.serve.systems.base import System
 from pensieve.sim.worker import VirtualClock
 from pensieve.units import GIB
@@ -316,15 +317,13 @@ def _busy_s() -> float:
 NS = 10**9
 
 
-def ledger_of_holding(
-    held: Mapping[tuple[str, Tier], Held], turns: Iterable[TurnRecord], block_bytes: int
-) -> list[Holding]:
+def ledger_of_holding(held: Mapping[tuple[str, Tier], Held], turns: Turns, block_bytes: int) -> list[Holding]:
     """A row for each conversation and tier in which it held something or found something. turns: all of the trial."""
-    saved: dict[tuple[str, Tier], float] = defaultdict(float)
-    for turn in turns:
-        for tier, seconds in zip(TIERS, turn.saved_s or (), strict=False):
-            if seconds:
-                saved[turn.session, tier] += seconds
+    sessions, words = turns.codes("session"), turns.words("session")
+    saved: dict[tuple[str, Tier], float] = {}
+    for tier in TIERS:
+        seconds = np.bincount(sessions, np.nan_to_num(turns[f"saved_{tier}_s"]))
+        saved |= {(words[session] or "", tier): float(seconds[session]) for session in np.flatnonzero(seconds)}
     none = Held(0, 0)
     return [
         Holding(
@@ -338,12 +337,12 @@ def ledger_of_holding(
 
 
 def holding_metrics(
-    holdings: Iterable[Holding], prices: PositionPrices, turns: Iterable[TurnRecord], chunk_tokens: int
+    holdings: Iterable[Holding], prices: PositionPrices, turns: Turns, chunk_tokens: int
 ) -> list[MetricValue]:
     """Sums by tier; and what the first tokens of a conversation take to compute, at powers of two of a chunk up to the
     longest prompt: with the size of a token and what memory costs, that is how long it pays to keep them."""
     rows = list(holdings)
-    longest = max((turn.prompt_tokens or 0 for turn in turns), default=0)
+    longest = np.nan_to_num(turns["prompt_tokens"]).max(initial=0)
     found = []
     for tier in TIERS:
         own = [one for one in rows if one.tier == tier]

@@ -7,7 +7,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import Field
 
@@ -15,6 +15,9 @@ from pensieve.core.request import Forced, Request, TokenArray, tokens_of
 from pensieve.errors import ConfigError
 from pensieve.serve.chat_template import ChatTemplate, user_line
 from pensieve.serve.record import TurnRecord
+
+if TYPE_CHECKING:
+    from pensieve.lab.workload.vllm_run import RealRequest
 
 _NOTHING: TokenArray[int] = array("i")
 
@@ -207,6 +210,14 @@ class KnowsEnds(Protocol):
         ...
 
 
+@runtime_checkable
+class OfRealRun(Protocol):
+    """A workload that replays a real run. real: its requests, by conversation. seen: looked at when the machine was made."""
+
+    real: Mapping[str, RealRequest]
+    seen: bool
+
+
 def out_of_work(workload: Workload, turn: TurnRecord, following: Sequence[Arrival]) -> bool:
     """Whether some user has nothing left to ask after this turn, which `following` follows."""
     if isinstance(workload, KnowsUsers):
@@ -216,7 +227,7 @@ def out_of_work(workload: Workload, turn: TurnRecord, following: Sequence[Arriva
 
 def uniform(seed: int, *names: object) -> float:
     """In [0, 1), 53 bits, a function of the seed and the names alone (`hash()` would differ between processes)."""
-    text = "/".join(str(part) for part in (seed, *names))
+    text = "/".join(map(str, (seed, *names)))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / 2.0**53
 

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
+
 from pensieve.core.request import TokenArray
 from pensieve.errors import MeasurementInvalid
+from pensieve.lab.turns import HITS, Floats, Places, Turns
 from pensieve.lab.workload.base import Arrival, Workload, WorkloadContext, WorkloadPlan, out_of_work
 from pensieve.lab.workload.exact import prose
 from pensieve.serve.record import TurnRecord, is_measured
@@ -130,7 +133,7 @@ STATES = ("cold", "salted", "warm", "primed", "carried")
 CHANCE_TOKENS = 16  # of a prompt that may be found without anybody having said it: two texts that begin alike
 
 
-def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord], starts_empty: bool = True) -> None:
+def check_start(plan: WorkloadPlan, turns: Turns, starts_empty: bool = True) -> None:
     """Hold `plan.cache_state` against the turns of the trial, which tell what was found.
 
     cold, salted, warm: no measured conversation has history when its first measured turn is admitted (warm: others have said
@@ -140,64 +143,64 @@ def check_start(plan: WorkloadPlan, turns: Sequence[TurnRecord], starts_empty: b
     say nothing. Raises MeasurementInvalid.
     """
     assert plan.cache_state in STATES, plan.cache_state
-    admitted = [
-        (begun, turn) for turn in turns if (begun := _begun_s(turn)) is not None and turn.history_tokens is not None
-    ]
-    opened: dict[str, TurnRecord] = {}
-    first: dict[str, TurnRecord] = {}  # of each conversation its first measured turn
-    for _, turn in sorted(admitted, key=lambda pair: pair[0]):
-        opened.setdefault(turn.session, turn)
-        if is_measured(turn.phase):
-            first.setdefault(turn.session, turn)
-    if not first:
+    told = turns.where(~np.isnan(turns["history_tokens"] + _begun_s(turns)))
+    order = np.argsort(_begun_s(told), kind="stable")
+    measured, sessions = told.that("phase", is_measured)[order], told.codes("session")[order]
+
+    def firsts(chosen: Places) -> Places:
+        """The first one of each conversation."""
+        return order[chosen[np.sort(np.unique(sessions[chosen], return_index=True)[1])]]
+
+    opened, first = firsts(np.arange(len(order))), firsts(np.flatnonzero(measured))
+    if not len(first):
         return
+    history = told["history_tokens"]
     if plan.cache_state == "carried":
-        if not any(turn.history_tokens for session, turn in first.items() if opened[session] is turn):
+        if not history[np.intersect1d(first, opened)].any():
             raise MeasurementInvalid(
                 "The workload goes on with conversations of an earlier run, and the cache held none of them; run that one "
                 "first, on the same engine."
             )
         return
-    found = _found_first(next(iter(opened.values())))
-    if found and starts_empty:
+    if (found := _found_first(told, order[0])) and starts_empty:
         raise MeasurementInvalid(
             f"The workload starts with a {plan.cache_state} cache, but the first turn found {found} tokens of its prompt "
             "there. Restart the engine or empty its cache."
         )
-    for turn in first.values():
-        if bool(turn.history_tokens) != (plan.cache_state == "primed"):
-            raise MeasurementInvalid(
-                f"The workload starts with a {plan.cache_state} cache, but {turn.session} had {turn.history_tokens} tokens "
-                f"of history at its first measured turn (turn {turn.turn}). Session names must not repeat what warmed up."
-            )
+    wrong = first[(history[first] > 0) != (plan.cache_state == "primed")]
+    if len(wrong):
+        raise MeasurementInvalid(
+            f"The workload starts with a {plan.cache_state} cache, but {told.word('session', wrong[0])} had "
+            f"{history[wrong[0]]:.0f} tokens of history at its first measured turn (turn {told['turn'][wrong[0]]:.0f}). "
+            "Session names must not repeat what warmed up."
+        )
 
 
-def contamination(plan: WorkloadPlan, turns: Sequence[TurnRecord]) -> str | None:
+def contamination(plan: WorkloadPlan, turns: Turns) -> str | None:
     """A sentence where the engine found what nothing in this trial can have put there: text that nobody had said, by its own
     count of cached tokens (warm: in a measured turn; carried: that is what it declares); or, where nobody knows what was
     said, text of a salted conversation, whose salt nobody else has, at its very first turn."""
 
-    def strange(turn: TurnRecord) -> int:
-        if turn.unexplained_tokens is None:
-            salted = plan.cache_state == "salted" and turn.turn == 1
-            return _found(turn) if salted and _found(turn) >= SALT_TOKENS else 0
-        judged = plan.cache_state != "warm" or is_measured(turn.phase)
-        return turn.unexplained_tokens if judged and turn.unexplained_tokens >= CHANCE_TOKENS else 0
-
-    found = [turn for turn in turns if strange(turn)]
-    if plan.cache_state == "carried" or not found:
+    if plan.cache_state == "carried":
         return None
+    unsaid, found = turns["unexplained_tokens"], _found(turns)
+    judged = turns.that("phase", is_measured) if plan.cache_state == "warm" else np.full(len(turns), True)
+    salted = (turns["turn"] == 1) & (found >= SALT_TOKENS) & (plan.cache_state == "salted")
+    strange = np.where(np.isnan(unsaid), found * salted, unsaid * (judged & (unsaid >= CHANCE_TOKENS)))
+    if not strange.any():
+        return None
+    first = int(np.flatnonzero(strange)[0])
     return (
-        f"The cache was declared {plan.cache_state}, but {len(found)} of {len(turns)} turns found "
-        f"{sum(map(strange, found)):,} tokens in it that nobody had said in this trial (turn {found[0].turn} of "
-        f"{found[0].session}: {strange(found[0]):,}). The engine still held what it was asked before. Start it anew, or ask "
-        "with cache_state=salted and a seed that it has not seen."
+        f"The cache was declared {plan.cache_state}, but {np.count_nonzero(strange)} of {len(turns)} turns found "
+        f"{int(strange.sum()):,} tokens in it that nobody had said in this trial (turn {turns['turn'][first]:.0f} of "
+        f"{turns.word('session', first)}: {strange[first]:,.0f}). The engine still held what "
+        "it was asked before. Start it anew, or ask with cache_state=salted and a seed that it has not seen."
     )
 
 
-def unverified(plan: WorkloadPlan, turns: Sequence[TurnRecord], starts_empty: bool) -> str | None:
+def unverified(plan: WorkloadPlan, turns: Turns, starts_empty: bool) -> str | None:
     """A sentence where nobody can say whether the cache was what the workload declares."""
-    tells = any(turn.gpu_hit_tokens is not None for turn in turns)
+    tells = not np.isnan(turns["gpu_hit_tokens"]).all()
     if starts_empty or tells or plan.cache_state in ("warm", "carried"):
         return None
     return (
@@ -206,21 +209,18 @@ def unverified(plan: WorkloadPlan, turns: Sequence[TurnRecord], starts_empty: bo
     )
 
 
-def _begun_s(turn: TurnRecord) -> float | None:
-    """When it was admitted; of an engine that does not tell, when it arrived there, if it was served."""
-    if turn.admitted_s is not None or turn.prompt_tokens is None:
-        return turn.admitted_s
-    return turn.arrived_s
+def _begun_s(turns: Turns) -> Floats:
+    """When each was admitted; of an engine that does not tell, when it arrived there, if it was served."""
+    admitted_s = turns["admitted_s"]
+    return np.where(np.isnan(admitted_s) & ~np.isnan(turns["prompt_tokens"]), turns["arrived_s"], admitted_s)
 
 
-def _found_first(turn: TurnRecord) -> int:
+def _found_first(turns: Turns, place: int) -> int:
     """What the first turn found. An engine that does not tell when it admits a turn may have served another one before it:
     of what it found, that counts which nobody had said in the trial."""
-    if turn.admitted_s is None and turn.unexplained_tokens is not None:
-        return turn.unexplained_tokens
-    return _found(turn)
+    unsaid = turns["unexplained_tokens"][place]
+    return int(_found(turns)[place] if np.isnan(unsaid) or turns["admitted_s"][place] >= 0 else unsaid)
 
 
-def _found(turn: TurnRecord) -> int:
-    tiers = (turn.gpu_hit_tokens, turn.cpu_hit_tokens, turn.disk_hit_tokens, turn.shared_hit_tokens)
-    return sum(tokens or 0 for tokens in tiers)
+def _found(turns: Turns) -> Floats:
+    return sum(np.nan_to_num(turns[tier]) for tier in HITS) + np.zeros(len(turns))

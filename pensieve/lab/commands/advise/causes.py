@@ -287,7 +287,7 @@ def split(reading: Reading, found: Sequence[int | None], capacity_tokens: int, p
                 tokens[cause] += stop - start
                 seconds[cause] += prices.seconds(start, stop)
     idle = idle_runs([sent for sent, _ in asked], reading)
-    bound_tokens = most_kept(idle, [one.tokens for one in idle], capacity_tokens)
+    bound_tokens = most_kept(idle, idle.tokens, capacity_tokens)
     engine = sum(min(own, sent.in_time) for sent, own in asked)
     both = tokens["capacity"]
     tokens["order"] = min(max(bound_tokens - engine, 0), both)
@@ -306,13 +306,14 @@ def split(reading: Reading, found: Sequence[int | None], capacity_tokens: int, p
     )
 
 
-def idle_runs(asked: Iterable[Sent], reading: Reading) -> list[Idle]:
+def idle_runs(asked: Iterable[Sent], reading: Reading) -> Idle:
     """Of these requests, what was written in time, in runs of one last use. Kept from the end of that request to this
     arrival, it hits."""
-    runs = [
-        Idle(min(reading.sent[user].end_s, sent.at_s), sent.at_s, min(stop, sent.in_time) - start, start)
-        for sent in asked
-        for user, start, stop in sent.uses
-        if start < min(stop, sent.in_time)
-    ]
-    return sorted(runs, key=lambda one: one.start_s)
+    return Idle.of(
+        [
+            (min(reading.sent[user].end_s, sent.at_s), sent.at_s, min(stop, sent.in_time) - start, start)
+            for sent in asked
+            for user, start, stop in sent.uses
+            if start < min(stop, sent.in_time)
+        ]
+    )

@@ -11,6 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 
@@ -22,6 +23,7 @@ from pensieve.lab.compose.settings import check
 from pensieve.lab.replay import replay
 from pensieve.lab.statistics import NONNEGATIVE, REAL, Estimate, nearest_rank, paired_ratio
 from pensieve.lab.traffic.table import Exchange, Facts, Salt, exchanges, is_traffic, read_batches, read_facts
+from pensieve.lab.turns import HITS
 from pensieve.lab.workload.base import shuffled, uniform
 from pensieve.lab.workload.fit import Fit, fitted
 from pensieve.lab.workload.formats import load, served_rows
@@ -29,7 +31,6 @@ from pensieve.lab.workload.formats.traffic import asked_in, conversations_of, co
 from pensieve.lab.workload.playback import Pauses, Playback, Recorded
 from pensieve.lab.workload.recording import Blocks, Call, Conversation, hashes_of
 from pensieve.lab.workload.trace import without_outliers
-from pensieve.serve.record import is_measured
 
 MOST_REQUESTS = 50_000
 """In memory at once: of a longer recording whole conversations are drawn; without names, its first requests are read."""
@@ -204,21 +205,23 @@ def replayed(task: Task) -> Replayed:
     system = build_cluster(plan, tokenizer, described) if routed else build_system(plan, tokenizer, described)
     system.start()
     try:
-        turns = [turn for turn in replay(system, workload, keep_tokens=False).turns if is_measured(turn.phase)]
+        turns = replay(system, workload, keep_turns=False).measurement.turns.measured
     finally:
         system.close()
-    done = [turn for turn in turns if turn.ttft_ms is not None and turn.status == "completed"]
-    tiers = ("gpu_hit_tokens", "cpu_hit_tokens", "disk_hit_tokens", "shared_hit_tokens")
-    columns = {
-        "session": [turn.session for turn in done],
-        "turn": [turn.turn for turn in done],
-        "prompt": [turn.prompt_tokens or 0 for turn in done],
-        "found": [sum(getattr(turn, tier) or 0 for tier in tiers) for turn in done],
-        "loaded": [turn.cpu_hit_tokens or 0 for turn in done],
-        "ttft_ms": [turn.ttft_ms for turn in done],
-    }
+    done = turns.completed.where(~np.isnan(turns.completed["ttft_ms"]))
+    words = done.words("session")
+    found = pd.DataFrame(
+        {
+            "session": [words[code] for code in done.codes("session")],
+            "turn": done["turn"].astype(int),
+            "prompt": np.nan_to_num(done["prompt_tokens"]).astype(int),
+            "found": np.nan_to_num([done[tier] for tier in HITS]).sum(axis=0).astype(int),
+            "loaded": np.nan_to_num(done["cpu_hit_tokens"]).astype(int),
+            "ttft_ms": done["ttft_ms"],
+        }
+    )
     left_out = sum(len(one.calls) for one in task.conversations) - sum(one.turns for one in measured)
-    return Replayed(pd.DataFrame(columns).set_index(["session", "turn"]), len(turns) - len(done), left_out)
+    return Replayed(found.set_index(["session", "turn"]), len(turns) - len(done), left_out)
 
 
 def replay_all(tasks: Sequence[Task]) -> Iterator[Replayed]:
