@@ -20,7 +20,7 @@ import traceback
 import warnings
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import pandas  # noqa: F401  from here on: what a short sweep imports late is imported here once
 import pyarrow.parquet  # noqa: F401
@@ -47,21 +47,10 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 FORK = multiprocessing.get_context("fork")
 
 
-def typed(
-    script: str,
-    *arguments: str,
-    outputs: Path,
-    cwd: Path | None = None,
-    figures: bool = False,
-    without: tuple[str, ...] = (),
-    timeout_s: float = 120.0,
-    **variables: str,
-) -> subprocess.CompletedProcess[str]:
-    """`python SCRIPT ARGUMENTS`, to its end; see `typed_process`. Raises AssertionError after `timeout_s`."""
+def typed(script: str, *arguments: str, timeout_s: float = 120.0, **how: Any) -> subprocess.CompletedProcess[str]:
+    """`python SCRIPT ARGUMENTS`, to its end; how: as of `typed_process`. Raises AssertionError after `timeout_s`."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = typed_process(
-            script, *arguments, outputs=outputs, cwd=cwd, figures=figures, without=without, to=(out, err), **variables
-        )
+        process = typed_process(script, *arguments, to=(out, err), **how)
         process.join(timeout_s)
         if process.exitcode is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -89,10 +78,8 @@ def typed_process(
     warm_up()
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTEST_CURRENT_TEST", "HYDRA_FULL_ERROR")}
     given = {**kept, "PENSIEVE_OUTPUTS": str(outputs), "HF_HUB_OFFLINE": "1", **variables}
-    words = [str(CHECKOUT / script), *arguments]
-    process = FORK.Process(
-        target=_run, args=(words, given, cwd or outputs.parent, variables.get("PYTHONPATH"), figures, without, *to)
-    )
+    words, added = [str(CHECKOUT / script), *arguments], variables.get("PYTHONPATH")
+    process = FORK.Process(target=_run, args=(words, given, cwd or outputs.parent, added, figures, without, *to))
     process.start()
     return process
 

@@ -391,7 +391,6 @@ class Turn:
     ask: Asked | Callable[[Conversation], Asked] | None = field(init=False, default=None)
     asked: Asked | None = None
     held: int = 0
-    record: TurnRecord | None = None
     mark: Mark | None = None
     cut: bool = False
 
@@ -484,7 +483,6 @@ class Turn:
         )
 
     def _ended(self, record: TurnRecord) -> None:
-        self.record = record
         what: Generation | PensieveError
         if record.status == "refused":
             what = refused(record.finish_reason, record.error or "The request was refused.")

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from pensieve.core.request import Event
 from pensieve.errors import PensieveError
 from pensieve.serve.record import TurnRecord
-from pensieve.serve.server.api import Server, Turn
+from pensieve.serve.server.api import Generation, Server, Turn
 from pensieve.serve.server.conversations import Conversation, Message, Stored
 from pensieve.serve.server.gate import error_body
 from pensieve.serve.server.schemas import ChatBody, CompletionBody, ResponseBody, messages_of
@@ -65,9 +65,9 @@ class Feed:
         return ids
 
     @property
-    def text(self) -> str:
-        """Of the turn that has ended."""
-        return self.turn.future.result().text
+    def said(self) -> Generation:
+        """What became of the turn, which has ended."""
+        return self.turn.future.result()
 
     async def ended(self, request: Request) -> None:
         """Wait for the end of the turn. Raises what it ended with, or ClientLeft."""
@@ -162,8 +162,8 @@ class CompletionReply:
         self.tells_ids = isinstance(body, CompletionBody) and bool(body.return_token_ids)
 
     def whole(self, feed: Feed) -> dict[str, Any]:
-        record = ended(feed.turn)
-        choice = {"index": 0, **self._said(feed.text), "logprobs": None, "finish_reason": _finish_reason(record)}
+        record = feed.said.turn
+        choice = {"index": 0, **self._said(feed.said.text), "logprobs": None, "finish_reason": _finish_reason(record)}
         if self.tells_ids:
             choice["token_ids"] = list(record.token_ids)
         return {**self._frame(self.kind, feed, [choice]), "usage": _usage(record)}
@@ -175,7 +175,7 @@ class CompletionReply:
         return self._chunk(feed, self._delta(text))
 
     def ending(self, feed: Feed) -> Iterator[str]:
-        record = ended(feed.turn)
+        record = feed.said.turn
         yield self._chunk(feed, self._end, _finish_reason(record))
         if self._counts:
             yield _event({**self._frame(self.chunk_kind, feed, []), "usage": _usage(record)})
@@ -254,8 +254,8 @@ class ResponseReply:
 
     def whole(self, feed: Feed) -> dict[str, Any]:
         """The finished response, which is stored if it is to be; if not, its conversation is given up."""
-        turn, record = feed.turn, ended(feed.turn)
-        final = self._object("incomplete" if record.finish_reason == "length" else "completed", feed.text, record)
+        turn, record = feed.turn, feed.said.turn
+        final = self._object("incomplete" if record.finish_reason == "length" else "completed", feed.said.text, record)
         conversations = turn.server.conversations
         if self._body.store is not False and turn.mark is not None:
             instructed = self._body.instructions is not None
@@ -275,8 +275,8 @@ class ResponseReply:
 
     def ending(self, feed: Feed) -> Iterator[str]:
         final = self.whole(feed)
-        yield self._text_event("response.output_text.done", text=feed.text, logprobs=[])
-        yield self._text_event("response.content_part.done", part=_part(feed.text))
+        yield self._text_event("response.output_text.done", text=feed.said.text, logprobs=[])
+        yield self._text_event("response.content_part.done", part=_part(feed.said.text))
         yield self._event("response.output_item.done", output_index=0, item=final["output"][0])
         yield self._event(f"response.{final['status']}", response=final)
 
@@ -334,12 +334,6 @@ class ResponseReply:
 
 
 Reply = CompletionReply | ResponseReply
-
-
-def ended(turn: Turn) -> TurnRecord:
-    """The record of a turn that has ended."""
-    assert turn.record is not None
-    return turn.record
 
 
 def _event(body: dict[str, Any]) -> str:
