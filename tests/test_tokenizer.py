@@ -144,3 +144,9 @@ def test_a_character_is_not_handed_out_by_halves_and_the_start_of_a_stop_string_
     assert [stream.push(ord(c)) for c in "aENx"] == ["a", "", "", "ENx"]
     assert [stream.push(ord(c)) for c in "bENDc"] == ["b", "", "", "", ""]
     assert stream.finish() == "" and stream.ended
+
+
+def test_a_character_of_several_bytes_behind_others_is_not_handed_out_by_halves():
+    """The decoder shows each byte of a run that is no text yet as a replacement character, the whole ones before it too."""
+    stream, ids = TextStream(hub("pieces").decode), [1 + byte for byte in "🙂中é".encode()]
+    assert [piece for piece in map(stream.push, ids) if piece] == ["🙂", "中", "é"]

@@ -18,7 +18,6 @@ _EDGE = "\ufdd1"  # the same, around marks of special tokens
 _UNDECIDED = "\ufffd"
 _WINDOW = 16  # tokens at the end that are decoded anew with each one
 _TRIES = 8  # places where the text may be cut, since not every place will do
-_DECIDED = 4  # characters after a cut: the first of them cannot be half a character any more
 
 
 class Tokenizer(Protocol):
@@ -215,8 +214,9 @@ class TextStream:
     """Text as its tokens come, up to the first stop string, as if all of them were decoded anew with each one. `push` gives
     the text that can no longer change, `finish` the rest; ended: a stop string was found.
 
-    A token may be half a character, whose text is then one replacement character at the end; and the text may end with the
-    beginning of a stop string. Both are held back until the next token decides.
+    A token may be half a character, whose text is then a replacement character at the end (in some tokenizers one for each
+    byte since the last token that is no byte); and the text may end with the beginning of a stop string. Both are held back
+    until a token decides.
 
     A token's text may depend on its neighbours: half a character, a space that only a first word loses. So the last tokens
     are decoded together, and their front is given up only where the text of the rest is the end of the text of both.
@@ -226,9 +226,6 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
         self._decode, self._stops = decode, tuple(stops)
-        self._overlap = (
-            max(map(len, stops), default=1) - 1
-        )  # characters of a stop string that may stand in what was given up
         self._before = ""  # the end of the text of what was given up
         self._told = 0  # characters that were handed out, from the first of those on
         self._ids: list[int] = []
@@ -237,9 +234,8 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The next token; returns what can be handed out now, possibly nothing."""
-        if self.ended or not self._decode(
-            (token, token)
-        ):  # twice, since some tokenizers drop a single space at the start
+        # Twice, since some tokenizers drop a single space at the start.
+        if self.ended or not self._decode((token, token)):
             return ""
         self._ids.append(token)
         text = self._decode(self._ids)
@@ -248,8 +244,7 @@ class TextStream:
         if len(decided) < len(whole):
             self.ended = True
             return self._hand_out(decided)
-        if decided.endswith(_UNDECIDED):
-            decided = decided[:-1]
+        decided = decided.rstrip(_UNDECIDED)
         held = max((_begun(decided, stop) for stop in self._stops), default=0)
         piece = self._hand_out(decided[: len(decided) - held])
         if len(self._ids) >= self._cut_at:
@@ -269,9 +264,9 @@ class TextStream:
         for count in range(_WINDOW, _WINDOW + _TRIES):
             kept = self._ids[-count:]
             end = self._decode(kept)
-            if len(end) >= _DECIDED and text.endswith(end):
+            if end and text.endswith(end):
                 before = self._before + text[: len(text) - len(end)]
-                gone = min(self._told, max(0, len(before) - self._overlap))
+                gone = min(self._told, len(before))  # what a stop string may begin with was not handed out
                 self._before, self._told = before[gone:], self._told - gone
                 self._ids, self._cut_at = kept, count + _WINDOW
                 return

@@ -237,7 +237,7 @@ def read_causes(facts: Facts, exchanges: Iterable[tuple[Exchange, str]], named: 
 def parts(sent: Sent, found: int) -> Iterator[tuple[Cause, int, int]]:
     """The missed positions [found, prompt) in runs, each with its cause; `capacity` stands for order, too."""
     in_time = max(found, sent.in_time)
-    here, ever = max(in_time, sent.here), max(in_time, sent.here, sent.ever)
+    here, ever = max(in_time, sent.here), max(in_time, sent.ever)
     yield "capacity", found, in_time
     yield "late", in_time, here
     yield "routed", here, ever
@@ -290,7 +290,9 @@ def split(reading: Reading, found: Sequence[int | None], capacity_tokens: int, p
     bound_tokens = most_kept(idle, idle.tokens, capacity_tokens)
     engine = sum(min(own, sent.in_time) for sent, own in asked)
     both = tokens["capacity"]
-    tokens["order"] = min(max(bound_tokens - engine, 0), both)
+    tokens["order"] = max(
+        bound_tokens - engine, 0
+    )  # no more than both: the bound finds no more than was written in time
     seconds["order"] = seconds["capacity"] * tokens["order"] / both if both else 0.0
     tokens["capacity"], seconds["capacity"] = both - tokens["order"], seconds["capacity"] - seconds["order"]
     hidden: set[Cause] = set() if reading.replicas else {"routed"}
