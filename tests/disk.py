@@ -11,7 +11,7 @@ from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Length, Request, TokenArray
 from pensieve.core.scheduler.scheduler import SchedulerSettings
-from pensieve.device.options import TorchOptions
+from pensieve.device.worker import TorchOptions
 from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.plugins.tiers.disk_transfer import DiskOptions
 from pensieve.serve.record import TurnRecord

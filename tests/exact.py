@@ -12,10 +12,9 @@ from pensieve.core.request import Event
 from pensieve.core.scheduler.active_request import ActiveRequest
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.model import LoadedModel
-from pensieve.device.options import TorchOptions
 from pensieve.device.sampler import greedy
 from pensieve.device.transfers.link import Link
-from pensieve.device.worker import TorchWorker
+from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.plugins.overlap import strategies_of
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord

@@ -29,7 +29,7 @@ from pensieve.core.request import Fork, Length, Request, Sampling, tokens_of
 from pensieve.core.scheduler.scheduler import SchedulerSettings, split, unified
 from pensieve.device.asked import ModelAsked
 from pensieve.device.model import LoadedModel, load_model
-from pensieve.device.options import TorchOptions
+from pensieve.device.worker import TorchOptions
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.restore import RestoreMode, RestoringCache
 from pensieve.plugins.caches.shared import SharedCache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,10 +44,6 @@ class BlockTables:
     def chunks(self) -> int:
         return self._table.shape[1]
 
-    def blocks(self, slot: int, chunks: int) -> Integers:
-        """The blocks of chunks [0, chunks), a view."""
-        return self._table[slot, :chunks]
-
     def at(self, slots: Integers, chunks: Integers) -> Integers:
         """The block of one chunk of each slot."""
         return self._table[slots, chunks]
@@ -77,8 +73,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Spans as arrays [spans], since a plan takes them together. Spans of one query come first. chunks: how many blocks each
-    has; `blocks`: those of one span after the other's. Iterating makes a Span of each."""
+    """Spans as contiguous arrays [spans], since a plan takes them together. Spans of one query come first. chunks: how many
+    blocks each has; `blocks`: those of one span after the other's. Iterating makes a Span of each."""
 
     first: Integers
     start: Integers
@@ -89,7 +85,7 @@ class Spans:
     @classmethod
     def of(cls, spans: Sequence[Span]) -> Spans:
         numbers = [(span.first, span.start, span.stop, len(span.blocks)) for span in spans]
-        first, start, stop, chunks = np.array(numbers, dtype=np.int64).reshape(-1, 4).T
+        first, start, stop, chunks = np.ascontiguousarray(np.array(numbers, dtype=np.int64).reshape(-1, 4).T)
         return cls(first, start, stop, chunks, np.concatenate([_integers(()), *(span.blocks for span in spans)]))
 
     @property
@@ -152,15 +148,10 @@ class Batch:
         return self.spans.singles == len(self.spans)
 
 
-def build_batch(
-    rows: Sequence[Row], tables: BlockTables, last_token: Mapping[int, int], chunk_tokens: int, device: torch.device
-) -> Batch:
-    """Flatten `rows` (at least one). Reads the tables and last tokens, changes nothing.
-
-    last_token: what slots sampled last, as far as the host knows; a row without tokens of any other slot is `unseen`.
-    """
+def build_batch(rows: Sequence[Row], tables: BlockTables, chunk_tokens: int, device: torch.device) -> Batch:
+    """Flatten `rows` (at least one). Reads the tables, changes nothing."""
     # Decode queries lie together, with contexts of like length adjacent, so that attention takes them in few groups.
-    single, several = _pieces(rows, last_token)
+    single, several = _pieces(rows)
     single.sort(key=_longest_first)
     starts, slots = _integers([piece[0] for piece in single]), _integers([piece[1] for piece in single])
     ids = _integers([_UNSEEN if piece[2] is None else piece[2] for piece in single])
@@ -179,7 +170,9 @@ def build_batch(
             sampled.append((slot, sample))
             logits_at.append(first - 1)
     ones = np.stack([np.arange(len(single)), starts, starts + 1, slots], axis=1)
-    firsts, begins, stops, of = np.concatenate([ones, np.array(bounds, dtype=np.int64).reshape(-1, 4)]).T
+    firsts, begins, stops, of = np.ascontiguousarray(
+        np.concatenate([ones, np.array(bounds, dtype=np.int64).reshape(-1, 4)]).T
+    )
     where, holder = np.concatenate(positions), np.concatenate(holders)
     chunks, offsets = np.divmod(where, chunk_tokens)
     counts = -(-stops // chunk_tokens)
@@ -213,25 +206,21 @@ _One = tuple[int, int, int | None, Sample | None]  # position, slot, token where
 _Several = tuple[int, int, Sequence[int], Sample | None]  # first position, slot, tokens, sample
 
 
-def _pieces(rows: Sequence[Row], last_token: Mapping[int, int]) -> tuple[list[_One], list[_Several]]:
+def _pieces(rows: Sequence[Row]) -> tuple[list[_One], list[_Several]]:
     """The runs of all rows: those of one position, and the longer ones."""
     single: list[_One] = []
     several: list[_Several] = []
     for row in rows:
-        runs, slot, ids = row.runs, row.slot, row.tokens
-        if len(runs) == 1 and runs[0][1] - runs[0][0] == 1:  # most rows, most of the time
-            assert ids is None or len(ids) == 1, f"row of slot {slot}: {len(ids)} tokens for 1 position"
-            single.append((runs[0][0], slot, ids[0] if ids is not None else last_token.get(slot), row.sample))
+        slot, ids = row.slot, row.tokens
+        if ids is None:  # the host does not know the token that the slot sampled last
+            single.append((row.runs[0][0], slot, None, row.sample))
             continue
-        known = len(ids) if ids is not None else 1
-        assert ids is not None and known == row.positions, (
-            f"row of slot {slot}: {known} tokens for {row.positions} positions"
-        )
+        assert len(ids) == row.positions, f"row of slot {slot}: {len(ids)} tokens for {row.positions} positions"
         offset = 0
-        for start, stop in runs:
+        for start, stop in row.runs:
             part = ids[offset : offset + stop - start]
             offset += stop - start
-            sample = row.sample if offset == known else None
+            sample = row.sample if offset == len(ids) else None
             if len(part) == 1:
                 single.append((start, slot, part[0], sample))
             else:

@@ -1,8 +1,9 @@
-"""A launched plan until it is collected: what will come back from the device, and the event behind it."""
+"""A launched plan until it is collected: what will come back from the device, and the event behind it; how it failed."""
 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from pensieve.core.plan import StepPlan
 from pensieve.device.sampler import Drawn
+from pensieve.units import format_bytes
 
 
 @dataclass(slots=True)
@@ -73,3 +75,19 @@ def without_frames(failure: Exception) -> Exception:
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
     return failure
+
+
+def explain(failure: Exception, device: torch.device) -> str:
+    """One sentence for the requests that fail with a step."""
+    text = (str(failure).strip().splitlines() or [""])[0]
+    if isinstance(failure, torch.OutOfMemoryError):
+        there = ""
+        if device.type == "cuda":
+            with suppress(RuntimeError):  # a device in error answers nothing
+                unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+                there = f" ({format_bytes(torch.cuda.mem_get_info(device)[0] + unused)} are free)"
+            torch.cuda.empty_cache()
+        return (
+            f"The device ran out of memory in this step{there}; lower scheduler.max_batch_tokens or cache.gpu: {text}"
+        )
+    return f"The step failed on the device: {type(failure).__name__}: {text}"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +22,6 @@ from pensieve.device.batch import Batch, Span, Spans
 from pensieve.device.kernels.base import CapturingBackend, StandingPlan
 
 Work = Callable[[], torch.Tensor]
-_NONE = Spans.of(())
 
 
 class Recorder(Protocol):
@@ -82,19 +81,18 @@ def buckets_up_to(rows: int) -> tuple[int, ...]:
     return (*(size for size in (1, 2, 4) if size < rows), *range(8, rows, 8), rows)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Bucket:
     batch: Batch
     plan: StandingPlan
-    replay: Work | None = None
+    replay: Work
 
 
 class DecodeGraphs:
     """Replays forwards whose rows are all single positions, up to `most_rows` of them.
 
-    scratch: a block of the pool for the K and V of padding. max_blocks: of one row. A bucket is recorded when it is first
-    needed, or by `warm_up`.
-    When recording fails, `note` says why, and from then on everything is left to the eager forward.
+    scratch: a block of the pool for the K and V of padding. max_blocks: of one row. Every bucket is recorded at once, on rows
+    that attend to the scratch block. Where that fails, `note` says why, and everything is left to the eager forward.
     """
 
     def __init__(
@@ -108,77 +106,61 @@ class DecodeGraphs:
         max_blocks: int,
         recorder: Recorder,
     ) -> None:
-        self._forward, self._backend, self._pool, self._recorder = forward, backend, pool, recorder
-        self._chunk_tokens, self._scratch = chunk_tokens, scratch
-        self._max_blocks = max_blocks
+        """Raises torch.OutOfMemoryError."""
+        self._forward, self._pool, self._chunk_tokens, self._scratch = forward, pool, chunk_tokens, scratch
         self.buckets = buckets_up_to(most_rows)
         self.note = ""
-        self._made: dict[int, _Bucket] = {}
+        self._recorded: dict[int, _Bucket] = {}
         device = pool.device
         self._token_ids, self._positions, self._write_places = (
             torch.zeros(most_rows, dtype=torch.int64, device=device) for _ in range(3)
         )
         self._all_rows = torch.arange(most_rows, device=device)
         self._logits: torch.Tensor | None = None  # what all graphs end in: each would keep its own
+        block = np.array([scratch], dtype=np.int64)
+        for size in reversed(self.buckets):  # the largest first: the others fit into its memory
+            rows = slice(0, size)
+            static = self._token_ids[rows], self._positions[rows], self._write_places[rows]
+            batch = Batch(*static, Spans.of(()), self._all_rows[rows], ())
+            plan = backend.standing(pool, chunk_tokens, size, max_blocks)
+            zeros, spans = torch.zeros_like(batch.positions), Spans.of([Span(row, 0, 1, block) for row in range(size)])
+            places = zeros + scratch * chunk_tokens
+            self._fill(batch, plan, replace(batch, token_ids=zeros, positions=zeros, write_places=places, spans=spans))
+            try:
+                replay = recorder.record(partial(self._compute, batch, plan))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as failure:  # whatever in the model or the backend cannot be captured
+                first = (str(failure).splitlines() or [""])[0]
+                self.note = f"not recorded: {type(failure).__name__}: {first}"
+                break
+            self._recorded[size] = _Bucket(batch, plan, replay)
 
     def takes(self, batch: Batch) -> bool:
         """May this batch be replayed?"""
         return batch.all_single and len(batch.spans) <= self.buckets[-1] and not self.note
 
-    def run(self, batch: Batch) -> torch.Tensor | None:
-        """Logits [rows, vocab] of a batch that `takes` allows, valid until the next run; None where recording failed."""
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Logits [rows, vocab] of a batch that `takes` allows, valid until the next run."""
         rows = len(batch.spans)
-        bucket = self._bucket(self.buckets[bisect_left(self.buckets, rows)])
-        self._fill(bucket, batch)
-        if bucket.replay is None:
-            try:
-                bucket.replay = self._recorder.record(lambda: self._compute(bucket))
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as failure:  # whatever in the model or the backend cannot be captured
-                self.note = (
-                    f"not recorded: {type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
-                )
-                return None
+        bucket = self._recorded[self.buckets[bisect_left(self.buckets, rows)]]
+        self._fill(bucket.batch, bucket.plan, batch)
         return bucket.replay()[:rows]
 
-    def warm_up(self) -> None:
-        """Record every bucket, on rows that attend to the scratch block."""
-        for size in reversed(self.buckets):  # the largest first: the others fit into its memory
-            if self.note:
-                break
-            block = np.array([self._scratch], dtype=np.int64)
-            rows = slice(0, size)
-            spans = Spans.of([Span(row, 0, 1, block) for row in range(size)])
-            places = self._write_places[rows].fill_(self._scratch * self._chunk_tokens).clone()
-            zeros = torch.zeros_like(places)
-            self.run(Batch(zeros, zeros, places, spans, self._all_rows[rows], ()))
-
-    def _bucket(self, size: int) -> _Bucket:
-        if size not in self._made:
-            rows = slice(0, size)
-            batch = Batch(
-                self._token_ids[rows], self._positions[rows], self._write_places[rows], _NONE, self._all_rows[rows], ()
-            )
-            plan = self._backend.standing(self._pool, self._chunk_tokens, size, self._max_blocks)
-            self._made[size] = _Bucket(batch, plan)
-        return self._made[size]
-
-    def _fill(self, bucket: _Bucket, batch: Batch) -> None:
-        """Copy a batch into the bucket's buffers, in place: a graph reads the addresses it was recorded with."""
+    def _fill(self, static: Batch, plan: StandingPlan, batch: Batch) -> None:
+        """Copy a batch into static buffers, in place: a graph reads the addresses it was recorded with."""
         rows, scratch = len(batch.spans), self._scratch * self._chunk_tokens
-        for static, values, padding in (
-            (bucket.batch.token_ids, batch.token_ids, 0),
-            (bucket.batch.positions, batch.positions, 0),
-            (bucket.batch.write_places, batch.write_places, scratch),
+        for target, values, padding in (
+            (static.token_ids, batch.token_ids, 0),
+            (static.positions, batch.positions, 0),
+            (static.write_places, batch.write_places, scratch),
         ):
-            static[:rows].copy_(values)
-            static[rows:].fill_(padding)
-        bucket.plan.update(batch)
+            target[:rows].copy_(values)
+            target[rows:].fill_(padding)
+        plan.update(batch)
 
-    def _compute(self, bucket: _Bucket) -> torch.Tensor:
-        iteration = Iteration(bucket.batch, self._pool, self._chunk_tokens, plan=bucket.plan)
-        logits = self._forward(iteration, bucket.batch.logits_at)
+    def _compute(self, batch: Batch, plan: StandingPlan) -> torch.Tensor:
+        logits = self._forward(Iteration(batch, self._pool, self._chunk_tokens, plan=plan), batch.logits_at)
         if self._logits is None:
             self._logits = logits.new_empty(len(self._all_rows), logits.shape[1])
         return self._logits[: len(logits)].copy_(logits)

@@ -42,10 +42,13 @@ class KvTensors:
         self.gpu_blocks, self.cpu_blocks = gpu_blocks, cpu_blocks
         self.device, self.dtype = device, dtype
         self.token_shape = (2, spec.kv_heads, spec.head_dim)
-        if device.type == "cpu":
-            _refuse_beyond(psutil.virtual_memory().total, (gpu_blocks + cpu_blocks) * self.block_bytes, "both KV tiers")
-        else:
-            _refuse_beyond(psutil.virtual_memory().total, cpu_blocks * self.block_bytes, "the CPU tier of the KV cache")
+        # Lazily mapped memory is granted beyond what the machine has; the process would be killed when it fills.
+        in_ram, there = cpu_blocks + (gpu_blocks if device.type == "cpu" else 0), psutil.virtual_memory().total
+        if (wanted := in_ram * self.block_bytes) > there:
+            raise HardwareMissing(
+                f"{'Both KV tiers' if device.type == 'cpu' else 'The CPU tier of the KV cache'} would take "
+                f"{format_bytes(wanted)}, and this machine has {format_bytes(there)} of memory; lower cache.gpu or cache.cpu."
+            )
         self._pages: list[mmap.mmap] = []
         self.gpu = self._pool(gpu_blocks, device, pinned=False)
         self.cpu = self._pool(cpu_blocks, torch.device("cpu"), pinned=device.type == "cuda" and cpu_blocks > 0)
@@ -95,22 +98,10 @@ class KvTensors:
                     return pinned_bytes(blocks * self.block_bytes).view(self.dtype).view(shape)
             return torch.zeros(shape, dtype=self.dtype, device=device)
         except (RuntimeError, MemoryError, OSError) as error:  # torch's OutOfMemoryError is a RuntimeError
-            where = "pinned CPU" if pinned else device.type.upper()
+            where, on_gpu = "pinned CPU" if pinned else device.type.upper(), device.type == "cuda"
+            free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
             raise HardwareMissing(
                 f"A KV pool of {format_bytes(blocks * self.block_bytes)} ({blocks} blocks of "
-                f"{format_bytes(self.block_bytes)}) does not fit in {where} memory, of which {format_bytes(_free(device))} "
-                "are free; lower cache.gpu or cache.cpu."
+                f"{format_bytes(self.block_bytes)}) does not fit in {where} memory, of which {format_bytes(free)} are free; "
+                "lower cache.gpu or cache.cpu."
             ) from error
-
-
-def _free(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)
-
-
-def _refuse_beyond(total: int, wanted: int, what: str) -> None:
-    """Lazily mapped memory is granted beyond what the machine has; the process would be killed when it fills."""
-    if wanted > total:
-        raise HardwareMissing(
-            f"{what[0].upper()}{what[1:]} would take {format_bytes(wanted)}, and this machine has {format_bytes(total)} "
-            "of memory; lower cache.gpu or cache.cpu."
-        )

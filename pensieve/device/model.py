@@ -1,7 +1,10 @@
-"""A model in memory, checked: transformers' module, the forward that serves over its weights, and what it attends with."""
+"""A model in memory, checked: transformers' module, the forward that serves over its weights, and what it attends with: the
+first of each that passes the self-check."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -10,16 +13,20 @@ import psutil
 import torch
 
 from pensieve.core.request import Sampling
-from pensieve.device.asked import ModelAsked, physical_cores
-from pensieve.device.attention import REFERENCE, Forward, register
-from pensieve.device.choice import choose
-from pensieve.device.kernels.backends import candidates, load_backend
+from pensieve.device.asked import ON_CPU, ModelAsked, candidates, physical_cores, require
+from pensieve.device.attention import REFERENCE, Forward, TransformersForward, register
+from pensieve.device.fused import build_fused
 from pensieve.device.kernels.base import AttentionBackend
-from pensieve.device.self_check import SelfCheck
+from pensieve.device.kernels.native import NativeBackend
+from pensieve.device.kernels.reference import ReferenceBackend
+from pensieve.device.self_check import SelfCheck, check_against_eager
 from pensieve.device.weights import Ranks, load_module, quiet_transformers
-from pensieve.errors import ConfigError, HardwareMissing
+from pensieve.errors import ConfigError, EngineMissing, HardwareMissing, UnsupportedModel
 from pensieve.specs import ModelSpec
 from pensieve.units import format_bytes
+
+_log = logging.getLogger(__name__)
+_REFUSED = "the fused forward was refused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +149,98 @@ def load_model(asked: ModelAsked, ranks: Ranks | None = None) -> LoadedModel:
         fell_back=chosen.fell_back,
         ranks=ranks,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """forward_note: why not the fused one; attention_note: why not a better backend; "" where there is nothing to say.
+
+    fell_back: a backend or a forward was refused by its self-check, or the reference serves in place of a kernel.
+    """
+
+    forward: Forward
+    forward_note: str
+    attention: AttentionBackend
+    attention_note: str
+    fell_back: bool
+    check: SelfCheck
+
+
+def choose(module: Any, asked: ModelAsked, device: torch.device, backends: Sequence[str]) -> Choice:
+    """Try the attention backends in order, and warn of a fall-back. Raises what the last one raises: EngineMissing,
+    UnsupportedModel."""
+    spec, dtype = asked.spec, getattr(torch, asked.spec.dtype)
+    notes: list[str] = []
+    refused = False
+    for name in backends:
+        try:
+            backend = load_backend(name, device, dtype, spec.head_dim, asked.chunk_tokens)
+            forward, forward_note, check = _forward(module, asked, device, dtype, backend)
+            break
+        except (EngineMissing, UnsupportedModel) as error:
+            if name == backends[-1]:
+                raise
+            refused = refused or isinstance(error, UnsupportedModel)
+            notes.append(f"Not {name}: {error}")
+    fell_back = refused or forward_note.startswith(_REFUSED) or name == ReferenceBackend.name != backends[0]
+    chosen = Choice(forward, forward_note, backend, " ".join(notes), fell_back, check)
+    if fell_back:
+        _log.warning(
+            "%s is served by attention_backend=%s and the %s forward, since something better was refused or is missing. %s",
+            spec.name, name, forward.name, " ".join(filter(None, (*notes, forward_note))),
+        )  # fmt: skip
+    return chosen
+
+
+def attention_here(
+    asked: str, device: torch.device, dtype: torch.dtype, head_dim: int, chunk_tokens: int
+) -> tuple[str, str, bool]:
+    """What serves a model that passes its self-check: the backend's name, why no better one, and whether the reference
+    serves in place of a kernel. Raises EngineMissing where what was asked for cannot run, ConfigError for an unknown name.
+    """
+    names, notes = candidates(asked, device.type), list[str]()
+    for name in names[:-1]:
+        try:
+            load_backend(name, device, dtype, head_dim, chunk_tokens)
+            return name, " ".join(notes), False
+        except EngineMissing as missing:
+            notes.append(f"Not {name}: {missing}")
+    load_backend(names[-1], device, dtype, head_dim, chunk_tokens)
+    return names[-1], " ".join(notes), names[-1] == ReferenceBackend.name != names[0]
+
+
+def _forward(
+    module: Any, asked: ModelAsked, device: torch.device, dtype: torch.dtype, backend: AttentionBackend
+) -> tuple[Forward, str, SelfCheck]:
+    """The forward that serves, why it is not the fused one, and its check. Raises UnsupportedModel if none passes."""
+    # Those of a CPU take blocks of any size: small ones check more in less time.
+    chunk = 4 if backend.name in ON_CPU else asked.chunk_tokens
+
+    def check(forward: Forward) -> SelfCheck:
+        return check_against_eager(module, forward, asked.spec, device, dtype, backend, chunk)
+
+    plain = TransformersForward(module)
+    built = build_fused(module, memory_bytes=asked.memory_bytes) if asked.fused else ""
+    if isinstance(built, str):
+        return plain, f"no fused forward: {built}" if asked.fused else "asked for", check(plain)
+    try:
+        return built, "", check(built)
+    except UnsupportedModel as error:
+        return plain, f"{_REFUSED}: {error}", check(plain)
+
+
+def load_backend(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, chunk_tokens: int
+) -> AttentionBackend:
+    """Raises EngineMissing, in one sentence, where it cannot run here."""
+    require(name, device.type, chunk_tokens)
+    if name == "reference":
+        return ReferenceBackend()
+    if name == "native":
+        return NativeBackend(head_dim, dtype)
+    from pensieve.device.kernels.triton_backend import TritonBackend
+
+    return TritonBackend()
 
 
 def resolve_device(device: str) -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -95,13 +95,11 @@ _Paged = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 
 def _float32(module: Any, paged: _Paged, prompts: list[torch.Tensor], cuts: _Cuts) -> SelfCheck:
     ids = prompts[0]  # rounding is far below what is allowed: one prompt says it all
-    with torch.inference_mode(), _eager(module):
-        expected = module(input_ids=ids[None], use_cache=False).logits[0]
-    difference = 0.0
     with torch.inference_mode():
-        for bounds in cuts:
-            difference = _larger(difference, float((paged(ids, bounds) - expected).abs().max()))
-    return SelfCheck(difference, _FLOAT32 * max(1.0, float(expected.abs().max())), "eager")
+        with _eager(module):
+            expected = module(input_ids=ids[None], use_cache=False).logits[0]
+        differences = torch.stack([(paged(ids, bounds) - expected).abs().max() for bounds in cuts])
+    return SelfCheck(float(differences.max()), _FLOAT32 * max(1.0, float(expected.abs().max())), "eager")
 
 
 def _sixteen_bits(layers: int, module: Any, paged: _Paged, prompts: list[torch.Tensor], cuts: _Cuts) -> SelfCheck:
@@ -115,20 +113,13 @@ def _sixteen_bits(layers: int, module: Any, paged: _Paged, prompts: list[torch.T
         with torch.inference_mode():
             for index, bounds in enumerate(cuts):
                 ours[index] += _mean_square(paged(ids, bounds), exact)
-    difference = 0.0
-    for squares in ours:
-        difference = _larger(difference, (squares / len(prompts)) ** 0.5)
-    return SelfCheck(difference, MULTIPLE * (own / len(prompts)) ** 0.5, "float32")
+    worst = float(torch.tensor(ours, dtype=torch.float64).max())  # NaN, if one of them is
+    return SelfCheck((worst / len(prompts)) ** 0.5, MULTIPLE * (own / len(prompts)) ** 0.5, "float32")
 
 
 def _mean_square(got: torch.Tensor, exact: torch.Tensor) -> float:
     assert exact.dtype == torch.float32
     return float((got.float() - exact).square().mean())
-
-
-def _larger(one: float, other: float) -> float:
-    """NaN, if one of them is."""
-    return other if not other <= one else one
 
 
 def _prompts(spec: ModelSpec, length: int, device: torch.device) -> list[torch.Tensor]:
@@ -156,7 +147,7 @@ def _pieces(
     logits = []
     for start, stop in pairwise(bounds):
         row = Row(0, ((start, stop),), tuple(ids[start:stop].tolist()), Sample(stop))
-        batch = build_batch([row], tables, {}, tensors.chunk_tokens, tensors.device)
+        batch = build_batch([row], tables, tensors.chunk_tokens, tensors.device)
         iteration = Iteration(batch, tensors.gpu_tokens(), tensors.chunk_tokens, backend=backend)
         piece = forward(iteration, torch.arange(stop - start, device=tensors.device))
         if sorted(iteration.layers) != list(range(tensors.layers)):
@@ -181,11 +172,22 @@ def upcast(module: Any, layers: int) -> Iterator[None]:
     last norm, head). So beside the weights there is room needed for the largest of these alone, in float32, and not for a
     second model. Not inside torch.inference_mode, in which parameters cannot be exchanged.
     """
-    raised: _Raised = {}
+    raised: dict[int, list[_Weight]] = {}  # by the id of the part
+
+    def raise_(part: Any, _: Any) -> None:
+        """Tensors are exchanged, not their data: one that is divided among processes (a DTensor) would keep its own."""
+        raised[id(part)] = found = list(_weights(part.modules()))
+        for own, name, tensor in found:
+            whole, learned = tensor.detach().float(), isinstance(tensor, torch.nn.Parameter)
+            own[name] = torch.nn.Parameter(whole, requires_grad=False) if learned else whole
+
+    def lower(part: Any, *_: Any) -> None:
+        for own, name, tensor in raised.pop(id(part), []):
+            own[name] = tensor
+
     hooks = []
     for part in _parts(module, layers):
-        hooks.append(part.register_forward_pre_hook(_raise(raised)))
-        hooks.append(part.register_forward_hook(_lower(raised), always_call=True))
+        hooks += [part.register_forward_pre_hook(raise_), part.register_forward_hook(lower, always_call=True)]
     try:
         yield
     finally:
@@ -193,8 +195,9 @@ def upcast(module: Any, layers: int) -> Iterator[None]:
             hook.remove()
 
 
-_Place = tuple[dict[str, torch.Tensor | None], str]  # a module's own parameters or buffers, and a name among them
-_Raised = dict[int, list[tuple[_Place, torch.Tensor]]]  # by the id of the part: where its weights belong
+_Weight = tuple[
+    dict[str, torch.Tensor | None], str, torch.Tensor
+]  # a module's own parameters or buffers, a name, what is there
 
 
 def _parts(module: Any, layers: int) -> Iterator[Any]:
@@ -203,34 +206,13 @@ def _parts(module: Any, layers: int) -> Iterator[Any]:
     decoder = list(found[0]) if found else []
     inside = {part for layer in decoder for part in layer.modules()}
     yield from decoder
-    yield from (part for part in module.modules() if part not in inside and list(_weights(part, recurse=False)))
+    yield from (part for part in module.modules() if part not in inside and any(_weights([part])))
 
 
-def _weights(part: Any, recurse: bool) -> Iterator[tuple[_Place, torch.Tensor]]:
-    for module in part.modules() if recurse else (part,):
+def _weights(modules: Iterable[Any]) -> Iterator[_Weight]:
+    """Those in 16 bits that the modules themselves own."""
+    for module in modules:
         for own in (module._parameters, module._buffers):
             for name, tensor in own.items():
                 if tensor is not None and tensor.dtype in _HALVES:
-                    yield (own, name), tensor
-
-
-def _raise(raised: _Raised) -> Callable[..., None]:
-    """Tensors are exchanged, not their data: one that is divided among processes (a DTensor) would keep its own."""
-
-    def hook(part: Any, _: Any) -> None:
-        raised[id(part)] = found = list(_weights(part, recurse=True))
-        for (own, name), tensor in found:
-            whole = tensor.detach().float()
-            own[name] = (
-                torch.nn.Parameter(whole, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else whole
-            )
-
-    return hook
-
-
-def _lower(raised: _Raised) -> Callable[..., None]:
-    def hook(part: Any, *_: Any) -> None:
-        for (own, name), tensor in raised.pop(id(part), []):
-            own[name] = tensor
-
-    return hook
+                    yield own, name, tensor

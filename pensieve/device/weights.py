@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,14 +70,12 @@ def load_module(asked: ModelAsked, device: torch.device, ranks: Ranks | None = N
     """transformers' module, not checked against itself. ranks: only this process's part. Raises WeightsMissing,
     UnsupportedModel."""
     register()
-    spec, dtype = asked.spec, getattr(torch, asked.spec.dtype)
     with quiet_transformers():
         if asked.weights == "random":
-            module = _random(spec, dtype, device, asked.seed, ranks)
-        elif asked.weights == "hub":
-            module = _from_hub(spec, asked.hub_id, asked.revision, dtype, device, ranks)
+            module = _random(asked.spec, getattr(torch, asked.spec.dtype), device, asked.seed, ranks)
         else:
-            module = _from_folder(spec, asked.weights, dtype, device, ranks)
+            read = partial(_pretrained, asked, device, ranks)
+            module = _from_hub(asked, read) if asked.weights == "hub" else _from_folder(asked.weights, read)
         return module.to(device).eval().requires_grad_(False)
 
 
@@ -162,14 +161,17 @@ def _random(spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int
     return module
 
 
-def _from_folder(spec: ModelSpec, path: str, dtype: torch.dtype, device: torch.device, ranks: Ranks | None) -> Any:
+_Read = Callable[[str, bool], Any]  # of a source, local files only
+
+
+def _from_folder(path: str, read: _Read) -> Any:
     if not (Path(path) / "config.json").is_file():
         raise WeightsMissing(
             f"model.weights={path} is not a model folder (it has no config.json); give a folder written by "
             "save_pretrained, or set model.weights=random (same speed, meaningless text)."
         )
     try:
-        return _pretrained(spec, path, None, dtype, device, ranks, local_files_only=True)
+        return read(path, True)
     except OSError as error:
         raise WeightsMissing(
             f"{path} holds no safetensors weights that can be read ({first_line(error)}); save the model again with "
@@ -177,25 +179,17 @@ def _from_folder(spec: ModelSpec, path: str, dtype: torch.dtype, device: torch.d
         ) from error
 
 
-def _from_hub(
-    spec: ModelSpec,
-    hub_id: str | None,
-    revision: str | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    ranks: Ranks | None,
-) -> Any:
+def _from_hub(asked: ModelAsked, read: _Read) -> Any:
     """The local cache first; the network only if that lacks it and one short question is answered."""
+    hub_id = asked.hub_id
     if hub_id is None:
-        raise WeightsMissing(f"Model {spec.name} has no published weights; set model.weights=random or a folder.")
-    try:
-        return _pretrained(spec, hub_id, revision, dtype, device, ranks, local_files_only=True)
-    except OSError:
-        pass  # not in the cache, or not wholly
-    reason = why_not(hub_id, revision)
+        raise WeightsMissing(f"Model {asked.spec.name} has no published weights; set model.weights=random or a folder.")
+    with suppress(OSError):  # not in the cache, or not wholly
+        return read(hub_id, True)
+    reason = why_not(hub_id, asked.revision)
     if reason is None:
         try:
-            return _pretrained(spec, hub_id, revision, dtype, device, ranks, local_files_only=False)
+            return read(hub_id, False)
         except OSError as error:
             reason = first_line(error)
     raise WeightsMissing(
@@ -205,17 +199,12 @@ def _from_hub(
 
 
 def _pretrained(
-    spec: ModelSpec,
-    source: str,
-    revision: str | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    ranks: Ranks | None,
-    local_files_only: bool,
+    asked: ModelAsked, device: torch.device, ranks: Ranks | None, source: str, local_files_only: bool
 ) -> Any:
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    spec, revision = asked.spec, asked.revision if asked.weights == "hub" else None
     options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(source, **options)
@@ -230,7 +219,7 @@ def _pretrained(
             module, report = AutoModelForCausalLM.from_pretrained(
                 source,
                 config=config,
-                dtype=dtype,
+                dtype=getattr(torch, spec.dtype),
                 attn_implementation="eager",
                 use_safetensors=True,
                 **REPORTED,

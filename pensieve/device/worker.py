@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
@@ -15,22 +16,63 @@ from pensieve.core.machine import Clock
 from pensieve.core.plan import Row, Sample, StartReport, StepPlan, StepResult
 from pensieve.device.attention import IMPLEMENTATION, Iteration
 from pensieve.device.batch import Batch, BlockTables, build_batch
-from pensieve.device.flight import Flight, without_frames
+from pensieve.device.flight import Flight, explain, without_frames
 from pensieve.device.graphs import CudaRecorder, DecodeGraphs, Recorder
 from pensieve.device.kernels.base import CapturingBackend
 from pensieve.device.kv_tensors import KvTensors
-from pensieve.device.memory import Room, explain, find_room
 from pensieve.device.model import LoadedModel
-from pensieve.device.options import TorchOptions
 from pensieve.device.sampler import draw
-from pensieve.device.transfers.copies import choose_copier
-from pensieve.device.transfers.lanes import CudaLink
+from pensieve.device.transfers.cuda_link import CudaLink, choose_copier
 from pensieve.device.transfers.link import Link
 from pensieve.device.transfers.transfer import Transfer
 from pensieve.errors import EngineMissing, HardwareMissing
-from pensieve.units import ceil_div
+from pensieve.units import ceil_div, format_bytes
 
 _WARMUP_TOKENS = 64
+LEAST_BLOCKS = 4
+_KEPT_BITS = 6  # sizes are rounded down to so many binary digits, so that a few MB more or less in use change nothing
+
+
+@dataclass(frozen=True, slots=True)
+class TorchOptions:
+    """depth: plans in flight, 1 or 2. graphs: replay decode iterations where the device and the attention backend can.
+
+    max_batch_tokens, max_batch_requests: of one iteration. memory_share: of the device's memory, what weights, KV and the
+    largest iteration may take together where the KV's size is computed. recorder: what records a graph; torch.cuda's by
+    default, and none on a CPU. transfer: what performs the copies; a DiskOptions where there is a file store, on a CPU with
+    depth 1 only.
+    """
+
+    depth: int = 1
+    graphs: bool = True
+    max_batch_tokens: int = 512
+    max_batch_requests: int = 64
+    memory_share: float = 0.9
+    recorder: Recorder | None = None
+    transfer: Callable[[KvTensors, Link | None], Transfer] = Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """blocks: of the GPU tier. Beside them is reserved what was measured: iteration_bytes, of the largest iteration with its
+    sampler, while it runs; standing_bytes, of graphs and their pool, standing plans and libraries' workspaces."""
+
+    blocks: int
+    iteration_bytes: int
+    standing_bytes: int
+
+
+def largest_rows(tokens: int, requests: int, max_context: int) -> tuple[list[Row], list[Row]]:
+    """The two iterations that take most memory: one of the longest rows, and one of the most sampled rows. All are rows of
+    slot 0, so that they share its blocks; whether the last one is sampled, and of which slot, does not matter. They are
+    drawn by chance from a limited set, for which the sampler takes most."""
+
+    def prompt(length: int) -> Row:
+        return Row(0, ((0, length),), (0,) * length, Sample(length, temperature=1.0, top_p=0.9, top_k=2))
+
+    longest, many = min(tokens, max_context), min(requests, tokens)
+    long = [prompt(min(longest, tokens - start)) for start in range(0, tokens, longest)]
+    return long, [prompt(min(longest, tokens // many)) for _ in range(many)]
 
 
 class TorchWorker:
@@ -89,16 +131,52 @@ class TorchWorker:
         return self._transfer
 
     def room(self) -> int:
-        """GPU blocks that fit beside the weights and the largest iteration, by measurement; only on a GPU, before `start`.
+        """GPU blocks that fit beside the weights, the largest iteration, and what the worker makes at its start, as measured;
+        only on a GPU, before `start`.
 
-        Raises HardwareMissing with the numbers.
+        Raises HardwareMissing with the numbers, also where the iteration itself does not fit.
         """
-        block_bytes = self.chunk_tokens * self.model.spec.kv_bytes_per_token
+        model, options, device = self.model, self.options, self.model.device
+        assert device.type == "cuda", "on a CPU memory is the machine's, and the configuration decides"
+        block_bytes, context = self.chunk_tokens * model.spec.kv_bytes_per_token, model.spec.max_context
+        self._synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        blocks = ceil_div(min(options.max_batch_tokens, context), self.chunk_tokens)
+        recorder = self._recorder()
         try:
-            self._room = find_room(self.model, self.options, block_bytes, _Rehearsal(self))
+            self._allocate(blocks, 0, recorder)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            for rows in largest_rows(options.max_batch_tokens, options.max_batch_requests, context):
+                self._try(rows, blocks)
+            working = torch.cuda.max_memory_allocated(device) - before
+            if recorder is not None:  # for rows as long as the model's context: the pool will be larger than this one
+                self._make_graphs(recorder, context)
+            self._synchronize()
+            torch.cuda.empty_cache()
+            beside = torch.cuda.mem_get_info(device)[0] + blocks * block_bytes  # what stands, stands; the pool will not
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise HardwareMissing(self._no_room(free, total, "more than that")) from error
         finally:
             self._free()
-        return self._room.blocks
+        share = int(options.memory_share * total) - (total - beside)
+        fit = max(0, min(beside, share) - working) // block_bytes
+        spare = max(0, fit.bit_length() - _KEPT_BITS)
+        if (fit := fit >> spare << spare) < LEAST_BLOCKS:
+            raise HardwareMissing(self._no_room(beside, total, format_bytes(working)))
+        self._room = Room(fit, working, free - beside)
+        return fit
+
+    def _no_room(self, free: int, total: int, needs: str) -> str:
+        model, options = self.model, self.options
+        return (
+            f"cache.gpu=auto finds no room on {model.device}: {format_bytes(free)} of {format_bytes(total)} are free beside "
+            f"the weights of {model.spec.name} and other programs. An iteration of {options.max_batch_tokens} tokens needs "
+            f"{needs}, and hardware.memory_share={options.memory_share:g} bounds all of it. Lower "
+            "scheduler.max_batch_tokens, use a smaller model, or end what else uses the device."
+        )
 
     def start(self, gpu_blocks: int, cpu_blocks: int) -> StartReport:
         """Allocate both tiers, check how to copy between them, run the first forwards, which choose kernels, and record
@@ -106,7 +184,7 @@ class TorchWorker:
         started = perf_counter_ns()
         try:
             recorder = self._recorder()
-            self._allocate(gpu_blocks, cpu_blocks, scratch_blocks=0 if recorder is None else 1)
+            self._allocate(gpu_blocks, cpu_blocks, recorder)
             self._warm_up(gpu_blocks)
             if recorder is not None:
                 self._make_graphs(recorder, gpu_blocks)
@@ -202,7 +280,7 @@ class TorchWorker:
     def _start(self, flight: Flight) -> None:
         """Enqueue forward, sampling and the copy of the tokens; on a CPU, do them."""
         on_gpu, rows = self.model.device.type == "cuda", flight.plan.rows
-        batch = build_batch(rows, self._tables, {}, self.chunk_tokens, self.model.device)
+        batch = build_batch(rows, self._tables, self.chunk_tokens, self.model.device)
         started = perf_counter_ns()
         if batch.unseen is not None:
             places, slots = batch.unseen
@@ -276,9 +354,8 @@ class TorchWorker:
             if waits:  # a graph cannot wait in the middle; layers are loaded in order
                 transfer.wait_for_layer(self.tensors.layers - 1)
             logits = self._graphs.run(batch)
-            if logits is not None:
-                whole = len(batch.sampled) == len(batch.spans)  # then they are in this order already
-                return logits if whole else logits.index_select(0, batch.logits_at)
+            whole = len(batch.sampled) == len(batch.spans)  # then they are in this order already
+            return logits if whole else logits.index_select(0, batch.logits_at)
         iteration = Iteration(
             batch, self.tensors.gpu_tokens(), self.chunk_tokens, transfer.wait_for_layer, self.model.attention
         )
@@ -293,12 +370,13 @@ class TorchWorker:
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
-    def _allocate(self, gpu_blocks: int, cpu_blocks: int, scratch_blocks: int = 0) -> None:
-        model, blocks = self.model, gpu_blocks + scratch_blocks
+    def _allocate(self, gpu_blocks: int, cpu_blocks: int, recorder: Recorder | None) -> None:
+        """recorder: graphs have a scratch block, behind all others."""
+        model, blocks = self.model, gpu_blocks + (recorder is not None)
         self._tensors = KvTensors(model.spec, self.chunk_tokens, blocks, cpu_blocks, model.device, model.dtype)
         link = self._link
-        if link is None and model.device.type == "cuda" and cpu_blocks:
-            copier, self._copies = choose_copier(self._tensors)
+        if link is None and model.device.type == "cuda":
+            copier, self._copies = choose_copier(self._tensors) if cpu_blocks else (None, "")
             link = CudaLink(model.device, copier)
         self._transfer = self.options.transfer(self._tensors, link)
 
@@ -333,7 +411,7 @@ class TorchWorker:
         tables = BlockTables()
         tables.overwrite(0, 0, range(blocks))
         with torch.inference_mode():
-            batch = build_batch(rows, tables, {}, self.chunk_tokens, self.model.device)
+            batch = build_batch(rows, tables, self.chunk_tokens, self.model.device)
             logits = self._forward(batch)
             if batch.sampled:
                 draw(logits, batch.draws)
@@ -342,7 +420,7 @@ class TorchWorker:
     def _recorder(self) -> Recorder | None:
         """Return what records decode iterations; None where they are not to be recorded, or cannot be."""
         backend = self.model.attention
-        if not (self.options.graphs and backend.captures and isinstance(backend, CapturingBackend)):
+        if not (self.options.graphs and isinstance(backend, CapturingBackend)):
             return None
         if self.options.recorder is not None:
             return self.options.recorder
@@ -352,32 +430,14 @@ class TorchWorker:
         """blocks: of the pool that a row can have."""
         backend, tensors = self.model.attention, self.tensors
         assert isinstance(backend, CapturingBackend)
-        self._graphs = DecodeGraphs(
-            self.model.forward,
-            backend,
-            tensors.gpu_tokens(),
-            self.chunk_tokens,
-            tensors.gpu_blocks - 1,
-            min(self.options.max_batch_requests, self.options.max_batch_tokens),
-            min(ceil_div(self.model.spec.max_context, self.chunk_tokens), blocks),
-            recorder,
-        )
         with torch.inference_mode():
-            self._graphs.warm_up()
-
-
-class _Rehearsal:
-    """What find_room asks of a worker that has not started."""
-
-    def __init__(self, worker: TorchWorker) -> None:
-        self._worker, self._recorder = worker, worker._recorder()
-
-    def stand(self, blocks: int) -> None:
-        self._worker._allocate(blocks, 0, scratch_blocks=0 if self._recorder is None else 1)
-
-    def iterate(self, blocks: int, rows: list[Row]) -> None:
-        self._worker._try(rows, blocks)
-
-    def record(self) -> None:
-        if self._recorder is not None:  # for rows as long as the model's context: the pool will be larger than this one
-            self._worker._make_graphs(self._recorder, self._worker.model.spec.max_context)
+            self._graphs = DecodeGraphs(
+                self.model.forward,
+                backend,
+                tensors.gpu_tokens(),
+                self.chunk_tokens,
+                scratch=tensors.gpu_blocks - 1,
+                most_rows=min(self.options.max_batch_requests, self.options.max_batch_tokens),
+                max_blocks=min(ceil_div(self.model.spec.max_context, self.chunk_tokens), blocks),
+                recorder=recorder,
+            )

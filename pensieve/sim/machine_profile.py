@@ -184,6 +184,10 @@ class ProfiledCost:
         self._floor_s = min(min(row) for row in profile.decode.seconds)
         self._iterations = self._beyond = 0
         self._prefilled = self._decodes = 0  # tokens of the last prefill, and decodes since
+        costs = profile.costs
+        self.recompute_s, self.step_s, self.weights_s, self.load_s = (
+            costs.recompute_s, costs.step_s, costs.weights_s, costs.load_s,
+        )  # fmt: skip
 
     def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
         """See SimulatedCost; asked once for each iteration that runs, in order, since the first decodes after a prefill take
@@ -224,18 +228,6 @@ class ProfiledCost:
         """runs: not asked; what pieces cost is in the time of a block that was measured."""
         return blocks * (self._profile.h2d_block_s if to_gpu else self._profile.d2h_block_s)
 
-    def recompute_s(self, context_tokens: int) -> float:
-        return self._profile.costs.recompute_s(context_tokens)
-
-    def step_s(self) -> float:
-        return self._profile.costs.step_s()
-
-    def weights_s(self) -> float:
-        return self._profile.costs.weights_s()
-
-    def load_s(self) -> float:
-        return self._profile.costs.load_s()
-
     def describe(self) -> dict[str, Any]:
         return {
             **self._profile.costs.describe(),
@@ -252,8 +244,3 @@ class ProfiledCost:
         if not self._beyond:
             return {}
         return {"profile": {"iterations": self._beyond, "of": self._iterations}}
-
-
-def powers_of_two(first: int, last: int) -> Sequence[int]:
-    """From `first`, itself one, up to `last`."""
-    return tuple(first << place for place in range(max(0, (last // first).bit_length())))

@@ -71,44 +71,24 @@ class MeasuredCost(Machine):
         self._head_s = cache(self._kernels.head_s)
 
     def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
-        attention = self._following_attention_s(runs)
-        if attention is not None:
-            return self._following_decodes_s(attention, len(runs), sampled)
-        if self._windowed or sum(stop - start > 1 for start, stop in runs) > 1:
-            return one_after_another(self.iteration_s, runs, sampled)
-        return self._following_mixed_s(Batch.of(runs, None), sampled)
-
-    def _following_attention_s(self, runs: Sequence[Run]) -> Iterator[float] | None:
-        """Of a layer, where all rows are decodes and nothing but their KV changes; None: each iteration is looked up."""
-        decodes = all(stop - start == 1 for start, stop in runs)
-        if not decodes or not 0 < len(runs) <= self._kernels.most_tokens or self._windowed:
-            return None
-        return self._attention.following_s(sum(start for start, _ in runs), len(runs))
-
-    def _following_decodes_s(self, attention: Iterator[float], decodes: int, sampled: int) -> Iterator[float]:
-        """Iterations of so many rows of one query each, to the bit what `iteration_s` says of them."""
-        tokens = graph_size(decodes) if self.hardware.graph_sizes else decodes
-        layers = self.model.layers
+        """Where all rows are decodes and nothing but their KV changes, to the bit what `iteration_s` says of each."""
+        decodes = len(runs)
+        steady = not self._windowed and 0 < decodes <= self._kernels.most_tokens
+        if not (steady and isinstance(self._attention, _FittedAttention) and all(b - a == 1 for a, b in runs)):
+            yield from one_after_another(self.iteration_s, runs, sampled)
+        assert isinstance(self._attention, _FittedAttention)
+        tokens, layers = graph_size(decodes) if self.hardware.graph_sizes else decodes, self.model.layers
         linear, head = self._linear_s(tokens), self._head_s(sampled)
         reduce = (2 * layers + 1) * self._reduce(tokens * self._reduced_bytes)
         overhead = self.hardware.step_overhead_s
-        for seconds in attention:
+        for seconds in self._attention.following_s(sum(start for start, _ in runs), decodes):
             self._iterations += 1
             yield linear + layers * seconds + head + reduce + overhead
-
-    def _following_mixed_s(self, batch: Batch, sampled: int) -> Iterator[float]:
-        """Iterations of a chunk and decodes, each as the one before it but for its KV."""
-        while True:
-            batch = batch.following()
-            yield self._batch_s(batch, (), sampled)
 
     def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
         """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
         runs = tuple(runs) if self._windowed else runs
-        return self._batch_s(Batch.of(runs, None), runs, sampled)
-
-    def _batch_s(self, batch: Batch, runs: Iterable[Run], sampled: int) -> float:
-        """runs: those of the batch, where some layers have a window."""
+        batch = Batch.of(runs, None)
         if not batch.tokens:
             return 0.0
         self._iterations += 1
@@ -250,18 +230,6 @@ class Batch:
                 longest = max(longest, before + queries)
         return Batch(chunk + decodes, chunk, pairs, longest, decodes, decode_kv, decode_longest)
 
-    def following(self) -> Batch:
-        """The next iteration, in which each row goes on by as many positions as it has. At most one has several."""
-        return Batch(
-            self.tokens,
-            self.chunk,
-            self.pairs + self.chunk * self.chunk,
-            self.longest + self.chunk,
-            self.decodes,
-            self.decodes_kv + self.decodes,
-            self.decode_longest + 1 if self.decodes else 0,
-        )
-
 
 class _Kernels:
     """Linear layers and the head by one table, from whose shape times are scaled to another one on the same card."""
@@ -385,9 +353,6 @@ class _MeasuredAttention:
             less, _ = self._at(max(1.0, math.sqrt(2 * batch.pairs)), 0.0, 0, 0.0)
             seconds -= alone - less
         return seconds, reach
-
-    def following_s(self, kv: int, decodes: int) -> None:
-        """None: a grid is looked up for each iteration."""
 
     def describe(self) -> dict[str, Any]:
         table = self._table

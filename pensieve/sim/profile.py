@@ -126,8 +126,8 @@ def measure(
     max_context: what the model takes, so that the record can say what the pools left out. Raises WorkerError where a prefill
     fails; where a longer context does, which may need more memory than there is, the profile ends before it.
     """
-    lengths = list(_powers(SHORTEST, longest)) or [longest]
-    left_out = dict.fromkeys(_powers(2 * lengths[-1], max_context or 0), "the GPU tier holds less")
+    lengths = list(powers_of_two(SHORTEST, longest)) or [longest]
+    left_out = dict.fromkeys(powers_of_two(2 * lengths[-1], max_context or 0), "the GPU tier holds less")
     whole, tail = min(WHOLE, most), min(TAIL, most)
     fastest: dict[int, float] = {}
     spent = 0.0
@@ -174,12 +174,10 @@ def _rising(seconds: Mapping[int, float]) -> dict[int, float]:
     return dict(zip(seconds, np.minimum.accumulate(values[::-1])[::-1].tolist(), strict=True))
 
 
-def _powers(first: int, last: int) -> Iterator[int]:
-    """The powers of two in [first, last]."""
-    power = 1 << (first - 1).bit_length()
-    while power <= last:
-        yield power
-        power *= 2
+def powers_of_two(first: int, last: int) -> Sequence[int]:
+    """Those in [first, last]."""
+    lowest = (first - 1).bit_length()
+    return tuple(1 << power for power in range(lowest, max(lowest, last.bit_length())))
 
 
 def fit(measured: Sequence[_Measured]) -> Terms:

@@ -14,6 +14,8 @@ from typing import Any
 from pensieve.specs import HardwareSpec, ModelSpec
 
 Run = tuple[int, int]
+_Counts = tuple[int, int, int]
+"""Query positions, pairs of a query and a position it attends to, and positions that are read."""
 
 
 def one_after_another(
@@ -94,13 +96,10 @@ class Roofline(Machine):
 
     def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
         """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
-        if self._windowed:
-            return self._mixed_iteration_s(tuple(runs), sampled)
-        if self._state_bytes:
-            runs = tuple(runs)
-        tokens, pairs, kv_tokens = self._counts(runs)
-        states = self._states_s(runs, tokens) if self._state_bytes else 0.0
-        return self._iteration_s(tokens, pairs, kv_tokens, sampled) + states if tokens else 0.0
+        runs = tuple(runs)
+        counts = self._counts(runs)
+        windowed = self._counts(runs, self.model.sliding_window) if self._windowed else counts
+        return self._sum_s(counts, windowed, len(runs), sampled) if counts[0] else 0.0
 
     def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
         """Without a window both counts of an iteration grow by a constant."""
@@ -108,13 +107,12 @@ class Roofline(Machine):
             yield from one_after_another(self.iteration_s, runs, sampled)
         tokens, pairs, kv_tokens = self._counts(runs)
         more = sum((stop - start) ** 2 for start, stop in runs)
-        states = self._states_s(runs, tokens) if self._state_bytes else 0.0
         while True:
             pairs, kv_tokens = pairs + more, kv_tokens + tokens
-            yield self._iteration_s(tokens, pairs, kv_tokens, sampled) + states
+            counts = tokens, pairs, kv_tokens
+            yield self._sum_s(counts, counts, len(runs), sampled)
 
-    def _counts(self, runs: Iterable[Run], window: int | None = None) -> tuple[int, int, int]:
-        """Query positions, pairs of a query and a position it attends to, and positions that are read."""
+    def _counts(self, runs: Iterable[Run], window: int | None = None) -> _Counts:
         tokens, pairs, kv_tokens = 0, 0, 0
         for start, stop in runs:
             tokens += stop - start
@@ -122,28 +120,22 @@ class Roofline(Machine):
             kv_tokens += stop if window is None else min(stop, stop - start + window - 1)
         return tokens, pairs, kv_tokens
 
-    def _iteration_s(self, tokens: int, pairs: int, kv_tokens: int, sampled: int) -> float:
-        attention = self._attention_s(tokens, pairs, kv_tokens)
-        return self._linear_s(tokens, sampled) + attention + self._all_reduce_s(tokens) + self.hardware.step_overhead_s
-
-    def _mixed_iteration_s(self, runs: Sequence[Run], sampled: int) -> float:
-        """Of a model some or all of whose layers have a window."""
-        everything, share = self._counts(runs), self._windowed
-        tokens = everything[0]
-        if not tokens:
-            return 0.0
-        windowed = self._counts(runs, self.model.sliding_window)
-        attention = (1 - share) * self._attention_s(*everything) + share * self._attention_s(*windowed)
-        return self._linear_s(tokens, sampled) + attention + self._all_reduce_s(tokens) + self.hardware.step_overhead_s
+    def _sum_s(self, counts: _Counts, windowed: _Counts, rows: int, sampled: int) -> float:
+        """windowed: as layers with a window count. Layers with states read and write the state of each row, whatever its
+        length."""
+        tokens, attention, share = counts[0], self._attention_s(*counts), self._windowed
+        if share:
+            attention = (1 - share) * attention + share * self._attention_s(*windowed)
+        seconds = (
+            self._linear_s(tokens, sampled) + attention + self._all_reduce_s(tokens) + self.hardware.step_overhead_s
+        )
+        if self._state_bytes:
+            seconds += self._bound(tokens * self._state_flops, rows * self._state_bytes)
+        return seconds
 
     def _attention_s(self, tokens: int, pairs: int, kv_tokens: int) -> float:
         """If all layers were of this kind."""
         return self._bound(pairs * self._pair_flops, (kv_tokens + tokens) * self._kv_bytes)
-
-    def _states_s(self, runs: Iterable[Run], tokens: int) -> float:
-        """Layers with states: each row's state comes from memory and goes back, whatever its length."""
-        rows = sum(1 for _ in runs)
-        return self._bound(tokens * self._state_flops, rows * self._state_bytes)
 
     def _linear_s(self, tokens: int, sampled: int) -> float:
         weights = self._layers_bytes + (self._head_bytes if sampled else 0)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.device.options import TorchOptions
+from pensieve.device.worker import TorchOptions
 from pensieve.lab.bench import steps
 from pensieve.lab.bench.steps import Generate, Stepper, plain_module, prompt
 from tests.bench.bench import make_bench

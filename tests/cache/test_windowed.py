@@ -15,7 +15,7 @@ from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Fork, Length, Request
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.core.session import NO_BLOCK
-from pensieve.device.options import TorchOptions
+from pensieve.device.worker import TorchOptions
 from pensieve.errors import PensieveError
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.plugins.caches.windowed import WindowedCache

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from pensieve.errors import ConfigError
-from pensieve.lab.commands.profile import profile
 from pensieve.lab.compose.build import _measured_before
 from pensieve.lab.compose.plan import awaits_profile, plan_trial
 from pensieve.lab.compose.settings import check, resolved
@@ -24,7 +23,8 @@ from pensieve.lab.trial.run import run_trial
 from pensieve.serve.systems.inline_system import FastForward
 from pensieve.serve.systems.profiling import load_s, profile_of
 from pensieve.sim.cost import simulated_cost
-from pensieve.sim.machine_profile import Grid, MachineProfile, ProfiledCost, middle_of, powers_of_two, read_profile
+from pensieve.sim.machine_profile import Grid, MachineProfile, ProfiledCost, middle_of, read_profile
+from pensieve.sim.profile import powers_of_two
 from pensieve.sim.worker import SimulatedWorker, VirtualClock
 from tests.composed import composed, replayed
 
@@ -113,13 +113,8 @@ def test_the_median_of_several_processes_counts(h100):
             rows = tuple(tuple(factor * seconds for seconds in row) for row in of.seconds)
             return of.model_copy(update={"seconds": (*rows[:-1], rows[-1][: len(rows[-1]) - shorter])})
 
-        costs = replace(
-            h100.costs,
-            prefill_s={
-                tokens: factor * seconds for tokens, seconds in h100.costs.prefill_s.items() if tokens > shorter
-            },
-            load_chunk_s=factor * h100.costs.load_chunk_s,
-        )
+        prefill_s = {tokens: factor * seconds for tokens, seconds in h100.costs.prefill_s.items() if tokens > shorter}
+        costs = replace(h100.costs, prefill_s=prefill_s, load_chunk_s=factor * h100.costs.load_chunk_s)
         return h100.model_copy(
             update={
                 "costs": costs, "prefill": grid(h100.prefill), "decode": grid(h100.decode), "overhead_s": factor,
@@ -128,7 +123,7 @@ def test_the_median_of_several_processes_counts(h100):
         )  # fmt: skip
 
     found = middle_of([scaled(1.0, 0.1), scaled(9.0, 0.3, shorter=1), scaled(1.25, 0.2)])
-    assert found.overhead_s == 1.25
+    assert found.overhead_s == 1.25 and middle_of([scaled(1.0, 0.1)]).decode == h100.decode
     assert found.costs.load_chunk_s == 1.25 * h100.costs.load_chunk_s
     assert found.costs.prefill_s == {tokens: 1.25 * seconds for tokens, seconds in h100.costs.prefill_s.items()}
     assert found.decode.at(64, 32) == 1.25 * h100.decode.at(64, 32)
@@ -136,10 +131,6 @@ def test_the_median_of_several_processes_counts(h100):
     assert len(found.decode.seconds[-1]) == len(h100.decode.seconds[-1]) - 1  # as far as all of them went
     assert found.measured["processes"] == 3 and found.measured["seconds"] == 4.5
     assert found.measured["others_cpu_share"] == 0.3 and found.measured["rounds"] == 4
-    assert (
-        middle_of([h100.model_copy(update={"measured": {"seconds": 1.0, "others_cpu_share": 0.0}})]).decode
-        == h100.decode
-    )
 
 
 def test_what_the_host_takes_of_a_prompt_is_charged_once_a_prompt(h100):
@@ -241,16 +232,10 @@ def test_a_machine_and_its_profile_serve_the_same_trial_alike(h100, tmp_path):
     assert ours["throughput_output_tok_s", ""] == pytest.approx(theirs["throughput_output_tok_s", ""], rel=0.05)
     assert ours["ttft_ms_mean", ""] == pytest.approx(theirs["ttft_ms_mean", ""], rel=0.1)
     assert system.settings()["cost"]["kind"] == "machine profile"
-
-
-@pytest.mark.parametrize(("overlaps", "mode"), [(False, "never"), (True, "paper")])
-def test_copies_ahead_are_made_as_on_the_machine(h100, tmp_path, overlaps, mode):
-    """A CPU makes none ahead of time: a simulation that does keeps other chunks."""
-    file = tmp_path / "machine.json"
-    h100.model_copy(update={"overlaps": overlaps}).write(file)
-    rounds = ("workload=rounds", "workload.rounds=2", "workload.pressure=0.5")
-    _, system = replayed(*TIERS, *rounds, "hardware=sim_profile", f"hardware.profile={file}")
-    assert system.engine.scheduler.settings.copy_ahead == mode
+    assert system.engine.scheduler.settings.copy_ahead == "paper"
+    h100.model_copy(update={"overlaps": False}).write(file)
+    _, cpu = replayed(*TIERS, *rounds[:1], "hardware=sim_profile", f"hardware.profile={file}")
+    assert cpu.engine.scheduler.settings.copy_ahead == "never", "a CPU makes no copies ahead of time"
 
 
 def test_a_machine_is_measured_whole_and_at_the_prices_of_a_trial(h100):
@@ -276,17 +261,12 @@ def test_a_real_trial_measures_the_machine_beside_itself_once_a_process(h100, tm
 
     monkeypatch.setattr(machine, "measure_machine", measured)
 
-    def planned(hardware: str, repeat: int, pressure: float = 1.0):
-        asking = (
-            "experiment=machine/fidelity",
-            f"hardware={hardware}",
-            f"repeat={repeat}",
-            f"workload.pressure={pressure}",
-        )
-        return plan_trial(check(composed(*asking)))
+    def planned(hardware: str, repeat: int, *more: str):
+        asking = ("experiment=machine/fidelity", f"hardware={hardware}", f"repeat={repeat}")
+        return plan_trial(check(composed(*asking, *more)))
 
     assert awaits_profile(planned("sim_paired", 0).config) and not awaits_profile(planned("cpu", 0).config)
-    for pressure in (0.5, 1.0):
+    for pressure in ("workload.pressure=0.5", "workload.pressure=1.0"):
         assert measure_beside(planned("cpu", 0, pressure)) == "minute 1"
         assert measure_beside(planned("sim_paired", 0, pressure)) is None
     first = tmp_path / "profiles" / "beside-tiny-0.json"
@@ -299,15 +279,10 @@ def test_a_real_trial_measures_the_machine_beside_itself_once_a_process(h100, tm
     assert [Path(one).name for one in asked] == ["beside-tiny-0.json", "beside-tiny-1.json"]
     assert measure_beside(plan_trial(check(composed("hardware=cpu", *TIERS)))) is None  # nobody asked
     assert len(asked) == 2
-    wider = plan_trial(
-        check(composed("experiment=machine/fidelity", "hardware=cpu", "repeat=1", "cache.gpu=2048 tokens"))
-    )
-    assert measure_beside(wider) == "minute 3"  # another setting is another machine
+    assert measure_beside(planned("cpu", 1, "cache.gpu=2048 tokens")) == "minute 3"  # another setting, another machine
     for other in ("baseline=gpu_only", "baseline=vllm", "hardware.gpus=2"):
         with pytest.raises(ConfigError, match=r"profile"):
-            measure_beside(
-                plan_trial(check(composed("experiment=machine/fidelity", "hardware=cpu", "repeat=2", other)))
-            )
+            measure_beside(planned("cpu", 2, other))
     with pytest.raises(ConfigError, match=r"^trial\.measure_machine=/proc/none/x\.json cannot be written"):
         measure_beside(plan_trial(check(composed("hardware=cpu", *TIERS, "trial.measure_machine=/proc/none/x.json"))))
 
@@ -352,12 +327,13 @@ def test_a_profile_of_something_else_is_refused_in_a_sentence(h100, tmp_path):
         plan_trial(check(composed("hardware=sim_profile", f"hardware.profile={file}", *overrides)))
 
     planned(*TIERS)
-    with pytest.raises(ConfigError, match=r"measured with model tiny, and this trial has llama_25m"):
-        planned("model=llama_25m")
-    with pytest.raises(ConfigError, match=r"chunk_tokens 32, and this trial has 16"):
-        planned("cache.chunk_tokens=16")
-    with pytest.raises(ConfigError, match=r"no profile at .*absent; measure one with python runners/profile\.py"):
-        planned(f"hardware.profile={tmp_path}/absent")
+    for other, words in (
+        ("model=llama_25m", r"measured with model tiny, and this trial has llama_25m"),
+        ("cache.chunk_tokens=16", r"chunk_tokens 32, and this trial has 16"),
+        (f"hardware.profile={tmp_path}/absent", r"no profile at .*absent; measure one with python runners/profile\.py"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            planned(other)
     file.write_text("{}")
     with pytest.raises(ConfigError, match=r"is no profile of a machine"):
         planned()
@@ -381,10 +357,3 @@ def test_the_runners_folder_hides_no_module_of_the_standard_library():
     subprocess.run([sys.executable, "-c", program, str(runners)], check=True)
     for runner in runners.glob("[a-z]*.py"):
         assert re.findall(r"import \w+", runner.read_text()) == ["import call"], runner.name
-
-
-def test_a_profile_is_of_our_engine():
-    fields = composed("baseline=vllm", "hardware=cpu", "tracking=off")
-    config = {name: value for name, value in resolved(fields).items() if name != "workload"}
-    with pytest.raises(ConfigError, match=r"^A profile is of .* baseline=vllm"):
-        profile({**config, "profile": {}})

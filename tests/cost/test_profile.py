@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -29,10 +28,6 @@ def polynomial(start: int, stop: int) -> float:
     return OVERHEAD + LINEAR * (stop - start) + QUADRATIC * (stop**2 - start**2)
 
 
-def prefill(tokens: int) -> float:
-    return polynomial(0, tokens)
-
-
 def roofline_of(hardware: str, model: str = "llama3_8b") -> Roofline:
     described = ModelConfig.model_validate(read_option("model", model))
     config = HardwareConfig.model_validate(read_option("hardware", hardware))
@@ -41,20 +36,7 @@ def roofline_of(hardware: str, model: str = "llama3_8b") -> Roofline:
     return Roofline(spec, machine, 32)
 
 
-def prefills(roofline: Roofline, lengths: list[int]) -> Profile:
-    return Profile(32, {length: roofline.iteration_s([(0, length)], 1) for length in lengths}, roofline.load_s(), {})
-
-
-def iterations(roofline: Roofline) -> Callable[[int, int], float]:
-    return lambda start, stop: roofline.iteration_s([(start, stop)], 1)
-
-
-def check(profile: Profile, roofline: Roofline, tolerance: float = 0.1) -> None:
-    for context in CONTEXTS:
-        assert profile.recompute_s(context) == pytest.approx(roofline.recompute_s(context), rel=tolerance), context
-
-
-@pytest.mark.parametrize("model", ["llama2_13b", "llama3_8b", "opt_13b"])
+@pytest.mark.parametrize("model", ["llama3_8b", "opt_13b"])
 @pytest.mark.parametrize("hardware", SIMULATED)
 def test_what_is_measured_gives_it_too(hardware: str, model: str) -> None:
     roofline = roofline_of(hardware, model)
@@ -62,7 +44,7 @@ def test_what_is_measured_gives_it_too(hardware: str, model: str) -> None:
 
     def iteration(start: int, stop: int) -> float:
         asked.append((start, stop))
-        return 0.001 * iterations(roofline)(start, stop)  # so fast that time cuts nothing short
+        return 0.001 * roofline.iteration_s([(start, stop)], 1)  # so fast that time cuts nothing short
 
     profile = measure(iteration, 32, 40_000, {}, 131_072)
     for context in CONTEXTS:
@@ -97,14 +79,16 @@ def test_attention_is_not_read_as_a_hinge(quadratic: float) -> None:
     assert profile.weights_s() <= 32 * LINEAR * 1.001, "no length that was measured lies below the hinge"
 
 
-@pytest.mark.parametrize("hardware", SIMULATED)
+@pytest.mark.parametrize("hardware", ["sim_h100", "sim_gtx1650"])
 def test_noise_of_the_measurements_does_not_carry_into_the_marginal_chunk(hardware: str) -> None:
     """Up to 20 % on each of them; the slope between two of them would be off by several times that."""
     roofline, rng = roofline_of(hardware), random.Random(1)
+
+    def iteration(start: int, stop: int) -> float:
+        return 0.001 * rng.uniform(1, 1.2) * roofline.iteration_s([(start, stop)], 1)
+
     for _ in range(20):
-        noisy = measure(
-            lambda start, stop: 0.001 * rng.uniform(1, 1.2) * iterations(roofline)(start, stop), 32, 32768, {}
-        )
+        noisy = measure(iteration, 32, 32768, {})
         costs = [1000 * noisy.recompute_s(context) for context in range(32, 32769, 32)]
         assert costs == sorted(costs)
         for context in CONTEXTS:
@@ -113,7 +97,8 @@ def test_noise_of_the_measurements_does_not_carry_into_the_marginal_chunk(hardwa
 
 def test_an_iteration_shorter_than_the_hinge_is_predicted_with_the_weights_it_reads() -> None:
     roofline = roofline_of("sim_h100")
-    for cost in (roofline, prefills(roofline, CONTEXTS)):
+    measured = {length: roofline.iteration_s([(0, length)], 1) for length in CONTEXTS}
+    for cost in (roofline, Profile(32, measured, roofline.load_s(), {})):
         for start, stop in ((0, 64), (0, 128), (2048, 2176), (16384, 16512), (8192, 8704)):
             expected = roofline.iteration_s([(start, stop)], 1)
             assert predicted_s(cost, [(start, stop)], 32) == pytest.approx(expected, rel=0.12), (cost, start, stop)
@@ -126,7 +111,8 @@ def test_a_worker_is_profiled_through_its_plans() -> None:
     worker.start(2000, 2000)
     profile = profile_of(worker, clock, 32, 64_000, 8192, 2000, {"worker": "simulated"}, 4096)
     assert [*profile.prefill_s, *profile.tail_s] == [context for context in CONTEXTS if context <= 8192]
-    check(profile, roofline)
+    for context in CONTEXTS:
+        assert profile.recompute_s(context) == pytest.approx(roofline.recompute_s(context), rel=0.1), context
     assert profile.load_s() == pytest.approx(roofline.load_s(), rel=0.1)
     record = json.loads(json.dumps(profile.describe()))
     assert 0 < record["largest_error_pct"] < 1
@@ -163,7 +149,7 @@ def test_a_context_that_fails_ends_the_profile_and_a_prefill_that_fails_is_an_er
 
     profile = measure(no_memory, 32, 32768, {})
     assert profile.left_out == dict.fromkeys([8192, 16384, 32768], "The device ran out of memory.")
-    assert profile.recompute_s(4096) == pytest.approx(prefill(4096) - prefill(4064), rel=1e-3)
+    assert profile.recompute_s(4096) == pytest.approx(polynomial(0, 4096) - polynomial(0, 4064), rel=1e-3)
 
     def broken(start: int, stop: int) -> float:
         raise WorkerError("The step failed on the device.")
@@ -173,7 +159,7 @@ def test_a_context_that_fails_ends_the_profile_and_a_prefill_that_fails_is_an_er
 
 
 def test_the_record_shows_what_the_fit_does_not_meet() -> None:
-    steps = {length: prefill(length) * (1.5 if length == 1024 else 1.0) for length in CONTEXTS}
+    steps = {length: polynomial(0, length) * (1.5 if length == 1024 else 1.0) for length in CONTEXTS}
     error = Profile(32, steps, 0.0, {}).largest_error_pct()
     assert error is not None and 20 < error < 50
     assert Profile(32, {128: 0.012, 256: 0.03}, 0.0, {}).largest_error_pct() is None, "two terms always meet two times"
@@ -192,7 +178,15 @@ def test_roofline_is_bound_by_weights_at_decode_and_by_arithmetic_at_prefill() -
     assert roofline.load_s() == pytest.approx(4 * MODEL.kv_bytes_per_token / MACHINE.h2d_bw)
 
 
+@pytest.mark.parametrize(("size", "rate"), [(32 * 1024, 5e9), (32 * 1024 * 1024, 48e9)])
+def test_pieces_of_32_kib_come_at_five_gb_a_second_and_large_ones_at_the_links_rate(size: int, rate: float) -> None:
+    """What was published for an H100, from which the 5.9 us are."""
+    model = replace(MODEL, layers=1, kv_heads=1, head_dim=1)
+    cost = Roofline(model, replace(MACHINE, h2d_bw=48e9, fragment_s=5.9e-6), size // model.kv_bytes_per_token)
+    assert size / cost.transfer_s(1, to_gpu=True) == pytest.approx(rate, rel=0.01)
+
+
 def test_a_short_iteration_that_took_longer_than_a_long_one_is_noise() -> None:
     disturbed = measure(lambda start, stop: polynomial(start, stop) * (20 if stop == 64 else 1), 32, 2048, {})
-    assert disturbed.prefill_s[64] == disturbed.prefill_s[128] == prefill(128)
+    assert disturbed.prefill_s[64] == disturbed.prefill_s[128] == polynomial(0, 128)
     assert list(disturbed.prefill_s.values()) == sorted(disturbed.prefill_s.values())

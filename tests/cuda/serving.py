@@ -3,64 +3,52 @@
 from __future__ import annotations
 
 import random
-from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-
-from pensieve.core.cache.two_tier import TwoTierCache
+from pensieve.core.cache.base import CacheManager
 from pensieve.core.engine import Engine
 from pensieve.core.plan import Row, Sample, StepPlan, StepResult
-from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Sampling
 from pensieve.core.scheduler.active_request import ActiveRequest
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.asked import ModelAsked
 from pensieve.device.model import LoadedModel, load_model
-from pensieve.device.options import TorchOptions
-from pensieve.device.sampler import Draws, draw, noise_starts
-from pensieve.device.worker import TorchWorker
-from pensieve.plugins.caches.restore import RestoreMode, RestoringCache
+from pensieve.device.worker import TorchOptions, TorchWorker
+from pensieve.plugins.caches.restore import RestoreMode
 from pensieve.serve.books.books import Books
 from pensieve.serve.systems.base import WallClock
-from pensieve.sim.profile import Profile
 from pensieve.specs import ModelSpec
 from tests.exact import CheckedEngine, Paths, Readings, WatchedWorker
-from tests.simulated import policy_context
+from tests.gpu.conversations import restoring
 from tests.soak import Episode, perform
-from tests.worker.torch.driver import ARCHITECTURES, plain_logits
+from tests.worker.torch.driver import ARCHITECTURES, drawn, plain_logits
 
-from .standin.findings import Finding, listed
 from .standin.machine import Machine
 
 CHUNK, GPU_BLOCKS, CPU_BLOCKS, CONTEXT, REQUESTS = 8, 18, 24, 512, 4
-SIZES: dict[str, dict[str, Any]] = {**ARCHITECTURES, "olmo2": {**ARCHITECTURES["llama"], "model_type": "olmo2"}}
 _TOLERANCE = 1e-3  # of a logit: two tokens this close are a tie
 
 
 @cache
 def tiny(name: str = "llama", fused: bool = True, dtype: str = "float32", attention: str = "auto") -> LoadedModel:
     """On the stand-in, which must be in place."""
-    spec = ModelSpec.from_architecture(name, SIZES[name], dtype)
+    spec = ModelSpec.from_architecture(name, ARCHITECTURES[name], dtype)
     return load_model(ModelAsked(spec, device="cuda", threads=1, fused=fused, attention=attention, chunk_tokens=CHUNK))
 
 
 @cache
 def reference(name: str) -> LoadedModel:
     """The same weights on the CPU."""
-    spec = ModelSpec.from_architecture(name, SIZES[name])
+    spec = ModelSpec.from_architecture(name, ARCHITECTURES[name])
     return load_model(ModelAsked(spec, threads=1, fused=False, attention="reference"))
 
 
-@dataclass(slots=True)
-class Turn:
+class Turn(NamedTuple):
     """tokens: the whole conversation, of which the last `output` were sampled with `key`."""
 
-    tokens: array[int]
+    tokens: list[int]
     output: int
     sampling: Sampling
     key: int
@@ -70,7 +58,7 @@ class Serving(CheckedEngine):
     """Compares nothing while it serves, since that would wait for the device: `wrong_tokens` does it afterwards."""
 
     def __init__(
-        self, model: LoadedModel, cache: TwoTierCache, settings: SchedulerSettings, options: TorchOptions
+        self, model: LoadedModel, cache: CacheManager, settings: SchedulerSettings, options: TorchOptions
     ) -> None:
         clock = Readings()
         self.torch_worker = WatchedWorker(model, cache.chunk_tokens, clock, options=options)
@@ -100,84 +88,54 @@ class Serving(CheckedEngine):
         assert status != "failed", error
         if status == "completed":
             output, request = active.generated, active.request
-            self.turns.append(Turn(array("i", active.session.tokens), output, request.sampling, active.noise_key))
+            self.turns.append(Turn(list(active.session.tokens), output, request.sampling, active.noise_key))
 
 
 @dataclass(slots=True)
 class Served:
-    """findings, syncs: of serving alone, without start and end."""
+    """counts: of serving alone, without start and end."""
 
     engine: Serving
     paths: Paths
-    findings: list[Finding]
-    syncs: list[Finding]
-    counts: dict[str, int]
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def waits(self) -> list[Finding]:
-        """What waited, but for the tokens of a plan."""
-        return [sync for sync in self.syncs if "flight.py" not in sync.where.split(" < ")[0]]
-
-    def assert_clean(self) -> None:
-        assert not self.findings, listed(self.findings)
-        assert not self.waits, listed(self.waits)
+    replays: int
 
 
 def converse(
-    device: Machine, model: LoadedModel, mode: RestoreMode, options: TorchOptions, turns: int, seed: int = 5
+    device: Machine,
+    model: LoadedModel,
+    mode: RestoreMode,
+    options: TorchOptions,
+    turns: int,
+    returns: int = 2,
+    seed: int = 5,
 ) -> Served:
-    """Random conversations, more than both tiers hold."""
-    context = policy_context(CHUNK, GPU_BLOCKS, CPU_BLOCKS)
-    store = RestoringCache(
-        policy=RetentionValue(context), chunk_tokens=CHUNK, gpu_blocks=GPU_BLOCKS, cpu_blocks=CPU_BLOCKS, restore=mode
-    )
+    """Random conversations, more than both tiers hold. Nothing races, and nothing waits but for the tokens of a plan."""
     settings = SchedulerSettings(max_batch_tokens=48, max_batch_requests=REQUESTS)
-    cost = Profile(CHUNK, {128: 0.128, 256: 0.256}, 2 * CHUNK / 1000, {})  # loading is twice as dear as computing
-    store.begin(cost=cost, layers=model.spec.layers, batch_tokens=settings.max_batch_tokens)
-    engine = Serving(model, store, settings, options)
+    engine = Serving(model, restoring(model, mode, GPU_BLOCKS, CPU_BLOCKS, 48), settings, options)
+    episode, close = Episode(seed, 0), engine.torch_worker.close
     device.forget()
-    counted = dict(device.counts)
-    operations = (
-        [*Episode(seed, 0).operations(turns), *Episode(seed, 0).returns(2)]
-        if turns > 20
-        else Episode(seed, 0).operations(turns)
-    )
-    engine_settings = engine.torch_worker.settings()
-    findings, syncs, counts = [], [], {}
+    before = device.replays
 
-    def stop() -> None:
-        findings.extend(device.findings)
-        syncs.extend(device.syncs)
-        counts.update({name: count - counted[name] for name, count in device.counts.items()})
-
-    with _before_close(engine.torch_worker, stop):
-        paths = perform(engine, operations)
-    return Served(engine, paths, findings, syncs, counts, engine_settings)
-
-
-@contextmanager
-def _before_close(worker: TorchWorker, act: Any) -> Iterator[None]:
-    """The end of a worker waits for everything, as it should."""
-    close = worker.close
-
-    def closing() -> None:
-        act()
+    def check_and_close() -> None:
+        """The end of a worker waits for everything, as it should."""
+        device.assert_clean()
         close()
 
-    worker.close = closing  # type: ignore[method-assign]
-    yield
+    engine.torch_worker.close = check_and_close  # type: ignore[method-assign]
+    paths = perform(engine, [*episode.operations(turns), *(episode.returns(returns) if returns else ())])
+    return Served(engine, paths, device.replays - before)
 
 
 def wrong_tokens(turns: list[Turn], name: str) -> tuple[int, int]:
     """How many sampled tokens are not the plain model's, and of how many."""
     model, wrong, total = reference(name), 0, 0
-    for turn in turns:
-        tokens, output = turn.tokens, turn.output
-        logits = plain_logits(model, tokens[:-1])[len(tokens) - output - 1 :]
-        expected = draw(logits, _draws(turn)).tokens.tolist()
-        for row, wanted, token in zip(logits, expected, tokens[-output:], strict=True):
-            tie = turn.sampling.temperature == 0 and abs(float(row[wanted] - row[token])) < _TOLERANCE
+    for tokens, output, how, key in turns:
+        first = len(tokens) - output
+        logits = plain_logits(model, tokens[:-1])[first - 1 :]
+        places = range(first, len(tokens))
+        expected, _ = drawn(logits, [Sample(at, key, how.temperature, how.top_p, how.top_k) for at in places])
+        for row, wanted, token in zip(logits, expected, tokens[first:], strict=True):
+            tie = how.temperature == 0 and abs(float(row[wanted] - row[token])) < _TOLERANCE
             wrong += token != wanted and not tie
             total += 1
     return wrong, total
@@ -186,20 +144,6 @@ def wrong_tokens(turns: list[Turn], name: str) -> tuple[int, int]:
 def plain_token(tokens: list[int], name: str = "llama") -> int:
     """What the plain model says next."""
     return int(plain_logits(reference(name), tokens)[-1].argmax())
-
-
-def _draws(turn: Turn) -> Draws | None:
-    sampling, output = turn.sampling, turn.output
-    if not sampling.temperature:
-        return None
-    first = len(turn.tokens) - output
-    starts = torch.from_numpy(noise_starts([turn.key] * output, range(first, first + output)))
-
-    def column(value: float, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((output,), value, dtype=dtype)
-
-    floats = (column(value, torch.float64) for value in (sampling.temperature, sampling.top_p))
-    return Draws(torch.arange(output), starts, *floats, column(sampling.top_k, torch.int64), True)
 
 
 class Hand:

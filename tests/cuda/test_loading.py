@@ -22,26 +22,6 @@ _SIZES = {
 _LARGEST = 1024 * 256 * 4  # bytes of the largest tensor as the files hold it
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The same float32 weights in one file, and in several with an index."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    register()
-    torch.manual_seed(0)
-    sizes = dict(_SIZES)
-    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(sizes.pop("model_type"), **sizes))
-    at = tmp_path_factory.mktemp("weights")
-    module.save_pretrained(at / "one")
-    module.save_pretrained(at / "several", max_shard_size="6MB")
-    assert (at / "several" / "model.safetensors.index.json").is_file()
-    return {"one": at / "one", "several": at / "several"}
-
-
-def _load(folder, dtype, device):
-    return loading.load_module(ModelAsked(ModelSpec.from_architecture("mine", _SIZES, dtype), str(folder)), device)
-
-
 def _watch_host(device, patch):
     """The most bytes that tensors made on the host held together, as they were at each allocation on the device. Views of a
     mapped file are none of them: its pages are the system's, which takes them back when it likes."""
@@ -69,29 +49,26 @@ def _watch_host(device, patch):
     return lambda: most[0]
 
 
-@pytest.mark.parametrize("files", ["one", "several"])
-def test_weights_go_to_the_device_tensor_by_tensor(device, folders, files, monkeypatch):
-    """Files in float32, a model in bfloat16: what is converted is memory of the host's own."""
+@pytest.mark.parametrize("shards", ["1GB", "6MB"])
+def test_weights_go_to_the_device_tensor_by_tensor(device, shards, tmp_path, monkeypatch):
+    """Files in float32, a model in bfloat16: what is converted is memory of the host's own. The allocator takes no segment
+    for the whole model."""
     pytest.importorskip("accelerate")
+    from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
+
+    register()
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**_SIZES)).save_pretrained(tmp_path, max_shard_size=shards)
+    assert (tmp_path / "model.safetensors.index.json").is_file() == (shards == "6MB")
+    warm, sizes, refuse = modeling_utils.caching_allocator_warmup, [], device.refuse_beyond
+    monkeypatch.setattr(device, "refuse_beyond", lambda size: (sizes.append(size), refuse(size))[1])
     most_held = _watch_host(device, monkeypatch)
-    module = _load(folders[files], "bfloat16", CUDA)
+    asked = ModelAsked(ModelSpec.from_architecture("mine", _SIZES, "bfloat16"), str(tmp_path))
+    module = loading.load_module(asked, CUDA)
     weights = sum(p.nbytes for p in module.parameters())
     assert all(p.device == CUDA and p.dtype == torch.bfloat16 for p in module.parameters())
     assert all(b.device == CUDA for b in module.buffers())
     assert most_held() <= 4 * _LARGEST < weights / 4  # four threads read at once
-    own = _load(folders[files], "bfloat16", torch.device("cpu"))
-    for name, there in module.state_dict().items():
-        assert torch.equal(there.cpu(), own.state_dict()[name]), name
-
-
-def test_the_allocator_takes_no_segment_for_the_whole_model(device, folders, monkeypatch):
-    pytest.importorskip("accelerate")
-    from transformers import modeling_utils
-
-    warm = modeling_utils.caching_allocator_warmup
-    sizes, refuse = [], device.refuse_beyond
-    monkeypatch.setattr(device, "refuse_beyond", lambda size: (sizes.append(size), refuse(size))[1])
-    module = _load(folders["one"], "float32", CUDA)
-    weights = sum(p.nbytes for p in module.parameters())
-    assert max(sizes, default=0) <= _LARGEST < weights / 4
-    assert modeling_utils.caching_allocator_warmup is warm
+    assert max(sizes, default=0) <= _LARGEST and modeling_utils.caching_allocator_warmup is warm
+    own = loading.load_module(asked, torch.device("cpu")).state_dict()
+    assert all(torch.equal(there.cpu(), own[name]) for name, there in module.state_dict().items())

@@ -8,13 +8,13 @@ import torch
 
 from pensieve.core.plan import Row, Sample
 from pensieve.device import batch, flight
-from pensieve.device.options import TorchOptions
-from pensieve.device.transfers import lanes, pinned
+from pensieve.device.transfers import cuda_link, pinned
+from pensieve.device.worker import TorchOptions
 from pensieve.serve.systems.profiling import swap_in, swap_out
 
 from .conftest import needs_triton
 from .serving import Hand, tiny
-from .standin.findings import listed
+from .standin.clocks import listed
 
 pytestmark = needs_triton
 Patch = pytest.MonkeyPatch
@@ -25,8 +25,8 @@ def scenario(device):
     hand = Hand(tiny(), TorchOptions(depth=2, max_batch_requests=2))
     device.forget()
     device.lag = 200
-    tokens = tuple(range(3, 43))
-    hand.launch(hand_prompt(tokens), tables=((0, 0, (3, 4, 5, 6, 7, 8, 9)),))
+    prompt = Row(0, ((0, 40),), tuple(range(3, 43)), Sample(40))
+    hand.launch(prompt, tables=((0, 0, (3, 4, 5, 6, 7, 8, 9)),))
     hand.launch(hand.decode(40), moves=(swap_out(1, (3, 4), (0, 1)),))
     hand.collect()
     hand.launch(hand.decode(41))
@@ -40,17 +40,13 @@ def scenario(device):
     hand.close()
 
 
-def hand_prompt(tokens):
-    return Row(0, ((0, len(tokens)),), tokens, Sample(len(tokens)))
-
-
 def no_hold_before_compute(patch):
-    patch.setattr(lanes.CudaLink, "hold_compute", lambda self, mark: None)
+    patch.setattr(cuda_link.CudaLink, "hold_compute", lambda self, mark: None)
 
 
 def no_wait_of_swap_outs_for_compute(patch):
-    enqueue = lanes._CudaLane.enqueue
-    patch.setattr(lanes._CudaLane, "enqueue", lambda self, haul, after: enqueue(self, haul, ()))
+    enqueue = cuda_link._CudaLane.enqueue
+    patch.setattr(cuda_link._CudaLane, "enqueue", lambda self, haul, after: enqueue(self, haul, ()))
 
 
 def tokens_read_early(patch):
@@ -82,14 +78,13 @@ def lists_sent_from_pageable_memory(patch):
 
 def test_nothing_is_found_without_them(device):
     scenario(device)
-    waits = [sync for sync in device.syncs if "flight.py" not in sync.where and "test_mutations" not in sync.where]
-    assert not device.findings, listed(device.findings)
-    assert all("lanes.py" in wait.where for wait in waits), listed(waits)
+    waits = device.waits("cuda_link.py", "test_mutations.py")
+    assert not device.findings and not waits, listed([*device.findings, *waits])
 
 
 MUTATIONS = [
     (no_hold_before_compute, "race", "graphs.py"),
-    (no_wait_of_swap_outs_for_compute, "race", "driver|copies.py"),
+    (no_wait_of_swap_outs_for_compute, "race", "driver|cuda_link.py"),
     (tokens_read_early, "race", "flight.py"),
     (one_upload_buffer_for_all, "race", "batch.py"),
     (lists_sent_from_pageable_memory, "pageable", "test_mutations.py|triton_backend.py"),

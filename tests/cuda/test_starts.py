@@ -10,15 +10,14 @@ import pytest
 from pensieve.core.plan import Row, Sample
 from pensieve.device.asked import ModelAsked
 from pensieve.device.model import load_model
-from pensieve.device.options import TorchOptions
 from pensieve.device.transfers.pinned import kept
-from pensieve.device.worker import TorchWorker
+from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.errors import HardwareMissing
 from pensieve.serve.systems.base import WallClock
-from pensieve.specs import ModelSpec
+from tests.worker.torch.driver import tiny_spec
 
 from .conftest import needs_triton
-from .serving import CHUNK, SIZES, Hand, tiny
+from .serving import CHUNK, Hand, tiny
 
 
 def test_kept_pinned_memory_holds_nothing_of_the_worker_before(device, monkeypatch):
@@ -46,7 +45,7 @@ def test_what_auto_reserves_is_what_is_taken(device, graphs):
     """Counted on the device while a worker of that size starts, and while it samples from a limited set. The vocabulary is
     large, so that the sampler takes more than the forward."""
     options = TorchOptions(max_batch_tokens=8, max_batch_requests=4, memory_share=0.02, graphs=graphs)
-    spec = ModelSpec.from_architecture("wide", {**SIZES["llama"], "vocab_size": 4096})
+    spec = tiny_spec("llama", vocab_size=4096)
     model = load_model(ModelAsked(spec, device="cuda", threads=1, chunk_tokens=CHUNK))
     block_bytes = CHUNK * model.spec.kv_bytes_per_token
     worker = TorchWorker(model, CHUNK, WallClock(), options=options)

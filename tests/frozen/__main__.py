@@ -2,7 +2,7 @@
 
 python -m tests.frozen [NAME ...] [--quick]    check all, those named (or whose name begins so), or those that are not slow
 python -m tests.frozen --write [NAME ...]      freeze anew
-python -m tests.frozen --show NAME FILE        all rows of one scenario as JSON, to be compared row by row
+python -m tests.frozen --show NAME FILE        all rows of one scenario, a line each, to be compared with diff
 python -m tests.frozen --cost [CHECKOUT ...]   host time of a plan and a row, of several checkouts in turns
 python -m tests.frozen --crossings             files and calls that a turn crosses
 """
@@ -27,9 +27,7 @@ FILE = Path(__file__).parent / "frozen.json"
 
 
 def frozen() -> dict[str, Any]:
-    found = json.loads(FILE.read_text()) if FILE.exists() else {}
-    assert isinstance(found, dict)
-    return found
+    return dict(json.loads(FILE.read_text()))
 
 
 def differences(name: str, rows: Rows) -> list[str]:
@@ -46,30 +44,11 @@ def differences(name: str, rows: Rows) -> list[str]:
     return [*lines, *(f"{kind} differ" for kind in (*KINDS, "drawn") if was.get(kind) != now.get(kind))]
 
 
-def write(found: dict[str, Any]) -> None:
-    """One line a scenario, in their order."""
-    lines = [f"{json.dumps(name)}: {json.dumps(found[name])}" for name in SCENARIOS if name in found]
-    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def show(name: str, file: Path) -> None:
-    """One row a line, so that `diff` of two files names the rows."""
-    table = SCENARIOS[name].rows().table()
-    kinds = [f" {json.dumps(kind)}: [\n" + ",\n".join(map(json.dumps, rows)) + "\n ]" for kind, rows in table.items()]
-    file.write_text("{\n" + ",\n".join(kinds) + "\n}\n")
-
-
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.frozen", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--show", action="store_true")
-    parser.add_argument("--cost", action="store_true")
-    parser.add_argument("--cost-once", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--crossings", action="store_true")
+    for flag in ("--quick", "--write", "--show", "--cost", "--cost-once", "--crossings"):
+        parser.add_argument(flag, action="store_true")
     asked = parser.parse_args(words)
     if asked.cost or asked.cost_once:
         from tests.frozen.cost import measured, report
@@ -85,7 +64,9 @@ def main(words: list[str]) -> int:
         return 0
     if asked.show:
         name, file = asked.names
-        show(name, Path(file))
+        rows = SCENARIOS[name].rows()
+        lines = [json.dumps([kind, *row]) for kind in (*KINDS, "drawn") for row in getattr(rows, kind)]
+        Path(file).write_text("\n".join(lines) + "\n")  # one row a line, so that `diff` of two files names the rows
         return 0
     chosen = [
         name
@@ -106,7 +87,8 @@ def main(words: list[str]) -> int:
         said = "; ".join(lines) or ("frozen" if asked.write else "as frozen")
         print(f"{time.perf_counter() - began:6.2f} s  {name}: {said}", flush=True)
     if asked.write:
-        write(kept)
+        lines = [f"{json.dumps(name)}: {json.dumps(kept[name])}" for name in SCENARIOS if name in kept]
+        FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print(f"{len(chosen)} scenarios, {wrong} differ or fail")
     return wrong > 0
 

@@ -110,21 +110,17 @@ def said(run: Callable[[], object], *words: str) -> str:
 
 def shown(store: ResultsStore, sweep: int, folder: Path) -> Iterator[tuple[str, str]]:
     """(file, text) of everything about a sweep."""
-    to = folder / "shown" / str(sweep)
-    out = said(lambda: figures.main(["--sweep", str(sweep), "--to", str(to / "figures")]))
-    yield "figures.txt", out.replace(f"{to}/", "")
-    claims = read_claims(conf_folder() / "claims.yaml")
-    yield (
-        "report.txt",
-        said(lambda: report.main(["--sweep", str(sweep), "--to", str(to / "report.html")])).replace(f"{to}/", ""),
-    )
-    yield "notes.txt", said(lambda: cli.results(["notes", str(sweep)]))
-    yield (
-        "export.txt",
-        said(lambda: cli.results(["export", str(sweep), "--to", str(to / "export")])).replace(f"{to}/", ""),
-    )
-    yield "list.txt", said(lambda: cli.results(["list", "--sweep", str(sweep)]))
+    to, number = folder / "shown" / str(sweep), str(sweep)
+    for name, command, words in (
+        ("figures", figures.main, ["--sweep", number, "--to", str(to / "figures")]),
+        ("report", report.main, ["--sweep", number, "--to", str(to / "report.html")]),
+        ("notes", cli.results, ["notes", number]),
+        ("export", cli.results, ["export", number, "--to", str(to / "export")]),
+        ("list", cli.results, ["list", "--sweep", number]),
+    ):
+        yield f"{name}.txt", said(partial(command, words)).replace(f"{to}/", "")
     yield "table.txt", sweep_table(store, sweep).text(WIDTH)
+    claims = read_claims(conf_folder() / "claims.yaml")
     judged = ({**asdict(one), "claim": one.claim.text} for one in judge_sweep(store, sweep, claims))
     yield "claims.json", "".join(json.dumps(one) + "\n" for one in judged)
     for file in sorted(path for path in to.rglob("*") if path.suffix in (".csv", ".txt", ".md", ".json", ".html")):
@@ -142,20 +138,17 @@ def compared(store: ResultsStore) -> Iterator[tuple[str, str]]:
             yield f"{name}.json", "".join(json.dumps(asdict(row)) + "\n" for row in compare_trials(store, a, b).rows)
 
 
-def now(sweep: int | None = None) -> dict[str, str]:
-    """File -> text of one sweep, or of what is shown of all together."""
-    found: dict[str, str] = {}
-    with recorded() as folder:
-        store = open_store(folder, create=False)
-        if sweep is not None:
-            found = {f"{sweep}/{name}": text for name, text in shown(store, sweep, folder)}
-        else:
-            found = {f"compare/{name}": text for name, text in compared(store)}
-            found["list.txt"] = said(lambda: cli.results(["list", "--limit", "0"]))
-            for trial in (1, 61, 150):
-                found[f"show-{trial}.txt"] = said(partial(cli.results, ["show", str(trial)]))
-        name = str(folder)
-    return {file: _kept(text.replace(name, "OUTPUTS")) for file, text in found.items()}
+def now(folder: Path, sweep: int | None) -> dict[str, str]:
+    """File -> text of one of the recorded sweeps, or of what is shown of all together."""
+    store = open_store(folder, create=False)
+    if sweep is not None:
+        found = {f"{sweep}/{name}": text for name, text in shown(store, sweep, folder)}
+    else:
+        found = {f"compare/{name}": text for name, text in compared(store)}
+        found["list.txt"] = said(lambda: cli.results(["list", "--limit", "0"]))
+        for trial in (1, 61, 150):
+            found[f"show-{trial}.txt"] = said(partial(cli.results, ["show", str(trial)]))
+    return {file: _kept(text.replace(str(folder), "OUTPUTS")) for file, text in found.items()}
 
 
 def sweep_of(file: str) -> int | None:
@@ -207,21 +200,18 @@ def differences(was: dict[str, str], found: dict[str, str]) -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.frozen.lab",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("sweeps", type=int, nargs="*")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--show", type=Path, metavar="FOLDER")
     asked = parser.parse_args(words)
-    was = frozen()
-    sweeps = asked.sweeps or sweeps_of(was)
-    was = {name: text for name, text in was.items() if sweep_of(name) in sweeps}
-    found = {name: text for sweep in sweeps for name, text in now(sweep).items()}
+    every = frozen()
+    sweeps = asked.sweeps or sweeps_of(every)
+    was = {name: text for name, text in every.items() if sweep_of(name) in sweeps}
+    with recorded() as folder:
+        found = {name: text for sweep in sweeps for name, text in now(folder, sweep).items()}
     if asked.write:
-        write({**{name: text for name, text in frozen().items() if sweep_of(name) not in sweeps}, **found})
+        write({**{name: text for name, text in every.items() if name not in was}, **found})
     if asked.show:
         for side, files in (("was", was), ("now", found)):
             for name, text in files.items():

@@ -60,22 +60,15 @@ class Rows:
             tie = self._apart()
         found = [dict(zip(TURN, turn, strict=True)) for turn in self.turns]
         totals: dict[str, Any] = dict(sorted(Counter(turn["status"] for turn in found).items()))
-        for column in (
-            "output_tokens",
-            "gpu_hit_tokens",
-            "cpu_hit_tokens",
-            "disk_hit_tokens",
-            "shared_hit_tokens",
-            "recomputed_tokens",
-        ):
-            totals[column] = sum(turn[column] or 0 for turn in found)
+        for kind in ("output", "gpu_hit", "cpu_hit", "disk_hit", "shared_hit", "recomputed"):
+            totals[f"{kind}_tokens"] = sum(turn[f"{kind}_tokens"] or 0 for turn in found)
         totals["misses"] = len(self.misses)
         totals["suspended_requests"] = dict(self.counters).get("suspended_requests")
         if self.cancelled:
             totals["cancelled in"] = self.cancelled
         return {
             "totals": {k: v for k, v in totals.items() if v},
-            **{k: self.digest(k) for k in KINDS},
+            **{kind: _digest(getattr(self, kind)) for kind in KINDS},
             **({"tie": tie, "drawn": self._drawn(tie)} if tie else {}),
         }
 
@@ -87,13 +80,6 @@ class Rows:
 
     def _drawn(self, tie: float) -> str:
         return _digest([[*row[:2], row[2] if row[3] > tie else None] for row in self.drawn])
-
-    def digest(self, kind: str) -> str:
-        return _digest(getattr(self, kind))
-
-    def table(self) -> dict[str, Any]:
-        """All rows with the names of their columns, one row a line where it is written."""
-        return {kind: getattr(self, kind) for kind in (*KINDS, "drawn")}
 
 
 def _digest(rows: Any) -> str:

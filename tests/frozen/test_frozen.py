@@ -1,11 +1,15 @@
-"""Every scenario gives the rows that are frozen; and the scenarios are what they say they are."""
+"""Every scenario gives the rows that are frozen, and the scenarios are what they say they are; what the laboratory shows of
+recorded sweeps is what is frozen."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.frozen import lab
 from tests.frozen.__main__ import differences, frozen
 from tests.frozen.scenarios import SCENARIOS
 
@@ -40,3 +44,21 @@ def test_windows_and_single_iterations_give_the_same_rows() -> None:
     for name in (name for name in found if name.endswith(" stepwise")):
         one, other = found[name], found[name.removesuffix(" stepwise")]
         assert one == other, name
+
+
+FROZEN = lab.frozen()
+
+
+@pytest.fixture(scope="module")
+def sweeps() -> Iterator[Path]:
+    with lab.recorded() as folder:
+        yield folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sweep", lab.sweeps_of(FROZEN))
+def test_what_is_shown_of_recorded_sweeps_is_as_frozen(sweep: int | None, sweeps: Path) -> None:
+    """None: what is shown of all sweeps together."""
+    was = {name: text for name, text in FROZEN.items() if lab.sweep_of(name) == sweep}
+    lines = lab.differences(was, lab.now(sweeps, sweep))
+    assert not lines, "python -m tests.frozen.lab --show FOLDER\n" + "\n".join(lines)

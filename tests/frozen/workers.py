@@ -83,8 +83,7 @@ class Twin(Stepwise):
         disk_blocks: int,
     ) -> None:
         super().__init__(model, hardware, clock, chunk_tokens, depth, below_bw)
-        from pensieve.device.options import TorchOptions
-        from pensieve.device.worker import TorchWorker
+        from pensieve.device.worker import TorchOptions, TorchWorker
         from pensieve.plugins.tiers.disk_transfer import DiskOptions
 
         options = TorchOptions(depth=depth)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.model import LoadedModel
-from pensieve.device.options import TorchOptions
 from pensieve.device.transfers.link import Link
+from pensieve.device.worker import TorchOptions
 from pensieve.plugins.caches.restore import RestoreMode, RestoringCache
 from pensieve.sim.profile import Profile
 from tests.exact import CheckedEngine, Paths
@@ -17,15 +17,21 @@ CHUNK, GPU_BLOCKS, CPU_BLOCKS, CONTEXT, REQUESTS = 8, 36, 40, 512, 8
 TURNS = 40
 
 
+def restoring(model: LoadedModel, mode: RestoreMode, gpu_blocks: int, cpu_blocks: int, budget: int) -> RestoringCache:
+    """A cache for which loading is twice as dear as computing. budget: positions of an iteration."""
+    policy = RetentionValue(policy_context(CHUNK, gpu_blocks, cpu_blocks))
+    cache = RestoringCache(
+        policy=policy, chunk_tokens=CHUNK, gpu_blocks=gpu_blocks, cpu_blocks=cpu_blocks, restore=mode
+    )
+    cost = Profile(CHUNK, {128: 0.128, 256: 0.256}, 2 * CHUNK / 1000, {})
+    cache.begin(cost=cost, layers=model.spec.layers, batch_tokens=budget)
+    return cache
+
+
 def converse(model: LoadedModel, mode: RestoreMode, options: TorchOptions, link: Link | None, turns: int) -> Paths:
     """Raises Mismatch at the first token or logit that the plain model would not have given."""
-    policy = RetentionValue(policy_context(CHUNK, GPU_BLOCKS, CPU_BLOCKS))
-    cache = RestoringCache(
-        policy=policy, chunk_tokens=CHUNK, gpu_blocks=GPU_BLOCKS, cpu_blocks=CPU_BLOCKS, restore=mode
-    )
     settings = SchedulerSettings(max_batch_tokens=48, max_batch_requests=REQUESTS)
-    cost = Profile(CHUNK, {128: 0.128, 256: 0.256}, 2 * CHUNK / 1000, {})  # loading is twice as dear as computing
-    cache.begin(cost=cost, layers=model.spec.layers, batch_tokens=settings.max_batch_tokens)
+    cache = restoring(model, mode, GPU_BLOCKS, CPU_BLOCKS, settings.max_batch_tokens)
     engine = CheckedEngine(model, cache, settings, CONTEXT, link, options)
     return perform(engine, [*Episode(4, 0).operations(turns), *Episode(4, 0).returns(3)])
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.device.kernels.backends import BACKENDS, load_backend
+from pensieve.device.asked import BACKENDS
 from pensieve.device.kernels.base import CapturingBackend, Scores
+from pensieve.device.model import load_backend
 from pensieve.errors import EngineMissing, UnsupportedModel
 
 from ..worker.torch.kernels.cases import MIXED, Heads, make_case

@@ -8,13 +8,11 @@ import torch
 from pensieve.device.asked import ModelAsked
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import load_model
-from pensieve.device.options import TorchOptions
-from pensieve.device.transfers.copies import choose_copier
-from pensieve.device.transfers.lanes import CudaLink
+from pensieve.device.transfers.cuda_link import CudaLink, choose_copier
 from pensieve.device.transfers.link import Link
 from pensieve.device.transfers.pinned import pinned_bytes
 from pensieve.device.transfers.transfer import Transfer
-from pensieve.device.worker import TorchWorker
+from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.serve.systems.base import WallClock
 from pensieve.specs import ModelSpec
 
@@ -43,15 +41,13 @@ def _shuttle(tensors: KvTensors, link: Link | None) -> None:
     transfer.close()
 
 
-@pytest.mark.real_device
 @pytest.mark.parametrize("sizes", [SIZES["llama"], LARGE], ids=["blocks of 16 KiB", "blocks of 128 KiB"])
 @pytest.mark.parametrize("way", ["calls", "chosen"])
 def test_bytes_survive(way: str, sizes: dict[str, object]) -> None:
     tensors = _tensors(sizes, 96)
-    _shuttle(tensors, None if way == "calls" else CudaLink(DEVICE, choose_copier(tensors)[0]))
+    _shuttle(tensors, CudaLink(DEVICE, None if way == "calls" else choose_copier(tensors)[0]))
 
 
-@pytest.mark.real_device
 def test_pinned_memory_is_copied_without_waiting_and_may_be_given_back() -> None:
     """A copy from it returns while the device is still busy; and it can be taken and dropped again and again."""
     for _ in range(3):

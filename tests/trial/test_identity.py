@@ -75,7 +75,7 @@ def test_a_backend_asked_for_by_name_is_not_looked_for_twice(monkeypatch):
     ],
 )
 def test_on_a_gpu(words, triton, wanted, monkeypatch):
-    from pensieve.device.kernels import backends
+    from pensieve.device import asked as backends
     from pensieve.lab.compose import plan
 
     gpu = Device("cuda", "cuda:0", "GPU-1", "NVIDIA X", 1, 2**34, 2**34)

@@ -1,8 +1,18 @@
-"""Projections joined at load, and packed for a CPU's vector units where memory allows."""
+"""Projections joined at load, and packed for a CPU's vector units where memory allows.
+
+On a CPU a safetensors file is not read into memory but mapped: a tensor is a part of the file, whose pages come when they
+are first read and count as this process's own. The mapping ends with the last tensor in it. So weights that were copied into
+another layout would stay beside their copies for as long as one norm of the same file is in use: their pages are returned.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import mmap
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -10,7 +20,6 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.device.fused.few_rows import FEW_ROWS, FewRows
-from pensieve.device.pages import return_file_pages
 from pensieve.errors import EngineMissing
 
 # Packed products take 4 to 6 rows in less time than 1 or 2, so that batches are padded to this many rows where they are
@@ -111,3 +120,26 @@ def _out_by_in(module: Any) -> torch.Tensor:
 
 def _is_conv1d(module: Any) -> bool:
     return type(module).__name__ == "Conv1D"
+
+
+def return_file_pages(copied: Iterable[torch.Tensor]) -> int:
+    """Return to the system the whole pages of tensors that nobody will write to or has to find changed: if one is read after
+    all, it is as the file has it. Returns the bytes; none where the system does not tell what is mapped, as Linux does.
+    Tensors that are no part of a file keep theirs."""
+    returned, files = 0, list[tuple[int, int]]()
+    if sys.platform.startswith("linux"):
+        with suppress(OSError):
+            for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+                addresses, _, _, _, inode = line.split(maxsplit=5)[:5]
+                if inode != "0":
+                    start, _, stop = addresses.partition("-")
+                    files.append((int(start, 16), int(stop, 16)))
+    for tensor in copied:
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            continue
+        begins, page = tensor.data_ptr(), mmap.PAGESIZE
+        first, last = -(-begins // page) * page, (begins + tensor.nbytes) // page * page  # pages that are its alone
+        if first < last and any(start <= first and last <= stop for start, stop in files):
+            how = ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(mmap.MADV_DONTNEED)
+            returned += 0 if ctypes.CDLL(None).madvise(*how) else last - first
+    return returned

@@ -38,8 +38,6 @@ class Plan(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """captures: its launches may be recorded in a CUDA graph (it is a CapturingBackend)."""
-
     @property
     def name(self) -> str: ...
 
@@ -47,9 +45,6 @@ class AttentionBackend(Protocol):
     def version(self) -> str:
         """Of the library that computes."""
         ...
-
-    @property
-    def captures(self) -> bool: ...
 
     def plan(self, batch: Batch, pool: torch.Tensor, chunk_tokens: int) -> Plan:
         """pool: [layers, tokens, 2, kv_heads, head_dim]. What the kernels must know of the batch goes to the device here."""
@@ -66,6 +61,8 @@ class StandingPlan(Plan, Protocol):
 
 @runtime_checkable
 class CapturingBackend(Protocol):
+    """One whose launches may be recorded in a CUDA graph."""
+
     def standing(self, pool: torch.Tensor, chunk_tokens: int, rows: int, max_blocks: int) -> StandingPlan:
         """rows: capacity in single positions; max_blocks: in blocks a row.
 

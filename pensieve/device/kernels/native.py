@@ -6,12 +6,10 @@ import ctypes
 import re
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from pensieve.compiler import Library, load_library
-from pensieve.device.batch import Batch, Spans
+from pensieve.device.batch import Batch, Integers
 from pensieve.device.kernels.base import Scores
 
 _SOURCE = Path(__file__).with_name("native.c")
@@ -25,7 +23,9 @@ class NativePlan:
     def __init__(self, library: Library, batch: Batch, chunk_tokens: int) -> None:
         self._functions, self._chunk_tokens = library.functions, chunk_tokens
         spans, self._rows = batch.spans, batch.spans.singles
-        self._singles, self._several = _Spans(spans.cut(0, self._rows)), _Spans(spans.cut(self._rows, len(spans)))
+        self._singles, self._several = spans.cut(0, self._rows), spans.cut(self._rows, len(spans))
+        self._tables = self._singles.tables, self._several.tables
+        self._lows: dict[int | None, Integers] = {}  # of the single rows, by window, since layers alternate
         self._threads = torch.get_num_threads() if library.threads else 1
 
     def write(self, pool: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -54,15 +54,17 @@ class NativePlan:
         how = head_dim**-0.5 if scaling is None else scaling, softcap or 0.0, self._threads
         if self._rows:
             some, rows = queries[: self._rows].contiguous(), self._singles
+            if window not in self._lows:
+                self._lows[window] = rows.lows(window)
             self._functions.attend_decode(
-                some.data_ptr(), pool.data_ptr(), result.data_ptr(), rows.lows(window).ctypes.data, rows.stops.ctypes.data,
-                rows.tables.ctypes.data, rows.blocks.ctypes.data, self._rows, *model, *how,
+                some.data_ptr(), pool.data_ptr(), result.data_ptr(), self._lows[window].ctypes.data, rows.stop.ctypes.data,
+                self._tables[0].ctypes.data, rows.blocks.ctypes.data, self._rows, *model, *how,
             )  # fmt: skip
-        if spans := len(self._several.starts):
+        if spans := len(self._several):
             several = self._several
             self._functions.attend_prefill(
-                queries.data_ptr(), queries.stride(0), pool.data_ptr(), result.data_ptr(), several.firsts.ctypes.data,
-                several.starts.ctypes.data, several.stops.ctypes.data, several.tables.ctypes.data,
+                queries.data_ptr(), queries.stride(0), pool.data_ptr(), result.data_ptr(), several.first.ctypes.data,
+                several.start.ctypes.data, several.stop.ctypes.data, self._tables[1].ctypes.data,
                 several.blocks.ctypes.data, spans, *model, window or 0, *how,
             )  # fmt: skip
         return result.to(asked)
@@ -74,42 +76,23 @@ def _by_token(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-class _Spans:
-    """Spans as the arrays that a call takes. blocks: those of all, tables: where each span's begin."""
-
-    def __init__(self, spans: Spans) -> None:
-        self._spans = spans
-        self.firsts, self.starts, self.stops, self.tables, self.blocks = (
-            np.ascontiguousarray(x) for x in (spans.first, spans.start, spans.stop, spans.tables, spans.blocks)
-        )
-        self._lows: dict[int | None, NDArray[np.int64]] = {}
-
-    def lows(self, window: int | None) -> NDArray[np.int64]:
-        """The first position that each row attends to; one array a window, since layers alternate."""
-        if window not in self._lows:
-            self._lows[window] = np.ascontiguousarray(self._spans.lows(window))
-        return self._lows[window]
-
-
 class NativeBackend:
     """For a CPU; a pool in 16 bits is read as it is, and all sums are float32. Raises EngineMissing where no compiler is,
     or it cannot compile this."""
 
     name = "native"
-    captures = False
 
     def __init__(self, head_dim: int, dtype: torch.dtype = torch.float32) -> None:
         kind = str(dtype).removeprefix("torch.").upper()
         self._library = load_library(_SOURCE, (f"HEAD_DIM={head_dim}", kind))
-        function = self._library.functions.attend_decode
-        function.restype = None
-        function.argtypes = [*[_ADDRESS] * 7, *_SIZES, *_SCORES]
-        prefill = self._library.functions.attend_prefill
-        prefill.restype = None
-        prefill.argtypes = [_ADDRESS, ctypes.c_int64, *[_ADDRESS] * 7, *_SIZES, ctypes.c_int64, *_SCORES]
-        writing = self._library.functions.write_tokens
-        writing.restype = ctypes.c_int64
-        writing.argtypes = [_ADDRESS, ctypes.c_int64, *[_ADDRESS] * 3, *[ctypes.c_int64] * 4]
+        functions = self._library.functions
+        functions.attend_decode.argtypes = [*[_ADDRESS] * 7, *_SIZES, *_SCORES]
+        functions.attend_prefill.argtypes = [
+            _ADDRESS, ctypes.c_int64, *[_ADDRESS] * 7, *_SIZES, ctypes.c_int64, *_SCORES,
+        ]  # fmt: skip
+        functions.write_tokens.argtypes = [_ADDRESS, ctypes.c_int64, *[_ADDRESS] * 3, *[ctypes.c_int64] * 4]
+        functions.attend_decode.restype = functions.attend_prefill.restype = None
+        functions.write_tokens.restype = ctypes.c_int64
 
     @property
     def version(self) -> str:

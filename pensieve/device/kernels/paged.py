@@ -4,10 +4,6 @@ A program does one work item (see work_list) for one KV head. The queries of the
 its tile: row m is query m // GROUP, head m % GROUP. Keys are walked in steps of BLOCK_N positions, whose places come from
 the block table, so blocks may have any power of two of tokens. Softmax is online, in base 2 and float32.
 
-Where a launch brings a tensor descriptor of the pool (`boxes`), steps that every row sees whole are fetched by the GPU's
-tensor memory accelerator, a box for K and one for V, each of tokens of one block. The last steps, which need masks, are
-loaded by pointers.
-
 No lane reads what may never have been written: positions beyond the split are masked to 0 in memory and to -inf in the
 scores, since 0 x NaN is NaN. Offsets into the pool are 64-bit, for pools of more than 2^31 elements.
 """
@@ -52,10 +48,8 @@ def _walk(
     PADDED_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DOT: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """Attend to positions [low, high). Without MASKED all of them are visible to all rows, in whole steps. STAGES: of the
-    copy pipeline; None for the launch's.
+    """Attend to positions [low, high). Without MASKED all of them are visible to all rows, in whole steps.
 
     A step's blocks are looked up one step ahead and carried in registers. Looked up in the same step, the table would take
     the stages of the compiler's pipeline, and K and V be loaded with nothing beside them.
@@ -63,7 +57,7 @@ def _walk(
     d = tl.arange(0, PADDED_DIM)
     ahead = low + tl.arange(0, BLOCK_N)
     following = tl.load(table_ptr + ahead // CHUNK, mask=ahead < high, other=0)
-    for begin in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+    for begin in range(low, high, BLOCK_N):
         n = begin + tl.arange(0, BLOCK_N)
         block = following
         after = n + BLOCK_N
@@ -94,44 +88,6 @@ def _walk(
 
 
 @triton.jit
-def _walk_boxes(
-    acc,
-    top,
-    total,
-    q,
-    boxes,
-    k_column,
-    v_column,
-    table_ptr,
-    low,
-    high,
-    in_scale,
-    out_scale,
-    SOFTCAP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """As `_walk` without MASKED, over a descriptor of the pool [tokens, 2 * kv_heads, head_dim] with boxes of one head of
-    BLOCK_N tokens of one block. Elements beyond head_dim come as zeros."""
-    following = tl.load(table_ptr + low // CHUNK, mask=low < high, other=0)
-    for begin in range(low, high, BLOCK_N):
-        row = following * CHUNK + begin % CHUNK
-        after = begin + BLOCK_N
-        following = tl.load(table_ptr + after // CHUNK, mask=after < high, other=0)
-        k = boxes.load([row, k_column, 0]).reshape(BLOCK_N, PADDED_DIM)
-        scores = tl.dot(q, k.to(DOT).T, input_precision="ieee") * in_scale
-        if SOFTCAP:
-            scores = (1.0 - 2.0 / (tl.exp2(scores) + 1.0)) * out_scale
-        weights, decay, top = _weigh(scores, top)
-        v = boxes.load([row, v_column, 0]).reshape(BLOCK_N, PADDED_DIM)
-        total = total * decay + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(DOT), v.to(DOT), acc=acc * decay[:, None], input_precision="ieee")
-    return acc, top, total
-
-
-@triton.jit
 def _tile(
     item_ptr,
     kv_head,
@@ -148,7 +104,6 @@ def _tile(
     q_head,
     kv_token,
     kv_stride,
-    boxes,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -193,31 +148,17 @@ def _tile(
     acc = tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32)
     if WINDOW == 0:  # the steps that lie wholly before the first query
         middle = low + tl.maximum(tl.minimum(high, start + 1) - low, 0) // BLOCK_N * BLOCK_N
-        if boxes is None:
-            acc, top, total = _walk(
-                acc, top, total, q, position, k_ptr, v_ptr, table_ptr, low, middle, kv_token, in_scale, out_scale,
-                False, SOFTCAP, WINDOW, CHUNK, HEAD_DIM, PADDED_DIM, BLOCK_N, DOT, None,
-            )  # fmt: skip
-        else:
-            acc, top, total = _walk_boxes(
-                acc, top, total, q, boxes, kv_head, HEADS // GROUP + kv_head, table_ptr, low, middle, in_scale, out_scale,
-                SOFTCAP, CHUNK, PADDED_DIM, BLOCK_N, DOT,
-            )  # fmt: skip
+        acc, top, total = _walk(
+            acc, top, total, q, position, k_ptr, v_ptr, table_ptr, low, middle, kv_token, in_scale, out_scale,
+            False, SOFTCAP, WINDOW, CHUNK, HEAD_DIM, PADDED_DIM, BLOCK_N, DOT,
+        )  # fmt: skip
         low = middle
-    # Beside boxes a step or two are left: a pipeline of their own would take the registers of a second program.
     acc, top, total = _walk(
         acc, top, total, q, position, k_ptr, v_ptr, table_ptr, low, high, kv_token, in_scale, out_scale,
-        True, SOFTCAP, WINDOW, CHUNK, HEAD_DIM, PADDED_DIM, BLOCK_N, DOT, None if boxes is None else 1,
+        True, SOFTCAP, WINDOW, CHUNK, HEAD_DIM, PADDED_DIM, BLOCK_N, DOT,
     )  # fmt: skip
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    if boxes is not None:  # read again: kept over the walk they would be spilled, with the registers that are left
-        first = tl.load(item_ptr + 1, volatile=True)
-        count = tl.load(item_ptr + 2, volatile=True)
-        split = tl.load(item_ptr + 5, volatile=True)
-        splits = tl.load(item_ptr + 6, volatile=True)
-        partial = tl.load(item_ptr + 7, volatile=True)
-        live = (query < count)[:, None] & (d < HEAD_DIM)[None, :]
     if splits == 1:
         row = (first + query).to(tl.int64) * HEADS + head
         tl.store(out_ptr + row[:, None] * HEAD_DIM + d[None, :], result.to(out_ptr.dtype.element_ty), mask=live)
@@ -243,7 +184,6 @@ def attend_kernel(
     q_head,
     kv_token,
     kv_stride,
-    boxes,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -260,9 +200,8 @@ def attend_kernel(
     """Grid (KV heads, items): the heads of an item run together, since their keys are neighbours in memory.
 
     q [tokens, heads, head_dim] by strides, out the same, contiguous; k and v at token 0 of the layer's pool, by strides
-    kv_token and kv_stride (of a head). boxes: a descriptor of the same pool, see _walk_boxes, or None; only without a
-    window. partial [rows, heads, head_dim] and weight [rows, heads] are float32. Scores in base 2 are q.k * in_scale, and
-    with SOFTCAP tanh of half of that * ln 2, times out_scale. WINDOW: 0 for none.
+    kv_token and kv_stride (of a head). partial [rows, heads, head_dim] and weight [rows, heads] are float32. Scores in base
+    2 are q.k * in_scale, and with SOFTCAP tanh of half of that * ln 2, times out_scale. WINDOW: 0 for none.
     DOT: what the products take, which is the pool's type but in Triton's interpreter, where a bfloat16 is its bits.
     """
     kv_head = tl.program_id(0)
@@ -271,14 +210,14 @@ def attend_kernel(
     if kind == 1:
         _tile(
             item_ptr, kv_head, q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, weight_ptr, tables_ptr,
-            in_scale, out_scale, q_token, q_head, kv_token, kv_stride, boxes,
+            in_scale, out_scale, q_token, q_head, kv_token, kv_stride,
             HEADS, GROUP, SOFTCAP, WINDOW, CHUNK, HEAD_DIM, PADDED_DIM, SMALL_M, BLOCK_N, DOT,
         )  # fmt: skip
     if HAS_LARGE:
         if kind == 2:
             _tile(
                 item_ptr, kv_head, q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, weight_ptr, tables_ptr,
-                in_scale, out_scale, q_token, q_head, kv_token, kv_stride, boxes,
+                in_scale, out_scale, q_token, q_head, kv_token, kv_stride,
                 HEADS, GROUP, SOFTCAP, WINDOW, CHUNK, HEAD_DIM, PADDED_DIM, LARGE_M, BLOCK_N, DOT,
             )  # fmt: skip
 

@@ -128,7 +128,6 @@ class ReferenceBackend:
     """Always there."""
 
     name = "reference"
-    captures = False
 
     @property
     def version(self) -> str:

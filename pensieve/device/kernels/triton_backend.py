@@ -14,11 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # an older Triton
-    TensorDescriptor = None
-
 from pensieve.device.batch import Batch, Spans
 from pensieve.device.kernels.base import Scores
 from pensieve.device.kernels.paged import attend_kernel, join_kernel, write_kernel
@@ -33,31 +28,24 @@ _JOIN_SPLITS = 16
 _WGMMA_ROWS = 64
 _LEAST_SHARED = 99 * 1024  # what every GPU since Ampere gives one program
 _INTERPRETED_PROGRAMS = 16  # a small machine, so that tests split
-_BOX_ROW = 8  # elements: 16 bytes, of which the rows of a box are made
-_BOXED_REGISTERS = 128  # of a thread, with which two programs of 8 warps share a multiprocessor
 # Majors whose products read shared memory: wgmma, and tcgen05 after it. Consumer Blackwell (12) has neither, and the shared
-# memory of 8.9: it is given the tiles of that. Boxes go to the same ones.
+# memory of 8.9: it is given the tiles of that.
 _SHARED_PRODUCTS = (9, 10)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes of one launch: rows of a large tile, keys a step, warps, and stages of the copy pipeline.
-
-    boxed: steps without masks are fetched through a tensor descriptor, whose boxes are a step long.
-    """
+    """Sizes of one launch: rows of a large tile, keys a step, warps, and stages of the copy pipeline."""
 
     large_rows: int
     block_keys: int
     warps: int
     stages: int
-    boxed: bool = False
 
     @property
     def options(self) -> Mapping[str, Any]:
         """What the compiler is told."""
-        most = {"maxnreg": _BOXED_REGISTERS} if self.boxed else {}
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True, **most}
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
     def shared_bytes(self, padded_dim: int, itemsize: int, rows: int, capability: int = 8) -> int:
         """Of one program, what the compiler takes at most: the queries, the buffers of K and V, and the weights of a step.
@@ -70,16 +58,16 @@ class Tiles:
         return rows * padded_dim * itemsize + kv + rows * self.block_keys * itemsize
 
     def programs(self, padded_dim: int, itemsize: int, rows: int, capability: int, shared_bytes: int) -> int:
-        """How many a multiprocessor holds. Large tiles without boxes fill it by their registers, all others by their shared
-        memory: so it came out in every kernel that was compiled (docs/kernel_code.md)."""
-        if self.large_rows and not self.boxed:
+        """How many a multiprocessor holds. Large tiles fill it by their registers, small ones by their shared memory: so it
+        came out in every kernel that was compiled (docs/results/kernels.md)."""
+        if self.large_rows:
             return 1
         taken = self.shared_bytes(padded_dim, itemsize, rows, capability) + RESERVED_SHARED
         return max(1, min(_MOST_PROGRAMS, (shared_bytes + RESERVED_SHARED) // taken))
 
 
 # By bytes an element and by whether the launch has large tiles: the first that fits is taken. Chosen so that in 16 bits no
-# register is spilled with heads of 128 (docs/kernel_code.md has what each became): 128 x 64 with 8 warps spills on sm_80,
+# register is spilled with heads of 128 (docs/results/kernels.md has what each became): 128 x 64 with 8 warps spills on sm_80,
 # where 128 x 32 does not. float32 products are unrolled, and take a minute to compile when they are larger.
 _TILES = {
     (2, True): (
@@ -96,21 +84,13 @@ _TILES = {
     (4, False): (Tiles(0, 32, 4, 2), Tiles(0, 16, 4, 1)),
 }
 _WGMMA_TILES = (Tiles(128, 64, 8, 3),)  # large ones in 16 bits, tried first where products read shared memory
-_BOXED_TILES = (Tiles(128, 32, 8, 3, boxed=True),)  # and before these where boxes fit
 _MOST_ACCUMULATORS = {2: 2048, 4: 512}  # rows times head_dim of a tile, a warp: they live in registers
 
 
 def tiles_for(
-    padded_dim: int,
-    itemsize: int,
-    small_rows: int,
-    large: bool,
-    shared_bytes: int,
-    capability: int = 8,
-    boxes: bool = False,
+    padded_dim: int, itemsize: int, small_rows: int, large: bool, shared_bytes: int, capability: int = 8
 ) -> Tiles:
-    """shared_bytes: what one program may have on this device. boxes: `boxes_fit`. A launch with large tiles may hold small
-    ones too.
+    """shared_bytes: what one program may have on this device. A launch with large tiles may hold small ones too.
 
     Of a launch of small tiles in 16 bits two programs shall share a multiprocessor: each has few warps, and computes while
     the other waits for its keys. What a multiprocessor has is RESERVED_SHARED more than what one program may have.
@@ -118,8 +98,6 @@ def tiles_for(
     table = _TILES[itemsize, large]
     if large and itemsize == 2 and capability in _SHARED_PRODUCTS:
         table = (*_WGMMA_TILES, *table)
-    if large and boxes:
-        table = (*_BOXED_TILES, *table)
     if not large and itemsize == 2:
         shared_bytes = (shared_bytes + RESERVED_SHARED) // 2 - RESERVED_SHARED
     for tiles in table:
@@ -128,17 +106,6 @@ def tiles_for(
         if fits and (rows == small_rows or rows * padded_dim <= tiles.warps * _MOST_ACCUMULATORS[itemsize]):
             return tiles
     return table[-1]
-
-
-def boxes_fit(capability: int, itemsize: int, head_dim: int, chunk_tokens: int, window: int | None) -> bool:
-    """Whether K and V of a step can come in boxes, each of tokens of one block, on a GPU of this capability (its major).
-
-    With a window every step needs a mask, and masked steps are loaded by pointers. Smaller blocks would make steps so short
-    that the softmax between the products costs more than they do.
-    """
-    keys = min(tiles.block_keys for tiles in _BOXED_TILES)
-    rows = itemsize == 2 and head_dim % _BOX_ROW == 0 and chunk_tokens >= keys
-    return TensorDescriptor is not None and capability in _SHARED_PRODUCTS and rows and window is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +117,6 @@ class Geometry:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    chunk_tokens: int
 
     @property
     def group(self) -> int:
@@ -172,11 +138,9 @@ class Geometry:
         properties = torch.cuda.get_device_properties(self.device)
         return getattr(properties, "shared_memory_per_block_optin", _LEAST_SHARED), properties.major
 
-    def tiles(self, large: bool, window: int | None, descriptors: bool) -> Tiles:
-        """Choose the sizes of a launch. descriptors: whether the pool may be read through them."""
-        (shared, capability), itemsize = self._card, self.dtype.itemsize
-        boxes = descriptors and boxes_fit(capability, itemsize, self.head_dim, self.chunk_tokens, window)
-        return tiles_for(self.padded_dim, itemsize, self.small_rows, large, shared, capability, boxes)
+    def tiles(self, large: bool) -> Tiles:
+        """Choose the sizes of a launch."""
+        return tiles_for(self.padded_dim, self.dtype.itemsize, self.small_rows, large, *self._card)
 
     def cutting(self, tiles: Tiles) -> Cutting:
         """Choose how work is cut for this device: into as many programs as it holds at once."""
@@ -240,7 +204,7 @@ class _TritonPlan(ABC):
         scaling, window, softcap = scores
         output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         _, heads, head_dim = queries.shape
-        geometry = Geometry(heads, pool.shape[2], head_dim, pool.dtype, pool.device, self._chunk_tokens)
+        geometry = Geometry(heads, pool.shape[2], head_dim, pool.dtype, pool.device)
         if window not in self._launches:
             self._launches[window] = self._launch(geometry, window)
         launch = self._launches[window]
@@ -253,7 +217,7 @@ class _TritonPlan(ABC):
         with torch.cuda.device_of(pool):
             attend_kernel[(geometry.kv_heads, len(launch.items))](
                 queries, k, v, output, launch.partial, launch.weight, launch.items, self._tables,
-                *scales, queries.stride(0), queries.stride(1), k.stride(0), k.stride(1), _boxes(pool, geometry, tiles),
+                *scales, queries.stride(0), queries.stride(1), k.stride(0), k.stride(1),
                 HEADS=heads, GROUP=geometry.group, SOFTCAP=softcap is not None, WINDOW=window or 0,
                 CHUNK=self._chunk_tokens, HEAD_DIM=head_dim, PADDED_DIM=geometry.padded_dim,
                 SMALL_M=geometry.small_rows, LARGE_M=max(geometry.small_rows, tiles.large_rows),
@@ -280,7 +244,7 @@ class OncePlan(_TritonPlan):
 
     def _launch(self, geometry: Geometry, window: int | None) -> Launch:
         large = int(self._spans.queries.max()) * geometry.group > geometry.small_rows
-        tiles = geometry.tiles(large, window, self._backend.descriptors)
+        tiles = geometry.tiles(large)
         work = work_list(self._spans, geometry.cutting(tiles), window)
         nothing = np.zeros((0 if geometry in self._backend.joined else 1, JOIN), dtype=np.int32)
         self._backend.joined.add(geometry)
@@ -316,7 +280,7 @@ class StandingPlan(_TritonPlan):
         assert not capturing, (
             "attend once outside a capture first: a list made inside would be made again at every replay"
         )
-        tiles = geometry.tiles(False, window, self._backend.descriptors)
+        tiles = geometry.tiles(large=False)
         cutting = self._cuttings[window] = geometry.cutting(tiles)
         most = self._rows + cutting.wanted_items  # items, and so rows of partial results
         items, joins = (
@@ -343,16 +307,6 @@ def _partials(rows: int, geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor
     )
 
 
-def _boxes(pool: torch.Tensor, geometry: Geometry, tiles: Tiles) -> Any:
-    """A layer's pool as the kernel's `boxes`; None where the tiles take none."""
-    if not tiles.boxed:
-        return None
-    columns = 2 * geometry.kv_heads
-    shape, strides = [len(pool), columns, geometry.head_dim], [columns * geometry.head_dim, geometry.head_dim, 1]
-    assert pool.is_contiguous(), "K and V of a token, and successive tokens, lie side by side"
-    return TensorDescriptor(pool, shape, strides, [tiles.block_keys, 1, geometry.padded_dim])
-
-
 def _dot_type(dtype: torch.dtype) -> tl.dtype:
     if not isinstance(attend_kernel, triton.runtime.JITFunction):  # interpreted
         return tl.float32
@@ -365,12 +319,9 @@ def _unit_stride(x: torch.Tensor) -> torch.Tensor:
 
 
 class TritonBackend:
-    """Needs triton, and a GPU or Triton's interpreter. descriptors: whether the pool may be read through them. joined: places
-    where the join kernel has been launched, and so compiled."""
+    """Needs triton, and a GPU or Triton's interpreter. joined: where the join kernel has been launched, and so compiled."""
 
     name = "triton"
-    captures = True
-    descriptors = True
 
     def __init__(self) -> None:
         self.joined: set[Geometry] = set()
@@ -384,10 +335,3 @@ class TritonBackend:
 
     def standing(self, pool: torch.Tensor, chunk_tokens: int, rows: int, max_blocks: int) -> StandingPlan:
         return StandingPlan(pool, chunk_tokens, rows, max_blocks, self)
-
-
-class TritonPointersBackend(TritonBackend):
-    """Without descriptors anywhere: to fall back on, and to compare with."""
-
-    name = "triton_pointers"
-    descriptors = False

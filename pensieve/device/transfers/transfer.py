@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from pensieve.core.plan import CPU, GPU, BlockRun, Move, Moved, StepPlan, merge_moves
 from pensieve.device.kv_tensors import KvTensors
-from pensieve.device.transfers.lanes import CudaLink
 from pensieve.device.transfers.link import Haul, Link, Mark
 
 _POLL_S = 5e-5
@@ -41,7 +40,7 @@ class Transfer:
     Swap-outs wait for the loads before them unless urgent, since two directions at once slow each other by a fifth. A ticket
     is reported when its copy is done, which may be some plans later.
 
-    On a CPU both tiers are RAM and a copy is done when the call returns, unless a link is given.
+    link: what makes copies beside the compute. Without one both tiers are RAM, and a copy is done when the call returns.
 
     h2d_bytes and d2h_bytes count what was copied; fragments counts the contiguous pieces of a layer. below_load_s,
     below_kept: of a tier below, as in StartReport. Here there is none: a subclass performs its moves.
@@ -52,7 +51,7 @@ class Transfer:
 
     def __init__(self, tensors: KvTensors, link: Link | None = None) -> None:
         self._tensors = tensors
-        self._link = CudaLink(tensors.device) if link is None and tensors.device.type == "cuda" else link
+        self._link = link
         self.h2d_bytes = 0
         self.d2h_bytes = 0
         self.fragments = 0
@@ -166,17 +165,14 @@ class Transfer:
         self._settle()
         self.over = [one for one in self.over if one.ticket not in tickets]
 
-    def finish(self) -> int:
+    def finish(self) -> None:
         """Wait until copies and compute are done; compute too, since a forward that failed halfway may have left kernels that
-        still write to blocks. Returns the same as `stalled_ns`.
-        """
-        if self._link is None:
-            return 0
-        self._link.synchronize()
-        self._settle()
-        assert not self._loads and not self._outs
-        self._required = None
-        return self._link.stalled_ns()
+        still write to blocks."""
+        if self._link is not None:
+            self._link.synchronize()
+            self._settle()
+            assert not self._loads and not self._outs
+            self._required = None
 
     def close(self) -> None:
         if self._link is not None:

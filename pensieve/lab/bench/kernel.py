@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.core.plan import Row, Sample
+from pensieve.device.asked import BACKENDS, ON_CPU, candidates
 from pensieve.device.batch import Batch, BlockTables, Span, Spans, build_batch
 from pensieve.device.graphs import CudaRecorder
-from pensieve.device.kernels.backends import BACKENDS, ON_CPU, candidates, load_backend
 from pensieve.device.kernels.base import AttentionBackend, Plan, Scores
+from pensieve.device.model import load_backend
 from pensieve.errors import PensieveError
 from pensieve.lab.bench.case import OURS, Case, Measured, interleaved
 from pensieve.lab.bench.session import Bench
@@ -229,7 +230,7 @@ def make_inputs(
         tables.overwrite(slot, 0, [order.pop() for _ in range(count)])
         new = sum(stop - start for start, stop in runs)
         plan_rows.append(Row(slot, tuple(runs), (1,) * new, Sample(runs[-1][1])))
-    batch = build_batch(plan_rows, tables, {}, shape.chunk, device)
+    batch = build_batch(plan_rows, tables, shape.chunk, device)
     source = torch.Generator(device).manual_seed(seed)
 
     def noise(*sizes: int) -> torch.Tensor:

@@ -17,9 +17,8 @@ from pensieve.core.plan import Row, Sample, StepPlan
 from pensieve.device.asked import ModelAsked
 from pensieve.device.attention import TransformersForward
 from pensieve.device.model import LoadedModel, load_model
-from pensieve.device.options import TorchOptions
 from pensieve.device.sampler import greedy
-from pensieve.device.worker import TorchWorker
+from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.errors import WorkerError
 from pensieve.lab.bench.case import OURS, Case, Measured, in_turn, synchronize
 from pensieve.lab.bench.session import Bench

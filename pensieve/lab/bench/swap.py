@@ -11,8 +11,7 @@ import torch
 from pensieve.core.plan import Move, Row, Sample, StepPlan
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import LoadedModel
-from pensieve.device.transfers.copies import CallCopier, choose_copier
-from pensieve.device.transfers.lanes import CudaLink
+from pensieve.device.transfers.cuda_link import CallCopier, CudaLink, choose_copier
 from pensieve.device.transfers.transfer import Transfer
 from pensieve.device.worker import TorchWorker
 from pensieve.lab.bench.case import OURS, Case, in_turn, interleaved

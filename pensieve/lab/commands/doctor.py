@@ -189,7 +189,7 @@ def _attention(machine: Machine) -> str:
     """Which attention backend auto chooses here, and why no faster one."""
     import torch
 
-    from pensieve.device.choice import attention_here
+    from pensieve.device.model import attention_here
 
     dtype, chunk = getattr(torch, machine.dtype), CacheConfig.model_fields["chunk_tokens"].default
     name, why, fell_back = attention_here("auto", torch.device(machine.kind), dtype, _HEAD_DIM, chunk)

@@ -13,8 +13,7 @@ from pensieve.core.machine import Clock, CostModel, Worker
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
 from pensieve.core.request import tokens_of
 from pensieve.core.scheduler.scheduler import Composition
-from pensieve.device.asked import ModelAsked, physical_cores
-from pensieve.device.kernels.backends import require
+from pensieve.device.asked import ModelAsked, physical_cores, require
 from pensieve.errors import CapacityError, ConfigError, HardwareMissing
 from pensieve.lab.compose.conf import outputs_folder
 from pensieve.lab.compose.model_files import build_tokenizer, check_weights, loadable, model_identity
@@ -43,7 +42,7 @@ from pensieve.specs import HardwareSpec, ModelSpec
 from pensieve.units import format_bytes
 
 if TYPE_CHECKING:
-    from pensieve.device.options import TorchOptions
+    from pensieve.device.worker import TorchOptions
     from pensieve.plugins.cluster.cluster_system import ClusterSystem
     from pensieve.plugins.engines.tensor_parallel import TensorParallelWorker
     from pensieve.plugins.tiers.disk_transfer import DiskOptions
@@ -338,7 +337,7 @@ def torch_options(
     hardware: HardwareConfig, device: Device, max_batch_tokens: int, max_batch_requests: int
 ) -> TorchOptions:
     """How a torch worker runs on this hardware, in trials and in benchmarks alike."""
-    from pensieve.device.options import TorchOptions
+    from pensieve.device.worker import TorchOptions
 
     return TorchOptions(
         depth=plans_in_flight(device, hardware.depth),

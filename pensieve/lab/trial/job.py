@@ -182,12 +182,11 @@ def device_facts(plan: TrialPlan) -> dict[str, Any]:
         return device
     if plan.config.baseline.engine is not None:
         return {**device, **_waiting(plan), **_outside_facts(plan)}
-    from pensieve.device.asked import physical_cores
-    from pensieve.device.kernels.backends import CAPTURING, expected
+    from pensieve.device.asked import CAPTURED, expected, physical_cores
 
     hardware, kind = plan.config.hardware, plan.device.kind
     attention = expected(plan.config.attention_backend, kind, plan.chunk_tokens)
-    recorded = hardware.graphs == "auto" and kind == "cuda" and attention in CAPTURING and not plan.device.divided
+    recorded = hardware.graphs == "auto" and kind == "cuda" and attention == CAPTURED and not plan.device.divided
     return {
         **device,
         **({} if hardware.router == "single" else {"ray": ray_version()}),

@@ -26,7 +26,8 @@ from pensieve.lab.statistics import median
 from pensieve.lab.trial.samples import Neighbours
 from pensieve.serve.record import Transcripts, TurnRecord
 from pensieve.serve.systems.profiling import DECODES, decodes_s, load_s, prefill_s, profile_of
-from pensieve.sim.machine_profile import Grid, MachineProfile, powers_of_two
+from pensieve.sim.machine_profile import Grid, MachineProfile
+from pensieve.sim.profile import powers_of_two
 
 SHORTEST_CONTEXT = 32
 _REPLY = 81  # tokens of the replies that tell the host's time of an iteration

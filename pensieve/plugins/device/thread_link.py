@@ -28,11 +28,6 @@ class Piece:
     target: torch.Tensor
 
 
-def pieces_of(haul: Haul) -> list[Piece]:
-    """One a layer."""
-    return [Piece(haul.runs, source, target) for source, target in zip(haul.source, haul.target, strict=True)]
-
-
 def copy_runs(piece: Piece) -> None:
     """Copy runs by slices, never by an index list: x[ids].copy_(y) would write into a temporary."""
     source, target = piece.source.flatten(1), piece.target.flatten(1)
@@ -105,14 +100,7 @@ class _ThreadMark:
             raise RuntimeError(f"A copy between the tiers failed: {self.error}") from self.error
 
 
-class _Order:
-    """A haul, the marks to wait for before it, and the marks to reach, one a layer. Without a haul: one mark, reached when
-    all orders before this one are done."""
-
-    def __init__(self, haul: Haul | None, after: Sequence[Mark]) -> None:
-        self.pieces = [] if haul is None else pieces_of(haul)
-        self.after = after
-        self.marks = [_ThreadMark() for _ in self.pieces] or [_ThreadMark()]
+_Order = tuple[Haul | None, Sequence[Mark], list[_ThreadMark]]  # a haul, what to wait for before it, what to reach
 
 
 class _ThreadLane:
@@ -125,9 +113,10 @@ class _ThreadLane:
         self._thread.start()
 
     def enqueue(self, haul: Haul | None, after: Sequence[Mark]) -> list[Mark]:
-        order = _Order(haul, after)
-        self._orders.put(order)
-        return list(order.marks)
+        """Without a haul: one mark, reached when all orders before this one are done."""
+        marks = [_ThreadMark() for _ in range(1 if haul is None else haul.layers)]
+        self._orders.put((haul, after, marks))
+        return list(marks)
 
     def close(self) -> None:
         self._orders.put(None)
@@ -136,27 +125,24 @@ class _ThreadLane:
     def _run(self) -> None:
         with torch.inference_mode():
             while (order := self._orders.get()) is not None:
-                self._perform(order)
+                self._perform(*order)
 
-    def _perform(self, order: _Order) -> None:
+    def _perform(self, haul: Haul | None, after: Sequence[Mark], marks: Sequence[_ThreadMark]) -> None:
         """Copy layer by layer. After a failure the remaining marks of this order get its error; the next order is tried."""
-        for mark in order.after:
-            with suppress(
-                RuntimeError
-            ):  # only the order of copies matters here; the failure is reported by its own lane
+        for mark in after:
+            with suppress(RuntimeError):  # only the order of copies matters here; its own lane reports the failure
                 mark.wait()
         error: BaseException | None = None
-        for piece, mark in zip(order.pieces, order.marks, strict=False):
-            if error is None:
+        for layer, own in enumerate(marks):
+            if haul is not None and error is None:
+                piece = Piece(haul.runs, haul.source[layer], haul.target[layer])
                 began = time.perf_counter()
                 try:
                     self._copy(piece)
                 except Exception as failure:
                     error = failure
                 self._pace(piece, began)
-            mark.reach(error)
-        if not order.pieces:
-            order.marks[0].reach(None)
+            own.reach(error)
 
     def _pace(self, piece: Piece, began: float) -> None:
         """Sleep until a link of this bandwidth would have moved the piece."""

@@ -333,8 +333,7 @@ class Replica:
         from pensieve.core.scheduler.scheduler import SchedulerSettings
         from pensieve.device.asked import ModelAsked
         from pensieve.device.model import load_model
-        from pensieve.device.options import TorchOptions
-        from pensieve.device.worker import TorchWorker
+        from pensieve.device.worker import TorchOptions, TorchWorker
         from pensieve.serve.systems.base import WallClock
         from pensieve.serve.systems.threaded_system import ThreadedSystem
         from pensieve.sim.profile import Profile

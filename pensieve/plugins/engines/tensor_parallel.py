@@ -30,8 +30,7 @@ from pensieve.plugins.engines.guard import SIGNALS
 from pensieve.plugins.engines.process import EngineProcess, own_pipes
 
 if TYPE_CHECKING:
-    from pensieve.device.options import TorchOptions
-    from pensieve.device.worker import TorchWorker
+    from pensieve.device.worker import TorchOptions, TorchWorker
 
 BLAME_S = 2.0  # how long others are heard when one has failed: another may have failed first
 

@@ -3,16 +3,12 @@
 Every tensor on it wraps a CPU tensor, and every operation is performed at once, in the order of the program. So values
 are right, and what a real device might do in another order is found by clocks instead of by luck:
 
-findings.py   what is found, and where in the program
-clocks.py     streams and host threads as vector clocks; memory that knows who touched it last
+clocks.py     streams and host threads as vector clocks; memory that knows who touched it last; what is found, and where
 machine.py    the device: its memory, its streams, the capture under way, and what was found
 tensors.py    a tensor on it
 operations.py performs torch's operations on such tensors, and tells the machine what they read and write
-calls.py      torch's calls that never become operations (pin_memory, data_ptr, numpy, ...)
-streams.py    streams and events; an event is reached some queries after it was recorded
-graphs.py     captures as lists of operations, replayed on the same memory
+streams.py    streams and events, which are reached some queries after they were recorded; captures and their replays
 kernels.py    this project's Triton kernels in torch's arithmetic, and the driver's batched copy
-surface.py    torch.cuda, as far as the project calls it
 install.py    stand_in(): all of it in place of torch.cuda, for the time of a `with`
 
 Findings, by kind:

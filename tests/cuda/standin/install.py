@@ -1,14 +1,16 @@
-"""The stand-in in place of torch.cuda, for the time of a `with`."""
+"""The stand-in in place of torch.cuda, as far as the project and transformers call it, for the time of a `with`."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,11 +19,10 @@ from pensieve.device import graphs
 from pensieve.device.attention import register
 
 from . import kernels
-from .calls import Calls
-from .machine import Card, Machine, installed
-from .operations import Dispatch
-from .streams import Stream
-from .surface import surface
+from .kernels import Cudart
+from .machine import Machine, installed
+from .operations import Calls, Dispatch
+from .streams import CUDAGraph, Event, Stream, current, graph, synchronize
 from .tensors import DeviceTensor
 
 _CUDA, _META = 1, 14  # c10::DeviceType
@@ -55,16 +56,14 @@ def _guard_nothing() -> None:
 
 
 @contextmanager
-def stand_in(lag: int = 3, card: Card | None = None) -> Iterator[Machine]:
-    """torch.cuda is a stand-in inside. One at a time; what was made inside must not be used after it.
-
-    lag: queries of an event that say no before it is reached. Skip where why_not() has something to say.
-    """
+def stand_in() -> Iterator[Machine]:
+    """torch.cuda is a stand-in inside. One at a time; what was made inside must not be used after it. Skip where why_not()
+    has something to say."""
     assert not installed and not why_not()
     import_module("torch._dynamo")  # it looks at torch.cuda when it is imported,
     register()  # and so does transformers
     _guard_nothing()
-    device = Machine(lag, card)
+    device = Machine(lag=3)
     device.default = Stream(name="the compute", owner=device)
     with _replaced(_replacements(device)):
         installed.append(device)
@@ -79,7 +78,7 @@ def stand_in(lag: int = 3, card: Card | None = None) -> Iterator[Machine]:
 
 def _replacements(device: Machine) -> list[tuple[Any, str, Any]]:
     from pensieve.device import kv_tensors
-    from pensieve.device.transfers import copies
+    from pensieve.device.transfers import cuda_link
 
     run, make_pools, make_generator = threading.Thread.run, kv_tensors.KvTensors.__init__, torch.Generator
 
@@ -103,7 +102,7 @@ def _replacements(device: Machine) -> list[tuple[Any, str, Any]]:
         (torch, "inference_mode", lambda mode=True: torch.no_grad()),  # wrappers of views cannot be inference tensors
         (threading.Thread, "run", run_under_modes),
         (kv_tensors.KvTensors, "__init__", make_watched_pools),
-        (copies, "find_batch_call", lambda: kernels.batch_call),
+        (cuda_link, "find_batch_call", lambda: kernels.batch_call),
     ]
     if find_spec("triton") is not None:
         from pensieve.device.kernels import triton_backend
@@ -143,3 +142,69 @@ def _replaced(places: list[tuple[Any, str, Any]]) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+
+
+def surface(device: Machine) -> dict[str, Any]:
+    """What takes the place of torch.cuda's own names."""
+    card = device.card
+    properties = SimpleNamespace(
+        name=card.name,
+        total_memory=card.memory,
+        uuid="stand-in",
+        multi_processor_count=card.multiprocessors,
+        shared_memory_per_block_optin=card.shared_memory,
+        major=card.capability[0],
+        minor=card.capability[1],
+        warp_size=32,
+        L2_cache_size=40 * 2**20,
+    )
+
+    def always(value: Any) -> Callable[..., Any]:
+        return lambda *_, **__: value
+
+    def set_stream(stream: Any) -> None:
+        device.stream = stream
+
+    def reset_peak(*_: Any) -> None:
+        device.peak = device.allocated
+
+    nothing = always(None)
+    return {
+        "is_available": always(True),
+        "is_initialized": always(True),
+        "device_count": always(1),
+        "current_device": always(0),
+        "init": nothing,
+        "_lazy_init": nothing,
+        "set_device": nothing,
+        "device": always(contextlib.nullcontext()),
+        "device_of": always(contextlib.nullcontext()),
+        "get_device_name": always(card.name),
+        "get_device_properties": always(properties),
+        "get_device_capability": always(card.capability),
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda *_: device.stream,
+        "default_stream": lambda *_: device.default,
+        "stream": current,
+        "set_stream": set_stream,
+        "synchronize": synchronize,
+        "CUDAGraph": CUDAGraph,
+        "graph": graph,
+        "graph_pool_handle": always((0, 1)),
+        "is_current_stream_capturing": lambda: device.capture is not None,
+        "empty_cache": nothing,
+        "mem_get_info": lambda *_: (card.memory - device.allocated, card.memory),
+        "memory_allocated": lambda *_: device.allocated,
+        "memory_reserved": lambda *_: device.allocated,
+        "max_memory_allocated": lambda *_: device.peak,
+        "reset_peak_memory_stats": reset_peak,
+        "cudart": always(Cudart()),
+        "manual_seed": nothing,
+        "manual_seed_all": nothing,
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": nothing,
+        "set_sync_debug_mode": nothing,
+        "_is_in_bad_fork": always(False),
+        "is_bf16_supported": always(True),
+    }

@@ -1,4 +1,5 @@
-"""Streams and events of the device."""
+"""Streams and events of the device; captures as lists of operations, replayed on the memory they were recorded with: what is
+not static shows in the values."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from .findings import Finding, here
-from .machine import CUDA, Machine, machine
+from .clocks import Finding, here
+from .machine import CUDA, Capture, Machine, machine
+from .tensors import on_inner
 
 
 class Stream:
@@ -107,3 +109,49 @@ def current(stream: Stream | None) -> Iterator[Stream | None]:
         yield stream
     finally:
         machine().stream = before
+
+
+class CUDAGraph:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.recorded: Capture | None = None
+
+    def replay(self) -> None:
+        assert self.recorded is not None, "a replay before a capture"
+        device = machine()
+        device.replays += 1
+        gone = [op.text for op in self.recorded.operations if any(memory() is None for memory in op.outside)]
+        if gone:
+            device.found("freed", f"a replay touches memory that was freed since the capture ({gone[0]})")
+        for op in self.recorded.operations:
+            reads, writes = (
+                [(m, cells) for ref, cells in some if (m := ref()) is not None] for some in (op.reads, op.writes)
+            )
+            if reads or writes:
+                device.launch(f"{op.text} of a graph", reads, writes, used=True)
+            on_inner(op.run)
+
+
+class graph:
+    """The context of a capture. Operations are performed while they are recorded, which CUDA does not: a result of the
+    capture itself must not be used, and is replayed before anyone looks."""
+
+    def __init__(
+        self, cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = ""
+    ) -> None:
+        self._graph, self._stream = cuda_graph, stream
+
+    def __enter__(self) -> None:
+        synchronize()
+        device = machine()
+        if self._stream is None:
+            self._stream = Stream()
+        self._before = device.stream
+        device.stream = self._stream
+        device.capture = Capture(self._stream)
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        device = machine()
+        self._graph.recorded, device.capture = device.capture, None
+        if kind is not None:  # torch leaves the side stream as the current one
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        device.stream = self._before

@@ -16,11 +16,13 @@ from pensieve.core.policies.lru import Lru
 from pensieve.core.request import Request
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.device.asked import ModelAsked
-from pensieve.device.attention import IMPLEMENTATION
+from pensieve.device.attention import IMPLEMENTATION, Forward, Iteration
+from pensieve.device.batch import BlockTables, build_batch
+from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import LoadedModel, load_model
-from pensieve.device.options import TorchOptions
+from pensieve.device.sampler import draw, draws_of, numbers_of
 from pensieve.device.transfers.link import Link
-from pensieve.device.worker import TorchWorker
+from pensieve.device.worker import TorchOptions, TorchWorker
 from pensieve.plugins.overlap import strategies_of
 from pensieve.serve.books.books import Books
 from pensieve.serve.record import TurnRecord
@@ -64,7 +66,6 @@ ARCHITECTURES = {
 }
 
 PROCESSORS = {  # options, and what a machine needs to run what they make
-    "haswell": (("-march=haswell",), {"avx2", "fma", "bmi2"}),
     "zen 3": (("-march=haswell", "-mtune=znver3"), {"avx2", "fma", "bmi2"}),
     "any": ((), set[str]()),
 }
@@ -92,6 +93,25 @@ def plain_logits(model: LoadedModel, tokens: Sequence[int]) -> torch.Tensor:
             return model.module(input_ids=ids, use_cache=False).logits[0].float().cpu()
     finally:
         model.module.set_attn_implementation(IMPLEMENTATION)
+
+
+def logits_of(forward: Forward, model: LoadedModel, tokens: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    """[len(wanted), vocab] of one prompt in scattered blocks of 8 that hold NaN before."""
+    pool = KvTensors(model.spec, 8, 16, 0, model.device, model.dtype)
+    pool.gpu.fill_(float("nan"))
+    tables = BlockTables()
+    tables.overwrite(0, 0, (11, 3, 14, 0, 9, 6))
+    row = Row(0, ((0, len(tokens)),), tuple(tokens), Sample(len(tokens)))
+    batch = build_batch([row], tables, 8, model.device)
+    with torch.inference_mode():
+        return forward(Iteration(batch, pool.gpu_tokens(), 8), torch.tensor(wanted))
+
+
+def drawn(logits: torch.Tensor, samples: Sequence[Sample]) -> tuple[list[int], list[float]]:
+    """Tokens and margins of a row for each sample."""
+    numbers, limited = numbers_of(samples)
+    found = draw(logits, draws_of([torch.from_numpy(part) for part in numbers], limited))
+    return found.tokens.tolist(), found.margins.tolist()
 
 
 def plain_generate(model: LoadedModel, prompt: Sequence[int], new_tokens: int) -> list[int]:
@@ -150,18 +170,7 @@ def served(engine: TalkingEngine, *requests: Request) -> dict[int, TurnRecord]:
     return run(engine)
 
 
-def converse(model: LoadedModel, driver: Driver, turns: Iterable[tuple[int, int]]) -> None:
-    """Turns of (prompt tokens, reply tokens) in slot 0: every logit and every token is transformers' own."""
-    for turn, (length, output) in enumerate(turns):
-        row = driver.prompt_row(0, random_tokens(length, turn))
-        expected = plain_generate(model, driver.tokens[0], output)
-        driver.step(row)
-        driver.keep_logits(0)
-        for _ in range(output - 1):
-            driver.step(driver.decode_row(0))
-            driver.keep_logits(0)
-        driver.check_kept()
-        assert driver.tokens[0][-output:].tolist() == expected
+Table = tuple[int, int, tuple[int, ...]]  # slot, first chunk, blocks
 
 
 class Driver:
@@ -177,7 +186,6 @@ class Driver:
         chunk: int = 8,
         gpu_blocks: int = 96,
         cpu_blocks: int = 64,
-        scatter: bool = True,
         link: Link | None = None,
         options: TorchOptions | None = None,
     ):
@@ -185,8 +193,7 @@ class Driver:
         self.worker = TorchWorker(model, chunk, WallClock(), keep_logits=True, link=link, options=options)
         self.worker.start(gpu_blocks, cpu_blocks)
         self.free = list(range(gpu_blocks))
-        if scatter:
-            random.Random(7).shuffle(self.free)
+        random.Random(7).shuffle(self.free)
         self.tokens: dict[int, array[int]] = {}
         self.tables: dict[int, list[int | None]] = {}
         self.computed: dict[int, int] = {}
@@ -194,26 +201,12 @@ class Driver:
         self.steps = 0
         self.worker.tensors.gpu.fill_(float("nan"))
 
-    def perform(
-        self,
-        rows: Iterable[Row] = (),
-        tables: Iterable[tuple[int, int, tuple[int, ...]]] = (),
-        moves: Iterable[Move] = (),
-    ) -> StepResult:
-        self.worker.launch(self.plan(rows, tables, moves))
-        result = self.worker.collect(None)
-        assert result is not None
-        assert result.step == self.steps
-        return result
-
-    def plan(
-        self,
-        rows: Iterable[Row] = (),
-        tables: Iterable[tuple[int, int, tuple[int, ...]]] = (),
-        moves: Iterable[Move] = (),
-    ) -> StepPlan:
+    def perform(self, rows: Iterable[Row] = (), tables: Iterable[Table] = (), moves: Iterable[Move] = ()) -> StepResult:
         self.steps += 1
-        return StepPlan(self.steps, tuple(rows), tuple(tables), tuple(moves))
+        self.worker.launch(StepPlan(self.steps, tuple(rows), tuple(tables), tuple(moves)))
+        result = self.worker.collect(None)
+        assert result is not None and result.step == self.steps
+        return result
 
     def step(self, *rows: Row, moves: Iterable[Move] = ()) -> StepResult:
         """Allocate what the rows lack, perform, and append the sampled tokens."""
@@ -224,7 +217,7 @@ class Driver:
             self.tokens[slot].append(token)
         return result
 
-    def allocate(self, slot: int, stop: int) -> list[tuple[int, int, tuple[int, ...]]]:
+    def allocate(self, slot: int, stop: int) -> list[Table]:
         """Blocks for the chunks below `stop` that have none; one delta a chunk."""
         table = self.tables.setdefault(slot, [])
         table.extend([None] * (-(-stop // self.chunk) - len(table)))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pensieve.core.plan import Row, Sample
-from pensieve.device.batch import Batch, BlockTables, Spans, build_batch
+from pensieve.device.batch import BlockTables, Spans, build_batch
 
 CPU = torch.device("cpu")
 CHUNK = 4
@@ -32,13 +32,16 @@ def random_rows(source: random.Random) -> tuple[list[Row], BlockTables]:
     return rows, tables
 
 
-def check(batch: Batch, rows: list[Row], tables: BlockTables) -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_every_position_has_its_token_its_place_and_its_sample(seed: int) -> None:
+    rows, tables = random_rows(random.Random(seed))
+    batch = build_batch(rows, tables, CHUNK, CPU)
     spans = list(batch.spans)
     wanted = {}  # by place in the pool and position: its token
     for row in rows:
         positions = [position for run in row.runs for position in range(*run)]
         for position, token in zip(positions, row.tokens or [None], strict=True):
-            block = int(tables.blocks(row.slot, 40)[position // CHUNK])
+            block = int(tables.at(row.slot, position // CHUNK))
             wanted[block * CHUNK + position % CHUNK, position] = token
     unseen = set() if batch.unseen is None else set(batch.unseen[0].tolist())
     got = zip(batch.write_places.tolist(), batch.positions.tolist(), batch.token_ids.tolist(), strict=True)
@@ -59,15 +62,9 @@ def check(batch: Batch, rows: list[Row], tables: BlockTables) -> None:
     assert batch.logits_at.tolist() == sorted(batch.logits_at.tolist())
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_every_position_has_its_token_its_place_and_its_sample(seed: int) -> None:
-    rows, tables = random_rows(random.Random(seed))
-    check(build_batch(rows, tables, {}, CHUNK, CPU), rows, tables)
-
-
 def test_spans_as_arrays_and_as_objects_are_the_same() -> None:
     rows, tables = random_rows(random.Random(3))
-    spans = build_batch(rows, tables, {}, CHUNK, CPU).spans
+    spans = build_batch(rows, tables, CHUNK, CPU).spans
     each = list(spans)
     for cut, own in ((spans, each), (spans.cut(2, 4), each[2:4]), (spans.cut(0, 0), [])):
         again = Spans.of(own)
@@ -78,12 +75,16 @@ def test_spans_as_arrays_and_as_objects_are_the_same() -> None:
         assert spans.lows(window).tolist() == lows
 
 
-def test_a_row_of_another_length_than_its_tokens_is_a_bug() -> None:
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (Row(0, ((0, 1),), (1, 2), None), "tokens for"),
+        (Row(0, ((9, 11),), (1, 2), None), r"no block|beyond"),
+        (Row(5, ((0, 1),), (1,), None), "beyond"),
+    ],
+)
+def test_what_no_scheduler_plans_is_a_bug(row: Row, words: str) -> None:
     tables = BlockTables()
     tables.overwrite(0, 0, [1, 2])
-    with pytest.raises(AssertionError, match="tokens for"):
-        build_batch([Row(0, ((0, 1),), (1, 2), None)], tables, {}, CHUNK, CPU)
-    with pytest.raises(AssertionError, match=r"no block|beyond"):
-        build_batch([Row(0, ((9, 11),), (1, 2), None)], tables, {}, CHUNK, CPU)
-    with pytest.raises(AssertionError, match="beyond"):
-        build_batch([Row(5, ((0, 1),), (1,), None)], tables, {}, CHUNK, CPU)
+    with pytest.raises(AssertionError, match=words):
+        build_batch([row], tables, CHUNK, CPU)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pensieve.device.kv_tensors import KvTensors
-from pensieve.device.options import TorchOptions
 from pensieve.device.transfers.transfer import Transfer
+from pensieve.device.worker import TorchOptions
 from pensieve.plugins.device.thread_link import ThreadLink
 from tests.gpu.conversations import REQUESTS, TURNS, check_paths, converse
 from tests.gpu.shuttle import shuttle
@@ -15,29 +15,25 @@ from tests.gpu.shuttle import shuttle
 from .driver import tiny_spec
 
 
-@pytest.mark.parametrize(("mode", "depth"), [("load", 2), ("hybrid", 2), ("recompute", 1)])
-def test_conversations(llama, mode, depth):
-    options = TorchOptions(depth=depth, max_batch_requests=REQUESTS)
-    check_paths(converse(llama, mode, options, ThreadLink(5e7), turns=TURNS), mode)
+def test_conversations(llama):
+    options = TorchOptions(depth=2, max_batch_requests=REQUESTS)
+    check_paths(converse(llama, "hybrid", options, ThreadLink(5e7), turns=TURNS), "hybrid")
 
 
-@pytest.mark.parametrize("link", [True, False])
-def test_blocks_survive(link):
+class Hasty(ThreadLink):
+    """Marks are reached too early."""
+
+    def hold_compute(self, mark):
+        return
+
+
+@pytest.mark.parametrize("link", [None, ThreadLink, Hasty])
+def test_blocks_survive_and_a_copy_that_overtakes_is_found(link):
     tensors = KvTensors(tiny_spec("llama"), 4, 24, 24, torch.device("cpu"), torch.float32)
-    transfer = Transfer(tensors, ThreadLink(2e8) if link else None)
-    shuttle(tensors, transfer, lambda: None, rounds=3)
-    transfer.close()
-
-
-def test_a_copy_that_overtakes_is_found():
-    """A link whose marks are reached too early."""
-
-    class Hasty(ThreadLink):
-        def hold_compute(self, mark):
-            return
-
-    tensors = KvTensors(tiny_spec("llama"), 4, 24, 24, torch.device("cpu"), torch.float32)
-    transfer = Transfer(tensors, Hasty(2e6))
-    with pytest.raises(AssertionError, match="read before its load had come"):
+    transfer = Transfer(tensors, link and link(2e6 if link is Hasty else 2e8))
+    if link is Hasty:
+        with pytest.raises(AssertionError, match="read before its load had come"):
+            shuttle(tensors, transfer, lambda: None, rounds=3)
+    else:
         shuttle(tensors, transfer, lambda: None, rounds=3)
     transfer.close()

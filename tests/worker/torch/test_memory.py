@@ -1,20 +1,25 @@
-"""Memory that ends: at start one sentence with the numbers, in flight the requests of one step, and the next ones go on."""
+"""Memory that ends: at start one sentence with the numbers, in flight the requests of one step, and the next ones go on. A
+device that is in error for good raises whatever it is asked: steps fail with a sentence, and nothing else does."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
+from pensieve.core.plan import Moved, Row, Sample, StepPlan
 from pensieve.core.request import Length, Request
-from pensieve.device.memory import largest_rows
-from pensieve.device.options import TorchOptions
-from pensieve.device.worker import TorchWorker
+from pensieve.device.transfers import cuda_link
+from pensieve.device.transfers.cuda_link import CudaLink
+from pensieve.device.worker import TorchOptions, TorchWorker, largest_rows
 from pensieve.errors import HardwareMissing
 from pensieve.serve.systems.base import WallClock
+from pensieve.serve.systems.profiling import swap_out
 
-from .driver import engine_on, plain_generate, random_tokens, served
+from .driver import Driver, engine_on, plain_generate, random_tokens, served
 
 
 class Stumbling:
@@ -52,9 +57,7 @@ def started(model, forward, depth):
     return engine_on(worker, 40, 40, max_batch_tokens=64, max_batch_requests=4)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize(("depth", "after", "error"), [(1, 1, RuntimeError), (2, 3, torch.OutOfMemoryError)])
 def test_in_flight_it_fails_the_step_and_the_next_requests_are_exact(llama, depth, after, error):
     """In the prefill, and in the middle of decoding (at depth 2 with a plan launched behind it)."""
     forward = Stumbling(llama, set(), error)
@@ -76,24 +79,6 @@ def test_in_flight_it_fails_the_step_and_the_next_requests_are_exact(llama, dept
     assert turns[4].history_tokens == 24
 
 
-def test_copies_that_fail_fail_their_step(llama, monkeypatch):
-    engine = started(llama, llama.forward, 2)
-    worker = engine.worker
-    with monkeypatch.context() as patch:
-
-        def none_left(copies):
-            raise torch.OutOfMemoryError("no staging buffer")
-
-        patch.setattr(worker.transfer, "swap_in", none_left)
-        turn = served(engine, Request(1, "a", 1, random_tokens(20, 1), Length(5)))[1]
-    assert (turn.status, "no staging buffer" in (turn.error or "")) == ("failed", True)
-    turn = served(engine, Request(2, "a", 1, random_tokens(20, 1), Length(5)))[2]
-    assert list(turn.token_ids) == plain_generate(llama, random_tokens(20, 1), 5)
-
-
-# -- how much fits ------------------------------------------------------------------------------------------------------
-
-
 def test_the_largest_iterations_reach_every_bound():
     long, many = largest_rows(1000, 64, 400)
     assert [row.positions for row in long] == [400, 400, 200]
@@ -101,3 +86,90 @@ def test_the_largest_iterations_reach_every_bound():
     assert sum(row.positions for row in many) <= 1000
     assert all(row.sample for row in (*long, *many))
     assert [row.positions for row in largest_rows(8, 64, 400)[1]] == [1] * 8
+
+
+class Device:
+    """A link, both its lanes and the marks in them; from `fails` on each answer is an error."""
+
+    error, fails = None, False
+
+    def __init__(self):
+        self.inward = self.outward = self
+
+    def _ask(self, *given):
+        if self.fails:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
+        return self
+
+    computed = hold_compute = wait = synchronize = close = _ask
+
+    def enqueue(self, haul, after):
+        return [self._ask()] * haul.layers
+
+    def reached(self):
+        return self._ask() is None
+
+    def stalled_ns(self):
+        return 0
+
+
+def test_steps_fail_with_a_sentence_and_copies_under_way_fail_once(llama, monkeypatch):
+    device = Device()
+    driver = Driver(llama, link=device)
+    row, deltas = driver.prompt_row(0, random_tokens(12, 0)), driver.allocate(0, 12)
+    assert driver.perform([row], deltas, moves=[swap_out(5, (90,), (1,))]).error is None
+
+    def breaks(batch):
+        device.fails = True
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(driver.worker, "_forward", breaks)
+    result = driver.perform([row], moves=[swap_out(6, (91,), (2,))])
+    assert "illegal memory access" in (result.error or "") and "\n" not in (result.error or "")
+    assert result.moved == (Moved(5, ok=False),), "those of the failed plan are void, and not reported"
+    later = driver.perform([row], moves=[swap_out(7, (91,), (2,))])
+    assert "illegal memory access" in (later.error or "") and later.moved == ()
+    assert driver.worker.collect(None) is None
+    driver.worker.close()
+
+
+def test_waits_of_a_device_in_error_are_forgotten(monkeypatch):
+    class Event:
+        def query(self):
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(cuda_link, "_CudaLane", lambda *_: None)
+    link = CudaLink(torch.device("cpu"))
+    link._waits = [(Event(), Event())]
+    assert link.stalled_ns() == 0 and not link._waits
+
+
+def test_a_failed_step_keeps_no_activations(llama):
+    """Else the memory that was too little stays taken until the garbage collector comes by, and the next steps fail too."""
+    held = []
+
+    class Greedy:
+        name = "greedy"
+        fails = False
+
+        def __call__(self, iteration, wanted):
+            activations = torch.zeros(1000)
+            if self.fails:
+                held.append(weakref.ref(activations))
+                raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
+            return llama.forward(iteration, wanted)
+
+    forward = Greedy()
+    worker = TorchWorker(replace(llama, forward=forward), 8, WallClock())
+    worker.start(8, 0)
+    forward.fails = True
+    gc.collect()
+    gc.disable()
+    try:
+        worker.launch(StepPlan(1, (Row(0, ((0, 4),), (5, 6, 7, 8), Sample(4)),), ((0, 0, (3,)),)))
+        assert len(held) == 1 and held[0]() is None
+        result = worker.collect(None)
+    finally:
+        gc.enable()
+    assert result is not None and "ran out of memory" in (result.error or "")
+    worker.close()

@@ -1,4 +1,5 @@
-"""Memory that is needed no more goes back: files that weights were mapped from, and blocks that only a measurement filled."""
+"""Memory is taken when it is used, and goes back when it is needed no more: pools, files that weights were mapped from,
+blocks that only a measurement filled."""
 
 from __future__ import annotations
 
@@ -7,14 +8,17 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pensieve.device import kv_tensors
 from pensieve.device.asked import ModelAsked
+from pensieve.device.fused.linear import return_file_pages
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import load_model
-from pensieve.device.pages import return_file_pages
+from pensieve.errors import HardwareMissing
 from pensieve.lab.compose.build import build_system
 from pensieve.lab.compose.plan import plan_trial
 from pensieve.serve.systems import profiling
@@ -93,8 +97,36 @@ def resident(tensor):
         return float(np.mean(np.frombuffer(entries.read(8 * (stop - first)), np.uint64) >> np.uint64(63)))
 
 
+def _make(gpu_blocks, cpu_blocks):
+    return KvTensors(tiny_spec("llama"), 32, gpu_blocks, cpu_blocks, torch.device("cpu"), torch.float32)
+
+
+def test_pools_are_zero_and_memory_is_touched_only_when_used():
+    process = psutil.Process()
+    before = process.memory_info().rss
+    tensors = _make(16384, 16384)  # 256 MiB each
+    assert tensors.gpu_bytes == tensors.cpu_bytes == 256 * 2**20
+    assert process.memory_info().rss - before < 32 * 2**20
+    tensors.cpu[:, :4096] = 1.0
+    touched = process.memory_info().rss - before
+    assert 48 * 2**20 < touched < 160 * 2**20, "a quarter of one pool"
+    assert not tensors.gpu[:, 100:110].any()
+
+
+def test_pools_that_do_not_fit_are_refused_with_numbers(monkeypatch):
+    with pytest.raises(HardwareMissing, match=r"TiB.*this machine has .*GiB"):
+        _make(2**28, 0)
+
+    def full(*args, **kwargs):
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(kv_tensors.mmap, "mmap", full)
+    with pytest.raises(HardwareMissing, match=r"64\.0 KiB \(4 blocks of 16\.0 KiB\) does not fit in CPU memory"):
+        _make(4, 0)
+
+
 def test_pools_are_zeroed_by_returning_their_pages():
-    tensors = KvTensors(tiny_spec("llama"), 16, 2000, 1000, torch.device("cpu"), torch.float32)
+    tensors = _make(1000, 500)
     for pool in (tensors.gpu, tensors.cpu):
         pool.fill_(7)
     assert resident(tensors.gpu) == resident(tensors.cpu) == 1

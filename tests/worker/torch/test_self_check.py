@@ -1,23 +1,29 @@
-"""In 16 bits a right model is told from a wrong one by its distance to float32, whatever this machine's rounding does."""
+"""In 16 bits a right model is told from a wrong one by its distance to float32, whatever this machine's rounding does; and
+what passes first serves."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
+from transformers import AttentionInterface
 
+from pensieve.device import model as loaded
 from pensieve.device import weights as loading
-from pensieve.device.attention import TransformersForward, register
+from pensieve.device.asked import ModelAsked
+from pensieve.device.attention import IMPLEMENTATION, TransformersForward, paged_attention, register
 from pensieve.device.batch import Spans
 from pensieve.device.fused import build_fused
 from pensieve.device.kernels.reference import ReferenceBackend, ReferencePlan
+from pensieve.device.model import attention_here, choose
 from pensieve.device.self_check import MULTIPLE, check_against_eager, upcast
-from pensieve.errors import UnsupportedModel
+from pensieve.errors import EngineMissing, UnsupportedModel
 from pensieve.specs import ModelSpec
 
-from .driver import ARCHITECTURES
+from .driver import ARCHITECTURES, tiny_model
 
 CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
 DEEP = {
@@ -29,31 +35,20 @@ CHUNK = 8
 
 
 @cache
-def _model(name, dtype=BF16, seed=0):
+def _model(name, dtype=BF16):
     """What load_model makes on a GPU, where alone models run in 16 bits."""
     spec = ModelSpec.from_architecture(name, KINDS[name], str(dtype).removeprefix("torch."))
     register()
-    module = loading._random(spec, dtype, CPU, seed).eval().requires_grad_(False)
-    forward = build_fused(module, pack=False)
-    assert not isinstance(forward, str)
-    return spec, module, forward
+    module = loading._random(spec, dtype, CPU, 0).eval().requires_grad_(False)
+    return spec, module, build_fused(module, pack=False)
 
 
-def _check(
-    name, backend=None, dtype=BF16, seed=0,
-    wrap=None, fused=True,
-):  # fmt: skip
-    spec, module, forward = _model(name, dtype, seed)
-    forward = forward if fused else TransformersForward(module)
-    forward = wrap(forward) if wrap else forward
-    return check_against_eager(module, forward, spec, CPU, dtype, backend or ReferenceBackend(), CHUNK)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("name", ["deep", "llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize(("dtype", "fused"), [(BF16, True), (FP16, False)])
+@pytest.mark.parametrize("name", ["deep", "gpt2", "gemma2"])
 def test_a_right_model_is_about_as_far_from_float32_as_its_own_attention(name, dtype, fused):
-    check = _check(name, dtype=dtype, fused=fused)
+    spec, module, forward = _model(name, dtype)
+    forward = forward if fused else TransformersForward(module)
+    check = check_against_eager(module, forward, spec, CPU, dtype, ReferenceBackend(), CHUNK)
     assert check.against == "float32"
     assert 0 < check.difference < 1.25 * check.limit / MULTIPLE, "the limit is not met by luck"
 
@@ -67,8 +62,8 @@ class _Plan(ReferencePlan):
 class _Shifts(_Plan):
     """Gives each query the result of the one before it."""
 
-    def attend(self, pool, queries, *rest):
-        return super().attend(pool, queries, *rest).roll(1, 0)
+    def attend(self, *all_):
+        return super().attend(*all_).roll(1, 0)
 
 
 class _Scales(_Plan):
@@ -110,6 +105,11 @@ class _Mixes(_Plan):
         return result
 
 
+class _NaN(_Plan):
+    def attend(self, *all_):
+        return super().attend(*all_) * float("nan")
+
+
 class _Backend(ReferenceBackend):
     def __init__(self, plan):
         self._plan = plan
@@ -118,28 +118,22 @@ class _Backend(ReferenceBackend):
         return self._plan(*how)
 
 
-@pytest.mark.parametrize("plan", [_Shifts, _Scales, _Mistakes, _Loses, _Mixes])
-@pytest.mark.parametrize("name", ["deep", "llama", "gpt2"])
-def test_a_wrong_attention_fails_in_16_bits_too(name, plan):
-    with pytest.raises(UnsupportedModel, match=r"fails its self-check: .* of the same weights in float32 by"):
-        _check(name, _Backend(plan))
+@pytest.mark.parametrize("plan", [_Shifts, _Scales, _Mistakes, _Loses, _Mixes, _NaN, None])
+@pytest.mark.parametrize("name", ["deep", "gpt2"])
+def test_what_is_wrong_fails_in_16_bits_too(name, plan):
+    """None: the position of what is appended, by one."""
+    spec, module, forward = _model(name)
 
+    def misplaced(iteration, wanted):
+        positions = iteration.batch.positions
+        if int(positions[0]):
+            iteration.batch = replace(iteration.batch, positions=positions + 1)
+        return forward(iteration, wanted)
 
-@pytest.mark.parametrize("name", ["deep", "llama", "gpt2"])
-def test_a_wrong_position_fails_in_16_bits_too(name):
-    """Of what is appended, by one."""
-
-    def wrap(forward):
-        def wrong(iteration, wanted):
-            positions = iteration.batch.positions
-            if int(positions[0]):
-                iteration.batch = replace(iteration.batch, positions=positions + 1)
-            return forward(iteration, wanted)
-
-        return wrong
-
-    with pytest.raises(UnsupportedModel, match="fails its self-check"):
-        _check(name, wrap=wrap)
+    backend = ReferenceBackend() if plan is None else _Backend(plan)
+    words = r"fails its self-check: .* of the same weights in float32 by" + " nan" * (plan is _NaN)
+    with pytest.raises(UnsupportedModel, match=words):
+        check_against_eager(module, forward if plan else misplaced, spec, CPU, BF16, backend, CHUNK)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
@@ -148,21 +142,23 @@ def test_a_product_that_is_wrong_for_so_many_rows_fails(rows):
     spec, module, forward = _model("llama", torch.float32)
 
     def wrong(iteration, wanted):
-        logits = forward(iteration, wanted)
-        return logits * 1.01 if len(wanted) == rows else logits
+        return forward(iteration, wanted) * (1.01 if len(wanted) == rows else 1)
 
     assert check_against_eager(module, forward, spec, CPU, torch.float32).against == "eager"
     with pytest.raises(UnsupportedModel, match="fails its self-check"):
         check_against_eager(module, wrong, spec, CPU, torch.float32)
 
 
-def test_logits_that_are_no_numbers_fail():
-    class NaN(_Plan):
-        def attend(self, *all_):
-            return super().attend(*all_) * float("nan")
+def test_a_layer_that_attends_twice_is_told(monkeypatch):
+    def twice(module, *args, **kwargs):
+        paged_attention(module, *args, **kwargs)
+        return paged_attention(module, *args, **kwargs)
 
-    with pytest.raises(UnsupportedModel, match="by nan"):
-        _check("llama", _Backend(NaN))
+    for place in ("model", "weights"):
+        monkeypatch.setattr(f"pensieve.device.{place}.register", lambda: None)
+    monkeypatch.setitem(AttentionInterface._global_mapping, IMPLEMENTATION, twice)
+    with pytest.raises(UnsupportedModel, match="called 4 times"):
+        tiny_model("llama", fused=False)
 
 
 @pytest.mark.parametrize("name", ["deep", "gpt2", "gemma2"])
@@ -185,8 +181,7 @@ def test_upcast_is_the_model_of_the_same_weights_in_float32_and_leaves_it_as_it_
 
 def test_upcast_holds_one_layer_at_a_time_and_lets_go_of_it_when_a_forward_fails():
     spec, module, _ = _model("deep")
-    layers = module.model.layers
-    seen = []
+    layers, seen = module.model.layers, []
 
     def look(*_):
         seen.append(sum(next(layer.parameters()).dtype == torch.float32 for layer in layers))
@@ -205,3 +200,88 @@ def test_upcast_holds_one_layer_at_a_time_and_lets_go_of_it_when_a_forward_fails
             hook.remove()
     assert seen == [1] * 6
     assert {tensor.dtype for tensor in module.parameters()} == {BF16}
+
+
+# -- which of them serves ---------------------------------------------------------------------------------------------------
+
+
+class _Off(ReferencePlan):
+    def attend(self, *all_):
+        return super().attend(*all_) + 1.0
+
+
+@pytest.fixture
+def asked_for(monkeypatch):
+    """Backend "absent" is not installed, "wrong" computes something else; returns the blocks' sizes it was asked for."""
+    load, chunks = loaded.load_backend, []
+
+    def wrong(batch, pool, chunk_tokens):
+        chunks.append(chunk_tokens)
+        return _Off(batch, pool, chunk_tokens)
+
+    def load_backend(name, *where):
+        if name == "absent":
+            raise EngineMissing("It is not installed.")
+        backend = _Backend(wrong) if name == "wrong" else load(name, *where)
+        backend.name = name
+        return backend
+
+    monkeypatch.setattr(loaded, "load_backend", load_backend)
+    return chunks
+
+
+def _choose(model, *backends):
+    return choose(model.module, ModelAsked(model.spec, chunk_tokens=16), CPU, backends)
+
+
+@pytest.mark.parametrize(
+    ("backends", "loud"),
+    [
+        (("reference",), None),  # asked for
+        (("native", "reference"), None),
+        (("absent", "native", "reference"), None),  # another kernel serves
+        (("absent", "reference"), "attention_backend=reference .* Not absent: It is not installed"),
+        (("wrong", "native"), "attention_backend=native .* Not wrong: .* fails its self-check"),
+    ],
+)
+def test_the_first_that_loads_and_passes_serves_and_a_fall_back_is_warned_of(llama, asked_for, caplog, backends, loud):
+    if "native" in backends:
+        try:
+            loaded.load_backend("native", CPU, torch.float32, 16, 16)
+        except EngineMissing as missing:
+            pytest.skip(str(missing))
+    chosen = _choose(llama, *backends)
+    assert chosen.attention.name == next(name for name in backends if name not in ("absent", "wrong"))
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert chosen.fell_back == (loud is not None) == bool(warned)
+    assert loud is None or re.search(loud, warned[0])
+    assert set(asked_for) <= {16}, "a kernel is checked with the blocks that it will serve"
+
+
+def test_the_one_that_was_asked_for_raises(llama, asked_for):
+    with pytest.raises(EngineMissing, match="not installed"):
+        _choose(llama, "absent")
+    with pytest.raises(UnsupportedModel, match="fails its self-check"):
+        _choose(llama, "wrong")
+
+
+def test_what_serves_here_is_told_without_a_model(asked_for, monkeypatch):
+    def here(*names):
+        monkeypatch.setattr(loaded, "candidates", lambda asked, kind: names)
+        return attention_here("auto", CPU, torch.float32, 16, 16)
+
+    assert here("reference") == ("reference", "", False)
+    assert here("absent", "reference") == ("reference", "Not absent: It is not installed.", True)
+    assert here("absent", "wrong", "reference") == ("wrong", "Not absent: It is not installed.", False)
+
+
+def test_a_fused_forward_that_is_wrong_is_not_used(monkeypatch):
+    def wrong(module, **options):
+        fused = build_fused(module, **options)
+        return type("Wrong", (), {"name": "fused", "__call__": lambda self, *given: fused(*given) * 1.01})()
+
+    monkeypatch.setattr(loaded, "build_fused", wrong)
+    model = tiny_model("llama")
+    assert model.forward.name == "transformers" and model.fell_back
+    assert "fails its self-check" in model.forward_note
+    assert model.self_check.difference < 1e-4

@@ -103,7 +103,7 @@ def make_case(
         pool[1, places] = noise(stop, 2, heads.kv_heads, heads.dim)
         computed = sum(stop - start for start, stop in runs)
         plan_rows.append(Row(slot, tuple(runs), (1,) * computed, Sample(stop)))
-    batch = build_batch(plan_rows, tables, {}, chunk, torch.device(device))
+    batch = build_batch(plan_rows, tables, chunk, torch.device(device))
     count = len(batch.token_ids)
     return Case(
         batch,

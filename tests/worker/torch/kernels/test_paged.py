@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.device.kernels import triton_backend
+from pensieve.device.asked import ModelAsked
 from pensieve.device.kernels.base import Scores
-from pensieve.device.kernels.triton_backend import OncePlan, StandingPlan, TritonBackend, TritonPointersBackend
+from pensieve.device.kernels.triton_backend import OncePlan, StandingPlan, TritonBackend
+from pensieve.device.model import load_model
 
-from .cases import Heads, Runs, make_case
+from ..driver import Driver, plain_generate, random_tokens, tiny_spec
+from .cases import Heads, make_case
 
 
-@pytest.mark.parametrize(
-    ("rows", "window"), [([[(900, 901)], [(3, 4)]], None), ([[(700, 720)]], None), ([[(799, 800)]], 500)]
-)
-def test_long_rows_are_split_along_their_keys(rows: list[Runs], window: int | None) -> None:
+@pytest.mark.parametrize(("rows", "window"), [([[(900, 901)], [(3, 4)], [(700, 720)]], None), ([[(799, 800)]], 500)])
+def test_long_rows_are_split_along_their_keys(rows, window):
     case = make_case(rows, Heads(2, 2, 64))
     plan = TritonBackend().plan(case.batch, case.pool, case.chunk)
     assert isinstance(plan, OncePlan)
@@ -35,50 +35,9 @@ def test_prompts_of_more_than_one_large_tile() -> None:
     case.check(got, case.expected(None, None, None))
 
 
-# A prompt over a long context (split along its keys), one from the start, a recovery of two runs, and decode rows.
-ROWS = [[(300, 320)], [(0, 40)], [(3, 4), (40, 60)], [(70, 71)]]
-
-
-@pytest.fixture
-def boxes(monkeypatch):
-    """The interpreter is taken for a GPU of capability 8."""
-    monkeypatch.setattr(triton_backend, "_SHARED_PRODUCTS", (8,))
-
-
-@pytest.mark.parametrize(
-    ("heads", "dtype", "chunk", "softcap"),
-    [(Heads(4, 1, 24), torch.bfloat16, 32, None), (Heads(2, 2, 16), torch.float16, 64, 2.0)],
-    ids=str,
-)
-def test_boxes_are_what_pointers_are(boxes, heads, dtype, chunk, softcap):
-    """Blocks of one box and of two; heads of no power of two, whose boxes reach beyond them."""
-    case = make_case(ROWS, heads, dtype, chunk)
-    plans = [backend().plan(case.batch, case.pool, chunk) for backend in (TritonBackend, TritonPointersBackend)]
-    got, by_pointers = (case.attend(plan, 0.3, None, softcap) for plan in plans)
-    assert [plan._launches[None].tiles.boxed for plan in plans if isinstance(plan, OncePlan)] == [True, False]
-    assert len(plans[0]._launches[None].joins), "something was split"
-    assert float((got.float() - by_pointers.float()).abs().max()) <= 2 * torch.finfo(dtype).eps, "the last bit at most"
-    case.check(got, case.expected(0.3, None, softcap))
-
-
-def test_a_layer_with_a_window_is_loaded_by_pointers(boxes):
-    """Beside one without, in the same iteration."""
-    case = make_case([[(40, 80)]], Heads(2, 2, 16), torch.bfloat16, 32)
-    plan = TritonBackend().plan(case.batch, case.pool, 32)
-    for window in (None, 20):
-        case.check(case.attend(plan, None, window, None), case.expected(None, window, None))
-    assert {window: launch.tiles.boxed for window, launch in plan._launches.items()} == {None: True, 20: False}
-
-
 # -- a standing plan, as a captured graph uses it ---------------------------------------------------------------------------
 
 STANDING = 4
-
-
-def _padded(case):
-    """The queries of STANDING rows, of which some may belong to no span."""
-    idle = torch.full((STANDING - len(case.queries), *case.queries.shape[1:]), 7.0)
-    return torch.cat([case.queries, idle])
 
 
 def test_the_same_tensors_serve_batch_after_batch():
@@ -91,8 +50,11 @@ def test_the_same_tensors_serve_batch_after_batch():
         plan.update(case.batch)
         plan.write(case.pool[1], case.batch.write_places, case.keys, case.values)
         real = len(case.queries)
+        idle = torch.full((STANDING - real, *case.queries.shape[1:]), 7.0)  # rows that belong to no span
         for window in (None, 16):
-            got = plan.attend(case.pool[1], _padded(case), case.keys, case.values, Scores(window=window))
+            got = plan.attend(
+                case.pool[1], torch.cat([case.queries, idle]), case.keys, case.values, Scores(window=window)
+            )
             case.check(got[:real], case.expected(None, window, None))
             assert not got[real:].any(), "padding gets zeros"
         places.add(
@@ -102,11 +64,33 @@ def test_the_same_tensors_serve_batch_after_batch():
     assert len(plan._launches[None].joins) == STANDING, "the launch is as large as it can become"
 
 
-def test_more_rows_or_blocks_than_there_is_room_for_are_our_own_bug():
-    case = make_case([[(30, 31)], [(50, 51)]])
+@pytest.mark.parametrize(
+    ("rows", "most"), [([[(30, 31)], [(50, 51)]], (1, 40)), ([[(30, 31)]], (1, 1)), ([[(3, 9)]], (4, 40))]
+)
+def test_more_rows_or_blocks_than_there_is_room_for_are_our_own_bug(rows, most):
+    case = make_case(rows)
     with pytest.raises(AssertionError):
-        TritonBackend().standing(case.pool, case.chunk, 1, 40).update(case.batch)
-    with pytest.raises(AssertionError, match="more blocks"):
-        TritonBackend().standing(case.pool, case.chunk, 2, 2).update(case.batch)
-    with pytest.raises(AssertionError):
-        TritonBackend().standing(case.pool, case.chunk, 4, 40).update(make_case([[(3, 9)]]).batch)
+        TritonBackend().standing(case.pool, case.chunk, *most).update(case.batch)
+
+
+# -- a conversation ---------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_two_turns_and_a_recovery_equal_the_plain_models():
+    """The second turn's history lost two chunks, so three runs are computed in one forward. Gemma 2: window and softcap."""
+    model = load_model(ModelAsked(tiny_spec("gemma2"), threads=1, attention="triton", chunk_tokens=8))
+    assert (model.attention.name, model.attention_note) == ("triton", "")
+    driver = Driver(model)
+    driver.step(driver.prompt_row(0, random_tokens(29, 1)), driver.prompt_row(1, random_tokens(3, 2)))
+    for _ in range(2):
+        driver.step(driver.decode_row(0), driver.decode_row(1))
+    first = list(driver.tokens[0])
+    assert first[29:] == plain_generate(model, first[:29], 3)
+    for chunk in (0, 2):
+        driver.release(0, chunk)
+    driver.tokens[0].extend(random_tokens(6, 3))
+    known = len(driver.tokens[0])
+    driver.step(driver.row(0, ((0, 8), (16, 24), (len(first) - 1, known))), driver.decode_row(1))
+    driver.check_logits(0)
+    driver.step(driver.decode_row(0))
+    assert list(driver.tokens[0][known:]) == plain_generate(model, list(driver.tokens[0][:known]), 2)

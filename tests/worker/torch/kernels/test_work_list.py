@@ -53,11 +53,6 @@ def test_every_query_meets_every_key_it_sees_once(rows, small, wanted, window, i
     tiles = sum(-(-(b - a) // (small if b - a <= small else 8 * small)) for a, b in rows) + idle
     assert len(work.items) <= tiles + wanted
 
-
-@settings(max_examples=40, deadline=None)
-@given(bounds, st.integers(1, 40))
-def test_joins_name_each_split_once(rows, wanted):
-    work = work_list(_spans(rows), Cutting(2, 16, 16, wanted, least_keys=32), None)
     written = {}
     for _, first, count, _, _, split, splits, partial in work.items.tolist():
         if splits > 1:

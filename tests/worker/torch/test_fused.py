@@ -8,36 +8,16 @@ import psutil
 import pytest
 import torch
 
-from pensieve.core.plan import Row, Sample
-from pensieve.device import choice as loading
 from pensieve.device.asked import ModelAsked
-from pensieve.device.attention import Iteration, register
-from pensieve.device.batch import BlockTables, build_batch
+from pensieve.device.attention import register
 from pensieve.device.fused import build_fused
 from pensieve.device.fused.decoder import FusedModel
-from pensieve.device.fused.few_rows import FewRows
 from pensieve.device.fused.linear import packable
-from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.model import load_model
 from pensieve.device.weights import _random
-from pensieve.errors import EngineMissing
 from pensieve.specs import ModelSpec
-from tests.worker.torch.driver import ARCHITECTURES, Driver, plain_logits, random_tokens, tiny_model, tiny_spec
 
-CHUNK = 8
-
-
-def _logits(forward, model, tokens, wanted):
-    """[len(wanted), vocab] of one prompt in scattered blocks that hold NaN before."""
-    pool = KvTensors(model.spec, CHUNK, 16, 0, model.device, model.dtype)
-    pool.gpu.fill_(float("nan"))
-    tables = BlockTables()
-    tables.overwrite(0, 0, (11, 3, 14, 0, 9, 6))
-    row = Row(0, ((0, len(tokens)),), tuple(tokens), Sample(len(tokens)))
-    batch = build_batch([row], tables, {}, CHUNK, model.device)
-    with torch.inference_mode():
-        logits = forward(Iteration(batch, pool.gpu_tokens(), CHUNK), torch.tensor(wanted))
-    return logits
+from .driver import ARCHITECTURES, Driver, logits_of, plain_logits, random_tokens, tiny_model, tiny_spec
 
 
 @pytest.mark.parametrize("pack", [True, False])
@@ -51,7 +31,7 @@ def test_equals_transformers(name, pack, length, wanted, model_of):
     assert isinstance(fused, FusedModel), fused
     assert fused.packed == pack
     tokens = random_tokens(length, 3).tolist()
-    logits = _logits(fused, model, tokens, wanted)
+    logits = logits_of(fused, model, tokens, wanted)
     expected = plain_logits(model, tokens)[wanted]
     assert logits.shape == expected.shape
     assert float((logits - expected).abs().max()) <= 1e-4
@@ -98,84 +78,49 @@ def test_weights_that_onednn_multiplies_here_and_that_fit_twice_are_packed(llama
     assert tiny_model("llama").forward.name == "fused"
 
 
-def _packed_name():
-    """What serves small float32 models here where there is memory: with oneDNN and a C compiler, or without."""
-    if not torch.backends.mkldnn.is_available():
-        return "fused"
-    try:
-        FewRows(torch.ones(2, 2), None)
-    except EngineMissing:
-        return "fused, packed weights"
-    return "fused, packed weights, few rows in C"
-
-
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 def test_the_limit_alone_decides_whether_a_second_copy_is_made(llama, monkeypatch):
     """Not what the process or the machine hold, which earlier trials left: the same trial would have another speed."""
     weights, spec = sum(w.nbytes for w in llama.module.parameters()), tiny_spec("llama")
     enough = 5 * weights
 
-    def served(memory):
-        return load_model(ModelAsked(spec, threads=1, memory_bytes=memory)).forward.name
+    def packed(memory):
+        name = load_model(ModelAsked(spec, threads=1, memory_bytes=memory)).forward.name
+        assert name.startswith("fused")
+        return "packed weights" in name
 
     for ballast in (0, 2**40):
         held = type("Resident", (), {"rss": ballast, "vms": ballast})
         monkeypatch.setattr(psutil.Process, "memory_info", lambda self, held=held: held)
-        assert packable(llama.module, memory_bytes=enough) and not packable(llama.module, memory_bytes=enough - 1)
-        assert served(enough) == _packed_name() and served(enough - 1) == served(-1) == "fused"
+        assert packed(enough) and not packed(enough - 1) and not packed(-1)
 
 
-def _phi3():
-    return ModelSpec.from_architecture(
-        "phi3", {**ARCHITECTURES["llama"], "model_type": "phi3", "pad_token_id": 0, "eos_token_id": 2}
-    )
+PHI3 = {**ARCHITECTURES["llama"], "model_type": "phi3", "pad_token_id": 0, "eos_token_id": 2}
 
 
-def test_other_architectures_run_on_transformers():
-    model = load_model(ModelAsked(_phi3(), threads=1))
-    assert model.forward.name == "transformers"
-    assert "phi3" in model.forward_note
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [
+        (PHI3, "phi3"),
+        ({**ARCHITECTURES["opt"], "do_layer_norm_before": False}, "layer norms after"),
+        ({**ARCHITECTURES["opt"], "word_embed_proj_dim": 32}, "projected embeddings"),
+        ({**ARCHITECTURES["llama"], "hidden_act": "mish"}, "activation mish"),
+        ({**ARCHITECTURES["gpt2"], "activation_function": "mish"}, "activation mish"),
+    ],
+)
+def test_what_has_no_fused_forward_runs_on_transformers(architecture, words):
+    model = load_model(ModelAsked(ModelSpec.from_architecture("other", architecture), threads=1))
+    assert model.forward.name == "transformers" and words in model.forward_note
     driver = Driver(model)
     driver.step(driver.prompt_row(0, random_tokens(20, 0)))
     driver.check_logits(0)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "words"),
-    [
-        ("opt", {"do_layer_norm_before": False}, "layer norms after"),
-        ("opt", {"word_embed_proj_dim": 32}, "projected embeddings"),
-        ("llama", {"hidden_act": "mish"}, "activation mish"),
-        ("gpt2", {"activation_function": "mish"}, "activation mish"),
-    ],
-)
-def test_variants_without_a_fused_forward(name, changes, words):
-    model = load_model(ModelAsked(tiny_spec(name, **changes), threads=1))
-    assert model.forward.name == "transformers"
-    assert words in model.forward_note
-
-
-def test_a_fused_forward_that_is_wrong_is_not_used(monkeypatch):
-    right = build_fused
-
-    def wrong(module, **options):
-        fused = right(module, **options)
-        assert isinstance(fused, FusedModel)
-        return type("Wrong", (), {"name": "fused", "__call__": lambda self, *given: fused(*given) * 1.01})()
-
-    monkeypatch.setattr(loading, "build_fused", wrong)
-    model = tiny_model("llama")
-    assert model.forward.name == "transformers"
-    assert "fails its self-check" in model.forward_note
-    assert model.self_check.difference < 1e-4
-
-
-def test_modules_of_another_make_are_left_to_transformers(monkeypatch):
-    module = copy.deepcopy(tiny_model("llama").module)
+def test_modules_of_another_make_are_left_to_transformers():
+    module = tiny_model("llama").module
     del module.model.layers[0].self_attn.scaling
     built = build_fused(module)
-    assert isinstance(built, str)
-    assert "scaling" in built
+    assert isinstance(built, str) and "scaling" in built
 
 
 @pytest.mark.parametrize("name", ["gemma2", "llama"])

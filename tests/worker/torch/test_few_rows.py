@@ -20,7 +20,8 @@ from pensieve.device.fused.few_rows import FEW_ROWS, FewRows, RowKernels
 from pensieve.device.kernels.native import NativeBackend
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.errors import EngineMissing
-from tests.worker.torch.driver import ARCHITECTURES, PROCESSORS, plain_logits, random_tokens
+
+from .driver import ARCHITECTURES, PROCESSORS, logits_of, plain_logits, random_tokens
 
 try:
     find_compiler()
@@ -34,29 +35,15 @@ def _noise(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _float32(*parts, bias=None):
-    """The product with these weights joined, and the weights that it is of."""
-    whole = torch.cat(parts)
-    return FewRows(whole, bias), whole
-
-
-def _bfloat16(*parts, bias=None):
-    whole = torch.cat(parts).bfloat16()
-    return FewRows(whole, None if bias is None else bias.bfloat16()), whole
-
-
-@pytest.mark.parametrize("product_of", [_float32, _bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inside", "outside"), [(576, 97), (40, 64), (77, 3), (16, 1), (5, 130)])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_a_product_is_that_of_its_weights(product_of, inside, outside, with_bias):
-    bias = _noise(outside + 2, seed=103) if with_bias else None
-    product, whole = product_of(_noise(outside, inside, seed=101), _noise(2, inside, seed=102), bias=bias)
-    dtype = whole.dtype
-    bias = None if bias is None else bias.to(dtype)
-    for rows in range(1, max(FEW_ROWS.values()) + 2):
+def test_a_product_is_that_of_its_weights(dtype, inside, outside, with_bias):
+    whole, bias = _noise(outside, inside, seed=101).to(dtype), _noise(outside, seed=103).to(dtype) * with_bias
+    product = FewRows(whole, bias if with_bias else None)
+    for rows in range(1, FEW_ROWS[dtype] + 2):
         x = _noise(rows, inside, seed=rows).to(dtype)
-        expected = x.double() @ whole.double().t() + (0 if bias is None else bias.double())
-        got = product(x)
+        expected, got = x.double() @ whole.double().t() + bias.double(), product(x)
         rounding = 2**-8 * expected.abs() if dtype == torch.bfloat16 else 0  # once, of the result
         assert bool(((got - expected).abs() <= 1e-6 * inside**0.5 + rounding).all())
         assert torch.equal(got, torch.cat([product(row[None]) for row in x])), "other rows change nothing"
@@ -146,7 +133,7 @@ def _decode(forward, model, pool, slots, sampled=None):
     for slot in slots:
         tables.overwrite(slot, 0, [3 * slot, 3 * slot + 1, 3 * slot + 2])
         rows.append(Row(slot, ((5 + slot, 6 + slot),), (7 * slot + 1,), Sample(6 + slot)))
-    batch = build_batch(rows, tables, {}, CHUNK, model.device)
+    batch = build_batch(rows, tables, CHUNK, model.device)
     backend = NativeBackend(model.spec.head_dim)
     order = [slot for slot, _ in batch.sampled]
     kept = [index for index, slot in enumerate(order) if slot in slots[:sampled]]
@@ -176,33 +163,20 @@ def test_a_decoded_row_is_the_same_alone_and_among_others(name, model_of):
     torch.testing.assert_close(packed[:few], alone, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
-def test_without_a_compiler_packed_products_serve(name, model_of, monkeypatch):
+@pytest.mark.parametrize(("threads", "runtime", "served"), [(1, False, "float32"), (2, False, None), (1, True, None)])
+def test_c_serves_where_a_compiler_is_and_all_threads_can_use_it(threads, runtime, served, model_of, monkeypatch):
+    """Without OpenMP's runtime one thread alone; without a compiler packed products serve."""
+
     def missing(*given):
         raise EngineMissing("no compiler")
 
-    monkeypatch.setattr(linear, "FewRows", missing)
-    monkeypatch.setattr(rotary, "RowKernels", missing)
-    model = model_of(name)
-    forward = build_fused(copy.deepcopy(model.module), pack=True)
-    assert isinstance(forward, FusedModel)
-    assert (forward.name, forward.few_rows) == ("fused, packed weights", None)
-    tokens = random_tokens(11, 3).tolist()
-    pool = KvTensors(model.spec, CHUNK, 4, 0, model.device, model.dtype)
-    tables = BlockTables()
-    tables.overwrite(0, 0, (2, 0))
-    batch = build_batch([Row(0, ((0, 11),), tuple(tokens), Sample(11))], tables, {}, CHUNK, model.device)
-    with torch.inference_mode():
-        logits = forward(Iteration(batch, pool.gpu_tokens(), CHUNK), torch.tensor([0, 10]))
-    assert float((logits - plain_logits(model, tokens)[[0, 10]]).abs().max()) <= 1e-4
-
-
-@pytest.mark.parametrize(("threads", "served"), [(1, "float32"), (2, None)])
-def test_without_openmp_c_serves_one_thread_alone(threads, served, model_of, monkeypatch):
-    model = model_of("llama")
-    monkeypatch.setattr(compiler, "openmp_runtime", lambda: None)
+    model, before = model_of("llama"), torch.get_num_threads()
+    if runtime:
+        monkeypatch.setattr(linear, "FewRows", missing)
+        monkeypatch.setattr(rotary, "RowKernels", missing)
+    else:
+        monkeypatch.setattr(compiler, "openmp_runtime", lambda: None)
     load_library.cache_clear()
-    before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
         forward = build_fused(copy.deepcopy(model.module), pack=True)
@@ -212,6 +186,9 @@ def test_without_openmp_c_serves_one_thread_alone(threads, served, model_of, mon
     assert isinstance(forward, FusedModel) and forward.few_rows == served
     layer = forward.layers[0]
     assert (layer.kernels is None) == (layer.before_mlp.kernels is None) == (served is None)
+    tokens = random_tokens(11, 3).tolist()
+    logits = logits_of(forward, model, tokens, [0, 10])
+    assert float((logits - plain_logits(model, tokens)[[0, 10]]).abs().max()) <= 1e-4
 
 
 def test_angles_are_remembered_as_the_model_makes_them(model_of):
@@ -223,11 +200,16 @@ def test_angles_are_remembered_as_the_model_makes_them(model_of):
         return cos[0, :, None], sin[0, :, None]
 
     remembered = rotary._Remembered(angles, 1500)
-    for positions in ([3], [7, 0, 2], [8, 500], [1001, 1], [1002], [1500, 3]):
+    for positions, tables in (
+        ([3], [8]),
+        ([7, 0, 2], []),
+        ([500], [1002]),
+        ([1001, 1], []),
+        ([1002], [1500]),
+        ([1500], [1501]),
+    ):
         at = torch.tensor(positions)
-        for got, expected in zip(remembered(at), angles(at), strict=True):
-            assert torch.equal(got, expected)
-    tables = [8, 1002, 1500, 1501]  # twice what is asked for, the model's context, and what lies beyond it
-    assert made == [tables[0], 1, 3, tables[1], 2, 2, tables[2], 1, tables[3], 2], (
-        "the others are what this test asked for"
-    )
+        got, new = remembered(at), list(made)
+        assert new == tables, "twice what is asked for, the model's context, and what lies beyond it"
+        assert all(torch.equal(one, other) for one, other in zip(got, angles(at), strict=True))
+        made.clear()

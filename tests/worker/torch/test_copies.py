@@ -1,0 +1,220 @@
+"""Each way of copying brings every byte, one layer a call; which of them serves. Page-locking with a CUDA runtime that only
+writes down what it is asked."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pensieve.core.plan import BlockRun
+from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.transfers import cuda_link
+from pensieve.device.transfers.cuda_link import (
+    BATCH_CALL,
+    Attributes,
+    BatchCopier,
+    CallCopier,
+    choose_copier,
+    find_fault,
+    first_sound,
+)
+from pensieve.device.transfers.link import Haul
+from pensieve.device.transfers.pinned import kept, pinned_bytes
+from pensieve.errors import EngineMissing, HardwareMissing
+from pensieve.plugins.device.thread_link import Piece, copy_runs
+
+from .driver import tiny_spec
+
+RUNS = [BlockRun(1, 9, 2), BlockRun(4, 0, 1), BlockRun(6, 2, 3), BlockRun(20, 30, 8)]
+
+
+def tensors():
+    return KvTensors(tiny_spec("llama"), 4, 48, 48, torch.device("cpu"), torch.float32)
+
+
+class Named:
+    """Copies as `copy_runs` does, but for the faults it is given; known by its name."""
+
+    def __init__(self, name, fault=lambda haul: haul):
+        self.name, self.fault = name, fault
+
+    def prepare(self, haul):
+        done = self.fault(haul)
+        return lambda layer: copy_runs(Piece(done.runs, done.source[layer], done.target[layer]))
+
+
+def memory(monkeypatch):
+    """A driver's batched copy for RAM, by the signature that cuda.h has, and what it was asked for."""
+    asked = []
+    stream = SimpleNamespace(query=lambda: True, cuda_stream=77)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+
+    def perform(targets, sources, sizes, count, attributes, first, known, refused, on):
+        assert (known, first[0], on) == (1, 0, 77)
+        asked.append((count, attributes[0].source_order, attributes[0].flags))
+        words = [(ctypes.c_uint64 * count).from_address(at) for at in (targets, sources, sizes)]
+        for target, source, size in zip(*words, strict=True):
+            if not size:
+                refused[0] = 1
+                return 1
+            ctypes.memmove(target, source, size)
+        return 0
+
+    return BATCH_CALL(perform), asked
+
+
+@pytest.mark.parametrize("kind", ["calls", "batch"])
+def test_every_way_brings_every_byte_layer_by_layer(kind, monkeypatch):
+    pools, expected = tensors(), tensors()
+    for pool in (pools.cpu, pools.gpu):
+        noise = torch.randint(0, 256, (pool.nbytes,), dtype=torch.uint8)
+        pool.view(-1).view(torch.uint8).copy_(noise)  # NaN patterns included
+    expected.gpu.view(torch.uint8).copy_(pools.gpu.view(torch.uint8))
+    for run in RUNS:
+        for i in range(run.blocks):
+            expected.gpu.view(torch.uint8)[:, run.dst + i] = pools.cpu.view(torch.uint8)[:, run.src + i]
+    call, asked = memory(monkeypatch)
+    ways = {"calls": CallCopier(), "batch": BatchCopier(call)}
+    assert find_fault(ways[kind], tensors().cpu, tensors().gpu) == ""
+    asked.clear()
+    copy = ways[kind].prepare(Haul(RUNS, pools.cpu, pools.gpu))
+    for layer in range(pools.layers):
+        assert not torch.equal(pools.gpu.view(torch.uint8)[layer], expected.gpu.view(torch.uint8)[layer])
+        copy(layer)
+        assert torch.equal(pools.gpu.view(torch.uint8)[layer], expected.gpu.view(torch.uint8)[layer])
+    assert asked == {"calls": [], "batch": 2 * [(4, 1, 1)]}[kind], "a call a layer"
+
+
+def test_the_drivers_structure_is_as_large_as_in_its_header():
+    offsets = [getattr(Attributes, name).offset for name in ("source_order", "source", "target", "flags")]
+    assert (offsets, ctypes.sizeof(Attributes)) == ([0, 4, 12, 20], 24)
+
+
+def test_a_refused_batch_is_an_error_and_a_driver_without_it_is_said_to_be(monkeypatch):
+    call, _ = memory(monkeypatch)
+    pools = tensors()
+    copy = BatchCopier(call).prepare(Haul([BlockRun(0, 1, 1), BlockRun(2, 3, 0)], pools.cpu, pools.gpu))
+    with pytest.raises(RuntimeError, match="error 1 in copy 1 of 2"):
+        copy(0)
+
+    class Old:
+        class cuGetProcAddress_v2:
+            def __new__(cls, name, address, version, flags, found):
+                assert (name, version, flags) == (b"cuMemcpyBatchAsync", 12080, 0)
+                return 1
+
+    monkeypatch.setattr(cuda_link.ctypes, "CDLL", lambda name: Old)
+    with pytest.raises(EngineMissing, match="was the first"):
+        BatchCopier()
+    monkeypatch.setattr(cuda_link.ctypes, "CDLL", lambda name: object())
+    with pytest.raises(EngineMissing, match="not found"):
+        BatchCopier()
+
+
+def misplaced(haul):
+    runs = [replace(run, dst=run.dst + 1) for run in haul.runs[:-1]] + list(haul.runs[-1:])
+    return Haul(runs, haul.source, haul.target)
+
+
+def broken(haul):
+    raise ValueError("no such\ninstruction")
+
+
+def test_a_way_that_copies_wrongly_or_not_at_all_does_not_serve(monkeypatch):
+    pools = tensors()
+    copier, note = first_sound([Named("batch", misplaced), Named("broken", broken), Named("calls")], pools)
+    assert copier.name == "calls"
+    assert note == "calls; not batch: it copied wrongly; not broken: ValueError: no such"
+    assert not pools.cpu.any() and not pools.gpu.any(), "nothing of the check stays behind"
+    with pytest.raises(HardwareMissing, match=r"fail on this machine \(not calls: it copied wrongly\)"):
+        first_sound([Named("calls", misplaced)], pools)
+    monkeypatch.setattr(cuda_link.ctypes, "CDLL", lambda name: object())
+    copier, note = choose_copier(pools)
+    assert isinstance(copier, CallCopier) and note.startswith("a call a run; No batched copies: the CUDA driver")
+
+
+# -- pinned memory ----------------------------------------------------------------------------------------------------------
+
+
+def runtime(monkeypatch, answer):
+    calls = []
+
+    def register(address, size, flags):
+        calls.append(("register", address, size, flags))
+        return answer
+
+    fake = SimpleNamespace(
+        cudaHostRegister=register, cudaHostUnregister=lambda address: calls.append(("unregister", address))
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return calls
+
+
+def test_exactly_the_bytes_asked_for_are_locked_and_given_back_with_the_last_view(monkeypatch):
+    calls = runtime(monkeypatch, 0)
+    flat = pinned_bytes(100_000)
+    address = flat.data_ptr()
+    assert calls == [("register", address, 100_000, 0)]
+    assert address % mmap.PAGESIZE == 0
+    assert (flat.dtype, flat.shape) == (torch.uint8, (100_000,)) and not flat.any()
+    view = flat[:4096].view(torch.float32).view(8, 128)
+    del flat
+    gc.collect()
+    view.fill_(1.0)
+    assert len(calls) == 1, "a view still needs it"
+    del view
+    gc.collect()
+    assert calls[1:] == [("unregister", address)]
+
+
+def test_where_it_is_kept_it_stays_locked_for_the_next_one(monkeypatch):
+    """Zeroed, also for less; what is too small goes before the larger one is locked."""
+    calls = runtime(monkeypatch, 0)
+    monkeypatch.setattr(kept, "keeps", lambda: True)
+    first = pinned_bytes(100_000)
+    address = first.data_ptr()
+    first.fill_(7)
+    del first
+    assert kept.nbytes == 100_000
+    second = pinned_bytes(60_000)
+    assert kept.nbytes == 0, "in use"
+    assert second.data_ptr() == address and len(second) == 60_000 and not second.any()
+    beside = pinned_bytes(50_000)
+    assert beside.data_ptr() != address, "the other one is in use"
+    del second, beside
+    assert kept.nbytes == 100_000, "the larger one, whole"
+    assert [call[0] for call in calls] == ["register", "register", "unregister"]
+    larger = pinned_bytes(200_000)
+    assert [call[0] for call in calls[3:]] == ["unregister", "register"]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    del larger
+    elsewhere = pinned_bytes(10)
+    assert [call[0] for call in calls[5:]] == ["register"], "what another device has locked does not serve"
+    del elsewhere
+    kept.clear()
+    assert sorted(call[0] for call in calls[6:]) == ["unregister", "unregister"]
+
+
+def test_where_it_is_refused_torch_pins(monkeypatch):
+    calls = runtime(monkeypatch, 801)
+    asked = []
+
+    def zeros(size, **how):
+        asked.append({"size": size, **how})
+        if "device" in how:
+            raise RuntimeError("CUDA error: what happened before")
+        return "pinned by torch"
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    assert pinned_bytes(64) == "pinned by torch"
+    assert asked[1:] == [{"size": 64, "dtype": torch.uint8, "pin_memory": True}]
+    assert asked[0] == {"size": 1, "device": "cuda"}, "the runtime's last error was cleared first"
+    gc.collect()
+    assert [call[0] for call in calls] == ["register"], "what was not locked is not unlocked"
