@@ -64,11 +64,11 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
 
 
 def refused(_: object, error: Exception) -> Response:
-    """Answer with the status and the sentence of an error. Of a body it tells the first thing that is wrong, without what was
-    sent: that may be anything."""
+    """Answer with the status and the sentence of an error. Of a body it tells one thing that is wrong, the deepest, without
+    what was sent: that may be anything."""
     status, own, where, sentence = 400, None, None, str(error)
     if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
+        first = max(error.errors(), key=lambda one: len(one["loc"]))
         where = ".".join(map(str, first["loc"][1:])) or None
         sentence = f"{where or 'The body, which is sent as Content-Type: application/json'}: {first['msg']}"
     elif isinstance(error, HTTPException):

@@ -23,7 +23,7 @@ from pensieve.serve.record import TurnRecord
 from pensieve.serve.server.api import Generation, Server, Turn
 from pensieve.serve.server.conversations import Conversation, Message, Stored
 from pensieve.serve.server.gate import error_body
-from pensieve.serve.server.schemas import ChatBody, CompletionBody, ResponseBody, messages_of
+from pensieve.serve.server.schemas import ChatBody, CompletionBody, ResponseBody
 from pensieve.serve.tokenizer import TextStream
 
 
@@ -239,7 +239,7 @@ class ResponseReply:
 
     def begin(self, previous: Stored | None) -> None:
         """Begin its turn. Its instructions are those of this response: earlier ones are not carried over."""
-        conversations, new = self._turn.server.conversations, messages_of(self._body.input)
+        conversations, new = self._turn.server.conversations, self._body.messages
         system: list[Message] = (
             [] if self._body.instructions is None else [{"role": "system", "content": self._body.instructions}]
         )

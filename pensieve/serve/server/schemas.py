@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from pensieve.core.request import Hint
 from pensieve.errors import ConfigError
@@ -20,27 +20,24 @@ Listed = Annotated[list[T], Field(fail_fast=True, max_length=2**20)]
 """What is wrong in it is told once: an error an item takes gigabytes, and minutes in which nobody is served."""
 
 
-def text_of_parts(content: Any) -> str:
-    """The text of a string, or of content parts (text, input_text, output_text). Raises ConfigError for anything else."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise ConfigError("Content is a string, or a list of parts.")
-    texts = []
-    for part in content:
-        if part.get("type") not in ("text", "input_text", "output_text", "refusal"):
-            raise ConfigError(f"A content part of type {part.get('type')!r} is not supported: the model reads text.")
-        text = part.get("text", part.get("refusal"))
-        if not isinstance(text, str):
-            raise ConfigError("A content part has no text.")
-        texts.append(text)
-    return "".join(texts)
-
-
 class _Sent(BaseModel):
     """Unknown fields are ignored, as OpenAI's own server does."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class TextPart(_Sent):
+    """A part of what is said. The model reads text: no images, no sound."""
+
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
+
+
+Content = str | Listed[TextPart]
+
+
+def _joined(content: Content | None) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
 class _Body(_Sent):
@@ -92,7 +89,7 @@ class Tool(_Sent):
 
 class ChatMessage(_Sent):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Listed[dict[str, Any]] | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: Listed[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -100,8 +97,7 @@ class ChatMessage(_Sent):
     def plain(self) -> Mapping[str, Any]:
         """As templates know it: the content is one string."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        text = "" if self.content is None else text_of_parts(self.content)
-        return {**self.model_dump(exclude_none=True), "role": role, "content": text}
+        return {**self.model_dump(exclude_none=True), "role": role, "content": _joined(self.content)}
 
 
 Messages = Annotated[Listed[ChatMessage], Field(min_length=1)]
@@ -143,8 +139,44 @@ class TextFormat(_Sent):
     format: PlainText | None = None
 
 
+class InputMessage(_Sent):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+    def plain(self) -> Message:
+        return {"role": "system" if self.role == "developer" else self.role, "content": _joined(self.content)}
+
+
+class FunctionCall(_Sent):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str = ""
+
+    def plain(self) -> Message:
+        function = {"name": self.name, "arguments": self.arguments}
+        call = {"id": self.call_id, "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+class FunctionCallOutput(_Sent):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+    def plain(self) -> Message:
+        return {"role": "tool", "content": _joined(self.output), "tool_call_id": self.call_id}
+
+
+class Reasoning(_Sent):
+    """What a model thought before is no part of the conversation."""
+
+    type: Literal["reasoning"]
+
+
 class ResponseBody(_Body):
-    input: str | Listed[dict[str, Any]] = ""
+    input: str | Listed[InputMessage | FunctionCall | FunctionCallOutput | Reasoning] = ""
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = True
@@ -157,6 +189,16 @@ class ResponseBody(_Body):
     truncation: Literal["auto", "disabled"] | None = "disabled"
     top_logprobs: Literal[0] | None = None
     seed: int | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        """Its instructions aside. Raises ConfigError where there are none."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        said = [item.plain() for item in self.input if not isinstance(item, Reasoning)]
+        if not said:
+            raise ConfigError("input is empty; send a string, or at least one message.")
+        return said
 
 
 class TokenizeBody(_Sent):
@@ -182,31 +224,3 @@ def hint_of(metadata: Mapping[str, Any] | None) -> Hint | None:
         except ValueError:
             raise ConfigError(f"metadata.expected_s is a number of seconds, not {expected!r}.") from None
     return Hint(**said) if said else None
-
-
-def messages_of(given: str | list[dict[str, Any]]) -> list[Message]:
-    """Convert input items of /v1/responses to messages. Raises ConfigError for items that are no text."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    messages: list[Message] = []
-    for item in given:
-        kind = item.get("type", "message")
-        if kind == "message":
-            role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
-            if role not in ("system", "user", "assistant"):
-                raise ConfigError(
-                    f"An input message has the role {role!r}; it is user, assistant, system or developer."
-                )
-            messages.append({"role": role, "content": text_of_parts(item.get("content"))})
-        elif kind == "function_call":
-            function = {"name": str(item.get("name")), "arguments": str(item.get("arguments", ""))}
-            call = {"id": str(item.get("call_id")), "type": "function", "function": function}
-            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        elif kind == "function_call_output":
-            text = text_of_parts(item.get("output"))
-            messages.append({"role": "tool", "content": text, "tool_call_id": str(item.get("call_id"))})
-        elif kind != "reasoning":  # what a model thought before is no part of the conversation
-            raise ConfigError(f"An input item of type {kind!r} is not supported; send messages and function calls.")
-    if not messages:
-        raise ConfigError("input is empty; send a string, or at least one message.")
-    return messages
