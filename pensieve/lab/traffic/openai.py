@@ -19,10 +19,10 @@ RESPONSES_KEPT = 100_000
 
 
 class Recorded:
-    """Requests on their way to rows. salt, unit, block: of the file. text: rows hold what was said too."""
+    """Requests on their way to rows. salt, unit, block: of the file."""
 
-    def __init__(self, salt: Salt, unit: str, block: int, text: bool = False) -> None:
-        self.salt, self.unit, self.text = salt, unit, text
+    def __init__(self, salt: Salt, unit: str, block: int) -> None:
+        self.salt, self.unit = salt, unit
         self.size = block * TOKEN_BYTES if unit == "tokens" else block
         self._responses: OrderedDict[str, tuple[int, str, int | None]] = OrderedDict()
 
@@ -34,7 +34,6 @@ class Recorded:
         row = Exchange(number, at_s, model=_name(asked.get("model")))
         key = next((headers[name] for name in KEY_HEADERS if name in headers), None)
         row.tenant = self.salt.name(key) if key else None
-        row.prompt = body.decode("utf-8", "replace") if self.text else None
         prompt, before = b"", asked.get("previous_response_id")
         for source, said in (
             ("header", next((headers[name] for name in SESSION_HEADERS if name in headers), None)),
@@ -111,7 +110,6 @@ class Reply:
             if isinstance(body, dict):
                 self._take(body)
         said = "".join([*self._said, *(_call(name, "".join(rest)) for name, *rest in self._tools.values())])
-        row.reply = said if recorded.text else None
         data = said.encode("utf-8", "replace")
         if recorded.unit == "bytes":
             row.output_bytes = len(data)

@@ -105,8 +105,6 @@ class Exchange:
     lengths: Sequence[int] | None = _column(pa.list_(pa.int32()), "tokens of each of these, where they differ")
     output_blocks: Sequence[int] | None = _column(_HASHES, "of prompt and reply, from where `blocks` ends on")
     messages: Sequence[dict[str, Any]] | None = _column(_ENDS, "where each message ends, in the unit of the blocks")
-    prompt: str | None = _column(pa.string(), "the body of the request; only where text was asked for")
-    reply: str | None = _column(pa.string(), "the text of the reply; only where text was asked for")
 
 
 COLUMNS = {one.name: one.metadata["kind"] for one in dataclasses.fields(Exchange)}

@@ -36,9 +36,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument(
         "--token-ids", action="store_true", help="ask the upstream for token ids (return_token_ids, vLLM): exact blocks"
     )
-    made.add_argument(
-        "--text", action="store_true", help="record what was said too; without it hashes and lengths alone"
-    )
     return made
 
 
@@ -66,7 +63,7 @@ def record(asked: argparse.Namespace) -> int:
         raise ConfigError(
             f"--upstream={asked.upstream} is no address of a server; give http://host:port without a path."
         )
-    writer = Writer(asked.out, asked.upstream, asked.token_ids, asked.text)
+    writer = Writer(asked.out, asked.upstream, asked.token_ids)
     try:
         asyncio.run(_serve(Proxy(up, writer.tell, asked.token_ids), writer, asked.host, asked.port))
     except OSError as error:

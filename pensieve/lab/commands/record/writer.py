@@ -34,13 +34,13 @@ class Writer:
     """The writing process, as the proxy sees it. It is told over a socket of the proxy's own loop: a queue's thread and locks
     cost a third of what the proxy does."""
 
-    def __init__(self, out: Path, upstream: str, token_ids: bool, text: bool) -> None:
+    def __init__(self, out: Path, upstream: str, token_ids: bool) -> None:
         context = multiprocessing.get_context("spawn")
         self.lost: Counter[str] = Counter()
         self._ours, theirs = context.Pipe()
         self._transport: asyncio.WriteTransport | None = None
         unit, block = ("tokens", BLOCK_TOKENS) if token_ids else ("bytes", BLOCK_BYTES)
-        arguments = (theirs, out, upstream, unit, block, text, time.monotonic(), time.time())
+        arguments = (theirs, out, upstream, unit, block, time.monotonic(), time.time())
         self.process = context.Process(target=_run, args=arguments, name="pensieve-record", daemon=True)
         self.process.start()
         theirs.close()
@@ -78,7 +78,6 @@ def _run(
     upstream: str,
     unit: Any,
     block: int,
-    text: bool,
     origin_s: float,
     started_unix_s: float,
 ) -> None:
@@ -87,7 +86,7 @@ def _run(
     facts = Facts("proxy", unit, block, engine=engine_of(upstream), started_unix_s=started_unix_s)
     journal = Journal(out, facts)
     log.warning("recording to %s", journal.path)
-    recorded = Recorded(Salt(), unit, block, text)
+    recorded = Recorded(Salt(), unit, block)
     replies: dict[int, Reply] = {}
     due_s, complete = time.monotonic() + COMMIT_S, False
     while not complete:
