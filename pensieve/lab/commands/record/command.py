@@ -22,8 +22,9 @@ from pensieve.lab.workload.formats.vllm_events import Events, joined, listen
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="pensieve record", description=description)
-    made.add_argument("--upstream", metavar="URL", help="the server to record, as http://host:8000")
-    made.add_argument("--from", dest="source", type=Path, metavar="FILE", help="recorded requests to convert instead")
+    source = made.add_mutually_exclusive_group()
+    source.add_argument("--upstream", metavar="URL", help="the server to record, as http://host:8000")
+    source.add_argument("--from", dest="source", type=Path, metavar="FILE", help="recorded requests to convert instead")
     made.add_argument("--format", choices=FORMATS, help="of that file (default: as its first entry looks)")
     made.add_argument(
         "--kv-events",
@@ -41,8 +42,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def record(asked: argparse.Namespace) -> int:
     """Raises ConfigError for arguments that make no sense, MalformedInput for a file that cannot be converted."""
-    if asked.upstream is not None and asked.source is not None:
-        raise ConfigError("Give --upstream or --from, not both.")
     if asked.kv_events is not None:
         if asked.source is None:
             raise ConfigError("--kv-events needs vLLM's request log too: --from vllm.log.")
