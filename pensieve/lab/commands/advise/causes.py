@@ -45,7 +45,6 @@ class Nodes:
     def __init__(self) -> None:
         self._children: dict[tuple[int, int], int] = {}
         self.last_user = np.full(1024, -1, dtype=np.int64)
-        self.prompts = np.zeros(1024, dtype=np.int64)  # conversations whose first prompt has it
         self.written_s: dict[str, Times] = {}  # by replica: when its KV was there, inf: never
 
     def walk(self, root: int, hashes: Iterable[int]) -> Ids:
@@ -56,7 +55,6 @@ class Nodes:
             found.append(at)
         if (more := 2 * len(children) - len(self.last_user)) > len(children):
             self.last_user = np.pad(self.last_user, (0, more), constant_values=-1)
-            self.prompts = np.pad(self.prompts, (0, more))
         return np.array(found, dtype=np.int64)
 
     def written(self, replica: str) -> Times:
@@ -96,14 +94,13 @@ class Sent:
 
 @dataclass(slots=True)
 class Reading:
-    """All requests, in order of arrival, and what is known of them. unique_tokens: of all different blocks. shared_tokens:
-    leading ones that more than half of the conversations have. edges: how many conversations differ first at that position
-    from what they had sent. shortened: requests that came back with less than their conversation's prompt and reply."""
+    """All requests, in order of arrival, and what is known of them. unique_tokens: of all different blocks. edges: how many
+    conversations differ first at that position from what they had sent. shortened: requests that came back with less than
+    their conversation's prompt and reply."""
 
     facts: Facts
     sent: list[Sent] = field(default_factory=list)
     unique_tokens: int = 0
-    shared_tokens: int = 0
     unknown: Counter[str] = field(default_factory=Counter)
     edges: Counter[int] = field(default_factory=Counter)
     shortened: int = 0
@@ -143,7 +140,7 @@ class _Reader:
         self.replicas.add(replica)
         self.tenants.add(one.tenant)
         hashes = np.array(one.blocks, dtype=np.int64)
-        path, ends = self._path(hashes, name), self._ends(one)
+        (path, same), ends = self._path(hashes, name), self._ends(one)
         full = int(np.searchsorted(ends, prompt, side="right"))
         usable = int(np.searchsorted(ends, prompt - 1, side="right"))  # every engine computes the last token
         first_s = at_s if one.first_token_s is None else max(at_s, one.first_token_s)
@@ -161,7 +158,7 @@ class _Reader:
         sent.uses = [(int(users[i]), int(ends[i - 1]) if i else 0, int(ends[j - 1])) for i, j in pairwise(cuts)]
         own, own_ends, hashes = path[:full], ends[:full], hashes[:full]
         if name in self.latest:
-            self._compare(sent, own, *self.latest[name][1:])
+            self._compare(sent, same, min(len(self.latest[name][1]), full), *self.latest[name][2:])
         self._write(path, replica, first_s, place)
         if one.output_blocks:
             out = nodes.walk(int(own[-1]) if full else ROOT, one.output_blocks)
@@ -172,7 +169,6 @@ class _Reader:
             own_ends = np.append(own_ends, (size * np.arange(full + 1, len(own) + 1)).astype(np.int64))
         elif one.output_tokens:
             unknown["hashes of the reply"] += 1
-        nodes.prompts[path] += name not in self.latest
         self.latest[name] = (hashes, own, own_ends, sent)
         reading.sent.append(sent)
 
@@ -183,32 +179,30 @@ class _Reader:
             return np.cumsum(np.array(lengths_of(one, self.reading.facts), dtype=np.int64))
         return (size * np.arange(1, len(one.blocks or ()) + 1)).astype(np.int64)
 
-    def _path(self, hashes: Ids, name: str) -> Ids:
-        """What it begins with as its conversation did before is known, and need not be walked."""
+    def _path(self, hashes: Ids, name: str) -> tuple[Ids, int]:
+        """Its nodes, and how many of them its conversation had sent before: these need not be walked."""
         if name not in self.latest:
-            return self.nodes.walk(ROOT, hashes.tolist())
+            return self.nodes.walk(ROOT, hashes.tolist()), 0
         old, known, _, _ = self.latest[name]
         both = min(len(old), len(hashes))
         differs = np.flatnonzero(old[:both] != hashes[:both])
         same = int(differs[0]) if len(differs) else both
         rest = self.nodes.walk(int(known[same - 1]) if same else ROOT, hashes[same:].tolist())
-        return np.append(known[:same], rest)
+        return np.append(known[:same], rest), same
 
     def _write(self, path: Ids, replica: str, at_s: float, place: int) -> None:
         written = self.nodes.written(replica)
         written[path] = np.minimum(written[path], at_s)
         self.nodes.last_user[path] = place
 
-    def _compare(self, sent: Sent, own: Ids, old: Ids, old_ends: Ids, last: Sent) -> None:
-        """Where a returning prompt leaves what its conversation had sent."""
+    def _compare(self, sent: Sent, same: int, both: int, old_ends: Ids, last: Sent) -> None:
+        """Where a returning prompt leaves what its conversation had sent. same: leading blocks; both: that both have."""
         reading = self.reading
         sent.answered = last.prompt + last.reply
         hashed = len(old_ends) and int(old_ends[-1]) > last.prompt
         sent.before, sent.pause_s = sent.answered if hashed else last.prompt, max(0.0, sent.at_s - last.end_s)
-        both = min(len(old), len(own))
-        differs = np.flatnonzero(old[:both] != own[:both])
-        if len(differs):
-            sent.edge = int(old_ends[differs[0] - 1]) if differs[0] else 0
+        if same < both:
+            sent.edge = int(old_ends[same - 1]) if same else 0
             if sent.edge + 1 >= last.prompt:
                 reading.shortened += sent.prompt < sent.answered
             elif sent.session not in self._edited:
@@ -228,9 +222,6 @@ def read_causes(facts: Facts, exchanges: Iterable[tuple[Exchange, str]], named: 
         reader.add(one, name)
     reading = reader.reading
     reading.tenants, reading.replicas = len(reader.tenants), len(reader.replicas - {""})
-    for _, path, ends, _ in reader.latest.values():
-        common = int((reader.nodes.prompts[path] * 2 > len(reader.latest)).sum())
-        reading.shared_tokens = max(reading.shared_tokens, int(ends[common - 1]) if common else 0)
     return reading
 
 

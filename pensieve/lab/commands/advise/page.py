@@ -80,7 +80,6 @@ def _facts(advice: Advice) -> dict[str, str]:
         "conversations": f"{reading.sessions:,}{'' if reading.named else ', by their prefixes'}"
                          f"{f', {reading.tenants} tenants' if reading.tenants > 1 else ''}",
         "returns": f"{len(pauses):,} requests{f', {duration(median(pauses))} after the reply (median)' if pauses else ''}",
-        "shared prefix": f"{reading.shared_tokens:,} tokens, in more than half of the conversations",
         "working set": f"{reading.unique_tokens:,} different tokens, {kv} of KV",
         "cache" if size.told else "cache (assumed)":
             f"{size.gpu_tokens:,} tokens on the GPU, {size.cpu_tokens:,} in CPU memory, blocks of {size.block_tokens}",
