@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 import numpy as np
@@ -77,7 +78,7 @@ def _of_unit(unit: str, better: Better, *names: str, support: Support = NONNEGAT
 
 
 _ABOVE_MINUS_ALL = Support(-100.0, math.inf)
-_BYTES = ("h2d_bytes", "d2h_bytes", "sent_bytes", "received_bytes")
+BYTES = ("h2d_bytes", "d2h_bytes", "sent_bytes", "received_bytes")
 _ALL = (
     # Times of turns
     *_summarised("ttft_ms", per_conversation=True),
@@ -104,8 +105,8 @@ _ALL = (
     *_of_unit("s", "lower", "bound_recomputed_s", "recomputed_s", "prefill_s"),
     *_of_unit("s", "higher", "saved_s"),
     *_of_unit("tokens", "lower", "recomputed_tokens"),
-    *_of_unit("bytes", "lower", "swapped_in_bytes", "swapped_out_bytes", *_BYTES),
-    *_of_unit("bytes/token", "lower", "wire_bytes_per_token", *(f"{name}_per_token" for name in _BYTES)),
+    *_of_unit("bytes", "lower", "swapped_in_bytes", "swapped_out_bytes", *BYTES),
+    *_of_unit("bytes/token", "lower", "wire_bytes_per_token", *(f"{name}_per_token" for name in BYTES)),
     *_of_unit("chunks", "lower", "evicted_chunks", "dropped_chunks"),
     *_of_unit("requests", "lower", "suspended_requests", "deferred_requests", "restarted_requests"),
     *_of_unit("turns", "none", "moved_turns", "migrated_turns"),
@@ -180,7 +181,6 @@ COUNTS = (
 )
 MOST_IN_MEMORY = 5_000_000
 """Values of one series, such as the times between tokens, of which an interval is made: that takes some 400 MB."""
-BYTES = ("h2d_bytes", "d2h_bytes", "sent_bytes", "received_bytes")
 FOR_NO_TURN = ("d2h_bytes",)  # also copied ahead of time: only the system's counter has all of it
 
 
@@ -336,42 +336,23 @@ def _by_turn(measured: Turns) -> list[MetricValue]:
 
 
 def _gaps(measured: Turns) -> list[MetricValue]:
-    """Times between tokens, of which there is one for nearly each token: over MOST_IN_MEMORY they have no interval."""
+    """Times between tokens, of which there is one for nearly each token: over MOST_IN_MEMORY they are ranked in a file, and
+    have no interval."""
     completed = measured.completed
-    if measured["output_tokens"].sum() <= MOST_IN_MEMORY:
+    n = int(np.maximum(completed["emitted"] - 1, 0).sum())
+    if n <= MOST_IN_MEMORY:
         gaps_s, counts = (np.concatenate(parts) for parts in zip((_NONE, _NONE), *completed.gaps_s(), strict=True))
         sessions = np.repeat(completed.codes("session"), counts.astype(np.int64))
         return _summary("itl_ms", gaps_s * 1e3, sessions, n_unit="tokens")
-    sums_ms, sizes = zip(*((float((gaps_s * 1e3).sum()), len(gaps_s)) for gaps_s, _ in completed.gaps_s()), strict=True)
-    n = sum(sizes)
-    ranks = [rank(p, n) for p in PERCENTILES.values()]
-    values = [math.fsum(sums_ms) / n, *_of_ranks(ranks, lambda: (gaps_s * 1e3 for gaps_s, _ in completed.gaps_s()))]
-    return [
-        MetricValue(f"itl_ms_{suffix}", value, n=n, n_unit="tokens")
-        for suffix, value in zip(SUMMARIES, values, strict=True)
-    ]
-
-
-_BITS = 16
-
-
-def _of_ranks(ranks: Sequence[int], values: Callable[[], Iterable[Floats]]) -> list[float]:
-    """The values of these ranks, from 1, among all, of which none is below 0, in four passes: the bits of such numbers are in
-    their order, and each pass finds sixteen."""
-    found, left = [0] * len(ranks), list(ranks)
-    for shift in range(64 - _BITS, -1, -_BITS):
-        counts = {leading: np.zeros(1 << _BITS, np.int64) for leading in found}
-        for part in values():
-            bits = part.view(np.uint64) >> np.uint64(shift)
-            for leading, own in counts.items():
-                chosen = bits[bits >> np.uint64(_BITS) == leading]
-                own += np.bincount((chosen & np.uint64((1 << _BITS) - 1)).astype(np.int64), minlength=len(own))
-        for place, leading in enumerate(found):
-            upto = np.cumsum(counts[leading])
-            more = int(np.searchsorted(upto, left[place]))
-            left[place] -= int(upto[more - 1]) if more else 0
-            found[place] = leading << _BITS | more
-    return [float(value) for value in np.array(found, np.uint64).view(np.float64)]
+    with TemporaryFile() as file:
+        every, end = np.memmap(file, np.float64, "w+", shape=(n,)), 0
+        for gaps_s, _ in completed.gaps_s():
+            every[end : end + len(gaps_s)] = gaps_s * 1e3
+            end += len(gaps_s)
+        mean, places = every.mean(), [rank(p, n) - 1 for p in PERCENTILES.values()]
+        every.partition(places)
+        values = zip(SUMMARIES, (mean, *every[places]), strict=True)
+        return [MetricValue(f"itl_ms_{suffix}", float(value), n=n, n_unit="tokens") for suffix, value in values]
 
 
 def _summary(

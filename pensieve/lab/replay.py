@@ -19,7 +19,7 @@ from pensieve.lab.metrics import Measurement, out_of_memory
 from pensieve.lab.statistics import nearest_rank
 from pensieve.lab.turns import HITS, TurnLog, Turns
 from pensieve.lab.window import MeasuredStretches, find_window
-from pensieve.lab.workload.base import Arrival, Foresees, KnowsEnds, Workload, WorkloadPlan, out_of_work
+from pensieve.lab.workload.base import Arrival, Foresees, KnowsEnds, KnowsUsers, Workload, WorkloadPlan
 from pensieve.serve.record import Transcripts, TurnRecord, is_measured
 from pensieve.serve.systems.base import CountsTokens, ExpectsReuse, ForgetsEnded, LooksAhead, System
 
@@ -106,6 +106,7 @@ class _Run:
         self.expects = system if isinstance(system, ExpectsReuse) else None
         self.forgets = system if isinstance(system, ForgetsEnded) else None
         self.ends = workload if isinstance(workload, KnowsEnds) else None
+        self.users = workload if isinstance(workload, KnowsUsers) else None
         if isinstance(system, CountsTokens):
             system.count_windows()
         self.ahead: LooksAhead | None = None
@@ -405,8 +406,9 @@ class _Run:
         if not self.cut_off:
             following = list(self.workload.on_finished(turn))
             self._push(following)
-            if self.out_of_work_s is None and is_measured(turn.phase) and out_of_work(self.workload, turn, following):
-                self.out_of_work_s = turn.finished_s
+            if self.out_of_work_s is None and is_measured(turn.phase):
+                done = self.users.out_of_work(turn, following) if self.users is not None else not following
+                self.out_of_work_s = turn.finished_s if done else None
             again = [arrival.request.session for arrival in following if arrival.request.turn > 1]
             self._expect(dict.fromkeys([turn.session, *again]))
             self._tell_ended(turn)

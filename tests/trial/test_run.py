@@ -2,6 +2,7 @@ import os
 import re
 import signal
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -64,27 +65,19 @@ def test_a_trial_whose_attention_fell_back_is_flagged_with_the_reason(tracking, 
     assert trial.engine["attention_backend"] == "reference"
 
 
-def test_a_completed_trial_is_not_run_again(tracking):
+def test_a_completed_trial_runs_again_by_force_or_with_other_code_alone(tracking, monkeypatch):
     first = run(tracking)
     again = run(tracking)
-    assert again.reused
-    assert again.trial_id == first.trial_id
+    assert (again.reused, again.trial_id) == (True, first.trial_id)
     assert run(tracking, "seed=1").trial_id != first.trial_id
     forced = run(tracking, "force=true")
-    assert not forced.reused
-    assert tracking.store.trial(forced.trial_id).attempt == 2
-
-
-def test_changed_code_runs_again_and_says_so(tracking, monkeypatch):
-    first = run(tracking)
+    assert (forced.reused, tracking.store.trial(forced.trial_id).attempt) == (False, 2)
     monkeypatch.setattr("pensieve.lab.results.identity.code_of", lambda *_: {"pensieve/core/engine.py": "other"})
     accepted = run(tracking, "resume=config")
-    assert accepted.reused
-    assert accepted.trial_id == first.trial_id
+    assert (accepted.reused, accepted.trial_id) == (True, forced.trial_id)
     said = []
-    second = run(tracking, said=said)
-    assert not second.reused
-    assert f"the code changed since trial {first.trial_id}" in said[0]
+    assert not run(tracking, said=said).reused
+    assert f"the code changed since trial {forced.trial_id}" in said[0]
 
 
 def test_a_failure_is_recorded_and_runs_again(tracking, monkeypatch):
@@ -140,8 +133,6 @@ def test_the_heart_beats_while_the_trial_lives(tracking):
             beats.append(trial_id)
             raise ResultsError("locked")  # a beat that fails must not stop the next
 
-    import time
-
     with heartbeat(Store(), 7, interval_s=0.01):
         while len(beats) < 2:
             time.sleep(0.01)
@@ -151,20 +142,13 @@ def test_the_heart_beats_while_the_trial_lives(tracking):
     assert set(beats) == {7}
 
 
-def test_tracking_off_throws_its_database_away(monkeypatch, tmp_path):
+def test_the_database_is_where_tracking_and_the_environment_say(monkeypatch, tmp_path):
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path / "never"))
     opened = open_tracking(checked())
-    assert not opened.kept
-    assert not opened.mlflow
+    assert (opened.kept, opened.mlflow) == (False, False)
     assert open_tracking(checked()).outputs == opened.outputs
     assert not (tmp_path / "never").exists()
-
-
-def test_the_url_comes_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("PENSIEVE_DB_URL", raising=False)
-    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    from pensieve.errors import ConfigError
-
     with pytest.raises(ConfigError, match="PENSIEVE_DB_URL"):
         open_tracking(checked("tracking=postgres"))
     monkeypatch.setenv("PENSIEVE_DB_URL", f"sqlite:///{tmp_path / 'mine.db'}")
