@@ -32,7 +32,6 @@ from pensieve.lab.commands.advise.replays import Task, replayed
 from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.traffic.table import BLOCK_TOKENS, TOKEN_BYTES, Exchange, Facts, Salt, read, read_facts, write
 from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
-from pensieve.plugins.engines.completions import CompletionsClient
 from pensieve.plugins.engines.vllm import VllmHttp
 from tests.engines.offload_loads import BATCH, BLOCK, LOADS, OWN, RANKED, Hits, Load, theirs, with_orders
 from tests.engines.offload_loads import recorded as in_vllm
@@ -52,7 +51,8 @@ NO_TIME = (
 
 
 class Row(NamedTuple):
-    """A request: as offload_shapes.Row, and milliseconds since the one before, to the first token and to the end."""
+    """A request: as in offload_shapes.json, what it found, and milliseconds since the one before, to the first token and to
+    the end."""
 
     conversation: int
     parent: int
@@ -93,10 +93,9 @@ class Served(VllmHttp):
         return {**super()._variables(), "PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": "1"}
 
     def anew(self, load: Load) -> None:
-        client = self._client
-        assert client is not None
+        assert self._http is not None
         time.sleep(10 * PAUSE_S)  # the last copies
-        assert client.post("/reset_prefix_cache?reset_external=true") == 200
+        assert self._http.post("/reset_prefix_cache?reset_external=true").status_code == 200
 
     def answer(self, request: Request, channel: Channel) -> Reply:
         threading.Timer(PAUSE_S, self.sent.set).start()
@@ -108,15 +107,17 @@ class Served(VllmHttp):
 @contextmanager
 def recorded_by(engine: VllmHttp, out: Path) -> Iterator[None]:
     """What the engine's client asks goes through `pensieve record`."""
-    direct = engine._client
+    direct = engine._http
     assert direct is not None
-    command = [sys.executable, "runners/record.py", "--upstream", direct.address, "--out", str(out), "--port", "0"]
+    upstream = str(direct.base_url).rstrip("/")
+    command = [sys.executable, "runners/record.py", "--upstream", upstream, "--out", str(out), "--port", "0"]
     with subprocess.Popen([*command, "--token-ids"], cwd=ROOT, stdout=subprocess.PIPE, text=True) as proxy:
         assert proxy.stdout is not None
-        engine._client = CompletionsClient(proxy.stdout.readline().split(" at ")[1].split(";")[0], keeps_streams=True)
+        engine._connect(proxy.stdout.readline().split(" at ")[1].split(";")[0])
         yield
-        engine._client.close()
-        engine._client = direct
+        assert engine._http is not None
+        engine._http.close()
+        engine._http = direct
         proxy.send_signal(signal.SIGTERM)
 
 

@@ -1,9 +1,10 @@
-"""Every engine that a test began is closed after it."""
+"""Every engine that a test began is closed after it, and the server that it asked."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from tests.engines.endpoint import Endpoint
 from tests.engines.small import OPEN
 
 
@@ -12,3 +13,11 @@ def closed() -> Iterator[None]:
     yield
     while OPEN:
         OPEN.pop().close()
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    server = Endpoint()
+    yield server
+    server.shutdown()
+    server.server_close()

@@ -21,7 +21,7 @@ class Endpoint(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, caches: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[tuple[str, dict[str, Any], dict[str, str]]] = []
         self.pieces: list[dict[str, Any]] = []
@@ -29,8 +29,7 @@ class Endpoint(ThreadingHTTPServer):
         self.drops = ""
         self.listing: tuple[int, dict[str, Any]] = 200, {"data": [{"id": "served"}]}
         self.pages: dict[str, dict[str, Any]] = {}
-        self.connections = 0
-        self.caches, self.reports = caches, True
+        self.caches, self.reports = False, True
         self._held: list[array[int]] = []
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -55,10 +54,6 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None: ...
-
-    def setup(self) -> None:
-        super().setup()
-        self.server.connections += 1
 
     def do_GET(self) -> None:
         status, content = self.server.listing

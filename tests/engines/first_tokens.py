@@ -100,7 +100,8 @@ def serve(size: Size) -> list[Row]:
         engine.start()
         for number in range(-4, 0):  # the first requests are slower
             engine.answer(Request(number, "warm", 0, tokens_of(range(100, 420)), Length(4)), Heard())
-        assert engine._client is not None and engine._client.post("/reset_prefix_cache?reset_external=true") == 200
+        assert engine._http is not None
+        assert engine._http.post("/reset_prefix_cache?reset_external=true").status_code == 200
 
         def talk(who: int) -> None:
             rng, said = random.Random(who), []

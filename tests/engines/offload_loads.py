@@ -33,11 +33,10 @@ from pensieve.plugins.engines.base import EngineSetup, Reply
 from pensieve.plugins.engines.vllm import Vllm
 from pensieve.plugins.vllm.options import Tiers, policy_maker
 from pensieve.sim.worker import VirtualClock
-from tests.engines.offload_shapes import SHAPES
 from tests.engines.small import setup_of
 from tests.simulated import MACHINE, TalkingEngine, make_engine, policy_context
 
-RECORD = Path(__file__).with_name("offload_hits.json")
+RECORD, SHAPES = (Path(__file__).with_name(f"offload_{name}.json") for name in ("hits", "shapes"))
 BLOCK, BATCH = 32, 128
 OWN = ("lru", "arc")
 """vLLM's orders; any other one is an eviction policy of conf/eviction."""
@@ -60,7 +59,9 @@ class Load:
     """strict: conversations come one after the other, else at random and some more often. shared: tokens that all of them
     begin with. forks: of the conversations, the share that begins with a part of another one. whole: prompts end where a
     block ends, and some are asked again. device, host: blocks of the first tier, chunks of the second. shape: of
-    offload_shapes.json, in place of all that. A policy's clock says the number of the request, in seconds."""
+    offload_shapes.json, in place of all that: by request its conversation, the request whose leading tokens it has (of prompt
+    and reply), how many of them, and tokens of its own and of its reply. A policy's clock says the number of the request, in
+    seconds."""
 
     seed: int
     strict: bool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,9 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
-    server = Endpoint(caches=True)
-    yield server
-    server.shutdown()
-    server.server_close()
+@pytest.fixture(autouse=True)
+def keeps(endpoint: Endpoint) -> None:
+    endpoint.caches = True
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""llama.cpp itself, on models of a few thousand weights."""
+"""llama.cpp itself, on models of a few thousand weights, and the file from which it reads them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 
 from pensieve.core.request import Free, Request
-from pensieve.errors import EngineFailed, WorkerError
+from pensieve.errors import EngineFailed, UnsupportedModel, WorkerError
 from pensieve.plugins.engines.llama_cpp import LlamaCpp
-from pensieve.plugins.engines.weights import plain_module
-from tests.engines.small import ask, begun, greedy, prompt, served, setup_of
+from pensieve.plugins.engines.weights import gguf_file, model_folder, plain_module, refuse_family, write_gguf
+from tests.engines.small import ARCHITECTURES, ask, begun, greedy, prompt, served, setup_of
 
+gguf = pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
-pytest.importorskip("gguf")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-    yield
-    if before is None:
-        del os.environ["XDG_CACHE_HOME"]
-    else:
-        os.environ["XDG_CACHE_HOME"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def opened(family: str = "llama", setup: dict[str, Any] | None = None, **fields: Any) -> Any:
@@ -39,32 +37,19 @@ def opened(family: str = "llama", setup: dict[str, Any] | None = None, **fields:
 
 @pytest.mark.parametrize("family", ["llama", "tied_llama", "gpt2"])
 def test_greedy_tokens_are_those_of_plain_transformers_over_three_turns(family: str) -> None:
-    """float32 file, float32 KV, no flash attention."""
-    module, system = plain_module(setup_of(family)), opened(family=family)
+    """float32 file, float32 KV, no flash attention; the second turn is not streamed."""
+    module, system = plain_module(setup_of(family)), opened(family)
     said = prompt(70)
     for turn in (1, 2, 3):
-        [record] = served(system, ask(turn, "a", said, output=8, turn=turn))
+        [record] = served(system, ask(turn, "a", said, output=8, turn=turn, stream=turn != 2))
         assert list(record.token_ids) == greedy(module, said, 8)
         assert record.gpu_hit_tokens == record.history_tokens == (0 if turn == 1 else len(said) - 12 - 1)
         assert record.shared_hit_tokens == 0 and record.recomputed_tokens == 0
         assert record.cpu_hit_tokens is None
+        assert (len(record.emitted_s), record.ttft_ms is None) == ((0, True) if turn == 2 else (8, False))
+        assert (record.sent_bytes or 0) > 60 and (record.received_bytes or 0) > 100
+        assert 0 < record.compute_ms <= record.latency_ms  # type: ignore[operator]
         said = said + record.token_ids + prompt(12, start=turn)
-
-
-def test_the_tokens_are_the_same_streamed_and_whole() -> None:
-    system = opened()
-    expected = greedy(plain_module(setup_of("llama")), prompt(60), 8)
-    streamed, whole = served(
-        system, ask(1, "a", prompt(60), output=8), ask(2, "b", prompt(60, start=5), output=8, stream=False)
-    )
-    assert list(streamed.token_ids) == list(whole.token_ids) == expected
-    assert len(streamed.emitted_s) == 8 and len(whole.emitted_s) == 0
-    assert streamed.ttft_ms is not None and whole.ttft_ms is None
-    for turn in (streamed, whole):
-        assert turn.sent_bytes is not None and turn.sent_bytes > 60
-        assert turn.received_bytes is not None and turn.received_bytes > 100
-        assert turn.compute_ms is not None and 0 < turn.compute_ms <= turn.latency_ms  # type: ignore[operator]
-    assert streamed.received_bytes > whole.received_bytes  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("float32", "f32"), ("bfloat16", "f16")])
@@ -75,15 +60,8 @@ def test_weights_and_kv_are_as_wide_as_the_models_and_batches_the_schedulers(dty
     settings, per_token = system.settings(), setup.model.kv_bytes_per_token
     assert settings["configured_kv_type"] == kind and f"gguf-{kind}" in settings["weights_file"]
     assert (settings["n_parallel"], settings["n_ctx"], settings["gpu_bytes"]) == (2, 1024, 1024 * per_token)
-    assert settings["version"]
     [turn] = served(system, ask(1, "a", prompt(60)))
-    assert turn.status == "completed"
-
-
-def test_a_build_without_the_trials_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pensieve.plugins.engines.llama_cpp.gguf_file", lambda *_: Path("model.gguf"))
-    with pytest.raises(EngineFailed, match=r"serves on no GPU 1 \(it finds none\)"):
-        opened(setup={"device": "cuda:1"})
+    assert turn.status == "completed" and settings["version"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -91,16 +69,11 @@ def test_a_prompt_beyond_its_slot_is_refused_and_an_output_beyond_it_fails(strea
     """n_ctx is divided among the slots: 1,024 cells in four of them."""
     system = opened(n_parallel=4)
     assert system.settings()["n_ctx_slot"] == 256
-    long, longer, fits = served(
-        system,
-        ask(1, "a", prompt(300), stream=stream),
-        ask(2, "b", prompt(250), output=20, stream=stream),
-        ask(3, "c", prompt(60), stream=stream),
-    )
-    assert (long.status, long.finish_reason) == ("refused", "context")
-    assert "256 tokens" in str(long.error)
-    assert (longer.status, longer.finish_reason) == ("failed", "context")
-    assert fits.status == "completed"
+    asked = ((300, 6), (250, 20), (60, 6))
+    turns = served(system, *(ask(n, f"s{n}", prompt(size), out, stream) for n, (size, out) in enumerate(asked)))
+    found = [(turn.status, turn.finish_reason) for turn in turns]
+    assert found == [("refused", "context"), ("failed", "context"), ("completed", "length")]
+    assert "256 tokens" in str(turns[0].error)
 
 
 def test_slots_are_few_enough_for_the_longest_conversation() -> None:
@@ -124,8 +97,7 @@ def test_a_conversation_pushed_out_of_its_slot_comes_back_from_host_memory() -> 
         [back] = served(system, ask(3, "a", first + one.token_ids + prompt(5), output=4, turn=2))
         found[host] = back.gpu_hit_tokens
         system.close()
-    assert found[0] == 0
-    assert found[50_000] == 103
+    assert found == {0: 0, 50_000: 103}
 
 
 def test_requests_wait_their_turn_and_a_cancelled_one_ends() -> None:
@@ -146,11 +118,10 @@ def test_requests_wait_their_turn_and_a_cancelled_one_ends() -> None:
 def test_a_free_output_ends_with_its_end_of_sequence() -> None:
     tokens = greedy(plain_module(setup_of("llama")), prompt(60), 8)
     system = opened(setup={"eos": frozenset({tokens[3]})})
-    eos_at = tokens.index(tokens[3])
-    free = Request(1, "a", 1, prompt(60), Free(8))
+    free = Request(1, "a", 1, prompt(60), Free(8), stream=False)
     ignoring = Request(2, "b", 1, prompt(60), Free(8, ignore_eos=True), stream=False)
     ended, whole = served(system, free, ignoring)
-    assert list(ended.token_ids) == tokens[: eos_at + 1] and ended.finish_reason == "eos"
+    assert list(ended.token_ids) == tokens[: tokens.index(tokens[3]) + 1] and ended.finish_reason == "eos"
     assert list(whole.token_ids) == tokens
 
 
@@ -165,9 +136,55 @@ def test_a_server_that_is_killed_fails_the_trial_with_its_log() -> None:
         system.poll(None)
 
 
-def test_a_start_that_fails_says_what_llama_cpp_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("device", "said"), [("cpu", r"broken\.gguf"), ("cuda:1", r"no GPU 1 \(it finds none\)")])
+def test_a_start_that_fails_says_what_llama_cpp_said(
+    device: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF but not really")
     monkeypatch.setattr("pensieve.plugins.engines.llama_cpp.gguf_file", lambda *_: broken)
-    with pytest.raises(EngineFailed, match=r"broken\.gguf"):
-        opened()
+    with pytest.raises(EngineFailed, match=said):
+        opened(setup={"device": device})
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "tied_llama", "gpt2"])
+def test_every_weight_is_there_once(family: str, tmp_path: Path) -> None:
+    module, file = plain_module(setup_of(family)), tmp_path / "model.gguf"
+    write_gguf(module, family, file, "f32")
+    reader = gguf.GGUFReader(file)
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    tied = ARCHITECTURES[family].get("tie_word_embeddings", True)
+    assert sum(values.size for values in tensors.values()) == sum(p.numel() for p in module.parameters())
+    assert ("output.weight" in tensors) is not tied
+    total = sum(float(np.abs(values.astype("float64")).sum()) for values in tensors.values())
+    assert total == pytest.approx(sum(float(p.double().abs().sum()) for p in module.parameters()))
+    assert len(reader.fields["tokenizer.ggml.tokens"].data) == ARCHITECTURES[family]["vocab_size"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "part"),
+    [
+        (ARCHITECTURES["opt"], "this is opt"),
+        ({**ARCHITECTURES["llama"], "rope_scaling": {"rope_type": "llama3"}}, "llama3"),
+        ({**ARCHITECTURES["llama"], "attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(architecture: dict[str, object], part: str) -> None:
+    with pytest.raises(UnsupportedModel, match=part):
+        refuse_family("some", architecture)
+
+
+def test_weights_are_written_once_and_again_for_other_ones() -> None:
+    first = gguf_file(setup_of("llama"), "f32")
+    written_at = first.stat().st_mtime_ns
+    assert gguf_file(setup_of("llama"), "f32") == first and first.stat().st_mtime_ns == written_at
+    others = {gguf_file(setup_of("llama", seed=4), "f32"), gguf_file(setup_of("llama"), "f16")}
+    assert len(others | {first}) == 3
+    folder = model_folder(setup_of("llama"))
+    again = plain_module(setup_of("llama", weights=str(folder)))
+    assert model_folder(setup_of("llama", weights=str(folder))) == folder
+    for (name, one), two in zip(plain_module(setup_of("llama")).named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two), name

@@ -8,7 +8,6 @@ import threading
 import time
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -38,9 +37,7 @@ def test_a_replica_keeps_its_conversation_and_computes_only_what_is_new() -> Non
         second = replica.answer(message(2, "a", 2, whole))
         assert second.tokens is not None and list(second.tokens) == greedy(module, whole, 6)
         assert second.cached_tokens == 40 + 6 - 1
-        assert (
-            second.emitted_s is not None and first.emitted_s is not None and second.emitted_s[0] > first.emitted_s[-1]
-        )
+        assert second.emitted_s and first.emitted_s and second.emitted_s[0] > first.emitted_s[-1]
         replica.forget(None)
         again = replica.answer(message(3, "b", 1, whole))
         assert again.tokens == second.tokens and again.cached_tokens == 0
@@ -48,6 +45,30 @@ def test_a_replica_keeps_its_conversation_and_computes_only_what_is_new() -> Non
             replica.answer(message(4, "b", 2, prompt(400)))
     finally:
         replica.close()
+
+
+class Calls:
+    """What stands for Ray: notes with what a process was asked for, and never answers."""
+
+    exceptions = SimpleNamespace(**dict.fromkeys(("RayError", "RayActorError", "WorkerCrashedError"), OSError))
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+        self.given: tuple[Any, ...] = ()
+        self.called = threading.Event()
+
+    def remote(self, **options: Any) -> Any:
+        self.options = options
+        return lambda target: SimpleNamespace(remote=self._begin)
+
+    def _begin(self, *given: Any) -> Any:
+        self.given = given
+        self.called.set()
+        return SimpleNamespace(pid=SimpleNamespace(remote=lambda: None))
+
+    def wait(self, promised: Any, timeout: float) -> Any:
+        time.sleep(timeout)
+        return [], promised
 
 
 @pytest.mark.parametrize(
@@ -59,87 +80,48 @@ def test_a_replica_keeps_its_conversation_and_computes_only_what_is_new() -> Non
         (RayServerless, "cuda:0", 1000, 100),
     ],
 )
-def test_a_process_is_told_its_share_of_the_memory_and_takes_a_hundredth_of_a_gpu(
+def test_a_process_is_told_its_share_and_closing_ends_requests_that_ray_never_answers(
     kind: type[Any], device: str, conversations: int | None, sharing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An actor told of the whole limit would pack a second copy, as would all others, until one of them is killed. A GPU's
-    memory is the limit, and not Ray's count of them."""
-    given: list[tuple[int, ...]] = []
-    gpus: list[float] = []
-
-    class Remote:
-        def remote(self, *arguments: Any) -> None:
-            given.append(tuple(one for one in arguments if isinstance(one, int)))
-            raise NotImplementedError
-
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(exceptions=SimpleNamespace(RayError=OSError)))
-    remote = lambda *_, num_gpus, **__: (gpus.append(num_gpus), Remote())[1]  # noqa: E731
-    monkeypatch.setattr("pensieve.plugins.engines.ray_agents.remote", remote)
+    memory is the limit, and not Ray's count of them. A trial that had timed out hung where Ray was gone."""
+    ray = Calls()
+    monkeypatch.setitem(sys.modules, "ray", ray)
     setup = setup_of(device=device, memory_bytes=2**31 + 1, conversations=conversations)
-    with pytest.raises(NotImplementedError):
-        kind(setup).answer(message(1, "a", 1, prompt(4)), None)
-    assert given == [(setup.longest_tokens + setup.block_tokens, 2**31 + 1, (2**31 + 1) // sharing)]
-    assert gpus == [0.01 if device.startswith("cuda") else 0.0]
-
-
-@pytest.mark.parametrize("kind", [RayKeepalive, RayServerless])
-def test_without_ray_one_sentence_says_what_to_install(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EngineMissing, match=r"pensieve-lab\[ray\]"):
-        kind(setup_of()).check()
-
-
-@pytest.mark.parametrize("kind", [RayKeepalive, RayServerless])
-def test_closing_ends_requests_that_ray_never_answers(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that is shut down: a trial that had timed out hung there."""
-
-    class Silent:
-        exceptions = SimpleNamespace(
-            RayError=OSError, RayActorError=OSError, WorkerCrashedError=OSError, OutOfMemoryError=OSError
-        )
-
-        def wait(self, promised: Any, timeout: float | None = None) -> Any:
-            time.sleep(min(timeout or 60.0, 60.0))
-            return [], promised
-
-        def get(self, promised: Any) -> None:
-            time.sleep(60)
-
-    monkeypatch.setitem(sys.modules, "ray", Silent())
-    called = MagicMock()
-    monkeypatch.setattr("pensieve.plugins.engines.ray_agents.remote", called)
-    monkeypatch.setattr("pensieve.plugins.engines.ray_cluster.RayCluster.close", lambda self: None)
-    engine = kind(setup_of())
-    found: list[Exception] = []
+    engine, found = kind(setup), []
 
     def ask_it() -> None:
-        try:
+        with pytest.raises(RequestFailed, match="closed"):
             engine.answer(message(1, "a", 1, prompt(4)), None)
-        except RequestFailed as error:
-            found.append(error)
+        found.append(True)
 
     thread = threading.Thread(target=ask_it, daemon=True)
     thread.start()
-    while not called.called:
-        time.sleep(0.01)
-    began = time.monotonic()
+    assert ray.called.wait(10)
     engine.close()
     thread.join(5)
-    assert not thread.is_alive() and "closed" in str(found[0])
-    assert time.monotonic() - began < 5
+    assert found == [True]
+    assert ray.given[1:3] == (setup.longest_tokens + setup.block_tokens, (2**31 + 1) // sharing)
+    assert ray.options["num_gpus"] == (0.01 if device.startswith("cuda") else 0.0)
+
+
+def test_without_ray_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EngineMissing, match=r"pensieve-lab\[ray\]"):
+        RayKeepalive(setup_of()).check()
 
 
 @pytest.mark.slow
 def test_actors_keep_their_agents_until_memory_ends_and_tasks_keep_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """One Ray for both, since it takes seconds to start."""
     pytest.importorskip("ray")
-    from pensieve.plugins.engines.ray_cluster import RayCluster
+    from pensieve.plugins.engines.ray_cluster import ray_cluster
 
     setup = setup_of()
     module, before = plain_module(setup), _descendants()
-    with RayCluster(2):
+    with ray_cluster(2):
         first = _actors_until_memory_ends(setup, module)
-        _tasks_keep_nothing(setup, module, first)
+        _tasks_keep_nothing(setup, first)
     assert not _descendants() - before, "Ray ends with the block that began it"
     assert "(raylet)" not in "".join(capfd.readouterr()), "the actor that was killed is told of in its turn"
     assert "RAY_AUTH_TOKEN" not in os.environ
@@ -156,27 +138,26 @@ def _actors_until_memory_ends(setup: EngineSetup, module: Any) -> list[int]:
     assert one > 50e6, "a process of its own, with torch and a model"
 
     watch = engine._watch
-    assert watch is not None
     watch.limit_bytes = int(1.3 * one)
     [turn] = served(system, message(2, "agent-0", 1, prompt(40)))
-    assert list(engine._processes()) == [pid], "the agent took the warmed actor over"
+    assert engine._processes() == [pid], "the agent took the warmed actor over"
     assert list(turn.token_ids) == greedy(module, prompt(40), 6) and turn.gpu_hit_tokens == 0
 
     [beyond, later] = served(system, *(message(n, f"agent-{n}", 1, prompt(40, start=n)) for n in (3, 4)))
     assert beyond.status == later.status == "failed"
     assert {beyond.finish_reason, later.finish_reason} == {MemoryRanOut.reason}
-    assert len(engine._starts) == 1 and len(engine._killed) == 1, "one was tried, and the ramp stopped"
+    assert len(engine._starts) == 1 and len(watch.killed) == 1, "one was tried, and the ramp stopped"
 
     whole = prompt(40) + turn.token_ids + prompt(9, start=2)
     [again] = served(system, message(5, "agent-0", 2, whole))
     assert list(again.token_ids) == greedy(module, whole, 6), "the agent that was there goes on"
     assert again.gpu_hit_tokens == again.history_tokens == 45
-    assert threading.active_count() and engine.counters()["processes_peak_bytes"] > watch.limit_bytes
+    assert engine.counters()["processes_peak_bytes"] > watch.limit_bytes
     system.close()
     return list(turn.token_ids)
 
 
-def _tasks_keep_nothing(setup: EngineSetup, module: Any, first: list[int]) -> None:
+def _tasks_keep_nothing(setup: EngineSetup, first: list[int]) -> None:
     engine = RayServerless(setup)
     system = OutsideSystem(engine)
     system.start()

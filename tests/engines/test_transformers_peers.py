@@ -27,18 +27,7 @@ def test_generate_gives_the_tokens_of_plain_decoding_over_three_turns(family: st
         said = said + record.token_ids + prompt(9, start=turn)
 
 
-def test_continuous_batching_gives_the_same_tokens_side_by_side() -> None:
-    module, system = plain_module(setup_of()), begun(ContinuousBatching(setup_of()))
-    prompts = [prompt(40, start=start) for start in (1, 2, 3)]
-    turns = served(system, *(ask(number, f"s{number}", one, output=6) for number, one in enumerate(prompts)))
-    for turn, one in zip(turns, prompts, strict=True):
-        assert list(turn.token_ids) == greedy(module, one, 6)
-        assert turn.gpu_hit_tokens is None, "it does not say"
-        assert turn.ttft_ms is not None and 0 < turn.ttft_ms <= turn.latency_ms  # type: ignore[operator]
-        assert len(turn.emitted_s) == 6
-
-
-def test_continuous_batching_prints_nothing_into_a_trials_table() -> None:
+def test_continuous_batching_gives_the_same_tokens_side_by_side_and_prints_nothing_into_a_trials_table() -> None:
     """Its logger has a handler of its own, and the level of the root, which is INFO in a trial."""
     root, own = logging.getLogger(), logging.getLogger("ContinuousBatchingLogger")
     said: list[str] = []
@@ -48,9 +37,16 @@ def test_continuous_batching_prints_nothing_into_a_trials_table() -> None:
     root.setLevel(logging.INFO)
     own.addHandler(handler)
     try:
-        begun(ContinuousBatching(setup_of())).close()
-        assert said == []
-        assert own.level == levels[1]
+        module, system = plain_module(setup_of()), begun(ContinuousBatching(setup_of()))
+        prompts = [prompt(40, start=start) for start in (1, 2, 3)]
+        turns = served(system, *(ask(number, f"s{number}", one, output=6) for number, one in enumerate(prompts)))
+        for turn, one in zip(turns, prompts, strict=True):
+            assert list(turn.token_ids) == greedy(module, one, 6)
+            assert turn.gpu_hit_tokens is None, "it does not say"
+            assert turn.ttft_ms is not None and 0 < turn.ttft_ms <= turn.latency_ms  # type: ignore[operator]
+            assert len(turn.emitted_s) == 6
+        system.close()
+        assert said == [] and own.level == levels[1]
     finally:
         own.removeHandler(handler)
         root.setLevel(levels[0])
@@ -67,8 +63,7 @@ def test_a_free_output_ends_with_its_end_of_sequence(kind: type[Any]) -> None:
 def test_continuous_batching_has_the_kv_of_the_others_and_no_more() -> None:
     """A conversation as long as all of it, then one that fits only where the first gives way."""
     module, system = plain_module(setup_of()), begun(ContinuousBatching(setup_of(kv_tokens=256, batch_tokens=64)))
-    settings = system.settings()
-    assert (settings["gpu_tokens"], settings["configured_num_blocks"]) == (256, 8)
+    assert system.settings()["gpu_tokens"] == 256
     for number, start in enumerate((1, 2)):
         [turn] = served(system, ask(number, f"s{number}", prompt(240, start=start), output=6))
         assert list(turn.token_ids) == greedy(module, prompt(240, start=start), 6)

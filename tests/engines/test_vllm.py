@@ -99,13 +99,13 @@ def test_vllm_gives_our_tokens_and_reports_what_it_had_cached(
                 "max_batch_tokens": 128, "n_ctx": 1024}  # fmt: skip
     assert {name: settings[name] for name in expected} == expected
     if kind is VllmHttp:
-        _another_asks_the_same_server(system._engine._client, said, greedy(module, said, 6))
+        _another_asks_the_same_server(system._engine._http.base_url, said, greedy(module, said, 6))
     system.close()
 
 
-def _another_asks_the_same_server(client: Any, said: Any, expected: list[int]) -> None:
+def _another_asks_the_same_server(url: Any, said: Any, expected: list[int]) -> None:
     """Through baseline=openai_http, which knows of its cache what the server tells: that it was asked this before."""
-    endpoint = OutsideSystem(OpenAIHttp(setup_of("wide_llama"), base_url=f"{client.address}/v1"))
+    endpoint = OutsideSystem(OpenAIHttp(setup_of("wide_llama"), base_url=f"{url}v1"))
     endpoint.start()
     assert endpoint.settings()["served_model"] == "served"
     streamed, whole = (

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Free, Request, TokenArray
+from pensieve.errors import ConfigError
 from pensieve.serve.systems.base import Capabilities
 from pensieve.serve.tokenizer import Tokenizer
 from pensieve.specs import ModelSpec
@@ -22,8 +23,7 @@ class EngineSetup:
     longest conversation, where the workload knows it. conversations: that the workload has; None: not known. batch_tokens,
     batch_requests: of one iteration. eos: ids that end a Free output. tokenizer: the model's, for engines that are asked in
     text. memory_bytes: what an engine's processes may have resident together (hardware.cpu_memory); None: what the machine
-    has. network_gbps: of the network between client and model
-    (hardware.network_gbps); None: as fast as it is.
+    has. network_gbps: of the network between client and model (hardware.network_gbps); None: as fast as it is.
     """
 
     baseline: str
@@ -46,23 +46,22 @@ class EngineSetup:
     memory_bytes: int | None = None
     network_gbps: float | None = None
 
-    def ends(self, request: Request) -> frozenset[int]:
+    def ends(self, request: Request) -> list[int]:
         """The ids that end this request."""
         output = request.output
-        return self.eos if isinstance(output, Free) and not output.ignore_eos else frozenset()
+        return sorted(self.eos) if isinstance(output, Free) and not output.ignore_eos else []
 
-
-def kv_settings(tokens: int | None, per_token: int, dtype: str) -> dict[str, Any]:
-    """The settings of an engine whose KV is on the device alone. tokens: that it has room for; None: it has no such limit.
-    per_token: bytes."""
-    return {
-        "gpu_tokens": tokens,
-        "gpu_bytes": None if tokens is None else tokens * per_token,
-        "cpu_tokens": 0,
-        "cpu_bytes": 0,
-        "kv_bytes_per_token": per_token,
-        "dtype": dtype,
-    }
+    def kv_settings(self, tokens: int | None, host_tokens: int = 0) -> dict[str, Any]:
+        """What an engine reports of its KV. tokens: that it has room for on the device; None: it has no such limit."""
+        per_token = self.model.kv_bytes_per_token
+        return {
+            "gpu_tokens": tokens,
+            "gpu_bytes": None if tokens is None else tokens * per_token,
+            "cpu_tokens": host_tokens,
+            "cpu_bytes": host_tokens * per_token,
+            "kv_bytes_per_token": per_token,
+            "dtype": self.model.dtype,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +97,6 @@ class Channel(Protocol):
         engine should stop."""
         ...
 
-    @property
-    def cancelled(self) -> bool: ...
-
 
 class OutsideEngine(Protocol):
     """An engine that blocks: whoever asks waits. OutsideSystem makes a System of it.
@@ -109,8 +105,8 @@ class OutsideEngine(Protocol):
     engine; `check` and `start` do. Adapters inherit from it, and leave out what they have nothing to say of.
     """
 
-    can: Capabilities
-    at_once: int
+    can: Capabilities = Capabilities()
+    at_once: int = 256
 
     def check(self) -> None:
         """Raise EngineMissing, UnsupportedModel or ConfigError where `start` would. Loads nothing."""
@@ -136,8 +132,10 @@ class OutsideEngine(Protocol):
         ...
 
     def forget(self, session: str | None) -> None:
-        """Free a conversation; None: the whole cache. An engine that keeps nothing leaves this out. Raises ConfigError where
-        the engine has no way to do that."""
+        """Free a conversation; None: the whole cache. Raises ConfigError where the engine has no way to do that."""
+        raise ConfigError(
+            "An engine of others has no way to forget what it has cached; start it anew for a cold cache."
+        )
 
     def counters(self) -> dict[str, float]:
         return {}

@@ -1,269 +1,210 @@
-"""The completions protocol over HTTP: what is sent, and what comes back, streamed or whole."""
+"""An engine that is asked over HTTP, by the completions protocol: what is sent, and what comes back, streamed or whole."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pensieve.core.request import Free, Request, tokens_of
 from pensieve.errors import ContextLengthError, EngineFailed, RequestFailed
-from pensieve.plugins.engines.base import Channel, EngineSetup, Reply
+from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply
 from pensieve.plugins.engines.process import EngineProcess
 
+if TYPE_CHECKING:
+    import httpx
+
 CONNECT_S = 5.0
-DONE = "[DONE]"
-DATA = "data:"
 REFUSES_KEY = 401
 
 
-class AnswerBroken(EngineFailed):
-    """A server lost one request, or broke off its answer; it may serve the next."""
+class HttpEngine(OutsideEngine):
+    """A server, which `_process` runs where it is not somebody else's. Any number of threads ask.
 
+    Nothing is asked twice: a retry would hide a failure and count its time. Each request opens a connection, streamed or not,
+    so that all servers pay the same for it: llama.cpp's closes one that was kept some time after the last piece, and a
+    request sent meanwhile would be lost. A request that is lost, or whose answer breaks off, fails alone as long as the
+    server answers at the page `health`, whatever it says there.
 
-class CompletionsClient:
-    """One server. Any number of threads ask. Nothing is ever asked twice: a retry would hide a failure and count its time.
-
-    read_timeout_s: between two pieces of an answer; None: no limit, as where a trial has its own. keeps_streams: the server
-    keeps a connection after a streamed answer. llama.cpp's says so and closes it, some time after the last piece: a request
-    sent meanwhile would be lost. Such a server gets a connection for each request, streamed or not, so that both pay the
-    same for it. health: a page that it has as long as it serves.
+    path: of completions. stops: the server knows what ends a Free output; of another one the stream is read until that comes.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        headers: Mapping[str, str] | None = None,
-        read_timeout_s: float | None = None,
-        keeps_streams: bool = False,
-        health: str = "/health",
-    ) -> None:
+    path, health = "/v1/completions", "/health"
+    stops = True
+
+    def __init__(self, setup: EngineSetup, start_timeout_s: float) -> None:
+        self._setup, self._timeout_s = setup, start_timeout_s
+        self._process: EngineProcess | None = None
+        self._http: httpx.Client | None = None
+
+    def _connect(self, base_url: str, headers: Mapping[str, str] | None = None) -> None:
         import httpx
 
-        self.address, self._health = base_url, health
-        kept = httpx.Limits(max_connections=None, max_keepalive_connections=32 if keeps_streams else 0)
         self._http = httpx.Client(
             base_url=base_url,
             headers=dict(headers or {}),
-            timeout=httpx.Timeout(read_timeout_s, connect=CONNECT_S),
-            transport=httpx.HTTPTransport(
-                retries=0, limits=kept
-            ),  # the client's own limits are not those of a transport
+            timeout=httpx.Timeout(None, connect=CONNECT_S),  # a trial has a limit of its own
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,  # loopback, or the address that was given: no proxy between
         )
 
-    def page(self, path: str, timeout_s: float = CONNECT_S) -> tuple[int | None, str]:
+    def _page(self, path: str) -> tuple[int | None, str]:
         """The status, None where no server answers, and the text."""
         import httpx
 
+        assert self._http is not None, "connected first"
         try:
-            response = self._http.get(path, timeout=timeout_s)
+            response = self._http.get(path, timeout=CONNECT_S)
         except httpx.HTTPError:
             return None, ""
         return response.status_code, response.text
 
-    def get(self, path: str, timeout_s: float = CONNECT_S) -> Any:
-        """The answer's JSON; None where there is none, or no such page, or no server yet."""
-        status, text = self.page(path, timeout_s)
+    def _get(self, path: str) -> Any:
+        """The answer's JSON; an empty object where there is none, or no such page, or no server yet."""
+        status, text = self._page(path)
         try:
-            return json.loads(text) if status == 200 else None
+            return json.loads(text) if status == 200 else {}
         except ValueError:
-            return None
+            return {}
 
-    def healthy(self) -> bool:
-        return self.page(self._health)[0] == 200
-
-    def reachable(self) -> bool:
-        """Whether the server answers, whatever it says."""
-        return self.page(self._health)[0] is not None
-
-    def post(self, path: str, body: Mapping[str, Any] | None = None) -> int:
-        """The status."""
-        return self._http.post(path, json=dict(body or {})).status_code
-
-    @contextmanager
-    def ask(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Iterator[Answer]:
-        """Leaving the block before the last piece closes the connection, by which servers know that nobody waits any more.
-        Raises, here or while it is read, what `OutsideEngine.answer` may."""
-        import httpx
-
-        content = json.dumps(dict(body)).encode()
-        kind = {"content-type": "application/json", **(headers or {})}
-        try:
-            with self._http.stream("POST", path, content=content, headers=kind) as response:
-                yield Answer(response, bool(body.get("stream")), len(content))
-        except httpx.HTTPError as error:
-            refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            lost = self.reachable() if refused else isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
-            said = f"({type(error).__name__}: {error})."
-            if lost:
-                raise AnswerBroken(f"The engine's server lost the request before it answered {said}") from error
-            raise EngineFailed(f"The engine's server does not answer {said}") from error
+    def _serve(self, process: EngineProcess, port: int) -> None:
+        """Returns once the process answers at that port."""
+        self._process = process
+        self._connect(f"http://127.0.0.1:{port}")
+        process.wait_until(lambda: self._page(self.health)[0] == 200, self._timeout_s)
 
     def close(self) -> None:
-        self._http.close()
+        if self._http is not None:
+            self._http.close()
+        if self._process is not None:
+            self._process.close()
 
+    # -- one request --------------------------------------------------------------------------------------------------
 
-class Answer:
-    """The answer to one request: its pieces as they come, one if it is not streamed.
+    def _body(self, request: Request) -> dict[str, Any]:
+        """What OpenAI's protocol has, and what vLLM and llama.cpp add to it: exactly so many tokens, and their ids."""
+        output = request.output
+        stream = request.stream or (isinstance(output, Free) and not self.stops)
+        return {
+            "model": "served",
+            "prompt": list(request.prompt),
+            "max_tokens": output.max_new_tokens,
+            "temperature": 0.0,
+            "stream": stream,
+            "return_token_ids": True,
+            "ignore_eos": not isinstance(output, Free) or output.ignore_eos,
+            **({"stream_options": {"include_usage": True}} if stream else {}),
+        }
 
-    sent_bytes, received_bytes: of the bodies. whole: a stream has said that this was all of it.
-    """
+    def _headers(self, request: Request) -> dict[str, str]:
+        return {}
 
-    def __init__(self, response: Any, streamed: bool, sent_bytes: int) -> None:
-        self._response, self._streamed = response, streamed
-        self.sent_bytes = sent_bytes
-        self.whole = False
+    def _encode(self, text: str) -> Sequence[int]:
+        """Text that comes without ids."""
+        if self._setup.tokenizer is None:
+            raise RequestFailed("The server gives text and no token ids, and the model has no tokenizer to encode it.")
+        return self._setup.tokenizer.encode(text)
 
-    @property
-    def received_bytes(self) -> int:
-        return int(self._response.num_bytes_downloaded)
-
-    def pieces(self) -> Iterator[dict[str, Any]]:
-        """The JSON objects of the answer. Raises ContextLengthError, RequestFailed; AnswerBroken, EngineFailed."""
+    def answer(self, request: Request, channel: Channel) -> Reply:
+        """Leaving before the last piece closes the connection, by which servers know that nobody waits any more."""
         import httpx
 
-        response = self._response
+        assert self._http is not None, "start() comes first"
+        body = self._body(request)
         try:
-            if response.status_code != 200:
-                raise _refusal(response.status_code, response.read())
-            if not self._streamed:
-                yield _object(response.read())
-                return
-            for line in response.iter_lines():
-                text = line.removeprefix(DATA).strip() if line.startswith(DATA) else ""
-                if text == DONE:
-                    self.whole = True
-                elif text:
-                    piece = _object(text)
-                    if piece.get("error"):
-                        raise _refusal(_status_of(piece["error"]), text.encode())
-                    yield piece
+            with self._http.stream("POST", self.path, json=body, headers=self._headers(request)) as response:
+                return self._read(response, body["stream"], request, channel)
         except httpx.HTTPError as error:
-            raise broken(f"{type(error).__name__}: {error}") from error
+            raise self._lost(f"{type(error).__name__}: {error}") from error
+
+    def _read(self, response: httpx.Response, stream: bool, request: Request, channel: Channel) -> Reply:
+        tokens: list[int] = []
+        finish: str | None = None
+        usage: Mapping[str, Any] = {}
+        timings: Mapping[str, float] = {}
+        ends = () if self.stops else self._setup.ends(request)
+        sent = int(response.request.headers["content-length"])
+        for piece in _pieces(response, stream):
+            if piece is None:
+                break
+            for choice in piece.get("choices", ()):
+                ids = choice.get("token_ids")
+                if ids is None:
+                    ids = self._encode(choice["text"]) if choice.get("text") else ()
+                finish = choice.get("finish_reason") or finish
+                ended = next((place for place, token in enumerate(ids, 1) if token in ends), None)
+                wanted = channel.tell(*ids[:ended]) if stream else True
+                if ended or not wanted:
+                    finish = "eos" if ended else finish
+                    return Reply(finish, sent_bytes=sent, received_bytes=response.num_bytes_downloaded)
+                tokens += ids
+            usage, timings = piece.get("usage") or usage, piece.get("timings") or timings
+        else:
+            if stream and finish is None:
+                raise self._lost(f"it broke off after {len(tokens)} tokens, without an end")
+        details = usage.get("prompt_tokens_details") or {}
+        return Reply(
+            finish,
+            tokens=None if stream else tokens_of(tokens),
+            prompt_tokens=usage.get("prompt_tokens"),
+            cached_tokens=details.get("cached_tokens"),
+            cached_on_host=details.get("cpu"),
+            compute_ms=timings["prompt_ms"] + timings["predicted_ms"] if "prompt_ms" in timings else None,
+            sent_bytes=sent,
+            received_bytes=response.num_bytes_downloaded,
+        )
+
+    def _lost(self, why: str) -> EngineFailed | RequestFailed:
+        if self._page(self.health)[0] is not None:
+            return RequestFailed(f"The engine's server lost the request, or broke off its answer ({why}).")
+        if self._process is not None:
+            return self._process.gone()
+        return EngineFailed(f"The engine's server does not answer ({why}).")
 
 
-def completion_body(request: Request, model: str | None, prompt: list[int] | str) -> dict[str, Any]:
-    """What OpenAI's protocol has, and what vLLM and llama.cpp add to it: exactly so many tokens, and their ids."""
-    output = request.output
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": output.max_new_tokens,
-        "temperature": 0.0,
-        "stream": request.stream,
-        "return_token_ids": True,
-        "ignore_eos": not isinstance(output, Free) or output.ignore_eos,
-    }
-    if request.stream:
-        body["stream_options"] = {"include_usage": True}
-    return body
+def _pieces(response: httpx.Response, stream: bool) -> Iterator[dict[str, Any] | None]:
+    """The JSON objects of the answer; None: that was all of it. Raises ContextLengthError, RequestFailed, EngineFailed."""
+    if response.status_code != 200:
+        text = response.read().decode("utf-8", errors="replace")
+        try:
+            said = json.loads(text)
+        except ValueError:
+            said = text[:300]
+        raise error_of(said, response.status_code)
+    if not stream:
+        yield _object(response.read())
+        return
+    for line in response.iter_lines():
+        text = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+        if text == "[DONE]":
+            yield None
+        elif text:
+            piece = _object(text)
+            if error := piece.get("error"):
+                code = error.get("code") if isinstance(error, dict) else None  # a status in some servers, else a word
+                raise error_of(error, code if isinstance(code, int) else 500)
+            yield piece
 
 
-def read_completion(
-    answer: Answer,
-    request: Request,
-    channel: Channel,
-    encode: Callable[[str], Sequence[int]],
-    ends: Collection[int] = (),
-) -> Reply:
-    """The answer of a completions endpoint, streamed or whole. encode: of text that comes without ids. ends: ids of which the
-    first ends it, where the server does not know them. Raises AnswerBroken where a stream ends without an end."""
-    tokens: list[int] = []
-    finish: str | None = None
-    usage: Mapping[str, Any] = {}
-    timings: Mapping[str, float] = {}
-    for piece in answer.pieces():
-        for choice in piece.get("choices", ()):
-            ids = choice.get("token_ids")
-            if ids is None:
-                ids = encode(choice["text"]) if choice.get("text") else ()
-            finish = choice.get("finish_reason") or finish
-            ended = next((place for place, token in enumerate(ids, 1) if token in ends), None)
-            wanted = channel.tell(*ids[:ended]) if request.stream else True
-            if ended or not wanted:
-                finish = "eos" if ended else finish
-                return Reply(finish, sent_bytes=answer.sent_bytes, received_bytes=answer.received_bytes)
-            tokens += ids
-        usage, timings = piece.get("usage") or usage, piece.get("timings") or timings
-    if request.stream and finish is None and not answer.whole:
-        raise broken(f"after {len(tokens)} tokens, without an end")
-    details = usage.get("prompt_tokens_details") or {}
-    return Reply(
-        finish,
-        tokens=None if request.stream else tokens_of(tokens),
-        prompt_tokens=usage.get("prompt_tokens"),
-        cached_tokens=details.get("cached_tokens"),
-        cached_on_host=details.get("cpu"),
-        compute_ms=timings["prompt_ms"] + timings["predicted_ms"] if "prompt_ms" in timings else None,
-        sent_bytes=answer.sent_bytes,
-        received_bytes=answer.received_bytes,
-    )
-
-
-def encoder(setup: EngineSetup) -> Callable[[str], Sequence[int]]:
-    def encode(text: str) -> Sequence[int]:
-        if setup.tokenizer is None:
-            raise RequestFailed("The server gives text and no token ids, and the model has no tokenizer to encode it.")
-        return setup.tokenizer.encode(text)
-
-    return encode
-
-
-@contextmanager
-def while_it_serves(process: EngineProcess, reachable: Callable[[], bool]) -> Iterator[None]:
-    """An engine's answer that breaks off because the engine ended is told as that, with the last lines of its log; where it
-    still answers, the request has failed alone."""
-    try:
-        yield
-    except EngineFailed as error:
-        if isinstance(error, AnswerBroken) and reachable():
-            raise RequestFailed(str(error)) from error
-        if process.alive and not isinstance(error, AnswerBroken):
-            raise
-        what = "does not answer any more" if process.alive else "ended while it served requests"
-        raise process.failed(what) from error
-
-
-def error_of(said: Mapping[str, Any], status: int) -> ContextLengthError | RequestFailed:
+def error_of(said: Any, status: int) -> ContextLengthError | RequestFailed | EngineFailed:
     """The error of an answer that holds one. Servers name a prompt that is too long in their own ways."""
-    message = str(said.get("message") or said)
-    kind = str(said.get("type") or "")
-    too_long = kind == "exceed_context_size_error" or "maximum context length" in message or "max_model_len" in message
-    if status in (400, 413, 422) and too_long:
-        return ContextLengthError(f"The engine refused the request: {message.rstrip('.')}.")
-    return RequestFailed(f"The engine answered {status}: {message.rstrip('.')}.")
-
-
-def broken(why: str) -> AnswerBroken:
-    return AnswerBroken(f"The engine's server broke off in the middle of its answer ({why}).")
-
-
-def _refusal(status: int, body: bytes) -> ContextLengthError | RequestFailed | EngineFailed:
-    text = body.decode("utf-8", errors="replace")
-    try:
-        said = json.loads(text)
-    except ValueError:
-        said = text[:300]
     said = said.get("error", said) if isinstance(said, dict) else said
-    error = error_of(said if isinstance(said, dict) else {"message": str(said)}, status)
+    error = said if isinstance(said, dict) else {"message": said}
+    message = str(error.get("message") or error).rstrip(".")
+    too_long = error.get("type") == "exceed_context_size_error" or "maximum context length" in message
+    if status in (400, 413, 422) and (too_long or "max_model_len" in message):
+        return ContextLengthError(f"The engine refused the request: {message}.")
+    answered = f"The engine answered {status}: {message}."
     if status == REFUSES_KEY:
-        return EngineFailed(f"{error} Put its key into the environment variable that baseline.engine.key_env names.")
-    return error
-
-
-def _status_of(error: Any) -> int:
-    """Of an error within a stream, whose code is a status in some servers and a word in others."""
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, int) else 500
+        return EngineFailed(f"{answered} Put its key into the environment variable that baseline.engine.key_env names.")
+    return RequestFailed(answered)
 
 
 def _object(text: str | bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as error:
-        raise RequestFailed(f"The engine's answer is no JSON: {text[:200]!r}") from error
+    except ValueError:
+        found = None
     if not isinstance(found, dict):
         raise RequestFailed(f"The engine's answer is no JSON object: {text[:200]!r}")
     return found

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from array import array
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -22,27 +22,18 @@ from pensieve.core.plan import StartReport
 from pensieve.core.request import Request
 from pensieve.errors import ContextLengthError, RequestFailed
 from pensieve.plugins.engines import wire as messages
-from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply, kv_settings
+from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply
 from pensieve.plugins.engines.process import EngineProcess
 from pensieve.plugins.engines.transformers_peers import end_tokens
 from pensieve.plugins.engines.weights import plain_module
 from pensieve.plugins.engines.wire import KV, LOGITS, Array, Arrived, Wire
 from pensieve.serve.systems.base import Capabilities
 
-CODE = "from pensieve.plugins.engines.remote_model import main; main()"
-
-
-@dataclass(slots=True)
-class _Spent:
-    """Seconds of one request: what the model computed, and what was waited for on the way to it and back."""
-
-    computed: float = 0.0
-    moved: float = 0.0
-
-    def add(self, arrived: Arrived) -> None:
-        """A reply that the client waited for: the model computed nothing meanwhile."""
-        self.computed += arrived.said["computed"]
-        self.moved += arrived.said["waited"] + arrived.flight_s
+CODE = """
+from pensieve.plugins.engines.process import own_pipes
+from pensieve.plugins.engines.remote_model import host
+host(*own_pipes())
+"""
 
 
 class _Disaggregated(OutsideEngine):
@@ -52,20 +43,19 @@ class _Disaggregated(OutsideEngine):
     Bytes are those of the messages as they are serialised, their heads included.
     """
 
+    can = Capabilities(max_in_flight=1)
+    at_once = 1
     keeps_weights = True
     crosses: str
-    wire: Wire
 
     def __init__(self, setup: EngineSetup, *, start_timeout_s: float = 120.0) -> None:
-        self.can = Capabilities(max_in_flight=1)
-        self.at_once = 1
         self._setup, self._timeout_s = setup, start_timeout_s
         self._process: EngineProcess | None = None
 
     def start(self) -> StartReport:
-        began, setup = perf_counter(), self._setup
-        said, self.wire = self._begin(replace(setup, tokenizer=None), self.keeps_weights)
-        load_s, gbps = said.pop("load_s"), setup.network_gbps
+        began, gbps = perf_counter(), self._setup.network_gbps
+        said, self.wire = self._begin((replace(self._setup, tokenizer=None), self.keeps_weights))
+        load_s = said.pop("load_s")
         paced = "as fast as they are" if gbps is None else f"paced to at most {gbps:g} Gbps: simulated by waiting"
         settings = {
             "engine": "transformers, disaggregated",
@@ -73,11 +63,11 @@ class _Disaggregated(OutsideEngine):
             "crosses": self.crosses,
             "network_gbps": gbps,
             "network": f"pipes between two processes, {paced}",
-            **kv_settings(None, setup.model.kv_bytes_per_token, setup.model.dtype),
+            **self._setup.kv_settings(None),
         }
         return StartReport(load_s, (perf_counter() - began - load_s) * 1e3, settings)
 
-    def _begin(self, *asked: Any) -> tuple[dict[str, Any], Wire]:
+    def _begin(self, asked: object) -> tuple[dict[str, Any], Wire]:
         """Start the model's process: what it says once it is ready, and the way to it."""
         threads = {"OMP_NUM_THREADS": str(self._setup.threads)}
         self._process = process = EngineProcess.ours(self._setup.baseline, CODE, threads, talk=True)
@@ -96,31 +86,36 @@ class _Disaggregated(OutsideEngine):
                 "shorter prompt or a smaller output."
             )
         sent, received = wire.sent_bytes, wire.received_bytes
-        spent = _Spent()
+        self._computed_s = self._moved_s = 0.0
         try:
-            reason = self._serve(request, channel, spent)
+            reason = self._serve(request, channel)
         except (EOFError, OSError) as error:
             assert self._process is not None
-            raise self._process.failed("ended while it served requests") from error
+            raise self._process.gone() from error
         return Reply(
             reason,
             cached_tokens=0,
             admitted_s=admitted_s,
-            compute_ms=spent.computed * 1e3,
-            transfer_ms=spent.moved * 1e3,
+            compute_ms=self._computed_s * 1e3,
+            transfer_ms=self._moved_s * 1e3,
             sent_bytes=wire.sent_bytes - sent,
             received_bytes=wire.received_bytes - received,
         )
 
     @abstractmethod
-    def _serve(self, request: Request, channel: Channel, spent: _Spent) -> str | None:
+    def _serve(self, request: Request, channel: Channel) -> str | None:
         """Tell the tokens; returns why there are no more, None where nobody wants more."""
 
     def _receive(self) -> Arrived:
         arrived = self.wire.receive()
         if "error" in arrived.said:
             raise RequestFailed(arrived.said["error"])
+        if "computed" in arrived.said:  # the client waited for it: the model computed nothing meanwhile
+            self._computed_s += arrived.said["computed"]
+            self._moved_s += arrived.said["waited"] + arrived.flight_s
         return arrived
+
+    def forget(self, session: str | None) -> None: ...
 
     def close(self) -> None:
         if self._process is not None:
@@ -129,33 +124,29 @@ class _Disaggregated(OutsideEngine):
 
 class PartiallyAware(_Disaggregated):
     """The model's process knows which arguments of a step are weights and keeps those. KV is an argument and a result like
-    any other: the client sends what it got back with the next step, and draws the tokens from the logits. arguments: what
-    comes along with each step beside KV."""
+    any other: the client sends what it got back with the next step, and draws the tokens from the logits."""
 
     crosses = "KV and logits, each step"
-    arguments: dict[str, Array]
 
-    def start(self) -> StartReport:
-        self.arguments = {}
-        return super().start()
+    def _arguments(self) -> dict[str, Array]:
+        """What comes along with each step beside KV."""
+        return {}
 
-    def _serve(self, request: Request, channel: Channel, spent: _Spent) -> str | None:
+    def _serve(self, request: Request, channel: Channel) -> str | None:
         from pensieve.device.sampler import greedy
         from pensieve.plugins.engines.remote_model import tensor_of
 
         ends, ids, kv = end_tokens(self._setup, request), request.prompt, dict[str, Array]()
-        for number in range(1, request.output.max_new_tokens + 1):
-            self.wire.send(messages.step(ids), {**self.arguments, **kv})
-            arrived = self._receive()
-            spent.add(arrived)
-            kv = {KV: arrived.arrays[KV]}
-            drawn = int(greedy(tensor_of(arrived.arrays[LOGITS])))
+        for left in reversed(range(request.output.max_new_tokens)):
+            self.wire.send(messages.step(ids), {**self._arguments(), **kv})
+            arrays = self._receive().arrays
+            drawn = int(greedy(tensor_of(arrays[LOGITS])))
             wanted = channel.tell(drawn)
             if drawn in ends:
                 return "eos"
-            if number < request.output.max_new_tokens and not wanted:
+            if left and not wanted:
                 return None
-            ids = array("i", [drawn])
+            ids, kv = array("i", [drawn]), {KV: arrays[KV]}
         return "length"
 
 
@@ -169,8 +160,11 @@ class SemanticBlind(PartiallyAware):
         from pensieve.plugins.engines.remote_model import weight_arrays
 
         report = super().start()
-        self.arguments = weight_arrays(plain_module(self._setup))
+        self._weights = weight_arrays(plain_module(self._setup))
         return report
+
+    def _arguments(self) -> dict[str, Array]:
+        return self._weights
 
 
 class FullyAware(_Disaggregated):
@@ -179,18 +173,15 @@ class FullyAware(_Disaggregated):
 
     crosses = "token ids"
 
-    def _serve(self, request: Request, channel: Channel, spent: _Spent) -> str | None:
+    def _serve(self, request: Request, channel: Channel) -> str | None:
         ends = end_tokens(self._setup, request)
         self.wire.send(messages.generate(request.prompt, request.output.max_new_tokens, ends))
-        stopped = False
-        while True:
-            arrived = self._receive()
-            drawn = arrived.said["token"]
+        stopped = last = False
+        while not last:
+            said = self._receive().said
+            last, drawn = "computed" in said, said["token"]
             wanted = channel.tell(drawn)
-            if "computed" in arrived.said:  # the last one
-                spent.add(arrived)
-                break
-            if not wanted and not stopped:
+            if not (wanted or last or stopped):
                 self.wire.send({})
                 stopped = True
         if drawn in ends:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 
 WAKE_S = 0.1
 GRACE_S = 5.0  # between asking the command to end and killing it
@@ -25,11 +26,6 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
-
-
-def _die_with_parent() -> None:
-    """Linux kills this process when the one that started it ends."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _kill_descendants() -> None:
@@ -45,7 +41,7 @@ def main(life: int, command: list[str]) -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.set_inheritable(life, False)
     try:
-        child = subprocess.Popen(command, preexec_fn=_die_with_parent)
+        child = subprocess.Popen(command, preexec_fn=partial(_prctl, PR_SET_PDEATHSIG, signal.SIGKILL))
     except OSError as error:
         print(f"{command[0]} cannot be run: {error.strerror}", file=sys.stderr)
         return 127

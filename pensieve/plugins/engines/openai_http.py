@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from time import monotonic, sleep
@@ -10,26 +9,18 @@ from typing import Any, Literal
 
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Request
-from pensieve.errors import ConfigError, EngineFailed, RequestFailed
+from pensieve.errors import ConfigError, EngineFailed
 from pensieve.lab.results.identity import UNSTATED
-from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply
-from pensieve.plugins.engines.completions import (
-    AnswerBroken,
-    CompletionsClient,
-    completion_body,
-    encoder,
-    read_completion,
-)
+from pensieve.plugins.engines.base import EngineSetup
+from pensieve.plugins.engines.completions import HttpEngine
 from pensieve.plugins.engines.process import POLL_S
 from pensieve.serve.systems.base import Capabilities
 
 KEY_ENV = "OPENAI_API_KEY"
-MODELS = "/models"
 REFUSES_START = (401, 403)
-AT_ONCE = 256
 
 
-class OpenAIHttp(OutsideEngine):
+class OpenAIHttp(HttpEngine):
     """A server that somebody else started. Its cache is what it is: the trial's own counts tell whether it was cold.
 
     base_url: with its version, "http://127.0.0.1:8000/v1". model: as the server calls it, which may be otherwise than it
@@ -39,9 +30,12 @@ class OpenAIHttp(OutsideEngine):
     null: none. start_timeout_s: for how long it may not answer yet.
 
     A server's token ids are taken where it gives them (token_ids), else its text is encoded. Cached tokens are those of its
-    `usage`, and on which tier where it says so, as ours does; a server that reports none leaves them null. Nothing is asked
-    twice: an answer that breaks off, or one that says "too many requests", fails its request alone.
+    `usage`, and on which tier where it says so, as ours does; a server that reports none leaves them null. An answer that
+    says "too many requests" fails its request alone.
     """
+
+    path, health = "/completions", "/models"
+    can = Capabilities(starts_empty=False)
 
     def __init__(
         self,
@@ -54,13 +48,9 @@ class OpenAIHttp(OutsideEngine):
         session_header: str | None = None,
         start_timeout_s: float = 10.0,
     ) -> None:
-        self.can = Capabilities(starts_empty=False)
-        self.at_once = AT_ONCE
-        self._setup = setup
+        super().__init__(setup, start_timeout_s)
         self._base_url, self._model, self._key_env = base_url.rstrip("/"), model, key_env
         self._prompts, self._session_header = prompts, session_header
-        self._timeout_s = start_timeout_s
-        self._client: CompletionsClient | None = None
 
     def check(self) -> None:
         if not self._base_url.startswith(("http://", "https://")):
@@ -72,37 +62,43 @@ class OpenAIHttp(OutsideEngine):
 
     def identity(self) -> dict[str, str]:
         """What the server says of the model that would answer and of its version: vLLM at /version, llama.cpp at /props."""
-        client = self._opened()
+        self._open()
         try:
-            cards = [card for card in _cards(client.page(MODELS)[1]) if self._model in (None, card["id"])][:1]
+            cards = [card for card in self._cards() if self._model in (None, card["id"])][:1]
             root = self._base_url.removesuffix("/v1")
-            said = [client.get(root + page) or {} for page in ("/version", "/props")]
+            said = self._get(root + "/version").get("version") or self._get(root + "/props").get("build_info")
         finally:
-            client.close()
-        version = str(said[0].get("version") or said[1].get("build_info") or "unknown")
-        unknown = "unknown" in version  # llama.cpp's word too, in a build that does not know its own
+            self.close()
+        unknown = "unknown" in str(said or "unknown")  # llama.cpp's word, in a build that does not know its own
         if not cards or unknown:
             missing = "does not state its version" if unknown else "does not list the model"
             why = f"the server at {self._base_url} {missing}, so another model may answer there now"
             return {"server": self._base_url, UNSTATED: why}
         model = cards[0].get("root") or cards[0]["id"]
-        found = {"server": self._base_url, "served_model": model, "server_version": version}
+        found = {"server": self._base_url, "served_model": model, "server_version": said}
         found["served_context"] = cards[0].get("max_model_len")
         return {name: str(value).replace(";", ",") for name, value in found.items()}
 
-    def _opened(self) -> CompletionsClient:
+    def _open(self) -> None:
         key = os.environ.get(self._key_env)
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        return CompletionsClient(self._base_url, headers, health=MODELS)
+        self._connect(self._base_url, {"authorization": f"Bearer {key}"} if key else {})
+
+    def _cards(self) -> list[Mapping[str, Any]]:
+        """The models that it lists; none where it has no such list."""
+        try:
+            return [card for card in self._get(self.health)["data"] if "id" in card]
+        except (TypeError, LookupError):
+            return []
 
     def start(self) -> StartReport:
         """Raises EngineFailed where no server answers in time, or it refuses the key."""
         self.check()
-        self._client = client = self._opened()
-        names = self._listed(client)
-        if self._model is None and not names:
+        self._open()
+        self._wait_until_listed()
+        cards = self._cards()
+        if self._model is None and not cards:
             raise EngineFailed(f"The server at {self._base_url} lists no model; name one with baseline.engine.model.")
-        self._model = self._model or names[0]
+        self._model = self._model or str(cards[0]["id"])
         settings = {
             "engine": "openai",
             "base_url": self._base_url,
@@ -114,21 +110,17 @@ class OpenAIHttp(OutsideEngine):
         }
         return StartReport(0.0, 0.0, settings)
 
-    def _listed(self, client: CompletionsClient) -> list[str]:
-        """The models that the server lists, waiting until it does; none where it has no such list and the model is named."""
+    def _wait_until_listed(self) -> None:
+        """Until the server lists its models, or answers that it has no such list where the model is named."""
         ends = monotonic() + self._timeout_s
-        while True:
-            status, text = client.page(MODELS)
+        while (status := self._page(self.health)[0]) != 200:
             if status in REFUSES_START:
-                held = "the key" if os.environ.get(self._key_env) else "to answer without a key, and there is none"
                 raise EngineFailed(
-                    f"The server at {self._base_url} refuses {held} in the environment variable {self._key_env} ({status}); "
+                    f"The server at {self._base_url} refuses the key in the environment variable {self._key_env} ({status}); "
                     "put its key there, or name another variable with baseline.engine.key_env."
                 )
-            if status == 200:
-                return [str(card["id"]) for card in _cards(text)]
             if status is not None and status < 500 and self._model is not None:
-                return []
+                return
             if monotonic() > ends:
                 said = "nothing answers there" if status is None else f"it answers {status}"
                 raise EngineFailed(
@@ -137,33 +129,17 @@ class OpenAIHttp(OutsideEngine):
                 )
             sleep(POLL_S)
 
-    def answer(self, request: Request, channel: Channel) -> Reply:
-        """A server that breaks off one answer may give the next: the request fails. One that cannot be reached is gone."""
-        assert self._client is not None
-        ids, tokenizer = list(request.prompt), self._setup.tokenizer
-        prompt = tokenizer.decode(ids) if self._prompts == "text" and tokenizer else ids
-        body, headers = completion_body(request, self._model, prompt), {}
+    def _body(self, request: Request) -> dict[str, Any]:
+        body, tokenizer = {**super()._body(request), "model": self._model}, self._setup.tokenizer
+        if self._prompts == "text" and tokenizer is not None:
+            body["prompt"] = tokenizer.decode(body["prompt"])
         if self._session_header:
             body["history"] = "whole"  # to our own server: not a message to be appended to what the session holds
-            headers = {self._session_header: request.session}
-        try:
-            with self._client.ask("/completions", body, headers) as answer:
-                return read_completion(answer, request, channel, encoder(self._setup))
-        except AnswerBroken as error:
-            raise RequestFailed(str(error)) from error
+        return body
+
+    def _headers(self, request: Request) -> dict[str, str]:
+        return {self._session_header: request.session} if self._session_header else {}
 
     def forget(self, session: str | None) -> None:
         if session is None:
             raise ConfigError("A server cannot be told to empty its cache; restart it, or use cache_state=salted.")
-
-    def close(self) -> None:
-        if self._client is not None:
-            self._client.close()
-
-
-def _cards(text: str) -> list[Mapping[str, Any]]:
-    """The models of a list; none where it is none."""
-    try:
-        return [card for card in json.loads(text)["data"] if "id" in card]
-    except (ValueError, TypeError, LookupError):
-        return []

@@ -53,28 +53,20 @@ class EngineProcess:
     talk: its standard input and output are the connections `sends` and `receives`; otherwise its output goes to the log too.
     """
 
-    sends: Connection
-    receives: Connection
-
     def __init__(
         self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None, talk: bool = False
     ) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
-        life, keep = os.pipe()
-        self._life: int | None = keep
-        guard = [sys.executable, "-I", str(Path(__file__).with_name("guard.py")), str(life)]
-        self._talks = talk
-        theirs: list[Connection] = []
-        ends: list[Any] = [subprocess.DEVNULL, self._log]
-        if talk:
-            reads, self.sends = Pipe(duplex=False)
-            self.receives, writes = Pipe(duplex=False)
-            ends = theirs = [reads, writes]
+        hears, self._life = Pipe(duplex=False)
+        reads, self.sends = Pipe(duplex=False)
+        self.receives, writes = Pipe(duplex=False)
+        ends: tuple[Any, Any] = (reads, writes) if talk else (subprocess.DEVNULL, self._log)
+        guard = [sys.executable, "-I", str(Path(__file__).with_name("guard.py")), str(hears.fileno())]
         try:
             self._process = subprocess.Popen(
                 [*guard, *command],
-                pass_fds=(life,),
+                pass_fds=(hears.fileno(),),
                 stdin=ends[0],
                 stdout=ends[1],
                 stderr=self._log,
@@ -82,8 +74,7 @@ class EngineProcess:
                 start_new_session=True,  # Ctrl-C is for the trial, which then ends its engine
             )
         finally:
-            os.close(life)
-            for end in theirs:
+            for end in (hears, reads, writes):
                 end.close()
 
     @classmethod
@@ -110,10 +101,9 @@ class EngineProcess:
 
     def log(self) -> str:
         """All that it has printed; nothing once it is closed."""
-        try:
-            descriptor = self._log.fileno()
-        except ValueError:
+        if self._log.closed:
             return ""
+        descriptor = self._log.fileno()
         said = os.pread(descriptor, os.fstat(descriptor).st_size, 0)  # its position is where the engine writes
         return said.decode("utf-8", errors="replace")
 
@@ -124,6 +114,10 @@ class EngineProcess:
         """The error to raise: what went wrong, and what its log said last."""
         said = self.last_lines()
         return EngineFailed(f"{self.name} {what}" + (f"; the last lines of its log:\n{said}" if said else "."))
+
+    def gone(self) -> EngineFailed:
+        """The error of a request that found nobody there."""
+        return self.failed("does not answer any more" if self.alive else "ended while it served requests")
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
         """Raises EngineFailed where the process ends before it is ready, or is not ready in time; it is then ended."""
@@ -150,16 +144,12 @@ class EngineProcess:
 
     def close(self) -> None:
         """End it and all it started; its log goes too. Safe to call twice."""
-        if self._life is not None:
-            os.close(self._life)
-            self._life = None
+        self._life.close()
         if self.wait(END_S) is None:
             self._process.kill()  # the guard: the kernel then kills the command
             self._process.wait()
-        if self._talks:
-            self.sends.close()
-            self.receives.close()
-        self._log.close()
+        for end in (self.sends, self.receives, self._log):
+            end.close()
 
 
 def own_pipes() -> tuple[Connection, Connection]:
@@ -183,22 +173,18 @@ def resident_bytes(pid: int) -> int:
 
 
 class MemoryWatch:
-    """Reads, every `every_s`, what the processes have resident together, while the block runs.
+    """Reads what processes have resident together, while the block runs.
 
-    processes: their ids and when each was started. limit_bytes: beyond it `kill` gets the one that was started last; None:
-    nothing is killed. Readings take no more than WATCH_SHARE of a core, and a process may pass the limit between two of them.
+    processes: their ids, in the order in which they were started. limit_bytes: beyond it the last one is killed, if it
+    `kills`; None: no limit. killed: their ids. Readings take no more than WATCH_SHARE of a core, and a process may pass the
+    limit between two of them.
     """
 
-    def __init__(
-        self,
-        limit_bytes: int | None,
-        processes: Callable[[], Mapping[int, float]],
-        kill: Callable[[int], None] | None = None,
-        every_s: float = WATCH_S,
-    ) -> None:
+    def __init__(self, limit_bytes: int | None, processes: Callable[[], Sequence[int]], kills: bool = False) -> None:
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0
-        self._processes, self._kill, self._every_s = processes, kill, every_s
+        self.killed: set[int] = set()
+        self._processes, self._kills = processes, kills
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
 
@@ -207,50 +193,35 @@ class MemoryWatch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
 
     @property
     def exceeded(self) -> bool:
         return self.limit_bytes is not None and self.peak_bytes > self.limit_bytes
 
     def _watch(self) -> None:
-        pause_s = self._every_s
+        pause_s = 0.0
         while not self._stop.wait(pause_s):
             began = time.thread_time()
             self.look()
-            pause_s = max(self._every_s, (time.thread_time() - began) / WATCH_SHARE)
+            pause_s = max(WATCH_S, (time.thread_time() - began) / WATCH_SHARE)
 
     def look(self) -> None:
         """One reading, and what follows from it."""
-        started = dict(self._processes())
-        held = sum(resident_bytes(pid) for pid in started)
+        pids = [pid for pid in self._processes() if pid not in self.killed]
+        held = sum(map(resident_bytes, pids))
         self.peak_bytes = max(self.peak_bytes, held)
-        if self._kill is not None and self.limit_bytes is not None and held > self.limit_bytes and started:
-            self._kill(max(started, key=lambda pid: started[pid]))
+        if self._kills and pids and self.limit_bytes is not None and held > self.limit_bytes:
+            self.killed.add(pids[-1])
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(pids[-1]).kill()
 
 
-def this_process() -> Mapping[int, float]:
-    return {os.getpid(): 0.0}
+def this_process() -> list[int]:
+    return [os.getpid()]
 
 
-def with_children() -> Mapping[int, float]:
+def with_children() -> list[int]:
     """This process and all that it has started."""
-    found = dict(this_process())
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
-            found[child.pid] = child.create_time()
-    return found
-
-
-def forbid_more(limit_bytes: int) -> None:
-    """This process gets no more private memory than that from the kernel (RLIMIT_DATA): one large allocation fails before
-    any watch could see it. Nothing happens where the system has no such limit."""
-    with suppress(ImportError, ValueError, OSError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+    return [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]

@@ -17,9 +17,8 @@ from pensieve.core.request import TokenArray
 from pensieve.device.sampler import greedy
 from pensieve.plugins.engines import wire as messages
 from pensieve.plugins.engines.base import EngineSetup
-from pensieve.plugins.engines.process import own_pipes
 from pensieve.plugins.engines.weights import plain_module
-from pensieve.plugins.engines.wire import GENERATE, KV, LOGITS, STEP, Array, Said, Wire
+from pensieve.plugins.engines.wire import KV, LOGITS, Array, Said, Wire
 
 WARM_TOKENS = 8
 
@@ -34,59 +33,55 @@ class RemoteModel:
         began = perf_counter()
         self._module = plain_module(setup)
         self.load_s = perf_counter() - began
-        ids = torch.zeros(1, WARM_TOKENS, dtype=torch.long, device=self._module.device)
-        with torch.inference_mode():
-            self._module(input_ids=ids, use_cache=False)
+        self._forward(array("i", [0] * WARM_TOKENS), DynamicCache())
         self.weight_bytes = sum(one.size for one in weight_arrays(self._module).values())
         self._keeps_weights = keeps_weights
-        if not keeps_weights:
-            self._drop_weights()
+        self._drop_weights()
 
     def step(self, ids: TokenArray[int], arrays: Mapping[str, Array]) -> tuple[dict[str, Array], float, float]:
         """Compute these positions: what goes back (logits of the last one, KV of all), when compute began and when it ended
         (time.perf_counter)."""
-        given = {name: tensor_of(array).to(self._module.device) for name, array in arrays.items()}
-        kv = given.pop(KV, None)
+        given = {name: tensor_of(one).to(self._module.device) for name, one in arrays.items()}
+        cache = DynamicCache()
+        for layer, (keys, values) in enumerate(given.pop(KV, ())):  # as kv_array
+            cache.update(keys[None], values[None], layer)
         if not self._keeps_weights:
             for name, parameter in self._module.named_parameters():
                 parameter.data = given[name]
-        cache = _cache_of(kv)
         began = perf_counter()
         try:
             logits = self._forward(ids, cache)
         finally:
             ended = perf_counter()
-            if not self._keeps_weights:
-                self._drop_weights()
-        return {LOGITS: array_of(logits), KV: array_of(_kv_of(cache))}, began, ended
+            self._drop_weights()
+        kv = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])
+        return {LOGITS: array_of(logits), KV: array_of(kv)}, began, ended
 
     def decode(self, prompt: TokenArray[int], tokens: int, ends: list[int]) -> Iterator[tuple[int, bool, float]]:
         """Greedy tokens, with KV that stays for as long as this request: each with whether it is the last, and the seconds
         that it took to compute."""
-        cache, ids = DynamicCache(), prompt
-        for number in range(1, tokens + 1):
+        cache, ids, last = DynamicCache(), prompt, False
+        while not last:
             began = perf_counter()
-            drawn = int(greedy(self._forward(ids, cache)))
-            last = number == tokens or drawn in ends
+            drawn, tokens = int(greedy(self._forward(ids, cache))), tokens - 1
+            last = not tokens or drawn in ends
             yield drawn, last, perf_counter() - began
-            if last:
-                return
-            ids = prompt[:0]
-            ids.append(drawn)
+            ids = array("i", [drawn])
 
     def _forward(self, ids: TokenArray[int], cache: DynamicCache) -> torch.Tensor:
         """[vocab]: logits of the last position."""
         device = self._module.device
         rows = torch.tensor([list(ids)], device=device)
         with torch.inference_mode():
-            logits = self._module(input_ids=rows, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+            logits: torch.Tensor = self._module(
+                input_ids=rows, past_key_values=cache, use_cache=True, logits_to_keep=1
+            ).logits[0, -1]
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found: torch.Tensor = logits
-        return found
+        return logits
 
     def _drop_weights(self) -> None:
-        for parameter in self._module.parameters():
+        for parameter in () if self._keeps_weights else self._module.parameters():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
@@ -107,24 +102,7 @@ def tensor_of(array: Array) -> torch.Tensor:
     return torch.frombuffer(array.data, dtype=getattr(torch, array.dtype)).reshape(array.shape)
 
 
-def _cache_of(kv: torch.Tensor | None) -> DynamicCache:
-    """[layers, K and V, KV heads, positions, head_dim] as transformers holds it."""
-    cache = DynamicCache()
-    for layer, (keys, values) in enumerate(kv if kv is not None else ()):
-        cache.update(keys[None], values[None], layer)
-    return cache
-
-
-def _kv_of(cache: DynamicCache) -> torch.Tensor:
-    return torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])
-
-
 # -- its process ----------------------------------------------------------------------------------------------------------
-
-
-def main() -> None:
-    """Serve a model until its client is gone."""
-    host(*own_pipes())
 
 
 def host(commands: Connection, answers: Connection) -> None:
@@ -149,23 +127,24 @@ def _answer(wire: Wire, model: RemoteModel) -> None:
     arrived = wire.receive()
     here, said = perf_counter(), arrived.said
     try:
-        if said.get("do") == STEP:
+        if said.get("do") == "step":
             back, began, ended = model.step(array("i", said["ids"]), arrived.arrays)
             wire.send(messages.computed(arrived.flight_s + began - here, ended - began), back, began_s=ended)
-        elif said.get("do") == GENERATE:
+        elif said.get("do") == "generate":
             _generate(wire, model, said, arrived.flight_s)
     except (RuntimeError, IndexError, ValueError, KeyError) as error:
         wire.send({"error": f"The model's process failed the request: {error!r}"})
 
 
-def _generate(wire: Wire, model: RemoteModel, said: Said, flight_s: float) -> None:
+def _generate(wire: Wire, model: RemoteModel, said: Said, waited: float) -> None:
     """A token as soon as it is drawn, until the last one or until the client says something."""
-    waited, computed = flight_s, 0.0
+    computed = 0.0
     for drawn, last, seconds in model.decode(array("i", said["ids"]), said["tokens"], said["ends"]):
         computed += seconds
-        if last or wire.waiting:
-            if not last:
-                wire.receive()
+        if not last and wire.waiting:
+            wire.receive()
+            last = True
+        if last:
             wire.send(messages.computed(waited, computed, drawn))
             return
         began = perf_counter()

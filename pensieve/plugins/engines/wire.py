@@ -18,7 +18,6 @@ from typing import Any
 from pensieve.core.request import TokenArray
 from pensieve.specs import DTYPE_BYTES, ModelSpec
 
-STEP, GENERATE = "step", "generate"
 KV, LOGITS = "kv", "logits"
 
 PIECE_BYTES = 512 * 2**10
@@ -43,12 +42,12 @@ class Array:
 
 def step(ids: TokenArray[int]) -> Said:
     """Compute these positions after those of the KV that comes along (none at first), with the weights that do."""
-    return {"do": STEP, "ids": ids.tobytes()}
+    return {"do": "step", "ids": ids.tobytes()}
 
 
 def generate(prompt: TokenArray[int], tokens: int, ends: list[int]) -> Said:
     """Decode at most `tokens` tokens, greedily, until one of `ends`."""
-    return {"do": GENERATE, "ids": prompt.tobytes(), "tokens": tokens, "ends": ends}
+    return {"do": "generate", "ids": prompt.tobytes(), "tokens": tokens, "ends": ends}
 
 
 def computed(waited_s: float, computed_s: float, token: int | None = None) -> Said:
@@ -63,7 +62,7 @@ def kv_array(model: ModelSpec, positions: int) -> Array:
     return Array(model.dtype, (model.layers, 2, model.kv_heads, positions, model.head_dim))
 
 
-def head(said: Said, arrays: Mapping[str, Array], began_s: float) -> bytes:
+def _head(said: Said, arrays: Mapping[str, Array], began_s: float) -> bytes:
     """began_s: a reading of time.perf_counter, which all processes of a machine share."""
     listed = [(name, array.dtype, array.shape) for name, array in arrays.items()]
     return pickle.dumps((dict(said), listed, began_s), protocol=5)
@@ -72,7 +71,7 @@ def head(said: Said, arrays: Mapping[str, Array], began_s: float) -> bytes:
 def size(said: Said, arrays: Mapping[str, Array] | None = None) -> int:
     """Bytes of a message as it is serialised."""
     arrays = arrays or {}
-    return len(head(said, arrays, 0.0)) + sum(array.size for array in arrays.values())
+    return len(_head(said, arrays, 0.0)) + sum(array.size for array in arrays.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ class Wire:
     def send(self, said: Said, arrays: Mapping[str, Array] | None = None, began_s: float | None = None) -> None:
         """began_s: when preparing it began (time.perf_counter); None: now. Raises OSError where the other end is gone."""
         arrays = arrays or {}
-        pieces: list[bytes | memoryview] = [head(said, arrays, time.perf_counter() if began_s is None else began_s)]
+        pieces: list[bytes | memoryview] = [_head(said, arrays, time.perf_counter() if began_s is None else began_s)]
         for array in arrays.values():
             data = memoryview(array.data)
             assert data.nbytes == array.size, "an array without its data"
@@ -110,16 +109,15 @@ class Wire:
 
     def receive(self) -> Arrived:
         """The next message. Raises EOFError or OSError where the other end is gone."""
-        head_bytes = self._receives.recv_bytes()
-        said, listed, began_s = pickle.loads(head_bytes)
-        arrays, count = {}, len(head_bytes)
+        head = self._receives.recv_bytes()
+        said, listed, began_s = pickle.loads(head)
+        arrays, count = {}, len(head)
         for name, dtype, shape in listed:
-            wanted = Array(dtype, shape).size
-            data, filled = bytearray(wanted), 0
-            while filled < wanted:
+            data, filled = bytearray(Array(dtype, shape).size), 0
+            while filled < len(data):
                 filled += self._receives.recv_bytes_into(data, filled)
             arrays[name] = Array(dtype, shape, data)
-            count += wanted
+            count += filled
         self.received_bytes += count
         if self._gbps is not None:
             time.sleep(max(0.0, began_s + count * 8 / (self._gbps * 1e9) - time.perf_counter()))

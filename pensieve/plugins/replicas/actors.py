@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import TimeoutError as Late
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pensieve.errors import EngineFailed
-from pensieve.plugins.engines.ray_cluster import RayCluster, remote
+from pensieve.plugins.engines.ray_cluster import ray_cluster
 from pensieve.plugins.replicas.engine import Described, EngineReplica, ReplicaReport
 
 CALL_S = 30.0  # a call that is no turn may take so long
@@ -50,8 +50,8 @@ class Actors:
     def __init__(
         self, fields: Mapping[str, Any], count: int, *, gpus: int = 0, environment: Mapping[str, str] | None = None
     ) -> None:
-        self.fields, self.count, self._gpus = dict(fields), count, gpus
-        self._cluster = RayCluster(count, gpus * count, environment=environment)
+        self.fields, self.count, self._gpus, self._environment = dict(fields), count, gpus, environment
+        self._open = ExitStack()  # the cluster
         self._up: dict[int, Replica] = {}
         self._some_up = asyncio.Event()
         self._asking = threading.Lock()  # of what follows
@@ -64,7 +64,7 @@ class Actors:
     def start(self, connected: Callable[[], object] | None = None) -> Described:
         """Ray, then the replicas. connected: called in between; what it raises ends the start. Raises EngineFailed with the
         reason of a replica that cannot start."""
-        self._cluster.start()
+        self._open.enter_context(ray_cluster(self.count, self._gpus * self.count, environment=self._environment))
         if connected is not None:
             connected()
         self._thread = threading.Thread(target=self._loop.run_forever, name="pensieve-replicas", daemon=True)
@@ -79,7 +79,7 @@ class Actors:
                 self.now(self._stop())
             self._loop.call_soon_threadsafe(self._loop.stop)
             thread.join()
-        self._cluster.close()
+        self._open.close()
 
     @property
     def up(self) -> list[Replica]:
@@ -113,13 +113,6 @@ class Actors:
         answers = await asyncio.gather(*map(in_time, up), return_exceptions=True)
         return {one: answer for one, answer in zip(up, answers, strict=True) if not isinstance(answer, BaseException)}
 
-    async def quietly(self, replica: Replica, method: str, *arguments: Any) -> None:
-        """A call to a replica that may be gone, and with it what the call is about."""
-        import ray
-
-        with suppress(ray.exceptions.RayError):
-            await getattr(replica.actor, method).remote(*arguments)
-
     async def _all_begun(self) -> Described:
         import ray
 
@@ -139,15 +132,18 @@ class Actors:
 
     def _made(self) -> Any:
         """An actor that was not started. Whoever is let in is decided before: a cancellation must never wait."""
+        import ray
+
         options = {"num_cpus": 1, "num_gpus": self._gpus, "max_restarts": 0, "max_concurrency": 1_000_000}
-        return remote(EngineReplica, **options).remote()
+        return ray.remote(**options)(EngineReplica).remote()
 
     async def _watched(self, replica: Replica) -> None:
         """Wait for its end, and begin another of its number."""
-        await self.quietly(replica, "lives")
-        self.gone(replica)
         import ray
 
+        with suppress(ray.exceptions.RayError):
+            await replica.actor.lives.remote()
+        self.gone(replica)
         while True:
             try:
                 await self._begin(replica.number)
@@ -187,10 +183,10 @@ class Actors:
         """Called from other threads, which wait for it."""
         return asyncio.run_coroutine_threadsafe(call, self._loop).result(seconds)
 
-    def soon(self, call: Coroutine[Any, Any, None]) -> None:
+    def soon(self, call: Coroutine[Any, Any, Any]) -> None:
         self._loop.call_soon_threadsafe(self._spawn, call)
 
-    def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, call: Coroutine[Any, Any, Any]) -> None:
         task = self._loop.create_task(call)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

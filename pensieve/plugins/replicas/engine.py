@@ -89,6 +89,7 @@ class EngineReplica:
         self._system.cancel(request_id, status)
 
     async def release(self, session: str) -> None:
+        """Nothing where it holds none of the conversation."""
         self._system.release(session)
 
     async def forget(self) -> None:
@@ -134,10 +135,6 @@ class _Relay:
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     def failed(self, error: WorkerError) -> None:
-        _end_process(error)
-
-
-def _end_process(error: WorkerError) -> None:
-    log.error("%s This replica ends.", error)
-    logging.shutdown()
-    os._exit(CRASHED)
+        log.error("%s This replica ends.", error)
+        logging.shutdown()
+        os._exit(CRASHED)

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +40,7 @@ class _Ticket:
     """A request on its way.
 
     told: its tokens so far, of whichever attempt; place: of the next one in this attempt. serves: the replica that has it,
-    where its id is `sent`. cut: the status with which somebody has ended it. moved: another one served the turn before.
+    where its id is `sent`. cut: the status with which somebody has ended it.
     """
 
     request: Request
@@ -49,7 +50,6 @@ class _Ticket:
     serves: Replica | None = None
     sent: int = 0
     cut: str | None = None
-    moved: bool = False
 
 
 class ReplicaSystem:
@@ -76,7 +76,6 @@ class ReplicaSystem:
         self._lock = threading.Lock()  # of what follows
         self._tickets: dict[int, _Ticket] = {}
         self._home: dict[str, Replica] = {}  # of each conversation, that of its last turn
-        self._served: dict[str, set[Replica]] = {}  # all that may hold something of it
         self._family: dict[str, str] = {}  # of forks, the conversation that they come from
         self._counted: Counter[str] = Counter()  # by this object
         self._ids = itertools.count(1)
@@ -139,8 +138,8 @@ class ReplicaSystem:
             return
         self._said.forget(None)
         with self._lock:
-            for known in (self._home, self._served, self._family):
-                known.clear()
+            self._home.clear()
+            self._family.clear()
         for replica in self.replicas.up:
             replica.homes.clear()
         self.replicas.now(self.replicas.each("forget"))
@@ -152,9 +151,7 @@ class ReplicaSystem:
             if (home := self._home.pop(session, None)) is not None:
                 home.homes.pop(session, None)
             self._family.pop(session, None)
-            served = self._served.pop(session, set())
-        for replica in served.intersection(self.replicas.up):
-            self.replicas.soon(self.replicas.quietly(replica, "release", session))
+        self.replicas.soon(self.replicas.each("release", lambda _: session))
 
     @property
     def chunk_tokens(self) -> int:
@@ -168,8 +165,8 @@ class ReplicaSystem:
         return told.places.get(session, "")
 
     def counters(self) -> dict[str, float]:
-        """Sums over the replicas, those that ended included up to when they were asked last; moved_turns: served elsewhere
-        than the turn before; restarted_requests: asked again since their replica ended."""
+        """Sums over the replicas, those that ended included up to when they were asked last; moved_turns: turns that stand,
+        served elsewhere than the one before; restarted_requests: asked again since their replica ended."""
         every = self.replicas.reports(fresh=True).values()
         with self._lock:
             found = Counter(self._counted)
@@ -211,9 +208,8 @@ class ReplicaSystem:
             event = await self._answered(ticket)
         except Exception as error:  # whatever it was, whoever asked must learn of it
             log.error("A turn failed in its replica: %s", type(error).__name__)
-            event = _over(
-                ticket, "failed", self.clock.now_s(), f"The replica failed the request ({type(error).__name__})."
-            )
+            said = f"The replica failed the request ({type(error).__name__})."
+            event = _over(ticket, "failed", self.clock.now_s(), said)
         with self._lock:
             if self._tickets.pop(ticket.request.id, None) is None:
                 return  # closed: it has been told
@@ -251,7 +247,6 @@ class ReplicaSystem:
             part: list[Event] = await promised
             if not part:
                 ticket.serves, ticket.sent = replica, asked.id
-                self._begun(ticket, replica)
                 if ticket.cut is not None:
                     await self._cut(ticket)
             for event in part:
@@ -261,23 +256,20 @@ class ReplicaSystem:
                     event.turn.request_id = request.id
                     return told
                 assert event.token is not None
-                if self._is_new(ticket, event.token):
+                ticket.place += 1
+                if ticket.place > len(ticket.told):
+                    ticket.told.append(event.token)
                     ticket.listener.happened(told)
+                elif ticket.told[ticket.place - 1] != event.token:
+                    raise WorkerError("A reply that was begun by a replica that ended came out otherwise in another.")
         raise WorkerError("The replica's answer broke off.")
 
-    def _is_new(self, ticket: _Ticket, token: int) -> bool:
-        place, told = ticket.place, ticket.told
-        ticket.place += 1
-        if place < len(told):
-            if told[place] != token:
-                raise WorkerError("A reply that was begun by a replica that ended came out otherwise in another.")
-            return False
-        told.append(token)
-        return True
-
     async def _cut(self, ticket: _Ticket) -> None:
+        import ray
+
         if ticket.serves is not None:
-            await self.replicas.quietly(ticket.serves, "cancel", ticket.sent, ticket.cut)
+            with suppress(ray.exceptions.RayError):
+                await ticket.serves.actor.cancel.remote(ticket.sent, ticket.cut)
 
     # -- where conversations are --------------------------------------------------------------------------------------
 
@@ -301,18 +293,11 @@ class ReplicaSystem:
         computed = min(known.tokens, max(home.held_tokens(request.session) - 1, 0))
         return replace(request, history=History(computed, "restarted")) if computed else request
 
-    def _begun(self, ticket: _Ticket, replica: Replica) -> None:
-        session = ticket.request.session
-        with self._lock:
-            self._served.setdefault(session, set()).add(replica)
-            if self._home.get(session) not in (None, replica) and not ticket.moved:  # once, however often it is asked
-                ticket.moved = True
-                self._counted["moved_turns"] += 1
-
     def _stands(self, request: Request, turn: TurnRecord, replica: Replica) -> None:
         with self._lock:
-            if (before := self._home.get(request.session)) is not None:
-                before.homes.pop(request.session, None)
+            before = self._home.get(request.session, replica)
+            before.homes.pop(request.session, None)
+            self._counted["moved_turns"] += before is not replica
             self._home[request.session] = replica
             replica.homes[request.session] = len(request.prompt) + len(turn.token_ids)
 
@@ -383,21 +368,16 @@ def build_replicas(
 
 def _check_room(plan: TrialPlan, count: int, gpus: int) -> None:
     free = free_device_bytes(plan.device)
-    if not gpus:
-        try:
-            check_memory(
-                plan, min(free, plan.device.gpu_bytes) // count
-            )  # the latter is hardware.cpu_memory, where set
-        except HardwareMissing as error:
-            raise HardwareMissing(
-                f"Of {count} replicas each has its share of this machine's memory: {error}"
-            ) from error
-        return
-    import torch
+    if gpus:
+        import torch
 
-    there = torch.cuda.device_count()
-    if there < count * gpus:
-        raise HardwareMissing(
-            f"{count} replicas with hardware.gpus={gpus} need {count * gpus} GPUs, and this machine has {there}; use fewer."
-        )
-    check_memory(plan, free)
+        if (there := torch.cuda.device_count()) < count * gpus:
+            raise HardwareMissing(
+                f"{count} replicas need {count * gpus} GPUs, and this machine has {there}; use fewer."
+            )
+    else:
+        free = min(free, plan.device.gpu_bytes) // count  # the latter is hardware.cpu_memory, where set
+    try:
+        check_memory(plan, free)
+    except HardwareMissing as error:
+        raise HardwareMissing(f"Of {count} replicas each needs room: {error}") from error
