@@ -37,7 +37,6 @@ from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
 from pensieve.plugins.device.thread_link import ThreadLink
-from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.plugins.tiers.disk_transfer import DiskOptions
@@ -55,7 +54,6 @@ _POLICIES: tuple[Any, ...] = (
     Lru,
     Fifo,
     ConversationLru,
-    AdaptiveRetention,
     LearnedReturn,
 )
 _RESTORING = (RestoringCache, SharedCache)

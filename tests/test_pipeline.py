@@ -19,7 +19,6 @@ from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
-from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.serve.books.books import Books
 from pensieve.serve.systems.inline_system import forward_for
@@ -219,7 +218,7 @@ def test_random_traffic_never_jams_and_gives_the_same_tokens_at_both_depths(seed
         gpu_blocks=gpu,
         cpu_blocks=rng.choice((0, 3, 8, 24)),
         cache=make,
-        policy=rng.choice((RetentionValue, Lru, Fifo, ConversationLru, Belady, AdaptiveRetention, LearnedReturn)),
+        policy=rng.choice((RetentionValue, Lru, Fifo, ConversationLru, Belady, LearnedReturn)),
         hardware=replace(MACHINE, d2h_bw=rng.choice((1e5, 1e8)), h2d_bw=rng.choice((1e6, 1e9))),
         composition=rng.choice((unified, split)),
         max_batch_tokens=rng.choice((3, 16, 64)),

@@ -16,14 +16,13 @@ from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
-from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.learned_return import LearnedReturn
 from pensieve.sim.worker import VirtualClock
 from tests.simulated import make_engine, request
 
 CASES = {
     "two tiers": {"cache": TwoTierCache, "policy": RetentionValue},
-    "a policy that learns": {"cache": TwoTierCache, "policy": AdaptiveRetention},
+    "a policy that learns": {"cache": TwoTierCache, "policy": LearnedReturn},
     "a policy with ages": {
         "cache": TwoTierCache,
         "policy": partial(LearnedReturn, guarded=False),

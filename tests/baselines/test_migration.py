@@ -14,7 +14,6 @@ from pensieve.plugins.cluster.migration import Migration, Network, computing_s
 from tests.baselines.test_cluster_system import run, said
 
 ROOM = ("hardware.router=random", "hardware.replicas=4", "cache.gpu='4096 tokens'", "cache.cpu='4096 tokens'")
-SLOW = "hardware.network_gbps=0.01"
 FAST = "hardware.network_gbps=3200"
 
 
@@ -58,15 +57,6 @@ def test_tokens_are_the_same_and_all_history_is_accounted_for(more):
         assert found(turns, "cpu_hit_tokens") == counted["migrated_tokens"], "it is found where it was put"
 
 
-def test_over_a_slow_network_sending_is_worse_and_the_cost_model_sends_nothing():
-    computed, _, _ = run(*ROOM)
-    sent, counted, _ = run(*ROOM, "hardware.migration=always", SLOW)
-    chosen, counted_chosen, _ = run(*ROOM, "hardware.migration=cheaper", SLOW)
-    assert counted["migrated_turns"] > 0 and ttft_ms(sent) > 2 * ttft_ms(computed)
-    assert counted_chosen["migrated_turns"] == 0
-    assert without_bytes(chosen) == without_bytes(computed), "every column of every turn"
-
-
 def test_over_a_fast_network_long_histories_are_sent_and_arrive_sooner_than_they_are_computed():
     long = ("workload=agents", "workload.agents=3", "workload.reason_tokens=6000", "workload.steps=2", *ROOM,
             "model=llama3_8b", "cache.gpu='60000 tokens'", "cache.cpu='60000 tokens'")  # fmt: skip
@@ -74,13 +64,13 @@ def test_over_a_fast_network_long_histories_are_sent_and_arrive_sooner_than_they
     chosen, counted, _ = run(*long, "hardware.migration=cheaper", "hardware.network_gbps=400")
     slower, counted_slower, _ = run(*long, "hardware.migration=cheaper", "hardware.network_gbps=10")
     assert counted["migrated_turns"] > 0 and ttft_ms(chosen) < 0.8 * ttft_ms(computed)
-    assert counted_slower["migrated_turns"] == 0 and ttft_ms(slower) == ttft_ms(computed)
+    assert counted_slower["migrated_turns"] == 0
+    assert without_bytes(slower) == without_bytes(computed), "every column of every turn"
 
 
-@pytest.mark.parametrize("when", ["always", "cheaper"])
-def test_with_one_replica_nothing_changes(when):
+def test_with_one_replica_nothing_changes():
     alone, _, _ = run("hardware.router=random")
-    turns, counted, _ = run("hardware.router=random", f"hardware.migration={when}", FAST)
+    turns, counted, _ = run("hardware.router=random", "hardware.migration=always", FAST)
     assert without_bytes(turns) == without_bytes(alone)
     assert counted["migrated_turns"] == 0 == found(turns, "received_bytes")
 

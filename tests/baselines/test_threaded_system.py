@@ -35,8 +35,12 @@ def wait_for_inbox(system, commands):
         time.sleep(0.001)
 
 
-def test_forget_behind_close_comes_back(started):
+def test_forget_is_carried_out_and_behind_close_comes_back(started):
     system, worker = started
+    system.submit(request(9, "a", tokens=5, output=2))
+    assert any(event.turn for event in system.poll(None))
+    system.forget("a")
+    assert list(system.engine.cache.sessions) == []
     hold(system, worker)
     closing = Side(system.close)
     wait_for_inbox(system, 1)
@@ -47,17 +51,8 @@ def test_forget_behind_close_comes_back(started):
     assert forgetting.ended()
     assert closing.error is forgetting.error is None
     assert worker.closed == 1, "in the thread that drove it, and not once more"
+    system.close()
     assert Side(system.forget, None).ended(), "also when the engine is gone already"
-
-
-def test_forget_before_close_is_carried_out(started):
-    system, _ = started
-    system.submit(request(1, "a", tokens=5, output=2))
-    assert any(event.turn for event in system.poll(None))
-    system.forget("a")
-    assert list(system.engine.cache.sessions) == []
-    system.close()
-    system.close()
 
 
 def test_an_idle_system_has_nothing_to_wait_for(started):

@@ -12,10 +12,9 @@ from pensieve.core.policies.conversation_lru import ConversationLru
 from pensieve.core.policies.fifo import Fifo
 from pensieve.core.policies.lru import Lru
 from pensieve.core.policies.retention_value import RetentionValue
-from pensieve.core.request import Hint, tokens_of
+from pensieve.core.request import Hint
 from pensieve.core.session import Session, Stem, View
 from pensieve.errors import PolicyError
-from pensieve.plugins.policies.adaptive_retention import AdaptiveRetention
 from pensieve.plugins.policies.hinted import Hinted, OracleHint
 from tests.calls import calls_of
 from tests.simulated import policy_context, with_chunks
@@ -105,7 +104,7 @@ class Halved(RetentionValue):
         return 3 * super().score(bucket, order, now_s) - 1
 
 
-TELLING = [RetentionValue, Lru, Fifo, Belady, ConversationLru, AdaptiveRetention, WholeRetention]
+TELLING = [RetentionValue, Lru, Fifo, Belady, ConversationLru, WholeRetention]
 
 
 @pytest.mark.parametrize("make", [*TELLING, Ragged, Halved])
@@ -114,7 +113,6 @@ def test_a_choice_is_what_taking_one_chunk_after_the_other_gives(make: type[Evic
     """Runs that are told at once and merged, held against heaps that are asked anew for each chunk, ties included."""
     rng = random.Random(seed)
     policy = make(policy_context())  # type: ignore[call-arg]
-    policy.keeps = seed == 3  # of AdaptiveRetention  # type: ignore[attr-defined]
     index = VictimIndex(policy, View.DIRTY)
     sessions = [
         with_chunks(Session(str(i), i, rng.randrange(3), float(rng.randrange(4)), waiting=(0,) * rng.randint(0, 1)), 90)
@@ -140,13 +138,12 @@ def test_a_choice_is_what_taking_one_chunk_after_the_other_gives(make: type[Evic
         assert chosen.victims() == single
 
 
-@pytest.mark.parametrize("make", [RetentionValue, AdaptiveRetention, Lru])
+@pytest.mark.parametrize("make", [RetentionValue, Lru])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_several_conversations_have_goes_by_what_it_is_worth_to_all(make: type[EvictionPolicy], seed: int) -> None:
     """Chosen by taking the lowest of all first chunks, one after the other; retention value: Cost times the sum of 1 / T."""
     rng = random.Random(seed)
     policy = make(policy_context())  # type: ignore[call-arg]
-    policy.keeps = seed == 3  # of AdaptiveRetention  # type: ignore[attr-defined]
     index = VictimIndex(policy, View.DIRTY)
     sessions = [with_chunks(Session(str(i), i, 0.0, float(rng.randrange(9))), 90) for i in range(9)]
     nodes = [session.leaf for session in sessions]
@@ -193,25 +190,25 @@ def test_a_choice_costs_as_much_however_many_are_idle() -> None:
     assert costs[1] < 1.2 * costs[0]
 
 
-def test_adaptive_retention_reorders_when_keeping_hits_more() -> None:
-    policy = AdaptiveRetention(policy_context(chunk_tokens=4, gpu_blocks=10, cpu_blocks=10))  # 80 tokens
+class Turning(EvictionPolicy):
+    """The newest goes first where it `keeps`, else the oldest."""
+
+    version = 0
+    keeps = False
+
+    def order(self, session: Session, chunk: int) -> float:
+        return -session.last_active_s if self.keeps else session.last_active_s
+
+
+def test_a_policy_that_says_that_its_order_has_turned_is_asked_anew() -> None:
+    policy = Turning(policy_context())
     index = VictimIndex(policy, View.DIRTY)
-    sessions = [with_chunks(Session(str(i), i, 0.0, 0.0, tokens=tokens_of(range(20))), 5) for i in range(8)]
+    sessions = [with_chunks(Session(str(i), i, 0.0, float(i)), 3) for i in range(4)]
     for session in sessions:
         put(index, session, 0)
-    now = 0.0
-    for _ in range(6):
-        for session in sessions:
-            now += 1.0
-            session.last_active_s = now
-            policy.observe(session, now)
-            index.refresh(session.leaf)
-    assert policy.keeps
-    assert next(index.victims(now), None) == (sessions[-1].leaf, 0), "the newest goes, the others stay"
-    for fresh in range(100, 160):  # conversations that never return, between two that do: keeping holds on to others
-        for session in (Session("x", fresh, 0.0, now, tokens=tokens_of(range(20))), *sessions[5:7]):
-            policy.observe(session, now)
-    assert not policy.keeps
+    for keeps, first in ((False, 0), (True, 3), (False, 0)):
+        policy.keeps, policy.version = keeps, policy.version + 1
+        assert next(index.victims(9.0), None) == (sessions[first].leaf, 0)
 
 
 @pytest.mark.parametrize("method", ["order", "score"])

@@ -191,7 +191,7 @@ def test_a_request_finds_too_few_and_nothing_has_changed() -> None:
 @pytest.mark.parametrize(
     ("name", "extra", "said"),
     [
-        ("lfu", {}, "is none of adaptive_retention"),
+        ("lfu", {}, "is none of belady"),
         ("belady", {}, "reads the future"),
         ("hinted", {"policy_fields": {"whithin_s": 2}}, "do not fit Hinted"),
         ("hinted", {"policy_fields": {"within_s": -1}}, "must be a positive number"),

@@ -71,8 +71,8 @@ REAL = (
     "scheduler.copy_ahead=never", "eviction=lru", "attention_backend=reference",
 )  # fmt: skip
 EVICTION = (
-    "adaptive_retention", "belady", "conversation_lru", "fifo", "hinted", "learned_return",
-    "learned_unguarded", "lru", "noisy_hint", "oracle_hint", "retention_value",
+    "belady", "conversation_lru", "fifo", "hinted", "learned_return", "learned_unguarded",
+    "lru", "noisy_hint", "oracle_hint", "retention_value",
 )  # fmt: skip
 BASELINES = ("pensieve", "gpu_only", "stateless", "prefix_cache", "llama_slots")
 

@@ -34,23 +34,20 @@ def test_each_replica_gets_the_configuration_of_one_engine_and_its_share_of_the_
     assert build_replicas(given, 4, "affinity").replicas.fields["hardware"]["threads"] == 3
 
 
-def test_replicas_that_do_not_fit_together_are_refused_before_any_starts(monkeypatch):
-    plan = plan_trial(checked(*REAL))
-    need = plan.model.weight_bytes + plan.gpu_bytes + plan.cpu_bytes + plan.activation_bytes
-    monkeypatch.setattr(build_module, "free_device_bytes", lambda _: 3 * need)
-    build_replicas(plan, 3, "affinity")
-    with pytest.raises(HardwareMissing, match=r"Of 4 replicas.*are free"):
-        build_replicas(plan, 4, "affinity")
-
-
-def test_each_replica_gets_its_share_of_the_memory_that_all_of_them_may_have():
-    """By which it packs its weights, or does not."""
+def test_replicas_share_the_memory_and_those_that_do_not_fit_together_are_refused_before_any_starts(monkeypatch):
+    """By its share a replica packs its weights, or does not."""
     plan = plan_trial(checked(*REAL, "hardware.cpu_memory=8GiB"))
     given = [check(build_replicas(plan, most, "affinity").replicas.fields) for most in (1, 2, 4)]
     assert [memory_limit_bytes(one.hardware) for one in given] == [8 * 2**30, 4 * 2**30, 2 * 2**30]
     beside = [_weights_memory_bytes(plan_trial(one)) for one in given]
     assert beside == [8 * 2**30 // most - plan.gpu_bytes - plan.cpu_bytes for most in (1, 2, 4)]
-    assert build_replicas(plan_trial(checked(*REAL)), 2, "affinity").replicas.fields["hardware"]["cpu_memory"] is None
+    plan = plan_trial(checked(*REAL))
+    assert build_replicas(plan, 2, "affinity").replicas.fields["hardware"]["cpu_memory"] is None
+    need = plan.model.weight_bytes + plan.gpu_bytes + plan.cpu_bytes + plan.activation_bytes
+    monkeypatch.setattr(build_module, "free_device_bytes", lambda _: 3 * need)
+    build_replicas(plan, 3, "affinity")
+    with pytest.raises(HardwareMissing, match=r"Of 4 replicas.*are free"):
+        build_replicas(plan, 4, "affinity")
 
 
 def gpus(monkeypatch, count):
