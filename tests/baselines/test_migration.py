@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.plugins.cluster.cluster_system import ClusterSystem
 from pensieve.plugins.cluster.migration import Migration, Network, computing_s
 from tests.baselines.test_cluster_system import run, said
 
@@ -75,61 +74,12 @@ def test_with_one_replica_nothing_changes():
     assert counted["migrated_turns"] == 0 == found(turns, "received_bytes")
 
 
-def test_replicas_that_fail_and_requests_that_time_out_on_the_way_end_once():
-    turns, counted, _ = run(
-        *ROOM, "hardware.migration=always", "hardware.network_gbps=1", "hardware.failure_s=0.05", "hardware.restart_s=0.02",
-        "workload.timeout_s=0.02",
-    )  # fmt: skip
-    assert counted["replica_failures"] > 3 and counted["migrated_turns"] > 0
+def test_requests_that_time_out_on_the_way_end_once():
+    turns, counted, _ = run(*ROOM, "hardware.migration=always", "hardware.network_gbps=1", "workload.timeout_s=0.02")
+    assert counted["migrated_turns"] > 0
     assert {turn.status for turn in turns} == {"completed", "timeout"}
     assert len({(turn.session, turn.turn) for turn in turns}) == len(turns)
     assert found(turns, "received_bytes") == counted["sent_bytes"]
-
-
-def test_what_a_failed_replica_had_still_to_send_never_arrives(monkeypatch):
-    sent = {}
-    failed = []  # ns, replica
-    delivered = []
-    deliver, fail, transfer = ClusterSystem._deliver, ClusterSystem._fail, ClusterSystem._transfer
-
-    def noted_parcel(system, request, replica, now):
-        found = transfer(system, request, replica, now)
-        if found is not None:
-            sent[id(found)] = found
-            begun[id(found)] = now
-        return found
-
-    def noted_fail(system, ns, number):
-        failed.append((ns, number))
-        fail(system, ns, number)
-
-    def noted_deliver(system, ns, order, request, one):
-        delivered.append((ns, request.id, one))
-        deliver(system, ns, order, request, one)
-
-    begun = {}
-    monkeypatch.setattr(ClusterSystem, "_transfer", noted_parcel)
-    monkeypatch.setattr(ClusterSystem, "_fail", noted_fail)
-    monkeypatch.setattr(ClusterSystem, "_deliver", noted_deliver)
-    turns, counted, system = run(
-        *ROOM,
-        "hardware.migration=always",
-        "hardware.network_gbps=0.6",
-        "hardware.failure_s=0.05",
-        "hardware.restart_s=0.02",
-    )
-    arrived = {id(one) for _, _, one in delivered}
-    cut = {
-        key: [end for ns, end in failed if begun[key] <= ns < one.arrives_ns and end in (one.source, one.target)]
-        for key, one in sent.items()
-    }
-    assert {key for key, ends in cut.items() if ends} == set(sent) - arrived, "those with a failure at either end"
-    assert any(sent[key].source in ends and sent[key].target not in ends for key, ends in cut.items())
-    tokens = sum(one.count for _, _, one in delivered)
-    assert 0 < tokens == counted["sent_tokens"] < sum(one.count for one in sent.values())
-    assert found(turns, "received_bytes") == counted["sent_bytes"] == tokens * system.settings()["kv_bytes_per_token"]
-    assert counted["migrated_turns"] == len({request for _, request, _ in delivered}) <= len(delivered)
-    assert {turn.status for turn in turns} == {"completed"}
 
 
 class PerToken:
@@ -176,7 +126,3 @@ def test_parcels_wait_for_both_interfaces():
     assert arrives(1, 0, 0) == 320, "each way on its own"
     assert arrives(1, 2, 100) == 960, "one receives one after the other"
     assert arrives(0, 1, 5000) == 5320
-    migration.failed(1)
-    assert arrives(0, 2, 5000) == 5320, "nothing waits for what a failed replica was to have"
-    assert arrives(2, 1, 5000) == 5320
-    assert arrives(0, 1, 5000) == 5640, "but for what is still on the way"

@@ -32,7 +32,7 @@ REFUSED = [
     (
         ("hardware.replicas=4",),
         ConfigError,
-        ["replicas and hardware.failure_s need a router: set hardware.router=affinity"],
+        ["replicas need a router: set hardware.router=affinity"],
     ),
     (
         ("hardware.terms.projections=h100", "hardware.terms.attention=roofline"),

@@ -151,7 +151,6 @@ TRIALS = (
         Trial(f"cluster migration {one}", (*CLUSTER, "hardware.router=random", f"hardware.migration={one}"))
         for one in ("always", "cheaper")
     ),
-    Trial("cluster failures", (*CLUSTER, "hardware.router=affinity", "hardware.failure_s=2", "hardware.restart_s=0.5")),
     *(Trial(f"real {one}", (*REAL, f"baseline={one}"), wall=True, slow=True) for one in BASELINES),
 )
 

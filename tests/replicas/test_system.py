@@ -70,11 +70,13 @@ class StandIn(EngineReplica):
     """An engine of this process. left: parts of answers until it dies; None: it lives. mute, failing: what is no turn gets no
     answer, or an error. served: the methods that were called."""
 
+    lasts = None  # what `left` is at first
+
     def __init__(self):
         clock = WallClock()
         self.worker = Positional(clock)
         self._system = OpenedByCancel(worker=self.worker, clock=clock, **parts())
-        self.left, self.refuses = None, None
+        self.left, self.refuses = self.lasts, None
         self.mute = self.failing = False
         self.served = []
         self.died = threading.Event()
@@ -294,9 +296,9 @@ def test_a_replica_that_ends_in_mid_reply_costs_no_token_and_doubles_none(parts)
 
 
 def test_a_request_that_ends_every_replica_fails_in_the_end(monkeypatch):
-    monkeypatch.setattr(actors_module, "RETRY_S", 100.0)
     with replicas() as (system, begun):
         [first] = talk(system, "a", 1)
+        monkeypatch.setattr(StandIn, "lasts", 3)  # of those that replace them too
         for one in begun:
             one.left = 3
         turn = ask(system, 100, "a", 2, [*message(1), *first.token_ids, *message(2)]).turn

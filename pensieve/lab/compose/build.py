@@ -119,7 +119,7 @@ def build_system(
 
 def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan | None = None) -> ClusterSystem:
     """Simulated replicas of an in-engine baseline behind hardware.router, not started yet."""
-    from pensieve.plugins.cluster.cluster_system import ClusterSystem, Failures
+    from pensieve.plugins.cluster.cluster_system import ClusterSystem
     from pensieve.plugins.cluster.migration import Migration, Network
     from pensieve.plugins.cluster.routing import ROUTERS
     from pensieve.serve.systems.inline_system import InlineSystem
@@ -132,7 +132,6 @@ def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan
         assert isinstance(system, InlineSystem)
         return system
 
-    failures = Failures(hardware.failure_s, hardware.restart_s)
     migration = None
     if hardware.migration != "never":
         assert hardware.network_gbps is not None, "HardwareConfig asks for it"
@@ -143,7 +142,6 @@ def build_cluster(plan: TrialPlan, tokenizer: Tokenizer, described: WorkloadPlan
         hardware.replicas,
         ROUTERS[hardware.router],
         seed=plan.config.seed,
-        failures=failures,
         migration=migration,
     )
 

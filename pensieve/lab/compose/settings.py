@@ -177,8 +177,6 @@ class HardwareConfig(_Group):
     # Replicas behind a router: simulated ones by plugins.cluster, real ones by plugins.replicas.
     replicas: Count = 1
     router: Literal["single", "affinity", "affinity_bounded", "least_loaded", "prefix_aware", "random"] = "single"
-    failure_s: Above | None = None
-    restart_s: Rate = 30.0
     migration: Literal["never", "cheaper", "always"] = "never"
 
     @model_validator(mode="after")
@@ -186,12 +184,8 @@ class HardwareConfig(_Group):
         alone, moves = self.router == "single", self.migration != "never"
         for wrong, sentence in (
             (
-                alone and (self.replicas > 1 or self.failure_s is not None),
-                "hardware.replicas and hardware.failure_s need a router: set hardware.router=affinity, say",
-            ),
-            (
-                self.failure_s is not None and not self.simulated,
-                "hardware.failure_s is for simulated machines; use hardware=sim_h100, say",
+                alone and self.replicas > 1,
+                "hardware.replicas need a router: set hardware.router=affinity, say",
             ),
             (
                 moves and (alone or not self.simulated),

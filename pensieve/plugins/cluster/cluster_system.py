@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from pensieve.core.machine import Clock
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, History, Request
-from pensieve.lab.workload.base import Following, exponential
+from pensieve.lab.workload.base import Following
 from pensieve.plugins.cluster.migration import KvTransfer, Migration, lacking, receive
 from pensieve.plugins.cluster.outlook import NEVER_NS, Outlook
 from pensieve.plugins.cluster.routing import LOAD_BLIND, Asked, Router
@@ -22,17 +21,7 @@ from pensieve.serve.systems.base import Capabilities
 from pensieve.serve.systems.inline_system import InlineSystem
 from pensieve.sim.worker import VirtualClock
 
-
-@dataclass(frozen=True, slots=True)
-class Failures:
-    """Each replica loses all it has about every `mean_s` seconds of being up (exponentially), and is back, empty, after
-    `restart_s`. mean_s None: none ever does."""
-
-    mean_s: float | None = None
-    restart_s: float = 30.0
-
-
-COUNTED = ("moved_turns", "replica_failures", "restarted_requests", "migrated_turns")
+COUNTED = ("moved_turns", "migrated_turns")
 """Counts of the cluster itself: 0 where there was none."""
 
 
@@ -48,15 +37,13 @@ class Replica:
     """One engine of the cluster, on a clock of its own.
 
     requests: that it was given, until the cluster tells of their end. computing: those of them that the engine has not
-    ended yet. lives: how many times it was begun; what an earlier life was about to tell is void.
+    ended yet.
     """
 
     number: int
     system: InlineSystem
     requests: dict[int, Request] = field(default_factory=dict)
     computing: set[int] = field(default_factory=set)
-    up_ns: int = 0
-    lives: int = 1
 
     @property
     def in_flight(self) -> int:
@@ -72,7 +59,7 @@ class Replica:
 
 
 class ClusterSystem:
-    """A System of engines that share nothing but what was said: the tokens of each conversation, in a log that outlives them.
+    """A System of engines that share nothing but what was said: the tokens of each conversation, in a log.
 
     `poll` steps whichever replica is the furthest behind, never beyond the earliest event that somebody outside could react
     to, so nothing reaches a replica in its past. One replica behind a router is the single engine, call for call. A turn
@@ -83,8 +70,6 @@ class ClusterSystem:
     Where the caller announces what it will do (base.LooksAhead), a replica runs ahead of the others as far as nothing can
     reach it (outlook.py), in windows as long as a single engine's; what becomes of each request is the same. What all of them
     count and hold together at a moment (counters, gauges) is then read of each at its own time.
-
-    A replica that fails loses its KV and what it was computing. Its requests begin anew elsewhere, and each ends once.
     """
 
     def __init__(
@@ -94,14 +79,12 @@ class ClusterSystem:
         router: Router,
         *,
         seed: int = 0,
-        failures: Failures | None = None,
         migration: Migration | None = None,
     ) -> None:
         """migration: of the KV of conversations that are served elsewhere than before; None: it is computed again."""
         self.clock: Clock = VirtualClock()
         self.can = Capabilities()
-        self._make, self._router, self._seed = make, router, seed
-        self._failures = failures or Failures()
+        self._router, self._seed = router, seed
         self._migration = migration
         self._on_the_way: list[tuple[int, int, Request, KvTransfer]] = []  # ns, sequence
         self._received: Counter[int] = Counter()  # tokens whose KV has arrived, by request
@@ -109,29 +92,23 @@ class ClusterSystem:
         self._replicas = [Replica(number, make()) for number in range(replicas)]
         self._sequence = count()
         self._behind: list[tuple[int, int]] = []  # clock and number of replicas that compute; outdated ones are skipped
-        self._events: list[tuple[int, int, int, int, Event]] = []  # ns, replica, sequence, the replica's life
-        self._finishes: list[tuple[int, int, int]] = []  # ns, replica, its life: what a caller may react to
-        self._failing: list[tuple[int, int]] = []  # ns, replica
+        self._events: list[tuple[int, int, int, Event]] = []  # ns, replica, sequence
+        self._finishes: list[int] = []  # ns: what a caller may react to
         self._said = Transcripts()
-        self._home: dict[
-            str, tuple[int, int]
-        ] = {}  # of each conversation, the replica of its last turn that stands, and its life
+        self._home: dict[str, int] = {}  # of each conversation, the replica of its last turn that stands
         self._served: dict[str, set[int]] = {}  # of each conversation, the replicas that were given turns of it
-        self._counted: Counter[str] = Counter()  # by replicas that have failed, and of the cluster itself
-        self._counts_windows = False
+        self._counted: Counter[str] = Counter()  # of the cluster itself
         self._outlook: Outlook | None = None
 
     # -- the System ---------------------------------------------------------------------------------------------------
 
     def start(self) -> StartReport:
         reports = [replica.system.start() for replica in self._replicas]
-        for replica in self._replicas:
-            self._expect_failure(replica)
         return replace(reports[0], settings={**reports[0].settings, **self.settings()})
 
     def submit(self, request: Request) -> None:
         now = self.clock.now_ns()
-        replica = self._replicas[self._choose(request, now)]
+        replica = self._replicas[self._choose(request)]
         if self._outlook is not None:
             self._outlook.sent(request, replica.number)
         replica.requests[request.id] = request
@@ -144,8 +121,10 @@ class ClusterSystem:
         self._served.setdefault(request.session, set()).add(replica.number)
 
     def cancel(self, request_id: int, status: str) -> None:
-        for sent, transfer in self._stop_waiting(lambda sent, _: sent.id == request_id):
-            self._hand_over(sent, self._replicas[transfer.target], self.clock.now_ns())
+        for way in [way for way in self._on_the_way if way[2].id == request_id]:  # it waits for KV, which never arrives
+            self._on_the_way.remove(way)
+            heapq.heapify(self._on_the_way)
+            self._hand_over(way[2], self._replicas[way[3].target], self.clock.now_ns())
         for replica in self._replicas:
             if request_id in replica.computing:
                 replica.system.cancel(request_id, status)
@@ -156,18 +135,16 @@ class ClusterSystem:
             return []
         told = []
         while self._events and self._events[0][0] <= bound:
-            _, number, _, life, event = heapq.heappop(self._events)
-            replica = self._replicas[number]
-            if replica.lives == life:
-                told.append(event)
-                if event.turn is not None:
-                    request = replica.requests.pop(event.request_id)
-                    self._said.note(request, event.turn)
-                    if event.turn.stands:
-                        self._home[request.session] = (number, replica.lives)
-                    self._count(event.request_id, event.turn)
-                    if self._outlook is not None:
-                        self._outlook.ended(event.request_id)
+            _, number, _, event = heapq.heappop(self._events)
+            told.append(event)
+            if event.turn is not None:
+                request = self._replicas[number].requests.pop(event.request_id)
+                self._said.note(request, event.turn)
+                if event.turn.stands:
+                    self._home[request.session] = number
+                self._count(event.request_id, event.turn)
+                if self._outlook is not None:
+                    self._outlook.ended(event.request_id)
         self._advance(bound)
         if self._outlook is not None:
             self._outlook.passed(bound)
@@ -175,7 +152,6 @@ class ClusterSystem:
 
     def count_windows(self) -> None:
         """See InlineSystem.count_windows."""
-        self._counts_windows = True
         for replica in self._replicas:
             replica.system.count_windows()
 
@@ -195,8 +171,7 @@ class ClusterSystem:
             self._outlook.ended(request_id)
 
     def expect(self, session: str, next_use_s: float | None) -> None:
-        number, life = self._home.get(session, (0, 0))
-        if self._replicas[number].lives == life:
+        if (number := self._home.get(session)) is not None:
             self._replicas[number].system.expect(session, next_use_s)
 
     def forget(self, session: str | None) -> None:
@@ -218,10 +193,9 @@ class ClusterSystem:
         self._home.pop(session, None)
 
     def counters(self) -> dict[str, float]:
-        """Sums over the replicas, those that failed included; moved_turns: ended turns that were given to another replica
-        than the turn before, or to one that has failed since, whether or not that had KV of it; replica_failures,
-        restarted_requests. Of KV that has arrived with a conversation: sent_tokens and sent_bytes, migrated_turns, the ended
-        turns it came for, and migrated_tokens, for which the CPU tier there had room."""
+        """Sums over the replicas; moved_turns: ended turns that went to another replica than the turn before. Of KV that has
+        arrived with a conversation: sent_tokens and sent_bytes, migrated_turns, the ended turns it came for, and
+        migrated_tokens, for which the CPU tier there had room."""
         found = Counter(dict.fromkeys(COUNTED, 0))
         found.update(self._counted)
         for replica in self._replicas:
@@ -256,15 +230,13 @@ class ClusterSystem:
     def _run(self, until: int) -> int:
         """Run all replicas up to the first finish, or to `until`; returns the time that is now. NEVER_NS: nothing runs."""
         while True:
-            bound = min(until, self._first_finish())
-            fails, arrives = self._next_failure, self._next_arrival
-            if self._first_behind() == NEVER_NS == min(bound, arrives):
+            bound = min(until, self._finishes[0] if self._finishes else NEVER_NS)
+            arrives = self._next_arrival
+            limit = min(bound, arrives)
+            if self._first_behind() == NEVER_NS == limit:
                 return NEVER_NS
-            limit = min(bound, fails, arrives)
             if self._first_behind() < limit:
                 self._step(limit)
-            elif fails < min(bound, arrives):
-                self._fail(*heapq.heappop(self._failing))
             elif arrives < bound:
                 self._deliver(*heapq.heappop(self._on_the_way))
             else:
@@ -272,10 +244,6 @@ class ClusterSystem:
         if len(self._replicas) == 1:  # the caller waits for its step, as for a single engine's
             return max(bound, self._replicas[0].now_ns)
         return bound
-
-    @property
-    def _next_failure(self) -> int:
-        return self._failing[0][0] if self._failing else NEVER_NS
 
     @property
     def _next_arrival(self) -> int:
@@ -290,14 +258,6 @@ class ClusterSystem:
             heapq.heappop(self._behind)
         return NEVER_NS
 
-    def _first_finish(self) -> int:
-        while self._finishes:
-            ns, number, life = self._finishes[0]
-            if self._replicas[number].lives == life:
-                return ns
-            heapq.heappop(self._finishes)
-        return NEVER_NS
-
     def _step(self, limit: int) -> None:
         """The replica that is the furthest behind, until it is past the next one, something finishes, or `limit`."""
         now, number = heapq.heappop(self._behind)
@@ -306,13 +266,13 @@ class ClusterSystem:
         limit = max(min(limit, others), now + 1)
         if self._outlook is not None:
             clear = self._outlook.clear_ns(number, now)
-            limit = max(limit, min(clear, self._next_failure, self._next_arrival))
+            limit = max(limit, min(clear, self._next_arrival))
         for event in replica.system.poll(None if limit == NEVER_NS else limit / 1e9):
             ns = round(event.at_s * 1e9)
-            heapq.heappush(self._events, (ns, number, next(self._sequence), replica.lives, event))
+            heapq.heappush(self._events, (ns, number, next(self._sequence), event))
             if event.kind == "finished":
                 replica.computing.discard(event.request_id)
-                heapq.heappush(self._finishes, (ns, number, replica.lives))
+                heapq.heappush(self._finishes, ns)
         if replica.computing:
             heapq.heappush(self._behind, (replica.now_ns, number))
 
@@ -320,7 +280,7 @@ class ClusterSystem:
         clock = self.clock
         assert isinstance(clock, VirtualClock)
         clock.advance_to(ns)
-        while self._finishes and self._finishes[0][0] <= ns:
+        while self._finishes and self._finishes[0] <= ns:
             heapq.heappop(self._finishes)
 
     def _hand_over(self, sent: Request, replica: Replica, now: int) -> None:
@@ -347,34 +307,20 @@ class ClusterSystem:
             replica.system.poll(now / 1e9)
             heapq.heappush(self._behind, (replica.now_ns, replica.number))
 
-    def _stop_waiting(self, whose: Callable[[Request, KvTransfer], bool]) -> list[tuple[Request, KvTransfer]]:
-        """These requests wait no longer for what is on the way to them, which is never delivered."""
-        found = [
-            (sent, transfer)
-            for _, _, sent, transfer in sorted(self._on_the_way, key=itemgetter(0, 1))
-            if whose(sent, transfer)
-        ]
-        self._on_the_way = [way for way in self._on_the_way if not whose(*way[2:])]
-        heapq.heapify(self._on_the_way)
-        return found
-
     # -- where conversations are --------------------------------------------------------------------------------------
 
-    def _choose(self, request: Asked, now: int) -> int:
+    def _choose(self, request: Asked) -> int:
         """The replica that serves it."""
-        up = self._replicas
-        if self._failures.mean_s is not None:
-            up = [one for one in up if one.up_ns <= now] or [min(up, key=lambda one: one.up_ns)]
-        return self._router(request, up, self._seed).number
+        return self._router(request, self._replicas, self._seed).number
 
     def _destination(self, session: str, turn: int) -> int | None:
         """As outlook.Destination."""
-        foreseen = self._router in LOAD_BLIND and self._failures.mean_s is None and self._migration is None
-        return self._choose(Turn(session, turn), 0) if foreseen else None
+        foreseen = self._router in LOAD_BLIND and self._migration is None
+        return self._choose(Turn(session, turn)) if foreseen else None
 
     def _as_sent(self, request: Request, replica: Replica) -> Request:
         """What was said before is its history where the conversation's last turn was served elsewhere."""
-        if self._home.get(request.session, (replica.number, replica.lives)) == (replica.number, replica.lives):
+        if self._home.get(request.session, replica.number) == replica.number:
             return request
         known = self._said.of(request.session).known(request.prompt)
         if not known:
@@ -384,9 +330,9 @@ class ClusterSystem:
 
     def _transfer(self, request: Request, replica: Replica, now: int) -> KvTransfer | None:
         """The KV that goes along to a replica that has not got it, where it is worth that."""
-        number, life = self._home.get(request.session, (replica.number, 0))
+        number = self._home.get(request.session, replica.number)
         source = self._replicas[number]
-        if self._migration is None or source.lives != life or source is replica or replica.up_ns > now:
+        if self._migration is None or source is replica:
             return None
         held, there = (one.system.engine.cache.sessions.get(request.session) for one in (source, replica))
         if held is None or any(one is not None and (one.running or one.waiting) for one in (held, there)):
@@ -411,38 +357,3 @@ class ClusterSystem:
             tokens = self._received.pop(request_id, 0)
             self._counted["migrated_turns"] += tokens > 0
             turn.received(self._bytes(tokens))
-
-    # -- failures -----------------------------------------------------------------------------------------------------
-
-    def _expect_failure(self, replica: Replica) -> None:
-        mean = self._failures.mean_s
-        if mean is not None:
-            after = exponential(mean, self._seed, "failure", replica.number, replica.lives)
-            heapq.heappush(self._failing, (replica.up_ns + round(after * 1e9), replica.number))
-
-    def _fail(self, ns: int, number: int) -> None:
-        self._advance(ns)
-        replica = self._replicas[number]
-        lost, replica.requests = replica.requests, {}
-        replica.computing.clear()
-        cut_off = self._stop_waiting(lambda _, transfer: number in (transfer.source, transfer.target))
-        if self._migration is not None:
-            self._migration.failed(number)
-        self._counted.update(replica.system.counters())
-        self._counted.update({"replica_failures": 1, "restarted_requests": len(lost)})
-        replica.system.close()
-        replica.lives += 1
-        replica.up_ns = ns + round(self._failures.restart_s * 1e9)
-        replica.system = self._make()
-        if self._counts_windows:
-            replica.system.count_windows()
-        replica.system.start()
-        clock = replica.system.clock
-        assert isinstance(clock, VirtualClock)
-        clock.advance_to(replica.up_ns)
-        self._expect_failure(replica)
-        for sent, transfer in cut_off:
-            if transfer.target != number:  # what was to be sent is lost, and is computed there
-                self._hand_over(sent, self._replicas[transfer.target], ns)
-        for request in lost.values():
-            self.submit(request)

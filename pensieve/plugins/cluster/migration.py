@@ -30,7 +30,7 @@ class Network:
 @dataclass(frozen=True, slots=True)
 class KvTransfer:
     """lengths: of each chunk of `tokens`, the leading offsets whose KV is sent. count: of all of them. source, target:
-    replicas; where one of them fails before `arrives_ns`, nothing arrives."""
+    replicas."""
 
     tokens: TokenArray[int]
     lengths: tuple[int, ...]
@@ -60,9 +60,7 @@ def computing_s(cost: CostModel, lengths: tuple[int, ...], chunk_tokens: int) ->
 
 
 class Migration:
-    """Decides what is sent, and when it arrives. A replica sends, and receives, one transfer after the other. When a replica
-    fails, the parcels on their way to and from it are dropped: those already queued behind them keep their times, and those
-    sent later do not wait for them.
+    """Decides what is sent, and when it arrives. A replica sends, and receives, one transfer after the other.
 
     when: `cheaper` where the way, the wait for both interfaces and the load to the GPU take less than computing would, by
     the cost model; `always` whatever they take.
@@ -99,10 +97,6 @@ class Migration:
         transfer = KvTransfer(tokens, lengths, count, source, target, arrives)
         self._on_the_way.append(transfer)
         return transfer
-
-    def failed(self, replica: int) -> None:
-        """What is on the way from it or to it never arrives, and takes no interface any more."""
-        self._on_the_way = [one for one in self._on_the_way if replica not in (one.source, one.target)]
 
 
 def receive(engine: Engine, name: str, tenant: str, tokens: TokenArray[int], lengths: Sequence[int]) -> int:

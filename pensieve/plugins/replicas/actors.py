@@ -54,7 +54,6 @@ class Actors:
         self._open = ExitStack()  # the cluster
         self._up: dict[int, Replica] = {}
         self._some_up = asyncio.Event()
-        self._asking = threading.Lock()  # of what follows
         self._told: dict[Replica, ReplicaReport] = {}  # those that ended included
         self._told_at = float("-inf")
         self._loop = asyncio.new_event_loop()
@@ -168,15 +167,12 @@ class Actors:
         """Of each replica that there ever was, up to PLACES_S old; older where one has ended, or does not answer in time: it
         is not asked again at once, or everybody would wait for it. fresh: ask them all first, and wait longer."""
         patience_s = CALL_S if fresh else GLANCE_S
-        if self._asking.acquire(timeout=patience_s):
-            try:
-                if fresh or time.monotonic() - self._told_at > PLACES_S:
-                    with suppress(Late):
-                        asked = self.each("tell", lambda one: tuple(one.homes), patience_s=patience_s)
-                        self._told |= self.now(asked, 2 * patience_s)
-                    self._told_at = time.monotonic()
-            finally:
-                self._asking.release()
+        if fresh or time.monotonic() - self._told_at > PLACES_S:
+            self._told_at = time.monotonic()  # whoever looks meanwhile is told what was so a moment ago
+            with suppress(Late):
+                asked = self.each("tell", lambda one: tuple(one.homes), patience_s=patience_s)
+                self._told |= self.now(asked, 2 * patience_s)
+            self._told_at = time.monotonic()
         return self._told
 
     def now(self, call: Coroutine[Any, Any, T], seconds: float | None = CALL_S) -> T:
