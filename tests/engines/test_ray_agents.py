@@ -38,7 +38,7 @@ def test_a_replica_keeps_its_conversation_and_computes_only_what_is_new() -> Non
         assert second.tokens is not None and list(second.tokens) == greedy(module, whole, 6)
         assert second.cached_tokens == 40 + 6 - 1
         assert second.emitted_s and first.emitted_s and second.emitted_s[0] > first.emitted_s[-1]
-        replica.forget(None)
+        replica.forget()
         again = replica.answer(message(3, "b", 1, whole))
         assert again.tokens == second.tokens and again.cached_tokens == 0
         with pytest.raises(CapacityError):

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Free, Request, TokenArray
-from pensieve.errors import ConfigError
 from pensieve.serve.systems.base import Capabilities
 from pensieve.serve.tokenizer import Tokenizer
 from pensieve.specs import ModelSpec
@@ -130,12 +129,6 @@ class OutsideEngine(Protocol):
         engine is gone.
         """
         ...
-
-    def forget(self, session: str | None) -> None:
-        """Free a conversation; None: the whole cache. Raises ConfigError where the engine has no way to do that."""
-        raise ConfigError(
-            "An engine of others has no way to forget what it has cached; start it anew for a cold cache."
-        )
 
     def counters(self) -> dict[str, float]:
         return {}

@@ -115,8 +115,6 @@ class _Disaggregated(OutsideEngine):
             self._moved_s += arrived.said["waited"] + arrived.flight_s
         return arrived
 
-    def forget(self, session: str | None) -> None: ...
-
     def close(self) -> None:
         if self._process is not None:
             self._process.close()

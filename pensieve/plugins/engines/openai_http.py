@@ -139,7 +139,3 @@ class OpenAIHttp(HttpEngine):
 
     def _headers(self, request: Request) -> dict[str, str]:
         return {self._session_header: request.session} if self._session_header else {}
-
-    def forget(self, session: str | None) -> None:
-        if session is None:
-            raise ConfigError("A server cannot be told to empty its cache; restart it, or use cache_state=salted.")

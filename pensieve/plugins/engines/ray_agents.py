@@ -183,7 +183,7 @@ class RayKeepalive(_RayAgents):
             return False
         handle, pid = self._actors.pop(self._warmed.pop(0))
         with suppress(ray.exceptions.RayError):  # it died: the agent needs one of its own
-            self._result(handle.forget.remote(None))
+            self._result(handle.forget.remote())
             self._actors[request.session] = handle, pid
         return request.session in self._actors
 
@@ -205,14 +205,6 @@ class RayKeepalive(_RayAgents):
         self._actors[request.session] = handle, pid
         if request.phase == "warmup":
             self._warmed.append(request.session)
-
-    def forget(self, session: str | None) -> None:
-        import ray
-
-        for name, (handle, _) in list(self._actors.items()):
-            if session in (None, name):
-                with suppress(ray.exceptions.RayError, RequestFailed):
-                    self._result(handle.forget.remote(None))
 
 
 class RayServerless(_RayAgents):
@@ -243,8 +235,6 @@ class RayServerless(_RayAgents):
                 if answer_once.__name__ in " ".join(one.cmdline()):
                     serve.append((one.create_time(), one.pid))
         return [pid for _, pid in sorted(serve)]
-
-    def forget(self, session: str | None) -> None: ...
 
 
 # -- in the process of an actor or a task -----------------------------------------------------------------------------------
@@ -329,8 +319,8 @@ class Replica:
             compute_ms=turn.compute_ms,
         )
 
-    def forget(self, session: str | None) -> None:
-        self._system.forget(session)
+    def forget(self) -> None:
+        self._system.forget(None)
 
     def close(self) -> None:
         self._system.close()

@@ -272,11 +272,6 @@ class RayKeepalive(_Processes):
         if actor is not None:
             actor.holds = actor.holds or one.turn.stands
 
-    def forget(self, session: str | None) -> None:
-        super().forget(session)
-        for name, actor in self._actors.items():
-            actor.holds = actor.holds and session not in (None, name)
-
     def _taken_over(self) -> _Actor | None:
         """An actor that only warm-ups have used."""
         name = next((name for name, actor in self._actors.items() if actor.warming), None)

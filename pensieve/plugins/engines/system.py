@@ -12,7 +12,7 @@ from pensieve.core.machine import Clock
 from pensieve.core.plan import StartReport
 from pensieve.core.request import Event, Forced, Free, Length, Request, TokenArray
 from pensieve.core.session import common_prefix
-from pensieve.errors import EngineFailed, RequestFailed, RequestRefused, WorkerError
+from pensieve.errors import ConfigError, EngineFailed, RequestFailed, RequestRefused, WorkerError
 from pensieve.plugins.engines.base import OutsideEngine, Reply
 from pensieve.serve.record import Transcripts, TurnRecord
 from pensieve.serve.systems.base import Outbox, WallClock
@@ -71,9 +71,10 @@ class OutsideSystem:
         return self._outbox.poll(until_s)
 
     def forget(self, session: str | None) -> None:
-        """Raises ConfigError where the engine cannot."""
-        self._engine.forget(session)
-        self._said.forget(session)
+        """Raises ConfigError."""
+        raise ConfigError(
+            "An engine of others is not told to forget what it has cached; start it anew for a cold cache."
+        )
 
     def counters(self) -> dict[str, float]:
         return self._engine.counters()

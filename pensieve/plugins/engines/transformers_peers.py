@@ -93,8 +93,6 @@ class NativePytorch(OutsideEngine):
         reason = "eos" if telling.last in ends else "length"
         return Reply(reason, cached_tokens=0, admitted_s=admitted_s, compute_ms=(perf_counter() - admitted_s) * 1e3)
 
-    def forget(self, session: str | None) -> None: ...
-
     def close(self) -> None:
         self._module = None
 
