@@ -24,6 +24,7 @@ from pensieve.errors import EngineFailed
 LOG_LINES = 12
 POLL_S = 0.05
 END_S = 10.0  # the guard's own grace and some
+GONE_S = 1.0
 WATCH_S = 0.05
 WATCH_SHARE = (
     0.05  # of a core, at most: a reading costs milliseconds of CPU a process, which whoever is measured would miss
@@ -117,7 +118,8 @@ class EngineProcess:
 
     def gone(self) -> EngineFailed:
         """The error of a request that found nobody there."""
-        return self.failed("does not answer any more" if self.alive else "ended while it served requests")
+        ended = self.wait(GONE_S) is not None  # its pipes break before the guard knows
+        return self.failed("ended while it served requests" if ended else "does not answer any more")
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
         """Raises EngineFailed where the process ends before it is ready, or is not ready in time; it is then ended."""
