@@ -105,7 +105,7 @@ def test_vllm_gives_our_tokens_and_reports_what_it_had_cached(
 
 def _another_asks_the_same_server(url: Any, said: Any, expected: list[int]) -> None:
     """Through baseline=openai_http, which knows of its cache what the server tells: that it was asked this before."""
-    endpoint = OutsideSystem(OpenAIHttp(setup_of("wide_llama"), base_url=f"{url}v1"))
+    endpoint = OutsideSystem(OpenAIHttp(setup_of("wide_llama"), base_url=f"{url}/v1"))
     endpoint.start()
     assert endpoint.settings()["served_model"] == "served"
     streamed, whole = (
