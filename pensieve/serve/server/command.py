@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pensieve.errors import ConfigError, PensieveError
 from pensieve.lab.compose.conf import outputs_folder
@@ -68,11 +70,22 @@ def bind(settings: ServeSettings) -> socket.socket:
         ) from error
 
 
+class Connection(H11Protocol):
+    """Uvicorn's over h11, which limits the bytes of headers. asyncio reads into a buffer of 256 KiB, of which a request
+    leaves a few hundred bytes in use: each such hole is one in the heap. Here a long body comes in more reads."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if hasattr(transport, "max_size"):  # uvloop's has none
+            made: Any = transport
+            made.max_size = 16_384
+        super().connection_made(transport)
+
+
 def uvicorn_config(state: App) -> uvicorn.Config:
     settings = state.settings
     return uvicorn.Config(
         create_app(state),
-        http="h11",  # which limits the bytes of headers
+        http=Connection,
         limit_concurrency=settings.max_connections,
         host=settings.host,
         port=settings.port,
