@@ -65,13 +65,6 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("verb", choices=verbs, help="pensieve VERB --help lists the verb's arguments")
-    if sys.argv[1:2] == ["-sc"]:  # Hydra's shell completion calls the command without its verb
-        _, *words = os.environ.get("COMP_LINE", "pensieve").split(" ")
-        if words[:1] not in (["run"], ["size"], ["advise"], ["bench"]):
-            print(" ".join(verbs))
-            return
-        os.environ["COMP_LINE"] = " ".join(["pensieve", *words[1:]])
-        sys.argv.insert(1, words[0])
     verb = parser.parse_args(sys.argv[1:2]).verb
     sys.argv = [f"pensieve {verb}", *sys.argv[2:]]
     sys.exit(verbs[verb]())
@@ -283,8 +276,8 @@ def compare() -> int:
 
 
 def results(argv: Sequence[str] | None = None) -> int:
-    """What was recorded: list, show, export, reproduce it, or write MLflow from it."""
-    sys.path.insert(0, os.getcwd())  # reproduce: a policy of one's own in the current folder
+    """What was recorded: list, show, read, export it, or write MLflow from it."""
+    sys.path.insert(0, os.getcwd())  # read: a workload of one's own in the current folder
     with _imports():
         from pensieve.lab.commands.results import results as body
         from pensieve.lab.trial.terminal import in_a_sentence

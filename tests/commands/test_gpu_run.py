@@ -8,21 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.errors import HardwareMissing
 from pensieve.lab.bench import TARGETS
 from pensieve.lab.commands import gpu_run
 from pensieve.lab.commands.gpu_run import Step, steps_for
 from tests.commands.test_doctor import __file__ as _here
 
 CHECKOUT = Path(_here).resolve().parents[2]
-
-
-def test_without_a_gpu_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_run, "environment", lambda checkout: {"gpu": ""})
-    with pytest.raises(HardwareMissing, match="finds no CUDA device"):
-        gpu_run.gpu_run(CHECKOUT)
-    with pytest.raises(HardwareMissing, match="start it in a checkout"):
-        gpu_run.gpu_run(CHECKOUT / "docs")
 
 
 def test_every_step_has_its_verdict_and_all_is_in_one_file(

@@ -31,11 +31,6 @@ def test_every_workload_can_be_inspected_without_an_engine(workload):
         assert part in page
 
 
-def test_a_workload_that_does_not_fit_is_shown_and_says_so():
-    plan = plan_trial(checked("cache.gpu=512 tokens", "workload.pressure=0"))
-    assert any("does not fit into cache.gpu" in line for line in inspection_lines(plan, inspection_of(plan)))
-
-
 def test_the_same_workload_is_shown_once(capsys):
     one, other = (checked(*SHORT, f"baseline={name}") for name in ("pensieve", "stateless"))
     print_inspections([one, other, checked(*SHORT, "seed=1")])

@@ -46,14 +46,6 @@ def test_messages_come_from_the_workload_and_replies_from_the_kept_tokens(ran):
     assert "turn 2, TTFT " in page and f"{second.source[0]} tokens on GPU" in page
 
 
-def test_history_from_disk_is_told_where_there_is_some():
-    with_disk, without = (SaidTurn(2, "Hello", "Hi", 5.0, (10, 20, disk, 40)) for disk in (30, 0))
-    assert next(iter(conversation_lines([with_disk]))).endswith(
-        "10 tokens on GPU, 20 from CPU, 30 from disk, 40 recomputed"
-    )
-    assert next(iter(conversation_lines([without]))).endswith("20 from CPU, 40 recomputed")
-
-
 def test_two_replies_stand_side_by_side_and_equal_ones_are_counted():
     ours = [SaidTurn(1, "Hello", "Hi", 5.0, (0, 0, 0, 0), (7,)), SaidTurn(2, "And?", "So", 6.0, (1, 0, 0, 0), (8,))]
     other = [ours[0], replace(ours[1], reply="No", ttft_ms=60.0, token_ids=(9,))]
@@ -71,10 +63,3 @@ def test_another_conversation_by_name_and_a_sentence_for_an_unknown_one(ran):
     assert other == "lisbon" and len(said) == 2
     with pytest.raises(ResultsError, match=r"no conversation 'nobody'.*sourdough"):
         conversation_of(store, trial, "nobody")
-
-
-def test_without_kept_tokens_nothing_is_made_up(ran):
-    store, trial = ran
-    store.artifacts_of(trial, "tokens")[0].path.unlink()
-    with pytest.raises(ResultsError, match="are gone"):
-        conversation_of(store, trial)

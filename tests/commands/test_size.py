@@ -13,7 +13,7 @@ from pensieve.lab.compose.settings import check, resolved
 from pensieve.lab.results.size_map import Question, SizeMap, read_map
 from pensieve.lab.results.store import open_store
 from pensieve.lab.statistics import nearest_rank
-from pensieve.lab.trial import run as run_module
+from pensieve.lab.trial import sweep as run_module
 from pensieve.lab.trial.job import Job, open_tracking
 from pensieve.lab.trial.run import run_trial
 from tests.composed import hydra_session

@@ -43,12 +43,6 @@ def test_hydras_errors_become_one_sentence(overrides, parts):
     assert "\n" not in sentence
 
 
-def test_the_field_is_also_found_after_hydra_is_gone():
-    with initialize_config_dir(config_dir=str(conf_folder()), version_base="1.3"), pytest.raises(Exception) as caught:
-        compose(config_name="config", overrides=["hardware=sim_h100", "hardware.gpu_mem=1GB"])
-    assert "did you mean hardware.gpu_memory?" in explain(caught.value, ["hardware=sim_h100", "hardware.gpu_mem=1GB"])
-
-
 def test_other_errors():
     assert explain(ConfigError("A sentence.")) == "A sentence."
     full = explain(OSError(28, "No space left on device", "/somewhere/file"))

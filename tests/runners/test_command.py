@@ -63,28 +63,6 @@ def test_each_runner_is_a_verb_and_each_verb_a_runner(monkeypatch, capsys):
         assert f"\n{verb:<9}{getattr(cli, verb).__doc__}" in shown
 
 
-@pytest.mark.parametrize("verb", ["compare", "demo", "results", "doctor"])
-def test_a_verb_has_its_own_help(monkeypatch, capsys, verb):
-    assert command(monkeypatch, verb, "--help") == 0
-    assert capsys.readouterr().out.startswith(f"usage: pensieve {verb} [-h]")
-
-
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("pensieve run baseline=g", ["baseline=gpu_only"]),
-        ("pensieve run eviction=retention_value hardware=sim_h", ["hardware=sim_h100", "hardware=sim_h200"]),
-        ("pensieve bench tar", ["target="]),
-        ("pensieve r", sorted(VERBS)),
-    ],
-)
-def test_a_shell_completes_it(monkeypatch, capsys, tmp_path, line, offered):
-    monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))
-    monkeypatch.setenv("COMP_LINE", line)  # the shell function of `pensieve run -sc install=bash` asks in this way
-    assert command(monkeypatch, "-sc", "query=bash") in (0, None)
-    assert sorted(capsys.readouterr().out.split()) == offered
-
-
 @pytest.mark.parametrize(
     ("program", "typed"),
     [("runners/run.py", "python runners/run.py -m 'a=\"b c\"'"), ("pensieve run", "pensieve run -m 'a=\"b c\"'")],

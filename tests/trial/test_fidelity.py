@@ -170,16 +170,6 @@ def test_a_run_with_settings_that_no_replay_has_is_refused(tmp_path: Path, secti
         vllm_run(context(), path=path.removeprefix("workload.path="))
 
 
-def test_a_run_is_one_of_the_package_or_a_file(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"workload\.path=FILE"):
-        vllm_run(context(), run=None)
-    with pytest.raises(ConfigError, match="there are rtx4090"):
-        vllm_run(context(), run="a100")
-    with pytest.raises(MalformedInput):
-        vllm_run(context(), path=str(tmp_path / "missing.jsonl"))
-    assert vllm_run(context()).seen
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rtx4090_llama3_1_8b", "rtxpro6000_qwen3_32b"])
 def test_simulated_cards_are_within_two_percent_of_the_real_runs(name: str):

@@ -90,3 +90,30 @@ def test_stateless_holds_what_runs_and_no_more(tracking):
     assert set(held) == set(least)
     for session, gib_s in held.items():
         assert least[session] * (1 - 1e-9) <= gib_s <= most[session] * (1 + 1e-9)
+
+
+# -- with a disk tier, whose trial claims no bound
+
+SMALL = (
+    "model=llama2_70b", "hardware=sim_h100", "hardware.gpus=2", "workload=chat", "workload.conversations=12",
+    "workload.min_turns=4", "workload.max_turns=4", "cache.gpu='1024 tokens'", "cache.cpu='512 tokens'",
+)  # fmt: skip
+TIERS = ("gpu_hit", "cpu_hit", "disk_hit", "recomputed")
+
+
+def test_the_rates_are_those_of_the_rows_and_sum_to_the_history(tracking):
+    rates = {}
+    for disk in ("0 tokens", "16384 tokens"):
+        outcome = run(tracking, *SMALL, f"cache.disk='{disk}'")
+        sums = ", ".join(f"sum({name}_tokens)" for name in TIERS)
+        counted = "trial_id = :trial AND status = 'completed' AND phase NOT IN ('warmup', 'rewarm')"
+        query = f"SELECT sum(history_tokens), {sums} FROM turn WHERE {counted}"
+        [(history, *parts)] = rows(tracking, outcome.trial_id, query)
+        assert sum(parts) == history > 0
+        values = {name: value for (name, label), value in metrics(tracking, outcome.trial_id).items() if not label}
+        named = [values[name] for name in ("gpu_hit_rate", "cpu_hit_rate", "disk_hit_rate", "miss_rate")]
+        assert named == [part / history for part in parts]
+        rates[disk] = named
+        assert (values["bound_hit_rate"] is None) is (disk != "0 tokens")
+    without, with_disk = rates.values()
+    assert without[2] == 0.0 < with_disk[2] and with_disk[3] < without[3]

@@ -6,11 +6,9 @@ import pytest
 
 from pensieve.lab.compose.plan import Device, plan_trial
 from pensieve.lab.compose.settings import resolved
-from pensieve.lab.results.identity import _platform_change, explain_difference
-from pensieve.lab.results.store import ResultsStore
+from pensieve.lab.results.identity import _platform_change
 from pensieve.lab.trial.job import device_facts, identity_of
 from tests.composed import checked, composed
-from tests.results.trials import MEMORY, trial_fields
 
 CPU = ("hardware=cpu", "model=tiny")
 
@@ -41,25 +39,6 @@ def test_a_real_trial_records_what_auto_resolved_to(compiler):
         "attention": "native", "dtype": "float32", "graphs": "off", "threads": "2", "depth": "1",
     }  # fmt: skip
     assert found["compiler"] == "mycc 1.0"
-
-
-def test_without_the_compiler_it_is_another_trial(compiler, monkeypatch):
-    before = identity(*CPU)
-    monkeypatch.setenv("CC", "no-such-compiler")
-    after = identity(*CPU)
-    assert platform(after)["attention"] == "reference"
-    assert (after.config_hash, after.code_hash) == (before.config_hash, before.code_hash)
-    assert after.fingerprint != before.fingerprint
-    store = ResultsStore(MEMORY)
-    columns = {"config_hash": before.config_hash, "code_hash": before.code_hash, "platform": before.platform}
-    old = store.trial(store.begin_trial(trial_fields(before.fingerprint, **columns)))
-    assert "attention native -> reference" in explain_difference(old, after)
-
-
-def test_a_backend_asked_for_by_name_is_not_looked_for_twice(monkeypatch):
-    """That it is missing is said when the trial begins, not when it is identified."""
-    monkeypatch.setenv("CC", "no-such-compiler")
-    assert platform(identity(*CPU, "attention_backend=native"))["attention"] == "native"
 
 
 @pytest.mark.parametrize(
@@ -107,11 +86,6 @@ def test_a_trial_beside_others_is_not_an_exclusive_one():
     assert alone.fingerprint != beside.fingerprint
     simulated = [identity("hardware=sim_h100", f"trial.exclusive={given}").fingerprint for given in ("true", "false")]
     assert simulated[0] == simulated[1]  # a simulation shares nothing
-
-
-@pytest.mark.parametrize("word", ["trial.timeout_s=5", "trial.retries=3", "trial.isolate=true", "slo.ttft_ms=100"])
-def test_what_does_not_make_another_trial(word):
-    assert identity(*CPU).fingerprint == identity(*CPU, word).fingerprint
 
 
 def test_an_identity_needs_no_torch():

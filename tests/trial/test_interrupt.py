@@ -15,15 +15,6 @@ def python_handler():
     terminal._interrupted = False
 
 
-def test_a_dropped_interrupt_is_raised_at_the_next_safe_point():
-    remember_interrupts()
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)  # this one may get lost where it is raised
-    with pytest.raises(KeyboardInterrupt):
-        raise_if_interrupted()
-    raise_if_interrupted()  # only once
-
-
 def test_a_second_ctrl_c_waits_for_a_safe_point(monkeypatch):
     """Raised where Python calls back, it would be printed and dropped."""
 

@@ -79,19 +79,10 @@ def test_retries_run_until_one_completes_or_they_end(tracking, monkeypatch):
     assert (ended.status, tracking.store.trial(ended.trial_id).attempt) == ("failed", 2)
 
 
-def test_a_trial_past_its_time_fails(tracking):
-    outcome = run(tracking, "trial.timeout_s=0.05", "workload.conversations=2000")
-    assert "trial.timeout_s=0.05" in outcome.error
-    trial = tracking.store.trial(outcome.trial_id)
-    assert trial.status == "failed"
-    assert "TrialTimeout" in trial.traceback
-    assert tracking.store.completed_trial(trial.fingerprint) is None
-
-
+@pytest.mark.slow  # it waits
 def test_a_trial_that_hangs_is_killed(tracking, monkeypatch):
     monkeypatch.setenv("CRASH", "hang")
-    hanging = Path(os.environ["CRASH_COUNT"])  # its time is up once it hangs, however long its imports took
-    monkeypatch.setattr(isolate, "time", SimpleNamespace(monotonic=lambda: 1e6 if hanging.exists() else 0.0))
+    monkeypatch.setattr(isolate, "GRACE_S", 15.0)
     outcome = run(tracking, "trial.isolate=true", "trial.timeout_s=0.5", CRASHING)
     assert "did not stop by itself" in outcome.error
     assert tracking.store.trial(outcome.trial_id).status == "failed"

@@ -5,7 +5,7 @@ from hydra import compose
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
-from omegaconf import OmegaConf, open_dict
+from omegaconf import open_dict
 
 from pensieve.errors import ConfigError
 from pensieve.lab.trial.command import compose_jobs, plan_jobs, run_job
@@ -32,18 +32,6 @@ def test_the_default_sweep_runs_seeds_outside_and_baselines_inside():
     assert list(jobs.axes.items()) == [("seed", ("0", "1", "2", "3", "4")), ("baseline", BASELINES)]
     assert jobs.jobs[:2] == (("seed=0", "baseline=pensieve"), ("seed=0", "baseline=gpu_only"))
     assert len(jobs.jobs) == 20
-
-
-def test_baseline_stays_innermost_whatever_else_is_swept():
-    config = sweep_config("cache=small,medium", "model=llama3_8b", "seed=5")
-    jobs = plan_jobs(config)
-    assert list(jobs.axes) == ["cache", "baseline"]
-    swept = [dict(text.split("=") for text in job) for job in jobs.jobs]
-    assert [job["baseline"] for job in swept] == [*BASELINES] * 2
-    assert {job["seed"] for job in swept} == {"5"}
-    assert set(jobs.overrides) == {"model=llama3_8b", "seed=5"}
-    # What the sweeper itself reads has the same order.
-    assert list(OmegaConf.to_container(config.hydra.sweeper.params)) == ["seed", "cache", "baseline"]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +72,7 @@ def test_a_sweep_composes_jobs_that_differ_in_the_seed_once(monkeypatch, tmp_pat
     monkeypatch.setattr(ConfigLoaderImpl, "_load_configuration_impl", counted)
     ran = []
     monkeypatch.setattr(
-        "pensieve.lab.trial.run.run_trial", lambda config, *_: ran.append(config) or Outcome(0, "failed")
+        "pensieve.lab.trial.sweep.run_trial", lambda config, *_: ran.append(config) or Outcome(0, "failed")
     )
     monkeypatch.setattr("pensieve.lab.trial.sweep.OpenSweep.finish", lambda sweep: True)
     monkeypatch.setenv("PENSIEVE_OUTPUTS", str(tmp_path))

@@ -42,15 +42,3 @@ def test_the_share_is_what_others_worked_of_all_that_could_be(machine, times, ow
     watch = Neighbours()
     machine.s, machine.times, machine.own = 10.0, times, own
     assert watch.share() == pytest.approx(share)
-
-
-def test_an_engine_in_a_process_of_its_own_is_no_other(machine):
-    machine.engine = Own(1.0, 0.0, 0.0, 0.0)
-    watch = Neighbours()
-    machine.s, machine.times = 10.0, Times(10, 0, 0, 10, 0, 0, 0, 0, 0, 0)
-    machine.own, machine.engine = Own(1.0, 0.0, 0.0, 0.0), Own(8.0, 1.0, 0.0, 0.0)
-    assert watch.share() == pytest.approx((10 - 1 - 8) / 20)
-
-
-def test_no_time_has_no_share(machine):
-    assert Neighbours().share() == 0.0

@@ -8,7 +8,6 @@ from pensieve.lab.compose.plan import plan_trial
 from pensieve.lab.results.export import baseline_report
 from pensieve.lab.results.store import JobResult
 from pensieve.lab.results.tokens import compare_tokens
-from pensieve.lab.trial.job import identity_of
 from tests.composed import SHORT, checked
 from tests.trial.running import run
 
@@ -73,17 +72,6 @@ def test_an_outside_engine_is_refused_before_it_starts():
         plan_trial(checked("baseline=llama_cpp"))
     with pytest.raises(UnsupportedModel, match="this is opt"):
         preflight(plan_trial(checked("baseline=llama_cpp", "model=opt_125m", "model.weights=random", "hardware=cpu")))
-
-
-def test_its_version_and_its_fields_make_another_trial():
-    pytest.importorskip("xllamacpp")
-
-    def fingerprint(*overrides):
-        config = checked("baseline=llama_cpp", *SMALLEST, *overrides)
-        return identity_of(plan_trial(config), config.model_dump()).fingerprint
-
-    assert fingerprint() == fingerprint()
-    assert fingerprint() != fingerprint("baseline.engine.n_parallel=2")
 
 
 def test_what_crosses_a_network_is_in_the_rows_the_metrics_and_the_export_and_simulated_it_says_so(tracking):

@@ -15,7 +15,7 @@ from pensieve.lab.trial import job as isolate
 from pensieve.lab.trial import sweep as sweep_module
 from pensieve.lab.trial.command import Jobs
 from pensieve.lab.trial.job import Asked, Job, Outcome, Tracking
-from pensieve.lab.trial.run import _shares_process, run_trial
+from pensieve.lab.trial.run import run_trial
 from pensieve.plugins.device import shelf
 from tests.composed import SHORT, checked, composed
 
@@ -88,21 +88,6 @@ def test_a_failed_trial_leaves_no_model_to_the_next_one(store, tmp_path, monkeyp
         with pytest.raises(AssertionError, match="it broke"):
             run(store, tmp_path, "first")
         assert shelf.kept_host_bytes() == 0
-
-
-@pytest.mark.parametrize(
-    ("overrides", "keeps", "shares"),
-    [
-        ((), True, True),
-        ((), False, False),
-        (("trial.isolate=true",), True, False),
-        (("baseline=llama_cpp",), True, False),
-    ],
-)
-def test_who_shares_a_process(overrides, keeps, shares, tmp_path):
-    pytest.importorskip("xllamacpp")
-    plan = plan_trial(checked("hardware=cpu", *overrides))
-    assert _shares_process(plan, Job("a", tmp_path, sweep_id=1, keeps=keeps)) is shares
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -18,6 +18,7 @@ from pensieve.lab.trial import run as run_module
 from pensieve.lab.trial import terminal
 from pensieve.lab.trial.job import heartbeat, open_tracking
 from pensieve.lab.trial.sweep import brief
+from pensieve.lab.workload.chat import ChatWorkload
 from tests.composed import checked
 from tests.trial.running import run
 
@@ -78,22 +79,6 @@ def test_a_completed_trial_runs_again_by_force_or_with_other_code_alone(tracking
     said = []
     assert not run(tracking, said=said).reused
     assert f"the code changed since trial {forced.trial_id}" in said[0]
-
-
-def test_a_failure_is_recorded_and_runs_again(tracking, monkeypatch):
-    def refuse(*_):
-        raise CapacityError("Too small.")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run_module, "build_system", refuse)
-        outcome = run(tracking)
-    trial = tracking.store.trial(outcome.trial_id)
-    assert (outcome.status, outcome.error) == ("failed", "Too small.")
-    assert (trial.status, trial.error) == ("failed", "Too small.")
-    assert "refuse" in trial.traceback
-    again = run(tracking)
-    assert again.completed
-    assert tracking.store.trial(again.trial_id).attempt == 2
 
 
 def test_ctrl_c_marks_the_trial_and_keeps_no_half_file(tracking, monkeypatch):
@@ -239,3 +224,37 @@ def test_a_forced_trial_and_a_failed_one_leave_an_older_sweep_as_it_was(tracking
     again = run(tracking, sweep_id=first)  # the same command, without force: what it shows stays
     assert (again.reused, again.trial_id) == (True, shown)
     assert run(tracking).trial_id == forced, "outside of a sweep the newest counts"
+
+
+def test_a_cache_state_that_did_not_hold_invalidates_the_trial(tracking, monkeypatch):
+    describe = ChatWorkload.describe
+    monkeypatch.setattr(ChatWorkload, "describe", lambda self: replace(describe(self), cache_state="primed"))
+    outcome = run(tracking)
+    trial = tracking.store.trial(outcome.trial_id)
+    assert not outcome.completed
+    assert trial.status == "failed"
+    assert "starts with a primed cache" in trial.error
+    assert tracking.store.metrics_of(trial.id) == []
+
+
+@pytest.mark.parametrize("baseline", ["pensieve", "gpu_only", "stateless"])
+def test_two_engines_can_be_shown_to_match(tracking, baseline):
+    outcome = run(tracking, "workload=prefix_invalidation", "workload.rounds=1", f"baseline={baseline}", words=())
+    trial = tracking.store.trial(outcome.trial_id)
+    assert outcome.completed
+    scheduler = trial.config["scheduler"]
+    assert trial.engine["n_ctx"] == 8192
+    for name in ("max_batch_tokens", "max_batch_requests"):
+        assert trial.engine[name] == scheduler[name]
+    workload = trial.engine["workload"]
+    assert workload["requests_at_once"] == 1
+    assert (workload["load"], workload["cache_state"], workload["warmup_turns"]) == (
+        "closed",
+        "primed",
+        12,
+    )  # A and B before each query, and again after each miss or hit
+    metrics = {(m.name, m.label): m.value for m in tracking.store.metrics_of(trial.id)}
+    assert metrics["miss_rate", "miss"] == 1.0
+    assert metrics["miss_rate", "hit"] == (1.0 if baseline == "stateless" else 0.0)
+    # Without KV a hit computes A, B and Q and a miss only B and Q: there the longer prompt is the slower one.
+    assert (metrics["ttft_degradation_pct", ""] < 0) is (baseline == "stateless")

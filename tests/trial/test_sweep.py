@@ -1,9 +1,13 @@
 import os
+from datetime import UTC, datetime, timedelta
 
 import pytest
+from sqlalchemy import update
 
-from pensieve.lab.results.store import open_store
+from pensieve.lab.results.schema import Sweep, Trial
+from pensieve.lab.results.store import ResultsStore, open_store
 from pensieve.lab.trial import sweep as sweep_module
+from tests.results.trials import MEMORY, add_trial, open_sweep
 
 ONE_TRIAL = (
     "hardware=sim_h100", "workload.pressure=0", "workload.min_turns=2", "workload.max_turns=2", "tracking.mlflow=false",
@@ -89,3 +93,17 @@ def test_what_hydra_does_for_each_job_it_does_where_they_run_in_turn(one_trial, 
     assert said.count("JOB ENDS COMPLETED") == 2 and "JOB STARTS 1" in said
     assert [folder.name for folder in sorted(tmp_path.rglob("job-*"))] == ["job-0", "job-1"]
     assert [job.last.status for job in open_store(tmp_path).trials_of_sweep(1)] == ["completed"] * 2
+
+
+def test_trials_that_ran_before_the_sweep_was_started_take_no_time():
+    store = ResultsStore(MEMORY)
+    sweep = open_sweep(store, n_expected=6)
+    ids = [add_trial(store, sweep, job, "pensieve", [], seed=job) for job in range(3)]
+    began = datetime.now(UTC) - timedelta(seconds=100)
+    with store.database.writing() as connection:
+        connection.execute(update(Sweep).values(started_at=began))
+        earlier = began - timedelta(days=1)
+        connection.execute(update(Trial).where(Trial.id == ids[0]).values(finished_at=earlier))
+    found = store.progress_of(sweep)
+    assert (found.ended, found.ran) == (3, 2)
+    assert found.elapsed_s == pytest.approx(100, abs=5)

@@ -134,19 +134,17 @@ def _models(machine: Machine, cache: CacheConfig) -> tuple[list[str], Table]:
         model = ModelConfig.model_validate(read_option("model", name))
         if not model.architecture:
             continue  # model=hf is any model
-        half, full = (ModelSpec.from_architecture(name, model.architecture, d) for d in ("bfloat16", "float32"))
-        need = _need(half if half.dtype == machine.dtype else full, cache, machine)
+        spec = ModelSpec.from_architecture(name, model.architecture, machine.dtype)
+        need = _need(spec, cache, machine)
         if need <= machine.memory_bytes:
             fitting.append(name)
-        size = half.parameters
+        size = spec.parameters
         lines.append(
             {
                 "model": name,
                 "parameters": f"{size / 1e9:.1f} B" if size >= 1e9 else f"{size / 1e6:.0f} M",
-                "weights\n16 bit": format_bytes(half.weight_bytes),
-                "weights\nfloat32": format_bytes(full.weight_bytes),
-                "KV a token\n16 bit": format_bytes(half.kv_bytes_per_token),
-                "KV a token\nfloat32": format_bytes(full.kv_bytes_per_token),
+                "weights": format_bytes(spec.weight_bytes),
+                "KV a token": format_bytes(spec.kv_bytes_per_token),
                 fits_in: "yes" if name in fitting else f"no, needs {format_bytes(need)}",
                 at_hand: "random" if model.weights == "random" else "yes" if local_weights(model) else "no",
             }

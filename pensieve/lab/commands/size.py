@@ -32,8 +32,8 @@ from pensieve.lab.results.size_map import NO_DISK, SETTINGS, Place, Question, Si
 from pensieve.lab.reuse import reuse_of
 from pensieve.lab.statistics import Estimate
 from pensieve.lab.tables import Table, estimated, grid
-from pensieve.lab.trial.job import Asked, Job, Outcome, Tracking, open_tracking, performing, processes_here
-from pensieve.lab.trial.sweep import brief, draw_figures, figure_lines, places
+from pensieve.lab.trial.job import Asked, Job, Outcome, Tracking, open_tracking
+from pensieve.lab.trial.sweep import brief, draw_figures, figure_lines, performing, places, processes_here
 from pensieve.lab.trial.terminal import (
     INTERRUPTED,
     close_at_exit,

@@ -71,31 +71,31 @@ def fidelity(store: ResultsStore, trial_id: int) -> RenderableType | None:
     if limit is None:
         return None
     trial = store.trial(trial_id)
-    rows = {f"{f}_{s}": (f"{title} {s}", _TIMES) for f, title in _TITLES.items() for s in ("mean", *PERCENTILES)}
-    rows[_THROUGHPUT] = (_THROUGHPUT, _RATES)
-    errors: dict[str, float] = {}
+    errors = {label: error for (name, label), error in metrics.items() if name == _ERROR and error is not None}
     lines = []
-    for label, (title, (real_name, simulated_name, unit)) in rows.items():
-        error = metrics.get((_ERROR, label))
-        if error is None:
-            continue  # of a trial that was held against fewer figures
-        errors[label] = error
-        real, simulated = metrics[real_name, label], metrics[simulated_name, label]
-        values = {"real": f"{real:,.1f} {unit}", "simulated": f"{simulated:,.1f} {unit}", "error": f"{error:+.2f} %"}
-        lines.append({"": title, **values})
+    for label, error in errors.items():
+        real, simulated, unit = _RATES if label == _THROUGHPUT else _TIMES
+        values = {
+            "real": f"{metrics[real, label]:,.1f} {unit}",
+            "simulated": f"{metrics[simulated, label]:,.1f} {unit}",
+        }
+        lines.append({"": _title(label), **values, "error": f"{error:+.2f} %"})
     table = grid(lines, f"Trial {trial_id}: {trial.model}, {trial.hardware},\nagainst vLLM on the real card")
     return Group(table, verdict(errors, limit, int(metrics.get(("fidelity_left_out", "")) or 0)))
 
 
+def _title(label: str) -> str:
+    figure, _, statistic = label.partition("_")
+    return f"{_TITLES.get(figure, figure)} {statistic}".rstrip()
+
+
 def verdict(errors: Mapping[str, float], limit_pct: float, left_out: int) -> str:
     worst = max(errors, key=lambda label: abs(errors[label]))
-    figure, _, statistic = worst.partition("_")
     holds = abs(errors[worst]) <= limit_pct and not left_out
     run = "looked at when this machine was made" if limit_pct == SEEN_PCT else "not seen before"
-    what = f"{_TITLES.get(figure, figure)} {statistic}".rstrip()
     missing = f" {left_out} requests did not complete and are in no figure." if left_out else ""
     return (
-        f"Verdict: {'holds' if holds else 'fails'}. The largest error is {errors[worst]:+.2f} % ({what}); "
+        f"Verdict: {'holds' if holds else 'fails'}. The largest error is {errors[worst]:+.2f} % ({_title(worst)}); "
         f"the limit for a run {run} is {limit_pct:g} %.{missing}"
     )
 

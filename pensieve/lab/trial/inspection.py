@@ -47,7 +47,6 @@ def inspection_lines(plan: TrialPlan, found: Inspection) -> list[str]:
     """The inspection as a page of text; what the model's context cuts off comes first, since the rest is without it."""
     turns = found.turns
     per_session = list(Counter(turn.session for turn in turns).values()) or [0]
-    kinds = Counter(turn.phase if turn.label in ("", turn.phase) else f"{turn.phase} {turn.label}" for turn in turns)
     free = " (at most: the model may end earlier)" if found.plan.facts.get("replies") == "free" else ""
     rates = "all at once"
     if found.span_s:
@@ -58,13 +57,12 @@ def inspection_lines(plan: TrialPlan, found: Inspection) -> list[str]:
         ("sessions", f"{found.sessions:,}"),
         ("turns", f"{len(turns):,} measured, {found.warmup_turns:,} warm-up; {mean(per_session):.2f} a session, "
                   f"at most {max(per_session):,}"),
-        *([("turns by phase", ", ".join(f"{kind} {number:,}" for kind, number in kinds.items()))] if len(kinds) > 1 else []),
         ("new tokens a turn", _spread([turn.new for turn in turns])),
         ("reply tokens a turn", _spread([turn.reply for turn in turns]) + free),
         ("prompt tokens a turn", _spread([turn.prompt for turn in turns])),
         ("reuse", f"{found.reuse:.1%} of all prompt tokens were said before in their own session"),
         ("rates", f"{rates}, if every reply took no time"),
-        *_cache(plan, found),
+        ("working set", _cache(plan, found.plan.working_set_tokens)),
         *((name, str(value)) for name, value in found.plan.facts.items()),
     ]  # fmt: skip
     title = f"workload={plan.config.workload.get('name')}, seed {plan.config.seed}, {plan.model.name}, nothing was run"
@@ -81,21 +79,11 @@ def _spread(values: Sequence[int]) -> str:
     return f"mean {mean(values):,.1f}, p50 {p50:,}, p90 {p90:,}, largest {max(values):,}; {sum(values):,} in all"
 
 
-def _cache(plan: TrialPlan, found: Inspection) -> list[tuple[str, str]]:
+def _cache(plan: TrialPlan, working: int) -> str:
     size = plan.chunk_tokens
     gpu, both = plan.budget_gpu_blocks * size, (plan.budget_gpu_blocks + plan.budget_cpu_blocks) * size
-    working = found.plan.working_set_tokens
-    rows = [
-        (
-            "working set",
-            f"{working:,} tokens = {working / gpu:.2f} x cache.gpu ({gpu:,}), "
-            f"{working / both:.2f} x cache.gpu + cache.cpu ({both:,})",
-        )
-    ]
-    longest = max((turn.prompt for turn in found.turns), default=0)
-    if longest > gpu - size:
-        rows.append(("too long", f"a prompt of {longest:,} tokens does not fit into cache.gpu; raise it to run this"))
-    return rows
+    tiers = f"{working / gpu:.2f} x cache.gpu ({gpu:,}), {working / both:.2f} x cache.gpu + cache.cpu ({both:,})"
+    return f"{working:,} tokens = {tiers}"
 
 
 # What it would ask, found by answering it at once: no time passes.
@@ -110,7 +98,6 @@ class Asked:
 
     session: str
     phase: str
-    label: str
     at_s: float
     new: int
     reply: int
@@ -163,24 +150,12 @@ def inspect(workload: Workload) -> Inspection:
         prompt, history, session = request.prompt, request.history, request.session
         known = min(common_prefix(held, prompt) if history is None else history.tokens, len(prompt) - 1)
         reply = request.output.max_new_tokens
-        turns.append(Asked(session, request.phase, request.label, at_s, len(prompt) - known, reply, len(prompt)))
+        turns.append(Asked(session, request.phase, at_s, len(prompt) - known, reply, len(prompt)))
         said[session] = prompt + array("i", [UNKNOWN]) * reply
-        push(
-            workload.on_finished(
-                TurnRecord(
-                    session,
-                    request.turn,
-                    iteration=request.iteration,
-                    label=request.label,
-                    phase=request.phase,
-                    stream=request.stream,
-                    request_id=request.id,
-                    intended_s=at_s,
-                    finished_s=at_s,
-                    output_tokens=reply,
-                    prompt_tokens=len(prompt),
-                )
-            )
-        )
+        answered = TurnRecord(session, request.turn, label=request.label, phase=request.phase, stream=request.stream)
+        answered.request_id, answered.iteration = request.id, request.iteration
+        answered.intended_s = answered.finished_s = at_s
+        answered.prompt_tokens, answered.output_tokens = len(prompt), reply
+        push(workload.on_finished(answered))
     measured = [turn for turn in turns if is_measured(turn.phase)]
     return Inspection(plan, measured, len(turns) - len(measured))

@@ -11,7 +11,6 @@ ends its process, and the next one gets a new one.
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import functools
 import logging
@@ -23,13 +22,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,16 +44,15 @@ from pensieve.errors import (
 )
 from pensieve.lab.compose.build import outside_engine
 from pensieve.lab.compose.conf import outputs_folder
-from pensieve.lab.compose.explain import explain
 from pensieve.lab.compose.model_files import weights_identity
-from pensieve.lab.compose.plan import Device, TrialPlan, cores, free_host_memory_bytes, plan_trial, plans_in_flight
+from pensieve.lab.compose.plan import Device, TrialPlan, plan_trial, plans_in_flight
 from pensieve.lab.compose.settings import TrackingConfig, TrialConfig, check
 from pensieve.lab.results.environment import Owner, is_alive, this_process
 from pensieve.lab.results.identity import RUNS_TRIALS, Identity, identify
 from pensieve.lab.results.mlflow_runs import remote_url
 from pensieve.lab.results.store import ResultsStore, open_store
-from pensieve.lab.trial.terminal import INTERRUPTED, raise_if_interrupted, remember_interrupts, say
-from pensieve.plugins.device.shelf import open_shelf
+from pensieve.lab.trial.terminal import remember_interrupts, say
+from pensieve.plugins.device import shelf
 from pensieve.plugins.engines.ray_cluster import ray_version
 
 MEASURED_AT = "machine_measured_at"
@@ -331,7 +328,17 @@ CRASH_FILE = "crash.log"  # in the job's folder: Python's stack, where a native 
 LOG_FILE = "run.log"
 LOG_FORM = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"  # as in conf/hydra/job_logging
 GRACE_S = 30.0  # beyond trial.timeout_s, for the imports before it and for a trial that ends itself in time
-WAKE_S = 0.25
+
+
+class _Apart(NamedTuple):
+    """A process that runs trials one after another, as they are asked for."""
+
+    pool: ProcessPoolExecutor
+    process: BaseProcess
+
+
+_kept: list[_Apart] = []
+"""The process that the next trial may run in, if there is one."""
 
 
 def run_isolated(asked: Asked, tracking: Tracking, timeout_s: float | None, keeps: bool = False) -> Outcome:
@@ -343,48 +350,38 @@ def run_isolated(asked: Asked, tracking: Tracking, timeout_s: float | None, keep
     asked.job.folder.mkdir(parents=True, exist_ok=True)
     crash = asked.job.folder / CRASH_FILE
     crash.unlink(missing_ok=True)
-    if not keeps:
+    if not (keeps and _kept and _kept[0].process.is_alive()):
         end_kept()
-    apart = _kept.pop() if _kept and _kept[0].process.is_alive() else _start(tracking)
-    end_kept()  # one that is dead
+    apart = _kept.pop() if _kept else _start()
+    future = apart.pool.submit(_attempt, asked, tracking.outputs)
     outcome: Outcome | None = None
-    late = False
+    late_s = None
     try:
-        apart.pipe.send(asked)
-        outcome, late = _wait(apart.process, apart.pipe, timeout_s)
-    except BrokenPipeError:
-        apart.process.join()  # it died before it was asked
+        outcome = future.result(None if timeout_s is None else timeout_s + GRACE_S)
+    except TimeoutError:
+        late_s = timeout_s
+    except BrokenExecutor:  # it died
+        apart.process.join()
     except KeyboardInterrupt:
-        _interrupt(apart.process)
+        assert apart.process.pid is not None
+        os.kill(apart.process.pid, signal.SIGINT)
+        wait([future], GRACE_S)
         raise
     finally:
         if keeps and outcome is not None and outcome.completed:
             _kept.append(apart)
         else:
             _end(apart)
-    if outcome is not None:
-        return outcome
-    return _record_death(apart.process, tracking, crash, timeout_s if late else None)
+    return _record_death(apart.process, tracking, crash, late_s) if outcome is None else outcome
 
 
-class _Apart(NamedTuple):
-    """A process that runs trials, and the pipe to it."""
-
-    process: SpawnProcess
-    pipe: Connection
-
-
-_kept: list[_Apart] = []
-"""The process that the next trial may run in, if there is one."""
-
-
-def _start(tracking: Tracking) -> _Apart:
+def _start() -> _Apart:
+    before = multiprocessing.active_children()
     spawn = multiprocessing.get_context("spawn")  # a fork would share the parent's CUDA context and threads
-    ours, its = spawn.Pipe()
-    process = spawn.Process(target=_perform, args=(tracking.outputs, this_process(), its))
-    process.start()
-    its.close()
-    return _Apart(process, ours)
+    pool = ProcessPoolExecutor(1, spawn, _begin, (this_process(),))
+    pool.submit(os.getpid).result()
+    [process] = [child for child in multiprocessing.active_children() if child not in before]
+    return _Apart(pool, process)
 
 
 def end_kept() -> None:
@@ -393,42 +390,13 @@ def end_kept() -> None:
         _end(_kept.pop())
 
 
-atexit.register(end_kept)  # before multiprocessing waits for it, which has registered itself earlier
-
-
 def _end(apart: _Apart) -> None:
-    if apart.process.is_alive():
-        apart.process.kill()
+    apart.process.kill()
     apart.process.join()
-    apart.pipe.close()
+    apart.pool.shutdown()
 
 
-def _wait(process: SpawnProcess, receiver: Connection, timeout_s: float | None) -> tuple[Outcome | None, bool]:
-    """The outcome, None where the process ended without one; and whether it was killed for being late."""
-    ends = None if timeout_s is None else time.monotonic() + timeout_s + GRACE_S
-    while not receiver.poll(WAKE_S):
-        raise_if_interrupted()
-        if ends is not None and time.monotonic() > ends:
-            process.kill()
-            process.join()
-            return None, True
-    try:
-        outcome: Outcome = receiver.recv()
-    except (EOFError, ConnectionResetError):
-        process.join()
-        return None, False
-    return outcome, False
-
-
-def _interrupt(process: SpawnProcess) -> None:
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGINT)
-    process.join(GRACE_S)
-    if process.is_alive():
-        log.warning("process %s did not end after Ctrl-C and is killed", process.pid)
-
-
-def _record_death(process: SpawnProcess, tracking: Tracking, crash: Path, late_s: float | None) -> Outcome:
+def _record_death(process: BaseProcess, tracking: Tracking, crash: Path, late_s: float | None) -> Outcome:
     """Record the trial of a process that died as failed, with what is known of the reason."""
     code, pid = process.exitcode, process.pid
     assert code is not None and pid is not None
@@ -465,7 +433,7 @@ def logged_in(file: Path) -> Iterator[None]:
         handler.close()
 
 
-def _log_to_stderr() -> None:
+def log_to_stderr() -> None:
     """In a new process: warnings, as conf/hydra/job_logging has it."""
     console = logging.StreamHandler(sys.stderr)
     console.setLevel(logging.WARNING)
@@ -475,31 +443,14 @@ def _log_to_stderr() -> None:
 # -- in the process of its own ------------------------------------------------------------------------------------------
 
 
-def _perform(outputs: Path, parent: Owner, pipe: Connection) -> None:
-    """Trials one after another, as they are asked for through `pipe`, until nobody is there to ask for more. The outcome of
-    each is sent back, and what it prints goes to stderr. An interrupted one has no outcome."""
+def _begin(parent: Owner) -> None:
     os.setsid()  # Ctrl-C on the terminal reaches it once, through the parent
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # what a trial prints is no result
     end_with(parent)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # even where the shell told our parent to ignore it
     remember_interrupts()
-    _log_to_stderr()
-    with open_shelf():
-        while (asked := _next(pipe)) is not None:
-            folder = asked.job.folder
-            with logged_in(folder / LOG_FILE), _leaving_its_stack(folder / CRASH_FILE):
-                try:
-                    pipe.send(_attempt(asked, outputs))
-                except KeyboardInterrupt:
-                    sys.exit(INTERRUPTED)
-
-
-def _next(pipe: Connection) -> Asked | None:
-    try:
-        asked: Asked = pipe.recv()
-    except (EOFError, ConnectionResetError):
-        return None
-    return asked
+    log_to_stderr()
+    shelf.begin()
 
 
 @contextmanager
@@ -517,73 +468,10 @@ def _leaving_its_stack(file: Path) -> Iterator[None]:
 def _attempt(asked: Asked, outputs: Path) -> Outcome:
     from pensieve.lab.trial.run import Attempt  # which starts isolated trials, and so imports this module
 
-    try:
-        config = check(asked.config)
-        tracking, plan = open_tracking(config, outputs), plan_trial(config)
-        return Attempt(plan, identity_of(plan, asked.config), asked.config, tracking, asked.job, say).run()
-    except PensieveError as error:
-        return Outcome(0, "failed", error=str(error))
-
-
-# -- several at a time, each process running one after another --------------------------------------------------------
-
-
-Perform = Callable[[Sequence[Asked]], Iterator[tuple[Asked, Outcome]]]
-"""Runs trials and gives the outcome of each when it is there, in any order."""
-
-A_PROCESS_BYTES = 2**30
-"""What a simulated trial may come to: a million turns need a little more."""
-
-
-def processes_here() -> int:
-    """Simulated trials that run here at a time."""
-    return max(1, min(cores(), free_host_memory_bytes() // A_PROCESS_BYTES))
-
-
-@contextmanager
-def performing(tracking: Tracking, processes: int) -> Iterator[Perform]:
-    """So many trials at a time; with one, in this process. After Ctrl-C those under way are found dead in the database."""
-    if processes == 1:
-        yield lambda trials: ((one, _logged(one, tracking, say)) for one in trials)
-        return
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (this_process(),))
-
-    def perform(trials: Sequence[Asked]) -> Iterator[tuple[Asked, Outcome]]:
-        futures = {pool.submit(_outcome_here, one, tracking.outputs): one for one in trials}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-
-    try:
-        yield perform
-    except BaseException:
-        for child in multiprocessing.active_children():
-            child.kill()
-        raise
-    finally:  # whoever asked may have had enough
-        pool.shutdown(cancel_futures=True)
-
-
-def _begin(owner: Owner) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told too, and ends this process
-    _log_to_stderr()
-    end_with(owner)
-
-
-def _outcome_here(asked: Asked, outputs: Path) -> Outcome:
-    return _logged(asked, replace(open_tracking(check(asked.config), outputs), mlflow=False), lambda _: None)
-
-
-def _logged(asked: Asked, tracking: Tracking, say: Callable[[str], None]) -> Outcome:
-    with logged_in(asked.job.folder / LOG_FILE):
-        return outcome_of(asked, tracking, say)
-
-
-def outcome_of(asked: Asked, tracking: Tracking, say: Callable[[str], None]) -> Outcome:
-    """Run the trial, whatever becomes of it."""
-    from pensieve.lab.trial.run import run_trial
-
-    try:
-        return run_trial(check(asked.config), asked.config, tracking, asked.job, say)
-    except Exception as error:  # before there was a trial to record it in; the others go on
-        log.info("%s could not begin its trial", asked.job.title, exc_info=error)
-        return Outcome(0, "failed", error=explain(error))
+    with logged_in(asked.job.folder / LOG_FILE), _leaving_its_stack(asked.job.folder / CRASH_FILE):
+        try:
+            config = check(asked.config)
+            tracking, plan = open_tracking(config, outputs), plan_trial(config)
+            return Attempt(plan, identity_of(plan, asked.config), asked.config, tracking, asked.job, say).run()
+        except PensieveError as error:
+            return Outcome(0, "failed", error=str(error))

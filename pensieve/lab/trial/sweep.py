@@ -8,12 +8,15 @@ variable of the job then says which sweep it belongs to.
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -30,7 +33,8 @@ from rich.text import Text
 from pensieve.errors import ConfigError, in_checkout
 from pensieve.lab.compose.build import preflight
 from pensieve.lab.compose.conf import conf_folder
-from pensieve.lab.compose.plan import TrialPlan, awaits_profile
+from pensieve.lab.compose.explain import explain
+from pensieve.lab.compose.plan import TrialPlan, awaits_profile, cores, free_host_memory_bytes
 from pensieve.lab.compose.settings import TrialConfig, check, resolved
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.environment import Owner, git_commit, host, this_process
@@ -44,17 +48,17 @@ from pensieve.lab.results.sweep_table import sweep_table
 from pensieve.lab.tables import grid
 from pensieve.lab.trial.command import Jobs, in_turn
 from pensieve.lab.trial.job import (
+    LOG_FILE,
     Asked,
     Job,
     Outcome,
     Tracking,
     end_kept,
     end_with,
+    log_to_stderr,
+    logged_in,
     marks_of,
     open_tracking,
-    outcome_of,
-    performing,
-    processes_here,
 )
 from pensieve.lab.trial.run import run_trial
 from pensieve.lab.trial.terminal import (
@@ -69,6 +73,8 @@ from pensieve.lab.trial.terminal import (
 )
 from pensieve.plugins.device import shelf
 from pensieve.units import NONE, duration
+
+log = logging.getLogger(__name__)
 
 FIGURE_SCRIPT = "analysis/figures.py"
 MEMBERSHIP = "PENSIEVE_SWEEP"
@@ -265,6 +271,68 @@ def figure_lines(drawn: Sequence[Path]) -> list[str]:
     return [f"{'Figure' if path.suffix == '.png' else 'Table'}:".ljust(10) + str(path) for path in drawn]
 
 
+# -- several at a time, each process running one after another --------------------------------------------------------
+
+
+Perform = Callable[[Sequence[Asked]], Iterator[tuple[Asked, Outcome]]]
+"""Runs trials and gives the outcome of each when it is there, in any order."""
+
+A_PROCESS_BYTES = 2**30
+"""What a simulated trial may come to: a million turns need a little more."""
+
+
+def processes_here() -> int:
+    """Simulated trials that run here at a time."""
+    return max(1, min(cores(), free_host_memory_bytes() // A_PROCESS_BYTES))
+
+
+@contextmanager
+def performing(tracking: Tracking, processes: int) -> Iterator[Perform]:
+    """So many trials at a time; with one, in this process. After Ctrl-C those under way are found dead in the database."""
+    if processes == 1:
+        yield lambda trials: ((one, _logged(one, tracking, say)) for one in trials)
+        return
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin, (this_process(),))
+
+    def perform(trials: Sequence[Asked]) -> Iterator[tuple[Asked, Outcome]]:
+        futures = {pool.submit(_outcome_here, one, tracking.outputs): one for one in trials}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+    try:
+        yield perform
+    except BaseException:
+        for child in multiprocessing.active_children():
+            child.kill()
+        raise
+    finally:  # whoever asked may have had enough
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(owner: Owner) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told too, and ends this process
+    log_to_stderr()
+    end_with(owner)
+
+
+def _outcome_here(asked: Asked, outputs: Path) -> Outcome:
+    return _logged(asked, replace(open_tracking(check(asked.config), outputs), mlflow=False), lambda _: None)
+
+
+def _logged(asked: Asked, tracking: Tracking, say: Callable[[str], None]) -> Outcome:
+    with logged_in(asked.job.folder / LOG_FILE):
+        return outcome_of(asked, tracking, say)
+
+
+def outcome_of(asked: Asked, tracking: Tracking, say: Callable[[str], None]) -> Outcome:
+    """Run the trial, whatever becomes of it."""
+    try:
+        return run_trial(check(asked.config), asked.config, tracking, asked.job, say)
+    except Exception as error:  # before there was a trial to record it in; the others go on
+        log.info("%s could not begin its trial", asked.job.title, exc_info=error)
+        return Outcome(0, "failed", error=explain(error))
+
+
 # -- one job ------------------------------------------------------------------------------------------------------------
 
 
@@ -295,7 +363,7 @@ def run_single(cfg: DictConfig, config: TrialConfig) -> None:
     tracking = open_tracking(config)
     folder = Path(HydraConfig.get().runtime.output_dir) if tracking.kept else tracking.outputs
     job = Job(f"{config.model.name} {config.baseline.name}", folder)
-    plain = resolved(cfg)
+    plain, store = resolved(cfg), tracking.store
     keep_resolved(folder, plain)
     try:
         outcome = run_trial(config, plain, tracking, job, say)
@@ -303,7 +371,6 @@ def run_single(cfg: DictConfig, config: TrialConfig) -> None:
         ends_interrupted()
         say("Interrupted; the trial is marked so, and the same command runs it again.")
         sys.exit(INTERRUPTED)
-    store = tracking.store
     try:
         if not outcome.completed:
             say(str(outcome.error))
