@@ -45,6 +45,8 @@ class TalkingEngine(Engine):
 
     def say(self, message: Request) -> None:
         """Submit it with a prompt of all that its conversation holds, and the message."""
+        if self.counts_windows and self.scheduler.forward is not None:  # so that it has all that was said
+            self.scheduler.forward.leave(list(self.scheduler.standing))
         held = self.cache.sessions.get(message.session)
         self.submit(message if held is None else replace(message, prompt=held.tokens + message.prompt))
 
@@ -106,7 +108,7 @@ def make_engine(
         max_context=MODEL.max_context,
         limits=limits,
         facts=books,
-        strategies=strategies_of(asked, chunk_tokens, cost, forward_for(worker.computes, depth)),
+        strategies=strategies_of(asked, chunk_tokens, cost, forward_for(worker.computes, depth, MODEL)),
     )
     if holding:
         books.count_holding()

@@ -21,9 +21,7 @@ from typing import Any, get_args
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.base import PolicyContext
-from pensieve.core.policies.conversation_lru import ConversationLru
-from pensieve.core.policies.fifo import Fifo
-from pensieve.core.policies.lru import Lru
+from pensieve.core.policies.lru import ConversationLru, Fifo, Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Fork, Length, Request, Sampling, tokens_of
 from pensieve.core.scheduler.scheduler import SchedulerSettings, split, unified

@@ -9,9 +9,7 @@ import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.policies.belady import Belady
-from pensieve.core.policies.conversation_lru import ConversationLru
-from pensieve.core.policies.fifo import Fifo
-from pensieve.core.policies.lru import Lru
+from pensieve.core.policies.lru import ConversationLru, Fifo, Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Forced, Free, Request, tokens_of
 from pensieve.core.scheduler.scheduler import Strategies, split, unified
@@ -24,7 +22,7 @@ from pensieve.serve.books.books import Books
 from pensieve.serve.systems.inline_system import forward_for
 from pensieve.serve.tokenizer import stop_search
 from pensieve.sim.worker import SimulatedWorker
-from tests.simulated import MACHINE, LateWorker, TalkingEngine, make_engine, request, run
+from tests.simulated import MACHINE, MODEL, LateWorker, TalkingEngine, make_engine, request, run
 
 VOCAB = 97
 
@@ -95,7 +93,7 @@ def engine_of(depth, eos=frozenset(), **options):
         eos=eos,
         search=lambda stops: stop_search(letters, stops),
         facts=Books(made.cache.chunk_tokens),
-        strategies=Strategies(forward=forward_for(worker.computes, depth)),
+        strategies=Strategies(forward=forward_for(worker.computes, depth, MODEL)),
     )
 
 

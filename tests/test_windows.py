@@ -1,4 +1,4 @@
-"""Plans that are repeated give, bit by bit, what single iterations give."""
+"""Plans that are repeated, and decodes without rows, give bit by bit what a plan of rows for each iteration gives."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ def drive(seed, monkeypatch, windows, longest=16, gaps=(0, 1, 1000), **options):
         "max_batch_tokens": rng.choice([8, 24]),
         **options,
     }
-    engine = make_engine(computes=False, **settings)
-    if not windows:
-        monkeypatch.setattr(engine.scheduler.forward, "iterations", lambda rows: 1)
+    engine = make_engine(computes=not windows, **settings)
     launched = []
     launch = engine.worker.launch
     monkeypatch.setattr(engine.worker, "launch", lambda plan: (launched.append(plan), launch(plan))[1])
@@ -85,7 +83,8 @@ def run_until(engine, clock, until_ns, seen):
             break
         before = clock.now_ns()
         events = engine.step(until_ns)
-        engine.cache.check()
+        if engine.scheduler.forward is None or not engine.counts_windows or not engine.scheduler.forward.members:
+            engine.cache.check()  # else sessions have blocks for tokens that they are still to be told of
         for event in events:
             seen.append((event.kind, event.request_id, event.at_s, event.token, event.tokens))
             if event.turn is not None:
@@ -135,7 +134,7 @@ def test_a_window_holds_a_prefill_while_others_wait_and_copies_are_under_way(cas
     for seed in range(10, 16):
         plans, _ = assert_equal(seed, monkeypatch, longest=120, swap_out_start=0.5, swap_out_stop=0.9, **CASES[case])
         repeated = [plan for plan in plans if plan.repeat > 1]
-        prefills += sum(plan.rows[-1].sample is None for plan in repeated)
+        prefills += sum(bool(plan.rows) and plan.rows[-1].sample is None for plan in repeated)
         copying += sum(any(move.target == CPU for move in plan.moves) for plan in repeated)
     assert prefills > 20
     assert copying > 3 or case != "two tiers"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pensieve.core.cache.base import CacheManager
 from pensieve.core.facts import NOBODY_NOW, SILENT, Computed, Facts
 from pensieve.core.machine import Clock, Worker
-from pensieve.core.plan import Moved, Repeats, StepResult
+from pensieve.core.plan import StepResult
 from pensieve.core.request import UNNUMBERED, Event, Request, TokenArray
 from pensieve.core.scheduler.active_request import ActiveRequest
 from pensieve.core.scheduler.scheduler import Scheduler, SchedulerSettings, Step, Strategies
@@ -75,8 +75,8 @@ class Engine:
         self.ended_requests = 0
         """Ever, as events that are taken or still to be taken say."""
         self.counts_windows = False
-        """Whoever takes the events wants to know how many tokens a window gave a request before its last, not which."""
-        self._events: list[Event] = []
+        """Whoever takes the events wants to know how many tokens a request got while it had no row, once they are told."""
+        self._events: list[Event] = [] if self.scheduler.forward is None else self.scheduler.forward.events
 
     @property
     def busy(self) -> bool:
@@ -108,6 +108,8 @@ class Engine:
         if error is not None:
             self._close(active, "refused", error.reason, now_s, str(error))
             return False
+        if request.fork is not None and (forward := self.scheduler.forward) is not None:
+            forward.leave(list(forward.members))  # so that its parent has all its tokens
         self.sessions.prepare(session, new, request)
         self.scheduler.submit(active)
         self._active[request.id] = active
@@ -151,7 +153,7 @@ class Engine:
 
     def take_events(self) -> list[Event]:
         """Return, once, the events since the last call; `step` returns them too."""
-        events, self._events = self._events, []
+        events, self._events[:] = self._events[:], []
         return events
 
     # -- plan ---------------------------------------------------------------------------------------------------------
@@ -183,7 +185,10 @@ class Engine:
         self.facts.at(ended_ns)
         repeats, scheduler = result.repeats, self.scheduler
         failed = [one for one in result.moved if not one.ok] if result.moved else ()
-        misread = self._fail_moves(failed) if failed else ()
+        misread: Sequence[ActiveRequest] = ()
+        if failed:
+            failing, misread = scheduler.lost(failed)
+            self._fail_requests(failing, "A copy between the CPU and the GPU tier failed.", self.clock.now_s())
         if result.step is None:
             self.facts.collected(None, result)
             if result.moved:
@@ -197,21 +202,35 @@ class Engine:
             own = {move.ticket for move in step.plan.moves}
             scheduler.moved([one for one in result.moved if one.ticket not in own])
             self._fail_requests(scheduler.failed(step), result.error, now_s)
-        elif repeats is None:
-            if result.moved:
+        else:
+            forward, counted, ended = scheduler.forward, self.counts_windows, list[ActiveRequest]()
+            if result.moved and repeats is None:
                 scheduler.moved(result.moved)
+            if forward is not None and scheduler.standing:
+                ended = self._end(forward.performed(result, now_s, counted), now_s)
             self._commit_rows(step, result, now_s, misread)
-        else:  # its copies ended with the last iteration, if any did
-            self._commit_rows(step, result, now_s, misread)
-            self._commit_repeats(step, repeats, now_s)
-            self.facts.at(repeats.ended_ns[-1])
-            if result.moved:
-                scheduler.moved(result.moved)
+            if forward is not None and (step.sampled or repeats):
+                last_s = int(repeats.ended_ns[-1]) / 1e9 if repeats else now_s
+                ended += self._end(forward.repeated(step, result, now_s, counted), last_s)
+            if repeats is not None:
+                self.facts.at(int(repeats.ended_ns[-1]))
+                if result.moved:  # its copies ended with the last iteration, if any did
+                    scheduler.moved(result.moved)
+            for active in ended:
+                self._release(active)
         for active in step.members:
             if active.closed:
                 self._release(active)
         if misread:
             scheduler.start_over(misread, self.clock.now_s())
+
+    def _end(self, members: Iterable[ActiveRequest], now_s: float) -> list[ActiveRequest]:
+        """Close these, who have had no rows and have all their tokens; returns them."""
+        ended = []
+        for active in members:
+            self._close(active, "completed", "length", now_s)
+            ended.append(active)
+        return ended
 
     def _commit_rows(self, step: Step, result: StepResult, now_s: float, misread: Sequence[ActiveRequest]) -> None:
         """Give times and tokens to the requests that had a row. A request that was closed meanwhile gets none, and the
@@ -239,20 +258,6 @@ class Engine:
                 self.scheduler.invalidate(active, ((0, runs[-1][1]),))
                 self._fail_requests([active], _NOT_FINITE, now_s)
 
-    def _commit_repeats(self, step: Step, repeats: Repeats, now_s: float) -> None:
-        """Apply the further iterations of a repeated plan, as one result for each of them would have."""
-        assert self.scheduler.forward is not None
-        emitted, earlier = self.scheduler.forward.apply(step, repeats, now_s, self.counts_windows)
-        self._events += earlier
-        ended_s = repeats.ended_ns[-1] / 1e9
-        for (active, _), tokens in zip(step.rows, emitted, strict=False):
-            count = len(tokens) if self.counts_windows else 1
-            self._events.append(Event("token", active.request.id, ended_s, tokens[-1], tokens=count))
-            if active.generated >= active.max_new_tokens:
-                self._close(active, "completed", "length", ended_s)
-            else:
-                active.decode_next()
-
     def _emit(self, active: ActiveRequest, token: int, now_s: float) -> None:
         """Tell of the token that was appended to a request, and close the request if it was the last."""
         kind: Literal["first_token", "token"] = "token" if active.generated > 1 else "first_token"
@@ -264,13 +269,6 @@ class Engine:
             self.scheduler.goes_on(active)
 
     # -- failure ------------------------------------------------------------------------------------------------------
-
-    def _fail_moves(self, failed: Sequence[Moved]) -> Sequence[ActiveRequest]:
-        """Fail the requests that run on KV that one of these should have brought from the CPU. Returns those that read
-        something else than was asked for."""
-        failing, misread = self.scheduler.lost(failed)
-        self._fail_requests(failing, "A copy between the CPU and the GPU tier failed.", self.clock.now_s())
-        return misread
 
     def _fail_requests(self, failing: Sequence[ActiveRequest], error: str, now_s: float) -> None:
         """Close these requests as failed; nobody else is touched."""
@@ -286,6 +284,8 @@ class Engine:
         self, active: ActiveRequest, status: str, reason: str | None, now_s: float, error: str | None = None
     ) -> None:
         """End the request for whoever asked, and emit `finished`."""
+        if active in self.scheduler.standing and self.scheduler.forward is not None:
+            self.scheduler.forward.leave((active,))
         active.close(status, now_s)
         self._tell_ended(active.request, status, reason, now_s, error)
 

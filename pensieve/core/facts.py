@@ -46,6 +46,14 @@ class Admission(NamedTuple):
     read: tuple[Run, ...] = ()
 
 
+class Iterations(NamedTuple):
+    """Some that followed each other: when each ended, how long it computed, and how long that waited for a transfer."""
+
+    ended_s: TokenArray[float]
+    compute_ms: TokenArray[float]
+    stall_ms: TokenArray[float]
+
+
 Computed = tuple[int, int | None, float | None]
 """A row that was computed: its request; the token that was appended to its output, None where the row was not sampled; the
 margin (top logit less the second), None where it is not known."""
@@ -146,10 +154,11 @@ class Facts:
     def computed(self, plan: StepPlan, result: StepResult, rows: Sequence[Computed], now_s: float) -> None:
         """What the plan's valid rows yielded."""
 
-    def repeated(
-        self, plan: StepPlan, repeats: Repeats, requests: Sequence[int], tokens: Sequence[TokenArray[int]]
-    ) -> None:
-        """What its further iterations yielded. requests: of its rows; tokens: those appended to the first of them."""
+    def repeated(self, plan: StepPlan, repeats: Repeats, prefills: Sequence[int]) -> None:
+        """It stood for further iterations. prefills: the requests of those rows that go on through all of them."""
+
+    def decoded(self, request: Request, tokens: TokenArray[int], iterations: Iterations) -> None:
+        """What a request has got without rows of its own, a token an iteration."""
 
 
 SILENT = Facts()

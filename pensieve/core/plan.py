@@ -7,11 +7,14 @@ of the plan is done; then come the moves to the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pensieve.core.request import Sampling, TokenArray
+import numpy as np
+from numpy.typing import NDArray
+
+from pensieve.core.request import Sampling
 
 Tier = str
 """Name of a tier: GPU, CPU, or what a tier below calls itself."""
@@ -44,28 +47,6 @@ class Moved(NamedTuple):
     gone: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRun:
-    """`blocks` consecutive blocks from `src` on, copied to as many from `dst` on."""
-
-    src: int
-    dst: int
-    blocks: int
-
-
-def merge_moves(moves: Sequence[Move]) -> list[BlockRun]:
-    """Join blocks that are adjacent in source and target alike. Moves of one direction may be done in any order."""
-    pairs = sorted(pair for move in moves for pair in zip(move.src, move.dst, strict=True))
-    runs: list[BlockRun] = []
-    for src, dst in pairs:
-        last = runs[-1] if runs else None
-        if last is not None and src == last.src + last.blocks and dst == last.dst + last.blocks:
-            runs[-1] = BlockRun(last.src, last.dst, last.blocks + 1)
-        else:
-            runs.append(BlockRun(src, dst, 1))
-    return runs
-
-
 class Sample(NamedTuple):
     """How to draw the token at `position`; `key`: of the noise, the same for a whole turn. temperature 0 is greedy."""
 
@@ -95,9 +76,21 @@ class Row(NamedTuple):
         return sum(stop - start for start, stop in self.runs)
 
 
+class Decodes(NamedTuple):
+    """Requests that decode without rows of their own: of each one more position is computed, and a token sampled. before: the
+    positions before these, of all requests together; longest: of the one that has the most."""
+
+    requests: int = 0
+    before: int = 0
+    longest: int = 0
+
+
+NO_DECODES = Decodes()
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration. rows may be empty: copies only.
+    """One iteration. rows may be empty: copies and decodes only. decodes: only for a worker that computes nothing.
 
     tables: (slot, first chunk, block ids): what changed in the slots' block tables since the last plan. moves: in the order
     in which they were decided; those with a tier below are performed in this order.
@@ -112,15 +105,15 @@ class StepPlan:
     moves: tuple[Move, ...] = ()
     repeat: int = 1
     horizon_ns: int | None = None
+    decodes: Decodes = NO_DECODES
 
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """The further iterations of a plan that was repeated: when each ended and how long it took, and its tokens by slot."""
+    """The further iterations of a plan that was repeated: when each ended, and how long it took."""
 
-    ended_ns: tuple[int, ...]
-    compute_ns: tuple[int, ...]
-    tokens: dict[int, TokenArray[int]]
+    ended_ns: NDArray[np.int64]
+    compute_ns: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

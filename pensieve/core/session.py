@@ -95,6 +95,13 @@ class Chunks:
         del self.gpu[first:], self.gpu_len[first:], self.cpu[first:], self.cpu_len[first:]
         del self.copying[first:], self.view[first:]
 
+    def take(self, index: int, other: Chunks) -> None:
+        """Take over blocks and KV of another session's chunk of the same index, which has lost them then."""
+        for name in ("gpu", "gpu_len", "cpu", "cpu_len"):
+            getattr(self, name)[index] = getattr(other, name)[index]
+        other.gpu[index] = other.cpu[index] = NO_BLOCK
+        other.gpu_len[index] = other.cpu_len[index] = 0
+
     def without_gpu(self) -> list[ChunkRun]:
         """Runs of chunks that have no GPU block."""
         column = self.gpu
@@ -102,13 +109,6 @@ class Chunks:
         if not lacking or lacking == len(column):
             return [(0, lacking)] if lacking else []
         return runs_of(index for index, block in enumerate(column) if block == NO_BLOCK)
-
-    def take(self, index: int, other: Chunks) -> None:
-        """Take over blocks and KV of another session's chunk of the same index, which has lost them then."""
-        for name in ("gpu", "gpu_len", "cpu", "cpu_len"):
-            getattr(self, name)[index] = getattr(other, name)[index]
-        other.gpu[index] = other.cpu[index] = NO_BLOCK
-        other.gpu_len[index] = other.cpu_len[index] = 0
 
 
 class Chunk(NamedTuple):
@@ -281,7 +281,8 @@ class Session:
 
     def name_known(self, index: int) -> BlockHash | None:
         """Return the name of full block `index` if somebody has asked for it, else None. Any thread may ask."""
-        return None if self._names is None else self._names.known(index)
+        known = [] if self._names is None else self._names.hashes
+        return known[index] if index < len(known) else None
 
     def advance(self, stop: int) -> None:
         """Record that the plan being made computes positions up to `stop`."""
@@ -325,23 +326,19 @@ class HashChain:
     def __init__(self, chunk_tokens: int, tenant: str = "") -> None:
         self._size = chunk_tokens
         self._before = hashlib.blake2b(tenant.encode(), digest_size=16).digest() if tenant else b""
-        self._hashes: list[BlockHash] = []
+        self.hashes: list[BlockHash] = []
 
     def upto(self, tokens: TokenArray[int], length: int) -> list[BlockHash]:
         """Return the hashes of the full blocks in [0, length)."""
-        while (len(self._hashes) + 1) * self._size <= length:
-            start = len(self._hashes) * self._size
-            before = self._hashes[-1] if self._hashes else self._before
+        while (len(self.hashes) + 1) * self._size <= length:
+            start = len(self.hashes) * self._size
+            before = self.hashes[-1] if self.hashes else self._before
             block = tokens[start : start + self._size].tobytes()
-            self._hashes.append(hashlib.blake2b(before + block, digest_size=16).digest())
-        return self._hashes[: length // self._size]
-
-    def known(self, index: int) -> BlockHash | None:
-        """Return the hash of full block `index` if `upto` has made it, else None. Any thread may ask."""
-        return self._hashes[index] if index < len(self._hashes) else None
+            self.hashes.append(hashlib.blake2b(before + block, digest_size=16).digest())
+        return self.hashes[: length // self._size]
 
     def cut(self, length: int) -> None:
-        del self._hashes[length // self._size :]
+        del self.hashes[length // self._size :]
 
 
 def chunks_of(tokens: int, chunk_tokens: int) -> int:

@@ -11,11 +11,11 @@ from typing import Literal, cast, get_args
 
 import numpy as np
 
-from pensieve.core.cache.base import Room
+from pensieve.core.cache.base import Copying, Room
 from pensieve.core.cache.two_tier import TwoTierRoom
 from pensieve.core.machine import CostModel
 from pensieve.core.scheduler.active_request import ActiveRequest
-from pensieve.core.scheduler.scheduler import Copying, Forward, Scheduler, SchedulerSettings, Strategies
+from pensieve.core.scheduler.scheduler import Forward, Scheduler, SchedulerSettings, Strategies
 from pensieve.core.session import NO_BLOCK, Node, Session, View, runs_of
 from pensieve.errors import ConfigError
 from pensieve.serve.books.books import predicted_s
@@ -62,7 +62,7 @@ def choose_copy_ahead(asked: str, cpu_blocks: int, one_memory: bool, kept_clean:
     return CopyChoice("paper", "the CPU tier is another memory")
 
 
-class Spare:
+class Spare(Copying):
     """As the paper, but ahead of time only into CPU blocks that no chunk has its only copy in."""
 
     def __init__(self, room: TwoTierRoom) -> None:
@@ -74,15 +74,9 @@ class Spare:
         room.swap_out(urgent, now_s, head)
         room.swap_out(ahead - max(urgent, 0), now_s, None, spare=True)
 
-    def on_its_way(self, in_flight: bool) -> bool:
-        return False
-
     def begins_below(self, prefilled: Sequence[Session]) -> int:
         spare = self._room.spare_cpu_blocks or any(map(_on_cpu, prefilled))  # what is computed again is spare
         return self._room.low if spare else 0
-
-    def changes_places(self, head: Session) -> bool:
-        return False
 
 
 class Never(Spare):

@@ -162,10 +162,10 @@ class TurnRecord:
         self.compute_ms = (self.compute_ms or 0.0) + compute_ms
         self.transfer_ms = (self.transfer_ms or 0.0) + stall_ms
 
-    def more_steps(self, compute_ms: Sequence[float]) -> None:
-        """As `step` for several iterations, none of which waited for a transfer."""
+    def more_steps(self, compute_ms: Sequence[float], stall_ms: Sequence[float] = ()) -> None:
+        """As `step` for several iterations. stall_ms: nothing where none waited for a transfer."""
         self.compute_ms = reduce(add, compute_ms, self.compute_ms or 0.0)  # `sum` compensates, in some versions
-        self.transfer_ms = self.transfer_ms or 0.0
+        self.transfer_ms = reduce(add, stall_ms, self.transfer_ms or 0.0)
 
     def copied(self, column: Literal["h2d_bytes", "d2h_bytes"], count: int | None) -> None:
         """Add the bytes of a copy that it waited for. count None: the step failed, so the sum is unknown from now on."""

@@ -3,11 +3,15 @@ requests a second stateless serving could finish is the unit of a relative load.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pensieve.core.machine import CostModel
+from pensieve.core.plan import NO_DECODES, Decodes
 from pensieve.sim.machine_profile import ProfiledCost, read_profile
 from pensieve.sim.measured import MeasuredCost
 from pensieve.sim.roofline import Roofline, Run
@@ -17,12 +21,18 @@ from pensieve.specs import HardwareSpec, ModelSpec
 class SimulatedCost(CostModel, Protocol):
     """Whole iterations and copies, beside the chunks that a cost model prices."""
 
-    def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
-        """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
+    def iteration_s(self, runs: Iterable[Run], sampled: int, decodes: Decodes = NO_DECODES) -> float:
+        """One iteration over attention rows of queries [start, stop) each, and decodes beside them; logits of `sampled`
+        positions."""
         ...
 
-    def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
-        """The iterations that follow one of these rows, each of which goes on by as many positions as it has; without end."""
+    def following_s(self, runs: Sequence[Run], sampled: int, decodes: Decodes, most: int) -> NDArray[np.float64] | None:
+        """So many iterations that follow one of these rows, each of which goes on by as many positions as it has. None: each
+        has to be asked for by itself."""
+        ...
+
+    def ran(self, iterations: int) -> None:
+        """So many of those that were told at once have run."""
         ...
 
     def transfer_s(self, blocks: int, to_gpu: bool, runs: int = 1) -> float:

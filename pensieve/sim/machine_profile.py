@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,9 +19,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from pensieve.core.plan import NO_DECODES, Decodes
 from pensieve.errors import ConfigError
 from pensieve.sim.profile import Profile
-from pensieve.sim.roofline import Run, one_after_another
+from pensieve.sim.roofline import Run
 from pensieve.specs import HardwareSpec, ModelSpec
 
 COMMAND = "python runners/profile.py"
@@ -189,40 +190,42 @@ class ProfiledCost:
             costs.recompute_s, costs.step_s, costs.weights_s, costs.load_s,
         )  # fmt: skip
 
-    def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
+    def iteration_s(self, runs: Iterable[Run], sampled: int, decodes: Decodes = NO_DECODES) -> float:
         """See SimulatedCost; asked once for each iteration that runs, in order, since the first decodes after a prefill take
         longer. The logits are part of what was measured: every prefill there samples a token."""
         parts: list[float] = []
-        contexts: list[int] = []
+        alone, context = decodes.requests, decodes.before
         queries: list[int] = []
         host_s = self._overhead_s
         within, profile = True, self._profile
         for start, stop in runs:
             if stop - start == 1:
-                contexts.append(start)
+                alone, context = alone + 1, context + start
             else:
                 queries.append(stop - start)
                 parts.append(profile.prefill.at(stop - start, start))
                 within = within and profile.prefill.covers(stop - start, start)
         if queries:
-            prompts = max(0, sampled - len(contexts))  # those whose last part this is
+            prompts = max(0, sampled - alone)  # those whose last part this is
             host_s += prompts * profile.prompt_s(sum(queries) / len(queries))
             self._prefilled, self._decodes = sum(queries), 0
-        elif contexts and self._prefilled:
+        elif alone and self._prefilled:
             host_s += profile.settling_s(self._prefilled, self._decodes)
             self._decodes += 1
-        if contexts:
-            context = sum(contexts) / len(contexts)
-            parts.append(profile.decode.at(len(contexts), context))
-            within = within and profile.decode.covers(len(contexts), context)
+        if alone:
+            parts.append(profile.decode.at(alone, context / alone))
+            within = within and profile.decode.covers(alone, context / alone)
         if not parts:
             return 0.0
         self._iterations += 1
         self._beyond += not within
         return max(max(parts), sum(parts) - self._floor_s * (len(parts) - 1)) + host_s
 
-    def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
-        return one_after_another(self.iteration_s, runs, sampled)
+    def following_s(self, runs: Sequence[Run], sampled: int, decodes: Decodes, most: int) -> None:
+        """None: what an iteration takes depends on those before it."""
+
+    def ran(self, iterations: int) -> None:
+        """Do nothing: none is told before it runs."""
 
     def transfer_s(self, blocks: int, to_gpu: bool, runs: int = 1) -> float:
         """runs: not asked; what pieces cost is in the time of a block that was measured."""

@@ -16,15 +16,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from pensieve.core.plan import NO_DECODES, Decodes
 from pensieve.errors import ConfigError
 from pensieve.sim.kernel_tables import AttentionGrid, Curve, KernelTable, Shape, all_reduce, nearest
-from pensieve.sim.roofline import Machine, Run, attended_pairs, one_after_another
+from pensieve.sim.roofline import Machine, Run, Seconds, attended_pairs
 from pensieve.specs import Experts, HardwareSpec, ModelSpec
 
 _PIECES_S = 2e-3
@@ -70,41 +74,44 @@ class MeasuredCost(Machine):
         self._linear_s = cache(self._kernels.layers_s)  # iterations repeat their sizes
         self._head_s = cache(self._kernels.head_s)
 
-    def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
-        """Where all rows are decodes and nothing but their KV changes, to the bit what `iteration_s` says of each."""
-        decodes = len(runs)
-        steady = not self._windowed and 0 < decodes <= self._kernels.most_tokens
-        if not (steady and isinstance(self._attention, _FittedAttention) and all(b - a == 1 for a, b in runs)):
-            yield from one_after_another(self.iteration_s, runs, sampled)
-        assert isinstance(self._attention, _FittedAttention)
-        tokens, layers = graph_size(decodes) if self.hardware.graph_sizes else decodes, self.model.layers
-        linear, head = self._linear_s(tokens), self._head_s(sampled)
-        reduce = (2 * layers + 1) * self._reduce(tokens * self._reduced_bytes)
-        overhead = self.hardware.step_overhead_s
-        for seconds in self._attention.following_s(sum(start for start, _ in runs), decodes):
-            self._iterations += 1
-            yield linear + layers * seconds + head + reduce + overhead
+    def following_s(self, runs: Sequence[Run], sampled: int, decodes: Decodes, most: int) -> NDArray[np.float64] | None:
+        """To the bit what `iteration_s` says of each; a grid is looked up for each by itself."""
+        batch = Batch.of(runs, None, decodes)
+        several = sum([stop - start > 1 for start, stop in runs])
+        alike = several <= 1 and not self._windowed and 0 < batch.tokens <= self._kernels.most_tokens
+        if not alike or not isinstance(self._attention, _FittedAttention):
+            return None
+        attention = self.model.layers * self._attention.following_s(batch.following(most))
+        return self._sum_s(batch, attention, sampled)
 
-    def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
-        """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
-        runs = tuple(runs) if self._windowed else runs
-        batch = Batch.of(runs, None)
+    def ran(self, iterations: int) -> None:
+        self._iterations += iterations
+
+    def iteration_s(self, runs: Iterable[Run], sampled: int, decodes: Decodes = NO_DECODES) -> float:
+        """See SimulatedCost. With a window the length of each decode counts: they are among the runs."""
+        if self._windowed:
+            assert not decodes.requests
+            runs = tuple(runs)
+        batch = Batch.of(runs, None, decodes)
         if not batch.tokens:
             return 0.0
         self._iterations += 1
-        tokens = graph_size(batch.tokens) if self.hardware.graph_sizes else batch.tokens
         attention, reach = self._layers_attention_s(runs, batch)
         if reach > 1:
             self._note("attention", reach)
         if batch.tokens > self._kernels.most_tokens:
             self._note("projections", batch.tokens / self._kernels.most_tokens)
-        layers = self.model.layers
+        return self._sum_s(batch, attention, sampled)
+
+    def _sum_s(self, batch: Batch, attention: Seconds, sampled: int) -> Seconds:
+        """An iteration, by what the attention of its layers takes."""
+        tokens = graph_size(batch.tokens) if self.hardware.graph_sizes else batch.tokens
         pieces = _PIECES_S if batch.chunk and self.hardware.graph_sizes else 0.0
         return (
             self._linear_s(tokens)
             + attention
             + self._head_s(sampled)
-            + (2 * layers + 1) * self._reduce(tokens * self._reduced_bytes)
+            + (2 * self.model.layers + 1) * self._reduce(tokens * self._reduced_bytes)
             + self.hardware.step_overhead_s
             + pieces
         )
@@ -213,9 +220,10 @@ class Batch:
         return self.decodes_kv / self.decodes if self.decodes else 0.0
 
     @staticmethod
-    def of(runs: Iterable[Run], window: int | None) -> Batch:
-        """As layers with that window see it; None: those that attend to everything."""
-        chunk, pairs, longest, decodes, decode_kv, decode_longest = 0, 0.0, 0, 0, 0, 0
+    def of(runs: Iterable[Run], window: int | None, others: Decodes = NO_DECODES) -> Batch:
+        """As layers with that window see it; None: those that attend to everything. others: decodes beside these rows."""
+        chunk, pairs, longest = 0, 0.0, 0
+        decodes, decode_kv, decode_longest = others
         for start, stop in runs:
             queries = stop - start
             before = start if window is None else min(start, window - 1)
@@ -229,6 +237,18 @@ class Batch:
                 pairs += attended_pairs(start, stop, window)
                 longest = max(longest, before + queries)
         return Batch(chunk + decodes, chunk, pairs, longest, decodes, decode_kv, decode_longest)
+
+    def following(self, most: int) -> Batch:
+        """So many following iterations, in columns: each row goes on by as many positions as it has. At most one has
+        several."""
+        steps: Any = np.arange(1, most + 1)
+        return replace(
+            self,
+            pairs=self.pairs + steps * self.chunk * self.chunk,
+            longest=self.longest + steps * self.chunk,
+            decodes_kv=self.decodes_kv + steps * self.decodes,
+            decode_longest=self.decode_longest + steps if self.decodes else 0,
+        )
 
 
 class _Kernels:
@@ -419,18 +439,27 @@ class AttentionFit:
         moved = decodes * (kv + 1) * 4 * shape.kv_heads * shape.head_dim
         return self.decode_floor_s + moved / (self.memory * memory_bw)
 
-    def seconds(self, batch: Batch, shape: Shape, flops: float, memory_bw: float, processors: int) -> float:
+    def seconds(
+        self,
+        batch: Batch,
+        shape: Shape,
+        flops: float,
+        memory_bw: float,
+        processors: int,
+        larger: Callable[..., Any] = max,
+    ) -> Any:
+        """larger: of two numbers, or of two columns of numbers."""
         reading = self.reading_s(batch.decodes, batch.decode_kv, shape, memory_bw)
         if not batch.chunk:
             return reading
         pair = 4 * shape.head_dim
         padded = batch.pairs + batch.chunk * (TILE - 1) / 2  # a tile computes the whole square at its end
         if batch.chunk < TILE:
-            padded = max(padded, TILE * batch.longest)
+            padded = larger(padded, TILE * batch.longest)
         work = pair * shape.heads * (padded + TILE * batch.decodes * (batch.decode_kv + 1))
-        longest = pair * TILE * max(batch.longest, batch.decode_longest + 1 if batch.decodes else 0)
-        computing = self.floor_s + max(work / (self.compute * flops), longest * processors / (self.serial * flops))
-        return max(computing, reading) if batch.decodes else computing
+        longest = pair * TILE * larger(batch.longest, batch.decode_longest + 1 if batch.decodes else 0)
+        computing = self.floor_s + larger(work / (self.compute * flops), longest * processors / (self.serial * flops))
+        return larger(computing, reading) if batch.decodes else computing
 
 
 TILE = 64
@@ -454,12 +483,13 @@ class _FittedAttention:
         h = self._hardware
         return self._fit.seconds(batch, self._shape, h.flops, h.memory_bw, h.multiprocessors), 1.0
 
-    def following_s(self, kv: int, decodes: int) -> Iterator[float]:
-        """The iterations that follow one of so many rows of one query each, `kv` positions before them in all."""
-        reading_s, shape, memory_bw = self._fit.reading_s, self._shape, self._hardware.memory_bw
-        while True:
-            kv += decodes
-            yield reading_s(decodes, kv / decodes, shape, memory_bw)
+    def following_s(self, batches: Batch) -> NDArray[np.float64]:
+        """Of several iterations (Batch.following)."""
+        h = self._hardware
+        seconds: NDArray[np.float64] = self._fit.seconds(
+            batches, self._shape, h.flops, h.memory_bw, h.multiprocessors, np.maximum
+        )
+        return seconds
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -8,24 +8,19 @@ tensor-parallel group, which adds two all-reduces a layer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from pensieve.core.plan import NO_DECODES, Decodes
 from pensieve.specs import HardwareSpec, ModelSpec
 
 Run = tuple[int, int]
+Seconds = TypeVar("Seconds", float, NDArray[np.float64])
 _Counts = tuple[int, int, int]
 """Query positions, pairs of a query and a position it attends to, and positions that are read."""
-
-
-def one_after_another(
-    iteration_s: Callable[[Sequence[Run], int], float], runs: Sequence[Run], sampled: int
-) -> Iterator[float]:
-    """The iterations that follow one of these runs, each of which goes on by as many positions as it has."""
-    steps = [stop - start for start, stop in runs]
-    while True:
-        runs = [(start + step, stop + step) for (start, stop), step in zip(runs, steps, strict=True)]
-        yield iteration_s(runs, sampled)
 
 
 class Machine(ABC):
@@ -94,38 +89,45 @@ class Roofline(Machine):
         self._flops_s = hardware.flops * hardware.compute_efficiency
         self._bytes_s = hardware.memory_bw * hardware.memory_efficiency
 
-    def iteration_s(self, runs: Iterable[Run], sampled: int) -> float:
-        """One iteration over attention rows of queries [start, stop) each; logits of `sampled` positions."""
-        runs = tuple(runs)
-        counts = self._counts(runs)
-        windowed = self._counts(runs, self.model.sliding_window) if self._windowed else counts
-        return self._sum_s(counts, windowed, len(runs), sampled) if counts[0] else 0.0
+    def iteration_s(self, runs: Iterable[Run], sampled: int, decodes: Decodes = NO_DECODES) -> float:
+        """See SimulatedCost. With a window the length of each decode counts: they are among the runs."""
+        runs, share = tuple(runs), self._windowed
+        assert not (share and decodes.requests)
+        counts = self._counts(runs, None, decodes)
+        if not counts[0]:
+            return 0.0
+        attention = self._attention_s(*counts)
+        if share:
+            attention = (1 - share) * attention + share * self._attention_s(
+                *self._counts(runs, self.model.sliding_window)
+            )
+        return self._sum_s(counts[0], attention, len(runs) + decodes.requests, sampled)
 
-    def following_s(self, runs: Sequence[Run], sampled: int) -> Iterator[float]:
+    def following_s(self, runs: Sequence[Run], sampled: int, decodes: Decodes, most: int) -> NDArray[np.float64] | None:
         """Without a window both counts of an iteration grow by a constant."""
         if self._windowed:
-            yield from one_after_another(self.iteration_s, runs, sampled)
-        tokens, pairs, kv_tokens = self._counts(runs)
-        more = sum((stop - start) ** 2 for start, stop in runs)
-        while True:
-            pairs, kv_tokens = pairs + more, kv_tokens + tokens
-            counts = tokens, pairs, kv_tokens
-            yield self._sum_s(counts, counts, len(runs), sampled)
+            return None
+        tokens, pairs, kv_tokens = self._counts(runs, None, decodes)
+        more = decodes.requests + sum([(stop - start) ** 2 for start, stop in runs])
+        steps = np.arange(1, most + 1)
+        flops, moved = (pairs + steps * more) * self._pair_flops, (kv_tokens + (steps + 1) * tokens) * self._kv_bytes
+        attention = np.maximum(flops / self._flops_s, moved / self._bytes_s) / self.hardware.gpus
+        return self._sum_s(tokens, attention, len(runs) + decodes.requests, sampled)
 
-    def _counts(self, runs: Iterable[Run], window: int | None = None) -> _Counts:
-        tokens, pairs, kv_tokens = 0, 0, 0
+    def ran(self, iterations: int) -> None:
+        """Do nothing: nothing was measured."""
+
+    def _counts(self, runs: Iterable[Run], window: int | None, decodes: Decodes = NO_DECODES) -> _Counts:
+        tokens = decodes.requests
+        pairs = kv_tokens = decodes.before + tokens
         for start, stop in runs:
             tokens += stop - start
             pairs += attended_pairs(start, stop, window)
             kv_tokens += stop if window is None else min(stop, stop - start + window - 1)
         return tokens, pairs, kv_tokens
 
-    def _sum_s(self, counts: _Counts, windowed: _Counts, rows: int, sampled: int) -> float:
-        """windowed: as layers with a window count. Layers with states read and write the state of each row, whatever its
-        length."""
-        tokens, attention, share = counts[0], self._attention_s(*counts), self._windowed
-        if share:
-            attention = (1 - share) * attention + share * self._attention_s(*windowed)
+    def _sum_s(self, tokens: int, attention: Seconds, rows: int, sampled: int) -> Seconds:
+        """Layers with states read and write the state of each row, whatever its length."""
         seconds = (
             self._linear_s(tokens, sampled) + attention + self._all_reduce_s(tokens) + self.hardware.step_overhead_s
         )

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, repeat
-from operator import sub
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pensieve.core.plan import (
     CPU,
     GPU,
+    Decodes,
     Move,
     Moved,
     Repeats,
@@ -23,10 +24,10 @@ from pensieve.core.plan import (
     StartReport,
     StepPlan,
     StepResult,
-    merge_moves,
 )
 from pensieve.core.request import TokenArray
 from pensieve.sim.cost import simulated_cost
+from pensieve.sim.roofline import Run
 from pensieve.specs import HardwareSpec, ModelSpec
 
 _MASK = (1 << 64) - 1
@@ -218,7 +219,7 @@ class SimulatedWorker:
 
     def launch(self, plan: StepPlan) -> None:
         assert len(self._launched) < self.depth
-        overhead = round(self._hardware.step_overhead_s * 1e9) if plan.rows else 0
+        overhead = round(self._hardware.step_overhead_s * 1e9) if plan.rows or plan.decodes.requests else 0
         self._host_free_ns = max(self._host_free_ns, self._clock.now_ns()) + overhead
         self._launched.append((plan, self._host_free_ns))
 
@@ -252,20 +253,19 @@ class SimulatedWorker:
             runs += row.runs
             if row.sample is not None:
                 samples[row.slot] = row.sample
-        compute_s = self.cost.iteration_s(runs, len(samples))
+        sampled = len(samples) + plan.decodes.requests
+        compute_s = self.cost.iteration_s(runs, sampled, plan.decodes)
         compute = round(compute_s * 1e9)
-        if plan.rows:  # of the overhead, what is still to come
+        if plan.rows or plan.decodes.requests:  # of the overhead, what is still to come
             compute += max(0, self._prepared_ns - start) - round(self._hardware.step_overhead_s * 1e9)
         link = self._link
         begins = start if self._hardware.overlaps else max(link.inward_free_ns(start), link.outward_free_ns(start))
         ended = self._ended(plan.rows, begins, compute)
         self._clock.advance_to(ended)
-        ends, took = self._repeat(plan, len(samples), ended) if plan.repeat > 1 else ((), ())
+        repeats = self._repeat(plan, sampled, ended) if plan.repeat > 1 else None
         tokens: dict[int, int] = {}
-        further: dict[int, TokenArray[int]] = {}
-        drawn = drawn_tokens(samples.values(), 1 + len(ends), self._model.vocab)
-        for slot, each in zip(samples, drawn, strict=True):
-            tokens[slot], further[slot] = each[0], each[1:]
+        for slot, sample in samples.items():
+            tokens[slot] = drawn_token(sample.key, sample.position, self._model.vocab)
         return StepResult(
             step=plan.step,
             tokens=tokens,
@@ -275,36 +275,49 @@ class SimulatedWorker:
             stall_ns=ended - start - compute,
             h2d_bytes=blocks_in * self._block_bytes,
             d2h_bytes=blocks_out * self._block_bytes,
-            repeats=Repeats(ends, took, further) if ends else None,
+            repeats=Repeats(*repeats) if repeats and len(repeats[0]) else None,
         )
 
-    def _repeat(self, plan: StepPlan, sampled: int, now_ns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _repeat(self, plan: StepPlan, sampled: int, now_ns: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Perform the further iterations of the plan, in the time that a plan for each would take. Returns when each
         ended, and how long it took."""
         overhead = round(self._hardware.step_overhead_s * 1e9)
         steps = [1 if row.sample is not None else row.positions for row in plan.rows]
         runs = [(row.runs[-1][1] - step, row.runs[-1][1]) for row, step in zip(plan.rows, steps, strict=True)]
-        seconds = self.cost.following_s(runs, sampled)
         until_ns = [plan.horizon_ns] if plan.horizon_ns is not None else []
         until_ns += [self._link.outward[0].ends_ns] if self._link.outward else []
         further = 0 if self._link.inward or self._reading else plan.repeat - 1
-        ends_ns, host_ns = min(until_ns, default=None), self._host_free_ns
-        begins: list[int] = []
-        for _ in range(further):
-            if ends_ns is not None and now_ns >= ends_ns:
-                break
-            begins.append(now_ns)
-            compute = round(next(seconds) * 1e9)
-            if host_ns > now_ns:  # of the overhead, what is still to come
-                host_ns += overhead
-                now_ns = host_ns + compute - overhead
+        ends_ns = min(until_ns, default=math.inf)
+        begins: NDArray[np.int64] = np.empty(0, np.int64)
+        ended = begins
+        if further and now_ns < ends_ns:
+            seconds = self.cost.following_s(runs, sampled, plan.decodes, further)
+            # The host has prepared the next plan when this one ends, but for the first: no iteration is shorter.
+            free_ns = max(now_ns, self._host_free_ns)
+            if seconds is None:
+                ended = self._one_by_one(runs, sampled, plan.decodes, free_ns, ends_ns, further)
             else:
-                host_ns = now_ns + overhead
-                now_ns += compute
-        self._host_free_ns = host_ns
-        ended = [*begins[1:], now_ns] if begins else []
-        self._clock.advance_to(now_ns)
-        return tuple(ended), tuple(map(sub, ended, begins))
+                ended = free_ns + np.rint(seconds * 1e9).astype(np.int64).cumsum()
+                ended = ended[: 1 + int(ended.searchsorted(ends_ns))]
+                self.cost.ran(len(ended))
+            begins = np.concatenate(([now_ns], ended[:-1]))
+            self._host_free_ns = (int(begins[-1]) if len(ended) > 1 else free_ns) + overhead
+            self._clock.advance_to(int(ended[-1]))
+        return ended, ended - begins
+
+    def _one_by_one(
+        self, runs: Sequence[Run], sampled: int, decodes: Decodes, now_ns: int, ends_ns: float, most: int
+    ) -> NDArray[np.int64]:
+        """When iterations end that begin before ends_ns, each of which goes on by as many positions as it has."""
+        steps = [stop - start for start, stop in runs]
+        ended: list[int] = []
+        while len(ended) < most and (now_ns < ends_ns or not ended):
+            at = len(ended) + 1
+            following = [(start + at * step, stop + at * step) for (start, stop), step in zip(runs, steps, strict=True)]
+            beside = Decodes(decodes.requests, decodes.before + at * decodes.requests, decodes.longest + at)
+            now_ns += round(self.cost.iteration_s(following, sampled, beside) * 1e9)
+            ended.append(now_ns)
+        return np.array(ended, np.int64)
 
     def _ended(self, rows: tuple[Row, ...], start: int, compute: int) -> int:
         """When the plan's compute is done: no layer begins before its own loads have come."""
@@ -347,8 +360,11 @@ class SimulatedWorker:
         return len(into), out
 
     def _runs(self, moves: list[Move]) -> int:
-        """Runs of neighbouring blocks; 1, without counting, where a run costs nothing of its own."""
-        return len(merge_moves(moves)) if self._hardware.fragment_s else 1
+        """Runs of blocks that are neighbours in both pools; 1, without counting, where a run costs nothing of its own."""
+        if not self._hardware.fragment_s:
+            return 1
+        pairs = sorted([pair for move in moves for pair in zip(move.src, move.dst, strict=True)])
+        return 1 + sum([(src + 1, dst + 1) != following for (src, dst), following in pairwise(pairs)])
 
     def _read(self, move: Move, now_ns: int) -> None:
         """From a tier below: at once, so that what is still to be written there is pushed back."""
@@ -381,20 +397,14 @@ class SimulatedWorker:
         return tuple(moved)
 
 
-def drawn_tokens(samples: Collection[Sample], count: int, vocab: int) -> list[TokenArray[int]]:
-    """The tokens at `count` positions from each sample's on, of whoever computes nothing: drawn_token, many at once where
-    they are many."""
-    if len(samples) * count <= _FEW:
-        return [
-            array("i", map(drawn_token, repeat(one.key), range(one.position, one.position + count), repeat(vocab)))
-            for one in samples
-        ]
-    keys, firsts = np.array([(one.key, one.position) for one in samples], dtype=np.uint64).T[:, :, np.newaxis]
-    many = (firsts + np.arange(count, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15) + keys
+def drawn_tokens(key: int, position: int, count: int, vocab: int) -> TokenArray[int]:
+    """The tokens at `count` positions from that one on, of whoever computes nothing: drawn_token, many at once."""
+    if count <= _FEW:
+        return array("i", map(drawn_token, repeat(key), range(position, position + count), repeat(vocab)))
+    many = np.arange(position, position + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
     many = (many ^ (many >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     many = (many ^ (many >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    tokens = ((many ^ (many >> np.uint64(31))) % np.uint64(vocab)).astype("i")
-    return [array("i", row.tobytes()) for row in tokens]
+    return array("i", ((many ^ (many >> np.uint64(31))) % np.uint64(vocab)).astype("i").tobytes())
 
 
 def drawn_token(key: int, position: int, vocab: int) -> int:

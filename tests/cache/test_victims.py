@@ -8,9 +8,7 @@ import pytest
 from pensieve.core.cache.victims import VictimIndex
 from pensieve.core.policies.base import EvictionPolicy
 from pensieve.core.policies.belady import Belady
-from pensieve.core.policies.conversation_lru import ConversationLru
-from pensieve.core.policies.fifo import Fifo
-from pensieve.core.policies.lru import Lru
+from pensieve.core.policies.lru import ConversationLru, Fifo, Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Hint
 from pensieve.core.session import Session, Stem, View

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from pensieve.core.plan import NO_DECODES, Decodes
 from pensieve.errors import ConfigError
 from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.plan import find_device, hardware_spec
@@ -243,11 +244,21 @@ def test_batches_are_padded_to_the_sizes_that_vllm_captures():
 def test_the_iterations_that_follow_take_to_the_bit_what_each_alone_does(hardware: str, model: str, gpus: int) -> None:
     cost, alone = (cost_of(hardware, model, gpus=gpus) for _ in range(2))
     most = cost._kernels.most_tokens
-    for runs in ([(700, 701), (13, 14), (4090, 4091)], [(700, 701), (32, 64)], [(5, 6)] * (most + 1)):
-        following = cost.following_s(runs, len(runs))
-        for further in range(1, 60 if len(runs) < 9 else 4):
+    for runs, beside in (
+        ([], Decodes(3, 700 + 13 + 4090, 4090)),
+        ([(32, 64)], Decodes(1, 700, 700)),
+        ([(5, 6)] * (most + 1), NO_DECODES),
+    ):
+        sampled = len(runs) + beside.requests
+        following = cost.following_s(runs, sampled, beside, 59)
+        assert (following is None) == (sampled > most or hardware == "sim_rtx4090" or model == "gemma2_27b_it")
+        for further, seconds in enumerate(() if following is None else following, start=1):
             later = [(start + further * (stop - start), stop + further * (stop - start)) for start, stop in runs]
-            assert next(following) == alone.iteration_s(later, len(runs))
+            decodes = Decodes(beside.requests, beside.before + further * beside.requests, beside.longest + further)
+            assert seconds == alone.iteration_s(later, sampled, decodes)
+            cost.ran(1)
+    cost.iteration_s(runs, most + 1)
+    alone.iteration_s(runs, most + 1)
     assert cost.extrapolated() == alone.extrapolated() != {}, "who counts iterations counts these too"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from pensieve.core.policies.base import EvictionPolicy, PolicyContext
-from pensieve.core.policies.fifo import Fifo
+from pensieve.core.policies.lru import Fifo
 from pensieve.core.session import Session
 from pensieve.errors import ConfigError, PolicyError
 from pensieve.lab.compose.conf import options

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.core.plan import Moved, Row, Sample, StepPlan
+from pensieve.core.plan import Decodes, Moved, Row, Sample, StepPlan
 from pensieve.serve.systems.profiling import swap_in, swap_out
 from pensieve.sim.roofline import Roofline
 from pensieve.sim.worker import DuplexLink, SimulatedWorker, VirtualClock, drawn_token, drawn_tokens
@@ -127,15 +127,23 @@ def test_random_copies_end_when_a_second_computation_says(penalty):
 def test_the_iterations_that_follow_cost_what_each_alone_would(window, gpus):
     model = replace(MODEL, sliding_window=window)
     cost = Roofline(model, replace(MACHINE, gpus=gpus, link_bw=1e9), 4)
-    rows = [(10, 11), (47, 48), (300, 301), (20, 33)]
-    following = cost.following_s(rows, 3)
-    for further in range(1, 400):
+    rows, beside = [(47, 48), (20, 33)], Decodes(2, 10 + 300, 300)
+    following = cost.following_s(rows, 4, beside, 399)
+    if window is not None:
+        assert following is None, "each length counts"
+        return
+    for further, seconds in enumerate(following, start=1):
         alone = [(start + further * (stop - start), stop + further * (stop - start)) for start, stop in rows]
-        assert next(following) == cost.iteration_s(alone, 3)
+        decodes = [(10 + further, 11 + further), (300 + further, 301 + further)]
+        assert (
+            seconds
+            == cost.iteration_s([*decodes, *alone], 4)
+            == cost.iteration_s(alone, 4, Decodes(2, 310 + 2 * further, 300 + further))
+        )
 
 
 def test_tokens_drawn_at_once_are_those_drawn_one_by_one():
     for key in (0, 1, (1 << 63) - 1, 0x9E3779B97F4A7C15 >> 1):
         one_by_one = [drawn_token(key, at, MODEL.vocab) for at in range(3, 203)]
-        assert list(drawn_tokens([Sample(9, 7), Sample(3, key)], 200, MODEL.vocab)[1]) == one_by_one
+        assert list(drawn_tokens(key, 3, 200, MODEL.vocab)) == one_by_one
         assert len(set(one_by_one)) > 40

@@ -88,38 +88,28 @@ class LowerTier:
 NO_LOWER_TIER = LowerTier()
 
 
-class Inspect(ABC):
-    """What gauges, the record of a trial and tests ask of a manager; nothing here changes anything or decides."""
+class Copying:
+    """When copies are made; here: never. Room says how the paper does it, plugins/overlap.py has other ways."""
 
-    @property
-    @abstractmethod
-    def gpu_blocks_used(self) -> int:
-        """With KV, or reserved for a request that runs."""
+    def make_room(self, head: Session | None, lacking: int, now_s: float) -> None:
+        """Start the copies that the plan being made shall have. head: whose request lacks so many blocks; None: nobody
+        does."""
+        return None
 
-    @property
-    def cpu_blocks_used(self) -> int:
+    def on_its_way(self, in_flight: bool) -> bool:
+        """Whether anything else than `outgoing` gives the head of the queue blocks. in_flight: a plan is."""
+        return False
+
+    def begins_below(self, prefilled: Sequence[Session]) -> int:
+        """Of how many available and outgoing blocks the next plan would copy ahead of time, while these are prefilled."""
         return 0
 
-    def free_blocks(self) -> tuple[set[int], set[int]]:
-        """GPU and CPU blocks that nobody may read, as far as it knows them by number; for tests."""
-        return set(), set()
-
-    @property
-    def chosen(self) -> Mapping[str, float]:
-        """Settings that it was not given and chose itself, for the record of a trial."""
-        return {}
-
-    @abstractmethod
-    def places(self, session: Session) -> str:
-        """Where the KV of each of its chunks is, a letter each: G on GPU, B on GPU and CPU, C on CPU, D on disk,
-        - nowhere."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Assert every invariant; for tests, its cost grows with everything there is."""
+    def changes_places(self, head: Session) -> bool:
+        """Each plan may load more of what the head of the queue has on the CPU."""
+        return False
 
 
-class Room(ABC):
+class Room(Copying, ABC):
     """The GPU blocks of a manager, as those ask who decide when blocks are made free: the scheduler and strategies of copying
     ahead. Answers hold until the manager or a session of it changes. The defaults are those of a single tier, which copies
     nothing and whose idle blocks are all available."""
@@ -180,23 +170,6 @@ class Room(ABC):
         request cannot go on without them; None: they are made ahead of time."""
         return None  # there is no other tier
 
-    def make_room(self, head: Session | None, lacking: int, now_s: float) -> None:
-        """Start the copies that the plan being made shall have. head: whose request lacks so many blocks; None: nobody
-        does. This and the next three are a way to copy ahead (plugins/overlap.py has others)."""
-        return None
-
-    def on_its_way(self, in_flight: bool) -> bool:
-        """Whether anything else than `outgoing` gives the head of the queue blocks. in_flight: a plan is."""
-        return False
-
-    def begins_below(self, prefilled: Sequence[Session]) -> int:
-        """Of how many available and outgoing blocks the next plan would copy ahead of time, while these are prefilled."""
-        return 0
-
-    def changes_places(self, head: Session) -> bool:
-        """Each plan may load more of what the head of the queue has on the CPU."""
-        return False
-
     def swap_out_all(self, session: Session, now_s: float) -> None:
         """Start copies of all that a session which does not run has on GPU only; its request waits for them."""
         return None
@@ -213,7 +186,7 @@ class Broken(NamedTuple):
     read: tuple[Session, ...] = ()
 
 
-class CacheManager(Inspect):
+class CacheManager(ABC):
     """Decides where KV is. Every baseline in the engine is one of these, under the same scheduler and worker. The scheduler
     alone calls it.
 
@@ -272,6 +245,36 @@ class CacheManager(Inspect):
 
     def _price(self, cost: CostModel, layers: int, batch_tokens: int) -> None:
         """Go by these costs; a manager that restores nothing has no use for them."""
+        return None
+
+    # -- asked by gauges, the record of a trial and tests --------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def gpu_blocks_used(self) -> int:
+        """With KV, or reserved for a request that runs."""
+
+    @property
+    def cpu_blocks_used(self) -> int:
+        return 0
+
+    def free_blocks(self) -> tuple[set[int], set[int]]:
+        """GPU and CPU blocks that nobody may read, as far as it knows them by number; for tests."""
+        return set(), set()
+
+    @property
+    def chosen(self) -> Mapping[str, float]:
+        """Settings that it was not given and chose itself, for the record of a trial."""
+        return {}
+
+    @abstractmethod
+    def places(self, session: Session) -> str:
+        """Where the KV of each of its chunks is, a letter each: G on GPU, B on GPU and CPU, C on CPU, D on disk,
+        - nowhere."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Assert every invariant; for tests, its cost grows with everything there is."""
 
     # -- a session ----------------------------------------------------------------------------------------------------
 
@@ -293,6 +296,7 @@ class CacheManager(Inspect):
     def reorder(self, session: Session) -> None:
         """Sort its chunks among the victims anew: whether a request of it waits has changed, or when it will be asked
         again."""
+        return None
 
     def truncate(self, session: Session, length: int, computed: int | None = None) -> None:
         """Roll an idle session back (Session.rollback), and give up the KV of the tokens that are cut off."""
@@ -302,6 +306,7 @@ class CacheManager(Inspect):
 
     def _cut(self, session: Session, length: int) -> None:
         """Give up the KV beyond its first `length` tokens, where whose it is is known."""
+        return None
 
     def forget(self, session: Session, if_empty: bool = False) -> bool:
         """Remove an idle session and its KV, as though it had never been asked. if_empty: only where it has no KV here and

@@ -302,14 +302,7 @@ class Tiers:
             self._set_views(node, start, bytes(stop - start))
             # A block that held an older, shorter copy is overwritten with the same values, so that copy stays valid.
             moves.append(CopyRun(node, start, True, *columns))
-        if not moves:
-            return
-        gpu, cpu = chain.from_iterable(map(_GPU_BLOCKS, moves)), chain.from_iterable(map(_CPU_BLOCKS, moves))
-        move = Move(self.copies.open(moves), GPU, CPU, tuple(gpu), tuple(cpu), urgent=waiting is not None)
-        self.counters.swapped_out_blocks += len(move.src)
-        self.planned.append(move)
-        if waiting is not None:
-            self.facts.awaited(move.ticket, waiting)
+        self.counters.swapped_out_blocks += self._copy(moves, GPU, CPU, waiting)
 
     def copy_in(self, session: Session, runs: Iterable[ChunkRun]) -> int:
         """Start to load these chunks of a session into the GPU blocks that they have; returns how many they are. Their KV
@@ -321,13 +314,22 @@ class Tiers:
             lengths = chunks.cpu_len[start:stop]
             moves.append(CopyRun(node, start, False, chunks.gpu[start:stop], chunks.cpu[start:stop], lengths))
             chunks.gpu_len[start:stop] = lengths
+        blocks = self._copy(moves, CPU, GPU, session)
+        self.counters.swapped_in_blocks += blocks
+        return blocks
+
+    def _copy(self, moves: list[CopyRun], source: Tier, target: Tier, waiting: Session | None) -> int:
+        """Plan these copies, all of one direction; returns how many blocks they are of."""
         if not moves:
             return 0
-        gpu, cpu = chain.from_iterable(map(_GPU_BLOCKS, moves)), chain.from_iterable(map(_CPU_BLOCKS, moves))
-        move = Move(self.copies.open(moves), CPU, GPU, tuple(cpu), tuple(gpu), urgent=True)
-        self.counters.swapped_in_blocks += len(move.src)
+        src, dst = (
+            chain.from_iterable(map(attrgetter(source), moves)),
+            chain.from_iterable(map(attrgetter(target), moves)),
+        )
+        move = Move(self.copies.open(moves), source, target, tuple(src), tuple(dst), urgent=waiting is not None)
         self.planned.append(move)
-        self.facts.awaited(move.ticket, session)
+        if waiting is not None:
+            self.facts.awaited(move.ticket, waiting)
         return len(move.src)
 
     def read_in(self, session: Session, runs: Sequence[ChunkRun]) -> int:
@@ -425,7 +427,6 @@ class Tiers:
                 victims.changed(node, now - was)
 
 
-_GPU_BLOCKS, _CPU_BLOCKS = attrgetter("gpu"), attrgetter("cpu")
 _, _DIRTY, _CLEAN, _CPU_ONLY = map(int, View)
 
 

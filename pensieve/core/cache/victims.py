@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, count, islice, repeat
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeGuard
@@ -32,19 +33,18 @@ _INFINITE = float("inf")
 _NOT_ENTERED = -1  # the stamp of a lead that no heap has an entry of
 
 
+@dataclass(slots=True, eq=False)
 class _Lead:
-    """The chunks of one node in an index: how many, and the first of them."""
+    """The chunks of one node in an index: how many, and the place of the first of them, as it was entered last. since_s: last
+    active, as of the ages that have passed."""
 
-    __slots__ = ("count", "key", "node", "passed", "place", "since_s", "stamp")
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-        self.count = 0
-        self.place = 0  # of the first of them, as it was entered last
-        self.stamp = _NOT_ENTERED
-        self.key: _Key = (0, None, 0)
-        self.since_s: float | None = None  # last active, as of the ages that have passed
-        self.passed = 0
+    node: Node
+    count: int = 0
+    place: int = 0
+    stamp: int = _NOT_ENTERED
+    key: _Key = (0, None, 0)
+    since_s: float | None = None
+    passed: int = 0
 
 
 class _Candidates(NamedTuple):
@@ -127,7 +127,7 @@ class Choice:
         """As runs of chunks, those of one node together, in the order of the nodes' first ones."""
         if self._spans is None:
             if self._rows is None:
-                own = self.own if len(self.own) == 1 else sorted(self.own, key=_first_key)
+                own = self.own if len(self.own) == 1 else sorted(self.own, key=lambda one: (one.level, one.scores[0]))
                 self._spans = [span for one in own for span in _runs(one.node, one.places)]
             else:
                 self._spans = self._spans_of_rows()
@@ -286,7 +286,7 @@ class VictimIndex:
             if least is None or key[0] < least[0] or (key[0] == least[0] and value <= least[1]):
                 head = (key[0], value, *entry)
                 least = head if least is None else min(least, head)
-            elif not value >= least[1]:
+            elif not value <= _INFINITE:
                 return None
         if least is None or self._whole or not _is_key(least[1]):
             return None
@@ -610,10 +610,6 @@ def _reached(own: Iterable[_Candidates]) -> tuple[NDArray[np.float64], NDArray[n
 
 
 _PRECEDENCE = itemgetter(0, 1, 2, 3)
-
-
-def _first_key(one: _Candidates) -> tuple[int, float]:
-    return one.level, one.scores[0]
 
 
 _NONE = np.empty(0, np.int64)

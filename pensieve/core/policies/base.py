@@ -15,9 +15,6 @@ from pensieve.errors import ConfigError, PolicyError
 
 Scores = Sequence[float] | NDArray[np.float64]
 
-MOST_TOOLS = 256
-"""Names that clients make up: of no more of them a policy keeps counts."""
-
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:

@@ -1,4 +1,4 @@
-"""Least recently used: the leading chunks of the session that was active longest ago."""
+"""Orders by one time of the session: least recently used, whole sessions or not; and first in, first out."""
 
 from __future__ import annotations
 
@@ -9,10 +9,26 @@ from pensieve.core.session import Session
 
 
 class Lru(EvictionPolicy):
-    """All chunks of a session were last used together, by its last turn; among them the leading one goes first."""
+    """Least recently used. All chunks of a session were last used together, by its last turn; the leading one goes first."""
 
     def order(self, session: Session, chunk: int) -> float:
         return session.last_active_s
 
     def scores(self, session: Session, start: int, stop: int, now_s: float) -> Sequence[float]:
         return [self.order(session, start)] * (stop - start)
+
+
+class ConversationLru(Lru):
+    """Whole sessions, oldest first, as CachedAttention does (Gao et al., USENIX ATC 2024): a session that lost one chunk
+    loses all of them in the same choice."""
+
+    whole_conversations = True
+
+
+class Fifo(Lru):
+    """Sessions in the order in which they began; of each, the leading chunk, which entered first."""
+
+    def order(self, session: Session, chunk: int) -> float:
+        return session.created_s
+
+    scores = Lru.scores

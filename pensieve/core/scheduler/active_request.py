@@ -123,9 +123,7 @@ class ActiveRequest:
     def remember_session(self, keep: int) -> None:
         """Remember, before the first admission, what the session returns to if the turn does not stand. keep: tokens
         that the admission keeps."""
-        session = self.session
-        self.length_before = keep
-        self.computed_before = min(session.computed, self.length_before)
+        self.length_before, self.computed_before = keep, min(self.session.computed, keep)
 
     def start(self, admission: Admission, slot: int) -> None:
         """Begin to run in `slot`: it is admitted, or resumed after it was preempted."""
@@ -178,6 +176,12 @@ class ActiveRequest:
         self.generated += 1
         self.session.append(token)
         return token
+
+    def go_on(self, tokens: TokenArray[int]) -> None:
+        """Append the tokens of iterations in which it had no row."""
+        self.session.extend(tokens)
+        self.generated += len(tokens)
+        self.decode_next()
 
     def finish_reason(self, token: int) -> str | None:
         """Why this token is its last one; None: it goes on."""

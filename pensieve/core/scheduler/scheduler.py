@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from pensieve.core.cache.base import CacheManager, Room
+from pensieve.core.cache.base import CacheManager, Copying, Room
 from pensieve.core.facts import Facts
-from pensieve.core.plan import Move, Moved, Repeats, Row, StepPlan, StepResult
-from pensieve.core.request import Event, TokenArray
+from pensieve.core.plan import NO_DECODES, Decodes, Move, Moved, Row, StepPlan, StepResult
+from pensieve.core.request import Event
 from pensieve.core.scheduler.active_request import ActiveRequest, WaitingQueue
 from pensieve.core.session import Run, Session
 from pensieve.errors import ConfigError
@@ -121,18 +121,6 @@ class _Draft:
     admitted: list[ActiveRequest] = field(default_factory=list)
 
 
-class Copying(Protocol):
-    """When copies are made; Room says what each answers, and does as the paper."""
-
-    def make_room(self, head: Session | None, lacking: int, now_s: float) -> None: ...
-
-    def on_its_way(self, in_flight: bool) -> bool: ...
-
-    def begins_below(self, prefilled: Sequence[Session]) -> int: ...
-
-    def changes_places(self, head: Session) -> bool: ...
-
-
 class Joining(Protocol):
     """When a request whose KV is being loaded joins the batch; see Loads of plugins/overlap.py."""
 
@@ -147,17 +135,38 @@ class Joining(Protocol):
 
 
 class Forward(Protocol):
-    """Plans that stand for several iterations, for a worker that computes nothing."""
+    """Decodes without rows, and plans that stand for several iterations, for a worker that computes nothing.
 
-    def iterations(self, rows: list[tuple[ActiveRequest, Row]]) -> int:
-        """How many iterations the plan of these rows may stand for."""
+    members: the requests that decode without rows. events: where what they get is told. decodes: what the plan being made
+    computes of them. Iterators are of members that have their last token, each after its event. counted: see
+    Engine.counts_windows.
+    """
+
+    events: list[Event]
+    decodes: Decodes
+
+    @property
+    def members(self) -> Mapping[ActiveRequest, Any]: ...
+
+    def stand(self, running: Sequence[ActiveRequest], now_s: float) -> Sequence[ActiveRequest]:
+        """Take the blocks that members need for the plan being made. Returns who has rows: all, where a member cannot simply
+        go on."""
         ...
 
-    def apply(
-        self, step: Step, repeats: Repeats, now_s: float, counted: bool
-    ) -> tuple[list[TokenArray[int]], list[Event]]:
-        """Apply the further iterations of a plan, the first of which ended now. Returns the tokens that they appended to each
-        of the plan's first rows, and the events of all but the last; counted: none, the last one tells how many they are."""
+    def iterations(self, rows: list[tuple[ActiveRequest, Row]]) -> int:
+        """How many iterations the plan of these rows and the members may stand for."""
+        ...
+
+    def performed(self, result: StepResult, now_s: float, counted: bool) -> Iterator[ActiveRequest]:
+        """The members have gone through the first iteration of a plan."""
+        ...
+
+    def repeated(self, step: Step, result: StepResult, now_s: float, counted: bool) -> Iterator[ActiveRequest]:
+        """Make members of those whose row gave a token, and apply the plan's further iterations."""
+        ...
+
+    def leave(self, going: Iterable[ActiveRequest]) -> None:
+        """These members are none any longer; they have all that they got."""
         ...
 
 
@@ -216,6 +225,8 @@ class Scheduler:
         self.copying = cache.room if strategies.copying is None else strategies.copying(cache.room)
         self._reserve = math.ceil(settings.admission_reserve * cache.gpu_blocks)
         self.forward = None if strategies.forward is None else strategies.forward(self)
+        self.standing: Mapping[ActiveRequest, Any] = {} if self.forward is None else self.forward.members
+        """Requests that decode without rows."""
 
     def submit(self, active: ActiveRequest) -> None:
         self._waits(active)
@@ -252,7 +263,8 @@ class Scheduler:
             lacking = still
             rows = self._compose(draft, now_s)
         moves = self.cache.take_moves()
-        if not rows and not moves:
+        if not (rows or moves or self.standing):
+            draft.tables += self._unsent.tables
             self._unsent = draft  # who was admitted has no share of an iteration yet
             return None
         return self._launch(draft, rows, moves, horizon_ns)
@@ -291,7 +303,7 @@ class Scheduler:
         those it only swapped in, and those that run on KV that its copies should have brought. Where sessions share blocks, a
         request that was admitted after the plan was launched may read a block that it wrote, and cannot go on either."""
         broken = self.cache.finish([Moved(move.ticket, ok=False) for move in step.plan.moves])
-        failing = [*step.members, *self._running_on((*broken.copied, *broken.read))]
+        failing = [*self.standing, *step.members, *self._running_on((*broken.copied, *broken.read))]
         for active, runs in step.rows:
             self.invalidate(active, runs)
         if self.room.shares:
@@ -373,6 +385,7 @@ class Scheduler:
         plan = StepPlan(
             step=self.counters.steps,
             rows=tuple(planned),
+            decodes=self.forward.decodes if self.forward is not None and self.standing else NO_DECODES,
             tables=tuple(draft.tables),
             moves=moves,
             repeat=1 if self.forward is None else self.forward.iterations(rows),
@@ -381,7 +394,7 @@ class Scheduler:
         for active in members:
             active.in_flight += 1
         self.counters.steps += 1
-        self.counters.batched_tokens += tokens
+        self.counters.batched_tokens += tokens + len(self.standing)
         step = Step(plan, computed, sampled, draft.admitted, list(members))
         self.in_flight.append(step)
         self.cache.plans(self.in_flight[0].plan.step, self.counters.steps)
@@ -461,9 +474,11 @@ class Scheduler:
         if self._reading:  # how long that takes nobody knows, so each joins when it has read
             joined = [active for active in running if active.arrival not in self._reading]
         if self._joining is not None:
+            if self.forward is not None and self.standing and self._joining.expected:
+                self.forward.leave(list(self.standing))  # so that all have the work that is asked for
             joined = self._joining.joined(joined, self.settings.max_batch_tokens, now_s)
         rows = self._compose_from(joined, draft, now_s)
-        if not rows and joined is not running:  # rather wait for a load than stand still
+        if not (rows or self.standing) and joined is not running:  # rather wait for a load than stand still
             rows = self._compose_from(running, draft, now_s)
         return rows
 
@@ -471,8 +486,11 @@ class Scheduler:
         self, running: Sequence[ActiveRequest], draft: _Draft, now_s: float
     ) -> list[tuple[ActiveRequest, Row]]:
         rows: list[tuple[ActiveRequest, Row]] = []
-        decoded, stores = None, self.room.stores
-        for active, count in self.settings.composition(running, self.settings.max_batch_tokens):
+        decoded, stores, most = None, self.room.stores, self.settings.max_batch_tokens
+        if self.forward is not None and self.standing:
+            running = self.forward.stand(running, now_s)
+            most -= len(self.standing)
+        for active, count in self.settings.composition(running, most):
             if active.slot is None:
                 continue  # preempted a moment ago, to make room for an earlier one
             if count == 1 and active.decoding:
@@ -509,9 +527,12 @@ class Scheduler:
             if self.in_flight:
                 self.must_drain = True
                 return False
-            victim = self._latest_not_in(rows)
+            planned = [active for active, _ in rows]
+            victim = next((one for one in reversed(self.running) if one not in planned), None)
             if len(self.running) > 1 and victim is not None:
-                self._preempt(victim, now_s)
+                self.counters.preempted += 1
+                self._wait_again(victim, now_s, misread=False)
+                room.swap_out_all(victim.session, now_s)
                 if victim is active:
                     return False
             elif not room.drop(room.chunk_blocks, now_s):
@@ -522,12 +543,13 @@ class Scheduler:
         """Who is admitted next; None where nobody waits, or no slot is free."""
         return self.queue.head() if self._slots else None
 
-    def take_block(self, active: ActiveRequest, length: int, now_s: float) -> None:
-        """Take the block of a decode that no plan of its own asks for, if it needs one; there is one."""
+    def take_block(self, active: ActiveRequest, length: int, now_s: float) -> bool:
+        """Take the block of a decode without a row; returns whether there was one."""
         self.facts.room_for(active.session, now_s)
         added = self.cache.extend(active.session, length, now_s)
-        assert added is not None, "a plan is repeated for as long as there are blocks"
-        self._take_table(active, added, self._unsent)
+        if added is not None:
+            self._take_table(active, added, self._unsent)
+        return added is not None
 
     def _take_table(self, active: ActiveRequest, added: tuple[int, tuple[int, ...]], draft: _Draft) -> None:
         """Blocks were added to those of the request, from that chunk on."""
@@ -546,16 +568,6 @@ class Scheduler:
         size = cache.chunk_tokens
         needed = sum(active.decoding and active.work[0][0] % size == 0 for active in self.running)
         return needed * self.room.chunk_blocks > self.room.available
-
-    def _latest_not_in(self, rows: list[tuple[ActiveRequest, Row]]) -> ActiveRequest | None:
-        """The running request that arrived last, of those that this iteration does not compute yet."""
-        planned = {id(active) for active, _ in rows}
-        return next((s for s in reversed(self.running) if id(s) not in planned), None)
-
-    def _preempt(self, active: ActiveRequest, now_s: float) -> None:
-        self.counters.preempted += 1
-        self._wait_again(active, now_s, misread=False)
-        self.room.swap_out_all(active.session, now_s)
 
     def _wait_again(self, active: ActiveRequest, now_s: float, misread: bool) -> None:
         """Make a running request wait again."""

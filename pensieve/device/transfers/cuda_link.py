@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pensieve.core.plan import BlockRun
 from pensieve.device.kv_tensors import KvTensors
-from pensieve.device.transfers.link import Copier, Haul, Mark, gpu_of
+from pensieve.device.transfers.link import BlockRun, Copier, Haul, Mark, gpu_of
 from pensieve.errors import EngineMissing, HardwareMissing
 
 _CHECKED = (BlockRun(1, 9, 2), BlockRun(4, 0, 1), BlockRun(6, 2, 3), BlockRun(10, 6, 1), BlockRun(12, 13, 1))

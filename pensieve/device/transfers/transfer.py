@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pensieve.core.plan import CPU, GPU, BlockRun, Move, Moved, StepPlan, merge_moves
+from pensieve.core.plan import CPU, GPU, Move, Moved, StepPlan
 from pensieve.device.kv_tensors import KvTensors
-from pensieve.device.transfers.link import Haul, Link, Mark
+from pensieve.device.transfers.link import BlockRun, Haul, Link, Mark, merge_moves
 
 _POLL_S = 5e-5
 

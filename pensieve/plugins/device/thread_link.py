@@ -15,8 +15,7 @@ from queue import SimpleQueue
 
 import torch
 
-from pensieve.core.plan import BlockRun
-from pensieve.device.transfers.link import Haul, Mark
+from pensieve.device.transfers.link import BlockRun, Haul, Mark
 
 
 @dataclass(frozen=True, slots=True)

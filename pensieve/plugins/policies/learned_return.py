@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from pensieve.core.policies.base import MOST_TOOLS, EvictionPolicy, PolicyContext
+from pensieve.core.policies.base import EvictionPolicy, PolicyContext
 from pensieve.core.session import Session
 from pensieve.plugins.policies.duel import Duel, Held
 
@@ -28,6 +28,7 @@ wider than the next ones."""
 _UNSEEN_STRENGTH = 20.0  # sessions that this counts as
 _NEIGHBOURS = (0.5, 0.25)  # what a session counts for in the bins beside, and in those beside them
 _STALE_SHARE = 0.02  # of what was seen in all: that much news before rates are computed again
+_MOST_TOOLS = 256  # names that clients make up: of no more of them counts are kept
 _ALIVE = 1e-300  # the share still away is never 0, so that a bin nobody reached has a rate too
 
 
@@ -144,7 +145,7 @@ class LearnedReturn(EvictionPolicy):
         for known in kind:
             kinds = habits[-1].kinds
             if known not in kinds:
-                if len(kinds) == MOST_TOOLS:
+                if len(kinds) == _MOST_TOOLS:
                     break
                 kinds[known] = Habit(habits[-1], self.strength)
             habits.append(kinds[known])

@@ -5,12 +5,11 @@ took. A turn that ended without a token (cancelled in prefill, timed out, failed
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from pensieve.core.facts import Admission, Computed, Facts, Found
+from pensieve.core.facts import Admission, Computed, Facts, Found, Iterations
 from pensieve.core.machine import CostModel
 from pensieve.core.plan import CPU, GPU, Repeats, StepPlan, StepResult, Tier
 from pensieve.core.request import History, Request, TokenArray
@@ -388,7 +387,7 @@ class Books(Losses):
                 waiting.record.copied("h2d_bytes" if move.target == GPU else "d2h_bytes", known)
 
     def computed(self, plan: StepPlan, result: StepResult, rows: Sequence[Computed], now_s: float) -> None:
-        if len(plan.rows) == 1:
+        if len(plan.rows) == 1 and not plan.decodes.requests:
             self._count_prediction(plan.rows[0].runs, result.compute_ns)
         compute_ms, stall_ms = result.compute_ns / 1e6, result.stall_ns / 1e6
         for request_id, token, margin in rows:
@@ -397,23 +396,23 @@ class Books(Losses):
             if token is not None:
                 record.token(token, margin, now_s)
 
-    def repeated(
-        self, plan: StepPlan, repeats: Repeats, requests: Sequence[int], tokens: Sequence[TokenArray[int]]
-    ) -> None:
+    def repeated(self, plan: StepPlan, repeats: Repeats, prefills: Sequence[int]) -> None:
         counts = self.counts
         counts.steps += len(repeats.ended_ns)
-        counts.compute_ns += sum(repeats.compute_ns)
-        times_s = array("d", [ended_ns / 1e9 for ended_ns in repeats.ended_ns])
-        for request_id, more in zip(requests, tokens, strict=False):
-            self._open[request_id].record.more_tokens(more, times_s)
-        compute_ms = [ns / 1e6 for ns in repeats.compute_ns]
-        for request_id in requests:
+        counts.compute_ns += int(repeats.compute_ns.sum())
+        compute_ms = (repeats.compute_ns / 1e6).tolist() if prefills else ()
+        for request_id in prefills:
             self._open[request_id].record.more_steps(compute_ms)
-        if len(plan.rows) == 1 and not tokens:
+        if prefills and len(plan.rows) == 1 and not plan.decodes.requests:
             ((start, stop),) = plan.rows[0].runs
-            for further, compute_ns in enumerate(repeats.compute_ns, start=1):
+            for further, compute_ns in enumerate(repeats.compute_ns.tolist(), start=1):
                 ahead = further * (stop - start)
                 self._count_prediction([(start + ahead, stop + ahead)], compute_ns)
+
+    def decoded(self, request: Request, tokens: TokenArray[int], iterations: Iterations) -> None:
+        record = self._open[request.id].record
+        record.more_tokens(tokens, iterations.ended_s)
+        record.more_steps(iterations.compute_ms, iterations.stall_ms)
 
     def _count_prediction(self, runs: Sequence[Run], compute_ns: int) -> None:
         """Add predicted and measured time of an iteration that computed one row, if that was long enough."""

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import threading
+from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from pensieve.core.cache.blocks import BlockPool
-from pensieve.core.facts import NOBODY_NOW, SILENT
+from pensieve.core.facts import NOBODY_NOW, SILENT, Iterations
 from pensieve.core.machine import CostModel
-from pensieve.core.plan import GPU, Repeats, Row, StartReport, Tier
+from pensieve.core.plan import GPU, NO_DECODES, Decodes, Row, StartReport, StepResult, Tier
 from pensieve.core.request import Event, Forced, Request, TokenArray
 from pensieve.core.scheduler.active_request import ActiveRequest
 from pensieve.core.scheduler.scheduler import Scheduler, Step, unified
@@ -24,7 +29,8 @@ from pensieve.errors import WorkerError
 from pensieve.serve.record import Listener
 from pensieve.serve.systems.engine_system import ENGINE_CLOSED, EngineSystem
 from pensieve.sim.cost import simulated_cost
-from pensieve.sim.worker import SimulatedWorker, VirtualClock
+from pensieve.sim.worker import SimulatedWorker, VirtualClock, drawn_tokens
+from pensieve.specs import ModelSpec
 
 
 class InlineSystem(EngineSystem):
@@ -36,7 +42,7 @@ class InlineSystem(EngineSystem):
     def __init__(self, **parts: Any) -> None:
         """parts: as EngineSystem takes them, with a VirtualClock."""
         super().__init__(**parts)
-        self._forward = forward_for(self._worker.computes, self._worker.depth)
+        self._forward = forward_for(self._worker.computes, self._worker.depth, self._model)
         self._pool = None if self._worker.computes or self._hardware.fragment_s else ScatteredPool
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[], None]] = deque()  # what was begun and released while the engine was busy
@@ -157,41 +163,94 @@ class InlineSystem(EngineSystem):
         return events
 
 
-class FastForward:
-    """Says of each plan of a scheduler for how many iterations it would make the same one again, and applies those."""
+@dataclass(slots=True)
+class _Member:
+    """Of the set of decodes. offset: tokens of its session less iterations of the set, since both grow together. told, ends:
+    the iterations with which it got tokens last, and gets its last one."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    offset: int
+    told: int
+    ends: int
+
+
+class FastForward:
+    """Decodes as members of one set with a common count of iterations, and plans that stand for several iterations.
+
+    A request joins with its first token, if it is known how many it will get, and has no rows from then on. What it gets
+    follows from the iterations since, and is told when it leaves: at its end, or where it does not simply go on. Blocks are
+    taken when they are needed: a member needs one every chunk_tokens iterations. Where nobody counts windows
+    (Engine.counts_windows), each token is told when it is there. A cache that learns of each position computed, or asks each
+    decode for a block, has members for the length of a plan only.
+    """
+
+    def __init__(self, scheduler: Scheduler, model: ModelSpec) -> None:
+        self._scheduler, self._size, self._vocab = scheduler, scheduler.cache.chunk_tokens, model.vocab
+        room = scheduler.room
         # Every iteration computes all decodes, and prefills as far as it then has positions left.
         composition = scheduler.settings.composition  # Hydra makes a partial of it
         self._is_unified = getattr(composition, "func", composition) is unified
+        alone = room.shares or room.stores or room.frees or model.windowed_layers
+        self._stays = self._is_unified and not alone
+        self.members: dict[ActiveRequest, _Member] = {}
+        self._ends: list[tuple[int, int, ActiveRequest]] = []  # a heap: when each has its last token; some have left
+        # By iteration, of each chunk_tokens, in which they need a block.
+        self._asking: list[list[ActiveRequest]] = [[] for _ in range(self._size)]
+        self._done = 0
+        self._log = Iterations(array("d"), array("d"), array("d"))  # of the last ones
+        self._log_full = _LOG
+        self.events: list[Event] = []
+        self.decodes = NO_DECODES
+        self._lag = False  # some member may have been told of less than another one
+
+    # -- plans --------------------------------------------------------------------------------------------------------
+
+    def stand(self, running: Sequence[ActiveRequest], now_s: float) -> Sequence[ActiveRequest]:
+        others: list[ActiveRequest] = []
+        goes_on = len(self.members) <= self._scheduler.settings.max_batch_tokens
+        for active in running:
+            if active in self.members:
+                last = active
+            else:
+                others.append(active)
+                goes_on = goes_on and not active.decoding
+        if not goes_on or not self._take_blocks(0, now_s):
+            self.leave(list(self.members))
+            self.decodes = NO_DECODES
+            return running
+        self._scheduler.facts.room_for(last.session, now_s)
+        count, before, longest, done = len(self.members), 0, 0, self._done - 1
+        for member in self.members.values():
+            before += member.offset
+            longest = max(longest, member.offset + done)
+        self.decodes = Decodes(count, before + count * done, longest)
+        return others
 
     def iterations(self, rows: list[tuple[ActiveRequest, Row]]) -> int:
         """As long as each would be composed as this one is, and nothing would be admitted or copied. Decodes go on by one
         position, and a prefill that fills up the iteration by as many as it has now. When a copy ends, only the worker knows:
         it stops then."""
-        scheduler, settings = self._scheduler, self._scheduler.settings
-        if not rows:
+        scheduler, settings, standing = self._scheduler, self._scheduler.settings, len(self.members)
+        if not rows and not standing:
             return 1
-        further, latest = settings.max_batch_tokens, rows[0][0].arrival
+        further = settings.max_batch_tokens
+        if standing:
+            further = min(further, self._next_end() - self._done - 1)
         lengths: list[int] = []
         for active, row in rows:
             if row.sample is None:
-                share = settings.max_batch_tokens - len(lengths)
+                share = settings.max_batch_tokens - standing - len(lengths)
                 if row is not rows[-1][1] or row.positions < share or not self._is_unified:
                     return 1
                 left = _further_prefills(active, row)
             else:
-                if latest > active.arrival:
-                    return 1  # a prefill that ends now is the last row, and will have its place among the decodes
-                left, latest = _further_tokens(active), active.arrival
+                left = _further_tokens(active)
                 lengths.append(len(active.session.tokens))
             further = min(further, left)
         prefills = len(rows) - len(lengths)
         if scheduler.room.stores_replies or (scheduler.room.shares and scheduler.next_head is not None):
-            size = scheduler.cache.chunk_tokens
+            size = self._size
             further = min(further, *((-length - 1) % size for length in lengths), further)
-        if not further or (not prefills and len(rows) < len(scheduler.running)):
+        if not further or (not prefills and standing + len(rows) < len(scheduler.running)):
             return 1
         blocks = self._blocks_until_change([active for active, _ in rows[len(lengths) :]])
         if self._blocks_for(lengths, further) > blocks:
@@ -228,70 +287,153 @@ class FastForward:
         return min(blocks, blocks + room.outgoing - wanted)
 
     def _blocks_for(self, lengths: list[int], further: int) -> int:
-        """Blocks that requests whose positions fill blocks up to these lengths take for `further` positions more each."""
-        size = self._scheduler.cache.chunk_tokens
-        return sum((length + further - 1) // size - (length - 1) // size for length in lengths)
+        """Blocks that the members and requests whose positions fill blocks up to these lengths take for `further` positions
+        more each."""
+        size, asking, following = self._size, self._asking, self._done + 1
+        rounds, rest = divmod(further, size)
+        members = sum([len(asking[at % size]) for at in range(following, following + rest)]) if self.members else 0
+        for length in lengths:
+            members += (length + further - 1) // size - (length - 1) // size
+        return rounds * len(self.members) + members
 
-    def apply(
-        self, step: Step, repeats: Repeats, now_s: float, counted: bool
-    ) -> tuple[list[TokenArray[int]], list[Event]]:
-        decodes = [active for active, _ in step.rows[: step.sampled]]
-        emitted = [_append(active, repeats) for active in decodes]
-        self._scheduler.facts.repeated(step.plan, repeats, [active.request.id for active, _ in step.rows], emitted)
-        self._take_blocks(step, [now_s, *(ended_ns / 1e9 for ended_ns in repeats.ended_ns[:-1])])
-        return emitted, [] if counted or not emitted else _earlier_events(decodes, repeats, emitted)
+    # -- what plans did -----------------------------------------------------------------------------------------------
 
-    def _take_blocks(self, step: Step, planned_s: list[float]) -> None:
-        """planned_s: when each further iteration would have been planned. The cache learns what they computed, and each
-        request takes every block at the time at which it needed it."""
-        scheduler, cache, facts = self._scheduler, self._scheduler.cache, self._scheduler.facts
-        times, size = len(planned_s), cache.chunk_tokens
+    def repeated(self, step: Step, result: StepResult, now_s: float, counted: bool) -> Iterator[ActiveRequest]:
+        """The cache learns what the further iterations computed, and each request takes every block at the time at which it
+        needed it."""
+        if self._stays or result.repeats:
+            self._join(step.rows[: step.sampled])
+        if (repeats := result.repeats) is None:
+            return
+        scheduler, times = self._scheduler, len(repeats.ended_ns)
+        ended_s = repeats.ended_ns / 1e9
+        prefills = step.rows[step.sampled :]
+        scheduler.facts.repeated(step.plan, repeats, [active.request.id for active, _ in prefills] if prefills else ())
         scheduler.counters.steps += times
-        decodes = [active for active, _ in step.rows[: step.sampled]]
-        prefills = [(active, tokens_in(runs)) for active, runs in step.rows[step.sampled :]]
-        scheduler.counters.batched_tokens += times * (len(decodes) + sum(count for _, count in prefills))
-        starts = [len(active.session.tokens) - times - 1 for active in decodes]
-        for further, row in sorted(
-            (further, row) for row, start in enumerate(starts) for further in range(-start % size, times, size)
-        ):
-            scheduler.take_block(decodes[row], starts[row] + further + 1, planned_s[further])
-        asked_last = (
-            decodes[-1] if decodes else scheduler.next_head
-        )  # if only for what it had, or for what it did not get
-        if asked_last is not None:
-            facts.room_for(asked_last.session, planned_s[-1])
-        for active, start in zip(decodes, starts, strict=True):
-            cache.advance(active.session, ((start, start + times),))
-        for active, count in prefills:
-            cache.advance(active.session, active.take(times * count))
+        scheduler.counters.batched_tokens += times * len(self.members)
+        asking, size = self._asking, self._size
+        for iteration in range(self._done, self._done + times) if self.members else ():
+            if asking[iteration % size]:  # a plan is repeated for as long as there are blocks
+                further = iteration - self._done
+                self._take_blocks(further, float(ended_s[further - 1]) if further else now_s)
+        asked_last = max(self.members, key=_BY_ARRIVAL, default=scheduler.next_head)
+        if asked_last is not None:  # if only for what it had, or for what it did not get
+            scheduler.facts.room_for(asked_last.session, float(ended_s[-2]) if times > 1 else now_s)
+        for active, runs in prefills:
+            more = active.take(times * tokens_in(runs))
+            scheduler.counters.batched_tokens += tokens_in(more)
+            scheduler.cache.advance(active.session, more)
+        if self.members:
+            columns = ended_s, repeats.compute_ns / 1e6, np.zeros(times)
+            yield from self._go_through(Iterations(*[array("d", column.tobytes()) for column in columns]), counted)
+            if not self._stays:
+                self.leave(list(self.members))
+
+    def _join(self, sampled: Sequence[tuple[ActiveRequest, Any]]) -> None:
+        """Make members of those that go on, if it is known of all of them how many tokens they will get."""
+        for active, _ in sampled:
+            if active.eos or active.stop is not None:
+                return
+        for active, _ in sampled:
+            if active.closed:
+                continue
+            offset, ends = (
+                len(active.session.tokens) - self._done,
+                self._done + active.max_new_tokens - active.generated,
+            )
+            self.members[active] = _Member(offset, self._done, ends)
+            self._asking[(1 - offset) % self._size].append(active)
+            heapq.heappush(self._ends, (ends, active.arrival, active))
+
+    def leave(self, going: Iterable[ActiveRequest]) -> None:
+        self._tell(going)
+        for active in going:
+            member = self.members.pop(active)
+            self._asking[(1 - member.offset) % self._size].remove(active)
+        log = self._log
+        if len(log.ended_s) > self._log_full:
+            wanted = self._done - min([member.told for member in self.members.values()], default=self._done)
+            for column in log:
+                del column[: len(column) - wanted]
+            self._log_full = 2 * wanted + _LOG
+
+    def _take_blocks(self, further: int, now_s: float) -> bool:
+        """Those that members need for the next iteration but `further`. Returns whether they were there."""
+        scheduler, iteration = self._scheduler, self._done + further
+        for active in sorted(self._asking[iteration % self._size], key=_BY_ARRIVAL):
+            length = self.members[active].offset + iteration
+            if length > active.reserved and not scheduler.take_block(active, length, now_s):
+                return False
+        return True
+
+    def performed(self, result: StepResult, now_s: float, counted: bool) -> Iterator[ActiveRequest]:
+        took = now_s, result.compute_ns / 1e6, result.stall_ns / 1e6
+        return self._go_through(Iterations(*[array("d", (one,)) for one in took]), counted)
+
+    def _go_through(self, took: Iterations, counted: bool) -> Iterator[ActiveRequest]:
+        if self._lag and not counted:
+            self._tell(self.members)
+        self._lag = counted
+        log, count = self._log, len(took.ended_s)
+        for column, more in zip(log, took, strict=True):
+            column.extend(more)
+        self._done += count
+        if counted:
+            while self.members and self._next_end() == self._done:
+                yield heapq.heappop(self._ends)[2]
+            return
+        members = sorted(self.members, key=_BY_ARRIVAL)
+        tokens = [self._given(active, self.members[active]) for active in members]
+        events = self.events
+        for at_s, each in zip(log.ended_s[-count:-1], zip(*tokens, strict=True), strict=False):
+            events += [Event("token", one.request.id, at_s, token) for one, token in zip(members, each, strict=True)]
+        for active, own in zip(members, tokens, strict=True):
+            events.append(Event("token", active.request.id, log.ended_s[-1], own[-1]))
+            if active.generated >= active.max_new_tokens:
+                yield active
+
+    def _next_end(self) -> int:
+        """The iteration that gives the next member its last token."""
+        ends = self._ends
+        while True:
+            end, _, active = ends[0]
+            member = self.members.get(active)
+            if member is not None and member.ends == end:
+                return end
+            heapq.heappop(ends)
+
+    def _tell(self, members: Iterable[ActiveRequest]) -> None:
+        """Give them their tokens, in one event each."""
+        for active in members:
+            member = self.members[active]
+            if member.told < self._done:
+                tokens = self._given(active, member)
+                at_s = self._log.ended_s[-1]
+                self.events.append(Event("token", active.request.id, at_s, tokens[-1], tokens=len(tokens)))
+
+    def _given(self, active: ActiveRequest, member: _Member) -> TokenArray[int]:
+        """Give a member its tokens of the iterations since it was told of some; returns them."""
+        count, length = self._done - member.told, len(active.session.tokens)
+        output, log = active.request.output, self._log
+        if isinstance(output, Forced):
+            tokens = output.tokens[active.generated : active.generated + count]
+        else:
+            tokens = drawn_tokens(active.noise_key, length, count, self._vocab)
+        active.go_on(tokens)
+        self._scheduler.cache.advance(active.session, ((length - 1, length - 1 + count),))
+        iterations = Iterations(log.ended_s[-count:], log.compute_ms[-count:], log.stall_ms[-count:])
+        self._scheduler.facts.decoded(active.request, tokens, iterations)
+        member.told = self._done
+        return tokens
 
 
-def forward_for(computes: bool, depth: int) -> type[FastForward] | None:
+def forward_for(computes: bool, depth: int, model: ModelSpec) -> Callable[[Scheduler], FastForward] | None:
     """What a worker needs that computes tokens or not, and has so many plans in flight."""
-    return None if computes or depth > 1 else FastForward
+    return None if computes or depth > 1 else partial(FastForward, model=model)
 
 
-def _earlier_events(decodes: list[ActiveRequest], repeats: Repeats, emitted: list[TokenArray[int]]) -> list[Event]:
-    """The tokens of all further iterations but the last."""
-    ids = [active.request.id for active in decodes]
-    times_s = [ended_ns / 1e9 for ended_ns in repeats.ended_ns[:-1]]
-    return [
-        Event("token", *each)
-        for at_s, tokens in zip(times_s, zip(*emitted, strict=True), strict=False)
-        for each in zip(ids, repeat(at_s), tokens)
-    ]
-
-
-def _append(active: ActiveRequest, repeats: Repeats) -> TokenArray[int]:
-    """Append the tokens of further iterations, each sampled at the position of the one before. Returns those appended: the
-    given ones, where the output is forced."""
-    assert active.slot is not None
-    sampled, output = repeats.tokens[active.slot], active.request.output
-    if isinstance(output, Forced):
-        sampled = output.tokens[active.generated : active.generated + len(sampled)]
-    active.session.extend(sampled)
-    active.generated += len(sampled)
-    return sampled
+_LOG = 4096  # iterations that the log may have beyond twice those that some member was not told of
+_BY_ARRIVAL = attrgetter("arrival")
 
 
 def _further_tokens(active: ActiveRequest) -> int:

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pensieve.core.plan import BlockRun
 from pensieve.device.kv_tensors import KvTensors
 from pensieve.device.transfers import cuda_link
 from pensieve.device.transfers.cuda_link import (
@@ -24,7 +23,7 @@ from pensieve.device.transfers.cuda_link import (
     find_fault,
     first_sound,
 )
-from pensieve.device.transfers.link import Haul
+from pensieve.device.transfers.link import BlockRun, Haul
 from pensieve.device.transfers.pinned import kept, pinned_bytes
 from pensieve.errors import EngineMissing, HardwareMissing
 from pensieve.plugins.device.thread_link import Piece, copy_runs

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from pensieve.core.plan import BlockRun, Moved, merge_moves
+from pensieve.core.plan import Moved
 from pensieve.device.kv_tensors import KvTensors
+from pensieve.device.transfers.link import BlockRun, merge_moves
 from pensieve.device.transfers.transfer import Transfer
 from pensieve.plugins.device import thread_link
 from pensieve.plugins.device.thread_link import ThreadLink, copy_runs
