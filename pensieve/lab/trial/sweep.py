@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict, read_write
@@ -34,7 +35,7 @@ from pensieve.errors import ConfigError, in_checkout
 from pensieve.lab.compose.build import preflight
 from pensieve.lab.compose.conf import conf_folder
 from pensieve.lab.compose.explain import explain
-from pensieve.lab.compose.plan import TrialPlan, awaits_profile, cores, free_host_memory_bytes
+from pensieve.lab.compose.plan import TrialPlan, awaits_profile, cores, host_memory_bytes
 from pensieve.lab.compose.settings import TrialConfig, check, resolved
 from pensieve.lab.metrics import MetricValue
 from pensieve.lab.results.environment import Owner, git_commit, host, this_process
@@ -283,7 +284,8 @@ A_PROCESS_BYTES = 2**30
 
 def processes_here() -> int:
     """Simulated trials that run here at a time."""
-    return max(1, min(cores(), free_host_memory_bytes() // A_PROCESS_BYTES))
+    free_bytes = min(int(psutil.virtual_memory().available), host_memory_bytes())
+    return max(1, min(cores(), free_bytes // A_PROCESS_BYTES))
 
 
 @contextmanager
