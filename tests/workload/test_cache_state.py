@@ -119,6 +119,7 @@ SAID, UNSAID = ([replace(UNKNOWN[0], shared_hit_tokens=23, unexplained_tokens=n)
         ("cold", [replace(one, arrived_s=3.0 - one.arrived_s) for one in UNKNOWN], True, "found 40 tokens"),
         ("cold", SAID, True, None),  # by another conversation, which the engine may have served first
         ("cold", UNSAID, True, "found 23 tokens"),
+        ("cold", [replace(turn("a", 1, 0.0), shared_hit_tokens=23, unexplained_tokens=0)], True, "found 23 tokens"),
         ("primed", PRIMED, True, None),
         ("primed", [*PRIMED, turn("b", 1, 2.0)], True, "b had 0 tokens"),
         ("carried", [turn("a", 7, 0.0, history=40, hit=40)], True, None),
@@ -154,6 +155,7 @@ TOLD = ("declared {}, but 2 of 4 turns found 100 tokens", "turn 1 of b: 64", "ca
         ("warm", [strange("before-a", 1, 64, "warmup"), strange("a", 1, 0)], ()),
         ("warm", [strange("a", 1, 64)], ("declared warm",)),
         ("carried", [strange("a", 7, 64)], ()),
+        ("cold", [strange("a", 1, CHANCE_TOKENS)], ("1 of 1 turns found 16 tokens",)),
     ],
 )
 def test_what_nobody_said_in_the_trial_is_told(state, turns, told):
