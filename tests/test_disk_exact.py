@@ -175,23 +175,6 @@ def test_a_restarted_engine_reads_what_the_file_holds(tmp_path, then, caplog):
     talk.close()
 
 
-def test_a_disk_slower_than_computing_is_never_read(tmp_path):
-    for load_s, reads in ((1e-9, True), (COMPUTE_S * 2, False)):
-        folder = tmp_path / str(load_s)
-        folder.mkdir()
-        talk = Talk(folder, load_s=load_s)
-        talk.ask("a", 90)
-        push_out(talk)
-        turn = talk.ask("a")
-        extra = talk.cache.counters.extra
-        assert bool(turn.disk_hit_tokens) == bool(extra["disk_loaded_chunks"]) == reads
-        assert bool(extra["disk_declined_chunks"]) == (not reads)
-        talk.close()
-
-
-COMPUTE_S = 0.001 * CHUNK  # of a chunk, by tests.disk.COST
-
-
 def test_a_disk_that_stands_still_holds_up_nobody_else(tmp_path):
     talk = Talk(tmp_path)
     talk.ask("a", 90)

@@ -41,19 +41,6 @@ def test_nothing_that_is_forgotten_or_edited_counts_as_evicted(cache: str) -> No
     assert (counted.evicted_chunks, counted.dropped_chunks) == (0, 0)
 
 
-def test_a_slot_is_used_as_far_as_the_next_turn_finds_kv_in_it() -> None:
-    engine = make_engine(cache=CACHES["llama_slots"], gpu_blocks=32)
-    engine.say(request(1, "a", tokens=18, output=4))
-    engine.step(None)
-    assert engine.cache.gpu_blocks_used == 16, "all that is reserved for a request that runs"
-    run(engine)
-    assert engine.cache.gpu_blocks_used == 6
-    engine.say(request(2, "a", tokens=3, output=2, turn=2))
-    assert run(engine)[2].gpu_hit_tokens == 21, "of 22, in six blocks of four"
-    engine.forget("a")
-    assert engine.cache.gpu_blocks_used == 0
-
-
 def test_forgetting_the_beginning_of_a_slot_leaves_it_to_whose_it_is() -> None:
     """What b said is how a began: a's KV is not b's to forget."""
     engine = make_engine(cache=partial(SlotCache, n_slots=2), gpu_blocks=32)

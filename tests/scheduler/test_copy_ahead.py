@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from array import array
 
 import pytest
@@ -12,40 +11,7 @@ from pensieve.core.plan import GPU, Moved
 from pensieve.core.policies.lru import Lru
 from pensieve.errors import ConfigError
 from pensieve.plugins.overlap import Never, choose_copy_ahead
-from tests.simulated import make_engine, policy_context, request, run
-
-
-def rounds(names, gpu, cpu, mode, order=None):
-    """Shares of the history found in all and on the GPU, where conversations of up to 32 tokens return in turn, or in a
-    random order, one at a time; and the engine."""
-    engine = make_engine(gpu, cpu, policy=Lru, max_batch_requests=1, copy_ahead=mode)
-    number, hits, on_gpu, history = 0, 0, 0, 0
-    for turn in range(1, 9):
-        for name in names if order is None else order.sample(names, len(names)):
-            number += 1
-            engine.say(request(number, name, 3, 1, turn=turn))
-            record = run(engine)[number]
-            assert record.gpu_hit_tokens is not None and record.cpu_hit_tokens is not None
-            hits += record.gpu_hit_tokens + record.cpu_hit_tokens
-            on_gpu += record.gpu_hit_tokens
-            history += record.history_tokens or 0
-    return hits / history, on_gpu / history, engine
-
-
-@pytest.mark.parametrize("cpu", [2, 4])
-def test_a_small_cpu_tier_finds_no_less_than_none(cpu):
-    """Kept clean are 8 of 24 GPU blocks: in the paper's mode the chunks of those that have no copy are lost for nothing."""
-    order = ("abcdefg", 24)
-    none = rounds(*order, 0, "paper", random.Random(1))[0]
-    paper, spare = (rounds(*order, cpu, mode, random.Random(1))[0] for mode in ("paper", "spare"))
-    assert paper < none <= spare
-
-
-def test_what_was_loaded_before_its_admission_is_found_on_cpu():
-    found, on_gpu, engine = rounds("abcdef", 12, 12, "never", random.Random(1))
-    loaded = engine.cache.counters.swapped_in_blocks * 4
-    assert loaded > 0 and found > on_gpu, "it had been on CPU when it was asked"
-    assert not engine.cache.room.loaded_early
+from tests.simulated import policy_context
 
 
 def idle(cache, name, chunks):

@@ -19,6 +19,9 @@ MAKERS: dict[str, Callable[[WorkloadContext], Workload]] = {
     ),
     "hotness": lambda at: HotnessWorkload(at, users=7, turns=3, warmup_turns=2, timeout_s=7.0),
     "sharegpt": lambda at: sharegpt_workload(at, conversations=6, max_turns=4, timeout_s=7.0),
+    "sharegpt systems": lambda at: sharegpt_workload(
+        at, conversations=9, max_turns=2, system_tokens=7, systems=4, timeout_s=7.0
+    ),
     "sharegpt users": lambda at: sharegpt_workload(at, users=4, conversations=6, max_turns=4, timeout_s=7.0),
     "rounds system": lambda at: RoundsWorkload(at, conversations=4, system_tokens=9, at_once=2, timeout_s=7.0),
     "rounds": lambda at: RoundsWorkload(at, conversations=3, rounds=2, order="random", timeout_s=7.0),

@@ -9,8 +9,6 @@ from pensieve.errors import ConfigError
 from pensieve.lab.compose.conf import read_option
 from pensieve.lab.compose.settings import factory
 from pensieve.lab.trial.inspection import inspect
-from pensieve.lab.workload.exact import RoundsWorkload
-from pensieve.lab.workload.sharegpt import sharegpt_workload
 from pensieve.serve.record import is_measured
 from tests.scripted import context
 from tests.workload.dry import MAKERS, drive, measured
@@ -24,6 +22,7 @@ ASKED = {
     "chat auto": "d98f92af13470565",
     "hotness": "af662333e15c26a2",
     "sharegpt": "ec52bc944a2eb100",
+    "sharegpt systems": "9cc07987dc789f3e",
     "sharegpt users": "b7497550e5de1ed6",
     "rounds system": "4282107cb27363bf",
     "rounds": "46126b72d03557e9",
@@ -120,24 +119,3 @@ def test_a_field_out_of_range_is_refused_by_name(name, field):
         node["path"] = "none"
     with pytest.raises(ConfigError, match=rf"workload\.{key}="):
         factory("workload", node)(context())
-
-
-@pytest.mark.parametrize("make", [RoundsWorkload, sharegpt_workload])
-def test_conversations_begin_with_a_system_prompt(make):
-    """Equal to its last token, and followed by what they say without one; the first of several is the most frequent."""
-
-    def prompts(**more):
-        arrivals = measured(drive(make(context(), conversations=40, **more)))
-        return {(a.request.session, a.request.turn): a.due().prompt for a in arrivals}
-
-    alone, systems = prompts(), {} if make is RoundsWorkload else {"systems": 4}
-    found, begins = prompts(system_tokens=50, **systems), Counter()
-    for (session, turn), prompt in found.items():
-        assert prompt[50 if turn == 1 else 0 :] == alone[session, turn]
-        if turn == 1:
-            begins[prompt[:50].tobytes()] += 1
-    assert begins.total() == 40 and len(begins) == (4 if systems else 1)
-    if systems:
-        first = sharegpt_workload(context(), conversations=400, system_tokens=50, systems=4)
-        counts = Counter(a.due().prompt[:50].tobytes() for a in measured(drive(first)) if a.request.turn == 1)
-        assert [share > 400 / 4 for _, share in counts.most_common()] == [True, False, False, False]

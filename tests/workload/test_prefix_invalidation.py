@@ -1,5 +1,3 @@
-from itertools import pairwise
-
 import pytest
 
 from pensieve.lab.metrics import summarise
@@ -7,34 +5,6 @@ from pensieve.lab.replay import replay
 from pensieve.lab.workload.exact import PrefixInvalidationWorkload
 from tests.composed import replayed
 from tests.scripted import Latency, ScriptedSystem, context
-from tests.workload.dry import drive
-
-
-def cases(arrivals):
-    found = {}
-    for arrival in arrivals:
-        found.setdefault(arrival.request.session, []).append(arrival)
-    return found
-
-
-def test_a_case_warms_probes_rewarms_and_decodes():
-    workload = PrefixInvalidationWorkload(
-        context(), blocks="16/8", query_tokens=4, new_tokens=9, rounds=2, discard=0, settle_s=0.1
-    )
-    for session, turns in cases(drive(workload)).items():
-        warm, probe, rewarm, throughput = (arrival.due() for arrival in turns)
-        kind = "miss" if "miss" in session else "hit"
-        assert [t.request.phase for t in turns] == ["warmup", kind, "rewarm", "throughput"]
-        assert [t.request.label for t in turns] == [kind, kind, kind, f"throughput_{kind}"]
-        assert [t.request.output.tokens for t in turns] == [1, 1, 1, 9]
-        assert not any(t.continues for t in turns)
-        assert rewarm.prompt == warm.prompt
-        assert len(warm.prompt) == 24
-        assert (throughput.prompt, throughput.history) == (probe.prompt, probe.history)
-        assert probe.prompt[:-4] == (warm.prompt if kind == "hit" else warm.prompt[16:])
-        assert probe.history.tokens == len(probe.prompt) - 4
-        assert (probe.prompt[0] == warm.prompt[0]) is (kind == "hit")
-        assert [b.at_s - a.at_s for a, b in pairwise(turns)] == pytest.approx([1.1] * 3)
 
 
 def test_scripted_hits_and_misses_give_the_difference_back():

@@ -10,19 +10,6 @@ from tests.scripted import context
 from tests.workload.dry import drive
 
 
-def sessions(workload, **options):
-    return [a.request.session for a in drive(workload, **options) if a.request.phase != "warmup"]
-
-
-def test_strict_asks_all_in_the_same_order_every_round_and_random_in_another():
-    asked = sessions(RoundsWorkload(context(), conversations=3, rounds=4))
-    assert asked == ["conversation-0", "conversation-1", "conversation-2"] * 4
-    asked = sessions(RoundsWorkload(context(), conversations=9, rounds=4, order="random"))
-    rounds = [tuple(asked[start : start + 9]) for start in range(0, 36, 9)]
-    assert all(sorted(one) == sorted(rounds[0]) for one in rounds)
-    assert len(set(rounds)) == 4
-
-
 def test_the_live_set_is_the_multiple_that_was_asked_of_both_tiers():
     at = replace(context(gpu_tokens=1000), cpu_tokens=3000)
     for pressure in (0.5, 1.8, 3.7):

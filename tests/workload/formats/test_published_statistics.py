@@ -51,13 +51,6 @@ def test_azure():
     assert pstdev(gaps) / mean(gaps) == pytest.approx(1.09, abs=0.01)
 
 
-def test_mt_bench_101():
-    recording = load(shared("mt_bench_101/mtbench101.jsonl"), "mt_bench_101")
-    turns = [len(conversation.calls) for conversation in recording.conversations]
-    assert (len(turns), sum(turns), max(turns)) == (1_388, 4_208, 7)
-    assert (round(mean(turns), 2), nearest_rank(turns, 0.5), nearest_rank(turns, 0.99)) == (3.03, 3, 5)
-
-
 def test_agent_sessions_go_on_where_the_call_before_ended():
     recording = load(shared("agent_sessions"), "agent_jsonl")
     assert len(recording.conversations) == 10
