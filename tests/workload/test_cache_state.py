@@ -18,7 +18,6 @@ from pensieve.lab.workload.cache_state import (
     unverified,
 )
 from pensieve.serve.record import TurnRecord, is_measured
-from tests.composed import SHORT, replayed
 from tests.scripted import context
 from tests.workload.dry import MAKERS, drive
 
@@ -67,24 +66,6 @@ def test_warm_holds_everything_once_before_and_then_measures_the_same(name):
     plan, was = in_state("warm", MAKERS[name], context()).describe(), MAKERS[name](context()).describe()
     assert plan.turns == 2 * was.turns == len(warm)
     assert plan.warmup_turns == sum(not is_measured(a.request.phase) for a in warm)
-
-
-def test_only_a_cache_by_content_is_warm_and_none_is_where_texts_are_salted():
-    """Our engine, simulated: prefix_cache finds what others said, a cache of conversations does not."""
-    shared = {}
-    for baseline in ("prefix_cache", "pensieve"):
-        for state in ("cold", "warm", "salted"):
-            words = (*SHORT, f"baseline={baseline}", f"cache_state={state}", "cache.gpu='60000 tokens'")
-            record, _ = replayed(*words)
-            check_start(record.plan, record.measurement.turns)
-            assert contamination(record.plan, record.measurement.turns) is None
-            chat = [t for t in record.turns if is_measured(t.phase)]
-            first = [t for t in chat if t.turn == 1]
-            shared[baseline, state] = sum(t.shared_hit_tokens for t in first) / sum(t.prompt_tokens for t in first)
-    assert {value for (name, _), value in shared.items() if name == "pensieve"} == {0.0}
-    assert shared["prefix_cache", "warm"] > 0.7
-    assert shared["prefix_cache", "cold"] < 0.3
-    assert shared["prefix_cache", "salted"] == 0.0
 
 
 def plan(state):

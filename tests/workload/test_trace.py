@@ -6,7 +6,6 @@ from pensieve.errors import ConfigError, MalformedInput
 from pensieve.lab.workload.trace import trace_workload
 from tests.composed import replayed
 from tests.scripted import context
-from tests.shared_data import shared
 from tests.workload.dry import drive, measured
 
 
@@ -175,24 +174,3 @@ def test_a_continued_prompt_is_found_up_to_its_last_common_block(trace):
     assert history["mooncake-0", 3] == 1024
     assert {count for (_, turn), count in history.items() if turn == 1} == {0}
     assert sum(turn.gpu_hit_tokens for turn in turns) == 600 + 1024
-
-
-@pytest.mark.parametrize(
-    ("format", "name", "fields"),
-    [
-        ("mooncake", "mooncake/conversation_trace.jsonl", ("workload.conversations=20",)),
-        ("azure", "azure/AzureLLMInferenceTrace_conv.csv", ("workload.window_s=60",)),
-        ("mt_bench_101", "mt_bench_101/mtbench101.jsonl", ("workload.conversations=20",)),
-        ("agent_jsonl", "agent_sessions", ("workload.think_time_s=2",)),
-    ],
-)
-def test_real_files_are_served(format, name, fields):
-    turns = _replayed(
-        f"workload.format={format}", f"workload.path={shared(name)}", "model=llama3_8b", "cache=large",
-        "model.architecture.max_position_embeddings=131072", "workload.max_new_tokens=20", *fields,
-    )  # fmt: skip
-    assert len(turns) >= 20
-    assert {turn.status for turn in turns} == {"completed"}
-    later = [turn for turn in turns if turn.turn > 1]
-    if format != "azure":
-        assert later and all(turn.history_tokens > 0 for turn in later)

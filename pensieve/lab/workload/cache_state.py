@@ -92,7 +92,7 @@ class _Warmed:
 
     def on_finished(self, turn: TurnRecord) -> Iterable[Arrival]:
         if not turn.session.startswith(BEFORE):
-            return map(_measured, self._inner.on_finished(turn))
+            return [_measured(arrival) for arrival in self._inner.on_finished(turn)]
         phase = self._phases.pop((turn.session, turn.turn))
         told = replace(turn, session=turn.session.removeprefix(BEFORE), phase=phase)
         following = self._warming(self._before.on_finished(told))
@@ -100,7 +100,7 @@ class _Warmed:
         if self._open:
             return following
         assert turn.finished_s is not None
-        return [_later(_measured(arrival), turn.finished_s) for arrival in self._inner.start()]
+        return [_measured(arrival, turn.finished_s) for arrival in self._inner.start()]
 
     def out_of_work(self, turn: TurnRecord, following: Sequence[Arrival]) -> bool:
         return out_of_work(self._inner, turn, following)
@@ -117,14 +117,11 @@ class _Warmed:
         return renamed
 
 
-def _measured(arrival: Arrival) -> Arrival:
+def _measured(arrival: Arrival, later_s: float = 0.0) -> Arrival:
     """Give a measured request an odd id; those of the warm-up have even ones."""
-    return replace(arrival, request=replace(arrival.request, id=2 * arrival.request.id + 1))
-
-
-def _later(arrival: Arrival, by_s: float) -> Arrival:
-    deadline = None if arrival.deadline_s is None else arrival.deadline_s + by_s
-    return replace(arrival, at_s=arrival.at_s + by_s, deadline_s=deadline)
+    deadline_s = None if arrival.deadline_s is None else arrival.deadline_s + later_s
+    request = replace(arrival.request, id=2 * arrival.request.id + 1)
+    return replace(arrival, at_s=arrival.at_s + later_s, deadline_s=deadline_s, request=request)
 
 
 # Was the cache at the start what the workload says it was?
