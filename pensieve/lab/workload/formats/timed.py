@@ -8,7 +8,7 @@ from itertools import zip_longest
 from operator import attrgetter
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, AliasChoices, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, model_validator
 
 from pensieve.lab.workload.formats.reading import Entry, Hashes, Positive, Reader, Time, Whole
 from pensieve.lab.workload.recording import Blocks, Call, Content, Conversation, Count, Parts, Recording
@@ -30,12 +30,18 @@ class Timed(Entry):
 
 
 def _recording(
-    prefix: str, rows: Sequence[Timed], names: Iterable[object], rule: str, facts: dict[str, Any] | None = None
+    prefix: str,
+    rows: Sequence[Timed],
+    names: Iterable[object],
+    rule: str,
+    facts: dict[str, Any] | None = None,
+    contents: Iterable[Content] | None = None,
 ) -> Recording:
-    """rows: by time. names: of the conversation of each."""
+    """rows: by time. names: of the conversation of each. contents: of each, where a row alone does not tell."""
     calls: dict[str, list[Call]] = {}
-    for order, (row, name) in enumerate(zip(rows, names, strict=True)):
-        call = Call(row.content, row.reply, row.at_s - rows[0].at_s, continues=False, order=order)
+    contents = [row.content for row in rows] if contents is None else contents
+    for order, (row, name, content) in enumerate(zip(rows, names, contents, strict=True)):
+        call = Call(content, row.reply, row.at_s - rows[0].at_s, continues=False, order=order)
         calls.setdefault(f"{prefix}-{name}", []).append(call)
     return Recording(tuple(Conversation(name, tuple(own)) for name, own in calls.items()), rule, facts or {})
 
@@ -168,15 +174,8 @@ UNKNOWN = (
 
 
 class RAGPulse(Timed):
-    """lengths: by hash, of the files beside it."""
-
     session_id: str
     hash_ids: dict[str, list[int]] = Field(min_length=1)
-    _lengths: dict[int, int] = PrivateAttr(default_factory=dict)
-
-    @property
-    def content(self) -> Content:
-        return Parts(pieces(self.hash_ids, self.prompt, self._lengths))
 
 
 class _Component(Entry):
@@ -197,10 +196,9 @@ def ragpulse(reader: Reader) -> Recording:
         lengths.update((one.hash, one.token_length) for one in reader.entries(_Component.model_validate, file))
     file = reader.path / TRACE if reader.path.is_dir() else reader.path
     rows = sorted(reader.entries(RAGPulse.model_validate, file), key=_AT)
-    for row in rows:
-        row._lengths = lengths
+    contents = [Parts(pieces(row.hash_ids, row.prompt, lengths)) for row in rows]
     rule = RAGPULSE_RULE.format(lengths=KNOWN if lengths else UNKNOWN)
-    return _recording("ragpulse", rows, [row.session_id for row in rows], rule)
+    return _recording("ragpulse", rows, [row.session_id for row in rows], rule, contents=contents)
 
 
 def pieces(
