@@ -1,4 +1,4 @@
-"""Random conversations on random tiny models through every path, every invariant held after each step and each token compared
+"""Random conversations on tiny models through every path, every invariant held after each step and each token compared
 with the plain model:
 `python -m tests.soak 10000 3`, the number of turns and the seed.
 
@@ -25,8 +25,6 @@ from pensieve.core.policies.lru import ConversationLru, Fifo, Lru
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.request import Fork, Length, Request, Sampling, tokens_of
 from pensieve.core.scheduler.scheduler import SchedulerSettings, split, unified
-from pensieve.device.asked import ModelAsked
-from pensieve.device.model import LoadedModel, load_model
 from pensieve.device.worker import TorchOptions
 from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.restore import RestoreMode, RestoringCache
@@ -40,10 +38,11 @@ from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.plugins.tiers.disk_transfer import DiskOptions
 from pensieve.serve.record import TurnRecord
 from pensieve.sim.profile import Profile
-from pensieve.specs import ModelSpec
 from tests.exact import CheckedEngine, Mismatch, Paths
+from tests.worker.torch.driver import ARCHITECTURES, tiny_model
 
 TURNS_AN_EPISODE = 60
+_model = lru_cache(maxsize=16)(tiny_model)
 _VOCAB, _CONTEXT = 97, 512
 _SHARED = tuple(5 + 7 * i % 83 for i in range(40))  # a prompt that several conversations begin with
 _POLICIES: tuple[Any, ...] = (
@@ -139,11 +138,13 @@ class Episode:
             copy_ahead=rng.choice(("paper", "spare", "never")),
         )
         source = self.rng("model")
-        model = _model(_architecture(source), source.choice(("auto", "reference")))
+        model = _model(source.choice(sorted(ARCHITECTURES)), attention=source.choice(("auto", "reference")))
         # Copies in the background and now and then so slow that they outlast their plans, or made at once.
         link = ThreadLink(rng.choice((None, 2e6))) if rng.random() < 0.4 else None
         options, load = TorchOptions(depth=rng.choice((1, 2))), rng.choice((0.0, 0.1, 1.0, 10.0))
-        prices: dict[str, Any] = {"cost": _cost(chunk, load), "layers": model.spec.layers}
+        # A prefill of 1 ms a token; a chunk takes `load` times as long to load as to compute.
+        cost = Profile(chunk, {128: 0.128, 256: 0.256}, load * chunk / 1000, {})
+        prices: dict[str, Any] = {"cost": cost, "layers": model.spec.layers}
         prices["batch_tokens"] = settings.max_batch_tokens
         on_disk = isinstance(cache, TwoTierCache) and not prefix and options.depth == 1 and rng.random() < 0.5
         if on_disk:
@@ -151,7 +152,7 @@ class Episode:
             options = replace(options, transfer=DiskOptions(folder / "pool.kv", folder, bytes(32), blocks))
         engine = CheckedEngine(model, cache, settings, _CONTEXT, link, options)
         if on_disk:
-            report = replace(engine.report, below_load_s=prices["cost"].load_s())
+            report = replace(engine.report, below_load_s=cost.load_s())
             cache.begin(**prices, below=DiskTier(blocks, transfer=options.transfer), report=report)
         elif make in _RESTORING:
             cache.begin(**prices)
@@ -244,53 +245,6 @@ def _submit(engine: CheckedEngine, operation: Operation, number: int) -> None:
         engine.paths.edited += edits
     sampling = Sampling(temperature=operation.temperature, top_k=20, seed=number)
     engine.submit(Request(number, operation.session, number, prompt, Length(operation.output), sampling, fork=fork))
-
-
-def _architecture(rng: random.Random) -> tuple[tuple[str, Any], ...]:
-    kind = rng.choice(("llama", "llama", "gpt2", "opt", "gemma2", "qwen2", "mistral"))
-    heads = rng.choice((2, 4))
-    kv_heads, head_dim, layers = (
-        rng.choice([n for n in (1, 2, 4) if heads % n == 0]),
-        rng.choice((8, 16)),
-        rng.randint(1, 3),
-    )
-    hidden = heads * head_dim
-    if kind == "gpt2":
-        fields: dict[str, Any] = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": _CONTEXT}
-    elif kind == "opt":
-        fields = {
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "ffn_dim": 2 * hidden,
-            "max_position_embeddings": _CONTEXT,
-            "word_embed_proj_dim": hidden,
-        }
-    else:
-        fields = {
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": head_dim,
-            "intermediate_size": 2 * hidden,
-            "max_position_embeddings": _CONTEXT,
-        }
-        if kind in ("gemma2", "mistral"):
-            fields["sliding_window"] = rng.choice((12, 40))
-    return tuple(sorted({"model_type": kind, "vocab_size": _VOCAB, **fields}.items()))
-
-
-def _cost(chunk: int, load: float) -> Profile:
-    """A prefill of 1 ms a token; a chunk that takes `load` times as long to load as to compute."""
-    return Profile(chunk, {128: 0.128, 256: 0.256}, load * chunk / 1000, {})
-
-
-@lru_cache(maxsize=16)
-def _model(architecture: tuple[tuple[str, Any], ...], attention: str) -> LoadedModel:
-    fields = dict(architecture)
-    spec = ModelSpec.from_architecture(str(fields["model_type"]), fields)
-    return load_model(ModelAsked(spec, threads=1, attention=attention))
 
 
 def soak(turns: int, seed: int) -> int:

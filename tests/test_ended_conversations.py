@@ -6,7 +6,6 @@ import pytest
 
 from pensieve.core.cache.two_tier import TwoTierCache
 from pensieve.core.engine import MemoryLimits
-from pensieve.core.plan import StartReport
 from pensieve.core.policies.retention_value import RetentionValue
 from pensieve.core.scheduler.scheduler import SchedulerSettings
 from pensieve.lab.replay import replay
@@ -15,11 +14,10 @@ from pensieve.plugins.caches.prefix import PrefixCache
 from pensieve.plugins.caches.slots import SlotCache
 from pensieve.plugins.caches.stateless import StatelessCache
 from pensieve.plugins.caches.vllm_offload import VllmOffload
-from pensieve.plugins.tiers.disk import DiskTier
 from pensieve.serve.systems.inline_system import InlineSystem
 from pensieve.sim.worker import SimulatedWorker, VirtualClock
 from tests.scripted import context
-from tests.simulated import MACHINE, MODEL, request
+from tests.simulated import MACHINE, MODEL
 
 CACHES = {
     "pensieve": TwoTierCache,
@@ -75,22 +73,3 @@ def test_limits_of_memory_decide_as_before(cache, limits, monkeypatch):
     left, everyone = (len(system.engine.cache.sessions) for system in (forgetting, keeping))
     assert left < CONVERSATIONS / 2
     assert forgotten or everyone > CONVERSATIONS
-
-
-def test_a_disk_tier_keeps_the_names_of_its_chunks():
-    system = system_of("pensieve")
-    cache = system.engine.cache
-    cache.begin(cost=system.cost, below=DiskTier(64), report=StartReport(0.0, 0.0))
-    known = system.engine.cache.open("a", 0.0)
-    assert not system.engine.cache.forget(known, if_empty=True)
-
-
-def test_a_conversation_with_a_request_under_way_is_not_forgotten():
-    system = system_of("stateless")
-    engine = system.engine
-    engine.submit(request(1, "a", 30, 5))
-    engine.sessions.ended("a")
-    assert engine.cache.sessions.get("a") is not None
-    system.poll(None)
-    engine.sessions.ended("b")  # not known: the others are looked at all the same
-    assert engine.cache.sessions.get("a") is None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pensieve.core.engine import MemoryLimits
 from tests.calls import calls_of
-from tests.simulated import MACHINE, make_engine, request
+from tests.simulated import make_engine, request
 
 STEPS = 100
 
@@ -46,13 +44,3 @@ def test_a_step_does_not_grow_with_who_is_idle_or_waits():
     assert alone < 500, "at about 0.1 us a call, a step of eight stays far below 0.3 ms"
     assert abs(crowded - alone) < 0.1 * alone
     assert abs(queued - alone) < 0.2 * alone
-
-
-def test_a_step_does_not_grow_with_the_copies_under_way():
-    """Over a link that hardly moves: every idle conversation is on its way out, each by a ticket of its own."""
-    link = {"hardware": replace(MACHINE, d2h_bw=1.0), "swap_out_start": 1.0, "swap_out_stop": 1.0}
-    few, many = engine_with(idle=100, **link), engine_with(idle=1000, **link)
-    assert (few.cache.room.outgoing, many.cache.room.outgoing) == (99, 999), "all but the one that ended last"
-    costs = [calls_a_step(engine, 10_000) for engine in (few, many)]
-    assert many.cache.room.outgoing >= 1000
-    assert abs(costs[1] - costs[0]) < 0.1 * costs[0]
